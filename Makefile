@@ -1,0 +1,58 @@
+# Nothing but `make`, `bash`, a network path to the package index and some Python is needed on the machine.
+
+# A virtual environment that is active, and settings of uv that choose a Python, a target or versions, do not count
+# here; those that say how the package index is reached do.
+unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME PYTHONPATH
+unexport $(filter-out UV_INDEX UV_INDEX_% UV_DEFAULT_INDEX UV_EXTRA_INDEX_URL UV_FIND_LINKS UV_HTTP_% UV_NATIVE_TLS \
+	UV_SYSTEM_CERTS UV_INSECURE_HOST UV_KEYRING_PROVIDER UV_PYTHON_INSTALL_MIRROR UV_CACHE_DIR UV_LINK_MODE \
+	UV_CONCURRENT_%,$(filter UV_%,$(.VARIABLES)))
+
+# CUDA may also be an environment variable that means something else (a folder): only 0 and 1 count.
+ifeq ($(origin CUDA),command line)
+ifeq ($(filter 0 1,$(CUDA)),)
+$(error CUDA=$(CUDA): expected CUDA=1, the GPU build of jax, or CUDA=0, the CPU build)
+endif
+endif
+cuda := $(filter 0 1,$(CUDA))
+
+python := .venv/bin/python
+venv := .venv/.complete
+
+.PHONY: help setup test lint quickstart lock clean always
+.DELETE_ON_ERROR:
+
+help:  ## list what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+setup:  ## build .venv from requirements.lock; with CUDA=1 the GPU build of jax
+	@bash scripts/setup.sh $(or $(cuda),0)
+	@echo 'Set up. To use it: . .venv/bin/activate'
+
+# The stamp is written last, so that an interrupted set-up is not taken for a whole one.
+$(venv): requirements.lock pyproject.toml $(if $(cuda),always)
+	@bash scripts/setup.sh $(cuda)
+
+quickstart: $(venv)  ## train softmax and chunked, draw both on one page, sample from each; goes on where it was
+	$(python) train.py configs/quickstart.py --attention softmax --run-dir runs/quickstart-softmax
+	$(python) train.py configs/quickstart.py --attention chunked --run-dir runs/quickstart-chunked
+	$(python) compare.py runs/quickstart-softmax runs/quickstart-chunked --out runs/quickstart.html
+	$(python) sample.py runs/quickstart-softmax --prompt "def " --max-new-tokens 300
+	$(python) sample.py runs/quickstart-chunked --prompt "def " --max-new-tokens 300
+
+test: $(venv)  ## run the tests
+	$(python) -m pytest -n logical --maxprocesses 4 --dist worksteal
+
+# pyright comes whole in its wheel and runs on the node of another wheel; without the first setting it asks an index
+# on the internet for newer versions.
+lint: $(venv)  ## ruff and pyright
+	$(python) -m ruff check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(python) -m pyright
+
+lock:  ## make requirements.lock again, after a change of the dependencies in pyproject.toml
+	uv=$$(bash scripts/find_uv.sh) && "$$uv" pip compile --quiet --universal --python-version 3.12 --extra dev \
+		--generate-hashes --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" \
+		pyproject.toml --output-file requirements.lock
+
+clean:  ## remove .venv, the uv of the project and caches, never runs/
+	rm -rf .venv .uv .pytest_cache .ruff_cache build dist lineargpt.egg-info
+	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

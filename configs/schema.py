@@ -1,0 +1,176 @@
+"""The typed configuration of a run: plain frozen dataclasses, one group a concern.
+
+A recipe (``configs/NAME.py``) returns a :class:`Config`; every field becomes a flag of ``train.py``; the resolved
+config is written to ``RUN/config.json`` and read back from there. This module imports nothing of the project.
+"""
+
+import dataclasses
+import importlib.util
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run. The message names the field and what was expected; commands exit with 2."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A GPT-2 model: sizes, positions, number format and the attention mode of each layer."""
+
+    layers: int = 4
+    """Number of transformer blocks."""
+    heads: int = 4
+    """Attention heads; divides the width."""
+    width: int = 256
+    """Width E of the residual stream; the MLP is 4 E wide."""
+    context: int = 1024
+    """Tokens the model is trained on at once, and the number of learned positions."""
+    positions: Literal["learned", "rotary", "none"] = "learned"
+    """How the model knows where a token stands."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of the products; parameters stay float32. auto: bfloat16 where the device has fast products of it."""
+    attention: tuple[str, ...] = ("chunked",)
+    """Attention modes, a pattern over layers repeated to the depth; --attention A,B is the short way to say it."""
+    modes: dict[str, Any] = field(default_factory=dict)
+    """Options of each mode in use; a recipe may give a dict of overrides."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the tokens come from."""
+
+    source: str = "python-stdlib"
+    """What to prepare when there are no token files yet: python-stdlib, a text file or folder, or a dataset id."""
+    dir: str | None = None
+    """Folder of token files; by default one in the user's cache folder, prepared on first use."""
+    tokenizer: str = "bytes"
+    """bytes, or the name of a tiktoken encoding such as gpt2."""
+    packing: Literal["stream"] = "stream"
+    """stream: windows of the token stream, across document borders."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay."""
+
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    final_fraction: float = 0.1
+    """Learning rate at the end of the run, as a fraction of the peak."""
+    warmup_steps: int = 100
+    """Steps of linear warm-up; shortened, with a note, to a tenth of a run given in steps."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, on matrices only."""
+    beta1: float = 0.9
+    """Decay of the gradient's running mean."""
+    beta2: float = 0.95
+    """Decay of the squared gradient's running mean."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, how much at once, and how often to look."""
+
+    steps: int | None = 1000
+    """Stop after this many updates. None: only --train.minutes bounds the run."""
+    minutes: float | None = None
+    """Stop after this many minutes of training time."""
+    batch_size: int = 8
+    """Sequences per update, over all devices."""
+    accumulate: int = 1
+    """Parts an update's batch is split into, one after the other, to save memory."""
+    remat: Literal["none", "block"] = "none"
+    """block: recompute each transformer block in the backward pass instead of keeping its activations."""
+    seed: int = 0
+    """Seed of initial parameters and of the data order."""
+    eval_every: int = 100
+    """Updates between evaluations."""
+    eval_batches: int = 8
+    """Batches of the val split in an evaluation, always the same ones."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept on disk."""
+
+    every_steps: int = 500
+    """Updates between checkpoints."""
+    keep: int = 2
+    """Newest checkpoints kept, beside the best by val loss."""
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; data = -1 takes all that remain."""
+
+    data: int = -1
+    """Copies of the model, each on its share of the batch."""
+    fsdp: int = 1
+    """Shards of parameters and optimizer state; also splits the batch."""
+    tensor: int = 1
+    """Shards of heads and MLP width."""
+    context: int = 1
+    """Shards of the sequence."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists and numbers, as in ``config.json``."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The inverse of :meth:`to_dict`, but that ``model.modes`` stays a dict of dicts until the modes are known.
+
+        Raises:
+            ConfigError: a group or field that this version does not know.
+        """
+        groups = {group.name: group.default_factory for group in dataclasses.fields(cls)}
+        built = {}
+        for name, fields in values.items():
+            if name not in groups:
+                raise ConfigError(f"config: unknown group {name!r}; expected one of {', '.join(groups)}")
+            known = {f.name for f in dataclasses.fields(groups[name])}  # pyright: ignore[reportArgumentType]
+            unknown = set(fields) - known
+            if unknown:
+                raise ConfigError(f"config: unknown field {name}.{sorted(unknown)[0]}; this version of lineargpt has "
+                                  f"{', '.join(sorted(known))}")
+            built[name] = groups[name](**fields)  # pyright: ignore[reportCallIssue]
+        config = cls(**built)
+        model = dataclasses.replace(config.model, attention=tuple(config.model.attention))
+        return dataclasses.replace(config, model=model)
+
+
+def load_recipe(path: str | Path, attention: str | None = None) -> Config:
+    """The config that a recipe file returns, for an attention mode or a comma-separated pattern of modes.
+
+    Raises:
+        ConfigError: there is no such file, or it has no ``get_config``.
+    """
+    path = Path(path)
+    if not path.is_file():
+        recipes = ", ".join(str(p) for p in sorted(Path(__file__).parent.rglob("*.py"))
+                            if p.stem not in ("schema", "__init__"))
+        raise ConfigError(f"{path}: no such recipe. There are: {recipes}")
+    spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ConfigError(f"{path}: a recipe defines get_config(attention) -> Config; this file does not")
+    return module.get_config() if attention is None else module.get_config(attention)

@@ -1,0 +1,111 @@
+"""``linear_attention``: the one entry to every form, with the checks on what goes in."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels.linear_attention.blockwise import blockwise
+from kernels.linear_attention.chunked import chunked
+from kernels.linear_attention.recurrent import cumsum, recurrent
+from kernels.linear_attention.reference import parallel
+from kernels.linear_attention.state import EPSILON, State, sum_dtype, zero_state
+from kernels.segments import runs_of
+
+__all__ = ["EPSILON", "IMPLEMENTATIONS", "State", "linear_attention", "pick_implementation"]
+
+
+def _pallas_gpu(*arguments: Any, **options: Any) -> tuple[Array, State]:
+    raise NotImplementedError("implementation='pallas_gpu': this version of lineargpt has no Pallas kernel; "
+                              "implementation='chunked' computes the same in plain JAX on every device")
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, State]]] = {
+    "reference": parallel,
+    "parallel": parallel,
+    "blockwise": blockwise,
+    "cumsum": cumsum,
+    "recurrent": recurrent,
+    "chunked": chunked,
+    "pallas_gpu": _pallas_gpu,
+}
+"""Every form by name. ``reference`` and ``parallel`` are the same function: the definition, written out."""
+
+
+def linear_attention(
+    q_BTHM: Float[Array, "B T H M"],
+    k_BTHM: Float[Array, "B T H M"],
+    v_BTHD: Float[Array, "B T H D"],
+    *,
+    causal: bool = True,
+    normalize: bool = True,
+    initial_state: State | None = None,
+    segment_ids_BT: Int[Array, "B T"] | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T H D"], State]:
+    """Linear attention of features: y_t = φ(q_t)ᵀ S_t / (φ(q_t)ᵀ z_t + ε) with S_t = S₀ + Σ φ(k_j) v_jᵀ, z_t = z₀ + Σ φ(k_j).
+
+    Differentiable in q, k, v and, through the state in and the state out, across calls. Katharopoulos et al., 2020.
+
+    Args:
+        q_BTHM: φ(q), the feature map already applied; any T ≥ 1.
+        k_BTHM: φ(k).
+        v_BTHD: values; y has their dtype.
+        causal: sum over j ≤ t; otherwise over all j.
+        normalize: divide by the sum of weights.
+        initial_state: S₀ and z₀, of the first segment; zero unless given.
+        segment_ids_BT: which tokens see each other; −1 is padding, which enters no state and is seen by nobody (its y is 0).
+            A segment is a run of equal ids; the state that comes out is that of the last one.
+        chunk_size: C of ``chunked`` and ``blockwise``; picked where None.
+        implementation: a name in ``IMPLEMENTATIONS``; None picks the fastest for this input on this device.
+
+    Returns:
+        y and the state after the last token, float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: shapes that do not agree, or a chunk size below one.
+        TypeError: features that are not floating point.
+        NotImplementedError: a named implementation cannot do what is asked.
+    """
+    _check(q_BTHM, k_BTHM, v_BTHD, initial_state, segment_ids_BT, chunk_size)
+    B, T, H, M = q_BTHM.shape
+    dtype = sum_dtype(q_BTHM, k_BTHM, v_BTHD)
+    name = implementation or pick_implementation(T)
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
+    state = zero_state(B, H, M, v_BTHD.shape[3], dtype) if initial_state is None else \
+        State(initial_state.s_BHMD.astype(dtype), initial_state.z_BHM.astype(dtype))
+    runs_BT = None if segment_ids_BT is None else runs_of(segment_ids_BT)
+    return IMPLEMENTATIONS[name](q_BTHM, k_BTHM, v_BTHD, state, runs_BT, causal=causal, normalize=normalize,
+                                 chunk_size=chunk_size)
+
+
+def pick_implementation(tokens: int) -> str:
+    """What ``implementation=None`` means for a sequence of so many tokens."""
+    return "recurrent" if tokens == 1 else "chunked"
+
+
+def _check(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, state: State | None, segment_ids_BT: Array | None,
+           chunk_size: int | None) -> None:
+    for name, x in (("q_BTHM", q_BTHM), ("k_BTHM", k_BTHM), ("v_BTHD", v_BTHD)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {x.shape}; expected four dimensions, {', '.join(name[-4:])}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} is {x.dtype}; expected floating point")
+    B, T, H, M = q_BTHM.shape
+    D = v_BTHD.shape[3]
+    expected = {"k_BTHM": (k_BTHM, (B, T, H, M)), "v_BTHD": (v_BTHD, (B, T, H, D))}
+    if state is not None:
+        expected |= {"initial_state.s_BHMD": (state.s_BHMD, (B, H, M, D)), "initial_state.z_BHM": (state.z_BHM, (B, H, M))}
+    if segment_ids_BT is not None:
+        expected["segment_ids_BT"] = (segment_ids_BT, (B, T))
+    for name, (x, shape) in expected.items():
+        if x.shape != shape:
+            raise ValueError(f"{name} has shape {x.shape}; expected {shape}, from q_BTHM of shape {q_BTHM.shape}")
+    if T < 1:
+        raise ValueError("T must be at least 1")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size}: expected at least 1")

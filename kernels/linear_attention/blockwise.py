@@ -1,0 +1,79 @@
+"""Linear attention as attention, block by block: the masked T × T product that is never materialised.
+
+Quadratic time, linear memory: what flash attention is to softmax, and the attention half of the chunked hybrid.
+The product (q, k, v) ↦ mask(q kᵀ) v is its own derivative: with ∂ the gradient of its output,
+
+    ∂q = mask(∂ vᵀ) k,    ∂k = mask(q ∂ᵀ… transposed) = maskᵀ(v ∂ᵀ) q,    ∂v = maskᵀ(k qᵀ) ∂,
+
+three more products of the same kind, two of them looking forward in time.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels.linear_attention.state import State, divide, final_state, from_initial
+from kernels.segments import visible
+
+BLOCK = 256
+
+
+def blockwise(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
+              normalize: bool, chunk_size: int | None = None) -> tuple[Array, State]:
+    """The masked product over pairs of blocks of ``chunk_size`` tokens."""
+    dtype = initial.s_BHMD.dtype
+    B, T, H, _ = q_BTHM.shape
+    C = min(T, chunk_size or BLOCK)
+    padding = -T % C
+    runs = jnp.zeros((B, T), jnp.int32) if runs_BT is None else runs_BT
+    runs_BNC = jnp.pad(runs, ((0, 0), (0, padding)), constant_values=-1).reshape(B, -1, C)
+
+    def blocks(x):
+        x = jnp.pad(x.astype(dtype), ((0, 0), (0, padding), (0, 0), (0, 0)))
+        return x.reshape(B, -1, C, H, x.shape[-1]).transpose(1, 0, 3, 2, 4)  # N B H C …
+
+    # One more value column, of ones, so that the denominator comes out of the same product.
+    values_BTHD = jnp.concatenate([v_BTHD.astype(dtype), jnp.ones((B, T, H, 1), dtype)], axis=-1)
+    y_NBHCD = _product(blocks(q_BTHM), blocks(k_BTHM), blocks(values_BTHD), runs_BNC, "past" if causal else "all")
+    y_BTHD = y_NBHCD.transpose(1, 0, 3, 2, 4).reshape(B, T + padding, H, -1)[:, :T]
+    initial_BTHD, initial_BTH = from_initial(q_BTHM, initial, runs_BT)
+    y_BTHD = divide(y_BTHD[..., :-1] + initial_BTHD, y_BTHD[..., -1] + initial_BTH if normalize else None)
+    return y_BTHD.astype(v_BTHD.dtype), final_state(k_BTHM, v_BTHD, initial, runs_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _product(q_NBHCM: Array, k_NBHCM: Array, v_NBHCD: Array, runs_BNC: Array,
+             sees: Literal["past", "future", "all"]) -> Array:
+    N, _, _, C, _ = q_NBHCM.shape
+
+    def query_block(i):
+        def key_block(j, y_BHCD):
+            scores_BHTS = jnp.einsum("bhtm,bhsm->bhts", q_NBHCM[i], k_NBHCM[j])
+            mask_BTS = visible(runs_BNC[:, i], runs_BNC[:, j])
+            if sees != "all":
+                t, s = i * C + jnp.arange(C)[:, None], j * C + jnp.arange(C)[None, :]
+                mask_BTS &= (s <= t if sees == "past" else s >= t)[None]
+            return y_BHCD + jnp.einsum("bhts,bhsd->bhtd", jnp.where(mask_BTS[:, None], scores_BHTS, 0), v_NBHCD[j])
+
+        first, end = (i, N) if sees == "future" else (0, N if sees == "all" else i + 1)
+        return lax.fori_loop(first, end, key_block, jnp.zeros(v_NBHCD.shape[1:], v_NBHCD.dtype))
+
+    return lax.map(query_block, jnp.arange(N))
+
+
+def _product_forward(q_NBHCM, k_NBHCM, v_NBHCD, runs_BNC, sees):
+    return _product(q_NBHCM, k_NBHCM, v_NBHCD, runs_BNC, sees), (q_NBHCM, k_NBHCM, v_NBHCD, runs_BNC)
+
+
+def _product_backward(sees, saved, dy_NBHCD):
+    q_NBHCM, k_NBHCM, v_NBHCD, runs_BNC = saved
+    seen_by: Literal["past", "future", "all"] = {"past": "future", "future": "past", "all": "all"}[sees]  # pyright: ignore
+    return (_product(dy_NBHCD, v_NBHCD, k_NBHCM, runs_BNC, sees),
+            _product(v_NBHCD, dy_NBHCD, q_NBHCM, runs_BNC, seen_by),
+            _product(k_NBHCM, q_NBHCM, dy_NBHCD, runs_BNC, seen_by), None)
+
+
+_product.defvjp(_product_forward, _product_backward)

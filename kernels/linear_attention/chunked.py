@@ -1,0 +1,195 @@
+"""The chunked hybrid: attention form inside chunks of C tokens, recurrent form across them.
+
+With S and z the state before a chunk, and i ≤ j inside the chunk,
+
+    y_j = (φ(q_j)ᵀ S + Σ_{i≤j} (φ(q_j)·φ(k_i)) v_i) / (φ(q_j)ᵀ z + Σ_{i≤j} φ(q_j)·φ(k_i) + ε)
+
+so the work is T (C + M) products instead of T² and the sequential part is a ``lax.scan`` over T / C states. Saved for the
+backward pass are the inputs, y and the denominator; scores and states are computed again.
+
+Hua, Dai, Liu, Le: "Transformer Quality in Linear Time", 2022, section 3.3; Buckman, Gelada: "Linear Transformers Are
+Faster", 2024.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels.linear_attention.state import State, divide, final_state, from_initial, sum_dtype
+from kernels.segments import visible
+
+
+def chunked(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
+            normalize: bool, chunk_size: int | None = None) -> tuple[Array, State]:
+    """Chunks of ``chunk_size`` tokens; None picks the length from what is fastest on this kind of device."""
+    T = q_BTHM.shape[1]
+    C = min(T, chunk_size or default_chunk_size(T))
+    if causal:
+        return _causal(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize)
+    if runs_BT is None:
+        state = final_state(k_BTHM, v_BTHD, initial, None)
+        numerator_BTHD, denominator_BTH = from_initial(q_BTHM, state, None)
+        return divide(numerator_BTHD, denominator_BTH if normalize else None).astype(v_BTHD.dtype), state
+    return _bidirectional(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize)
+
+
+def default_chunk_size(tokens: int) -> int:
+    """C when none is given: where the quadratic part inside a chunk and the traffic of the states balance."""
+    return min(64, tokens)
+
+
+class _Chunks(NamedTuple):
+    """How segments and chunks meet; every field None where there are no segments."""
+
+    runs_NBC: Array | None = None
+    reads_NBC: Array | None = None
+    """Tokens in the run that the incoming state belongs to."""
+    writes_NBC: Array | None = None
+    """Tokens in the run that the outgoing state belongs to."""
+    keeps_NB: Array | None = None
+    """Chunks at whose end the incoming run still goes on."""
+
+    @classmethod
+    def of(cls, runs_NBC: Array) -> "_Chunks":
+        outgoing_NB = jnp.maximum(lax.cummax(runs_NBC.max(axis=2), axis=0), 0)
+        incoming_NB = jnp.concatenate([jnp.zeros_like(outgoing_NB[:1]), outgoing_NB[:-1]])
+        return cls(runs_NBC, runs_NBC == incoming_NB[..., None], runs_NBC == outgoing_NB[..., None],
+                   incoming_NB == outgoing_NB)
+
+
+def _split(x: Array, C: int, fill: float = 0) -> Array:
+    """(B, T, H, …) to (N, B, H, C, …), or (B, T) to (N, B, C), the last chunk filled up."""
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % C)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
+    x = x.reshape(x.shape[0], -1, C, *x.shape[2:]).swapaxes(0, 1)
+    return x if x.ndim == 3 else x.swapaxes(2, 3)
+
+
+def _join(x_NBHC: Array, T: int) -> Array:
+    """The inverse of :func:`_split`."""
+    x = x_NBHC.swapaxes(2, 3).swapaxes(0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :T]
+
+
+def _only(selected_NBC: Array | None, x_NBHCM: Array) -> Array:
+    return x_NBHCM if selected_NBC is None else jnp.where(selected_NBC[:, :, None, :, None], x_NBHCM, 0)
+
+
+def _inside(scores_NBHCS: Array, runs_NBC: Array | None, causal: bool = True) -> Array:
+    """Scores inside a chunk, masked."""
+    C = scores_NBHCS.shape[-1]
+    if causal:
+        scores_NBHCS = jnp.where(jnp.tril(jnp.ones((C, C), bool)), scores_NBHCS, 0)
+    return scores_NBHCS if runs_NBC is None else jnp.where(visible(runs_NBC, runs_NBC)[:, :, None], scores_NBHCS, 0)
+
+
+def _product(formula: str, x: Array, y: Array) -> Array:
+    """A product of chunks in the inputs' format, summed in float32 or better."""
+    return jnp.einsum(formula, x, y, preferred_element_type=sum_dtype(x, y))
+
+
+def _carry(updates: State, keeps_NB: Array | None, initial: State, *, reverse: bool = False) -> tuple[State, State]:
+    """The state before each chunk (after it, in reverse) and the one at the end: the recurrent half of the hybrid."""
+
+    def step(state, chunk):
+        update, keeps_B = chunk
+        kept = state
+        if keeps_B is not None:
+            kept = State(jnp.where(keeps_B[:, None, None, None], state.s_BHMD, 0),
+                         jnp.where(keeps_B[:, None, None], state.z_BHM, 0))
+        return State(kept.s_BHMD + update.s_BHMD, kept.z_BHM + update.z_BHM), state
+
+    end, before = lax.scan(step, initial, (updates, keeps_NB), reverse=reverse)
+    return before, end
+
+
+def _updates(k_NBHCM: Array, v_NBHCD: Array, writes_NBC: Array | None, dtype: jnp.dtype) -> State:
+    """What each chunk adds to the state."""
+    k_NBHCM = _only(writes_NBC, k_NBHCM)
+    return State(_product("nbhcm,nbhcd->nbhmd", k_NBHCM, v_NBHCD), k_NBHCM.sum(axis=3, dtype=dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _causal(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize):
+    return _causal_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize)[0]
+
+
+def _causal_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize):
+    T, dtype = q_BTHM.shape[1], initial.s_BHMD.dtype
+    q, k, v = (_split(x, C) for x in (q_BTHM, k_BTHM, v_BTHD))
+    chunks = _Chunks() if runs_BT is None else _Chunks.of(_split(runs_BT, C, fill=-1))
+    before, end = _carry(_updates(k, v, chunks.writes_NBC, dtype), chunks.keeps_NB, initial)
+    scores_NBHCS = _inside(_product("nbhcm,nbhsm->nbhcs", q, k), chunks.runs_NBC)
+    reading = _only(chunks.reads_NBC, q)
+    numerator_NBHCD = (_product("nbhcs,nbhsd->nbhcd", scores_NBHCS.astype(v.dtype), v)
+                       + _product("nbhcm,nbhmd->nbhcd", reading, before.s_BHMD.astype(q.dtype)))
+    denominator_NBHC = None
+    if normalize:
+        denominator_NBHC = scores_NBHCS.sum(axis=4) + jnp.einsum("nbhcm,nbhm->nbhc", reading.astype(dtype), before.z_BHM)
+    y_BTHD = _join(divide(numerator_NBHCD, denominator_NBHC), T).astype(v_BTHD.dtype)
+    return (y_BTHD, end), (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, y_BTHD, denominator_NBHC)
+
+
+def _causal_backward(C, normalize, saved, gradients):
+    q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, y_BTHD, denominator_NBHC = saved
+    dy_BTHD, dend = gradients
+    T, dtype = q_BTHM.shape[1], initial.s_BHMD.dtype
+    q, k, v, dy = (_split(x, C) for x in (q_BTHM, k_BTHM, v_BTHD, dy_BTHD))
+    chunks = _Chunks() if runs_BT is None else _Chunks.of(_split(runs_BT, C, fill=-1))
+    before, _ = _carry(_updates(k, v, chunks.writes_NBC, dtype), chunks.keeps_NB, initial)
+    reading, writing = _only(chunks.reads_NBC, q), _only(chunks.writes_NBC, k)
+
+    # y = numerator / (denominator + ε)
+    dnumerator = dy.astype(dtype)
+    ddenominator_NBHC = jnp.zeros(dy.shape[:-1], dtype)
+    if normalize:
+        dnumerator = divide(dnumerator, denominator_NBHC)
+        ddenominator_NBHC = -jnp.sum(dnumerator * _split(y_BTHD, C).astype(dtype), axis=-1)
+    dnumerator = dnumerator.astype(v.dtype)
+
+    # Gradients of the state run backwards in time.
+    dbefore = State(_product("nbhcm,nbhcd->nbhmd", reading, dnumerator),
+                    jnp.einsum("nbhcm,nbhc->nbhm", reading.astype(dtype), ddenominator_NBHC))
+    dafter, dinitial = _carry(dbefore, chunks.keeps_NB, dend, reverse=True)
+
+    scores_NBHCS = _inside(_product("nbhcm,nbhsm->nbhcs", q, k), chunks.runs_NBC).astype(v.dtype)
+    dscores_NBHCS = _inside(_product("nbhcd,nbhsd->nbhcs", dnumerator, v) + ddenominator_NBHC[..., None],
+                            chunks.runs_NBC).astype(q.dtype)
+    dq_state = (_product("nbhcd,nbhmd->nbhcm", dnumerator, before.s_BHMD.astype(v.dtype))
+                + ddenominator_NBHC[..., None] * before.z_BHM[..., None, :])
+    dk_state = _product("nbhcd,nbhmd->nbhcm", v, dafter.s_BHMD.astype(v.dtype)) + dafter.z_BHM[..., None, :]
+    dq = _product("nbhcs,nbhsm->nbhcm", dscores_NBHCS, k) + _only(chunks.reads_NBC, dq_state)
+    dk = _product("nbhcs,nbhcm->nbhsm", dscores_NBHCS, q) + _only(chunks.writes_NBC, dk_state)
+    dv = (_product("nbhcs,nbhcd->nbhsd", scores_NBHCS, dnumerator)
+          + _product("nbhcm,nbhmd->nbhcd", writing, dafter.s_BHMD.astype(k.dtype)))
+    return (_join(dq, T).astype(q_BTHM.dtype), _join(dk, T).astype(k_BTHM.dtype), _join(dv, T).astype(v_BTHD.dtype),
+            dinitial, None)
+
+
+_causal.defvjp(_causal_forward, _causal_backward)
+
+
+@functools.partial(jax.checkpoint, static_argnums=(5, 6))
+def _bidirectional(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize):
+    """Both directions with segments: attention inside the chunk, a state from the left and one from the right."""
+    T, dtype = q_BTHM.shape[1], initial.s_BHMD.dtype
+    q, k, v = (_split(x, C) for x in (q_BTHM, k_BTHM, v_BTHD))
+    runs_NBC = _split(runs_BT, C, fill=-1)
+    scores_NBHCS = _inside(_product("nbhcm,nbhsm->nbhcs", q, k), runs_NBC, causal=False)
+    numerator_NBHCD = _product("nbhcs,nbhsd->nbhcd", scores_NBHCS.astype(v.dtype), v)
+    denominator_NBHC = scores_NBHCS.sum(axis=4)
+    # From the right is from the left with time, and the numbers of the runs, turned round.
+    turned_NBC = jnp.where(runs_NBC >= 0, runs_BT.max(axis=1)[:, None] - runs_NBC, -1)
+    nothing = State(jnp.zeros_like(initial.s_BHMD), jnp.zeros_like(initial.z_BHM))
+    right = jax.tree.map(lambda x: x[::-1], _Chunks.of(turned_NBC[::-1]))
+    for chunks, reverse in ((_Chunks.of(runs_NBC), False), (right, True)):
+        outside, _ = _carry(_updates(k, v, chunks.writes_NBC, dtype), chunks.keeps_NB, nothing, reverse=reverse)
+        reading = _only(chunks.reads_NBC, q)
+        numerator_NBHCD += _product("nbhcm,nbhmd->nbhcd", reading, outside.s_BHMD.astype(q.dtype))
+        denominator_NBHC += jnp.einsum("nbhcm,nbhm->nbhc", reading.astype(dtype), outside.z_BHM)
+    initial_BTHD, initial_BTH = from_initial(q_BTHM, initial, runs_BT)
+    y_BTHD = divide(_join(numerator_NBHCD, T) + initial_BTHD,
+                    _join(denominator_NBHC, T) + initial_BTH if normalize else None)
+    return y_BTHD.astype(v_BTHD.dtype), final_state(k_BTHM, v_BTHD, initial, runs_BT)

@@ -1,0 +1,75 @@
+"""Linear attention as the recurrent network it is: a state per token, stepped (``recurrent``) or all at once (``cumsum``)."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels.linear_attention.state import State, divide, final_state
+
+
+def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
+              normalize: bool, chunk_size: int | None = None) -> tuple[Array, State]:
+    """``lax.scan`` over tokens: constant memory forward, the form that decodes. ``chunk_size`` has no meaning here."""
+    if not causal:
+        raise NotImplementedError("implementation='recurrent' sees the past only; causal=False needs another one")
+    dtype = initial.s_BHMD.dtype
+
+    def step(carry, token):
+        state, latest_B = carry
+        q_BHM, k_BHM, v_BHD, runs_B = token
+        if runs_B is not None:
+            same_B = runs_B <= latest_B  # padding too: it leaves the state alone
+            state = State(jnp.where(same_B[:, None, None, None], state.s_BHMD, 0),
+                          jnp.where(same_B[:, None, None], state.z_BHM, 0))
+            k_BHM = jnp.where((runs_B >= 0)[:, None, None], k_BHM, 0)
+            latest_B = jnp.maximum(latest_B, runs_B)
+        state = State(state.s_BHMD + k_BHM[..., :, None].astype(dtype) * v_BHD[..., None, :].astype(dtype),
+                      state.z_BHM + k_BHM.astype(dtype))
+        q_BHM = q_BHM.astype(dtype)
+        if runs_B is not None:
+            q_BHM = jnp.where((runs_B >= 0)[:, None, None], q_BHM, 0)
+        y_BHD = divide(jnp.einsum("bhm,bhmd->bhd", q_BHM, state.s_BHMD),
+                       jnp.einsum("bhm,bhm->bh", q_BHM, state.z_BHM) if normalize else None)
+        return (state, latest_B), y_BHD.astype(v_BTHD.dtype)
+
+    tokens = (q_BTHM.swapaxes(0, 1), k_BTHM.swapaxes(0, 1), v_BTHD.swapaxes(0, 1),
+              None if runs_BT is None else runs_BT.T)
+    latest_B = None if runs_BT is None else jnp.zeros(q_BTHM.shape[0], jnp.int32)
+    (state, _), y_TBHD = lax.scan(step, (initial, latest_B), tokens)
+    return y_TBHD.swapaxes(0, 1), state
+
+
+def cumsum(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
+           normalize: bool, chunk_size: int | None = None) -> tuple[Array, State]:
+    """All states S_t at once, (B, T, H, M, D): the textbook form, whose memory is why nobody trains with it.
+
+    ``chunk_size`` has no meaning here.
+    """
+    if not causal:
+        raise NotImplementedError("implementation='cumsum' sees the past only; causal=False needs another one")
+    dtype = initial.s_BHMD.dtype
+    k = k_BTHM.astype(dtype)
+    q = q_BTHM.astype(dtype)
+    if runs_BT is not None:
+        k = jnp.where((runs_BT >= 0)[:, :, None, None], k, 0)
+        q = jnp.where((runs_BT >= 0)[:, :, None, None], q, 0)
+    s_BTHMD = k[..., :, None] * v_BTHD.astype(dtype)[..., None, :]
+    z_BTHM = k
+    if runs_BT is None:
+        s_BTHMD = jnp.cumsum(s_BTHMD, axis=1) + initial.s_BHMD[:, None]
+        z_BTHM = jnp.cumsum(z_BTHM, axis=1) + initial.z_BHM[:, None]
+    else:
+        latest_BT = jnp.maximum(lax.cummax(runs_BT, axis=1), 0)
+        keeps_BT = latest_BT == jnp.concatenate([jnp.zeros_like(latest_BT[:, :1]), latest_BT[:, :-1]], axis=1)
+
+        def later(left, right):
+            keeps_left, s_left, z_left = left
+            keeps_right, s_right, z_right = right
+            return (keeps_left & keeps_right, s_right + jnp.where(keeps_right[..., None, None, None], s_left, 0),
+                    z_right + jnp.where(keeps_right[..., None, None], z_left, 0))
+
+        keeps_BT, s_BTHMD, z_BTHM = lax.associative_scan(later, (keeps_BT, s_BTHMD, z_BTHM), axis=1)
+        s_BTHMD += jnp.where(keeps_BT[..., None, None, None], initial.s_BHMD[:, None], 0)
+        z_BTHM += jnp.where(keeps_BT[..., None, None], initial.z_BHM[:, None], 0)
+    y_BTHD = divide(jnp.einsum("bthm,bthmd->bthd", q, s_BTHMD),
+                    jnp.einsum("bthm,bthm->bth", q, z_BTHM) if normalize else None)
+    return y_BTHD.astype(v_BTHD.dtype), final_state(k_BTHM, v_BTHD, initial, runs_BT)

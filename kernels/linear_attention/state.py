@@ -1,0 +1,59 @@
+"""What every form of linear attention shares: the state, its precision, and how it enters and leaves a sequence.
+
+Segments reach the forms as runs (``kernels/segments.py``).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+EPSILON = 1e-6
+"""ε, added to the denominator of the normalised form."""
+
+
+class State(NamedTuple):
+    """All that linear attention remembers of the past."""
+
+    s_BHMD: Float[Array, "B H M D"]
+    """Sum of φ(k) vᵀ."""
+    z_BHM: Float[Array, "B H M"]
+    """Sum of φ(k)."""
+
+
+def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
+    """Number format of states and sums: float32, or float64 where the inputs are."""
+    return jnp.promote_types(jnp.float32, jnp.result_type(*arrays))
+
+
+def zero_state(batch: int, heads: int, features: int, head_width: int, dtype: jnp.dtype = jnp.float32) -> State:
+    """S₀ = 0 and z₀ = 0."""
+    return State(jnp.zeros((batch, heads, features, head_width), dtype), jnp.zeros((batch, heads, features), dtype))
+
+
+def divide(numerator_BTHD: Array, denominator_BTH: Array | None) -> Array:
+    """y from Sᵀφ(q) and zᵀφ(q); no denominator, no division."""
+    return numerator_BTHD if denominator_BTH is None else numerator_BTHD / (denominator_BTH[..., None] + EPSILON)
+
+
+def final_state(k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None) -> State:
+    """The state after the last token: of the last run, with the initial state where that is also the first."""
+    dtype = initial.s_BHMD.dtype
+    k_BTHM, v_BTHD = k_BTHM.astype(dtype), v_BTHD.astype(dtype)
+    if runs_BT is not None:
+        last_B = jnp.maximum(runs_BT.max(axis=1), 0)
+        k_BTHM = jnp.where((runs_BT == last_B[:, None])[:, :, None, None], k_BTHM, 0)
+        first_B = last_B == 0
+        initial = State(jnp.where(first_B[:, None, None, None], initial.s_BHMD, 0),
+                        jnp.where(first_B[:, None, None], initial.z_BHM, 0))
+    return State(initial.s_BHMD + jnp.einsum("bthm,bthd->bhmd", k_BTHM, v_BTHD), initial.z_BHM + k_BTHM.sum(axis=1)) \
+        if k_BTHM.shape[1] else initial
+
+
+def from_initial(q_BTHM: Array, initial: State, runs_BT: Array | None) -> tuple[Array, Array]:
+    """What the initial state adds to numerator and denominator: for the first run only."""
+    q_BTHM = q_BTHM.astype(initial.s_BHMD.dtype)
+    if runs_BT is not None:
+        q_BTHM = jnp.where((runs_BT == 0)[:, :, None, None], q_BTHM, 0)
+    return (jnp.einsum("bthm,bhmd->bthd", q_BTHM, initial.s_BHMD), jnp.einsum("bthm,bhm->bth", q_BTHM, initial.z_BHM))

@@ -1,0 +1,26 @@
+"""Segments of a packed row, the same way for every kernel.
+
+Segments reach the kernels as *runs*: ``runs_BT`` numbers the segments of a row 0, 1, 2 … in order of appearance, and is −1
+on padding. The latest run up to a token is then a running maximum, which is all that a recurrence needs to know when to
+start over.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+
+def runs_of(segment_ids_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Runs of equal ids numbered 0, 1, 2 … along each row; padding (ids below 0) is −1 and interrupts no run."""
+    valid_BT = segment_ids_BT >= 0
+    position_T = jnp.arange(segment_ids_BT.shape[1])
+    last_BT = lax.cummax(jnp.where(valid_BT, position_T[None, :], -1), axis=1)
+    previous_BT = jnp.concatenate([jnp.full_like(last_BT[:, :1], -1), last_BT[:, :-1]], axis=1)
+    previous_id_BT = jnp.take_along_axis(segment_ids_BT, jnp.maximum(previous_BT, 0), axis=1)
+    starts_BT = valid_BT & (previous_BT >= 0) & (segment_ids_BT != previous_id_BT)
+    return jnp.where(valid_BT, jnp.cumsum(starts_BT, axis=1), -1).astype(jnp.int32)
+
+
+def visible(query_runs: Int[Array, "*b T"], key_runs: Int[Array, "*b S"]) -> Bool[Array, "*b T S"]:
+    """Which keys a query may see as far as segments go."""
+    return (query_runs[..., :, None] == key_runs[..., None, :]) & (key_runs[..., None, :] >= 0)

@@ -1,0 +1,57 @@
+"""The attention modes: one file each, found by listing this folder. A file without ``Config`` and ``Attention`` is a helper."""
+
+import dataclasses
+import difflib
+import functools
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from configs.schema import ConfigError, ModelConfig
+
+
+@functools.cache
+def modes() -> dict[str, ModuleType]:
+    """Every mode by name."""
+    files = sorted(Path(__file__).parent.glob("[!_]*.py"))
+    modules = {file.stem: importlib.import_module(f"{__name__}.{file.stem}") for file in files}
+    return {name: module for name, module in modules.items() if hasattr(module, "Config") and hasattr(module, "Attention")}
+
+
+def load(name: str) -> ModuleType:
+    """The mode of a name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in modes():
+        close = difflib.get_close_matches(name, modes(), n=1)
+        perhaps = f"; perhaps you meant {close[0]}" if close else ""
+        raise ConfigError(f"--attention {name}: no such mode{perhaps}. There are {', '.join(modes())}")
+    return modes()[name]
+
+
+def resolve(model: ModelConfig) -> ModelConfig:
+    """``model`` with the ``Config`` of each mode it uses in ``modes``, and of no other.
+
+    What ``modes`` holds already (a ``Config``, or a dict of overrides) is kept.
+
+    Raises:
+        ConfigError: an unknown mode, or an override of an option that the mode does not have.
+    """
+    if not model.attention:
+        raise ConfigError("model.attention is empty; expected a mode or a pattern of modes")
+    return dataclasses.replace(
+        model, modes={name: _mode_config(name, model.modes.get(name, {})) for name in dict.fromkeys(model.attention)})
+
+
+def _mode_config(name: str, options: Any) -> Any:
+    config = load(name).Config
+    if isinstance(options, config):
+        return options
+    known = [field.name for field in dataclasses.fields(config)]
+    for option in options:
+        if option not in known:
+            raise ConfigError(f"model.modes.{name}.{option}: no such option; {name} has {', '.join(known) or 'none'}")
+    return config(**options)

@@ -1,0 +1,50 @@
+"""``chunked``: linear attention as the hybrid of attention form, inside chunks, and recurrent form, across them.
+
+The same function as ``linear`` to rounding. Hua et al., "Transformer Quality in Linear Time", 2022.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kernels.linear_attention import pick_implementation
+from kernels.linear_attention.chunked import default_chunk_size
+from models.attention import linear
+from models.attention.feature_maps import FeatureMap
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of chunked linear attention."""
+
+    feature_map: FeatureMap = "elu"
+    """φ, applied to queries and keys."""
+    normalize: bool = True
+    """Divide by the sum of weights."""
+    chunk_size: int | None = None
+    """Tokens in a chunk; None: what is fastest on this kind of device."""
+    kernel: Literal["chunked", "pallas_gpu"] | None = None
+    """Which implementation; None: the fastest on this device."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ValueError(f"model.modes.chunked.chunk_size is {self.chunk_size}; expected at least 1")
+
+
+class Attention(linear.Attention):
+    """Linear attention in chunks."""
+
+    @property
+    def causal_form(self) -> str | None:
+        return self.config.kernel
+
+    @property
+    def chunk_size(self) -> int | None:
+        return self.config.chunk_size
+
+    def flops(self, tokens: int, context: int) -> int:
+        M = D = self.head_width
+        chunk = self.chunk_size or default_chunk_size(context)
+        return tokens * self.heads * (chunk * (M + D) + 4 * M * D)
+
+    def implementation(self, dtype: Any) -> str | None:
+        return self.config.kernel or pick_implementation(self.max_length)

@@ -1,0 +1,81 @@
+"""``linear``: linear attention in the forms its definition gives.
+
+Katharopoulos, Vyas, Pappas, Fleuret: "Transformers are RNNs", 2020. ``chunked`` is the same function computed faster.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kernels.linear_attention import State, linear_attention
+from models.attention.feature_maps import FeatureMap, features
+from models.attention.self_attention import SelfAttention
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of linear attention."""
+
+    feature_map: FeatureMap = "elu"
+    """φ, applied to queries and keys."""
+    normalize: bool = True
+    """Divide by the sum of weights."""
+    form: Literal["parallel", "blockwise", "cumsum", "recurrent"] = "blockwise"
+    """parallel: masked T × T product; blockwise: the same, never materialised; cumsum: all states at once; recurrent:
+    token by token."""
+
+
+class Attention(SelfAttention):
+    """Linear attention: decoding keeps a state of constant size."""
+
+    bidirectional = True
+    decode_state = "constant"
+
+    @property
+    def causal_form(self) -> str | None:
+        """Implementation of the causal function; None leaves the choice to the kernel."""
+        return self.config.form
+
+    @property
+    def chunk_size(self) -> int | None:
+        """C, where the form has chunks."""
+        return None
+
+    def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
+            segment_ids_BT: Array | None) -> Array:
+        form = self.causal_form
+        if not causal and form in ("cumsum", "recurrent"):
+            form = None  # without a mask there is no sequence of states
+        return linear_attention(*self._features(q_BTHD, k_BTHD), v_BTHD, causal=causal, normalize=self.config.normalize,
+                                segment_ids_BT=segment_ids_BT, chunk_size=self.chunk_size, implementation=form)[0]
+
+    def init_cache(self, batch: int, max_length: int, dtype: Any) -> State:
+        M = D = self.head_width
+        return State(jnp.zeros((batch, self.heads, M, D), jnp.float32), jnp.zeros((batch, self.heads, M), jnp.float32))
+
+    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: State, *, x_BTE: Array,
+               lengths_B: Array | None = None) -> tuple[Array, State]:
+        segment_ids_BT = None
+        if lengths_B is not None:
+            segment_ids_BT = jnp.where(jnp.arange(q_BTHD.shape[1])[None, :] < lengths_B[:, None], 0, -1)
+        return linear_attention(*self._features(q_BTHD, k_BTHD), v_BTHD, normalize=self.config.normalize,
+                                initial_state=cache, segment_ids_BT=segment_ids_BT)
+
+    def flops(self, tokens: int, context: int) -> int:
+        M = D = self.head_width
+        if self.causal_form in ("parallel", "blockwise"):
+            return tokens * context * self.heads * (M + D)
+        return 4 * tokens * self.heads * M * D
+
+    def state_bytes(self, context: int) -> int:
+        cache = jax.eval_shape(lambda: self.init_cache(1, context, jnp.float32))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
+    def implementation(self, dtype: Any) -> str | None:
+        return self.causal_form
+
+    def _features(self, q_BTHD: Array, k_BTHD: Array) -> tuple[Array, Array]:
+        return features(self.config.feature_map, q_BTHD), features(self.config.feature_map, k_BTHD)

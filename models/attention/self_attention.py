@@ -1,0 +1,121 @@
+"""What every attention mode shares: the q, k, v and output projections, heads, and rotary positions."""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+INITIAL_SCALE = 0.02
+"""Standard deviation of GPT-2's initial weights."""
+
+DecodeState = Literal["none", "constant", "window", "growing"]
+
+
+class Linear(nnx.Linear):
+    """``nnx.Linear`` with GPT-2's initialisation that computes in the number format of its input."""
+
+    def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs):
+        super().__init__(inputs, outputs, kernel_init=nnx.initializers.normal(INITIAL_SCALE), rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert self.bias is not None
+        return x @ self.kernel[...].astype(x.dtype) + self.bias[...].astype(x.dtype)
+
+
+class SelfAttention(nnx.Module):
+    """Multi-head self-attention around a mode's :meth:`mix`. A mode is a subclass named ``Attention`` in a file of its own.
+
+    Args:
+        config: the mode's own ``Config``.
+        heads: H.
+        head_width: D.
+        width: E.
+        max_length: the longest sequence the model is made for.
+        rngs: a stream forked for this module alone, so that what modes share starts equal in all of them.
+    """
+
+    causal: bool = True
+    """It can see the past only."""
+    bidirectional: bool = False
+    """It can see the whole sequence."""
+    decode_state: DecodeState = "none"
+    """How what decoding keeps grows with the tokens seen; none: the mode has no cached decode."""
+    prefix_exact: bool = True
+    """An output never depends on later tokens, not even through bucketing."""
+
+    def __init__(self, config: Any, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
+        self.config = config
+        self.heads, self.head_width, self.width, self.max_length = heads, head_width, width, max_length
+        self.query = Linear(width, heads * head_width, rngs=rngs)
+        self.key = Linear(width, heads * head_width, rngs=rngs)
+        self.value = Linear(width, heads * head_width, rngs=rngs)
+        self.output = Linear(heads * head_width, width, rngs=rngs)
+
+    # A mode defines these.
+
+    def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
+            segment_ids_BT: Array | None) -> Array:
+        """Attention over a whole sequence: y_BTHD."""
+        raise NotImplementedError(f"{self.name} defines no mix")
+
+    def init_cache(self, batch: int, max_length: int, dtype: Any) -> Any:
+        """What decoding keeps, a pytree, before the first token."""
+        raise NotImplementedError(f"attention mode {self.name!r} has no cached decode")
+
+    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Any, *, x_BTE: Array,
+               lengths_B: Array | None = None) -> tuple[Array, Any]:
+        """T more tokens, of which the first ``lengths_B`` of each row enter the cache: y_BTHD and the cache."""
+        raise NotImplementedError(f"attention mode {self.name!r} has no cached decode")
+
+    def flops(self, tokens: int, context: int) -> int:
+        """Floating-point operations of the mixing alone, forward, for ``tokens`` tokens in sequences of ``context``."""
+        raise NotImplementedError(f"{self.name} defines no flops")
+
+    def state_bytes(self, context: int) -> int:
+        """Bytes per sequence, at float32, that decoding keeps after ``context`` tokens."""
+        raise NotImplementedError(f"attention mode {self.name!r} has no cached decode")
+
+    def implementation(self, dtype: Any) -> str | None:
+        """Which form computes :meth:`mix` on this device, for pages and tables; None where there is only one."""
+        return None
+
+    # The rest is shared.
+
+    @property
+    def name(self) -> str:
+        """The mode's name: that of its file."""
+        return type(self).__module__.rpartition(".")[2]
+
+    def __call__(self, x_BTE: Float[Array, "B T E"], *, causal: bool = True,
+                 positions_BT: Int[Array, "B T"] | None = None,
+                 segment_ids_BT: Int[Array, "B T"] | None = None) -> Float[Array, "B T E"]:
+        """Attention over a whole sequence; queries and keys are rotated where ``positions_BT`` is given."""
+        q_BTHD, k_BTHD, v_BTHD = self.project(x_BTE, positions_BT)
+        y_BTHD = self.mix(q_BTHD, k_BTHD, v_BTHD, x_BTE=x_BTE, causal=causal, segment_ids_BT=segment_ids_BT)
+        return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1))
+
+    def decode(self, x_BTE: Float[Array, "B T E"], cache: Any, *, positions_BT: Int[Array, "B T"] | None = None,
+               lengths_B: Int[Array, "B"] | None = None) -> tuple[Float[Array, "B T E"], Any]:
+        """T more tokens of sequences whose past is in ``cache``."""
+        q_BTHD, k_BTHD, v_BTHD = self.project(x_BTE, positions_BT)
+        y_BTHD, cache = self.extend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, lengths_B=lengths_B)
+        return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1)), cache
+
+    def project(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array, Array]:
+        """q_BTHD, k_BTHD and v_BTHD, rotated where positions are given."""
+        q_BTHD, k_BTHD, v_BTHD = (p(x_BTE).reshape(*x_BTE.shape[:2], self.heads, self.head_width)
+                                  for p in (self.query, self.key, self.value))
+        if positions_BT is not None:
+            q_BTHD, k_BTHD = rotate(q_BTHD, positions_BT), rotate(k_BTHD, positions_BT)
+        return q_BTHD, k_BTHD, v_BTHD
+
+
+def rotate(x_BTHD: Float[Array, "B T H D"], positions_BT: Int[Array, "B T"]) -> Float[Array, "B T H D"]:
+    """Rotary positions: pairs (x_d, x_{d + D/2}) turned by t · 10000^(−2d/D). Su et al., "RoFormer", 2021. D is even."""
+    half = x_BTHD.shape[-1] // 2
+    rate_D = 10_000.0 ** (-jnp.arange(half) / half)
+    angle_BTHD = (positions_BT.astype(jnp.float32)[..., None] * rate_D[None, None])[:, :, None]
+    cos, sin = jnp.cos(angle_BTHD), jnp.sin(angle_BTHD)
+    a, b = x_BTHD[..., :half].astype(jnp.float32), x_BTHD[..., half:].astype(jnp.float32)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x_BTHD.dtype)

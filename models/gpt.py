@@ -1,0 +1,181 @@
+"""GPT-2 with any attention. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from configs.schema import ConfigError, ModelConfig
+from models import attention as attentions
+from models.attention.self_attention import INITIAL_SCALE, Linear
+
+
+class Cache(NamedTuple):
+    """What decoding keeps: how many tokens each row has seen, and each layer's own cache."""
+
+    position_B: Array
+    layers: tuple[Any, ...]
+
+
+class MLP(nnx.Module):
+    """Two projections with a tanh GELU between."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.hidden = Linear(width, 4 * width, rngs=rngs)
+        self.output = Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x_BTE: Array) -> Array:
+        return self.output(jax.nn.gelu(self.hidden(x_BTE), approximate=True))
+
+
+class Block(nnx.Module):
+    """Pre-LayerNorm attention and MLP on a float32 residual stream; products in ``dtype``."""
+
+    def __init__(self, config: ModelConfig, mode: str, *, rngs: nnx.Rngs):
+        self.dtype = jnp.dtype(config.dtype)
+        self.attention_norm = _layer_norm(config.width, rngs)
+        self.attention = attentions.load(mode).Attention(
+            config.modes[mode], heads=config.heads, head_width=config.width // config.heads, width=config.width,
+            max_length=config.context, rngs=nnx.Rngs(rngs.attention()))
+        self.mlp_norm = _layer_norm(config.width, rngs)
+        self.mlp = MLP(config.width, rngs=rngs)
+
+    def __call__(self, x_BTE: Array, positions_BT: Array | None, segment_ids_BT: Array | None) -> Array:
+        x_BTE += self.attention(self.attention_norm(x_BTE).astype(self.dtype), positions_BT=positions_BT,
+                                segment_ids_BT=segment_ids_BT)
+        return x_BTE + self.mlp(self.mlp_norm(x_BTE).astype(self.dtype))
+
+    def decode(self, x_BTE: Array, cache: Any, positions_BT: Array | None, lengths_B: Array | None) -> tuple[Array, Any]:
+        y_BTE, cache = self.attention.decode(self.attention_norm(x_BTE).astype(self.dtype), cache,
+                                             positions_BT=positions_BT, lengths_B=lengths_B)
+        x_BTE += y_BTE
+        return x_BTE + self.mlp(self.mlp_norm(x_BTE).astype(self.dtype)), cache
+
+
+class GPT(nnx.Module):
+    """A GPT-2 language model.
+
+    Args:
+        config: sizes, positions, number format (``float32`` or ``bfloat16``) and the attention of each layer.
+        vocab_size: V.
+        rngs: initial parameters come from its streams ``params`` and ``attention``.
+
+    Raises:
+        ConfigError: sizes that do not go together, or an unknown attention mode.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs):
+        config = check(config)
+        self.config, self.vocab_size = config, vocab_size
+        normal = nnx.initializers.normal(INITIAL_SCALE)
+        self.token_embedding = nnx.Embed(vocab_size, config.width, embedding_init=normal, rngs=rngs)
+        self.position_embedding = nnx.data(
+            nnx.Embed(config.context, config.width, embedding_init=normal, rngs=rngs)
+            if config.positions == "learned" else None)
+        self.blocks = nnx.List([Block(config, mode, rngs=rngs) for mode in layer_modes(config)])
+        self.final_norm = _layer_norm(config.width, rngs)
+        # Each block adds to the residual stream twice: scaled so that its variance does not grow with depth.
+        for block in self.blocks:
+            for linear in (block.attention.output, block.mlp.output):
+                linear.kernel[...] /= math.sqrt(2 * config.layers)
+
+    def __call__(self, tokens_BT: Int[Array, "B T"], *,
+                 segment_ids_BT: Int[Array, "B T"] | None = None) -> Float[Array, "B T V"]:
+        """Logits, float32, of the token after each token."""
+        return self.logits(self.hidden(tokens_BT, segment_ids_BT=segment_ids_BT))
+
+    def hidden(self, tokens_BT: Int[Array, "B T"], *, segment_ids_BT: Int[Array, "B T"] | None = None,
+               remat: bool = False) -> Float[Array, "B T E"]:
+        """What the head reads. ``remat`` keeps the blocks' inputs only and computes the rest again in the backward pass."""
+        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None, :], tokens_BT.shape)
+        x_BTE = self._embed(tokens_BT, positions_BT)
+        rotations_BT = positions_BT if self.config.positions == "rotary" else None
+        for block in self.blocks:
+            if remat:
+                graph, state = nnx.split(block)
+                x_BTE = jax.checkpoint(lambda state, x, graph=graph: nnx.merge(graph, state)(
+                    x, rotations_BT, segment_ids_BT))(state, x_BTE)
+            else:
+                x_BTE = block(x_BTE, rotations_BT, segment_ids_BT)
+        return self.final_norm(x_BTE).astype(self.config.dtype)
+
+    def logits(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
+        """The head, tied to the token embedding; float32."""
+        return jnp.einsum("bte,ve->btv", x_BTE, self.token_embedding.embedding[...].astype(x_BTE.dtype),
+                          preferred_element_type=jnp.promote_types(jnp.float32, x_BTE.dtype))
+
+    def init_cache(self, batch: int, max_length: int) -> Cache:
+        """Before the first token, with room for ``max_length``.
+
+        Raises:
+            NotImplementedError: a layer's attention mode has no cached decode; the message names it.
+        """
+        layers = tuple(block.attention.init_cache(batch, max_length, self.config.dtype) for block in self.blocks)
+        return Cache(jnp.zeros(batch, jnp.int32), layers)
+
+    def extend(self, tokens_BT: Int[Array, "B T"], cache: Cache,
+               lengths_B: Int[Array, "B"] | None = None) -> tuple[Float[Array, "B T E"], Cache]:
+        """T more tokens, of which the first ``lengths_B`` of each row count: what the head reads, and the cache."""
+        T = tokens_BT.shape[1]
+        positions_BT = cache.position_B[:, None] + jnp.arange(T)[None, :]
+        x_BTE = self._embed(tokens_BT, positions_BT)
+        rotations_BT = positions_BT if self.config.positions == "rotary" else None
+        layers = []
+        for block, layer_cache in zip(self.blocks, cache.layers, strict=True):
+            x_BTE, layer_cache = block.decode(x_BTE, layer_cache, rotations_BT, lengths_B)
+            layers.append(layer_cache)
+        position_B = cache.position_B + (T if lengths_B is None else lengths_B)
+        return self.final_norm(x_BTE).astype(self.config.dtype), Cache(position_B, tuple(layers))
+
+    def _embed(self, tokens_BT: Array, positions_BT: Array) -> Array:
+        x_BTE = self.token_embedding(tokens_BT)
+        return x_BTE if self.position_embedding is None else x_BTE + self.position_embedding(positions_BT)
+
+
+def layer_modes(config: ModelConfig) -> Sequence[str]:
+    """The attention mode of each layer: the pattern repeated to the depth."""
+    return [config.attention[i % len(config.attention)] for i in range(config.layers)]
+
+
+def check(config: ModelConfig) -> ModelConfig:
+    """``config`` with number format and modes resolved.
+
+    Raises:
+        ConfigError: sizes that do not go together, or an unknown attention mode.
+    """
+    for name in ("layers", "heads", "width", "context"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"model.{name} is {getattr(config, name)}; expected at least 1")
+    if config.width % config.heads:
+        raise ConfigError(f"model.heads is {config.heads}, which does not divide model.width, {config.width}")
+    if config.positions == "rotary" and config.width // config.heads % 2:
+        raise ConfigError(f"model.positions rotary turns pairs: the head width, {config.width // config.heads}, "
+                          "has to be even")
+    for mode in config.attention:
+        if not attentions.load(mode).Attention.causal:
+            raise ConfigError(f"--attention {mode}: it sees the whole sequence and cannot be a language model")
+    return attentions.resolve(_with_dtype(config))
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether the default device multiplies bfloat16 faster than float32: a CPU does with AMX or AVX-512 BF16 units."""
+    if jax.default_backend() != "cpu":
+        return True
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and bool({"amx_bf16", "avx512_bf16"} & set(cpuinfo.read_text().split()))
+
+
+def _with_dtype(config: ModelConfig) -> ModelConfig:
+    if config.dtype != "auto":
+        return config
+    return dataclasses.replace(config, dtype="bfloat16" if has_fast_bfloat16() else "float32")
+
+
+def _layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(width, epsilon=1e-5, rngs=rngs)

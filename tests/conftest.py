@@ -1,0 +1,38 @@
+"""What every test runs under: CPU, an empty cache folder of its own, shapes and types checked at run time."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import jaxtyping
+import pytest
+
+# Set before jax is imported; the commands that tests start, and the workers of pytest-xdist, inherit all of it.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lineargpt-tests-")
+
+# Before the packages are imported, for the hook rewrites them as they load.
+jaxtyping.install_import_hook(["kernels", "models"], "beartype.beartype")
+
+import jax  # noqa: E402
+
+# Broadcasting over a missing dimension is more often a bug than meant.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Removes the cache folder, once, when all workers are done."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of shared data beside the checkout; the test is skipped where there is none."""
+    path = Path(__file__).parents[2] / "shared"
+    if not path.is_dir():
+        pytest.skip(f"needs the folder of shared data, {path}")
+    return path

@@ -1,0 +1,195 @@
+"""Token files: what is written, that it appears whole or not at all, and what bad requests are told."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+
+from configs.schema import ConfigError, DataConfig
+from data import DataError, prepare, tokenizers
+from data.loader import TokenFiles
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Three small texts; the smallest is held out."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, text in {"a.txt": b"first \xff\x00 text", "b.txt": b"val", "c.txt": b"third text\n"}.items():
+        (folder / name).write_bytes(text)
+    return folder
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "data.prepare", *arguments], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60)
+
+
+def ids(directory: Path, split: str) -> list[int]:
+    files = TokenFiles.open(directory)
+    return files.read(split, 0, files.tokens(split)).tolist()
+
+
+def test_tokens_are_the_documents_with_end_of_text_after_each(folder, tmp_path):
+    meta = prepare.prepare(str(folder), "bytes", tmp_path / "out", progress=False)
+    assert ids(tmp_path / "out", "train") == [*b"first \xff\x00 text", 256, *b"third text\n", 256]
+    assert ids(tmp_path / "out", "val") == [*b"val", 256]
+    assert np.fromfile(tmp_path / "out" / "val-00000.bin", "<u2").tolist() == [*b"val", 256]
+    assert meta == json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert meta["vocabulary_size"] == 257
+    assert meta["document_separator"] == 256
+    assert meta["splits"]["train"]["bytes"] == 24
+    assert meta["splits"]["train"]["documents"] == 2
+
+
+def test_the_standard_library_brings_version_and_licence_and_is_the_same_twice(tmp_path):
+    first = prepare.prepare("python-stdlib", "bytes", tmp_path / "first", progress=False)
+    second = prepare.prepare("python-stdlib", "bytes", tmp_path / "second", progress=False)
+    assert first == second
+    assert first["licence"] == "PSF-2.0"
+    assert "3." in first["source_version"]
+    assert first["splits"]["train"]["largest_id"] == 256
+
+
+def test_full_shards_are_followed_by_further_ones(folder, tmp_path, monkeypatch):
+    prepare.prepare(str(folder), "bytes", tmp_path / "whole", progress=False)
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 7)
+    meta = prepare.prepare(str(folder), "bytes", tmp_path / "parts", progress=False)
+    assert [shard["tokens"] for shard in meta["splits"]["train"]["shards"]] == [7, 7, 7, 5]
+    assert (tmp_path / "parts" / "train-00003.bin").stat().st_size == 10
+    assert ids(tmp_path / "parts", "train") == ids(tmp_path / "whole", "train")
+
+
+def test_a_text_tokenized_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
+    merges = {bytes([i]): i for i in range(256)} | {b" t": 256, b" th": 257, b"he": 258, b" the": 259, b"\n\n": 260}
+    words = tiktoken.Encoding("words", pat_str=r" ?[A-Za-z]+| ?[^\sA-Za-z]+|\s+(?!\S)|\s+", mergeable_ranks=merges,
+                              special_tokens={"<|endoftext|>": 261})
+    monkeypatch.setattr(tokenizers, "load", lambda name: words)
+    text = b"the other  day\n\nthere, the 1st\n" * 200
+    (tmp_path / "text.txt").write_bytes(text)
+    monkeypatch.setattr(prepare, "_PIECE_BYTES", 50)
+    prepare.prepare(str(tmp_path / "text.txt"), "words", tmp_path / "out", progress=False)
+    found = ids(tmp_path / "out", "train")[:-1] + ids(tmp_path / "out", "val")[:-1]
+    assert found == words.encode_ordinary(text.decode())
+
+
+def test_vocabularies_above_65536_are_written_in_four_bytes(folder, tmp_path, monkeypatch):
+    large = tiktoken.Encoding("large", pat_str=r"[\s\S]", mergeable_ranks={bytes([i]): i + 70000 for i in range(256)},
+                              special_tokens={"<|endoftext|>": 80000})
+    monkeypatch.setattr(tokenizers, "load", lambda name: large)
+    meta = prepare.prepare(str(folder), "large", tmp_path / "out", progress=False)
+    assert meta["dtype"] == "uint32"
+    assert ids(tmp_path / "out", "val") == [70000 + byte for byte in b"val"] + [80000]
+
+
+def test_nothing_is_overwritten(folder, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="mine holds something else"):
+        prepare.prepare(str(folder), "bytes", tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+    (tmp_path / "empty").mkdir()
+    prepare.prepare(str(folder), "bytes", tmp_path / "empty", progress=False)
+    with pytest.raises(ConfigError, match="empty holds token files already"):
+        prepare.prepare(str(folder), "bytes", tmp_path / "empty", progress=False)
+    for place in ("thesis.txt", "thesis.txt/out"):
+        with pytest.raises(ConfigError, match=r"thesis\.txt is a file"):
+            prepare.prepare(str(folder), "bytes", tmp_path / "mine" / place)
+
+
+def test_too_little_text_for_two_splits(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"a\.txt has too little text: nothing is left for train"):
+        prepare.prepare(str(tmp_path / "a.txt"), "bytes", tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(folder, tmp_path):
+    script = ("import os, signal, sys; from pathlib import Path; from data import prepare\n"
+              "prepare._SplitWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)\n"
+              "prepare.prepare(sys.argv[1], 'bytes', Path(sys.argv[2]), progress=False)")
+    killed = subprocess.run([sys.executable, "-c", script, str(folder), str(tmp_path / "out")], cwd=ROOT, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    prepare.prepare(str(folder), "bytes", tmp_path / "out", progress=False)
+    assert ids(tmp_path / "out", "val") == [*b"val", 256]
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "out", ".out.lock"}
+
+
+def test_a_full_disk_ends_in_one_line_and_leaves_nothing(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"some text " * 20_000)
+
+    script = ("import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+              "runpy.run_module('data.prepare', run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")],
+                          cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"error: cannot write token files to {tmp_path / 'out'}: File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", ".out.lock"}
+
+
+def test_an_unwritable_place_is_named(folder, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
+    with pytest.raises(DataError, match=r"cannot write token files to /proc/nothing/lineargpt/data/.*XDG_CACHE_HOME"):
+        prepare.ensure(DataConfig(source=str(folder)))
+
+
+def test_the_command(folder, tmp_path):
+    done = command(str(folder), "--tokenizer", "bytes", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0
+    assert "train: 26 tokens, 24 bytes, 2 documents" in done.stdout
+    wrong = command(str(folder), "--tokenizer", "byte", "--out", str(tmp_path / "other"))
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: data.tokenizer: there is no tokenizer 'byte'")
+    assert wrong.stderr.count("\n") == 1
+
+
+def test_ensure_prepares_once_and_again_when_the_text_changes(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = DataConfig(source=str(folder))
+    first = prepare.ensure(data)
+    assert tmp_path / "cache" / "lineargpt" / "data" == first.parent
+    written = (first / "meta.json").stat().st_mtime_ns
+    assert prepare.ensure(data) == first
+    assert (first / "meta.json").stat().st_mtime_ns == written
+    (folder / "c.txt").write_text("another third text")
+    assert prepare.ensure(data) != first
+
+
+def test_of_two_processes_one_prepares_and_both_get_it(folder, tmp_path):
+    script = ("from configs.schema import DataConfig; from data import prepare, sources\n"
+              "import sys; from pathlib import Path; original = prepare._write\n"
+              "def write(*a, **k):\n"
+              "    Path(sys.argv[2]).open('a').write('prepared\\n'); return original(*a, **k)\n"
+              "prepare._write = write\n"
+              "print(prepare.ensure(DataConfig(source=sys.argv[1])))")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    processes = [subprocess.Popen([sys.executable, "-c", script, str(folder), str(tmp_path / "log")], cwd=ROOT,
+                                  env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0] == outputs[1]
+    assert (tmp_path / "log").read_text() == "prepared\n"
+    TokenFiles.open(outputs[0].strip())
+
+
+def test_data_dir_without_token_files_says_how_to_make_them(tmp_path):
+    data = DataConfig(source="some/dataset", dir=str(tmp_path / "tokens"), tokenizer="gpt2")
+    with pytest.raises(ConfigError, match=r"python -m data\.prepare some/dataset --tokenizer gpt2 --out .*tokens"):
+        prepare.ensure(data)
+
+
+def test_data_dir_of_another_tokenizer_names_both(folder, tmp_path):
+    prepare.prepare(str(folder), "bytes", tmp_path / "out", progress=False)
+    assert prepare.ensure(DataConfig(dir=str(tmp_path / "out"))) == tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"tokenizer bytes, and data\.tokenizer is gpt2"):
+        prepare.ensure(DataConfig(dir=str(tmp_path / "out"), tokenizer="gpt2"))

@@ -1,0 +1,311 @@
+"""Checkpoints of a run: written in the background, checksummed, and never half there.
+
+    RUN/checkpoints/STEP/            a complete checkpoint: one folder per item, written by Orbax
+    RUN/checkpoints/STEP/loss.json   its val loss, where one was given
+    RUN/checkpoints/STEP/SHA256SUMS  the checksum of every other file; ``sha256sum -c SHA256SUMS`` checks it by hand
+    RUN/checkpoints/unfinished/      what is being written or removed
+
+A checkpoint is written in ``unfinished`` and renamed to STEP once its checksums are there; one that is no longer kept
+is renamed back before its files are deleted. A process that dies at any moment leaves complete STEP folders only.
+
+The items are pytrees of arrays ("parameters", "variables", "optimizer"), but "position", a dict of numbers, which is
+kept as JSON and so comes back exactly.
+"""
+
+import hashlib
+import logging
+import math
+import shutil
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import orjson
+
+from configs.schema import ConfigError
+
+CHECKSUMS = "SHA256SUMS"
+LOSS = "loss.json"
+UNFINISHED = "unfinished"
+JSON_ITEM = "position"
+LEAF_NAMES = {"parameters": "parameter", "variables": "variable", "optimizer": "optimizer state"}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, is damaged, or belongs to another model. The message says which and why."""
+
+
+class Checkpoints:
+    """The checkpoints in one folder, for writing and reading.
+
+    Use it as a context manager or call :meth:`close`: a save under way at the end of the process is lost otherwise.
+    Reading changes nothing on disk, so the checkpoints of a run that is still training can be read. With several JAX
+    processes, all call the same methods.
+
+    Args:
+        directory: ``RUN/checkpoints``; made at the first save.
+        keep: newest checkpoints kept, beside the one with the lowest loss.
+
+    Raises:
+        ConfigError: ``keep`` is less than 1.
+    """
+
+    def __init__(self, directory: Path, *, keep: int = 2):
+        if keep < 1:
+            raise ConfigError(f"checkpoint.keep: expected at least 1, got {keep}")
+        # Orbax takes absolute paths only.
+        self.directory = Path(directory).absolute()
+        self.keep = keep
+        self._unfinished = self.directory / UNFINISHED
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._damaged: set[int] = set()
+
+    def steps(self) -> list[int]:
+        """Steps there is a checkpoint of, ascending. The one being written is not among them."""
+        if not self.directory.is_dir():
+            return []
+        names = [path.name for path in self.directory.iterdir() if path.is_dir()]
+        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
+
+    def save(self, step: int, items: dict[str, Any], *, loss: float | None = None) -> None:
+        """Write a checkpoint in the background; one of the same step is replaced.
+
+        On return the arrays may be donated or overwritten. A save still under way is waited for first.
+
+        Args:
+            step: updates so far; the name of the checkpoint.
+            items: pytrees of arrays by item name, and "position", a dict of numbers. A tree may be empty.
+            loss: val loss in nats per token, by which the best checkpoint is kept; a non-finite one counts as none.
+
+        Raises:
+            CheckpointError: this checkpoint or the one before it could not be written. What was there before still is.
+        """
+        self.wait()
+        ocp, context = _orbax()
+        saved = {name: tree for name, tree in items.items() if jax.tree.leaves(tree)}  # Orbax refuses empty trees
+        if JSON_ITEM in saved:
+            saved[JSON_ITEM] = {key: x.item() if hasattr(x, "item") else x for key, x in saved[JSON_ITEM].items()}
+        with self._one_clear_error(step), context:
+            if jax.process_index() == 0:
+                shutil.rmtree(self._unfinished, ignore_errors=True)  # of a run that was killed
+                self._unfinished.mkdir(parents=True)
+            response = ocp.save_checkpointables_async(self._unfinished / str(step), saved)
+        self._pending = self._thread.submit(self._finish, step, response, loss)
+
+    def wait(self) -> None:
+        """Wait until the save under way, if any, is complete on disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait for the save under way and end the background thread; raises as :meth:`wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def restore(self, abstract: dict[str, Any], step: int | None = None) -> tuple[int, dict[str, Any]] | None:
+        """Load the newest intact checkpoint, or that of one step. Only the items asked for are verified and read.
+
+        Args:
+            abstract: by item name, a pytree of ``jax.ShapeDtypeStruct`` with the shardings to load onto (none: the
+                first device). For "position" the value does not matter.
+            step: this checkpoint and no other.
+
+        Returns:
+            The step and the items, the arrays bit for bit as saved; None where there is no intact checkpoint.
+            Without ``step``, each damaged checkpoint is skipped with a warning that names it.
+
+        Raises:
+            ConfigError: there is no checkpoint of ``step``; the message lists those there are.
+            CheckpointError: the checkpoint of ``step`` is damaged, or the checkpoint is of another model.
+        """
+        self.wait()
+        if step is not None:
+            if step not in (steps := self.steps()):
+                there = ", ".join(map(str, steps)) or "none"
+                raise ConfigError(f"{self.directory}: no checkpoint of step {step}; there are: {there}")
+            folder = self.directory / str(step)
+            if (damage := _damage(folder, abstract)) is not None:
+                raise CheckpointError(f"{folder} is damaged: {damage}. There are checkpoints of the steps "
+                                      f"{', '.join(map(str, steps))}")
+            return step, _load(folder, abstract)
+        # Listed anew each time: a run in training may remove a checkpoint while it is read here.
+        self._damaged.clear()
+        while remaining := [s for s in self.steps() if s not in self._damaged]:
+            folder = self.directory / str(remaining[-1])
+            if (damage := _damage(folder, abstract)) is None:
+                return remaining[-1], _load(folder, abstract)
+            warnings.warn(f"skipping the damaged checkpoint {folder}: {damage}", stacklevel=2)
+            self._damaged.add(remaining[-1])
+        return None
+
+    def _finish(self, step: int, response: Any, loss: float | None) -> None:
+        """On the background thread: when Orbax is done, checksum the checkpoint, put it in place, remove old ones."""
+        with self._one_clear_error(step):
+            response.result()
+            if jax.process_index() != 0:
+                return
+            written = self._unfinished / str(step)
+            if loss is not None and math.isfinite(loss):
+                (written / LOSS).write_bytes(orjson.dumps({"loss": float(loss)}))
+            lines = [f"{_sha256(written / name)}  {name}\n" for name in sorted(_files(written))]
+            (written / CHECKSUMS).write_text("".join(lines))
+            self._remove(step)
+            written.rename(self.directory / str(step))
+            self._damaged.discard(step)
+            self._prune(step)
+
+    def _prune(self, newest: int) -> None:
+        """Remove what is not kept now that the checkpoint of step ``newest`` is complete.
+
+        Damaged ones, and those later than ``newest`` (somebody restored an earlier one), neither count nor go.
+        """
+        steps = [step for step in self.steps() if step <= newest and step not in self._damaged]
+        losses = {step: loss for step in steps if (loss := _loss(self.directory / str(step))) is not None}
+        best = min(losses, key=losses.__getitem__, default=None)
+        for step in steps[:-self.keep]:
+            if step != best:
+                self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        folder = self.directory / str(step)
+        if folder.exists():
+            removed = self._unfinished / f"{step}.removed"
+            folder.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
+
+    @contextmanager
+    def _one_clear_error(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:  # TensorStore reports a full disk as a ValueError
+            shutil.rmtree(self._unfinished, ignore_errors=True)  # gives back the space of what was half written
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise CheckpointError(f"the checkpoint of step {step} could not be written to {self.directory}; check the "
+                                  f"free space and the permissions there. Earlier ones are untouched. ({reason})"
+                                  ) from error
+
+
+def _orbax() -> tuple[Any, Any]:
+    """Orbax and the context of its calls. Imported here, since it takes half a second."""
+    from orbax.checkpoint import v1 as ocp
+
+    logging.getLogger("absl").addFilter(_without_orbax_tracebacks)
+    context = ocp.Context()
+    context.checkpointables.registry = ocp.handlers.local_registry()
+    context.checkpointables.registry.add(ocp.handlers.JsonHandler, checkpointable_name=JSON_ITEM)
+    # An unwritable folder is reported at once, by the call that saves.
+    context.asynchronous.create_directories_asynchronously = False
+    # Trained float32 numbers shrink by a tenth, for twice the processor time.
+    context.array.saving.use_compression = False
+    return ocp, context
+
+
+def _without_orbax_tracebacks(record: logging.LogRecord) -> bool:
+    """False for what Orbax logs of an exception in each of its threads: it is raised as well, and reported once."""
+    return record.exc_info is None or "orbax" not in record.pathname
+
+
+def _load(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:
+    ocp, context = _orbax()
+    wanted: dict[str, Any] = {}
+    with context:
+        # Parameters first: the message about another model is then about one of them.
+        for name, tree in sorted(abstract.items(), key=lambda item: item[0] != "parameters"):
+            if name == JSON_ITEM:
+                wanted[name] = None
+                continue
+            stored = ocp.metadata(folder, checkpointable_name=name).metadata if (folder / name).is_dir() else {}
+            if (difference := _difference(LEAF_NAMES.get(name, name), stored, tree)) is not None:
+                raise CheckpointError(f"{folder} is a checkpoint of another model: {difference}")
+            if jax.tree.leaves(tree):
+                wanted[name] = jax.tree.map(_with_sharding, tree)
+        loaded = ocp.load_checkpointables(folder, wanted) if wanted else {}
+    return {name: loaded.get(name, tree) for name, tree in abstract.items()}
+
+
+def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _difference(leaf_name: str, stored: Any, expected: Any) -> str | None:
+    """The first disagreement of two trees in names, shapes or dtypes, in words; None where they agree."""
+    found, wanted = _leaves(stored), _leaves(expected)
+    for name in sorted(wanted.keys() | found.keys()):
+        label = f"{leaf_name} {name.removesuffix('.value')}"
+        if name not in found:
+            return f"{label} is not in it"
+        if name not in wanted:
+            return f"{label} is in it and not in this model"
+        for what, i in (("shape", 0), ("dtype", 1)):
+            if found[name][i] != wanted[name][i]:
+                return f"{label} has {what} {found[name][i]}, expected {wanted[name][i]}"
+    return None
+
+
+def _leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name to shape and dtype of every array. Random keys count as the integers they are stored as."""
+    leaves = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.eval_shape(jax.random.key_data, leaf)
+        leaves[jax.tree_util.keystr(path, simple=True, separator=".")] = (tuple(leaf.shape), str(leaf.dtype))
+    return leaves
+
+
+def _damage(folder: Path, items: dict[str, Any]) -> str | None:
+    """What is wrong with the files of these items of a checkpoint; None where all are as they were written."""
+    try:
+        lines = (folder / CHECKSUMS).read_text(errors="replace").splitlines()
+    except OSError as error:
+        return f"{CHECKSUMS} cannot be read ({error.strerror})"
+    checksums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
+    present = _files(folder) - {CHECKSUMS}
+    for name in sorted(present | checksums.keys()):
+        if "/" in name and name.split("/")[0] not in items:
+            continue
+        if name not in present:
+            return f"{name} is missing"
+        if name not in checksums:
+            return f"{name} is not in {CHECKSUMS}"
+        try:
+            intact = _sha256(folder / name) == checksums[name]
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if not intact:
+            return f"{name} does not have the checksum it was written with: it was truncated or altered"
+    return None
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _loss(folder: Path) -> float | None:
+    try:
+        return float(orjson.loads((folder / LOSS).read_bytes())["loss"])
+    except (OSError, ValueError, KeyError, TypeError):  # none was given, or the file is damaged
+        return None
