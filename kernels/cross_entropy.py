@@ -60,7 +60,8 @@ def _summed_forward(x_NE, embedding_VE, targets_N, block):
     def add(carry, i):
         total, dembedding_VE = carry
         loss, x, dlogits = _block(x_NE, embedding_VE, targets_N, block, i)
-        dx = lax.dot_general(dlogits, embedding_VE.astype(x.dtype), (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+        dx = lax.dot_general(dlogits, embedding_VE.astype(x.dtype), (((1,), (0,)), ((), ())),
+                             preferred_element_type=dtype)
         dembedding_VE += lax.dot_general(dlogits, x, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
         return (total + loss, dembedding_VE), dx.astype(x_NE.dtype)
 

@@ -1,8 +1,8 @@
 """Segments of a packed row, the same way for every kernel.
 
-Segments reach the kernels as *runs*: ``runs_BT`` numbers the segments of a row 0, 1, 2 … in order of appearance, and is −1
-on padding. The latest run up to a token is then a running maximum, which is all that a recurrence needs to know when to
-start over.
+Segments reach the kernels as *runs*: ``runs_BT`` numbers the segments of a row 0, 1, 2 … in order of appearance, and is
+−1 on padding. The latest run up to a token is then a running maximum, which is all that a recurrence needs to know when
+to start over.
 """
 
 import jax.numpy as jnp

@@ -2,10 +2,11 @@
 
     y_t = Σ_{s≤t} exp(q_t·k_s / √D) v_s / Σ_{s≤t} exp(q_t·k_s / √D)
 
-The blockwise form is flash attention written with ``lax`` loops, for devices that have no such kernel: an online softmax
-over blocks of keys, blocks above the diagonal skipped, scores computed again in the backward pass, memory linear in T.
+The blockwise form is flash attention written with ``lax`` loops, for devices that have no such kernel: an online
+softmax over blocks of keys, blocks above the diagonal skipped, scores computed again in the backward pass, memory
+linear in T.
 
-Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018; Dao: "FlashAttention-2", 2023, algorithms 1 and 2.
+Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018; Dao: "FlashAttention-2", 2023, algorithms 1, 2.
 """
 
 import functools
@@ -71,11 +72,11 @@ def cached_attention(
     q_BTHD: Float[Array, "B T H D"],
     k_BHSD: Float[Array, "B H S D"],
     v_BHSD: Float[Array, "B H S D"],
-    position_B: Int[Array, "B"],
+    position_B: Int[Array, " B"],
 ) -> Float[Array, "B T H D"]:
-    """Causal attention to a cache: query t of row b stands at position_B[b] + t among the keys. Reads only what is filled.
+    """Causal attention to a cache: query t of row b stands at position_B[b] + t among the keys.
 
-    Not differentiable. S is at most ``KEY_BLOCK``, or a multiple of it.
+    Reads only what is filled. Not differentiable. S is at most ``KEY_BLOCK``, or a multiple of it.
     """
     S, T = k_BHSD.shape[2], q_BTHD.shape[1]
     block = min(S, KEY_BLOCK)
@@ -142,7 +143,8 @@ def _take(x: Array, i: Array, size: int, axis: int = 2) -> Array:
     return lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
 
-def _mask(query_runs_BT: Array | None, key_runs_BS: Array | None, causal: bool, T: int) -> Callable[[Array, Array], Array]:
+def _mask(query_runs_BT: Array | None, key_runs_BS: Array | None, causal: bool,
+          T: int) -> Callable[[Array, Array], Array]:
     """mask(t_T, s_S) for the positions of a block, to broadcast against (B, H, rows, block)."""
 
     def mask(t_T, s_S):
@@ -194,8 +196,10 @@ def _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block):
             return (y_BHtD * shrink_BHt[..., None] + added_BHtD, total_BHt * shrink_BHt + weights_BHts.sum(axis=-1),
                     new_most_BHt)
 
-        start = (jnp.zeros((B, H, rows, D), dtype), jnp.zeros((B, H, rows), dtype), jnp.full((B, H, rows), _HIDDEN, dtype))
-        y_BHtD, total_BHt, most_BHt = lax.fori_loop(*key_blocks(i), key_block, start)
+        start = (jnp.zeros((B, H, rows, D), dtype), jnp.zeros((B, H, rows), dtype),
+                 jnp.full((B, H, rows), _HIDDEN, dtype))
+        first, end = key_blocks(i)
+        y_BHtD, total_BHt, most_BHt = lax.fori_loop(first, end, key_block, start)
         return (y_BHtD / total_BHt[..., None]).astype(v_BHSD.dtype), most_BHt + jnp.log(total_BHt)
 
     y_NBHtD, logsumexp_NBHt = lax.map(query_block, jnp.arange(T // rows))

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from configs.schema import ConfigError, ModelConfig
+from kernels.projection import activation_dtype
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE, Linear
 
@@ -38,7 +39,7 @@ class Block(nnx.Module):
     """Pre-LayerNorm attention and MLP on a float32 residual stream; products in ``dtype``."""
 
     def __init__(self, config: ModelConfig, mode: str, *, rngs: nnx.Rngs):
-        self.dtype = jnp.dtype(config.dtype)
+        self.dtype = activation_dtype(config.dtype)
         self.attention_norm = _layer_norm(config.width, rngs)
         self.attention = attentions.load(mode).Attention(
             config.modes[mode], heads=config.heads, head_width=config.width // config.heads, width=config.width,
@@ -51,7 +52,8 @@ class Block(nnx.Module):
                                 segment_ids_BT=segment_ids_BT)
         return x_BTE + self.mlp(self.mlp_norm(x_BTE).astype(self.dtype))
 
-    def decode(self, x_BTE: Array, cache: Any, positions_BT: Array | None, lengths_B: Array | None) -> tuple[Array, Any]:
+    def decode(self, x_BTE: Array, cache: Any, positions_BT: Array | None,
+               lengths_B: Array | None) -> tuple[Array, Any]:
         y_BTE, cache = self.attention.decode(self.attention_norm(x_BTE).astype(self.dtype), cache,
                                              positions_BT=positions_BT, lengths_B=lengths_B)
         x_BTE += y_BTE
@@ -80,6 +82,9 @@ class GPT(nnx.Module):
             if config.positions == "learned" else None)
         self.blocks = nnx.List([Block(config, mode, rngs=rngs) for mode in layer_modes(config)])
         self.final_norm = _layer_norm(config.width, rngs)
+        for _, module in nnx.iter_modules(self):
+            if isinstance(module, Linear):
+                module.product_dtype = jnp.dtype(config.dtype)
         # Each block adds to the residual stream twice: scaled so that its variance does not grow with depth.
         for block in self.blocks:
             for linear in (block.attention.output, block.mlp.output):
@@ -92,7 +97,10 @@ class GPT(nnx.Module):
 
     def hidden(self, tokens_BT: Int[Array, "B T"], *, segment_ids_BT: Int[Array, "B T"] | None = None,
                remat: bool = False) -> Float[Array, "B T E"]:
-        """What the head reads. ``remat`` keeps the blocks' inputs only and computes the rest again in the backward pass."""
+        """What the head reads.
+
+        ``remat`` keeps only the blocks' inputs and computes the rest again in the backward pass.
+        """
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None, :], tokens_BT.shape)
         x_BTE = self._embed(tokens_BT, positions_BT)
         rotations_BT = positions_BT if self.config.positions == "rotary" else None
@@ -103,7 +111,7 @@ class GPT(nnx.Module):
                     x, rotations_BT, segment_ids_BT))(state, x_BTE)
             else:
                 x_BTE = block(x_BTE, rotations_BT, segment_ids_BT)
-        return self.final_norm(x_BTE).astype(self.config.dtype)
+        return self.final_norm(x_BTE).astype(activation_dtype(self.config.dtype))
 
     def logits(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """The head, tied to the token embedding; float32."""
@@ -116,11 +124,11 @@ class GPT(nnx.Module):
         Raises:
             NotImplementedError: a layer's attention mode has no cached decode; the message names it.
         """
-        layers = tuple(block.attention.init_cache(batch, max_length, self.config.dtype) for block in self.blocks)
+        layers = tuple(block.attention.init_cache(batch, max_length, activation_dtype(self.config.dtype)) for block in self.blocks)
         return Cache(jnp.zeros(batch, jnp.int32), layers)
 
     def extend(self, tokens_BT: Int[Array, "B T"], cache: Cache,
-               lengths_B: Int[Array, "B"] | None = None) -> tuple[Float[Array, "B T E"], Cache]:
+               lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"], Cache]:
         """T more tokens, of which the first ``lengths_B`` of each row count: what the head reads, and the cache."""
         T = tokens_BT.shape[1]
         positions_BT = cache.position_B[:, None] + jnp.arange(T)[None, :]
@@ -131,7 +139,7 @@ class GPT(nnx.Module):
             x_BTE, layer_cache = block.decode(x_BTE, layer_cache, rotations_BT, lengths_B)
             layers.append(layer_cache)
         position_B = cache.position_B + (T if lengths_B is None else lengths_B)
-        return self.final_norm(x_BTE).astype(self.config.dtype), Cache(position_B, tuple(layers))
+        return self.final_norm(x_BTE).astype(activation_dtype(self.config.dtype)), Cache(position_B, tuple(layers))
 
     def _embed(self, tokens_BT: Array, positions_BT: Array) -> Array:
         x_BTE = self.token_embedding(tokens_BT)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -46,7 +45,9 @@ def linear_attention(
     chunk_size: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H D"], State]:
-    """Linear attention of features: y_t = φ(q_t)ᵀ S_t / (φ(q_t)ᵀ z_t + ε) with S_t = S₀ + Σ φ(k_j) v_jᵀ, z_t = z₀ + Σ φ(k_j).
+    """Linear attention of features.
+
+        S_t = S₀ + Σ φ(k_j) v_jᵀ      z_t = z₀ + Σ φ(k_j)      y_t = φ(q_t)ᵀ S_t / (φ(q_t)ᵀ z_t + ε)
 
     Differentiable in q, k, v and, through the state in and the state out, across calls. Katharopoulos et al., 2020.
 
@@ -57,8 +58,8 @@ def linear_attention(
         causal: sum over j ≤ t; otherwise over all j.
         normalize: divide by the sum of weights.
         initial_state: S₀ and z₀, of the first segment; zero unless given.
-        segment_ids_BT: which tokens see each other; −1 is padding, which enters no state and is seen by nobody (its y is 0).
-            A segment is a run of equal ids; the state that comes out is that of the last one.
+        segment_ids_BT: which tokens see each other; −1 is padding, which enters no state and is seen by nobody (its y
+            is 0). A segment is a run of equal ids; the state that comes out is that of the last one.
         chunk_size: C of ``chunked`` and ``blockwise``; picked where None.
         implementation: a name in ``IMPLEMENTATIONS``; None picks the fastest for this input on this device.
 
@@ -97,9 +98,12 @@ def _check(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, state: State | None, seg
             raise TypeError(f"{name} is {x.dtype}; expected floating point")
     B, T, H, M = q_BTHM.shape
     D = v_BTHD.shape[3]
-    expected = {"k_BTHM": (k_BTHM, (B, T, H, M)), "v_BTHD": (v_BTHD, (B, T, H, D))}
+    expected: dict[str, tuple[Array, tuple[int, ...]]] = {
+        "k_BTHM": (k_BTHM, (B, T, H, M)), "v_BTHD": (v_BTHD, (B, T, H, D)),
+    }
     if state is not None:
-        expected |= {"initial_state.s_BHMD": (state.s_BHMD, (B, H, M, D)), "initial_state.z_BHM": (state.z_BHM, (B, H, M))}
+        expected["initial_state.s_BHMD"] = (state.s_BHMD, (B, H, M, D))
+        expected["initial_state.z_BHM"] = (state.z_BHM, (B, H, M))
     if segment_ids_BT is not None:
         expected["segment_ids_BT"] = (segment_ids_BT, (B, T))
     for name, (x, shape) in expected.items():

@@ -4,8 +4,8 @@ With S and z the state before a chunk, and i ≤ j inside the chunk,
 
     y_j = (φ(q_j)ᵀ S + Σ_{i≤j} (φ(q_j)·φ(k_i)) v_i) / (φ(q_j)ᵀ z + Σ_{i≤j} φ(q_j)·φ(k_i) + ε)
 
-so the work is T (C + M) products instead of T² and the sequential part is a ``lax.scan`` over T / C states. Saved for the
-backward pass are the inputs, y and the denominator; scores and states are computed again.
+so the work is T (C + M) products instead of T² and the sequential part is a ``lax.scan`` over T / C states. Saved for
+the backward pass are the inputs, y and the denominator; scores and states are computed again.
 
 Hua, Dai, Liu, Le: "Transformer Quality in Linear Time", 2022, section 3.3; Buckman, Gelada: "Linear Transformers Are
 Faster", 2024.
@@ -60,7 +60,7 @@ class _Chunks(NamedTuple):
                    incoming_NB == outgoing_NB)
 
 
-def _split(x: Array, C: int, fill: float = 0) -> Array:
+def _split(x: Array, C: int, fill: int = 0) -> Array:
     """(B, T, H, …) to (N, B, H, C, …), or (B, T) to (N, B, C), the last chunk filled up."""
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % C)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
     x = x.reshape(x.shape[0], -1, C, *x.shape[2:]).swapaxes(0, 1)
@@ -127,7 +127,8 @@ def _causal_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize):
                        + _product("nbhcm,nbhmd->nbhcd", reading, before.s_BHMD.astype(q.dtype)))
     denominator_NBHC = None
     if normalize:
-        denominator_NBHC = scores_NBHCS.sum(axis=4) + jnp.einsum("nbhcm,nbhm->nbhc", reading.astype(dtype), before.z_BHM)
+        denominator_NBHC = (scores_NBHCS.sum(axis=4)
+                            + jnp.einsum("nbhcm,nbhm->nbhc", reading.astype(dtype), before.z_BHM))
     y_BTHD = _join(divide(numerator_NBHCD, denominator_NBHC), T).astype(v_BTHD.dtype)
     return (y_BTHD, end), (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, y_BTHD, denominator_NBHC)
 
@@ -181,7 +182,7 @@ def _bidirectional(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize):
     numerator_NBHCD = _product("nbhcs,nbhsd->nbhcd", scores_NBHCS.astype(v.dtype), v)
     denominator_NBHC = scores_NBHCS.sum(axis=4)
     # From the right is from the left with time, and the numbers of the runs, turned round.
-    turned_NBC = jnp.where(runs_NBC >= 0, runs_BT.max(axis=1)[:, None] - runs_NBC, -1)
+    turned_NBC = jnp.where(runs_NBC >= 0, runs_BT.max(axis=1)[None, :, None] - runs_NBC, -1)
     nothing = State(jnp.zeros_like(initial.s_BHMD), jnp.zeros_like(initial.z_BHM))
     right = jax.tree.map(lambda x: x[::-1], _Chunks.of(turned_NBC[::-1]))
     for chunks, reverse in ((_Chunks.of(runs_NBC), False), (right, True)):

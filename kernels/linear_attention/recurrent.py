@@ -1,4 +1,4 @@
-"""Linear attention as the recurrent network it is: a state per token, stepped (``recurrent``) or all at once (``cumsum``)."""
+"""Linear attention as the recurrent network it is: a state per token, stepped or (``cumsum``) all at once."""
 
 import jax.numpy as jnp
 from jax import Array, lax

@@ -1,4 +1,4 @@
-"""Linear attention straight from its definition: the T × T product, masked. Slow, obvious, and what the rest is held to.
+"""Linear attention straight from its definition: the masked T × T product. Slow, obvious, what the rest is held to.
 
     y_t = Σ_{j≤t} (φ(q_t)·φ(k_j)) v_j / (Σ_{j≤t} φ(q_t)·φ(k_j) + ε)
 

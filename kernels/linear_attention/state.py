@@ -3,7 +3,7 @@
 Segments reach the forms as runs (``kernels/segments.py``).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
     return jnp.promote_types(jnp.float32, jnp.result_type(*arrays))
 
 
-def zero_state(batch: int, heads: int, features: int, head_width: int, dtype: jnp.dtype = jnp.float32) -> State:
+def zero_state(batch: int, heads: int, features: int, head_width: int, dtype: Any = jnp.float32) -> State:
     """S₀ = 0 and z₀ = 0."""
     return State(jnp.zeros((batch, heads, features, head_width), dtype), jnp.zeros((batch, heads, features), dtype))
 

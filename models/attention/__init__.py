@@ -1,4 +1,7 @@
-"""The attention modes: one file each, found by listing this folder. A file without ``Config`` and ``Attention`` is a helper."""
+"""The attention modes: one file each, found by listing this folder.
+
+Files without ``Config`` and ``Attention`` are helpers.
+"""
 
 import dataclasses
 import difflib
@@ -16,7 +19,8 @@ def modes() -> dict[str, ModuleType]:
     """Every mode by name."""
     files = sorted(Path(__file__).parent.glob("[!_]*.py"))
     modules = {file.stem: importlib.import_module(f"{__name__}.{file.stem}") for file in files}
-    return {name: module for name, module in modules.items() if hasattr(module, "Config") and hasattr(module, "Attention")}
+    return {name: module for name, module in modules.items()
+            if hasattr(module, "Config") and hasattr(module, "Attention")}
 
 
 def load(name: str) -> ModuleType:

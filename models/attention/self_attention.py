@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kernels.projection import project
+
 INITIAL_SCALE = 0.02
 """Standard deviation of GPT-2's initial weights."""
 
@@ -13,18 +15,24 @@ DecodeState = Literal["none", "constant", "window", "growing"]
 
 
 class Linear(nnx.Linear):
-    """``nnx.Linear`` with GPT-2's initialisation that computes in the number format of its input."""
+    """``nnx.Linear`` with GPT-2's initialisation; its output has the number format of its input."""
+
+    product_dtype: jnp.dtype | None = None
+    """Number format of the product; None: that of the input. The model sets it."""
 
     def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs):
         super().__init__(inputs, outputs, kernel_init=nnx.initializers.normal(INITIAL_SCALE), rngs=rngs)
 
     def __call__(self, x: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert self.bias is not None
-        return x @ self.kernel[...].astype(x.dtype) + self.bias[...].astype(x.dtype)
+        bias = self.bias[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        return project(x, self.kernel[...], self.product_dtype or x.dtype) + bias
 
 
 class SelfAttention(nnx.Module):
-    """Multi-head self-attention around a mode's :meth:`mix`. A mode is a subclass named ``Attention`` in a file of its own.
+    """Multi-head self-attention around a mode's :meth:`mix`.
+
+    A mode is a subclass named ``Attention`` in a file of its own.
 
     Args:
         config: the mode's own ``Config``.
@@ -96,7 +104,7 @@ class SelfAttention(nnx.Module):
         return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1))
 
     def decode(self, x_BTE: Float[Array, "B T E"], cache: Any, *, positions_BT: Int[Array, "B T"] | None = None,
-               lengths_B: Int[Array, "B"] | None = None) -> tuple[Float[Array, "B T E"], Any]:
+               lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"], Any]:
         """T more tokens of sequences whose past is in ``cache``."""
         q_BTHD, k_BTHD, v_BTHD = self.project(x_BTE, positions_BT)
         y_BTHD, cache = self.extend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, lengths_B=lengths_B)
@@ -112,7 +120,7 @@ class SelfAttention(nnx.Module):
 
 
 def rotate(x_BTHD: Float[Array, "B T H D"], positions_BT: Int[Array, "B T"]) -> Float[Array, "B T H D"]:
-    """Rotary positions: pairs (x_d, x_{d + D/2}) turned by t · 10000^(−2d/D). Su et al., "RoFormer", 2021. D is even."""
+    """Rotary positions, D even: pairs (x_d, x_{d + D/2}) turned by t · 10000^(−2d/D). Su et al., "RoFormer", 2021."""
     half = x_BTHD.shape[-1] // 2
     rate_D = 10_000.0 ** (-jnp.arange(half) / half)
     angle_BTHD = (positions_BT.astype(jnp.float32)[..., None] * rate_D[None, None])[:, :, None]

@@ -1,4 +1,7 @@
-"""``softmax``: causal softmax attention, as fast as the device has it. Vaswani et al., "Attention Is All You Need", 2017."""
+"""``softmax``: causal softmax attention, as fast as the device has it.
+
+Vaswani et al., "Attention Is All You Need", 2017.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

@@ -1,0 +1,107 @@
+"""What share of the bare step's speed the loop of ``train.py`` reaches, with its data, metrics and progress bar.
+
+    python -m benchmarks.loop --recipe configs/quickstart.py --attention chunked --steps 200 --json loop.json
+
+Trains in a temporary folder and compares the tokens per second between two lines of ``metrics.jsonl``, so many steps
+apart and with no evaluation or checkpoint between them, with those of the same step called in a bare loop just before
+and just after. Further flags are those of ``train.py``, such as ``--model.context 1024``.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import jax
+
+from benchmarks import report
+from benchmarks.train_step import Step
+from configs.schema import ConfigError
+from training.environment import write_json
+
+WARM_UP_STEPS = 10
+"""Steps of the run before the first line that counts."""
+
+
+def bare_seconds(step: Step, steps: int) -> float:
+    """Time of so many steps in a row, waited for at the end."""
+    metrics = jax.block_until_ready(step())
+    start = time.perf_counter()
+    for _ in range(steps):
+        metrics = step()
+    jax.block_until_ready(metrics)
+    return time.perf_counter() - start
+
+
+def rates(metrics: Path) -> dict[str, float]:
+    """Tokens per second of a run after its warm-up, by its training clock and by its wall clock."""
+    lines = [line for line in map(json.loads, metrics.read_text().splitlines()) if line["split"] == "train"]
+    first, last = lines[WARM_UP_STEPS - 1], lines[-1]
+    tokens = last["tokens"] - first["tokens"]
+    return {"tokens_per_second": tokens / (last["train_seconds"] - first["train_seconds"]),
+            "wall_tokens_per_second": tokens / (last["wall_seconds"] - first["wall_seconds"])}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code: 2 for usage, that of ``train.py`` where it fails."""
+    options, more = _options(argv)
+    # Here, not above: the other benchmarks do without the packages that train.py needs.
+    import train
+    from data.loader import TokenFiles
+    from data.prepare import ensure
+
+    total = WARM_UP_STEPS + options.steps
+    command = [options.recipe, "--attention", options.attention, "--train.steps", str(total), "--train.minutes", "None",
+               "--train.eval-every", str(total), "--checkpoint.every-steps", str(total),
+               "--optimizer.warmup-steps", str(total // 10), *more]
+    try:
+        report.check_output(options.json)
+        config, _ = train.parse(command)
+        vocabulary_size = TokenFiles.open(ensure(config.data)).vocabulary_size
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    contents = report.origin("benchmarks.loop", options, more)
+    half = -(-options.steps // 2)
+    tokens = 2 * half * config.train.batch_size * config.model.context
+    step, rows = Step(config, vocabulary_size), []
+    for _ in range(options.rounds):
+        before = bare_seconds(step, half)
+        with tempfile.TemporaryDirectory() as directory:
+            code = train.main([*command, "--run-dir", f"{directory}/run"])
+            if code:
+                return code
+            row = rates(Path(directory, "run", "metrics.jsonl"))
+        bare = tokens / (before + bare_seconds(step, half))
+        rows.append(row | {"bare_tokens_per_second": bare, "ratio": row["tokens_per_second"] / bare,
+                           "wall_ratio": row["wall_tokens_per_second"] / bare})
+    print(f"{contents['device']}; {options.attention}, context {config.model.context:,}, {config.model.dtype}")
+    print(report.table(
+        ("", "loop tokens/s", "by wall clock", "bare tokens/s", "ratio", "by wall clock"),
+        [[f"round {n}", *(f"{row[name]:,.0f}" for name in (
+            "tokens_per_second", "wall_tokens_per_second", "bare_tokens_per_second")),
+          f"{row['ratio']:.3f}", f"{row['wall_ratio']:.3f}"] for n, row in enumerate(rows, 1)]))
+    ratio = median(row["ratio"] for row in rows)
+    print(f"the loop reaches {ratio:.1%} of the bare step's speed")
+    if options.json is not None:
+        write_json(options.json, contents | {"model": config.to_dict()["model"], "ratio": ratio, "rows": rows})
+    return 0
+
+
+def _options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loop", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="configs/quickstart.py", help="%(default)s")
+    parser.add_argument("--attention", default="chunked", help="mode (%(default)s)")
+    parser.add_argument("--steps", type=report.positive, default=200, help="steps that count (%(default)s)")
+    parser.add_argument("--rounds", type=report.positive, default=1, help="comparisons (%(default)s)")
+    parser.add_argument("--json", type=Path, help="file to write")
+    return parser.parse_known_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""What the benchmarks share: timing by turns, the table, and a JSON file that says where its numbers come from."""
+
+import math
+import os
+import platform
+import shlex
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from configs.schema import ConfigError
+from training.environment import git_commit
+
+SAMPLE_SECONDS = 0.05
+"""A sample is at least about so long: the clock and the wait for the device then do not count."""
+
+
+def time_by_turns[Name](runs: Mapping[Name, Callable[[], Any]], repeats: int,
+                        sample_seconds: float = SAMPLE_SECONDS) -> dict[Name, list[float]]:
+    """Seconds that a call of each run takes, ``repeats`` samples each.
+
+    The runs take turns, so that the noise of a shared machine hits all alike. A sample is as many calls in a row as
+    fill ``sample_seconds``, waited for on the device at the end. Two calls before the first sample warm up.
+
+    Args:
+        runs: by name; each starts its work on the device and returns arrays to wait for.
+        repeats: samples of each run.
+        sample_seconds: 0 makes every call a sample.
+    """
+    calls: dict[Name, int] = {}
+    for name, run in runs.items():
+        jax.block_until_ready(run())
+        calls[name] = max(1, math.ceil(sample_seconds / _seconds(run, 1)))
+    samples: dict[Name, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            samples[name].append(_seconds(run, calls[name]))
+    return samples
+
+
+def _seconds(run: Callable[[], Any], calls: int) -> float:
+    result = None
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = run()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int | None:
+    """Memory that a compiled function needs: arguments, outputs and temporaries; None where the device does not say."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return None
+    return (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+            - memory.alias_size_in_bytes)
+
+
+def check_memory(needed: int | None) -> None:
+    """Stops what would not fit into a CPU's memory: Linux would kill the process, where a GPU raises an error.
+
+    Raises:
+        MemoryError: more bytes are needed than there are.
+    """
+    meminfo = Path("/proc/meminfo")
+    if needed is None or jax.default_backend() != "cpu" or not meminfo.exists():
+        return
+    available = next(int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines()
+                     if line.startswith("MemAvailable:"))
+    if needed > available:
+        raise MemoryError(f"needs {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free")
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lines of a text table: the first column flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) if i else cell.ljust(width)
+                  for i, (cell, width) in enumerate(zip(line, widths, strict=True)))
+        for line in (headings, *rows))
+
+
+def origin(module: str, options: Namespace, more: Sequence[str] = ()) -> dict[str, Any]:
+    """What numbers need beside them: ``device``, ``versions``, ``commit`` (None without git) and ``command``.
+
+    Args:
+        module: name of the benchmark's module.
+        options: its parsed flags; the one that names the output file is left out, for it says nothing about numbers.
+        more: words of the command line that were passed on as they are.
+    """
+    flags = [word for name, value in vars(options).items() if name != "json"
+             for word in ("--" + name.replace("_", "-"), _flag(value))]
+    return {
+        "device": _device(),
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
+        "commit": git_commit(),
+        "command": shlex.join(["python", "-m", module, *flags, *more]),
+    }
+
+
+def model_parser(module: str, description: str | None) -> ArgumentParser:
+    """The flags of the benchmarks that make a model of their own."""
+    parser = ArgumentParser(prog=f"python -m {module}", description=description, allow_abbrev=False,
+                            formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", type=_names, default=("softmax", "chunked"),
+                        help="modes, or MODE:FORM, with commas between (softmax,chunked)")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+                        help="number format of the products (%(default)s)")
+    for name, default, meaning in (
+            ("width", 256, "width of the model"), ("layers", 4, "transformer blocks"), ("heads", 4, "attention heads"),
+            ("vocabulary", 257, "tokens in the vocabulary"), ("repeats", 10, "samples of each case")):
+        parser.add_argument(f"--{name}", type=positive, default=default, help=f"{meaning} (%(default)s)")
+    parser.add_argument("--json", type=Path, help="file to write")
+    return parser
+
+
+def check_output(path: Path | None) -> None:
+    """Before anything is measured: whether a file can be written to.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise ConfigError(f"--json {path}: cannot be written; name a file in a folder that can be written to")
+
+
+def positive(text: str) -> int:
+    """A flag's value: a whole number of at least 1."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """A flag's value: whole numbers of at least 1 with commas between."""
+    return tuple(positive(part) for part in text.split(","))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """A flag's value: words with commas between, each of them once."""
+    return tuple(dict.fromkeys(text.split(",")))
+
+
+# What argparse calls them in its messages.
+positive.__name__, positives.__name__ = "positive number", "list of positive numbers"
+
+
+def _flag(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _device() -> str:
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+                 platform.machine())
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"

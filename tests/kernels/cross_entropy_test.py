@@ -1,0 +1,75 @@
+"""The blocked head and loss equal optax's cross-entropy of all logits at once, values and gradients."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from kernels.cross_entropy import cross_entropy
+
+B, T, E, V = 2, 7, 5, 11
+
+
+@pytest.fixture(params=[1, 3 * V, 14 * V, 1 << 24], ids=["a token a block", "a last block in part", "one block", "default"])
+def _block_logits(request, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("kernels.cross_entropy"), "BLOCK_LOGITS", request.param)
+
+
+def make_inputs(dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(B, T, E)).astype(jnp.dtype(dtype))
+    embedding = generator.normal(size=(V, E)).astype(np.float64 if dtype == "float64" else np.float32)
+    targets = generator.integers(0, V, (B, T)).astype(np.int32)
+    targets[0, 2:4], targets[1, 6] = -1, -1
+    return x, embedding, targets
+
+
+def expected_loss(x, embedding, targets):
+    losses = optax.softmax_cross_entropy_with_integer_labels(x @ embedding.T, jnp.maximum(targets, 0))
+    return jnp.sum(jnp.where(targets >= 0, losses, 0))
+
+
+def relative_error(actual, expected) -> float:
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
+
+
+# float64, float32: rounding of sums of a few dozen terms. bfloat16: the softmax minus the target is rounded to 8 bits
+# (1.1e-3 RMS) and so is dx.
+@pytest.mark.usefixtures("_block_logits")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-14), ("float32", 1e-6), ("bfloat16", 3e-3)])
+def test_values_and_gradients(dtype, tolerance):
+    x, embedding, targets = make_inputs(dtype)
+    with jax.enable_x64(dtype == "float64"):
+        loss, gradients = jax.jit(jax.value_and_grad(lambda *a: 0.7 * cross_entropy(*a), (0, 1)))(x, embedding, targets)
+    # The embedding takes part in products in x's format: its rounding is asked for.
+    exact = x.astype(np.float64), embedding.astype(x.dtype).astype(np.float64)
+    with jax.enable_x64(True):
+        expected, expected_gradients = jax.value_and_grad(lambda *a: 0.7 * expected_loss(*a), (0, 1))(*exact, targets)
+    assert loss.dtype == (np.float64 if dtype == "float64" else np.float32)
+    assert (gradients[0].dtype, gradients[1].dtype) == (x.dtype, embedding.dtype)
+    assert relative_error(loss, expected) < min(tolerance, 1e-5)  # sums and the loss are never rounded to 8 bits
+    for actual, want in zip(gradients, expected_gradients, strict=True):
+        assert relative_error(actual, want) < tolerance
+    assert not np.any(np.asarray(gradients[0])[targets < 0])
+
+
+def test_nothing_scored_is_zero():
+    x, embedding, targets = make_inputs("float32")
+    loss, gradients = jax.value_and_grad(cross_entropy, (0, 1))(*map(jnp.asarray, (x, embedding, np.full_like(targets, -1))))
+    assert loss == 0
+    assert not any(np.any(g) for g in gradients)
+
+
+def test_memory_does_not_hold_the_logits_of_all_tokens(monkeypatch):
+    vocabulary, width = 4096, 16
+    monkeypatch.setattr(importlib.import_module("kernels.cross_entropy"), "BLOCK_LOGITS", 64 * vocabulary)
+    tokens = 8192
+    arguments = (jax.ShapeDtypeStruct((1, tokens, width), jnp.float32),
+                 jax.ShapeDtypeStruct((vocabulary, width), jnp.float32), jax.ShapeDtypeStruct((1, tokens), jnp.int32))
+    gradient = jax.jit(jax.value_and_grad(lambda *a: cross_entropy(*a), (0, 1)))
+    temporary = gradient.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    assert temporary < 4 * tokens * vocabulary / 10

@@ -1,0 +1,285 @@
+"""Every form of linear attention is the same function: the definition, in float64, outputs and gradients."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from kernels.linear_attention import EPSILON, IMPLEMENTATIONS, State, linear_attention, pick_implementation
+
+FORMS = sorted(set(IMPLEMENTATIONS) - {"reference", "parallel", "pallas_gpu"})
+B, H = 3, 2
+
+# RMS(error) / RMS(reference). Sums of some 200 terms of one sign: a few units in the last place, and the gradients of the
+# normalised form are differences of such sums, ten times smaller than what is subtracted.
+TOLERANCE = {"float64": 1e-13, "float32": 3e-6}
+# One rounding to 8 bits is 2⁻⁹/√3 = 1.1e-3 RMS. Scores, states and results are rounded once each, and the gradient of
+# a query is a difference of such terms, some times smaller than they are.
+BFLOAT16_TOLERANCE = 8e-3
+
+
+class Case(NamedTuple):
+    """What is computed: sizes and options."""
+
+    T: int
+    M: int = 5
+    D: int = 7
+    chunk_size: int | None = None
+    causal: bool = True
+    normalize: bool = True
+    segments: bool = False
+    state: bool = True
+
+
+CASES = {
+    "one token": Case(T=1),
+    "no state": Case(T=63, chunk_size=16, state=False),
+    "one more than a chunk": Case(T=65, chunk_size=64),
+    "several chunks": Case(T=200),
+    "chunks of one": Case(T=9, chunk_size=1, segments=True),
+    "chunk longer than the sequence": Case(T=33, chunk_size=100, normalize=False),
+    "segments": Case(T=200, M=4, D=3, segments=True),
+    "segments, not normalised": Case(T=31, M=3, D=4, chunk_size=8, normalize=False, segments=True, state=False),
+    "both directions, not normalised": Case(T=63, chunk_size=16, causal=False, normalize=False, state=False),
+    "both directions, segments": Case(T=65, chunk_size=16, causal=False, segments=True),
+}
+SEES_PAST_ONLY = ("cumsum", "recurrent")
+
+
+def make_segments(T: int) -> np.ndarray:
+    """Segments with padding before, inside, between and after them; one segment to the end; nothing but padding."""
+    generator = np.random.default_rng(T)
+    ids_BT = np.full((B, T), -1, np.int32)
+    cuts = np.sort(generator.choice(np.arange(1, T), 4, replace=False))
+    ids_BT[0, 1:] = np.repeat([7, 3, 7, 0, 2], np.diff([0, *cuts, T]))[1:]
+    ids_BT[0, generator.random(T) < 0.1] = -1
+    ids_BT[1, T // 3:] = 0
+    return ids_BT
+
+
+@functools.cache
+def make_inputs(case: Case, dtype: str = "float64") -> tuple[tuple, State | None, np.ndarray | None]:
+    generator = np.random.default_rng(0)
+    dtype = jnp.dtype(dtype)
+    q, k = (generator.uniform(0.1, 1, (B, case.T, H, case.M)).astype(dtype) for _ in range(2))
+    v = generator.normal(size=(B, case.T, H, case.D)).astype(dtype)
+    state = None
+    if case.state:
+        sums = np.float64 if dtype == np.float64 else np.float32
+        state = State(generator.normal(size=(B, H, case.M, case.D)).astype(sums),
+                      generator.uniform(1, 2, (B, H, case.M)).astype(sums))
+    return (q, k, v), state, make_segments(case.T) if case.segments else None
+
+
+def outputs_and_gradients(case: Case, implementation: str | None, qkv, state, segments) -> dict[str, np.ndarray]:
+    """y, both sums, and the gradients of a weighted sum of them with respect to everything that goes in."""
+
+    def run(qkv, state):
+        y, end = linear_attention(*qkv, causal=case.causal, normalize=case.normalize, initial_state=state,
+                                  segment_ids_BT=None if segments is None else jnp.asarray(segments),
+                                  chunk_size=case.chunk_size, implementation=implementation)
+        # No two elements have the same weight, so that none can be mistaken for another.
+        weighted = [jnp.sum(x.astype(end.z_BHM.dtype) * jnp.sin(1 + jnp.arange(x.size, dtype=end.z_BHM.dtype))
+                            .reshape(x.shape)) for x in (y, *end)]
+        return sum(weighted), (y, end)
+
+    gradient = jax.jit(jax.grad(run, argnums=(0, 1) if state is not None else 0, has_aux=True))
+    gradients, (y, end) = gradient(qkv, state)
+    names = ["y", "s", "z", "dq", "dk", "dv", "ds₀", "dz₀"]
+    return dict(zip(names, map(np.asarray, (y, *end, *jax.tree.leaves(gradients))), strict=False))
+
+
+@functools.cache
+def reference(case: Case) -> dict[str, np.ndarray]:
+    with jax.enable_x64(True):
+        return outputs_and_gradients(case, "reference", *make_inputs(case))
+
+
+def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, want in expected.items():
+        error = np.sqrt(np.mean((actual[name].astype(np.float64) - want) ** 2) / np.mean(want**2))
+        assert error < tolerance, f"{name}: {error:.2e}"
+
+
+def definition(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A loop over pairs of tokens in NumPy, with segments as the design words them."""
+    (q, k, v), state, segments = make_inputs(case)
+    if state is None:
+        state = State(np.zeros((B, H, case.M, case.D)), np.zeros((B, H, case.M)))
+    y, s_end, z_end = np.zeros(v.shape), np.zeros_like(state.s_BHMD), np.zeros_like(state.z_BHM)
+    for b in range(B):
+        ids = np.zeros(case.T, int) if segments is None else segments[b]
+        valid = np.flatnonzero(ids >= 0)
+        run_of, run = {}, 0
+        for place, t in enumerate(valid):
+            run += int(place > 0 and ids[t] != ids[valid[place - 1]])
+            run_of[t] = run
+        for t in valid:
+            seen = [j for j in valid if run_of[j] == run_of[t] and (j <= t or not case.causal)]
+            s = np.einsum("jhm,jhd->hmd", k[b, seen], v[b, seen]) + (state.s_BHMD[b] if run_of[t] == 0 else 0)
+            z = k[b, seen].sum(axis=0) + (state.z_BHM[b] if run_of[t] == 0 else 0)
+            denominator = np.einsum("hm,hm->h", q[b, t], z) + EPSILON if case.normalize else np.ones(H)
+            y[b, t] = np.einsum("hm,hmd->hd", q[b, t], s) / denominator[:, None]
+        last = [t for t in valid if run_of[t] == run]
+        s_end[b] = np.einsum("jhm,jhd->hmd", k[b, last], v[b, last]) + (state.s_BHMD[b] if run == 0 else 0)
+        z_end[b] = k[b, last].sum(axis=0) + (state.z_BHM[b] if run == 0 else 0)
+    return y, s_end, z_end
+
+
+@pytest.mark.parametrize("name", ["segments", "both directions, segments", "one more than a chunk",
+                                  "segments, not normalised"])
+def test_the_reference_is_the_definition(name):
+    expected = dict(zip("ysz", definition(CASES[name]), strict=True))
+    assert_close({key: reference(CASES[name])[key] for key in "ysz"}, expected, TOLERANCE["float64"])
+
+
+@pytest.mark.parametrize("implementation", FORMS)
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_in_float64(name, implementation):
+    case = CASES[name]
+    if not case.causal and implementation in SEES_PAST_ONLY:
+        pytest.skip("sees the past only")
+    with jax.enable_x64(True):
+        assert_close(outputs_and_gradients(case, implementation, *make_inputs(case)), reference(case),
+                     TOLERANCE["float64"])
+
+
+@pytest.mark.parametrize("implementation", ["reference", *FORMS, None])
+def test_outputs_and_gradients_in_float32(implementation):
+    case = CASES["several chunks"]
+    actual = outputs_and_gradients(case, implementation, *make_inputs(case, "float32"))
+    assert {x.dtype for x in actual.values()} == {np.dtype("float32")}
+    assert_close(actual, reference(case), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("implementation", ["reference", *FORMS])
+def test_bfloat16_keeps_states_in_float32(implementation):
+    case = CASES["several chunks"]
+    qkv, state, segments = make_inputs(case, "bfloat16")
+    actual = outputs_and_gradients(case, implementation, qkv, state, segments)
+    for name, array in actual.items():
+        assert array.dtype == ("bfloat16" if name in ("y", "dq", "dk", "dv") else "float32"), name
+    # Held to what the definition makes of the rounded inputs: their own rounding is not the kernel's error.
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda x: x.astype(np.float64), (qkv, state))
+        expected = outputs_and_gradients(case, "reference", *exact, segments)
+    assert_close(actual, expected, BFLOAT16_TOLERANCE)
+
+
+@pytest.mark.parametrize("implementation", ["reference", *FORMS])
+@pytest.mark.parametrize("segments", [False, True])
+def test_a_sequence_resumed_from_its_state_is_the_unsplit_one(implementation, segments):
+    case = Case(T=40, chunk_size=8, segments=segments)
+    (q, k, v), state, _ = make_inputs(case)
+    ids = None
+    if segments:
+        ids = np.zeros((B, 40), np.int32)
+        ids[0, 10:], ids[0, 15:20], ids[1, 15:18], ids[2, :18], ids[2, 30:] = 4, -1, -1, -1, 9
+    options = {"chunk_size": 8, "implementation": implementation}
+
+    def split(q, k, v, state, at):
+        parts = []
+        for where in (slice(None, at), slice(at, None)):
+            part_ids = None if ids is None else jnp.asarray(ids[:, where])
+            y, state = linear_attention(q[:, where], k[:, where], v[:, where], initial_state=state,
+                                        segment_ids_BT=part_ids, **options)
+            parts.append(y)
+        return jnp.concatenate(parts, axis=1), state
+
+    def whole(q, k, v, state):
+        whole_ids = None if ids is None else jnp.asarray(ids)
+        return linear_attention(q, k, v, initial_state=state, segment_ids_BT=whole_ids, **options)
+
+    with jax.enable_x64(True):
+        resumed = jax.jit(functools.partial(split, at=17))(q, k, v, state)
+        unsplit = jax.jit(whole)(q, k, v, state)
+    for actual, expected in zip(jax.tree.leaves(resumed), jax.tree.leaves(unsplit), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", ["reference", *FORMS])
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_segments_are_the_segments_one_by_one(implementation, causal):
+    if not causal and implementation in SEES_PAST_ONLY:
+        pytest.skip("sees the past only")
+    lengths, gap = (5, 21, 12), 2
+    case = Case(T=sum(lengths) + gap * len(lengths))
+    (q, k, v), state, _ = make_inputs(case)
+    ids = np.full((B, case.T), -1, np.int32)
+    starts = np.cumsum([gap, *(n + gap for n in lengths[:-1])])
+    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        ids[:, start:start + length] = i
+    run = jax.jit(functools.partial(linear_attention, causal=causal, chunk_size=8, implementation=implementation))
+    with jax.enable_x64(True):
+        packed, packed_end = run(q, k, v, initial_state=state, segment_ids_BT=ids)
+        for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            y, end = run(*(x[:, start:start + length] for x in (q, k, v)), initial_state=state if i == 0 else None)
+            np.testing.assert_allclose(packed[:, start:start + length], y, rtol=1e-10, atol=1e-12)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), packed_end, end)
+    assert not np.any(np.asarray(packed)[ids < 0])
+
+
+@pytest.mark.parametrize(("implementation", "growth"),
+                         [("reference", 4), ("blockwise", 2), ("chunked", 2), ("recurrent", 2)])
+def test_memory_of_a_gradient_grows_with_the_sequence(implementation, growth):
+    def temporary_bytes(T):
+        x = jax.ShapeDtypeStruct((1, T, 1, 16), jnp.float32)
+        gradient = jax.grad(lambda q, k, v: linear_attention(q, k, v, implementation=implementation)[0].sum(), (0, 1, 2))
+        return jax.jit(gradient).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(8192) / temporary_bytes(4096) == pytest.approx(growth, rel=0.1)
+
+
+def test_the_fastest_form_is_picked_by_length():
+    assert pick_implementation(1) == "recurrent"
+    assert pick_implementation(2) == "chunked"
+
+
+class TestBadInput:
+    """One clear error, raised by the kernel itself: the shape checks that tests add would come first."""
+
+    @pytest.fixture(autouse=True)
+    def _as_users_run_it(self, monkeypatch):
+        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+    @pytest.mark.parametrize(("change", "message"), [
+        ({"q_BTHM": jnp.ones((2, 8, 3))}, r"q_BTHM has shape \(2, 8, 3\); expected four dimensions, B, T, H, M"),
+        ({"v_BTHD": jnp.ones((2, 8))}, r"v_BTHD has shape \(2, 8\); expected four dimensions, B, T, H, D"),
+        ({"k_BTHM": jnp.ones((2, 9, 3, 4))}, r"k_BTHM has shape \(2, 9, 3, 4\); expected \(2, 8, 3, 4\)"),
+        ({"v_BTHD": jnp.ones((2, 8, 1, 5))}, r"v_BTHD has shape \(2, 8, 1, 5\); expected \(2, 8, 3, 5\)"),
+        ({"segment_ids_BT": jnp.zeros((2, 7), int)}, r"segment_ids_BT has shape \(2, 7\); expected \(2, 8\)"),
+        ({"initial_state": State(jnp.ones((2, 3, 5, 4)), jnp.ones((2, 3, 4)))}, r"initial_state\.s_BHMD has shape"),
+        ({"initial_state": State(jnp.ones((2, 3, 4, 5)), jnp.ones((2, 3, 5)))}, r"initial_state\.z_BHM has shape"),
+        ({"chunk_size": 0}, "chunk_size=0: expected at least 1"),
+        ({"implementation": "chunky"}, "implementation='chunky': there is reference, .*chunked"),
+    ])
+    def test_a_value_error_names_the_argument(self, change, message):
+        with pytest.raises(ValueError, match=message):
+            self.call(**change)
+
+    def test_no_tokens(self):
+        empty = jnp.ones((2, 0, 3, 4))
+        with pytest.raises(ValueError, match="T must be at least 1"):
+            linear_attention(empty, empty, empty)
+
+    def test_integers(self):
+        with pytest.raises(TypeError, match="k_BTHM is int32; expected floating point"):
+            self.call(k_BTHM=jnp.ones((2, 8, 3, 4), jnp.int32))
+
+    def test_the_missing_kernel_is_refused_by_name(self):
+        with pytest.raises(NotImplementedError, match="'pallas_gpu'.*'chunked' computes the same"):
+            self.call(implementation="pallas_gpu")
+
+    @pytest.mark.parametrize("implementation", SEES_PAST_ONLY)
+    def test_a_recurrence_cannot_look_ahead(self, implementation):
+        with pytest.raises(NotImplementedError, match=f"'{implementation}' sees the past only"):
+            self.call(implementation=implementation, causal=False)
+
+    def call(self, **changes):
+        arguments = {"q_BTHM": jnp.ones((2, 8, 3, 4)), "k_BTHM": jnp.ones((2, 8, 3, 4)), "v_BTHD": jnp.ones((2, 8, 3, 5))}
+        return linear_attention(**(arguments | changes))

@@ -1,0 +1,239 @@
+"""Softmax attention: every form against the definition in float64, outputs and gradients."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from kernels import softmax_attention as kernel
+from kernels.softmax_attention import cached_attention, softmax_attention
+
+B, H, D = 3, 2, 6
+
+# RMS(error) / RMS(reference): rounding of some hundred sums and exponentials, and nothing else.
+FLOAT64_TOLERANCE = 1e-13
+FLOAT32_TOLERANCE = 3e-6
+# Two to three roundings to 8 bits (weights, result, gradients of scores), 1.1e-3 RMS each.
+BFLOAT16_TOLERANCE = 6e-3
+
+
+class Case(NamedTuple):
+    """What is computed, and in which blocks."""
+
+    T: int
+    rows: int = 16
+    block: int = 16
+    causal: bool = True
+    segments: bool = False
+
+
+CASES = {
+    "one token": Case(T=1),
+    "less than a block": Case(T=13),
+    "one more than a block": Case(T=17, segments=True),
+    "many blocks": Case(T=100),
+    "wide key blocks": Case(T=75, rows=8, block=32, segments=True),
+    "wide query blocks": Case(T=75, rows=32, block=8, segments=True),
+    "both directions": Case(T=75, rows=32, block=16, causal=False),
+    "both directions, segments": Case(T=50, causal=False, segments=True),
+}
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    def use(rows: int, block: int) -> None:
+        monkeypatch.setattr(kernel, "QUERY_BLOCK", rows)
+        monkeypatch.setattr(kernel, "KEY_BLOCK", block)
+
+    return use
+
+
+def make_segments(T: int) -> np.ndarray:
+    """Segments with padding before, inside, between and after them; one segment to the end; nothing but padding."""
+    generator = np.random.default_rng(T)
+    ids_BT = np.full((B, T), -1, np.int32)
+    cuts = np.sort(generator.choice(np.arange(1, T), 4, replace=False))
+    ids_BT[0, 1:] = np.repeat([7, 3, 7, 0, 2], np.diff([0, *cuts, T]))[1:]
+    ids_BT[0, generator.random(T) < 0.1] = -1
+    ids_BT[1, T // 3:] = 0
+    return ids_BT
+
+
+def make_inputs(case: Case, dtype: str = "float64") -> tuple[list[np.ndarray], np.ndarray | None]:
+    generator = np.random.default_rng(1)
+    qkv = [generator.normal(size=(B, case.T, H, D)).astype(jnp.dtype(dtype)) for _ in range(3)]
+    qkv[0] *= np.asarray(3, qkv[0].dtype)  # some weights near 1: the running maximum matters
+    return qkv, make_segments(case.T) if case.segments else None
+
+
+def outputs_and_gradients(case: Case, implementation: str, qkv, segments) -> dict[str, np.ndarray]:
+    def run(qkv):
+        y = softmax_attention(*qkv, causal=case.causal, implementation=implementation,
+                              segment_ids_BT=None if segments is None else jnp.asarray(segments))
+        # No two elements have the same weight, so that none can be mistaken for another.
+        return jnp.sum(y.astype(jnp.result_type(y, jnp.float32)) * jnp.sin(1 + jnp.arange(y.size)).reshape(y.shape)), y
+
+    gradients, y = jax.jit(jax.grad(run, has_aux=True))(qkv)
+    return {name: np.asarray(x) for name, x in zip(("y", "dq", "dk", "dv"), (y, *gradients), strict=True)}
+
+
+@functools.cache
+def materialised(case: Case) -> dict[str, np.ndarray]:
+    with jax.enable_x64(True):
+        return outputs_and_gradients(case, "materialised", *make_inputs(case))
+
+
+def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
+    for name, want in expected.items():
+        if not np.any(want):  # one token: its weight is 1 whatever the scores are
+            assert not np.any(actual[name]), name
+            continue
+        error = np.sqrt(np.mean((actual[name].astype(np.float64) - want) ** 2) / np.mean(want**2))
+        assert error < tolerance, f"{name}: {error:.2e}"
+
+
+def definition(case: Case) -> np.ndarray:
+    """A loop over tokens in NumPy, with segments as the design words them."""
+    (q, k, v), segments = make_inputs(case)
+    y = np.zeros(v.shape)
+    for b in range(B):
+        ids = np.zeros(case.T, int) if segments is None else segments[b]
+        valid = np.flatnonzero(ids >= 0)
+        run_of, run = {}, 0
+        for place, t in enumerate(valid):
+            run += int(place > 0 and ids[t] != ids[valid[place - 1]])
+            run_of[t] = run
+        for t in valid:
+            seen = [j for j in valid if run_of[j] == run_of[t] and (j <= t or not case.causal)]
+            weights = np.exp(np.einsum("hd,jhd->jh", q[b, t], k[b, seen]) / np.sqrt(D))
+            y[b, t] = np.einsum("jh,jhd->hd", weights / weights.sum(axis=0), v[b, seen])
+    return y
+
+
+@pytest.mark.parametrize("name", ["many blocks", "wide key blocks", "both directions", "both directions, segments"])
+def test_the_materialised_form_is_the_definition(name):
+    assert_close(materialised(CASES[name]), {"y": definition(CASES[name])}, FLOAT64_TOLERANCE)
+
+
+def test_gradients_of_the_materialised_form_are_its_derivatives():
+    case = Case(T=9, segments=True)
+    with jax.enable_x64(True):
+        qkv, segments = make_inputs(case)
+        check_grads(lambda *qkv: softmax_attention(*qkv, segment_ids_BT=jnp.asarray(segments),
+                                                   implementation="materialised"),
+                    tuple(map(jnp.asarray, qkv)), order=1, modes=["rev"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blockwise_is_materialised_in_float64(name, blocks):
+    case = CASES[name]
+    blocks(case.rows, case.block)
+    with jax.enable_x64(True):
+        actual = outputs_and_gradients(case, "blockwise", *make_inputs(case))
+    assert all(np.all(np.isfinite(x)) for x in actual.values())
+    if case.T > 1:
+        assert_close(actual, materialised(case), FLOAT64_TOLERANCE)
+    else:
+        assert np.all(actual["y"] == make_inputs(case)[0][2])
+
+
+@pytest.mark.parametrize("implementation", ["materialised", "blockwise"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", FLOAT32_TOLERANCE), ("bfloat16", BFLOAT16_TOLERANCE)])
+def test_lower_precision(implementation, dtype, tolerance, blocks):
+    case = Case(T=300)
+    blocks(128, 64)
+    qkv, segments = make_inputs(case, dtype)
+    actual = outputs_and_gradients(case, implementation, qkv, segments)
+    assert {x.dtype for x in actual.values()} == {jnp.dtype(dtype)}
+    # Held to what the definition makes of the rounded inputs: their own rounding is not the kernel's error.
+    with jax.enable_x64(True):
+        expected = outputs_and_gradients(case, "materialised", [x.astype(np.float64) for x in qkv], segments)
+    assert_close(actual, expected, tolerance)
+
+
+@pytest.mark.parametrize("implementation", ["materialised", "blockwise"])
+def test_padding_gives_zero_and_takes_no_gradient(implementation, blocks):
+    blocks(16, 16)
+    case = Case(T=50, segments=True)
+    qkv, segments = make_inputs(case, "float32")
+    assert segments is not None
+    for name, x in outputs_and_gradients(case, implementation, qkv, segments).items():
+        assert np.all(x[segments < 0] == 0), name
+        assert np.all(np.isfinite(x)), name
+
+
+@pytest.mark.parametrize("implementation", ["materialised", "blockwise"])
+def test_very_large_scores_stay_finite(implementation):
+    q = jnp.full((1, 40, 1, 4), 300.0)
+    y, gradient = jax.value_and_grad(lambda q: softmax_attention(q, q, q, implementation=implementation).sum())(q)
+    assert y == pytest.approx(300 * 160)
+    assert np.all(np.isfinite(gradient))
+
+
+@pytest.mark.parametrize(("implementation", "growth"), [("materialised", 4), ("blockwise", 2)])
+def test_memory_of_a_gradient_grows_with_the_sequence(implementation, growth, blocks):
+    blocks(64, 64)
+
+    def temporary_bytes(T):
+        x = jax.ShapeDtypeStruct((1, T, 1, 16), jnp.float32)
+        gradient = jax.grad(lambda q, k, v: softmax_attention(q, k, v, implementation=implementation).sum(), (0, 1, 2))
+        return jax.jit(gradient).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(8192) / temporary_bytes(4096) == pytest.approx(growth, rel=0.1)
+
+
+@pytest.mark.parametrize(("room", "T", "filled"), [(16, 1, (0, 3, 15)), (12, 3, (0, 9, 4)), (64, 1, (0, 40, 16)),
+                                                   (64, 40, (0, 24, 7)), (64, 16, (48, 0, 5))])
+def test_a_cache_filled_differently_in_each_row(room, T, filled, blocks):
+    """Row b holds filled[b] keys, to which T are added: the same as the last T rows of the full form."""
+    blocks(16, 16)
+    (q, k, v), _ = make_inputs(Case(T=room), "float32")
+    queries = np.stack([q[b, n:n + T] for b, n in enumerate(filled)])
+    k_cache, v_cache = k.copy(), v.copy()
+    for b, n in enumerate(filled):
+        k_cache[b, n + T:], v_cache[b, n + T:] = 1e4, 1e4  # beyond what is filled lies anything
+    y = jax.jit(lambda *arguments: cached_attention(*arguments))(
+        queries, k_cache.swapaxes(1, 2), v_cache.swapaxes(1, 2), np.array(filled, np.int32))
+    for b, n in enumerate(filled):
+        full = softmax_attention(*(jnp.asarray(x[b:b + 1, :n + T]) for x in (q, k, v)), implementation="materialised")
+        np.testing.assert_allclose(y[b], full[0, n:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_has_whole_blocks(blocks):
+    blocks(16, 16)
+    keys = jnp.ones((1, 1, 20, 4))
+    with pytest.raises(ValueError, match="k_BHSD has room for 20 keys; expected a multiple of 16"):
+        cached_attention(jnp.ones((1, 1, 1, 4)), keys, keys, jnp.zeros(1, jnp.int32))
+
+
+def test_a_cpu_gets_the_blockwise_form():
+    assert kernel.pick_implementation(jnp.dtype("float32")) == "blockwise"
+
+
+class TestBadInput:
+    """One clear error, raised by the kernel itself: the shape checks that tests add would come first."""
+
+    @pytest.fixture(autouse=True)
+    def _as_users_run_it(self, monkeypatch):
+        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+    @pytest.mark.parametrize(("change", "message"), [
+        ({"k_BTHD": jnp.ones((1, 7, 2, 4))}, r"k_BTHD has shape \(1, 7, 2, 4\); expected \(1, 8, 2, 4\)"),
+        ({"v_BTHD": jnp.ones((1, 8, 1, 4))}, r"v_BTHD has shape \(1, 8, 1, 4\); expected \(1, 8, 2, 4\)"),
+        ({"segment_ids_BT": jnp.zeros((1, 9), int)}, r"segment_ids_BT has shape \(1, 9\); expected \(1, 8\)"),
+        ({"implementation": "flash"}, "implementation='flash': there is materialised, blockwise, cudnn"),
+    ])
+    def test_a_value_error_names_the_argument(self, change, message):
+        x = jnp.ones((1, 8, 2, 4))
+        with pytest.raises(ValueError, match=message):
+            softmax_attention(**({"q_BTHD": x, "k_BTHD": x, "v_BTHD": x} | change))
+
+    def test_cudnn_is_refused_without_a_gpu(self):
+        x = jnp.ones((1, 8, 2, 4), jnp.bfloat16)
+        with pytest.raises(NotImplementedError, match="'cudnn': it needs an NVIDIA GPU, and the default device is a cpu"):
+            softmax_attention(x, x, x, implementation="cudnn")

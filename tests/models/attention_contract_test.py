@@ -1,0 +1,306 @@
+"""What every attention mode promises, tried on every mode that the folder holds."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.test_util import check_grads
+
+from models import attention
+from models.attention.self_attention import SelfAttention
+
+ROOT = Path(__file__).parents[2]
+MODES = sorted(attention.modes())
+PARAMETER_FREE = ["chunked", "linear", "softmax"]
+B, H, D, E = 2, 2, 4, 8
+T, ROOM = 150, 320  # more than two chunks of 64
+
+# float32 with differently ordered sums; weights near 1 amplify the rounding of scores.
+TOLERANCE = 1e-5
+# Some six roundings to 8 bits (projections, features, weights, result), each 1.1e-3 RMS, amplified likewise.
+BFLOAT16_TOLERANCE = 2e-2
+
+
+def build(mode: str) -> SelfAttention:
+    module = attention.modes()[mode]
+    return module.Attention(module.Config(), heads=H, head_width=D, width=E, max_length=ROOM, rngs=nnx.Rngs(3))
+
+
+def make_x(tokens: int = T, seed: int = 0) -> jax.Array:
+    # Initial projections shrink; with inputs this large attention is far from uniform.
+    return 20 * jax.random.normal(jax.random.key(seed), (B, tokens, E))
+
+
+def run(module: SelfAttention):
+    """The whole layer, compiled, since a mode may override more than ``mix``."""
+    graph, state = nnx.split(module)
+
+    @jax.jit(static_argnames="causal")
+    def layer(state, x_BTE, segment_ids_BT, causal):
+        return nnx.merge(graph, state)(x_BTE, causal=causal, segment_ids_BT=segment_ids_BT)
+
+    return lambda x_BTE, segment_ids_BT=None, causal=module.causal: layer(state, x_BTE, segment_ids_BT, causal)
+
+
+def run_decode(module: SelfAttention):
+    graph, state = nnx.split(module)
+
+    @jax.jit
+    def layer(state, x_BTE, cache, lengths_B):
+        return nnx.merge(graph, state).decode(x_BTE, cache, lengths_B=lengths_B)
+
+    return lambda x_BTE, cache, lengths_B=None: layer(state, x_BTE, cache, lengths_B)
+
+
+def decoder(mode: str) -> SelfAttention:
+    module = build(mode)
+    if module.decode_state == "none":
+        pytest.skip("has no cached decode")
+    return module
+
+
+def assert_close(actual, expected, tolerance: float = TOLERANCE) -> None:
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape
+    error = np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
+    assert error < tolerance, f"{error:.2e}"
+
+
+def masks(module: SelfAttention) -> list[bool]:
+    return [causal for causal, can in ((True, module.causal), (False, module.bidirectional)) if can]
+
+
+def test_the_three_modes_are_found_and_helpers_are_not():
+    assert set(PARAMETER_FREE) <= set(MODES)
+    assert not {"self_attention", "feature_maps", "__init__"} & set(MODES)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_flags(mode):
+    module = build(mode)
+    assert all(type(flag) is bool for flag in (module.causal, module.bidirectional, module.prefix_exact))
+    assert module.causal or module.bidirectional
+    assert module.decode_state in ("none", "constant", "window", "growing")
+    assert module.name == mode
+
+
+@pytest.mark.parametrize(("mode", "decode_state"), [("softmax", "growing"), ("linear", "constant"), ("chunked", "constant")])
+def test_flags_of_the_three_modes(mode, decode_state):
+    module = build(mode)
+    assert (module.causal, module.bidirectional, module.prefix_exact) == (True, True, True)
+    assert module.decode_state == decode_state
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shape_and_number_format(mode):
+    module = build(mode)
+    for causal in masks(module):
+        layer = run(module)
+        expected = layer(make_x(), causal=causal)
+        assert (expected.shape, expected.dtype) == ((B, T, E), jnp.float32)
+        assert np.all(np.isfinite(expected))
+        low = layer(make_x().astype(jnp.bfloat16), causal=causal)
+        assert (low.shape, low.dtype) == ((B, T, E), jnp.bfloat16)
+        assert_close(low, layer(make_x().astype(jnp.bfloat16).astype(jnp.float32), causal=causal), BFLOAT16_TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_causality(mode):
+    module = build(mode)
+    if not (module.causal and module.prefix_exact):
+        pytest.skip("does not promise that outputs never depend on later tokens")
+    layer, x = run(module), make_x()
+    y = layer(x)
+    for t in (1, 63, 64, 101, T - 1):
+        perturbed = layer(x.at[:, t:].set(make_x(seed=1)[:, t:]))
+        np.testing.assert_array_equal(perturbed[:, :t], y[:, :t])
+        assert np.all(np.any(perturbed[:, t] != y[:, t], axis=-1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_looking_in_both_directions(mode):
+    module = build(mode)
+    if not module.bidirectional:
+        pytest.skip("sees the past only")
+    layer, x = run(module), make_x()
+    perturbed = layer(x.at[:, -1].set(make_x(seed=1)[:, -1]), causal=False)
+    assert np.any(perturbed[:, 0] != layer(x, causal=False)[:, 0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_extending_in_pieces_is_the_whole(mode):
+    module = decoder(mode)
+    x, extend = make_x(), run_decode(module)
+    cache, pieces = module.init_cache(B, ROOM, jnp.float32), []
+    structure = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache)
+    for start, end in itertools.pairwise((0, 1, 71, 72, 73, 143, T)):
+        y, cache = extend(x[:, start:end], cache)
+        pieces.append(y)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache) == structure  # a loop can carry it
+    assert_close(jnp.concatenate(pieces, axis=1), run(module)(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_prompts_of_different_lengths(mode):
+    """Row b counts its first lengths_B[b] tokens; then, twice, another one or two."""
+    module = decoder(mode)
+    x, extend, whole = make_x(), run_decode(module), run(module)
+    lengths = np.array([70, 33], np.int32)
+    y, cache = extend(x[:, :70], module.init_cache(B, ROOM, jnp.float32), lengths)
+    first = whole(x)
+    for b, n in enumerate(lengths):
+        assert_close(y[b, :n], first[b, :n])
+    filled = lengths
+    for more in (np.array([2, 1], np.int32), np.array([0, 2], np.int32)):
+        y, cache = extend(jnp.stack([x[b, n:n + 2] for b, n in enumerate(filled)]), cache, more)
+        for b, n in enumerate(filled):
+            assert_close(y[b, :more[b]], first[b, n:n + more[b]]) if more[b] else None
+        filled = filled + more
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_changes_nothing(mode):
+    module = build(mode)
+    x, padded = make_x(), jnp.concatenate([make_x(), make_x(seed=1)], axis=1)
+    segment_ids = jnp.where(jnp.arange(2 * T) < T, 0, -1)[None].repeat(B, axis=0)
+    for causal in masks(module):
+        assert_close(run(module)(padded, segment_ids, causal=causal)[:, :T], run(module)(x, causal=causal))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_segments_are_separate_sequences(mode):
+    module = build(mode)
+    layer, x = run(module), make_x()
+    cuts = (0, 5, 97, T)
+    segment_ids = jnp.repeat(jnp.arange(3), jnp.diff(jnp.array(cuts)), total_repeat_length=T)[None].repeat(B, axis=0)
+    for causal in masks(module):
+        packed = layer(x, segment_ids, causal=causal)
+        for start, end in itertools.pairwise(cuts):
+            assert_close(packed[:, start:end], layer(x[:, start:end], causal=causal))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_the_slopes(mode):
+    """Of inputs and parameters, against finite differences in float64."""
+    module = build(mode)
+    graph, parameters, rest = nnx.split(module, nnx.Param, ...)
+    with jax.enable_x64(True):
+        parameters = jax.tree.map(lambda p: p.astype(jnp.float64), parameters)
+        x = jnp.asarray(make_x(70), jnp.float64)
+        segment_ids = jnp.where(jnp.arange(70) % 30 == 7, -1, jnp.arange(70) // 40)[None].repeat(B, axis=0)
+        layer = jax.jit(lambda parameters, x: nnx.merge(graph, parameters, rest)(
+            x, causal=module.causal, segment_ids_BT=segment_ids.astype(jnp.int32)))
+        check_grads(layer, (parameters, x), order=1, modes=["rev"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_state_is_what_the_flag_says(mode):
+    module = build(mode)
+    if module.decode_state == "none":
+        with pytest.raises(NotImplementedError, match=mode):
+            module.init_cache(1, ROOM, jnp.float32)
+        return
+
+    def cache_bytes(context):
+        cache = jax.eval_shape(lambda: module.init_cache(1, context, jnp.float32))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
+    declared = {context: module.state_bytes(context) for context in (1, 1024, 4096, 8192)}
+    assert all(type(size) is int and size > 0 for size in declared.values())
+    if module.decode_state == "growing":
+        assert declared[8192] > declared[4096] > declared[1024]
+    else:
+        assert declared[8192] == declared[4096]
+        assert cache_bytes(8192) == cache_bytes(4096)
+    # A few counters apart, nothing is kept that is not declared.
+    assert declared[4096] <= cache_bytes(4096) <= declared[4096] + 64
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_flops_are_counted(mode):
+    module = build(mode)
+    flops = module.flops(4096, 1024)
+    assert type(flops) is int
+    assert flops > 0
+    assert module.flops(8192, 1024) == 2 * flops
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shared_parameters_start_equal(mode):
+    """The projections, from one seed; modes without parameters of their own have nothing but these."""
+    base = SelfAttention(None, heads=H, head_width=D, width=E, max_length=ROOM, rngs=nnx.Rngs(3))
+    expected, actual = (dict(nnx.to_flat_state(nnx.state(module, nnx.Param))) for module in (base, build(mode)))
+    if mode in PARAMETER_FREE:
+        assert actual.keys() == expected.keys()
+    for path in expected.keys() & actual.keys():
+        np.testing.assert_array_equal(actual[path][...], expected[path][...])
+
+
+def test_a_mode_without_a_cached_decode_refuses_by_name():
+    module = SelfAttention(None, heads=H, head_width=D, width=E, max_length=ROOM, rngs=nnx.Rngs(0))
+    x = make_x(1)
+    for call in (lambda: module.init_cache(1, 8, jnp.float32), lambda: module.decode(x, None),
+                 lambda: module.state_bytes(8)):
+        with pytest.raises(NotImplementedError, match="attention mode 'self_attention' has no cached decode"):
+            call()
+
+
+NEW_MODE = '''
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from models.attention.self_attention import SelfAttention
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options."""
+
+    scale: float = 1.0
+    """Factor on the values."""
+
+
+class Attention(SelfAttention):
+    """The mean of all values so far."""
+
+    def mix(self, q_BTHD, k_BTHD, v_BTHD, *, x_BTE, causal, segment_ids_BT):
+        count_T = jnp.arange(1, v_BTHD.shape[1] + 1)
+        return self.config.scale * jnp.cumsum(v_BTHD, axis=1) / count_T[None, :, None, None]
+
+    def flops(self, tokens, context):
+        return tokens * self.width
+'''
+
+USE_IT = """
+import jax.numpy as jnp
+from flax import nnx
+from configs.schema import ModelConfig
+from models import attention
+from models.gpt import GPT
+
+assert "running_mean" in attention.modes() and "helper" not in attention.modes(), attention.modes()
+config = ModelConfig(layers=2, heads=2, width=8, context=8, attention=("running_mean", "softmax"), dtype="float32",
+                     modes={"running_mean": {"scale": 2.0}})
+model = GPT(config, 11, rngs=nnx.Rngs(0))
+assert model.blocks[0].attention.config.scale == 2.0
+assert model(jnp.zeros((1, 8), jnp.int32)).shape == (1, 8, 11)
+"""
+
+
+def test_a_file_dropped_into_the_folder_is_a_mode(tmp_path):
+    for package in ("configs", "kernels", "models"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "models" / "attention" / "running_mean.py").write_text(NEW_MODE)
+    (tmp_path / "models" / "attention" / "helper.py").write_text("Config = None\n")
+    done = subprocess.run([sys.executable, "-c", USE_IT], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

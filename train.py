@@ -1,0 +1,204 @@
+"""Train one run from a recipe.
+
+    python train.py configs/quickstart.py --attention softmax --run-dir runs/softmax --optimizer.learning-rate 3e-4
+
+The same --run-dir goes on where that run stopped; a finished run says so. Every field of the config is a flag.
+"""
+# ruff: noqa: E402
+
+import time
+
+_STARTED = time.perf_counter()
+
+from configs import bootstrap
+
+# Before any other import: under a Python without the packages this ends in one sentence.
+bootstrap.require_packages()
+
+import dataclasses
+import fcntl
+import json
+import math
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import tyro
+from flax import nnx
+
+from configs.schema import Config, ConfigError, load_recipe
+from data.loader import TokenFiles
+from data.prepare import ensure
+from models import attention as attentions
+from models import gpt
+from training import loop
+from training.checkpoint import Checkpoints
+from training.environment import environment, write_json
+from training.run import enable_compilation_cache
+from training.step import make_model
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """The flags that are not fields of the config."""
+
+    attention: str | None = None
+    """Attention mode, or a comma-separated pattern over layers; by default the recipe's."""
+    run_dir: Path | None = None
+    """Folder of the run; by default runs/RECIPE-ATTENTION."""
+
+
+USAGE = """usage: python train.py RECIPE [--attention MODE[,MODE…]] [--run-dir DIR] [--GROUP.FIELD VALUE …]
+
+for example: python train.py configs/quickstart.py --attention softmax
+all fields:  python train.py configs/quickstart.py --help"""
+
+
+def parse(arguments: Sequence[str]) -> tuple[Config, Path]:
+    """The config of a command line, every field settled, and the run's folder."""
+    if not arguments or arguments[0].startswith("-"):
+        if arguments and arguments[0] in ("-h", "--help"):
+            print(USAGE)
+            raise SystemExit(0)
+        raise ConfigError("which recipe? It comes first\n" + USAGE)
+    recipe, rest = Path(arguments[0]), list(arguments[1:])
+    launch, rest = tyro.cli(Launch, args=rest, return_unknown_args=True, add_help=False)
+    config = load_recipe(recipe, launch.attention)
+    modes = config.model.attention if launch.attention is None else tuple(launch.attention.split(","))
+    config = dataclasses.replace(config, model=attentions.resolve(dataclasses.replace(config.model, attention=modes)))
+    config = tyro.cli(Config, default=config, args=rest, prog=f"train.py {recipe}", description=(
+        "Train one run. Beside the flags below: --attention MODE[,MODE…] (there are "
+        f"{', '.join(attentions.modes())}) and --run-dir DIR."))
+    config = settle(config)
+    name = f"{recipe.stem}-{'-'.join(config.model.attention)}"
+    return config, launch.run_dir or Path("runs") / name
+
+
+def settle(config: Config) -> Config:
+    """The config as it will run: what is too long is shortened, with a note; what is impossible stops.
+
+    Raises:
+        ConfigError: a combination that cannot be run.
+    """
+    train, model = config.train, gpt.check(config.model)
+    if train.steps is None and train.minutes is None:
+        raise ConfigError("train.steps and train.minutes are both None: give one of them")
+    for name, value, least in (
+            ("train.steps", train.steps, 1), ("train.batch_size", train.batch_size, 1),
+            ("train.accumulate", train.accumulate, 1), ("train.eval_every", train.eval_every, 1),
+            ("train.eval_batches", train.eval_batches, 1), ("checkpoint.every_steps", config.checkpoint.every_steps, 1),
+            ("checkpoint.keep", config.checkpoint.keep, 1), ("optimizer.warmup_steps", config.optimizer.warmup_steps, 0)):
+        if value is not None and value < least:
+            raise ConfigError(f"{name} is {value}; expected at least {least}")
+    for name, value in (("train.minutes", train.minutes), ("optimizer.learning_rate", config.optimizer.learning_rate),
+                        ("optimizer.clip_norm", config.optimizer.clip_norm)):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{name} is {value}; expected a number above 0")
+    if not 0 <= train.seed < 2**32:
+        raise ConfigError(f"train.seed is {train.seed}; expected 0 to {2**32 - 1}")
+    if model.dtype == "bfloat16" and not gpt.has_fast_bfloat16():
+        note("model.dtype is float32: this CPU has no fast products of bfloat16")
+        model = dataclasses.replace(model, dtype="float32")
+    if train.batch_size % train.accumulate:
+        parts = max(n for n in range(1, train.accumulate) if train.batch_size % n == 0)
+        note(f"train.accumulate is {parts}, not {train.accumulate}, which does not divide train.batch_size")
+        train = dataclasses.replace(train, accumulate=parts)
+    optimizer = config.optimizer
+    if train.steps is not None and optimizer.warmup_steps > max(1, train.steps // 10):
+        warmup = max(1, train.steps // 10)
+        note(f"optimizer.warmup_steps is {warmup}, not {optimizer.warmup_steps}: a tenth of the run")
+        optimizer = dataclasses.replace(optimizer, warmup_steps=warmup)
+    for name, mode in model.modes.items():
+        chunk = getattr(mode, "chunk_size", None)
+        if chunk is not None and chunk > model.context:
+            note(f"model.modes.{name}.chunk_size is {model.context}, not {chunk}: the sequence is no longer")
+            mode = dataclasses.replace(mode, chunk_size=model.context)
+            model = dataclasses.replace(model, modes=model.modes | {name: mode})
+    return dataclasses.replace(config, model=model, train=train, optimizer=optimizer)
+
+
+def note(text: str) -> None:
+    """A line for the person at the terminal."""
+    print(f"note: {text}", file=sys.stderr)
+
+
+def check_same_run(config: Config, run_dir: Path) -> None:
+    """A run goes on only as the model it is.
+
+    Raises:
+        ConfigError: ``run_dir`` holds a run of another model or tokenizer.
+    """
+    path = run_dir / "config.json"
+    if not path.exists():
+        if run_dir.exists() and any(run_dir.iterdir()) and not (run_dir / "environment.json").exists():
+            raise ConfigError(f"{run_dir} holds something that is not a run; give another --run-dir")
+        return
+    try:
+        before = json.loads(path.read_text())
+        model, data = before["model"], before["data"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged ({error}); give another --run-dir") from error
+    now = config.to_dict()
+    for group, old in (("model", model), ("data", {"tokenizer": data.get("tokenizer")})):
+        for name, value in old.items():
+            if name in now[group] and now[group][name] != value and name != "modes":
+                raise ConfigError(f"{run_dir} is a run with {group}.{name} {value}, not {now[group][name]}; "
+                                  "give another --run-dir")
+
+
+def train(config: Config, run_dir: Path) -> int:
+    """Prepare, write down what this run is, train, and say how it went."""
+    check_same_run(config, run_dir)
+    files = TokenFiles.open(ensure(config.data))
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise loop.TrainingError(f"{run_dir}: another process is training in it") from None
+        with Checkpoints(run_dir / "checkpoints") as checkpoints:
+            newest = checkpoints.restore({"position": None})
+        if newest is not None and loop.is_finished(config, newest[1]["position"]):
+            print(f"{run_dir} is finished: step {newest[0]:,}. More --train.steps or --train.minutes go on from there.",
+                  file=sys.stderr)
+            return 0
+        model = nnx.eval_shape(lambda: make_model(config, files.vocabulary_size))
+        parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+        write_json(run_dir / "config.json", config.to_dict())
+        write_json(run_dir / "environment.json", environment(
+            model, parameters=parameters, tokenizer=files.tokenizer, checksum=files.checksum))
+        print(f"{run_dir}: {parameters:,} parameters, {','.join(config.model.attention)} attention, context "
+              f"{config.model.context:,}, {config.model.dtype}, {files.tokens('train'):,} tokens", file=sys.stderr)
+        outcome = loop.train(config, files, run_dir, started=_STARTED)
+    position = outcome.position
+    if outcome.signal is not None:
+        print(f"{run_dir}: stopped and saved at step {position.step:,}; the same command goes on from there", file=sys.stderr)
+        return 128 + outcome.signal
+    print(f"{run_dir}: {position.step:,} steps in {position.train_seconds:,.1f} s of training "
+          f"({position.wall_seconds:,.1f} s in all), val loss {outcome.val_loss:.4f}", file=sys.stderr)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command: 0, 2 for a command line that cannot be run, 1 for a failure, 128 + n when stopped by signal n."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        enable_compilation_cache()
+        return train(*parse(sys.argv[1:] if arguments is None else arguments))
+    except ConfigError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except (OSError, RuntimeError, NotImplementedError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"train.py: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

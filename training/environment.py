@@ -1,0 +1,56 @@
+"""What a run was made with: ``RUN/environment.json``, and files that are written whole or not at all."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from models.gpt import GPT
+
+
+def environment(model: GPT, *, parameters: int, tokenizer: str, checksum: str,
+                command: Sequence[str] | None = None) -> dict[str, Any]:
+    """Versions, commit, devices, command line, corpus checksum, and which form computes each attention mode."""
+    attention = {block.attention.name: block.attention for block in model.blocks}
+    return {
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")},
+        "commit": git_commit(),
+        "devices": sorted({device.device_kind for device in jax.devices()}),
+        "device_count": jax.device_count(),
+        "command": list(sys.argv if command is None else command),
+        "corpus_checksum": checksum,
+        "tokenizer": tokenizer,
+        "vocabulary_size": model.vocab_size,
+        "parameters": parameters,
+        "dtype": model.config.dtype,
+        "implementations": {name: form for name, layer in attention.items()
+                            if (form := layer.implementation(model.config.dtype)) is not None},
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of the code that runs, with -dirty where files differ from it; None without git."""
+    try:
+        described = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+                                   cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return described.stdout.strip()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Written beside and renamed into place."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(json.dumps(value, indent=2) + "\n")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

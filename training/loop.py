@@ -1,0 +1,314 @@
+"""The loop: dispatches steps, reads their metrics one step late, evaluates, saves and stops. No mathematics in here."""
+
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from configs.schema import Config
+from data.loader import Batch, TokenFiles, batches, fixed_batches
+from training import step as steps
+from training.checkpoint import CheckpointError, Checkpoints
+from training.metrics import MetricsWriter
+from training.optimizer import learning_rate, make_optimizer
+from training.sharding import batch_sharding, make_mesh, state_shardings
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on. The message says why, what is saved, and what to try."""
+
+
+@dataclass
+class Position:
+    """Where a run is; saved with every checkpoint."""
+
+    step: int = 0
+    batches: int = 0
+    """Global batches consumed."""
+    train_seconds: float = 0.0
+    """Time spent on updates: no compilation, evaluation or checkpoints."""
+    wall_seconds: float = 0.0
+    """All time."""
+
+
+class Outcome(NamedTuple):
+    """How :func:`train` ended."""
+
+    position: Position
+    val_loss: float | None
+    """At the last evaluation; None where none was made."""
+    signal: int | None
+    """The signal that stopped it."""
+
+
+class _Pending(NamedTuple):
+    """A step under way."""
+
+    metrics: steps.StepMetrics
+    learning_rate: float
+
+
+@dataclass
+class _Clock:
+    """Both clocks; the training clock runs from :meth:`resume` to the last :meth:`split`."""
+
+    position: Position
+    started: float = field(default_factory=time.perf_counter)
+    _before: float = 0.0
+    _mark: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._before = self.position.wall_seconds
+
+    def resume(self) -> None:
+        self._mark = time.perf_counter()
+
+    def split(self) -> float:
+        now = time.perf_counter()
+        seconds, self._mark = now - self._mark, now
+        self.position.train_seconds += seconds
+        self.read()
+        return seconds
+
+    def read(self) -> None:
+        self.position.wall_seconds = self._before + time.perf_counter() - self.started
+
+
+def train(config: Config, files: TokenFiles, run_dir: Path, *, started: float, quiet: bool = False) -> Outcome:
+    """Train in ``run_dir`` from its newest intact checkpoint, or from the start, to the end that the config sets.
+
+    Args:
+        started: ``time.perf_counter()`` when the command began, for the wall clock.
+        quiet: no progress bar.
+
+    Raises:
+        ConfigError: the config does not fit data or devices.
+        CheckpointError: the checkpoints are of another model, or all damaged.
+        TrainingError: a loss or gradient that is not finite.
+        OSError: the disk is full or cannot be written.
+    """
+    mesh = make_mesh(config.mesh, config.train)
+    transform = make_optimizer(config.optimizer)
+    graph = steps.model_graph(config, files.vocabulary_size)
+
+    def initial() -> steps.TrainState:
+        return steps.initial_state(config, files.vocabulary_size, transform)
+
+    shapes = jax.eval_shape(initial)
+    shardings = state_shardings(mesh, shapes)
+    with ExitStack() as stack:
+        checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep))
+        restored = _restore(checkpoints, shapes, shardings, run_dir)
+        if restored is None:
+            state, position = jax.jit(initial, out_shardings=shardings)(), Position()
+        else:
+            state, position = restored
+        writer = stack.enter_context(MetricsWriter(run_dir / "metrics.jsonl", keep_through=position.step))
+        clock = _Clock(position, started)
+        data_sharding = batch_sharding(mesh)
+        data = stack.enter_context(batches(
+            files, "train", context=config.model.context, batch_size=config.train.batch_size, seed=config.train.seed,
+            start=position.batches, sharding=data_sharding))
+        val = [jax.device_put(batch, data_sharding) for batch in fixed_batches(
+            files, "val", context=config.model.context, batch_size=config.train.batch_size,
+            count=config.train.eval_batches)]
+        update = jax.jit(steps.make_train_step(graph, config, transform), donate_argnums=0,
+                         out_shardings=(shardings, None))
+        update = update.lower(state, val[0], jnp.float32(0)).compile()
+        evaluate = jax.jit(steps.make_eval_step(graph))
+        stop = stack.enter_context(_stop_signals())
+        bar = stack.enter_context(_progress(config, position, quiet))
+        run = _Run(config, files, clock, writer, checkpoints, evaluate, val, bar)
+
+        pending: _Pending | None = None
+        clock.resume()
+        while not _finished(config, position) and not stop:
+            by_steps = config.train.steps is not None
+            rate = learning_rate(config.optimizer, position.step, _share(config, position), by_steps=by_steps)
+            state, metrics = update(state, next(data), jnp.float32(rate))
+            position.step += 1
+            position.batches += 1
+            if pending is not None:  # the device is at work on this step while the one before is written down
+                run.record(pending, position.step - 1)
+            pending = _Pending(metrics, rate)
+            if position.step % config.train.eval_every == 0 or position.step % config.checkpoint.every_steps == 0:
+                run.record(pending, position.step)
+                pending = None
+                if position.step % config.train.eval_every == 0:
+                    run.evaluate(state)
+                if position.step % config.checkpoint.every_steps == 0:
+                    run.save(state)
+                clock.resume()
+        if pending is not None:
+            run.record(pending, position.step)
+        if not stop and run.evaluated_at != position.step:
+            run.evaluate(state)
+        run.save(state)
+        return Outcome(position, run.val_loss, stop[0] if stop else None)
+
+
+@dataclass
+class _Run:
+    """What the loop does between steps."""
+
+    config: Config
+    files: TokenFiles
+    clock: _Clock
+    writer: MetricsWriter
+    checkpoints: Checkpoints
+    evaluate_batch: Any
+    val: list[Batch]
+    bar: Any
+    val_loss: float | None = None
+    evaluated_at: int = -1
+    saved_at: int = -1
+
+    def record(self, pending: _Pending, step: int) -> None:
+        """Wait for a step and write its line.
+
+        Raises:
+            TrainingError: its loss or gradient is not finite.
+        """
+        loss, norm = (float(x) for x in jax.device_get(pending.metrics))
+        seconds = self.clock.split()
+        tokens = self.config.train.batch_size * self.config.model.context
+        self._write(step, split="train", loss=loss, learning_rate=pending.learning_rate, gradient_norm=norm,
+                    tokens_per_second=tokens / seconds)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.checkpoints.wait()
+            saved = self.checkpoints.steps()
+            what = "loss" if not math.isfinite(loss) else "gradient"
+            raise TrainingError(
+                f"step {step}: the {what} is not finite. "
+                + (f"The last good checkpoint is step {saved[-1]}" if saved else "There is no checkpoint yet")
+                + "; try a lower --optimizer.learning-rate, more --optimizer.warmup-steps, or --model.dtype float32 "
+                  "in a new --run-dir")
+        self.bar.update(step, loss, tokens / seconds, self.clock.position)
+
+    def evaluate(self, state: steps.TrainState) -> None:
+        """The val line of the present step."""
+        sums = [self.evaluate_batch(state.parameters, state.variables, batch) for batch in self.val]
+        losses, counts = zip(*jax.device_get(sums), strict=True)
+        self.val_loss = float(sum(losses)) / int(sum(counts))
+        self.evaluated_at = self.clock.position.step
+        self.clock.read()
+        bits_per_byte = self.val_loss / math.log(2) / self.files.bytes_per_token("val")
+        self._write(self.clock.position.step, split="val", loss=self.val_loss, bits_per_byte=bits_per_byte)
+        self.bar.evaluated(self.clock.position, self.val_loss)
+
+    def save(self, state: steps.TrainState) -> None:
+        """A checkpoint of the present step, unless there is one."""
+        position = self.clock.position
+        if self.saved_at == position.step or position.step == 0:
+            return
+        self.clock.read()
+        self.checkpoints.save(position.step, {
+            "parameters": state.parameters, "variables": state.variables, "optimizer": state.optimizer,
+            "position": dict(vars(position))}, loss=self.val_loss if self.evaluated_at == position.step else None)
+        self.saved_at = position.step
+
+    def _write(self, step: int, **values: Any) -> None:
+        position = self.clock.position
+        tokens = step * self.config.train.batch_size * self.config.model.context
+        self.writer.write({"step": step, "tokens": tokens, "train_seconds": position.train_seconds,
+                           "wall_seconds": position.wall_seconds, **values})
+
+
+def _restore(checkpoints: Checkpoints, shapes: Any, shardings: Any, run_dir: Path) -> tuple[Any, Position] | None:
+    abstract = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes,
+                            shardings)
+    found = checkpoints.restore({"parameters": abstract.parameters, "variables": abstract.variables,
+                                 "optimizer": abstract.optimizer, "position": None})
+    if found is None:
+        if checkpoints.steps():
+            raise CheckpointError(f"{run_dir}: every checkpoint is damaged. Move the folder away to start over")
+        return None
+    _, items = found
+    return (steps.TrainState(items["parameters"], items["variables"], items["optimizer"]),
+            Position(**items["position"]))
+
+
+def is_finished(config: Config, position: dict[str, Any]) -> bool:
+    """Whether a run at this position has nothing left to do."""
+    return _finished(config, Position(**position))
+
+
+def _finished(config: Config, position: Position) -> bool:
+    steps_done = config.train.steps is not None and position.step >= config.train.steps
+    return steps_done or (config.train.minutes is not None and position.train_seconds >= 60 * config.train.minutes)
+
+
+def _share(config: Config, position: Position) -> float:
+    """How much of the run is over: of its steps where they are given, else of its minutes."""
+    if config.train.steps is not None:
+        return position.step / config.train.steps
+    assert config.train.minutes is not None
+    return position.train_seconds / (60 * config.train.minutes)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """The first SIGTERM or Ctrl-C ends up in the list, for the loop to stop at; a second one acts at once."""
+    received: list[int] = []
+    before: dict[int, Any] = {}
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(number, before[number])
+        print("\nStopping after this step; saving.", file=sys.stderr)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _progress(config: Config, position: Position, quiet: bool) -> Iterator[Any]:
+    """A bar on a terminal; elsewhere a line at each evaluation."""
+    bar = _Bar(config)
+    if quiet or not sys.stderr.isatty():
+        yield replace(bar, lines=not quiet)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("step {task.fields[step]}"), BarColumn(), TextColumn("loss {task.fields[loss]:.4f}"),
+               TextColumn("val {task.fields[val]}"), TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=120) as progress:
+        share = _share(config, position)
+        task = progress.add_task("", total=1.0, completed=share, step=position.step, loss=math.nan, val="–", rate=0.0)
+        yield replace(bar, progress=progress, task=task)
+
+
+@dataclass
+class _Bar:
+    config: Config
+    progress: Any = None
+    task: Any = None
+    lines: bool = False
+
+    def update(self, step: int, loss: float, rate: float, position: Position) -> None:
+        if self.progress is not None:
+            self.progress.update(self.task, completed=_share(self.config, position), step=step, loss=loss, rate=rate)
+
+    def evaluated(self, position: Position, val_loss: float) -> None:
+        if self.progress is not None:
+            self.progress.update(self.task, val=f"{val_loss:.4f}")
+        elif self.lines:
+            print(f"step {position.step}: val loss {val_loss:.4f} after {position.train_seconds:.1f} s of training",
+                  file=sys.stderr)
+
+

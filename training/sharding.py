@@ -1,0 +1,66 @@
+"""Where arrays live: one mesh with the axes data, fsdp, tensor and context, and one rule for each kind of array."""
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from configs.schema import ConfigError, MeshConfig, TrainConfig
+
+AXES = ("data", "fsdp", "tensor", "context")
+
+
+def make_mesh(config: MeshConfig, train: TrainConfig) -> Mesh:
+    """The mesh; ``data = -1`` takes as many of the remaining devices as divide the batch.
+
+    Raises:
+        ConfigError: the sizes do not fit the devices or the batch.
+    """
+    devices = jax.device_count()
+    others = config.fsdp * config.tensor * config.context
+    if min(config.fsdp, config.tensor, config.context) < 1 or others > devices:
+        raise ConfigError(f"mesh.fsdp × mesh.tensor × mesh.context is {others}; there are {devices} devices")
+    rows = train.batch_size // train.accumulate
+    data = config.data
+    if data == -1:
+        data = math.gcd(rows // config.fsdp or 1, devices // others)
+    if data < 1 or data * others > devices:
+        raise ConfigError(f"mesh.data is {data} and the other axes take {others}; there are {devices} devices")
+    if rows % (data * config.fsdp):
+        raise ConfigError(f"train.batch_size / train.accumulate is {rows}, which mesh.data × mesh.fsdp, "
+                          f"{data * config.fsdp}, does not divide")
+    shape = (data, config.fsdp, config.tensor, config.context)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[: data * others])
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of tokens (B, T)."""
+    return NamedSharding(mesh, P(("data", "fsdp"), "context"))
+
+
+def state_shardings(mesh: Mesh, state: Any) -> Any:
+    """Of parameters, and of the optimizer's moments, which have the parameters' names and shapes.
+
+    ``tensor`` splits heads and MLP width: the last dimension of a projection into them, the first of one out of them.
+    ``fsdp`` splits the largest dimension that is left.
+    """
+
+    def spec(path: Any, leaf: Any) -> NamedSharding:
+        axes: list[str | None] = [None] * leaf.ndim
+        names = {str(getattr(key, "key", getattr(key, "name", key))) for key in path}
+        if leaf.ndim == 2:
+            split = 0 if names & {"output", "token_embedding"} else 1
+            if names & {"query", "key", "value", "hidden", "output", "token_embedding"}:
+                _split(axes, leaf.shape, split, "tensor", mesh)
+            largest = max((i for i in range(2) if axes[i] is None), key=lambda i: leaf.shape[i])
+            _split(axes, leaf.shape, largest, "fsdp", mesh)
+        return NamedSharding(mesh, P(*axes))
+
+    return jax.tree_util.tree_map_with_path(spec, state)
+
+
+def _split(axes: list[str | None], shape: tuple[int, ...], dimension: int, axis: str, mesh: Mesh) -> None:
+    if mesh.shape[axis] > 1 and shape[dimension] % mesh.shape[axis] == 0:
+        axes[dimension] = axis
