@@ -54,8 +54,9 @@ class Options(Sampling):
     step: int | None = None
     """Step of the checkpoint; None: the newest."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """Raises :class:`ConfigError` for a value out of its range, and for options that exclude each other."""
+        super().check()
         if self.prompt is not None and self.prompt_file is not None:
             raise ConfigError("--prompt and --prompt-file: expected one of them")
         if not 1 <= self.max_new_tokens < 2**31:
@@ -98,6 +99,7 @@ def sample(options: Options) -> None:
         ConfigError, NotImplementedError: usage; nothing was generated.
         RunError, CheckpointError, DataError, OSError: a file cannot be used.
     """
+    options.check()
     prompt = read_prompt(options)
     with warnings.catch_warnings(record=True, category=UserWarning) as caught:
         warnings.simplefilter("always", UserWarning)

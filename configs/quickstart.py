@@ -1,13 +1,14 @@
 """The quickstart."""
 
-from configs.schema import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from configs.schema import CheckpointConfig, Config, ModelConfig, OptimizerConfig, TrainConfig
 
 
 def get_config(attention: str = "chunked") -> Config:
+    linear = {"feature_map": "softplus"}
     return Config(
-        model=ModelConfig(layers=4, heads=4, width=256, context=4096, attention=(attention,),
-                          modes={}),
-        data=DataConfig(),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=20),
-        train=TrainConfig(steps=None, minutes=3.0, batch_size=1, eval_every=25, eval_batches=8),
+        model=ModelConfig(layers=4, heads=4, width=128, context=8192, positions="rotary",
+                          attention=tuple(attention.split(",")), modes={"linear": linear, "chunked": linear}),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20, final_fraction=0.05),
+        train=TrainConfig(steps=None, minutes=3.0, batch_size=1, eval_every=20, eval_batches=8),
+        checkpoint=CheckpointConfig(every_steps=100),
     )

@@ -29,9 +29,6 @@ class Sampling:
     The filters apply one after the other: temperature, the ``top_k`` likeliest tokens, of these renormalised the fewest
     likeliest that together have probability ``top_p`` (Holtzman et al., "The Curious Case of Neural Text Degeneration",
     2020).
-
-    Raises:
-        ConfigError: a value out of its range.
     """
 
     temperature: float = 0.8
@@ -43,7 +40,8 @@ class Sampling:
     seed: int = 0
     """Seed of the draws, from 0 to 2^32 - 1: the same seed gives the same samples."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises :class:`ConfigError` for a value out of its range."""
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(f"--temperature is {self.temperature}; expected a number of at least 0")
         if not 0 <= self.top_k < 2**31:
@@ -57,7 +55,8 @@ class Sampling:
 class Sampler:
     """Draws tokens from a model. Decoding is compiled once for a number of samples, prefilling once.
 
-    A ``growing`` cache (softmax) has its room for tokens rounded up; each such room is compiled once.
+    All of it happens on the first device. A ``growing`` cache (softmax) has its room for tokens rounded up; each such
+    room is compiled once.
 
     Args:
         model: the model; later changes of it are not seen.
@@ -73,7 +72,11 @@ class Sampler:
         self.max_length = model.config.context if model.config.positions == "learned" else None
         """Tokens, prompt included, that the model has positions for; None: no bound."""
         self._model = model
-        graph, self._state = nnx.split(model)
+        graph, state = nnx.split(model)
+        # All that the compiled functions take is put on one device: what merely happens to be there, as a new array
+        # does, has them compiled a second time for their own outputs.
+        self._device = jax.local_devices()[0]
+        self._state = jax.device_put(state, self._device)
         end = -1 if end_of_text is None else end_of_text
 
         def prefill(state: Any, tokens_BT: Array, cache: Cache, lengths_B: Array) -> tuple[Array, Cache]:
@@ -127,8 +130,10 @@ class Sampler:
             has ended holds end-of-text from there on; when all have, the pieces end.
 
         Raises:
-            ConfigError: the prompt is empty, is longer than the learned positions, or has an id beyond the vocabulary.
+            ConfigError: the prompt is empty, is longer than the learned positions, or has an id beyond the vocabulary;
+                a value of ``sampling`` is out of its range.
         """
+        sampling.check()
         T = len(prompt_T)
         if not T:
             raise ConfigError("the prompt has no tokens; start from the end-of-text token")
@@ -159,7 +164,7 @@ class Sampler:
         The ragged piece comes first, so that its padding stands within the learned positions.
         """
         piece = PREFILL_TOKENS if self.max_length is None else min(PREFILL_TOKENS, self.max_length)
-        cache = self._model.init_cache(1, room)
+        cache = jax.device_put(self._model.init_cache(1, room), self._device)
         T = len(prompt_T)
         first = (T - 1) % piece + 1 if T else 0
         tokens_1T = np.zeros((1, piece), np.int32)
@@ -171,7 +176,7 @@ class Sampler:
         rows = jax.eval_shape(lambda: self._model.init_cache(samples, room))
         cache = jax.tree.map(lambda x, row: jnp.broadcast_to(x, row.shape), cache, rows)
         logits_BV = jnp.broadcast_to(logits_1V, (samples, logits_1V.shape[1]))
-        return logits_BV, cache, jnp.zeros(samples, bool)
+        return jax.device_put((logits_BV, cache, jnp.zeros(samples, bool)), self._device)
 
     def _room(self, prompt_length: int, max_new_tokens: int) -> int:
         """Tokens a growing cache is made for."""

@@ -84,7 +84,7 @@ def make_train_step(graph: Any, config: Config, transform: optax.GradientTransfo
         gradients = jax.tree.map(lambda x: x / scored, gradients)
         updates, optimizer = transform.update(gradients, state.optimizer, state.parameters)
         parameters = jax.tree.map(lambda x, update: x - learning_rate * update, state.parameters, updates)
-        metrics = StepMetrics(total / scored, optax.global_norm(gradients))
+        metrics = StepMetrics(total / scored, optax.tree.norm(gradients))
         return TrainState(parameters, state.variables, optimizer), metrics
 
     return step

