@@ -89,8 +89,9 @@ def settle(config: Config) -> Config:
     for name, value, least in (
             ("train.steps", train.steps, 1), ("train.batch_size", train.batch_size, 1),
             ("train.accumulate", train.accumulate, 1), ("train.eval_every", train.eval_every, 1),
-            ("train.eval_batches", train.eval_batches, 1), ("checkpoint.every_steps", config.checkpoint.every_steps, 1),
-            ("checkpoint.keep", config.checkpoint.keep, 1), ("optimizer.warmup_steps", config.optimizer.warmup_steps, 0)):
+            ("train.eval_batches", train.eval_batches, 1), ("optimizer.warmup_steps", config.optimizer.warmup_steps, 0),
+            ("checkpoint.every_steps", config.checkpoint.every_steps, 1),
+            ("checkpoint.keep", config.checkpoint.keep, 1)):
         if value is not None and value < least:
             raise ConfigError(f"{name} is {value}; expected at least {least}")
     for name, value in (("train.minutes", train.minutes), ("optimizer.learning_rate", config.optimizer.learning_rate),
@@ -129,8 +130,10 @@ def check_same_run(config: Config, run_dir: Path) -> None:
     """A run goes on only as the model it is.
 
     Raises:
-        ConfigError: ``run_dir`` holds a run of another model or tokenizer.
+        ConfigError: ``run_dir`` is a file, or holds a run of another model or tokenizer.
     """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is a file; give another --run-dir")
     path = run_dir / "config.json"
     if not path.exists():
         if run_dir.exists() and any(run_dir.iterdir()) and not (run_dir / "environment.json").exists():
@@ -153,8 +156,14 @@ def train(config: Config, run_dir: Path) -> int:
     """Prepare, write down what this run is, train, and say how it went."""
     check_same_run(config, run_dir)
     files = TokenFiles.open(ensure(config.data))
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("w") as lock:
+    for split in ("train", "val"):
+        files.windows(split, config.model.context)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / ".lock").open("w")
+    except OSError as error:
+        raise loop.TrainingError(f"cannot write in {run_dir}: {error.strerror}; give another --run-dir") from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -175,7 +184,8 @@ def train(config: Config, run_dir: Path) -> int:
         outcome = loop.train(config, files, run_dir, started=_STARTED)
     position = outcome.position
     if outcome.signal is not None:
-        print(f"{run_dir}: stopped and saved at step {position.step:,}; the same command goes on from there", file=sys.stderr)
+        print(f"{run_dir}: stopped and saved at step {position.step:,}; the same command goes on from there",
+              file=sys.stderr)
         return 128 + outcome.signal
     print(f"{run_dir}: {position.step:,} steps in {position.train_seconds:,.1f} s of training "
           f"({position.wall_seconds:,.1f} s in all), val loss {outcome.val_loss:.4f}", file=sys.stderr)

@@ -31,7 +31,7 @@ class ModelConfig:
     positions: Literal["learned", "rotary", "none"] = "learned"
     """How the model knows where a token stands."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the products; parameters stay float32. auto: bfloat16 where the device has fast products of it."""
+    """Number format of the products; parameters stay float32. auto: bfloat16 where the device is fast at it."""
     attention: tuple[str, ...] = ("chunked",)
     """Attention modes, a pattern over layers repeated to the depth; --attention A,B is the short way to say it."""
     modes: dict[str, Any] = field(default_factory=dict)
@@ -164,11 +164,13 @@ def load_recipe(path: str | Path, attention: str | None = None) -> Config:
     """
     path = Path(path)
     if not path.is_file():
-        recipes = ", ".join(str(p) for p in sorted(Path(__file__).parent.rglob("*.py"))
-                            if p.stem not in ("schema", "__init__"))
+        root = Path(__file__).parent
+        recipes = ", ".join(f"configs/{p.relative_to(root)}" for p in sorted(root.rglob("*.py"))
+                            if "\ndef get_config(" in p.read_text())
         raise ConfigError(f"{path}: no such recipe. There are: {recipes}")
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path}: not a recipe; a recipe is a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):

@@ -21,8 +21,11 @@ from jaxtyping import Array, Float, Int
 from kernels.segments import runs_of, visible
 
 IMPLEMENTATIONS = ("materialised", "blockwise", "cudnn")
-KEY_BLOCK = 256
-QUERY_BLOCK = 256
+QUERY_BLOCK = KEY_BLOCK = 128
+"""Tokens in a block: the scores of all heads stay in a CPU's second-level cache. Of 128 to 1,024 the fastest forward and
+backward at contexts 1,024 and 4,096 on two CPU cores."""
+CACHE_BLOCK = 512
+"""Keys of a cache read at once, where a block meets one query and is cheap."""
 _HIDDEN = -1e30  # finite: a block in which a row sees nothing must not make ∞ − ∞
 
 
@@ -76,12 +79,12 @@ def cached_attention(
 ) -> Float[Array, "B T H D"]:
     """Causal attention to a cache: query t of row b stands at position_B[b] + t among the keys.
 
-    Reads only what is filled. Not differentiable. S is at most ``KEY_BLOCK``, or a multiple of it.
+    Reads only what is filled. Not differentiable. S is at most ``CACHE_BLOCK``, or a multiple of it.
     """
     S, T = k_BHSD.shape[2], q_BTHD.shape[1]
-    block = min(S, KEY_BLOCK)
+    block = min(S, CACHE_BLOCK)
     if S % block:
-        raise ValueError(f"k_BHSD has room for {S} keys; expected a multiple of {KEY_BLOCK}")
+        raise ValueError(f"k_BHSD has room for {S} keys; expected a multiple of {CACHE_BLOCK}")
     rows = min(T, QUERY_BLOCK)
     q_BHTD = _pad(q_BTHD.swapaxes(1, 2), rows)
     last = jnp.max(position_B)

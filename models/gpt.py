@@ -124,7 +124,8 @@ class GPT(nnx.Module):
         Raises:
             NotImplementedError: a layer's attention mode has no cached decode; the message names it.
         """
-        layers = tuple(block.attention.init_cache(batch, max_length, activation_dtype(self.config.dtype)) for block in self.blocks)
+        dtype = activation_dtype(self.config.dtype)
+        layers = tuple(block.attention.init_cache(batch, max_length, dtype) for block in self.blocks)
         return Cache(jnp.zeros(batch, jnp.int32), layers)
 
     def extend(self, tokens_BT: Int[Array, "B T"], cache: Cache,
@@ -143,7 +144,10 @@ class GPT(nnx.Module):
 
     def _embed(self, tokens_BT: Array, positions_BT: Array) -> Array:
         x_BTE = self.token_embedding(tokens_BT)
-        return x_BTE if self.position_embedding is None else x_BTE + self.position_embedding(positions_BT)
+        if self.position_embedding is None:
+            return x_BTE
+        # Padding may stand past the last position; nobody sees it, but NaN would spread.
+        return x_BTE + self.position_embedding(jnp.minimum(positions_BT, self.config.context - 1))
 
 
 def layer_modes(config: ModelConfig) -> Sequence[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from models.gpt import GPT
 
@@ -32,7 +33,7 @@ def environment(model: GPT, *, parameters: int, tokenizer: str, checksum: str,
         "parameters": parameters,
         "dtype": model.config.dtype,
         "implementations": {name: form for name, layer in attention.items()
-                            if (form := layer.implementation(model.config.dtype)) is not None},
+                            if (form := layer.implementation(jnp.dtype(model.config.dtype))) is not None},
     }
 
 

@@ -1,6 +1,7 @@
 """The loop: dispatches steps, reads their metrics one step late, evaluates, saves and stops. No mathematics in here."""
 
 import math
+import os
 import signal
 import sys
 import time
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from configs.schema import Config
 from data.loader import Batch, TokenFiles, batches, fixed_batches
@@ -93,7 +96,7 @@ def train(config: Config, files: TokenFiles, run_dir: Path, *, started: float, q
     Raises:
         ConfigError: the config does not fit data or devices.
         CheckpointError: the checkpoints are of another model, or all damaged.
-        TrainingError: a loss or gradient that is not finite.
+        TrainingError: a loss, gradient or parameter that is not finite.
         OSError: the disk is full or cannot be written.
     """
     mesh = make_mesh(config.mesh, config.train)
@@ -118,16 +121,19 @@ def train(config: Config, files: TokenFiles, run_dir: Path, *, started: float, q
         data = stack.enter_context(batches(
             files, "train", context=config.model.context, batch_size=config.train.batch_size, seed=config.train.seed,
             start=position.batches, sharding=data_sharding))
-        val = [jax.device_put(batch, data_sharding) for batch in fixed_batches(
-            files, "val", context=config.model.context, batch_size=config.train.batch_size,
-            count=config.train.eval_batches)]
+        # As many sequences at once as in training, and no more, for they have to fit into memory.
+        val = [_put(batch, data_sharding) for batch in fixed_batches(
+            files, "val", context=config.model.context, batch_size=config.train.batch_size // config.train.accumulate,
+            count=config.train.eval_batches * config.train.accumulate)]
+        tokens_BT: Any = jax.ShapeDtypeStruct((config.train.batch_size, config.model.context), jnp.int32,
+                                              sharding=data_sharding)
         update = jax.jit(steps.make_train_step(graph, config, transform), donate_argnums=0,
                          out_shardings=(shardings, None))
-        update = update.lower(state, val[0], jnp.float32(0)).compile()
+        update = update.lower(state, Batch(tokens_BT, tokens_BT), jnp.float32(0)).compile()
         evaluate = jax.jit(steps.make_eval_step(graph))
         stop = stack.enter_context(_stop_signals())
         bar = stack.enter_context(_progress(config, position, quiet))
-        run = _Run(config, files, clock, writer, checkpoints, evaluate, val, bar)
+        run = _Run(config, files, clock, writer, checkpoints, evaluate, jax.jit(optax.global_norm), val, bar)
 
         pending: _Pending | None = None
         clock.resume()
@@ -143,14 +149,15 @@ def train(config: Config, files: TokenFiles, run_dir: Path, *, started: float, q
             if position.step % config.train.eval_every == 0 or position.step % config.checkpoint.every_steps == 0:
                 run.record(pending, position.step)
                 pending = None
-                if position.step % config.train.eval_every == 0:
+                # Before the save: a run whose last checkpoint is complete has its last val line too.
+                if position.step % config.train.eval_every == 0 or _finished(config, position):
                     run.evaluate(state)
                 if position.step % config.checkpoint.every_steps == 0:
                     run.save(state)
                 clock.resume()
         if pending is not None:
             run.record(pending, position.step)
-        if not stop and run.evaluated_at != position.step:
+        if run.evaluated_at != position.step and (not stop or _finished(config, position)):
             run.evaluate(state)
         run.save(state)
         return Outcome(position, run.val_loss, stop[0] if stop else None)
@@ -166,6 +173,7 @@ class _Run:
     writer: MetricsWriter
     checkpoints: Checkpoints
     evaluate_batch: Any
+    parameter_norm: Any
     val: list[Batch]
     bar: Any
     val_loss: float | None = None
@@ -183,15 +191,7 @@ class _Run:
         tokens = self.config.train.batch_size * self.config.model.context
         self._write(step, split="train", loss=loss, learning_rate=pending.learning_rate, gradient_norm=norm,
                     tokens_per_second=tokens / seconds)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.checkpoints.wait()
-            saved = self.checkpoints.steps()
-            what = "loss" if not math.isfinite(loss) else "gradient"
-            raise TrainingError(
-                f"step {step}: the {what} is not finite. "
-                + (f"The last good checkpoint is step {saved[-1]}" if saved else "There is no checkpoint yet")
-                + "; try a lower --optimizer.learning-rate, more --optimizer.warmup-steps, or --model.dtype float32 "
-                  "in a new --run-dir")
+        self._check(step, loss=loss, gradient=norm)
         self.bar.update(step, loss, tokens / seconds, self.clock.position)
 
     def evaluate(self, state: steps.TrainState) -> None:
@@ -201,26 +201,52 @@ class _Run:
         self.val_loss = float(sum(losses)) / int(sum(counts))
         self.evaluated_at = self.clock.position.step
         self.clock.read()
+        self._check(self.evaluated_at, **{"val loss": self.val_loss})
         bits_per_byte = self.val_loss / math.log(2) / self.files.bytes_per_token("val")
         self._write(self.clock.position.step, split="val", loss=self.val_loss, bits_per_byte=bits_per_byte)
         self.bar.evaluated(self.clock.position, self.val_loss)
 
     def save(self, state: steps.TrainState) -> None:
-        """A checkpoint of the present step, unless there is one."""
+        """A checkpoint of the present step, unless there is one.
+
+        Raises:
+            TrainingError: the parameters are not finite, or so large that their norm is not.
+        """
         position = self.clock.position
         if self.saved_at == position.step or position.step == 0:
             return
+        self._check(position.step, **{"parameters' norm": float(self.parameter_norm(state.parameters))})
         self.clock.read()
         self.checkpoints.save(position.step, {
             "parameters": state.parameters, "variables": state.variables, "optimizer": state.optimizer,
             "position": dict(vars(position))}, loss=self.val_loss if self.evaluated_at == position.step else None)
         self.saved_at = position.step
 
+    def _check(self, step: int, **values: float) -> None:
+        broken = [name for name, value in values.items() if not math.isfinite(value)]
+        if broken:
+            self.checkpoints.wait()
+            saved = self.checkpoints.steps()
+            raise TrainingError(
+                f"step {step}: the {broken[0]} is not finite. "
+                + (f"The last good checkpoint is step {saved[-1]}" if saved else "There is no checkpoint yet")
+                + "; try a lower --optimizer.learning-rate, more --optimizer.warmup-steps, or --model.dtype float32 "
+                  "in a new --run-dir")
+
     def _write(self, step: int, **values: Any) -> None:
         position = self.clock.position
         tokens = step * self.config.train.batch_size * self.config.model.context
         self.writer.write({"step": step, "tokens": tokens, "train_seconds": position.train_seconds,
                            "wall_seconds": position.wall_seconds, **values})
+
+
+def _put(batch: Batch, sharding: NamedSharding) -> Batch:
+    """A batch on the devices: spread over them where it can be, a whole copy on each where it is too small."""
+    mesh = sharding.mesh
+    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    if len(batch.inputs_BT) % rows:
+        sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.device_put(batch, sharding)
 
 
 def _restore(checkpoints: Checkpoints, shapes: Any, shardings: Any, run_dir: Path) -> tuple[Any, Position] | None:
@@ -264,7 +290,7 @@ def _stop_signals() -> Iterator[list[int]]:
     def note(number: int, _frame: FrameType | None) -> None:
         received.append(number)
         signal.signal(number, before[number])
-        print("\nStopping after this step; saving.", file=sys.stderr)
+        os.write(2, b"\nStopping after this step; saving.\n")  # print could fail inside a print it interrupts
 
     for number in (signal.SIGTERM, signal.SIGINT):
         before[number] = signal.signal(number, note)
@@ -286,10 +312,11 @@ def _progress(config: Config, position: Position, quiet: bool) -> Iterator[Any]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("step {task.fields[step]}"), BarColumn(), TextColumn("loss {task.fields[loss]:.4f}"),
-               TextColumn("val {task.fields[val]}"), TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeRemainingColumn())
+               TextColumn("val {task.fields[val]}"), TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+               TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), speed_estimate_period=120) as progress:
-        share = _share(config, position)
-        task = progress.add_task("", total=1.0, completed=share, step=position.step, loss=math.nan, val="–", rate=0.0)
+        task = progress.add_task("", total=1.0, step=position.step, loss=math.nan, val="–", rate=0.0)
+        progress.update(task, completed=_share(config, position))
         yield replace(bar, progress=progress, task=task)
 
 

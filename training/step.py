@@ -64,8 +64,8 @@ def make_train_step(graph: Any, config: Config, transform: optax.GradientTransfo
 
     def loss_sum(parameters: Any, variables: Any, batch: Batch) -> Array:
         model = build(graph, parameters, variables)
-        x_BTE = model.hidden(batch.inputs_BT, remat=remat)
-        return cross_entropy(x_BTE, model.token_embedding.embedding[...], batch.targets_BT)
+        x_BTE = model.hidden(jnp.asarray(batch.inputs_BT), remat=remat)
+        return cross_entropy(x_BTE, model.token_embedding.embedding[...], jnp.asarray(batch.targets_BT))
 
     def step(state: TrainState, batch: Batch, learning_rate: Array) -> tuple[TrainState, StepMetrics]:
         scored = jnp.maximum(jnp.sum(batch.targets_BT >= 0), 1)
@@ -95,8 +95,9 @@ def make_eval_step(graph: Any) -> Callable[[Any, Any, Batch], tuple[Array, Array
 
     def evaluate(parameters: Any, variables: Any, batch: Batch) -> tuple[Array, Array]:
         model = build(graph, parameters, variables)
-        total = cross_entropy(model.hidden(batch.inputs_BT), model.token_embedding.embedding[...], batch.targets_BT)
-        return total, jnp.sum(batch.targets_BT >= 0)
+        targets_BT = jnp.asarray(batch.targets_BT)
+        x_BTE = model.hidden(jnp.asarray(batch.inputs_BT))
+        return cross_entropy(x_BTE, model.token_embedding.embedding[...], targets_BT), jnp.sum(targets_BT >= 0)
 
     return evaluate
 

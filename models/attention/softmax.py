@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from kernels.softmax_attention import KEY_BLOCK, cached_attention, pick_implementation, softmax_attention
+from kernels.softmax_attention import CACHE_BLOCK, cached_attention, pick_implementation, softmax_attention
 from models.attention.self_attention import SelfAttention
 
 
@@ -42,7 +42,7 @@ class Attention(SelfAttention):
                                  implementation=self.config.form)
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> Cache:
-        room = max_length if max_length <= KEY_BLOCK else -(-max_length // KEY_BLOCK) * KEY_BLOCK
+        room = max_length if max_length <= CACHE_BLOCK else -(-max_length // CACHE_BLOCK) * CACHE_BLOCK
         shape = (batch, self.heads, room, self.head_width)
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
 

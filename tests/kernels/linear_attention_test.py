@@ -14,8 +14,8 @@ from kernels.linear_attention import EPSILON, IMPLEMENTATIONS, State, linear_att
 FORMS = sorted(set(IMPLEMENTATIONS) - {"reference", "parallel", "pallas_gpu"})
 B, H = 3, 2
 
-# RMS(error) / RMS(reference). Sums of some 200 terms of one sign: a few units in the last place, and the gradients of the
-# normalised form are differences of such sums, ten times smaller than what is subtracted.
+# RMS(error) / RMS(reference). Sums of some 200 terms of one sign: a few units in the last place, and the gradients of
+# the normalised form are differences of such sums, ten times smaller than what is subtracted.
 TOLERANCE = {"float64": 1e-13, "float32": 3e-6}
 # One rounding to 8 bits is 2⁻⁹/√3 = 1.1e-3 RMS. Scores, states and results are rounded once each, and the gradient of
 # a query is a difference of such terms, some times smaller than they are.
@@ -37,11 +37,10 @@ class Case(NamedTuple):
 
 CASES = {
     "one token": Case(T=1),
-    "no state": Case(T=63, chunk_size=16, state=False),
     "one more than a chunk": Case(T=65, chunk_size=64),
     "several chunks": Case(T=200),
     "chunks of one": Case(T=9, chunk_size=1, segments=True),
-    "chunk longer than the sequence": Case(T=33, chunk_size=100, normalize=False),
+    "chunk longer than the sequence": Case(T=63, chunk_size=100, normalize=False),
     "segments": Case(T=200, M=4, D=3, segments=True),
     "segments, not normalised": Case(T=31, M=3, D=4, chunk_size=8, normalize=False, segments=True, state=False),
     "both directions, not normalised": Case(T=63, chunk_size=16, causal=False, normalize=False, state=False),
@@ -207,17 +206,17 @@ def test_a_sequence_resumed_from_its_state_is_the_unsplit_one(implementation, se
 def test_packed_segments_are_the_segments_one_by_one(implementation, causal):
     if not causal and implementation in SEES_PAST_ONLY:
         pytest.skip("sees the past only")
-    lengths, gap = (5, 21, 12), 2
-    case = Case(T=sum(lengths) + gap * len(lengths))
+    length, gap, count = 13, 2, 3
+    case = Case(T=count * (gap + length))
     (q, k, v), state, _ = make_inputs(case)
     ids = np.full((B, case.T), -1, np.int32)
-    starts = np.cumsum([gap, *(n + gap for n in lengths[:-1])])
-    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+    starts = range(gap, case.T, gap + length)
+    for i, start in enumerate(starts):
         ids[:, start:start + length] = i
     run = jax.jit(functools.partial(linear_attention, causal=causal, chunk_size=8, implementation=implementation))
     with jax.enable_x64(True):
         packed, packed_end = run(q, k, v, initial_state=state, segment_ids_BT=ids)
-        for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        for i, start in enumerate(starts):
             y, end = run(*(x[:, start:start + length] for x in (q, k, v)), initial_state=state if i == 0 else None)
             np.testing.assert_allclose(packed[:, start:start + length], y, rtol=1e-10, atol=1e-12)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), packed_end, end)
@@ -229,7 +228,7 @@ def test_packed_segments_are_the_segments_one_by_one(implementation, causal):
 def test_memory_of_a_gradient_grows_with_the_sequence(implementation, growth):
     def temporary_bytes(T):
         x = jax.ShapeDtypeStruct((1, T, 1, 16), jnp.float32)
-        gradient = jax.grad(lambda q, k, v: linear_attention(q, k, v, implementation=implementation)[0].sum(), (0, 1, 2))
+        gradient = jax.grad(lambda *qkv: linear_attention(*qkv, implementation=implementation)[0].sum(), (0, 1, 2))
         return jax.jit(gradient).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(8192) / temporary_bytes(4096) == pytest.approx(growth, rel=0.1)
@@ -272,7 +271,7 @@ class TestBadInput:
             self.call(k_BTHM=jnp.ones((2, 8, 3, 4), jnp.int32))
 
     def test_the_missing_kernel_is_refused_by_name(self):
-        with pytest.raises(NotImplementedError, match="'pallas_gpu'.*'chunked' computes the same"):
+        with pytest.raises(NotImplementedError, match=r"'pallas_gpu'.*'chunked' computes the same"):
             self.call(implementation="pallas_gpu")
 
     @pytest.mark.parametrize("implementation", SEES_PAST_ONLY)
@@ -281,5 +280,6 @@ class TestBadInput:
             self.call(implementation=implementation, causal=False)
 
     def call(self, **changes):
-        arguments = {"q_BTHM": jnp.ones((2, 8, 3, 4)), "k_BTHM": jnp.ones((2, 8, 3, 4)), "v_BTHD": jnp.ones((2, 8, 3, 5))}
+        keys = jnp.ones((2, 8, 3, 4))
+        arguments = {"q_BTHM": keys, "k_BTHM": keys, "v_BTHD": jnp.ones((2, 8, 3, 5))}
         return linear_attention(**(arguments | changes))

@@ -49,7 +49,8 @@ def assert_close(actual, expected, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(("layers", "heads", "width", "count"), [
-    (12, 12, 768, 124_439_808), (24, 16, 1024, 354_823_168), (36, 20, 1280, 774_030_080), (48, 25, 1600, 1_557_611_200)])
+    (12, 12, 768, 124_439_808), (24, 16, 1024, 354_823_168), (36, 20, 1280, 774_030_080),
+    (48, 25, 1600, 1_557_611_200)])
 def test_parameter_counts_are_the_published_ones(layers, heads, width, count):
     config = ModelConfig(layers=layers, heads=heads, width=width, context=1024, dtype="float32")
     model = nnx.eval_shape(lambda: GPT(config, 50257, rngs=nnx.Rngs(0)))
@@ -102,7 +103,8 @@ def test_initial_parameters_are_those_of_gpt2():
 
 def test_the_initial_loss_is_that_of_guessing():
     logits = logits_of(build(positions="rotary", attention=("chunked",)))
-    losses = jax.nn.logsumexp(logits, axis=-1)[:, :-1] - np.take_along_axis(logits[:, :-1], TOKENS[:, 1:, None], 2)[..., 0]
+    at_target = np.take_along_axis(logits[:, :-1], TOKENS[:, 1:, None], axis=2)[..., 0]
+    losses = jax.nn.logsumexp(logits, axis=-1)[:, :-1] - at_target
     assert np.mean(losses) == pytest.approx(math.log(VOCABULARY), abs=0.05)
 
 
@@ -134,7 +136,7 @@ def test_the_forms_of_linear_are_one_model(form):
 
 @pytest.mark.parametrize("positions", ["learned", "rotary", "none"])
 def test_decoding_is_the_forward_pass(positions):
-    """A prompt of another length in each row, then token by token in a compiled loop; a layer of every mode that can."""
+    """A prompt of another length in each row, then token by token in a compiled loop; a layer of every mode."""
     blocks = build(attention=MODES, layers=len(MODES)).blocks
     pattern = tuple(block.attention.name for block in blocks if block.attention.decode_state != "none")
     model = sharpened(build(positions=positions, attention=pattern, layers=len(pattern)))
@@ -220,7 +222,8 @@ def test_a_pattern_is_repeated_to_the_depth():
 
 
 def test_check_resolves_what_is_left_open():
-    config = check(dataclasses.replace(TINY, dtype="auto", attention=("chunked",), modes={"chunked": {"chunk_size": 8}}))
+    modes = {"chunked": {"chunk_size": 8}}
+    config = check(dataclasses.replace(TINY, dtype="auto", attention=("chunked",), modes=modes))
     assert config.dtype in ("float32", "bfloat16")
     assert config.modes == {"chunked": attention.modes()["chunked"].Config(chunk_size=8)}
 

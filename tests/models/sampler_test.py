@@ -1,5 +1,6 @@
 """Sampling draws what the parallel model says, whatever the prompt's length and the number of samples."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -42,6 +43,12 @@ def make_model(*attention: str, positions: Any = "rotary", context: int = 32) ->
     return nnx.merge(graph, jax.tree.map_with_path(value, parameters))
 
 
+@functools.cache
+def linear_sampler() -> Sampler:
+    """One that several tests share, so that it is compiled once."""
+    return Sampler(make_model())
+
+
 def likeliest_tokens(model: GPT, text_BT: np.ndarray) -> np.ndarray:
     """What the parallel model thinks is next after each token."""
     graph, parameters = nnx.split(model)
@@ -82,7 +89,7 @@ def test_prefill_in_pieces_equals_one_piece(mode, monkeypatch):
 
 
 def test_a_sample_does_not_depend_on_how_many_are_drawn():
-    sampler, sampling = Sampler(make_model()), Sampling(temperature=1.5, seed=7)
+    sampler, sampling = linear_sampler(), Sampling(temperature=1.5, seed=7)
     three_BT = tokens_of(sampler, prompt_of(5), sampling, max_new_tokens=40, samples=3)
     one_BT = tokens_of(sampler, prompt_of(5), sampling, max_new_tokens=40)
     np.testing.assert_array_equal(three_BT[:1], one_BT)
@@ -126,13 +133,13 @@ def test_top_p_of_one_keeps_the_tail():
 
 
 def test_end_of_text_ends_each_sample():
-    model, sampling = make_model(), Sampling(temperature=2.0)
-    free_BT = tokens_of(Sampler(model), prompt_of(5), sampling, max_new_tokens=200, samples=4)
+    sampling = Sampling(temperature=2.0)
+    free_BT = tokens_of(linear_sampler(), prompt_of(5), sampling, max_new_tokens=200, samples=3)
     end = int(free_BT[0, 30])
     first_B = (free_BT == end).argmax(axis=1)
     assert (free_BT == end).any(axis=1).all()
     assert len(set(first_B.tolist())) > 1
-    drawn_BT = tokens_of(Sampler(model, end_of_text=end), prompt_of(5), sampling, max_new_tokens=200, samples=4)
+    drawn_BT = tokens_of(Sampler(make_model(), end_of_text=end), prompt_of(5), sampling, max_new_tokens=200, samples=3)
     assert drawn_BT.shape[1] == first_B.max() + 1  # and nothing is drawn once all have ended
     for free_T, drawn_T, first in zip(free_BT, drawn_BT, first_B, strict=True):
         np.testing.assert_array_equal(drawn_T[:first + 1], free_T[:first + 1])
@@ -140,7 +147,7 @@ def test_end_of_text_ends_each_sample():
 
 
 def test_pieces_come_while_the_rest_is_still_to_be_drawn():
-    pieces = Sampler(make_model()).generate(prompt_of(3), GREEDY, max_new_tokens=10**9)
+    pieces = linear_sampler().generate(prompt_of(3), GREEDY, max_new_tokens=10**9)
     assert [piece.shape for piece in itertools.islice(pieces, 3)] == [(1, TOKENS_PER_CALL)] * 3
 
 
@@ -167,10 +174,9 @@ def test_learned_positions_bound_the_tokens():
 def test_a_growing_cache_has_room_for_every_token(monkeypatch):
     monkeypatch.setattr(sampler_module, "LEAST_ROOM", 4)
     model = make_model("softmax")
-    for total in (16, 17):
-        drawn_BT = tokens_of(Sampler(model), prompt_of(9), GREEDY, max_new_tokens=total - 9)
-        text_BT = np.concatenate([prompt_of(9)[None], drawn_BT], axis=1)
-        np.testing.assert_array_equal(drawn_BT, likeliest_tokens(model, text_BT)[:, 8:-1])
+    drawn_BT = tokens_of(Sampler(model), prompt_of(9), GREEDY, max_new_tokens=7)  # 16 in all, which fill it
+    text_BT = np.concatenate([prompt_of(9)[None], drawn_BT], axis=1)
+    np.testing.assert_array_equal(drawn_BT, likeliest_tokens(model, text_BT)[:, 8:-1])
 
 
 def test_a_mode_without_decode_is_refused_by_name(monkeypatch):
@@ -183,7 +189,7 @@ def test_a_mode_without_decode_is_refused_by_name(monkeypatch):
 @pytest.mark.parametrize("prompt", [[], [0, V], [-1]])
 def test_prompts_that_are_no_tokens_are_refused(prompt):
     with pytest.raises(ConfigError, match="prompt"):
-        Sampler(make_model()).generate(np.array(prompt, np.int32), GREEDY, max_new_tokens=1)
+        linear_sampler().generate(np.array(prompt, np.int32), GREEDY, max_new_tokens=1)
 
 
 @pytest.mark.parametrize(("name", "value"), [
@@ -191,4 +197,4 @@ def test_prompts_that_are_no_tokens_are_refused(prompt):
     ("top_p", 1.1), ("top_p", float("nan")), ("seed", -1), ("seed", 2**32)])
 def test_settings_out_of_range_are_named(name, value):
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is {value}; expected"):
-        Sampler(make_model()).generate(prompt_of(1), Sampling(**{name: value}), max_new_tokens=1)
+        linear_sampler().generate(prompt_of(1), Sampling(**{name: value}), max_new_tokens=1)

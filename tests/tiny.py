@@ -1,0 +1,100 @@
+"""A run small enough to train in a test, started in this process or as a process of its own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+import orjson
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import train
+from data.prepare import prepare
+from training.checkpoint import Checkpoints
+
+ROOT = Path(train.__file__).parent
+
+RECIPE = '''
+from pathlib import Path
+
+from configs.schema import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+
+
+def get_config(attention: str = "chunked") -> Config:
+    return Config(
+        model=ModelConfig(layers=2, heads=2, width=16, context=32, dtype="float32",
+                          attention=tuple(attention.split(","))),
+        data=DataConfig(dir=str(Path(__file__).parent / "tokens")),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
+        train=TrainConfig(steps=2, batch_size=4, eval_every=10, eval_batches=2),
+        checkpoint=CheckpointConfig(every_steps=10),
+    )
+'''
+
+
+def make(folder: Path) -> Path:
+    """The recipe, in a folder of its own with its token files."""
+    texts = folder / "texts"
+    texts.mkdir()
+    for number in range(20):
+        lines = [f"{i} times {number} is {i * number}\n" for i in range(50 + number)]
+        (texts / f"{number:02}.txt").write_text("".join(lines))
+    prepare(str(texts), "bytes", folder / "tokens", progress=False)
+    (folder / "tiny.py").write_text(RECIPE)
+    return folder / "tiny.py"
+
+
+@contextmanager
+def settings() -> Iterator[None]:
+    """For calls of ``train.main``: layers broadcast their biases, and the compilation cache that it turns on goes."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+def run(*arguments: object) -> int:
+    """The exit code of train.py, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
+        patch.setattr("warnings.formatwarning", None)
+        try:
+            return train.main()
+        except SystemExit as exit:
+            return int(exit.code or 0)
+
+
+def start(*arguments: object, root: Path = ROOT, under: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:
+    """train.py as a process, ``under`` another command where one is given."""
+    command = [*under, sys.executable, str(root / "train.py"), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env=os.environ | environment)
+
+
+def lines(run_dir: Path, split: str | None = None) -> list[dict]:
+    """The whole lines of metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    found = [orjson.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+    return [line for line in found if split in (None, line["split"])]
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    with Checkpoints(run_dir / "checkpoints") as checkpoints:
+        return checkpoints.steps()
+
+
+def arrays(run_dir: Path, step: int) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint by name."""
+    from orbax.checkpoint import v1 as ocp
+
+    found = {}
+    for item in ("parameters", "optimizer"):
+        tree = ocp.load_checkpointables(run_dir / "checkpoints" / str(step), {item: None})[item]
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            found[item + jax.tree_util.keystr(path)] = np.asarray(leaf)
+    return found

@@ -1,0 +1,343 @@
+"""train.py as a user runs it: what it writes, which modes and forms it trains, and what it says to bad input."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from configs.schema import Config
+from models import attention as attentions
+from tests import tiny
+from training.checkpoint import Checkpoints
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settings():
+    with tiny.settings():
+        yield
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    return tiny.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def finished(recipe, tmp_path_factory) -> Path:
+    """A run of seven steps, only to be read."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 7, "--train.eval-every", 3,
+                    "--checkpoint.every-steps", 4) == 0
+    return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path, finished) -> Path:
+    """A copy of the finished run."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def refused(capsys, code: int, *arguments: object) -> str:
+    """Standard error of a command that stops with ``code`` and one message."""
+    capsys.readouterr()
+    assert tiny.run(*arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    return " ".join(err.replace("│", " ").split())
+
+
+# What a run writes
+
+
+def test_metrics_have_one_train_line_a_step_and_val_lines_at_evaluations_and_the_end(finished):
+    found = tiny.lines(finished)
+    assert [(line["split"], line["step"]) for line in found] == [
+        ("train", 1), ("train", 2), ("train", 3), ("val", 3), ("train", 4), ("train", 5), ("train", 6), ("val", 6),
+        ("train", 7), ("val", 7)]
+    for line in found:
+        assert list(line)[:6] == ["step", "tokens", "train_seconds", "wall_seconds", "split", "loss"]
+        assert line["tokens"] == line["step"] * 4 * 32
+        assert 0 < line["train_seconds"] < line["wall_seconds"]
+    for line in tiny.lines(finished, "train"):
+        assert list(line)[6:] == ["learning_rate", "gradient_norm", "tokens_per_second"]
+    clocks = np.array([[line["train_seconds"], line["wall_seconds"]] for line in found])
+    assert (np.diff(clocks, axis=0) >= 0).all()
+    meta = json.loads((finished.parents[0] / "run" / "environment.json").read_text())
+    assert meta["tokenizer"] == "bytes"
+    for line in tiny.lines(finished, "val"):
+        # Every token of text is a byte, but the end-of-text tokens.
+        assert line["bits_per_byte"] == pytest.approx(line["loss"] / np.log(2), rel=0.02)
+        assert line["bits_per_byte"] > line["loss"] / np.log(2)
+
+
+def test_the_loss_falls(finished):
+    losses = [line["loss"] for line in tiny.lines(finished, "val")]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 5.3 < np.log(257)
+
+
+def test_checkpoints_are_at_their_steps_and_at_the_end(finished):
+    assert tiny.saved_steps(finished) == [4, 7]
+    with Checkpoints(finished / "checkpoints") as checkpoints:
+        found = checkpoints.restore({"position": None})
+    assert found is not None
+    last = tiny.lines(finished, "train")[-1]
+    assert found[1]["position"]["step"] == found[1]["position"]["batches"] == 7
+    assert found[1]["position"]["train_seconds"] == last["train_seconds"]
+
+
+def test_config_json_is_the_config_that_ran(recipe, finished, tmp_path, capsys):
+    values = json.loads((finished / "config.json").read_text())
+    assert values["train"]["steps"] == 7
+    assert values["model"]["attention"] == ["chunked"]
+    assert values["model"]["dtype"] == "float32"
+    config = Config.from_dict(values)
+    config = dataclasses.replace(config, model=attentions.resolve(config.model))
+    assert config.to_dict() == values
+    assert isinstance(config.model.modes["chunked"], attentions.load("chunked").Config)
+
+
+def test_environment_json_says_what_it_was_made_with(recipe, finished):
+    found = json.loads((finished / "environment.json").read_text())
+    meta = json.loads((recipe.parent / "tokens" / "meta.json").read_text())
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["devices"] == [jax.devices()[0].device_kind]
+    assert found["command"][:2] == ["train.py", str(recipe)]
+    assert found["corpus_checksum"] == meta["checksum"]
+    assert found["vocabulary_size"] == 257
+    arrays = tiny.arrays(finished, 7)
+    assert found["parameters"] == sum(x.size for name, x in arrays.items() if name.startswith("parameters"))
+    assert found["implementations"] == {"chunked": "chunked"}
+    assert "commit" in found
+
+
+def test_a_finished_run_says_so_and_changes_nothing(recipe, run_dir, capsys):
+    before = contents(run_dir)
+    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 7) == 0
+    assert f"{run_dir} is finished: step 7. More --train.steps" in capsys.readouterr().err
+    assert contents(run_dir) == before
+
+
+def test_more_steps_go_on_from_the_end(recipe, run_dir):
+    before = tiny.lines(run_dir)
+    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 9) == 0
+    found = tiny.lines(run_dir)
+    assert found[: len(before)] == before
+    assert [(line["split"], line["step"]) for line in found[len(before):]] == [("train", 8), ("train", 9), ("val", 9)]
+
+
+def test_without_run_dir_a_run_is_named_after_recipe_and_attention(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert tiny.run(recipe, "--attention", "chunked,softmax") == 0
+    assert tiny.saved_steps(tmp_path / "runs" / "tiny-chunked-softmax") == [2]
+    values = json.loads((tmp_path / "runs" / "tiny-chunked-softmax" / "config.json").read_text())
+    assert set(values["model"]["modes"]) == {"chunked", "softmax"}
+
+
+# Modes and forms
+
+
+@pytest.mark.parametrize(("mode", "form"), [
+    ("softmax", "materialised"), ("softmax", "blockwise"), ("linear", "parallel"), ("linear", "blockwise"),
+    ("linear", "cumsum"), ("linear", "recurrent")])
+def test_every_form_trains(recipe, tmp_path, mode, form):
+    assert tiny.run(recipe, "--attention", mode, f"--model.modes.{mode}.form", form, "--run-dir", tmp_path / "run",
+                    "--model.layers", 1) == 0
+    assert len(tiny.lines(tmp_path / "run", "train")) == 2
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["implementations"] == {mode: form}
+
+
+@pytest.mark.parametrize("mode", sorted(attentions.modes()))
+def test_every_mode_trains_as_it_is(recipe, tmp_path, mode):
+    assert tiny.run(recipe, "--attention", mode, "--run-dir", tmp_path / "run", "--model.layers", 1) == 0
+    first, second = tiny.lines(tmp_path / "run", "train")
+    assert second["loss"] < first["loss"]
+
+
+def test_a_new_file_is_a_mode_without_another_edit(recipe, tmp_path):
+    root = tmp_path / "copy"
+    skipped = shutil.ignore_patterns(".*", "runs", "tests", "__pycache__")
+    shutil.copytree(tiny.ROOT, root, ignore=skipped)
+    (root / "models" / "attention" / "mean.py").write_text('''"""``mean``: the mean of the values so far."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from models.attention.self_attention import SelfAttention
+
+
+@dataclass(frozen=True)
+class Config:
+    scale: float = 1.0
+    """Factor."""
+
+
+class Attention(SelfAttention):
+    def mix(self, q_BTHD, k_BTHD, v_BTHD, *, x_BTE, causal, segment_ids_BT):
+        count_T = jnp.arange(1, v_BTHD.shape[1] + 1)
+        return self.config.scale * jnp.cumsum(v_BTHD, axis=1) / count_T[None, :, None, None]
+''')
+    process = tiny.start(recipe, "--attention", "mean", "--model.modes.mean.scale", 2, "--run-dir", tmp_path / "run",
+                         root=root)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert len(tiny.lines(tmp_path / "run", "train")) == 2
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["modes"] == {"mean": {"scale": 2.0}}
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--attention", "chunkd"], "--attention chunkd: no such mode; perhaps you meant chunked. There are chunked"),
+    (["--model.widht", 3], "Unrecognized options: --model.widht"),
+    (["--model.widht", 3], "Perhaps you meant: --model.width"),
+    (["--model.width", "wide"], "Error parsing --model.width: invalid literal for int"),
+    (["--model.positions", "relative"], "--model.positions"),
+    (["--model.modes.chunked.chunk-size", 0], "chunk_size is 0; expected at least 1"),
+    (["--model.heads", 3], "model.heads is 3, which does not divide model.width, 16"),
+    (["--model.layers", 0], "model.layers is 0; expected at least 1"),
+    (["--model.width", 6, "--model.positions", "rotary"], "the head width, 3, has to be even"),
+    (["--model.context", 100_000_000], "model.context: a context of 100000000 needs more than the"),
+    (["--train.steps", "None"], "train.steps and train.minutes are both None: give one of them"),
+    (["--train.steps", 0], "train.steps is 0; expected at least 1"),
+    (["--train.minutes", -1], "train.minutes is -1.0; expected a number above 0"),
+    (["--train.batch-size", 0], "train.batch_size is 0; expected at least 1"),
+    (["--train.seed", -1], "train.seed is -1; expected 0 to"),
+    (["--optimizer.learning-rate", "nan"], "optimizer.learning_rate is nan; expected a number above 0"),
+    (["--checkpoint.keep", 0], "checkpoint.keep is 0; expected at least 1"),
+    (["--mesh.fsdp", 64], "mesh.fsdp × mesh.tensor × mesh.context is 64; there are"),
+    (["--data.dir", "nowhere"], "there are no token files in nowhere (no meta.json); make them with: python -m"),
+    (["--data.tokenizer", "gpt2"], "holds tokens of the tokenizer bytes, and data.tokenizer is gpt2: set --data.tok"),
+    (["--data.tokenizer", "gpt3"], "gpt3"),
+])
+def test_what_cannot_be_run_stops_before_any_work(recipe, tmp_path, capsys, arguments, message):
+    assert message in refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", *arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_a_recipe_the_usage_is_shown(capsys):
+    assert "which recipe? It comes first usage: python train.py RECIPE" in refused(capsys, 2)
+    assert "which recipe?" in refused(capsys, 2, "--attention", "softmax")
+
+
+def test_an_unknown_recipe_is_told_with_those_there_are(capsys):
+    message = refused(capsys, 2, "configs/quikstart.py")
+    assert message.startswith("train.py: configs/quikstart.py: no such recipe. There are: configs/")
+    assert "configs/quickstart.py" in message
+
+
+def test_what_is_too_long_is_shortened_with_a_note(recipe, tmp_path, capsys):
+    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--train.steps", 20, "--model.modes.chunked.chunk-size", 64,
+                    "--optimizer.warmup-steps", 50, "--train.accumulate", 3, "--model.layers", 1) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert notes == [
+        "note: train.accumulate is 2, not 3, which does not divide train.batch_size",
+        "note: optimizer.warmup_steps is 2, not 50: a tenth of the run",
+        "note: model.modes.chunked.chunk_size is 32, not 64: the sequence is no longer"]
+    values = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert values["train"]["accumulate"] == 2
+    assert values["optimizer"]["warmup_steps"] == 2
+    assert values["model"]["modes"]["chunked"]["chunk_size"] == 32
+
+
+def test_a_val_split_smaller_than_a_batch_is_enough(recipe, tmp_path):
+    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--model.context", 500, "--model.layers", 1,
+                    "--train.batch-size", 8, "--train.accumulate", 2) == 0
+    assert len(tiny.lines(tmp_path / "run", "val")) == 1
+
+
+@pytest.fixture
+def tokens(recipe, tmp_path) -> Path:
+    """A copy of the token files."""
+    return Path(shutil.copytree(recipe.parent / "tokens", tmp_path / "tokens"))
+
+
+def test_truncated_token_files_are_named(recipe, tokens, tmp_path, capsys):
+    file = tokens / "train-00000.bin"
+    file.write_bytes(file.read_bytes()[:-2])
+    message = refused(capsys, 1, recipe, "--run-dir", tmp_path / "run", "--data.dir", tokens)
+    assert f"{file}: expected " in message
+    assert "delete the folder and prepare it again" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_id_beyond_the_vocabulary_is_named(recipe, tokens, tmp_path, capsys):
+    file = tokens / "train-00000.bin"
+    np.full(file.stat().st_size // 2, 300, "<u2").tofile(file)
+    message = refused(capsys, 1, recipe, "--run-dir", tmp_path / "run", "--data.dir", tokens)
+    assert f"{file}: the token 300 is beyond the vocabulary of 257 tokens of bytes" in message
+    assert tiny.saved_steps(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--model.width", 32], "is a run with model.width 16, not 32; give another --run-dir"),
+    (["--attention", "softmax"], "is a run with model.attention ['chunked'], not ['softmax']; give another --run-dir"),
+])
+def test_the_run_of_another_model_is_left_alone(recipe, run_dir, capsys, arguments, message):
+    before = contents(run_dir)
+    assert f"{run_dir} {message}" in refused(capsys, 2, recipe, "--run-dir", run_dir, *arguments)
+    assert contents(run_dir) == before
+
+
+def test_a_folder_that_is_no_run_is_left_alone(recipe, tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert "holds something that is not a run; give another" in refused(capsys, 2, recipe, "--run-dir", tmp_path)
+    assert contents(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+def test_a_damaged_config_json_is_named(recipe, run_dir, capsys):
+    (run_dir / "config.json").write_text("{")
+    assert f"{run_dir / 'config.json'} is damaged" in refused(capsys, 2, recipe, "--run-dir", run_dir)
+
+
+@pytest.mark.parametrize(("place", "code", "message"), [
+    ("file", 2, "file is a file; give another --run-dir"),
+    ("file/run", 1, "file/run: Not a directory; give another --run-dir"),
+])
+def test_a_run_dir_that_cannot_be_made_is_named(recipe, tmp_path, capsys, place, code, message):
+    (tmp_path / "file").write_text("kept")
+    assert message in refused(capsys, code, recipe, "--run-dir", tmp_path / place)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_full_disk_ends_in_one_message_and_loses_nothing(recipe, run_dir):
+    before = tiny.arrays(run_dir, 7)
+    # No file may grow past 16 kB: lines fit, the parameters do not.
+    process = tiny.start(recipe, "--run-dir", run_dir, "--train.steps", 9,
+                         under=("bash", "-c", 'ulimit -f 16; exec "$0" "$@"'))
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1, errors
+    assert "Traceback" not in errors
+    assert f"the checkpoint of step 9 could not be written to {run_dir / 'checkpoints'}; check the free space" in errors
+    assert 7 in tiny.saved_steps(run_dir)
+    after = tiny.arrays(run_dir, 7)
+    assert all((after[name] == before[name]).all() for name in before)
+    # With room again, the same command goes on.
+    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 9) == 0
+    assert [line["step"] for line in tiny.lines(run_dir, "train")] == list(range(1, 10))
+
+
+def test_two_processes_do_not_train_in_one_folder(recipe, run_dir, capsys):
+    import fcntl
+
+    with (run_dir / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another process is training in it" in refused(capsys, 1, recipe, "--run-dir", run_dir)
+
+
+def test_help_lists_the_fields_and_the_options_of_the_modes(recipe, capsys):
+    assert tiny.run(recipe, "--attention", "linear", "--help") == 0
+    out = capsys.readouterr().out
+    for flag in ("--model.width", "--train.steps", "--mesh.fsdp", "--model.modes.linear.form", "--attention MODE"):
+        assert flag in out

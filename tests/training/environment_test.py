@@ -1,0 +1,79 @@
+"""environment.json: what it records, and files written whole or not at all."""
+
+import json
+import shutil
+import subprocess
+
+import jax
+import pytest
+from flax import nnx
+
+from configs.schema import ModelConfig
+from models.gpt import GPT
+from training import environment
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = ModelConfig(layers=3, heads=2, width=8, context=16, dtype="float32", attention=("softmax", "linear"),
+                         modes={"linear": {"form": "cumsum"}})
+    with jax.numpy_rank_promotion("allow"):
+        return nnx.eval_shape(lambda: GPT(config, 257, rngs=nnx.Rngs(0)))
+
+
+def test_it_says_what_a_run_was_made_with(model):
+    found = environment.environment(model, parameters=123, tokenizer="bytes", checksum="abc", command=["train.py", "x"])
+    assert found["versions"]["jax"] == jax.__version__
+    assert {"python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"} == set(found["versions"])
+    assert found["devices"] == sorted({device.device_kind for device in jax.devices()})
+    assert found["device_count"] == jax.device_count()
+    assert found["command"] == ["train.py", "x"]
+    assert found["corpus_checksum"] == "abc"
+    assert found["tokenizer"] == "bytes"
+    assert found["vocabulary_size"] == 257
+    assert found["parameters"] == 123
+    assert found["dtype"] == "float32"
+    # Which form computes each mode: a page must not call the materialised softmax a flash kernel.
+    assert found["implementations"] == {"softmax": "blockwise", "linear": "cumsum"}
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_says_when_files_differ_from_it(tmp_path, monkeypatch):
+    (tmp_path / "training").mkdir()
+    file = tmp_path / "training" / "environment.py"
+    file.write_text("one")
+    monkeypatch.setattr(environment, "__file__", str(file))
+
+    def git(*arguments):
+        return subprocess.run(["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=e", *arguments],
+                              check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "one")
+    git("tag", "-a", "v1", "-m", "a tag must not take the place of the commit")
+    assert environment.git_commit() == git("rev-parse", "HEAD")
+    file.write_text("two")
+    assert environment.git_commit() == git("rev-parse", "HEAD") + "-dirty"
+
+
+def test_without_git_the_commit_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment.git_commit() is None
+
+
+def test_a_json_file_that_cannot_be_written_leaves_the_old_one_and_no_rest(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    environment.write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        environment.write_json(path, {"a": object()})
+    monkeypatch.setattr("pathlib.Path.replace", _full)
+    with pytest.raises(OSError, match="full"):
+        environment.write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def _full(*_):
+    raise OSError(28, "full")

@@ -1,0 +1,55 @@
+"""AdamW's decay and clipping, and the learning rate over a run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs.schema import OptimizerConfig
+from training.optimizer import learning_rate, make_optimizer
+
+CONFIG = OptimizerConfig(learning_rate=2.0, final_fraction=0.25, warmup_steps=4)
+
+
+def test_decay_is_on_matrices_only():
+    transform = make_optimizer(OptimizerConfig(weight_decay=0.5))
+    parameters = {"kernel": jnp.full((2, 3), 4.0), "bias": jnp.full(3, 4.0), "scale": jnp.full(2, 4.0)}
+    updates, _ = transform.update(jax.tree.map(jnp.zeros_like, parameters), transform.init(parameters), parameters)
+    np.testing.assert_array_equal(updates["kernel"], np.full((2, 3), 2.0))
+    np.testing.assert_array_equal(updates["bias"], np.zeros(3))
+    np.testing.assert_array_equal(updates["scale"], np.zeros(2))
+
+
+def test_gradients_are_clipped_to_the_global_norm():
+    transform = make_optimizer(OptimizerConfig(clip_norm=1.0, beta1=0.9))
+    parameters = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+
+    def mean(gradients):
+        _, state = transform.update(gradients, transform.init(parameters), parameters)
+        return np.array([state[1].mu["a"][0], state[1].mu["b"][0]]) / 0.1
+
+    np.testing.assert_allclose(mean({"a": jnp.array([30.0]), "b": jnp.array([40.0])}), [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(mean({"a": jnp.array([0.3]), "b": jnp.array([0.4])}), [0.3, 0.4], rtol=1e-6)
+
+
+def test_a_run_in_steps_warms_up_linearly_and_ends_at_the_final_fraction():
+    def rate(step):
+        return learning_rate(CONFIG, step, step / 1_000_000, by_steps=True)
+
+    assert [rate(step) for step in range(5)] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+    assert learning_rate(CONFIG, 50, 0.5, by_steps=True) == pytest.approx(2 * (0.25 + 0.75 / 2))
+    assert learning_rate(CONFIG, 100, 1.0, by_steps=True) == pytest.approx(0.5)
+
+
+def test_a_run_in_minutes_follows_the_share_and_is_warm_after_a_tenth_of_it():
+    slow = OptimizerConfig(learning_rate=2.0, final_fraction=1.0, warmup_steps=1000)
+    assert learning_rate(slow, 3, 0.05, by_steps=False) == pytest.approx(1.0)
+    assert learning_rate(slow, 6, 0.1, by_steps=False) == pytest.approx(2.0)
+    # The steps of the warm-up count where they are over sooner.
+    assert learning_rate(slow, 999, 0.001, by_steps=False) == pytest.approx(2.0)
+    # The last step of a run may begin after its time.
+    assert learning_rate(CONFIG, 100, 1.2, by_steps=False) == pytest.approx(0.5)
+
+
+def test_no_warmup_starts_at_the_peak():
+    assert learning_rate(OptimizerConfig(warmup_steps=0, learning_rate=3.0), 0, 0.0, by_steps=True) == 3.0

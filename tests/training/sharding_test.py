@@ -1,0 +1,105 @@
+"""The mesh, and that a run spread over devices is the run of one device."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from configs.schema import ConfigError, MeshConfig, TrainConfig
+from training.sharding import make_mesh, state_shardings
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import json, sys
+import jax, jax.numpy as jnp
+from configs.schema import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from data.loader import Batch
+from models.gpt import check
+from training import step as steps
+from training.optimizer import make_optimizer
+from training.sharding import batch_sharding, make_mesh, state_shardings
+
+found = {}
+tokens_BT = jnp.arange(4 * 33).reshape(4, 33) ** 2 * 7 % 32
+for name, sizes in json.loads(sys.argv[1]).items():
+    model = check(ModelConfig(layers=1, heads=2, width=16, context=32, dtype="float32"))
+    config = Config(model=model, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=4, accumulate=2),
+                    mesh=MeshConfig(**sizes))
+    mesh = make_mesh(config.mesh, config.train)
+    transform = make_optimizer(config.optimizer)
+    initial = lambda: steps.initial_state(config, 32, transform)
+    shardings = state_shardings(mesh, jax.eval_shape(initial))
+    state = jax.jit(initial, out_shardings=shardings)()
+    step = jax.jit(steps.make_train_step(steps.model_graph(config, 32), config, transform), donate_argnums=0,
+                   out_shardings=(shardings, None))
+    batch = jax.device_put(Batch(tokens_BT[:, :-1], tokens_BT[:, 1:]), batch_sharding(mesh))
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch, jnp.float32(0.01))
+        losses.append([float(metrics.loss), float(metrics.gradient_norm)])
+    size = sum(x.size for x in jax.tree.leaves(state.parameters))
+    own = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state.parameters))
+    rows = batch.inputs_BT.addressable_shards[0].data.shape[0]
+    found[name] = {"metrics": losses, "share": own / size, "rows": rows, "devices": mesh.size}
+print(json.dumps(found))
+"""
+
+MESHES = {"one": {"data": 1}, "all": {}, "fsdp": {"data": 1, "fsdp": 2}, "tensor": {"data": 1, "tensor": 2},
+          "context": {"data": 1, "context": 2}}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Three updates on each mesh. The number of devices is set before jax starts, so in a process of its own."""
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"  # quick to compile
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(MESHES)], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", [name for name in MESHES if name != "one"])
+def test_a_run_on_two_devices_has_the_losses_of_one(runs, name):
+    assert runs[name]["devices"] == 2
+    # Sums in another order, which Adam magnifies where a gradient is near zero.
+    np.testing.assert_allclose(runs[name]["metrics"], runs["one"]["metrics"], rtol=2e-4)
+
+
+def test_each_axis_splits_what_it_is_for(runs):
+    assert runs["one"]["devices"] == 1
+    assert {name: runs[name]["rows"] for name in MESHES} == {"one": 4, "all": 2, "fsdp": 2, "tensor": 4, "context": 4}
+    assert runs["all"]["share"] == runs["one"]["share"] == runs["context"]["share"] == 1
+    assert runs["fsdp"]["share"] < 0.6  # but biases and norms, which are much of so small a model
+    assert runs["tensor"]["share"] < 0.65  # nor the position embedding
+
+
+def test_projections_are_split_by_heads_and_back_together():
+    mesh = jax.sharding.AbstractMesh((1, 1, 2, 1), ("data", "fsdp", "tensor", "context"))
+    matrix = jax.ShapeDtypeStruct((8, 8), np.float32)
+    state = {"attention": {name: {"kernel": matrix, "bias": jax.ShapeDtypeStruct((8,), np.float32)}
+                           for name in ("query", "output")},
+             "odd": {"query": {"kernel": jax.ShapeDtypeStruct((8, 7), np.float32)}}}
+    specs = jax.tree.map(lambda sharding: sharding.spec, state_shardings(mesh, state))
+    assert specs["attention"]["query"]["kernel"] == P(None, "tensor")
+    assert specs["attention"]["output"]["kernel"] == P("tensor", None)
+    assert specs["attention"]["query"]["bias"] == P(None)
+    assert specs["odd"]["query"]["kernel"] == P(None, None)  # seven do not split in two
+
+
+@pytest.mark.parametrize(("mesh", "train", "message"), [
+    (MeshConfig(fsdp=1000), TrainConfig(), r"mesh.fsdp × mesh.tensor × mesh.context is 1000; there are \d+ devices"),
+    (MeshConfig(data=1000), TrainConfig(), r"mesh.data is 1000 and the other axes take 1; there are \d+ devices"),
+    (MeshConfig(tensor=0), TrainConfig(), r"mesh.fsdp × mesh.tensor × mesh.context is 0"),
+    (MeshConfig(data=0), TrainConfig(), "mesh.data is 0"),
+])
+def test_a_mesh_that_does_not_fit_is_told(mesh, train, message):
+    with pytest.raises(ConfigError, match=message):
+        make_mesh(mesh, train)
