@@ -38,6 +38,7 @@ from training import loop
 from training.checkpoint import Checkpoints
 from training.environment import environment, write_json
 from training.run import enable_compilation_cache
+from training.sharding import make_mesh
 from training.step import make_model
 
 
@@ -154,10 +155,12 @@ def check_same_run(config: Config, run_dir: Path) -> None:
 
 def train(config: Config, run_dir: Path) -> int:
     """Prepare, write down what this run is, train, and say how it went."""
+    # What does not fit stops before anything is written.
     check_same_run(config, run_dir)
     files = TokenFiles.open(ensure(config.data))
     for split in ("train", "val"):
         files.windows(split, config.model.context)
+    make_mesh(config.mesh, config.train)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")

@@ -22,8 +22,8 @@ from kernels.segments import runs_of, visible
 
 IMPLEMENTATIONS = ("materialised", "blockwise", "cudnn")
 QUERY_BLOCK = KEY_BLOCK = 128
-"""Tokens in a block: the scores of all heads stay in a CPU's second-level cache. Of 128 to 1,024 the fastest forward and
-backward at contexts 1,024 and 4,096 on two CPU cores."""
+"""Tokens in a block: its scores stay in a CPU's second-level cache. Of 128 to 1,024 the fastest forward and backward
+at contexts 1,024 and 4,096 on two CPU cores."""
 CACHE_BLOCK = 512
 """Keys of a cache read at once, where a block meets one query and is cheap."""
 _HIDDEN = -1e30  # finite: a block in which a row sees nothing must not make ∞ − ∞

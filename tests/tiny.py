@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,7 +64,8 @@ def run(*arguments: object) -> int:
     """The exit code of train.py, in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
-        patch.setattr("warnings.formatwarning", None)
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main sets it; this brings it back
+        patch.setattr(train, "_STARTED", time.perf_counter())
         try:
             return train.main()
         except SystemExit as exit:
@@ -94,7 +97,9 @@ def arrays(run_dir: Path, step: int) -> dict[str, np.ndarray]:
 
     found = {}
     for item in ("parameters", "optimizer"):
-        tree = ocp.load_checkpointables(run_dir / "checkpoints" / str(step), {item: None})[item]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sharding info not provided")
+            tree = ocp.load_checkpointables(run_dir / "checkpoints" / str(step), {item: None})[item]
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             found[item + jax.tree_util.keystr(path)] = np.asarray(leaf)
     return found

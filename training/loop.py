@@ -133,7 +133,7 @@ def train(config: Config, files: TokenFiles, run_dir: Path, *, started: float, q
         evaluate = jax.jit(steps.make_eval_step(graph))
         stop = stack.enter_context(_stop_signals())
         bar = stack.enter_context(_progress(config, position, quiet))
-        run = _Run(config, files, clock, writer, checkpoints, evaluate, jax.jit(optax.global_norm), val, bar)
+        run = _Run(config, files, clock, writer, checkpoints, evaluate, jax.jit(optax.tree.norm), val, bar)
 
         pending: _Pending | None = None
         clock.resume()

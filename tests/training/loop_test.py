@@ -1,0 +1,194 @@
+"""Runs that are interrupted, broken or bounded by time."""
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from training.checkpoint import Checkpoints
+
+STEPS = 40
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settings():
+    with tiny.settings():
+        yield
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    return tiny.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def straight(recipe, tmp_path_factory) -> Path:
+    """The run that nothing interrupts, only to be read."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", STEPS) == 0
+    return folder
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+    """Until the condition holds for a process that is at work."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        if process.poll() is not None:
+            pytest.fail(f"train.py ended with {process.returncode} before: {process.communicate()[1]}")
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def assert_same_run(folder: Path, straight: Path) -> None:
+    """Parameters and optimizer state bit for bit, and every step written once with the same figures."""
+    expected, found = tiny.arrays(straight, STEPS), tiny.arrays(folder, STEPS)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+    figures = ("step", "tokens", "loss", "learning_rate", "gradient_norm")
+    assert ([[line[name] for name in figures] for line in tiny.lines(folder, "train")]
+            == [[line[name] for name in figures] for line in tiny.lines(straight, "train")])
+
+
+def assert_clocks_go_on(folder: Path) -> None:
+    clocks = np.array([[line["train_seconds"], line["wall_seconds"]] for line in tiny.lines(folder)])
+    assert (np.diff(clocks, axis=0) >= 0).all()
+    assert (clocks[:, 0] < clocks[:, 1]).all()
+
+
+def test_a_run_killed_three_times_equals_the_run_that_was_not(recipe, straight, tmp_path):
+    folder = tmp_path / "run"
+    command = (recipe, "--run-dir", folder, "--train.steps", STEPS, "--checkpoint.every-steps", 1)
+
+    def at_step(step: int) -> bool:
+        return len(tiny.lines(folder, "train")) >= step
+
+    def saving() -> bool:
+        # Something of the checkpoint after step 12 is written, and not yet in its place.
+        return at_step(12) and any((folder / "checkpoints" / "unfinished").glob("*/*"))
+
+    for moment in (lambda: at_step(5), saving, lambda: at_step(22)):
+        process = tiny.start(*command)
+        wait_for(moment, process)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    assert max(tiny.saved_steps(folder)) < STEPS
+    assert tiny.run(*command) == 0
+    assert_same_run(folder, straight)
+    assert [line["step"] for line in tiny.lines(folder, "val")] == [10, 20, 30, 40]
+    assert_clocks_go_on(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_same_command_goes_on(recipe, straight, tmp_path, number):
+    folder = tmp_path / "run"
+    # Long evaluations, so that the run is not over before the signal comes.
+    command = (recipe, "--run-dir", folder, "--train.steps", STEPS, "--train.eval-every", 1, "--train.eval-batches", 50)
+    process = tiny.start(*command)
+    wait_for(lambda: len(tiny.lines(folder, "train")) >= 3, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, errors
+    assert "Traceback" not in errors
+    last = tiny.lines(folder, "train")[-1]["step"]
+    assert 3 <= last < STEPS
+    assert tiny.saved_steps(folder)[-1] == last
+    assert f"{folder}: stopped and saved at step {last}; the same command goes on from there" in errors
+    wall_seconds = tiny.lines(folder)[-1]["wall_seconds"]
+
+    assert tiny.run(*command) == 0
+    assert_same_run(folder, straight)
+    assert_clocks_go_on(folder)
+    # The time until the first line of the second part counts too.
+    assert tiny.lines(folder, "train")[last]["wall_seconds"] > wall_seconds
+
+
+def test_a_signal_during_the_last_step_does_not_cost_the_last_evaluation(recipe, tmp_path, monkeypatch):
+    from training import loop
+
+    record = loop._Run.record
+
+    def interrupted(self, pending, step):
+        if step == 1:  # written down while step 2, the last, is under way
+            signal.raise_signal(signal.SIGTERM)
+        record(self, pending, step)
+
+    monkeypatch.setattr(loop._Run, "record", interrupted)
+    assert tiny.run(recipe, "--run-dir", tmp_path / "run") == 128 + signal.SIGTERM
+    assert [line["step"] for line in tiny.lines(tmp_path / "run", "val")] == [2]
+    assert tiny.saved_steps(tmp_path / "run") == [2]
+
+
+def test_the_last_evaluation_comes_before_the_last_checkpoint(recipe, tmp_path, monkeypatch):
+    # A run that is killed between the two would otherwise count as finished and never have its val line.
+    def killed(self, step, *_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoints, "save", killed)
+    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--checkpoint.every-steps", 2) == 130
+    assert [line["step"] for line in tiny.lines(tmp_path / "run", "val")] == [2]
+
+
+def test_a_run_bounded_by_time_ends_at_its_time_and_is_finished(recipe, tmp_path, capsys):
+    folder = tmp_path / "run"
+    command = (recipe, "--run-dir", folder, "--train.steps", "None", "--train.minutes", 0.003)
+    assert tiny.run(*command) == 0
+    found = tiny.lines(folder, "train")
+    assert found[-1]["train_seconds"] >= 0.18
+    # The time is known of the step before the last one dispatched.
+    assert all(line["train_seconds"] < 0.18 for line in found[:-2])
+    rates = [line["learning_rate"] for line in found]
+    assert max(rates) > 2 * rates[-1]  # the cosine follows the share of time
+    assert tiny.lines(folder)[-1]["split"] == "val"
+    assert tiny.saved_steps(folder)[-1] == found[-1]["step"]
+    assert tiny.run(*command) == 0
+    assert "is finished" in capsys.readouterr().err
+    assert tiny.lines(folder, "train") == found
+
+
+def test_both_bounds_stop_at_the_first(recipe, tmp_path):
+    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--train.steps", 3, "--train.minutes", 60) == 0
+    assert len(tiny.lines(tmp_path / "run", "train")) == 3
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(recipe, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 4, "--checkpoint.every-steps", 2) == 0
+    saved = tiny.arrays(folder, 4)
+    capsys.readouterr()
+    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 30, "--checkpoint.every-steps", 7,
+                    "--optimizer.learning-rate", 1e30) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    last = tiny.lines(folder, "train")[-1]["step"]
+    assert f"step {last}: the " in err
+    assert " is not finite. The last good checkpoint is step 4; try a lower --optimizer.learning-rate" in err
+    assert tiny.saved_steps(folder) == [2, 4]
+    for name, array in tiny.arrays(folder, 4).items():
+        np.testing.assert_array_equal(array, saved[name])
+
+
+@pytest.mark.parametrize("flags", [(), ("--checkpoint.every-steps", 1), ("--train.eval-every", 1)])
+def test_a_broken_state_is_neither_saved_nor_called_finished(recipe, tmp_path, capsys, flags):
+    folder = tmp_path / "run"
+    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 2, "--optimizer.learning-rate", 1e30, *flags) == 1
+    assert "is not finite. There is no checkpoint yet; try a lower" in capsys.readouterr().err
+    assert tiny.saved_steps(folder) == []
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(recipe, straight, tmp_path):
+    folder = tmp_path / "run"
+    command = (recipe, "--run-dir", folder, "--train.steps", STEPS)
+    assert tiny.run(*command) == 0
+    for file in (folder / "checkpoints" / str(STEPS)).rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    with pytest.warns(UserWarning, match=f"skipping the damaged checkpoint .*/{STEPS}"):
+        assert tiny.run(*command) == 0
+    assert_same_run(folder, straight)
