@@ -35,7 +35,8 @@ $(venv): requirements.lock pyproject.toml $(if $(cuda),always)
 quickstart: $(venv)  ## train softmax and chunked, draw both on one page, sample from each; goes on where it was
 	$(python) train.py configs/quickstart.py --attention softmax --run-dir runs/quickstart-softmax
 	$(python) train.py configs/quickstart.py --attention chunked --run-dir runs/quickstart-chunked
-	$(python) compare.py runs/quickstart-softmax runs/quickstart-chunked --out runs/quickstart.html
+	$(python) compare.py runs/quickstart-softmax runs/quickstart-chunked --out runs/quickstart.html \
+		--png runs/quickstart.png --note "$$(cat benchmarks/results/quickstart.txt)"
 	$(python) sample.py runs/quickstart-softmax --prompt "def " --max-new-tokens 300
 	$(python) sample.py runs/quickstart-chunked --prompt "def " --max-new-tokens 300
 

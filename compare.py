@@ -499,8 +499,8 @@ Plotly.newPlot("figure", figure.data, figure.layout, {
 """)
 
 
-def page(runs: Sequence[Run], title: str = "") -> str:
-    """The whole page as HTML, plotly.js included: the same runs give the same text."""
+def page(runs: Sequence[Run], title: str = "", note: str = "") -> str:
+    """The whole page as HTML, plotly.js included: the same runs give the same text. ``note`` stands below the table."""
     from plotly.offline import get_plotlyjs
 
     rows = summary(runs)
@@ -515,7 +515,8 @@ def page(runs: Sequence[Run], title: str = "") -> str:
         title=html.escape(title or default_title(runs)),
         headline=f"<p>{html.escape(lead)}</p>" if lead else "",
         table="\n".join(table),
-        notes="\n".join(f'<p class="note">{html.escape(note)}</p>' for note in [table_note(runs), *remarks(runs)]),
+        notes="\n".join(f'<p class="note">{html.escape(text)}</p>'
+                        for text in [table_note(runs), *remarks(runs), note] if text),
         # A run's name could hold "</script>".
         figure=json.dumps(figure(runs), separators=(",", ":")).replace("<", "\\u003c"),
         plotly=get_plotlyjs(),
@@ -631,6 +632,8 @@ class Options:
     """Also draw val loss against steps and training time into this PNG or SVG file."""
     title: str = ""
     """Title of the page and the picture."""
+    note: str = ""
+    """A sentence of your own below the page's table."""
 
 
 def compare(options: Options) -> int:
@@ -669,7 +672,7 @@ def compare(options: Options) -> int:
 
     print_table(summary(runs))
     print("\n".join(filter(None, [headline(runs), table_note(runs)])))
-    html_page = page(runs, options.title).encode()
+    html_page = page(runs, options.title, options.note).encode()
     write(options.out, lambda file: file.write(html_page))
     print(f"page: {options.out}")
     if options.png:

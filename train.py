@@ -16,6 +16,7 @@ from configs import bootstrap
 bootstrap.require_packages()
 
 import dataclasses
+import errno
 import fcntl
 import json
 import math
@@ -24,8 +25,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import tyro
 from flax import nnx
 
@@ -99,6 +102,12 @@ def settle(config: Config) -> Config:
                         ("optimizer.clip_norm", config.optimizer.clip_norm)):
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"{name} is {value}; expected a number above 0")
+    for name, value, most in (("optimizer.beta1", config.optimizer.beta1, 1 - 1e-9),
+                              ("optimizer.beta2", config.optimizer.beta2, 1 - 1e-9),
+                              ("optimizer.final_fraction", config.optimizer.final_fraction, 1),
+                              ("optimizer.weight_decay", config.optimizer.weight_decay, math.inf)):
+        if not (0 <= value <= most and math.isfinite(value)):
+            raise ConfigError(f"{name} is {value}; expected 0 to {most:g}")
     if not 0 <= train.seed < 2**32:
         raise ConfigError(f"train.seed is {train.seed}; expected 0 to {2**32 - 1}")
     if model.dtype == "bfloat16" and not gpt.has_fast_bfloat16():
@@ -127,30 +136,49 @@ def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
+COMPUTED_BY = {"form", "kernel", "chunk_size"}
+"""Options of a mode that change how its function is computed, and nothing else."""
+
+
 def check_same_run(config: Config, run_dir: Path) -> None:
-    """A run goes on only as the model it is.
+    """A run goes on only as the model it is, on the same batches.
 
     Raises:
-        ConfigError: ``run_dir`` is a file, or holds a run of another model or tokenizer.
+        ConfigError: ``run_dir`` is a file, or holds a run of another model, tokenizer, seed or batch size.
+        TrainingError: its ``config.json`` is damaged.
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is a file; give another --run-dir")
     path = run_dir / "config.json"
     if not path.exists():
-        if run_dir.exists() and any(run_dir.iterdir()) and not (run_dir / "environment.json").exists():
+        if run_dir.exists() and any(not p.name.startswith(".") for p in run_dir.iterdir()):
             raise ConfigError(f"{run_dir} holds something that is not a run; give another --run-dir")
         return
     try:
-        before = json.loads(path.read_text())
-        model, data = before["model"], before["data"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({error}); give another --run-dir") from error
-    now = config.to_dict()
-    for group, old in (("model", model), ("data", {"tokenizer": data.get("tokenizer")})):
-        for name, value in old.items():
-            if name in now[group] and now[group][name] != value and name != "modes":
-                raise ConfigError(f"{run_dir} is a run with {group}.{name} {value}, not {now[group][name]}; "
-                                  "give another --run-dir")
+        before = _identity(json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise loop.TrainingError(f"{path} is damaged ({error}); bring it back, or give another --run-dir") from error
+    for name, value in _identity(config.to_dict()).items():
+        if name in before and before[name] != value:
+            raise ConfigError(f"{run_dir} is a run with {name} {before[name]}, not {value}; give another --run-dir")
+
+
+def _identity(config: dict[str, Any]) -> dict[str, Any]:
+    """What may not change from one start of a run to the next."""
+    model = {f"model.{name}": value for name, value in config["model"].items() if name != "modes"}
+    modes = {f"model.modes.{mode}.{name}": value for mode, options in config["model"]["modes"].items()
+             for name, value in options.items() if name not in COMPUTED_BY}
+    return model | modes | {"data.tokenizer": config["data"]["tokenizer"], "train.seed": config["train"]["seed"],
+                            "train.batch_size": config["train"]["batch_size"]}
+
+
+def check_same_corpus(files: TokenFiles, run_dir: Path) -> None:
+    """Raises ConfigError where ``run_dir`` was trained on other tokens, which would then count as the same ones."""
+    path = run_dir / "environment.json"
+    if path.exists():
+        before = json.loads(path.read_text()).get("corpus_checksum")
+        if before != files.checksum:
+            raise ConfigError(f"{run_dir} was trained on another corpus than {files.directory}; give another --run-dir")
 
 
 def train(config: Config, run_dir: Path) -> int:
@@ -158,9 +186,14 @@ def train(config: Config, run_dir: Path) -> int:
     # What does not fit stops before anything is written.
     check_same_run(config, run_dir)
     files = TokenFiles.open(ensure(config.data))
+    check_same_corpus(files, run_dir)
     for split in ("train", "val"):
         files.windows(split, config.model.context)
-    make_mesh(config.mesh, config.train)
+    make_mesh(config.mesh, config.train, config.model.context)
+    model = nnx.eval_shape(lambda: make_model(config, files.vocabulary_size))
+    # A kernel that cannot do what is asked says so when it is traced.
+    tokens_BT = jax.ShapeDtypeStruct((1, config.model.context), jnp.int32)
+    nnx.eval_shape(lambda model, tokens_BT: model.hidden(tokens_BT), model, tokens_BT)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")
@@ -172,12 +205,11 @@ def train(config: Config, run_dir: Path) -> int:
         except BlockingIOError:
             raise loop.TrainingError(f"{run_dir}: another process is training in it") from None
         with Checkpoints(run_dir / "checkpoints") as checkpoints:
-            newest = checkpoints.restore({"position": None})
+            newest = checkpoints.restore({"position": None}, verify=("parameters", "variables", "optimizer"))
         if newest is not None and loop.is_finished(config, newest[1]["position"]):
             print(f"{run_dir} is finished: step {newest[0]:,}. More --train.steps or --train.minutes go on from there.",
                   file=sys.stderr)
             return 0
-        model = nnx.eval_shape(lambda: make_model(config, files.vocabulary_size))
         parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
         write_json(run_dir / "config.json", config.to_dict())
         write_json(run_dir / "environment.json", environment(
@@ -201,12 +233,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         enable_compilation_cache()
         return train(*parse(sys.argv[1:] if arguments is None else arguments))
-    except ConfigError as error:
+    except (ConfigError, NotImplementedError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except (OSError, RuntimeError, NotImplementedError) as error:
+    except OSError as error:
+        remedy = ". Make room on the disk; the same command goes on" if error.errno == errno.ENOSPC else ""
+        print(f"train.py: {error}{remedy}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         print(f"train.py: {error}", file=sys.stderr)

@@ -6,7 +6,8 @@ Standard library only, and syntax that any Python 3 still in use can read.
 import importlib.util
 import sys
 
-PACKAGES = ("jax", "flax", "optax", "orbax", "grain", "numpy", "tyro", "tiktoken", "rich")
+PACKAGES = ("jax", "flax", "optax", "orbax", "grain", "numpy", "tyro", "tiktoken", "rich", "orjson", "jaxtyping",
+            "plotly", "matplotlib", "datasets")
 
 
 def require_packages():

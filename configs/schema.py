@@ -160,7 +160,7 @@ def load_recipe(path: str | Path, attention: str | None = None) -> Config:
     """The config that a recipe file returns, for an attention mode or a comma-separated pattern of modes.
 
     Raises:
-        ConfigError: there is no such file, or it has no ``get_config``.
+        ConfigError: there is no such file, it has no ``get_config``, or it fails.
     """
     path = Path(path)
     if not path.is_file():
@@ -172,7 +172,12 @@ def load_recipe(path: str | Path, attention: str | None = None) -> Config:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path}: not a recipe; a recipe is a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-        raise ConfigError(f"{path}: a recipe defines get_config(attention) -> Config; this file does not")
-    return module.get_config() if attention is None else module.get_config(attention)
+    try:
+        spec.loader.exec_module(module)
+        if not hasattr(module, "get_config"):
+            raise ConfigError(f"{path}: a recipe defines get_config(attention) -> Config; this file does not")
+        return module.get_config() if attention is None else module.get_config(attention)
+    except ConfigError:
+        raise
+    except Exception as error:  # a recipe is the user's own code
+        raise ConfigError(f"{path}: the recipe fails: {type(error).__name__}: {error}") from error

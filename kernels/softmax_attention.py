@@ -56,7 +56,7 @@ def softmax_attention(
                            ("segment_ids_BT", segment_ids_BT, q_BTHD.shape[:2])):
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} has shape {x.shape}; expected {shape}, from q_BTHD of shape {q_BTHD.shape}")
-    name = implementation or pick_implementation(q_BTHD.dtype, segments=segment_ids_BT is not None)
+    name = implementation or pick_implementation(q_BTHD.dtype, q_BTHD.shape[3], segments=segment_ids_BT is not None)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
     if name == "cudnn":
@@ -66,9 +66,9 @@ def softmax_attention(
     return y_BTHD if runs_BT is None else jnp.where((runs_BT >= 0)[:, :, None, None], y_BTHD, 0)
 
 
-def pick_implementation(dtype: jnp.dtype, *, segments: bool = False) -> str:
+def pick_implementation(dtype: jnp.dtype, head_width: int, *, segments: bool = False) -> str:
     """What ``implementation=None`` means on the default device."""
-    return "cudnn" if _cudnn_refusal(dtype, segments) is None else "blockwise"
+    return "cudnn" if _cudnn_refusal(dtype, head_width, segments) is None else "blockwise"
 
 
 def cached_attention(
@@ -99,16 +99,18 @@ def cached_attention(
     return y_BHTD[:, :, :T].swapaxes(1, 2)
 
 
-def _cudnn_refusal(dtype: jnp.dtype, segments: bool) -> str | None:
+def _cudnn_refusal(dtype: jnp.dtype, head_width: int, segments: bool) -> str | None:
     if jax.default_backend() != "gpu":
         return f"it needs an NVIDIA GPU, and the default device is a {jax.default_backend()}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {dtype}"
+    if head_width % 8 or head_width > 128:
+        return f"it takes head widths up to 128 that 8 divides, not {head_width}"
     return "it is called without segments here" if segments else None
 
 
 def _cudnn(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, causal: bool, segments: bool) -> Array:
-    refusal = _cudnn_refusal(q_BTHD.dtype, segments)
+    refusal = _cudnn_refusal(q_BTHD.dtype, q_BTHD.shape[3], segments)
     if refusal is not None:
         raise NotImplementedError(f"implementation='cudnn': {refusal}")
     return jax.nn.dot_product_attention(q_BTHD, k_BTHD, v_BTHD, is_causal=causal, implementation="cudnn")

@@ -3,7 +3,6 @@
 import os
 import shutil
 import tempfile
-from pathlib import Path
 
 import jaxtyping
 import pytest
@@ -27,12 +26,3 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Removes the cache folder, once, when all workers are done."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    """The folder of shared data beside the checkout; the test is skipped where there is none."""
-    path = Path(__file__).parents[2] / "shared"
-    if not path.is_dir():
-        pytest.skip(f"needs the folder of shared data, {path}")
-    return path

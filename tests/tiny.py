@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -96,10 +97,11 @@ def arrays(run_dir: Path, step: int) -> dict[str, np.ndarray]:
     from orbax.checkpoint import v1 as ocp
 
     found = {}
+    folder: Any = run_dir / "checkpoints" / str(step)
     for item in ("parameters", "optimizer"):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sharding info not provided")
-            tree = ocp.load_checkpointables(run_dir / "checkpoints" / str(step), {item: None})[item]
+            tree = ocp.load_checkpointables(folder, {item: None})[item]
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             found[item + jax.tree_util.keystr(path)] = np.asarray(leaf)
     return found

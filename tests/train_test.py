@@ -208,7 +208,7 @@ class Attention(SelfAttention):
     (["--model.heads", 3], "model.heads is 3, which does not divide model.width, 16"),
     (["--model.layers", 0], "model.layers is 0; expected at least 1"),
     (["--model.width", 6, "--model.positions", "rotary"], "the head width, 3, has to be even"),
-    (["--model.context", 100_000_000], "model.context: a context of 100000000 needs more than the"),
+    (["--model.context", 50_000], "model.context: a context of 50000 needs more than the"),
     (["--train.steps", "None"], "train.steps and train.minutes are both None: give one of them"),
     (["--train.steps", 0], "train.steps is 0; expected at least 1"),
     (["--train.minutes", -1], "train.minutes is -1.0; expected a number above 0"),
@@ -298,7 +298,7 @@ def test_a_folder_that_is_no_run_is_left_alone(recipe, tmp_path, capsys):
 
 def test_a_damaged_config_json_is_named(recipe, run_dir, capsys):
     (run_dir / "config.json").write_text("{")
-    assert f"{run_dir / 'config.json'} is damaged" in refused(capsys, 2, recipe, "--run-dir", run_dir)
+    assert f"{run_dir / 'config.json'} is damaged" in refused(capsys, 1, recipe, "--run-dir", run_dir)
 
 
 @pytest.mark.parametrize(("place", "code", "message"), [

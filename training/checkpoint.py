@@ -17,7 +17,7 @@ import logging
 import math
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,13 +120,15 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def restore(self, abstract: dict[str, Any], step: int | None = None) -> tuple[int, dict[str, Any]] | None:
+    def restore(self, abstract: dict[str, Any], step: int | None = None, *,
+                verify: Iterable[str] = ()) -> tuple[int, dict[str, Any]] | None:
         """Load the newest intact checkpoint, or that of one step. Only the items asked for are verified and read.
 
         Args:
             abstract: by item name, a pytree of ``jax.ShapeDtypeStruct`` with the shardings to load onto (none: the
                 first device). For "position" the value does not matter.
             step: this checkpoint and no other.
+            verify: items to verify beside those that are read.
 
         Returns:
             The step and the items, the arrays bit for bit as saved; None where there is no intact checkpoint.
@@ -137,12 +139,13 @@ class Checkpoints:
             CheckpointError: the checkpoint of ``step`` is damaged, or the checkpoint is of another model.
         """
         self.wait()
+        verified = {*abstract, *verify}
         if step is not None:
             if step not in (steps := self.steps()):
                 there = ", ".join(map(str, steps)) or "none"
                 raise ConfigError(f"{self.directory}: no checkpoint of step {step}; there are: {there}")
             folder = self.directory / str(step)
-            if (damage := _damage(folder, abstract)) is not None:
+            if (damage := _damage(folder, verified)) is not None:
                 raise CheckpointError(f"{folder} is damaged: {damage}. There are checkpoints of the steps "
                                       f"{', '.join(map(str, steps))}")
             return step, _load(folder, abstract)
@@ -150,7 +153,7 @@ class Checkpoints:
         self._damaged.clear()
         while remaining := [s for s in self.steps() if s not in self._damaged]:
             folder = self.directory / str(remaining[-1])
-            if (damage := _damage(folder, abstract)) is None:
+            if (damage := _damage(folder, verified)) is None:
                 return remaining[-1], _load(folder, abstract)
             warnings.warn(f"skipping the damaged checkpoint {folder}: {damage}", stacklevel=2)
             self._damaged.add(remaining[-1])
@@ -271,7 +274,7 @@ def _leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     return leaves
 
 
-def _damage(folder: Path, items: dict[str, Any]) -> str | None:
+def _damage(folder: Path, items: set[str]) -> str | None:
     """What is wrong with the files of these items of a checkpoint; None where all are as they were written."""
     try:
         lines = (folder / CHECKSUMS).read_text(errors="replace").splitlines()

@@ -99,7 +99,7 @@ def train(config: Config, files: TokenFiles, run_dir: Path, *, started: float, q
         TrainingError: a loss, gradient or parameter that is not finite.
         OSError: the disk is full or cannot be written.
     """
-    mesh = make_mesh(config.mesh, config.train)
+    mesh = make_mesh(config.mesh, config.train, config.model.context)
     transform = make_optimizer(config.optimizer)
     graph = steps.model_graph(config, files.vocabulary_size)
 
@@ -160,6 +160,7 @@ def train(config: Config, files: TokenFiles, run_dir: Path, *, started: float, q
         if run.evaluated_at != position.step and (not stop or _finished(config, position)):
             run.evaluate(state)
         run.save(state)
+        checkpoints.wait()  # while a second signal, not the first, is what ends the process
         return Outcome(position, run.val_loss, stop[0] if stop else None)
 
 

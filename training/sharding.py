@@ -12,7 +12,7 @@ from configs.schema import ConfigError, MeshConfig, TrainConfig
 AXES = ("data", "fsdp", "tensor", "context")
 
 
-def make_mesh(config: MeshConfig, train: TrainConfig) -> Mesh:
+def make_mesh(config: MeshConfig, train: TrainConfig, context: int) -> Mesh:
     """The mesh; ``data = -1`` takes as many of the remaining devices as divide the batch.
 
     Raises:
@@ -22,6 +22,8 @@ def make_mesh(config: MeshConfig, train: TrainConfig) -> Mesh:
     others = config.fsdp * config.tensor * config.context
     if min(config.fsdp, config.tensor, config.context) < 1 or others > devices:
         raise ConfigError(f"mesh.fsdp × mesh.tensor × mesh.context is {others}; there are {devices} devices")
+    if context % config.context:
+        raise ConfigError(f"mesh.context is {config.context}, which does not divide model.context, {context}")
     rows = train.batch_size // train.accumulate
     data = config.data
     if data == -1:

@@ -74,7 +74,7 @@ def linear_attention(
     _check(q_BTHM, k_BTHM, v_BTHD, initial_state, segment_ids_BT, chunk_size)
     B, T, H, M = q_BTHM.shape
     dtype = sum_dtype(q_BTHM, k_BTHM, v_BTHD)
-    name = implementation or pick_implementation(T)
+    name = implementation or pick_implementation(T, causal=causal)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
     state = zero_state(B, H, M, v_BTHD.shape[3], dtype) if initial_state is None else \
@@ -84,9 +84,9 @@ def linear_attention(
                                  chunk_size=chunk_size)
 
 
-def pick_implementation(tokens: int) -> str:
+def pick_implementation(tokens: int, *, causal: bool = True) -> str:
     """What ``implementation=None`` means for a sequence of so many tokens."""
-    return "recurrent" if tokens == 1 else "chunked"
+    return "recurrent" if tokens == 1 and causal else "chunked"
 
 
 def _check(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, state: State | None, segment_ids_BT: Array | None,

@@ -58,4 +58,7 @@ def _mode_config(name: str, options: Any) -> Any:
     for option in options:
         if option not in known:
             raise ConfigError(f"model.modes.{name}.{option}: no such option; {name} has {', '.join(known) or 'none'}")
-    return config(**options)
+    try:
+        return config(**options)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -34,7 +34,7 @@ class Attention(linear.Attention):
     """Linear attention in chunks."""
 
     @property
-    def causal_form(self) -> str | None:
+    def form(self) -> str | None:
         return self.config.kernel
 
     @property

@@ -31,12 +31,16 @@ class Config:
 class Attention(SelfAttention):
     """Linear attention: decoding keeps a state of constant size."""
 
-    bidirectional = True
     decode_state = "constant"
 
     @property
-    def causal_form(self) -> str | None:
-        """Implementation of the causal function; None leaves the choice to the kernel."""
+    def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Every form but those that step from state to state."""
+        return self.form not in ("cumsum", "recurrent")
+
+    @property
+    def form(self) -> str | None:
+        """Which implementation; None leaves the choice to the kernel."""
         return self.config.form
 
     @property
@@ -46,11 +50,8 @@ class Attention(SelfAttention):
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
-        form = self.causal_form
-        if not causal and form in ("cumsum", "recurrent"):
-            form = None  # without a mask there is no sequence of states
         return linear_attention(*self._features(q_BTHD, k_BTHD), v_BTHD, causal=causal, normalize=self.config.normalize,
-                                segment_ids_BT=segment_ids_BT, chunk_size=self.chunk_size, implementation=form)[0]
+                                segment_ids_BT=segment_ids_BT, chunk_size=self.chunk_size, implementation=self.form)[0]
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> State:
         M = D = self.head_width
@@ -66,7 +67,7 @@ class Attention(SelfAttention):
 
     def flops(self, tokens: int, context: int) -> int:
         M = D = self.head_width
-        if self.causal_form in ("parallel", "blockwise"):
+        if self.form in ("parallel", "blockwise"):
             return tokens * context * self.heads * (M + D)
         return 4 * tokens * self.heads * M * D
 
@@ -75,7 +76,7 @@ class Attention(SelfAttention):
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
     def implementation(self, dtype: Any) -> str | None:
-        return self.causal_form
+        return self.form
 
     def _features(self, q_BTHD: Array, k_BTHD: Array) -> tuple[Array, Array]:
         return features(self.config.feature_map, q_BTHD), features(self.config.feature_map, k_BTHD)

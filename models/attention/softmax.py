@@ -66,4 +66,4 @@ class Attention(SelfAttention):
         return 2 * 4 * context * self.heads * self.head_width
 
     def implementation(self, dtype: Any) -> str | None:
-        return self.config.form or pick_implementation(dtype)
+        return self.config.form or pick_implementation(dtype, self.head_width)

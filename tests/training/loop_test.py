@@ -180,6 +180,7 @@ def test_a_broken_state_is_neither_saved_nor_called_finished(recipe, tmp_path, c
     assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 2, "--optimizer.learning-rate", 1e30, *flags) == 1
     assert "is not finite. There is no checkpoint yet; try a lower" in capsys.readouterr().err
     assert tiny.saved_steps(folder) == []
+    assert tiny.lines(folder, "val") == []
 
 
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(recipe, straight, tmp_path):

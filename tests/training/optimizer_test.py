@@ -1,5 +1,7 @@
 """AdamW's decay and clipping, and the learning rate over a run."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,8 @@ CONFIG = OptimizerConfig(learning_rate=2.0, final_fraction=0.25, warmup_steps=4)
 def test_decay_is_on_matrices_only():
     transform = make_optimizer(OptimizerConfig(weight_decay=0.5))
     parameters = {"kernel": jnp.full((2, 3), 4.0), "bias": jnp.full(3, 4.0), "scale": jnp.full(2, 4.0)}
-    updates, _ = transform.update(jax.tree.map(jnp.zeros_like, parameters), transform.init(parameters), parameters)
+    zeros = jax.tree.map(jnp.zeros_like, parameters)
+    updates: Any = transform.update(zeros, transform.init(parameters), parameters)[0]
     np.testing.assert_array_equal(updates["kernel"], np.full((2, 3), 2.0))
     np.testing.assert_array_equal(updates["bias"], np.zeros(3))
     np.testing.assert_array_equal(updates["scale"], np.zeros(2))
@@ -25,7 +28,7 @@ def test_gradients_are_clipped_to_the_global_norm():
     parameters = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
 
     def mean(gradients):
-        _, state = transform.update(gradients, transform.init(parameters), parameters)
+        state: Any = transform.update(gradients, transform.init(parameters), parameters)[1]
         return np.array([state[1].mu["a"][0], state[1].mu["b"][0]]) / 0.1
 
     np.testing.assert_allclose(mean({"a": jnp.array([30.0]), "b": jnp.array([40.0])}), [0.6, 0.8], rtol=1e-6)

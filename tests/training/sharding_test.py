@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ from configs.schema import Config, MeshConfig, ModelConfig, OptimizerConfig, Tra
 from data.loader import Batch
 from models.gpt import check
 from training import step as steps
+from training.loop import _put as put
 from training.optimizer import make_optimizer
 from training.sharding import batch_sharding, make_mesh, state_shardings
 
@@ -32,7 +34,7 @@ for name, sizes in json.loads(sys.argv[1]).items():
     model = check(ModelConfig(layers=1, heads=2, width=16, context=32, dtype="float32"))
     config = Config(model=model, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=4, accumulate=2),
                     mesh=MeshConfig(**sizes))
-    mesh = make_mesh(config.mesh, config.train)
+    mesh = make_mesh(config.mesh, config.train, config.model.context)
     transform = make_optimizer(config.optimizer)
     initial = lambda: steps.initial_state(config, 32, transform)
     shardings = state_shardings(mesh, jax.eval_shape(initial))
@@ -44,10 +46,13 @@ for name, sizes in json.loads(sys.argv[1]).items():
     for _ in range(3):
         state, metrics = step(state, batch, jnp.float32(0.01))
         losses.append([float(metrics.loss), float(metrics.gradient_norm)])
+    odd = put(Batch(tokens_BT[:3, :-1], tokens_BT[:3, 1:]), batch_sharding(mesh))
+    evaluate = jax.jit(steps.make_eval_step(steps.model_graph(config, 32)))
+    val = float(evaluate(state.parameters, state.variables, odd)[0]) if name in ("one", "all") else None
     size = sum(x.size for x in jax.tree.leaves(state.parameters))
     own = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state.parameters))
     rows = batch.inputs_BT.addressable_shards[0].data.shape[0]
-    found[name] = {"metrics": losses, "share": own / size, "rows": rows, "devices": mesh.size}
+    found[name] = {"metrics": losses, "share": own / size, "rows": rows, "devices": mesh.size, "val": val}
 print(json.dumps(found))
 """
 
@@ -73,6 +78,10 @@ def test_a_run_on_two_devices_has_the_losses_of_one(runs, name):
     np.testing.assert_allclose(runs[name]["metrics"], runs["one"]["metrics"], rtol=2e-4)
 
 
+def test_an_evaluation_batch_that_does_not_split_is_evaluated_whole(runs):
+    assert runs["all"]["val"] == pytest.approx(runs["one"]["val"], rel=2e-4)
+
+
 def test_each_axis_splits_what_it_is_for(runs):
     assert runs["one"]["devices"] == 1
     assert {name: runs[name]["rows"] for name in MESHES} == {"one": 4, "all": 2, "fsdp": 2, "tensor": 4, "context": 4}
@@ -82,7 +91,7 @@ def test_each_axis_splits_what_it_is_for(runs):
 
 
 def test_projections_are_split_by_heads_and_back_together():
-    mesh = jax.sharding.AbstractMesh((1, 1, 2, 1), ("data", "fsdp", "tensor", "context"))
+    mesh: Any = jax.sharding.AbstractMesh((1, 1, 2, 1), ("data", "fsdp", "tensor", "context"))
     matrix = jax.ShapeDtypeStruct((8, 8), np.float32)
     state = {"attention": {name: {"kernel": matrix, "bias": jax.ShapeDtypeStruct((8,), np.float32)}
                            for name in ("query", "output")},
@@ -102,4 +111,4 @@ def test_projections_are_split_by_heads_and_back_together():
 ])
 def test_a_mesh_that_does_not_fit_is_told(mesh, train, message):
     with pytest.raises(ConfigError, match=message):
-        make_mesh(mesh, train)
+        make_mesh(mesh, train, 32)
