@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from configs.schema import Config
+from data.prepare import prepare
 from models import attention as attentions
 from tests import tiny
 from training.checkpoint import Checkpoints
@@ -341,3 +342,58 @@ def test_help_lists_the_fields_and_the_options_of_the_modes(recipe, capsys):
     out = capsys.readouterr().out
     for flag in ("--model.width", "--train.steps", "--mesh.fsdp", "--model.modes.linear.form", "--attention MODE"):
         assert flag in out
+
+
+# Going on only as the same run
+
+
+@pytest.mark.parametrize(("flag", "value", "named"), [
+    ("--model.modes.chunked.feature-map", "relu", "model.modes.chunked.feature_map"),
+    ("--train.seed", 1, "train.seed"),
+    ("--train.batch-size", 2, "train.batch_size"),
+])
+def test_a_run_does_not_go_on_as_another(recipe, run_dir, capsys, flag, value, named):
+    before = contents(run_dir)
+    errors = refused(capsys, 2, recipe, "--run-dir", run_dir, "--train.steps", 4, flag, value)
+    assert named in errors
+    assert "--run-dir" in errors
+    assert contents(run_dir) == before
+
+
+def test_a_run_goes_on_computed_another_way(recipe, run_dir):
+    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 4, "--model.modes.chunked.chunk-size", 8) == 0
+    assert [line["step"] for line in tiny.lines(run_dir, "train")] == [1, 2, 3, 4]
+
+
+def test_a_run_does_not_go_on_with_other_tokens(recipe, run_dir, tmp_path, capsys):
+    (tmp_path / "other.txt").write_text("another text altogether\n" * 200)
+    prepare(str(tmp_path / "other.txt"), "bytes", tmp_path / "other", progress=False)
+    assert "another corpus" in refused(capsys, 2, recipe, "--run-dir", run_dir, "--train.steps", 4,
+                                       "--data.dir", tmp_path / "other")
+
+
+def test_a_folder_in_which_nothing_was_begun_is_taken(recipe, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").touch()
+    assert tiny.run(recipe, "--run-dir", tmp_path / "run") == 0
+
+
+def test_a_finished_run_with_damaged_parameters_is_not_called_finished(recipe, run_dir, capsys):
+    step = max(tiny.saved_steps(run_dir))
+    largest = max((run_dir / "checkpoints" / str(step) / "parameters").rglob("*"), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="skipping the damaged checkpoint"):
+        assert "every checkpoint is damaged" in refused(capsys, 1, recipe, "--run-dir", run_dir)
+
+
+def test_a_kernel_that_this_device_lacks_stops_before_any_work(recipe, tmp_path, capsys):
+    assert "pallas_gpu" in refused(capsys, 2, recipe, "--run-dir", tmp_path / "run",
+                                   "--model.modes.chunked.kernel", "pallas_gpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_that_fails_is_named(tmp_path, capsys):
+    (tmp_path / "broken.py").write_text("def get_config(attention='chunked'):\n    return 1 / 0\n")
+    errors = refused(capsys, 2, tmp_path / "broken.py")
+    assert "broken.py" in errors
+    assert "ZeroDivisionError" in errors
