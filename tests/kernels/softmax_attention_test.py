@@ -49,6 +49,7 @@ def blocks(monkeypatch):
     def use(rows: int, block: int) -> None:
         monkeypatch.setattr(kernel, "QUERY_BLOCK", rows)
         monkeypatch.setattr(kernel, "KEY_BLOCK", block)
+        monkeypatch.setattr(kernel, "CACHE_BLOCK", block)
 
     return use
 
@@ -212,7 +213,7 @@ def test_a_cache_has_whole_blocks(blocks):
 
 
 def test_a_cpu_gets_the_blockwise_form():
-    assert kernel.pick_implementation(jnp.dtype("float32")) == "blockwise"
+    assert kernel.pick_implementation(jnp.dtype("float32"), 64) == "blockwise"
 
 
 class TestBadInput:
