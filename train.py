@@ -173,10 +173,19 @@ def _identity(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_same_corpus(files: TokenFiles, run_dir: Path) -> None:
-    """Raises ConfigError where ``run_dir`` was trained on other tokens, which would then count as the same ones."""
+    """A run goes on only with the tokens it began with.
+
+    Raises:
+        ConfigError: ``run_dir`` was trained on another corpus.
+        TrainingError: its ``environment.json`` is damaged.
+    """
     path = run_dir / "environment.json"
     if path.exists():
-        before = json.loads(path.read_text()).get("corpus_checksum")
+        try:
+            before = json.loads(path.read_text()).get("corpus_checksum")
+        except (ValueError, AttributeError) as error:
+            raise loop.TrainingError(
+                f"{path} is damaged ({error}); bring it back, or give another --run-dir") from error
         if before != files.checksum:
             raise ConfigError(f"{run_dir} was trained on another corpus than {files.directory}; give another --run-dir")
 

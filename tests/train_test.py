@@ -401,3 +401,9 @@ def test_a_recipe_that_fails_is_named(tmp_path, capsys):
     errors = refused(capsys, 2, tmp_path / "broken.py")
     assert "broken.py" in errors
     assert "ZeroDivisionError" in errors
+
+
+@pytest.mark.parametrize("damage", ["{", "[1]"])
+def test_a_damaged_environment_json_is_named(recipe, run_dir, capsys, damage):
+    (run_dir / "environment.json").write_text(damage)
+    assert f"{run_dir / 'environment.json'} is damaged" in refused(capsys, 1, recipe, "--run-dir", run_dir)
