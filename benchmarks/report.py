@@ -1,9 +1,12 @@
 """What the benchmarks share: timing by turns, the table, and a JSON file that says where its numbers come from."""
 
+import json
 import math
 import os
 import platform
 import shlex
+import subprocess
+import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +77,36 @@ def check_memory(needed: int | None) -> None:
                      if line.startswith("MemAvailable:"))
     if needed > available:
         raise MemoryError(f"needs {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free")
+
+
+def in_process(module: str, case: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
+    """A case in a process of its own, for memory and crashes that are nobody else's.
+
+    The module is run as ``python -m MODULE --case JSON`` and prints its result as a last line of JSON.
+
+    Args:
+        module: name of the benchmark's module.
+        case: what is measured; goes through JSON.
+        seconds: limit; None, no limit.
+
+    Returns:
+        the result, or ``{"error": …}`` where the process ended without one: out of memory is a result.
+    """
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, "-m", module, "--case", json.dumps(case)]
+    try:
+        ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {seconds:.0f} s"}
+    lines = ended.stdout.splitlines()
+    if ended.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    if ended.returncode in (-9, 137):
+        return {"error": "killed: out of memory"}
+    messages = [line for line in ended.stderr.splitlines() if line.strip()]
+    return {"error": next((line for line in reversed(messages) if "Error" in line or "EXHAUSTED" in line),
+                          messages[-1] if messages else f"exit code {ended.returncode}")}
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,21 +1,22 @@
 """Products of activations with a weight matrix, in the number format that is fast on this device."""
 
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from kernels import device
 
 
 def activation_dtype(dtype: jnp.dtype | str) -> jnp.dtype:
     """Number format between products of ``dtype``: float32 on a CPU, whose units multiply bfloat16 but do nothing else
     with it, ``dtype`` elsewhere."""
     dtype = jnp.dtype(dtype)
-    return jnp.promote_types(dtype, jnp.float32) if jax.default_backend() == "cpu" else dtype
+    return jnp.promote_types(dtype, jnp.float32) if device.platform() == "cpu" else dtype
 
 
 def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], dtype: jnp.dtype) -> Float[Array, "B T F"]:
     """x w with both in ``dtype``, summed in float32 or better, in x's number format."""
-    if jax.default_backend() == "cpu" and dtype == jnp.bfloat16:
+    if device.platform() == "cpu" and dtype == jnp.bfloat16:
         return _project_on_cpu(x_BTE, w_EF)
     return (x_BTE.astype(dtype) @ w_EF.astype(dtype)).astype(x_BTE.dtype)
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kernels import device
 from kernels.segments import runs_of, visible
 
 IMPLEMENTATIONS = ("materialised", "blockwise", "cudnn")
@@ -100,8 +101,8 @@ def cached_attention(
 
 
 def _cudnn_refusal(dtype: jnp.dtype, head_width: int, segments: bool) -> str | None:
-    if jax.default_backend() != "gpu":
-        return f"it needs an NVIDIA GPU, and the default device is a {jax.default_backend()}"
+    if device.platform() != "gpu":
+        return f"it needs an NVIDIA GPU, and the default device is a {device.platform()}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {dtype}"
     if head_width % 8 or head_width > 128:

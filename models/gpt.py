@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from configs.schema import ConfigError, ModelConfig
+from kernels import device
 from kernels.projection import activation_dtype
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE, Linear
@@ -176,8 +177,8 @@ def check(config: ModelConfig) -> ModelConfig:
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether the default device multiplies bfloat16 faster than float32: a CPU does with AMX or AVX-512 BF16 units."""
-    if jax.default_backend() != "cpu":
+    """Whether the device multiplies bfloat16 faster than float32: a CPU does with AMX or AVX-512 BF16 units."""
+    if device.platform() != "cpu":
         return True
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and bool({"amx_bf16", "avx512_bf16"} & set(cpuinfo.read_text().split()))

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from kernels.linear_attention.blockwise import blockwise
 from kernels.linear_attention.chunked import chunked
 from kernels.linear_attention.recurrent import cumsum, recurrent
-from kernels.linear_attention.reference import parallel
+from kernels.linear_attention.reference import parallel, rowwise
 from kernels.linear_attention.state import EPSILON, State, sum_dtype, zero_state
 from kernels.segments import runs_of
 
@@ -24,6 +24,7 @@ def _pallas_gpu(*arguments: Any, **options: Any) -> tuple[Array, State]:
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, State]]] = {
     "reference": parallel,
     "parallel": parallel,
+    "rowwise": rowwise,
     "blockwise": blockwise,
     "cumsum": cumsum,
     "recurrent": recurrent,

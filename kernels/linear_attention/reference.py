@@ -5,6 +5,7 @@
 Katharopoulos, Vyas, Pappas, Fleuret: "Transformers are RNNs", 2020, equations 8 to 12.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -27,4 +28,26 @@ def parallel(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_B
     denominator_BTH = scores_BHTS.sum(axis=3).transpose(0, 2, 1)
     initial_BTHD, initial_BTH = from_initial(q_BTHM, initial, runs_BT)
     y_BTHD = divide(numerator_BTHD + initial_BTHD, denominator_BTH + initial_BTH if normalize else None)
+    return y_BTHD.astype(v_BTHD.dtype), final_state(k_BTHM, v_BTHD, initial, runs_BT)
+
+
+def rowwise(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
+            normalize: bool, chunk_size: int | None = None) -> tuple[Array, State]:
+    """The same a query at a time, as attention is decoded: sequential, and still T² work. ``chunk_size`` is unused."""
+    dtype = initial.s_BHMD.dtype
+    B, T = q_BTHM.shape[:2]
+    every_BT = jnp.zeros((B, T), jnp.int32) if runs_BT is None else runs_BT
+
+    @jax.checkpoint
+    def row(query):
+        t, q_BHM, run_B = query
+        seen_BT = visible(run_B[:, None], every_BT)[:, 0] & ((jnp.arange(T)[None] <= t) | (not causal))
+        scores_BHT = jnp.einsum("bhm,bshm->bhs", q_BHM, k_BTHM, preferred_element_type=dtype)
+        scores_BHT = jnp.where(seen_BT[:, None], scores_BHT, 0)
+        return jnp.einsum("bhs,bshd->bhd", scores_BHT, v_BTHD.astype(dtype)), scores_BHT.sum(axis=2)
+
+    numerator_TBHD, denominator_TBH = lax.map(row, (jnp.arange(T), q_BTHM.swapaxes(0, 1), every_BT.T))
+    initial_BTHD, initial_BTH = from_initial(q_BTHM, initial, runs_BT)
+    y_BTHD = divide(numerator_TBHD.swapaxes(0, 1) + initial_BTHD,
+                    denominator_TBH.swapaxes(0, 1) + initial_BTH if normalize else None)
     return y_BTHD.astype(v_BTHD.dtype), final_state(k_BTHM, v_BTHD, initial, runs_BT)

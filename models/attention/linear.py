@@ -23,9 +23,9 @@ class Config:
     """φ, applied to queries and keys."""
     normalize: bool = True
     """Divide by the sum of weights."""
-    form: Literal["parallel", "blockwise", "cumsum", "recurrent"] = "blockwise"
-    """parallel: masked T × T product; blockwise: the same, never materialised; cumsum: all states at once; recurrent:
-    token by token."""
+    form: Literal["parallel", "rowwise", "blockwise", "cumsum", "recurrent"] = "blockwise"
+    """parallel: masked T × T product; rowwise: a query at a time; blockwise: in blocks, never materialised; cumsum: all
+    states at once; recurrent: token by token."""
 
 
 class Attention(SelfAttention):
@@ -67,7 +67,7 @@ class Attention(SelfAttention):
 
     def flops(self, tokens: int, context: int) -> int:
         M = D = self.head_width
-        if self.form in ("parallel", "blockwise"):
+        if self.form in ("parallel", "rowwise", "blockwise"):
             return tokens * context * self.heads * (M + D)
         return 4 * tokens * self.heads * M * D
 

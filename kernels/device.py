@@ -1,0 +1,19 @@
+"""The device that a function is traced for: the default one, or the target that a program is compiled for elsewhere.
+
+A program can be compiled for a GPU on a machine without one (``benchmarks/target.py``); what is picked by device then
+has to follow the target, which is the abstract device of the mesh that is set.
+"""
+
+import jax
+
+
+def platform() -> str:
+    """``cpu``, ``gpu`` or ``tpu``."""
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if target is None else target.platform
+
+
+def kind() -> str:
+    """Name of the device as jax gives it, such as ``NVIDIA H200``; ``cpu`` for every processor."""
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if target is None else target.device_kind
