@@ -18,11 +18,11 @@ cuda := $(filter 0 1,$(CUDA))
 python := .venv/bin/python
 venv := .venv/.complete
 
-.PHONY: help setup test lint quickstart lock clean always
+.PHONY: help setup test lint gpu-check quickstart lock clean always
 .DELETE_ON_ERROR:
 
 help:  ## list what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup:  ## build .venv from requirements.lock; with CUDA=1 the GPU build of jax
 	@bash scripts/setup.sh $(or $(cuda),0)
@@ -49,11 +49,14 @@ lint: $(venv)  ## ruff and pyright
 	$(python) -m ruff check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(python) -m pyright
 
+gpu-check:  ## compile the kernels and training steps for an H200, without one, and look for spilled registers
+	@bash scripts/gpu_check.sh
+
 lock:  ## make requirements.lock again, after a change of the dependencies in pyproject.toml
 	uv=$$(bash scripts/find_uv.sh) && "$$uv" pip compile --quiet --universal --python-version 3.12 --extra dev \
 		--generate-hashes --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" \
 		pyproject.toml --output-file requirements.lock
 
-clean:  ## remove .venv, the uv of the project and caches, never runs/
-	rm -rf .venv .uv .pytest_cache .ruff_cache build dist lineargpt.egg-info
+clean:  ## remove .venv, .venv-gpu, the uv of the project and caches, never runs/
+	rm -rf .venv .venv-gpu .uv .pytest_cache .ruff_cache build dist lineargpt.egg-info
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

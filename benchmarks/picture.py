@@ -1,51 +1,110 @@
 """The pictures of the benchmarks: curves on logarithmic axes, the published ones dashed beside ours."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 PUBLISHED = Path(__file__).parent / "published.json"
 
-Curve = Mapping[float, float | None]
-"""y by x; None, where there was not enough memory, is left out."""
+COLOURS = (*(f"C{i}" for i in range(10)), "black", "navy", "maroon", "gold", "lime")
+"""The ten of matplotlib, and more for benchmarks of many forms."""
+
+type Curve = Mapping[Any, float | None]
+"""y by x; None, where there was not enough memory, is left out. In bars x is the name of a group."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    curves: Mapping[str, Curve]
+    """By the name in the legend; those that share a name with a published one share its colour."""
+    title: str = ""
+    x: str = ""
+    """Label of the horizontal axis."""
+    y: str = ""
+    """Label of the vertical axis, with its unit."""
+    published: Mapping[str, Curve] | None = None
+    """Curves of others, dashed."""
+    label: str = "published"
+    """What stands behind a published name in the legend."""
+    bars: bool = False
+    """Groups of bars in place of curves."""
 
 
 def draw(path: Path, curves: Mapping[str, Curve], *, title: str, x: str, y: str,
          published: Mapping[str, Curve] | None = None) -> None:
+    """Writes a PNG or SVG of one pair of axes, by the suffix of ``path``; title: one line that names the device."""
+    draw_panels(path, [Panel(curves, x=x, y=y, published=published)], title=title)
+
+
+def draw_panels(path: Path, panels: Sequence[Panel], *, title: str) -> None:
     """Writes a PNG or SVG, by the suffix of ``path``.
 
     Args:
         path: file to write.
-        curves: by the name in the legend; those that share a name with a published one share its colour.
-        title: one line; name the device here.
-        x: label of the horizontal axis.
-        y: label of the vertical axis, with its unit.
-        published: curves of others, dashed.
+        panels: from left to right, two in a row.
+        title: one line above them all; name the device here.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    published = published or {}
-    colours = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys([*curves, *published]))}
-    for group, style in ((published, {"linestyle": "--", "alpha": 0.6}), (curves, {"marker": "o", "markersize": 4})):
-        for name, curve in group.items():
-            points = sorted((a, b) for a, b in curve.items() if b is not None)
-            label = f"{name} (published)" if group is published else name
-            axes.plot([a for a, _ in points], [b for _, b in points], color=colours[name], label=label, **style)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    ticks = sorted({a for group in (published, curves) for curve in group.values() for a in curve})
-    axes.set_xticks(ticks, [_short(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.set(title=title, xlabel=x, ylabel=y)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", frameon=False)
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    figure, grid = pyplot.subplots(rows, columns, figsize=(7 * columns, 4.5 * rows), layout="constrained",
+                                   squeeze=False)
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        (_bars if panel.bars else _curves)(axes, panel)
+        axes.set_yscale("log")
+        axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+        axes.grid(alpha=0.3)
+        entries = len(_series(panel))
+        if entries > 6 or (entries and panel.bars):  # beside the axes, where it hides nothing
+            axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+        elif entries:
+            axes.legend(fontsize="small", frameon=False)
+    for axes in grid.flat[len(panels):]:
+        axes.remove()
+    figure.suptitle(title)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def _series(panel: Panel) -> list[tuple[str, str, dict[Any, float], bool]]:
+    """Label, colour, points and whether it is published, of what has points; the published first, to lie below."""
+    published = panel.published or {}
+    names = list(dict.fromkeys([*panel.curves, *published]))
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    series = [(f"{name} ({panel.label})" if others else name, colours[name],
+               {a: b for a, b in curve.items() if b is not None}, others)
+              for others, curves in ((True, published), (False, panel.curves)) for name, curve in curves.items()]
+    return [one for one in series if one[2]]
+
+
+def _curves(axes: Any, panel: Panel) -> None:
+    ticks: set[float] = set()
+    for label, colour, points, others in _series(panel):
+        style = {"linestyle": "--", "alpha": 0.6} if others else {"marker": "o", "markersize": 4}
+        axes.plot(sorted(points), [points[a] for a in sorted(points)], color=colour, label=label, **style)
+        ticks.update(points)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(ticks), [_short(tick) for tick in sorted(ticks)])
+    axes.minorticks_off()
+
+
+def _bars(axes: Any, panel: Panel) -> None:
+    series = _series(panel)
+    groups = list(dict.fromkeys(group for _, _, points, _ in series for group in points))
+    width = 0.8 / max(1, len(series))
+    for i, (label, colour, points, others) in enumerate(series):
+        style = {"alpha": 0.6, "hatch": "//", "fill": False, "edgecolor": colour} if others else {"color": colour}
+        axes.bar([groups.index(group) - 0.4 + (i + 0.5) * width for group in points], list(points.values()), width,
+                 label=label, **style)
+    axes.set_xticks(range(len(groups)), groups)
 
 
 def published(*keys: str) -> Any:

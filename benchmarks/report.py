@@ -1,5 +1,6 @@
 """What the benchmarks share: timing by turns, the table, and a JSON file that says where its numbers come from."""
 
+import importlib.util
 import json
 import math
 import os
@@ -12,7 +13,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -21,10 +22,46 @@ from training.environment import git_commit
 
 SAMPLE_SECONDS = 0.05
 """A sample is at least about so long: the clock and the wait for the device then do not count."""
+LEAST_SAMPLES = 3
+"""Samples of a case that is so long that it has to do with few."""
 
 
-def time_by_turns[Name](runs: Mapping[Name, Callable[[], Any]], repeats: int,
-                        sample_seconds: float = SAMPLE_SECONDS) -> dict[Name, list[float]]:
+class Peak(NamedTuple):
+    """What a device could do at most, by its data sheet."""
+
+    flops: float
+    """Dense bfloat16 operations a second."""
+    bandwidth: float
+    """Bytes of memory read or written a second."""
+
+
+PEAKS = {
+    "NVIDIA H200": Peak(989e12, 4.8e12),
+    "NVIDIA H100 80GB HBM3": Peak(989e12, 3.35e12),
+    "NVIDIA H100 PCIe": Peak(756e12, 2.0e12),
+    "NVIDIA A100-SXM4-80GB": Peak(312e12, 2.039e12),
+    "NVIDIA A100-SXM4-40GB": Peak(312e12, 1.555e12),
+}
+"""By the name that jax gives a kind of device."""
+
+
+def peak() -> Peak | None:
+    """The peaks of the first device; None where they are not known."""
+    return PEAKS.get(jax.devices()[0].device_kind)
+
+
+def device_memory() -> int | None:
+    """Bytes that a program may use on the first device; None where it does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def use_whole_memory() -> None:
+    """Lets jax take nine tenths of a GPU's memory, not three quarters; call it before anything runs there."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+
+
+def time_by_turns[Name](runs: Mapping[Name, Callable[[], Any]], repeats: int, sample_seconds: float = SAMPLE_SECONDS,
+                        seconds: float | None = None) -> dict[Name, list[float]]:
     """Seconds that a call of each run takes, ``repeats`` samples each.
 
     The runs take turns, so that the noise of a shared machine hits all alike. A sample is as many calls in a row as
@@ -34,15 +71,21 @@ def time_by_turns[Name](runs: Mapping[Name, Callable[[], Any]], repeats: int,
         runs: by name; each starts its work on the device and returns arrays to wait for.
         repeats: samples of each run.
         sample_seconds: 0 makes every call a sample.
+        seconds: about how long all samples of a run may take: a long one has fewer, ``LEAST_SAMPLES`` at least.
     """
     calls: dict[Name, int] = {}
+    turns: dict[Name, int] = {}
     for name, run in runs.items():
         jax.block_until_ready(run())
-        calls[name] = max(1, math.ceil(sample_seconds / _seconds(run, 1)))
+        call = _seconds(run, 1)
+        calls[name] = max(1, math.ceil(sample_seconds / call))
+        possible = repeats if seconds is None else max(LEAST_SAMPLES, int(seconds / (calls[name] * call)))
+        turns[name] = min(repeats, possible)
     samples: dict[Name, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
+    for turn in range(repeats):
         for name, run in runs.items():
-            samples[name].append(_seconds(run, calls[name]))
+            if turn < turns[name]:
+                samples[name].append(_seconds(run, calls[name]))
     return samples
 
 
@@ -79,7 +122,8 @@ def check_memory(needed: int | None) -> None:
         raise MemoryError(f"needs {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free")
 
 
-def in_process(module: str, case: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
+def in_process(module: str, case: Mapping[str, Any], seconds: float | None = None,
+               python: str | None = None) -> dict[str, Any]:
     """A case in a process of its own, for memory and crashes that are nobody else's.
 
     The module is run as ``python -m MODULE --case JSON`` and prints its result as a last line of JSON.
@@ -88,15 +132,15 @@ def in_process(module: str, case: Mapping[str, Any], seconds: float | None = Non
         module: name of the benchmark's module.
         case: what is measured; goes through JSON.
         seconds: limit; None, no limit.
+        python: runs it; None, this one.
 
     Returns:
         the result, or ``{"error": …}`` where the process ended without one: out of memory is a result.
     """
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [sys.executable, "-m", module, "--case", json.dumps(case)]
+    command = [python or sys.executable, "-m", module, "--case", json.dumps(case)]
     try:
-        ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               timeout=seconds, check=False)
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
         return {"error": f"not done after {seconds:.0f} s"}
     lines = ended.stdout.splitlines()
@@ -123,11 +167,13 @@ def origin(module: str, options: Namespace, more: Sequence[str] = ()) -> dict[st
 
     Args:
         module: name of the benchmark's module.
-        options: its parsed flags; the one that names the output file is left out, for it says nothing about numbers.
+        options: its parsed flags; those that name the files to write are left out, for they say nothing about numbers,
+            and those that are None.
         more: words of the command line that were passed on as they are.
     """
-    flags = [word for name, value in vars(options).items() if name != "json"
-             for word in ("--" + name.replace("_", "-"), _flag(value))]
+    flags = [word for name, value in vars(options).items()
+             if name not in ("json", "picture", "out") and value is not None and value is not False
+             for word in ("--" + name.replace("_", "-"), *(() if value is True else (_flag(value),)))]
     return {
         "device": _device(),
         "versions": {"python": platform.python_version()}
@@ -141,26 +187,37 @@ def model_parser(module: str, description: str | None) -> ArgumentParser:
     """The flags of the benchmarks that make a model of their own."""
     parser = ArgumentParser(prog=f"python -m {module}", description=description, allow_abbrev=False,
                             formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", type=_names, default=("softmax", "chunked"),
+    parser.add_argument("--modes", type=names, default=("softmax", "chunked"),
                         help="modes, or MODE:FORM, with commas between (softmax,chunked)")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
                         help="number format of the products (%(default)s)")
     for name, default, meaning in (
             ("width", 256, "width of the model"), ("layers", 4, "transformer blocks"), ("heads", 4, "attention heads"),
-            ("vocabulary", 257, "tokens in the vocabulary"), ("repeats", 10, "samples of each case")):
+            ("vocabulary", 257, "tokens in the vocabulary"), ("repeats", 20, "samples of each case")):
         parser.add_argument(f"--{name}", type=positive, default=default, help=f"{meaning} (%(default)s)")
     parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--picture", type=Path, help="PNG or SVG to draw, where matplotlib is installed")
     return parser
 
 
-def check_output(path: Path | None) -> None:
+def check_output(path: Path | None, flag: str = "--json") -> None:
     """Before anything is measured: whether a file can be written to.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot, or is to be a picture and no PNG or SVG.
     """
     if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise ConfigError(f"--json {path}: cannot be written; name a file in a folder that can be written to")
+        raise ConfigError(f"{flag} {path}: cannot be written; name a file in a folder that can be written to")
+    if path is not None and flag == "--picture" and path.suffix.lower() not in (".png", ".svg"):
+        raise ConfigError(f"{flag} {path}: expected a name that ends in .png or .svg")
+
+
+def has_matplotlib() -> bool:
+    """Whether pictures can be drawn; says so where not."""
+    found = importlib.util.find_spec("matplotlib") is not None
+    if not found:
+        print("no picture: matplotlib is not installed", file=sys.stderr)
+    return found
 
 
 def positive(text: str) -> int:
@@ -175,13 +232,13 @@ def positives(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
 
 
-def _names(text: str) -> tuple[str, ...]:
+def names(text: str) -> tuple[str, ...]:
     """A flag's value: words with commas between, each of them once."""
     return tuple(dict.fromkeys(text.split(",")))
 
 
 # What argparse calls them in its messages.
-positive.__name__, positives.__name__ = "positive number", "list of positive numbers"
+positive.__name__, positives.__name__, names.__name__ = "positive number", "list of positive numbers", "list of names"
 
 
 def _flag(value: Any) -> str:

@@ -1,26 +1,36 @@
 """Time and memory of a training step, mode against mode: forward, backward and AdamW update, as ``train.py`` makes it.
 
     python -m benchmarks.train_step --contexts 512,1024,2048,4096,8192 --modes softmax,chunked --json step.json
+    python -m benchmarks.train_step --sizes 124M,355M,774M,1558M --contexts 1024,8192,65536,524288 --picture step.png
+    python -m benchmarks.train_step --sizes 124M --contexts 1024 --tokens 524288 --accumulate 16
 
-A mode may carry its form: ``softmax:materialised``, ``softmax:blockwise``, ``linear:recurrent``. The modes take turns
-at each context; figures are medians. The last column says how many times as fast as the first softmax mode a mode is.
-The file has the table's rows with every sample, and the device, versions, commit and command that they come from. A
-case that does not fit into memory, or that this device does not support, is a row with ``error`` and without times.
+A mode may carry its form: ``softmax:materialised``, ``chunked:pallas_gpu``, ``linear:recurrent``. The modes take turns
+at each context; figures are medians. A size is one of GPT-2's, with softplus features; without ``--sizes`` the model is
+that of ``--width``, ``--layers``, ``--heads`` and ``--vocabulary``. ``--peer nanogpt=PATH`` times nanoGPT's own step
+beside ours, where torch is installed; PATH is its ``model.py``, or the folder that has it.
+
+Utilisation is the model's floating-point operations, 6 a parameter and token and three times those of the attention's
+forward pass, over what the device could do at most by its data sheet; recomputed ones do not count. The last column
+says how many times as fast as the first softmax mode a mode is. The file has the table's rows with every sample, and
+the device, versions, commit and command that they come from. A case that does not fit into memory, that this device
+does not support, or that would take too long, is a row with ``error`` and without times.
 """
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from statistics import median
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import report
+from benchmarks import nanogpt, picture, report
 from configs.schema import Config, ConfigError, ModelConfig, TrainConfig
 from data.loader import Batch
 from models import attention, gpt
@@ -30,7 +40,30 @@ from training.step import StepMetrics, TrainState, initial_state, make_model, ma
 
 FORM_OPTIONS = ("form", "kernel")
 """What modes call the option that names how they are computed."""
-HEADINGS = ("context", "mode", "implementation", "ms/step", "fastest", "tokens/s", "peak MiB", "× softmax")
+HEADINGS = ("size", "context", "mode", "implementation", "ms/step", "fastest", "samples", "tokens/s", "utilisation",
+            "peak MiB", "× softmax")
+CASE_SECONDS = 60.0
+"""How long the samples of a case may take, unless a flag says otherwise."""
+
+
+class Size(NamedTuple):
+    """What a model's speed depends on beside its context and its attention."""
+
+    layers: int
+    heads: int
+    width: int
+    vocabulary: int
+
+
+GPT2_VOCABULARY = 50_304
+"""50,257 tokens, filled up to a multiple of 64 for the device's products."""
+SIZES = {
+    "124M": Size(12, 12, 768, GPT2_VOCABULARY),
+    "355M": Size(24, 16, 1024, GPT2_VOCABULARY),
+    "774M": Size(36, 20, 1280, GPT2_VOCABULARY),
+    "1558M": Size(48, 25, 1600, GPT2_VOCABULARY),
+}
+"""GPT-2's, by name."""
 
 
 @dataclass
@@ -43,9 +76,19 @@ class Row:
     context: int
     batch: int
     """Sequences in a step."""
+    size: str | None = None
+    """Name in ``SIZES``; None: the flags'."""
+    accumulate: int = 1
+    """Parts that the batch was taken in."""
+    remat: str | None = None
+    """What was recomputed in the backward pass to save memory."""
+    flops: float | None = None
+    """Floating-point operations of a step that the model asks for."""
     milliseconds: float | None = None
     """Median of the samples."""
     tokens_per_second: float | None = None
+    utilisation: float | None = None
+    """Share of the device's bfloat16 operations; None where its peak is not known."""
     ratio: float | None = None
     """Time of the first softmax mode at this context over the time of this one."""
     peak_bytes: int | None = None
@@ -59,7 +102,7 @@ class Step:
 
     Raises:
         NotImplementedError: an implementation that this device or input does not have.
-        MemoryError: more memory is needed than a CPU has left.
+        MemoryError: more memory is needed than the device has.
         jax.errors.JaxRuntimeError: the same on other devices.
     """
 
@@ -78,6 +121,9 @@ class Step:
         self._compiled = lowered.compile()
         self.peak_bytes = report.peak_bytes(self._compiled)
         report.check_memory(self.peak_bytes)
+        limit = report.device_memory()
+        if self.peak_bytes is not None and limit is not None and self.peak_bytes > limit:
+            raise MemoryError(f"needs {self.peak_bytes / 2**30:.1f} GiB, the device has {limit / 2**30:.1f}")
         self._state = jax.jit(initial)()
 
     def __call__(self) -> StepMetrics:
@@ -110,16 +156,49 @@ def _names(hint: Any) -> list[str]:
     return [hint] if isinstance(hint, str) else [name for part in get_args(hint) for name in _names(part)]
 
 
-def model_config(mode: str, context: int, options: argparse.Namespace) -> ModelConfig:
-    """The model of a mode, with the sizes that the flags give.
+def sizes(options: argparse.Namespace) -> dict[str | None, Size]:
+    """The sizes that the flags name, by name.
+
+    Raises:
+        ConfigError: a name that is not in ``SIZES``.
+    """
+    for name in options.sizes or ():
+        if name not in SIZES:
+            raise ConfigError(f"--sizes {name}: expected one of {', '.join(SIZES)}")
+    if options.sizes is None:
+        return {None: Size(options.layers, options.heads, options.width, options.vocabulary)}
+    return {name: SIZES[name] for name in options.sizes}
+
+
+def model_config(mode: str, context: int, size: Size, *, dtype: Any, features: str | None = None) -> ModelConfig:
+    """The model of a mode and a size.
+
+    Args:
+        mode: as it is named on the command line.
+        context: of the model.
+        size: of the model.
+        dtype: as in :class:`ModelConfig`.
+        features: feature map, of a mode that has one; None, the mode's own choice.
 
     Raises:
         ConfigError: sizes that do not go together, or an unknown mode.
     """
     name, mode_options = mode_config(mode)
-    return gpt.check(ModelConfig(
-        layers=options.layers, heads=options.heads, width=options.width, context=context, dtype=options.dtype,
-        attention=(name,), modes={name: mode_options}))
+    if features is not None and hasattr(mode_options, "feature_map"):
+        mode_options = replace(mode_options, feature_map=features)
+    return gpt.check(ModelConfig(layers=size.layers, heads=size.heads, width=size.width, context=context, dtype=dtype,
+                                 attention=(name,), modes={name: mode_options}))
+
+
+def model_flops(config: Config, vocabulary_size: int) -> float:
+    """Floating-point operations of a step: 6 a parameter and token, positions left out, and the attention's own."""
+    model = nnx.eval_shape(lambda: make_model(config, vocabulary_size))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    if model.position_embedding is not None:
+        parameters -= config.model.context * config.model.width
+    tokens = config.train.batch_size * config.model.context
+    return 6 * parameters * tokens + 3 * sum(block.attention.flops(tokens, config.model.context)
+                                             for block in model.blocks)
 
 
 def implementation(config: Config, vocabulary_size: int) -> str | None:
@@ -128,71 +207,156 @@ def implementation(config: Config, vocabulary_size: int) -> str | None:
     return block.attention.implementation(block.dtype)
 
 
-def measure(configs: dict[str, Config], vocabulary_size: int, repeats: int) -> list[Row]:
+def measure(configs: dict[str, Config], vocabulary_size: int, repeats: int, *, seconds: float = CASE_SECONDS,
+            remat: str = "none", size: str | None = None, before: Sequence[Row] = (),
+            peers: dict[str, Callable[[], Any]] | None = None) -> list[Row]:
     """The rows of one context: every mode's step, timed by turns.
 
     Args:
         configs: by mode, as it was named.
         vocabulary_size: V.
         repeats: samples of each.
+        seconds: about how long the samples of a mode may take: a long step has fewer; one that by ``before`` would
+            take longer than that alone is not run.
+        remat: ``none``, ``block``, or ``auto``, which recomputes blocks where the step does not fit otherwise.
+        size: name of the size.
+        before: rows of shorter contexts.
+        peers: other people's steps, by name, timed beside ours.
     """
     rows, steps = {}, {}
     for mode, config in configs.items():
         row = rows[mode] = Row(mode, implementation(config, vocabulary_size), config.model.context,
-                               config.train.batch_size)
-        try:
-            step = Step(config, vocabulary_size)
-            row.peak_bytes = step.peak_bytes
-            jax.block_until_ready(step())
-        except (MemoryError, jax.errors.JaxRuntimeError, NotImplementedError) as error:
-            row.error = str(error).partition("\n")[0]
-        else:
-            steps[mode] = step
-    samples = report.time_by_turns(steps, repeats)
+                               config.train.batch_size, size, config.train.accumulate,
+                               flops=model_flops(config, vocabulary_size))
+        row.error = _too_long(row, before, seconds)
+        for choice in () if row.error else ("none", "block") if remat == "auto" else (remat,):
+            row.error, row.remat = None, choice
+            try:
+                steps[mode] = _ready(replace(config, train=replace(config.train, remat=choice)), vocabulary_size, row)
+                break
+            except NotImplementedError as error:
+                row.error = str(error).partition("\n")[0]
+                break
+            except (MemoryError, jax.errors.JaxRuntimeError) as error:
+                row.error = str(error).partition("\n")[0]
+    for name, step in (peers or {}).items():
+        config = next(iter(configs.values()))
+        rows[name] = Row(name, None, config.model.context, config.train.batch_size, size)
+        steps[name] = step
+    samples = report.time_by_turns(steps, repeats, seconds=seconds)
     softmax = next((median(samples[mode]) for mode in steps if mode.partition(":")[0] == "softmax"), None)
+    peak = report.peak()
     for mode in steps:
-        row, seconds = rows[mode], median(samples[mode])
+        row, median_seconds = rows[mode], median(samples[mode])
         row.samples = [1e3 * sample for sample in samples[mode]]
-        row.milliseconds = 1e3 * seconds
-        row.tokens_per_second = row.batch * row.context / seconds
-        row.ratio = None if softmax is None else softmax / seconds
+        row.milliseconds = 1e3 * median_seconds
+        row.tokens_per_second = row.batch * row.context / median_seconds
+        row.ratio = None if softmax is None else softmax / median_seconds
+        if peak is not None and row.flops is not None and configs[mode].model.dtype == "bfloat16":
+            row.utilisation = row.flops / median_seconds / peak.flops
     return list(rows.values())
+
+
+def _ready(config: Config, vocabulary_size: int, row: Row) -> Step:
+    """A step that ran once.
+
+    Raises:
+        as :class:`Step`.
+    """
+    step = Step(config, vocabulary_size)
+    row.peak_bytes = step.peak_bytes
+    jax.block_until_ready(step())
+    return step
+
+
+def _too_long(row: Row, before: Sequence[Row], seconds: float) -> str | None:
+    """Why a case is not run: that the same mode at a shorter context says that a single step would take too long."""
+    same = [other for other in before if (other.mode, other.size) == (row.mode, row.size) and other.milliseconds]
+    if not same or row.flops is None:
+        return None
+    longest = max(same, key=lambda other: other.context)
+    assert longest.milliseconds is not None
+    assert longest.flops is not None
+    predicted = longest.milliseconds / 1e3 * row.flops / longest.flops
+    return None if predicted <= seconds else (
+        f"a step would take about {predicted:,.0f} s, by that at {longest.context:,}: more than --seconds-per-case "
+        f"{seconds:g}")
 
 
 def cells(row: Row) -> list[str]:
     """A row of the printed table."""
     memory = "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.1f}"
     ratio = "–" if row.ratio is None else f"{row.ratio:.2f}"
-    times = ("–", "–", "–")
+    utilisation = "–" if row.utilisation is None else f"{row.utilisation:.1%}"
+    times = ("–", "–", "–", "–")
     if row.milliseconds is not None:
-        times = (f"{row.milliseconds:,.1f}", f"{min(row.samples):,.1f}", f"{row.tokens_per_second:,.0f}")
-    return [f"{row.context:,}", row.mode, row.implementation or "", *times, memory, ratio]
+        times = (f"{row.milliseconds:,.1f}", f"{min(row.samples):,.1f}", str(len(row.samples)),
+                 f"{row.tokens_per_second:,.0f}")
+    form = (row.implementation or "") + (", remat" if row.remat == "block" else "")
+    return [row.size or "", f"{row.context:,}", row.mode, form, *times, utilisation, memory, ratio]
+
+
+def draw(path: Path, rows: Sequence[Row], device: str) -> None:
+    """Time of a step against context, a panel a size, with what was published of the same attention."""
+    panels = []
+    for size in dict.fromkeys(row.size for row in rows):
+        curves: dict[str, dict[float, float | None]] = {}
+        others: dict[str, picture.Curve] = {}
+        known = picture.published("training_step", "models").get(size, {})
+        for row in rows:
+            if row.size != size:
+                continue
+            curves.setdefault(row.mode, {})[row.context] = row.milliseconds
+            name = "chunked" if row.mode.startswith("chunked") else row.mode
+            if row.mode.startswith("softmax"):
+                name = "softmax:materialised" if row.implementation == "materialised" else "softmax:cudnn"
+            if name in known and known[name] not in others.values():
+                others[row.mode] = known[name]
+        panels.append(picture.Panel(curves, title=size or "", x="context (tokens)", y="milliseconds a training step",
+                                    published=others))
+    picture.draw_panels(path, panels, title=f"A training step on {device}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
     options = _options(argv)
+    report.use_whole_memory()
     try:
         report.check_output(options.json)
-        configs = {context: {
-            mode: Config(model=model_config(mode, context, options),
-                         train=TrainConfig(batch_size=max(context, options.tokens) // context))
-            for mode in options.modes} for context in options.contexts}
+        report.check_output(options.picture, "--picture")
+        model = nanogpt.find(options.peer) if options.peer else None
+        configs = {(size, context): {mode: _config(mode, context, sizes(options)[size], options)
+                                     for mode in options.modes}
+                   for size in sizes(options) for context in options.contexts}
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    if model is not None:
+        options.peer = f"nanogpt={model.name}"  # where it lies says nothing about numbers
     contents = report.origin("benchmarks.train_step", options)
     rows: list[Row] = []
     try:
-        for context, modes in configs.items():
-            print(f"context {context:,} …", file=sys.stderr)
-            rows += measure(modes, options.vocabulary, options.repeats)
+        for (size, context), modes in configs.items():
+            print(f"{size or 'model'} at context {context:,} …", file=sys.stderr)
+            vocabulary_size = sizes(options)[size].vocabulary
+            with contextlib.ExitStack() as stack:
+                peers: dict[str, Callable[[], Any]] = {}
+                if model is not None:
+                    config = next(iter(modes.values()))
+                    try:
+                        peers["nanogpt"] = stack.enter_context(nanogpt.Peer(model, config, vocabulary_size))
+                    except nanogpt.PeerError as error:
+                        rows.append(Row("nanogpt", None, context, config.train.batch_size, size, error=str(error)))
+                rows += measure(modes, vocabulary_size, options.repeats, seconds=options.seconds_per_case,
+                                remat=options.remat, size=size, before=rows, peers=peers)
             if options.json is not None:
                 write_json(options.json, contents | {"rows": [asdict(row) for row in rows]})
-    except OSError as error:
+        if options.picture is not None and report.has_matplotlib():
+            draw(options.picture, rows, contents["device"])
+    except (OSError, nanogpt.PeerError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{contents['device']}; {configs[options.contexts[0]][options.modes[0]].model.dtype}")
+    print(f"{contents['device']}; {next(iter(configs.values()))[options.modes[0]].model.dtype}")
     print(report.table(HEADINGS, [cells(row) for row in rows]))
     for row in rows:
         if row.error is not None:
@@ -200,12 +364,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if any(row.error is None for row in rows) else 1
 
 
+def _config(mode: str, context: int, size: Size, options: argparse.Namespace) -> Config:
+    tokens = options.tokens or (context if options.sizes else 4096)
+    batch = options.batch or max(context, tokens) // context
+    if batch % options.accumulate:
+        raise ConfigError(f"--accumulate {options.accumulate}: does not divide the batch, {batch} at context {context}")
+    features = "softplus" if options.sizes else None  # as published for linear GPT-2
+    return Config(model=model_config(mode, context, size, dtype=options.dtype, features=features),
+                  train=TrainConfig(batch_size=batch, accumulate=options.accumulate))
+
+
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = report.model_parser("benchmarks.train_step", __doc__)
+    parser.add_argument("--sizes", type=report.names, help=f"GPT-2's, with commas between, of {','.join(SIZES)}")
     parser.add_argument("--contexts", type=report.positives, default=(512, 1024, 2048, 4096, 8192),
                         help="sequence lengths, with commas between (512,1024,2048,4096,8192)")
-    parser.add_argument("--tokens", type=report.positive, default=4096,
-                        help="tokens in a step, where the context is not longer (%(default)s)")
+    parser.add_argument("--tokens", type=report.positive, help="tokens in a step, where the context is not longer "
+                        "(4096; with --sizes one sequence)")
+    parser.add_argument("--batch", type=report.positive, help="sequences in a step, in place of --tokens")
+    parser.add_argument("--accumulate", type=report.positive, default=1,
+                        help="parts that the batch is taken in, one after the other (%(default)s)")
+    parser.add_argument("--remat", choices=("none", "block", "auto"), default="auto",
+                        help="compute blocks again in the backward pass; auto: where it does not fit otherwise")
+    parser.add_argument("--seconds-per-case", type=float, default=CASE_SECONDS,
+                        help="about how long the samples of a case may take (%(default)g)")
+    parser.add_argument("--peer", help="nanogpt=PATH: time nanoGPT's step too")
     return parser.parse_args(argv)
 
 

@@ -17,3 +17,10 @@ def kind() -> str:
     """Name of the device as jax gives it, such as ``NVIDIA H200``; ``cpu`` for every processor."""
     target = jax.sharding.get_abstract_mesh().abstract_device
     return jax.devices()[0].device_kind if target is None else target.device_kind
+
+
+def cores() -> int:
+    """Multiprocessors of a GPU; 1 for other devices."""
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    found = getattr(jax.devices()[0], "core_count", None) if target is None else target.num_cores
+    return (found or 1) if platform() == "gpu" else 1

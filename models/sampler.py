@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import ConfigError
+from kernels import device
+from models.attention.self_attention import Linear
 from models.gpt import GPT, Cache
 
 PREFILL_TOKENS = 256
@@ -72,7 +75,7 @@ class Sampler:
         self.max_length = model.config.context if model.config.positions == "learned" else None
         """Tokens, prompt included, that the model has positions for; None: no bound."""
         self._model = model
-        graph, state = nnx.split(model)
+        graph, state = nnx.split(_with_product_weights(model))
         # All that the compiled functions take is put on one device: what merely happens to be there, as a new array
         # does, has them compiled a second time for their own outputs.
         self._device = jax.local_devices()[0]
@@ -101,8 +104,16 @@ class Sampler:
                 return (done + 1, tokens_BT.at[:, done].set(token_B), model.logits(x_BTE)[:, 0], cache,
                         ended_B | (token_B == end))
 
+            def step_on(_: Array, carry: Any) -> Any:
+                return (carry[0] + unfinished(carry), *step(carry)[1:])
+
             tokens_BT = jnp.full((len(ended_B), TOKENS_PER_CALL), end, jnp.int32)
-            return jax.lax.while_loop(unfinished, step, (jnp.int32(0), tokens_BT, logits_BV, cache, ended_B))
+            start = (jnp.int32(0), tokens_BT, logits_BV, cache, ended_B)
+            if device.platform() == "cpu":
+                return jax.lax.while_loop(unfinished, step, start)
+            # Elsewhere the host would ask at every token whether to go on, and the device wait for it. Here it goes on
+            # past the end, which is never read.
+            return jax.lax.fori_loop(0, TOKENS_PER_CALL, step_on, start)
 
         self._prefill = jax.jit(prefill, donate_argnames="cache")
         self._decode = jax.jit(decode, donate_argnames=("logits_BV", "cache", "ended_B"))
@@ -147,6 +158,59 @@ class Sampler:
             max_new_tokens = min(max_new_tokens, self.max_length - T)
         return self._pieces(prompt_T, sampling, max_new_tokens, samples)
 
+    @property
+    def model(self) -> GPT:
+        """The model that is sampled from, as it was given."""
+        return self._model
+
+    def continuation(self, position: int, *, calls: int, samples: int = 1,
+                     sampling: Sampling | None = None) -> Callable[[], Array]:
+        """Draw as if ``position`` tokens stood before, without reading any: for measurements.
+
+        What decoding keeps is filled with random numbers from 0 to 1, its counts of tokens with ``position``; a cache
+        that grows has room for what is drawn and no more. The tokens mean nothing, the time they take does.
+
+        Args:
+            position: tokens before, the same in every row.
+            calls: bound on the calls of what is returned.
+            samples: B.
+            sampling: how tokens are drawn; None: the default.
+
+        Returns:
+            A function that starts to draw the next ``TOKENS_PER_CALL`` tokens of every row and returns them, (B, T),
+            without waiting for the device.
+
+        Raises:
+            ConfigError: the model has no positions for so many tokens.
+        """
+        room = position + calls * TOKENS_PER_CALL
+        if self.max_length is not None and self.max_length < room:
+            raise ConfigError(f"{room:,} tokens are more than the {self.max_length:,} learned positions of the model")
+
+        def fill() -> tuple[Array, Cache, Array]:
+            key = jax.random.key(0)
+
+            def contents(path: Any, x: jax.ShapeDtypeStruct) -> Array:
+                if jnp.issubdtype(x.dtype, jnp.integer):
+                    return jnp.full(x.shape, position, x.dtype)
+                name = jax.tree_util.keystr(path)
+                return jax.random.uniform(jax.random.fold_in(key, zlib.crc32(name.encode())), x.shape, x.dtype)
+
+            shapes = jax.eval_shape(lambda: self._model.init_cache(samples, room))
+            logits_BV = jax.random.normal(key, (samples, self._model.vocab_size))
+            return logits_BV, jax.tree.map_with_path(contents, shapes), jnp.zeros(samples, bool)
+
+        carry = jax.device_put(jax.jit(fill)(), self._device)
+        keys_B, settings = jax.device_put(_arrays(sampling or Sampling(), samples), self._device)
+
+        def draw_piece() -> Array:
+            nonlocal carry
+            _, tokens_BT, *rest = self._decode(self._state, *carry, keys_B, settings, np.int32(TOKENS_PER_CALL))
+            carry = rest
+            return tokens_BT
+
+        return draw_piece
+
     def _pieces(self, prompt_T: np.ndarray, sampling: Sampling, max_new_tokens: int,
                 samples: int) -> Iterator[np.ndarray]:
         keys_B, settings = _arrays(sampling, samples)
@@ -183,6 +247,17 @@ class Sampler:
         if self.max_length is not None:
             return self.max_length
         return max(LEAST_ROOM, 1 << (prompt_length + max_new_tokens - 1).bit_length())
+
+
+def _with_product_weights(model: GPT) -> GPT:
+    """The same model, its projections' weights in the number format in which they are multiplied: half the bytes to
+    read, and the same tokens."""
+    graph, state = nnx.split(model)
+    model = nnx.merge(graph, state)
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Linear) and module.product_dtype is not None:
+            module.kernel[...] = module.kernel[...].astype(module.product_dtype)
+    return model
 
 
 def draw(logits_BV: Float[Array, "B V"], keys_B: Array, temperature: Float[Array, ""], top_k: Int[Array, ""],

@@ -26,28 +26,14 @@ if [[ $whole == yes && $cuda == "$wanted_cuda" && $lock == "$wanted_lock" ]]; th
     exit 0
 fi
 
-uv=$(bash scripts/find_uv.sh)
-# uv does not read pip's settings, and behind a mirror the address of the index often stands only there.
-if [[ -z ${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-} ]]; then
-    index=${PIP_INDEX_URL:-$(python3 -m pip config get global.index-url 2>/dev/null || true)}
-    if [[ -n $index ]]; then export UV_DEFAULT_INDEX=$index; fi
-fi
+source scripts/environment.sh
 sync() { "$uv" pip sync --python .venv/bin/python --require-hashes "$@" requirements.lock; }
 
 if [[ $whole == yes ]]; then
     sync --quiet --dry-run  # without a network this ends here, and .venv stays whole
     rm "$stamp"
 else
-    rm -rf .venv
-    if python=$(bash scripts/find_python.sh); then
-        "$uv" venv --quiet --no-project --python "$python" .venv
-    else
-        echo "No Python 3.12 or 3.13 on PATH or under pyenv: uv downloads 3.12" >&2
-        if ! "$uv" venv --quiet --no-project --managed-python --python 3.12 .venv; then
-            echo "uv could not download it: install Python 3.12 or 3.13, then run \`make setup\` again." >&2
-            exit 1
-        fi
-    fi
+    make_environment .venv
 fi
 
 sync

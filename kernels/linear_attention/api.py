@@ -1,24 +1,22 @@
 """``linear_attention``: the one entry to every form, with the checks on what goes in."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels import device
 from kernels.linear_attention.blockwise import blockwise
 from kernels.linear_attention.chunked import chunked
+from kernels.linear_attention.pallas_gpu import pallas_gpu, refuses
 from kernels.linear_attention.recurrent import cumsum, recurrent
 from kernels.linear_attention.reference import parallel, rowwise
 from kernels.linear_attention.state import EPSILON, State, sum_dtype, zero_state
 from kernels.segments import runs_of
 
 __all__ = ["EPSILON", "IMPLEMENTATIONS", "State", "linear_attention", "pick_implementation"]
-
-
-def _pallas_gpu(*arguments: Any, **options: Any) -> tuple[Array, State]:
-    raise NotImplementedError("implementation='pallas_gpu': this version of lineargpt has no Pallas kernel; "
-                              "implementation='chunked' computes the same in plain JAX on every device")
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, State]]] = {
@@ -29,7 +27,9 @@ IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, State]]] = {
     "cumsum": cumsum,
     "recurrent": recurrent,
     "chunked": chunked,
-    "pallas_gpu": _pallas_gpu,
+    "pallas_gpu": pallas_gpu,
+    "pallas_gpu_serial": functools.partial(pallas_gpu, schedule="serial"),
+    "pallas_gpu_parallel": functools.partial(pallas_gpu, schedule="parallel"),
 }
 """Every form by name. ``reference`` and ``parallel`` are the same function: the definition, written out."""
 
@@ -75,7 +75,7 @@ def linear_attention(
     _check(q_BTHM, k_BTHM, v_BTHD, initial_state, segment_ids_BT, chunk_size)
     B, T, H, M = q_BTHM.shape
     dtype = sum_dtype(q_BTHM, k_BTHM, v_BTHD)
-    name = implementation or pick_implementation(T, causal=causal)
+    name = implementation or pick_implementation(q_BTHM, k_BTHM, v_BTHD, causal=causal, chunk_size=chunk_size)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
     state = zero_state(B, H, M, v_BTHD.shape[3], dtype) if initial_state is None else \
@@ -85,9 +85,14 @@ def linear_attention(
                                  chunk_size=chunk_size)
 
 
-def pick_implementation(tokens: int, *, causal: bool = True) -> str:
-    """What ``implementation=None`` means for a sequence of so many tokens."""
-    return "recurrent" if tokens == 1 and causal else "chunked"
+def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True,
+                        chunk_size: int | None = None) -> str:
+    """What ``implementation=None`` means for arrays, or shapes and dtypes, on the device that is traced for."""
+    if q_BTHM.shape[1] == 1 and causal:
+        return "recurrent"
+    if device.platform() == "gpu" and refuses(q_BTHM, k_BTHM, v_BTHD, causal=causal, chunk_size=chunk_size) is None:
+        return "pallas_gpu"
+    return "chunked"
 
 
 def _check(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, state: State | None, segment_ids_BT: Array | None,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels.linear_attention.state import State, divide, final_state, from_initial, sum_dtype
+from kernels.linear_attention.state import State, divide, final_state, from_initial, level, sum_dtype
 from kernels.segments import visible
 
 
@@ -139,16 +139,15 @@ def _causal_backward(C, normalize, saved, gradients):
     T, dtype = q_BTHM.shape[1], initial.s_BHMD.dtype
     q, k, v, dy = (_split(x, C) for x in (q_BTHM, k_BTHM, v_BTHD, dy_BTHD))
     chunks = _Chunks() if runs_BT is None else _Chunks.of(_split(runs_BT, C, fill=-1))
-    before, _ = _carry(_updates(k, v, chunks.writes_NBC, dtype), chunks.keeps_NB, initial)
+    before, end = _carry(_updates(k, v, chunks.writes_NBC, dtype), chunks.keeps_NB, initial)
     reading, writing = _only(chunks.reads_NBC, q), _only(chunks.writes_NBC, k)
 
     # y = numerator / (denominator + ε)
-    dnumerator = dy.astype(dtype)
+    dnumerator = divide(dy.astype(dtype), denominator_NBHC if normalize else None).astype(v.dtype)
     ddenominator_NBHC = jnp.zeros(dy.shape[:-1], dtype)
     if normalize:
-        dnumerator = divide(dnumerator, denominator_NBHC)
-        ddenominator_NBHC = -jnp.sum(dnumerator * _split(y_BTHD, C).astype(dtype), axis=-1)
-    dnumerator = dnumerator.astype(v.dtype)
+        # From the gradient as the products see it, rounded: what the two have in common cancels in dq.
+        ddenominator_NBHC = -_product("nbhcd,nbhcd->nbhc", dnumerator, _split(y_BTHD, C))
 
     # Gradients of the state run backwards in time.
     dbefore = State(_product("nbhcm,nbhcd->nbhmd", reading, dnumerator),
@@ -162,6 +161,10 @@ def _causal_backward(C, normalize, saved, gradients):
                 + ddenominator_NBHC[..., None] * before.z_BHM[..., None, :])
     dk_state = _product("nbhcd,nbhmd->nbhcm", v, dafter.s_BHMD.astype(v.dtype)) + dafter.z_BHM[..., None, :]
     dq = _product("nbhcs,nbhsm->nbhcm", dscores_NBHCS, k) + _only(chunks.reads_NBC, dq_state)
+    if normalize and v.dtype != dtype:
+        after_NBHM = jnp.concatenate([before.z_BHM[1:], end.z_BHM[None]])
+        within_NBHC = None if chunks.writes_NBC is None else chunks.writes_NBC[:, :, None]
+        dq = level(dq, q.astype(dtype), after_NBHM[..., None, :], ddenominator_NBHC, denominator_NBHC, within_NBHC)
     dk = _product("nbhcs,nbhcm->nbhsm", dscores_NBHCS, q) + _only(chunks.writes_NBC, dk_state)
     dv = (_product("nbhcs,nbhcd->nbhsd", scores_NBHCS, dnumerator)
           + _product("nbhcm,nbhmd->nbhcd", writing, dafter.s_BHMD.astype(k.dtype)))

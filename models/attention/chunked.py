@@ -6,6 +6,8 @@ The same function as ``linear`` to rounding. Hua et al., "Transformer Quality in
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
+
 from kernels.linear_attention import pick_implementation
 from kernels.linear_attention.chunked import default_chunk_size
 from models.attention import linear
@@ -22,7 +24,7 @@ class Config:
     """Divide by the sum of weights."""
     chunk_size: int | None = None
     """Tokens in a chunk; None: what is fastest on this kind of device."""
-    kernel: Literal["chunked", "pallas_gpu"] | None = None
+    kernel: Literal["chunked", "pallas_gpu", "pallas_gpu_serial", "pallas_gpu_parallel"] | None = None
     """Which implementation; None: the fastest on this device."""
 
     def __post_init__(self) -> None:
@@ -47,4 +49,5 @@ class Attention(linear.Attention):
         return tokens * self.heads * (chunk * (M + D) + 4 * M * D)
 
     def implementation(self, dtype: Any) -> str | None:
-        return self.config.kernel or pick_implementation(self.max_length)
+        x_BTHD = jax.ShapeDtypeStruct((1, self.max_length, self.heads, self.head_width), dtype)
+        return self.config.kernel or pick_implementation(x_BTHD, x_BTHD, x_BTHD, chunk_size=self.chunk_size)

@@ -1,11 +1,14 @@
 """The benchmark of training steps prints and writes what it promises, and stops before any work where it cannot."""
 
+import importlib.util
 import json
+import time
 
 import jax
 import pytest
 
 from benchmarks import report, train_step
+from configs.schema import Config, ModelConfig, TrainConfig
 
 TINY = ["--tokens", "64", "--width", "16", "--layers", "1", "--heads", "2", "--repeats", "2", "--dtype", "float32"]
 
@@ -42,7 +45,7 @@ def test_rows_of_the_file_and_the_table(tmp_path, capsys):
         assert row["peak_bytes"] > 12 * 257 * 16  # float32 embeddings and their two moments alone
         assert row["error"] is None
     heading, *lines = capsys.readouterr().out.splitlines()[1:]
-    assert heading.split()[:2] == ["context", "mode"]
+    assert heading.split()[:3] == ["size", "context", "mode"]
     assert heading.endswith("× softmax")
     assert len(lines) == 4
     assert lines[1].split()[1] == "softmax:materialised"
@@ -69,6 +72,9 @@ def test_a_case_beyond_the_memory_or_the_device_is_a_row_without_times(tmp_path,
     (["--heads", "3"], "model.heads is 3, which does not divide model.width, 16"),
     (["--contexts", "32,x"], "--contexts: invalid list of positive numbers value: '32,x'"),
     (["--json", "nowhere/step.json"], "--json nowhere/step.json: cannot be written"),
+    (["--sizes", "124m"], "--sizes 124m: expected one of 124M, 355M, 774M, 1558M"),
+    (["--accumulate", "3"], "--accumulate 3: does not divide the batch"),
+    (["--peer", "nanogpt=nowhere"], "--peer nanogpt=nowhere: expected nanogpt=PATH"),
 ])
 def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
@@ -77,6 +83,73 @@ def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, monkeypatch,
         raise SystemExit(train_step.main([*TINY, *flags]))
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_flops_are_six_a_parameter_and_the_attentions_own():
+    config = Config(model=ModelConfig(layers=2, heads=2, width=16, context=64, attention=("softmax",)),
+                    train=TrainConfig(batch_size=3))
+    layer = 12 * 16**2 + 13 * 16  # four projections and the MLP, their biases and the two norms
+    expected = 6 * (11 * 16 + 2 * layer + 2 * 16) * 3 * 64 + 3 * 2 * (2 * 3 * 64 * 64 * 16)
+    assert train_step.model_flops(config, 11) == expected
+
+
+def test_a_step_that_does_not_fit_recomputes_its_blocks(tmp_path, monkeypatch):
+    needed = iter([2**60, 2**20])
+    monkeypatch.setattr(report, "peak_bytes", lambda compiled: next(needed))
+    path = tmp_path / "step.json"
+    assert train_step.main([*TINY, "--contexts", "32", "--modes", "chunked", "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["remat"], row["peak_bytes"], row["error"]) == ("block", 2**20, None)
+
+
+def test_a_case_that_would_take_too_long_is_not_run():
+    before = [train_step.Row("softmax", None, 1024, 1, milliseconds=1000.0, flops=1e9)]
+    row = train_step.Row("softmax", None, 4096, 1, flops=16e9)
+    assert train_step._too_long(row, before, 20) is None
+    assert train_step._too_long(row, before, 10) == (
+        "a step would take about 16 s, by that at 1,024: more than --seconds-per-case 10")
+    assert train_step._too_long(train_step.Row("chunked", None, 4096, 1, flops=16e9), before, 10) is None
+
+
+def test_gpt2_sizes_one_sequence_a_step_softplus_features():
+    options = train_step._options(["--sizes", "124M", "--dtype", "bfloat16"])
+    (size,) = train_step.sizes(options).values()
+    config = train_step._config("chunked:chunked", 8192, size, options)
+    assert config.train.batch_size == 1
+    assert config.model.modes["chunked"].feature_map == "softplus"
+    config = train_step._config("softmax", 1024, size, train_step._options(["--sizes", "124M"]))
+    parameters = train_step.model_flops(config, size.vocabulary) / 6 / 1024
+    assert parameters == pytest.approx(124e6, rel=0.1)  # and attention's own share
+
+
+def test_the_picture_has_the_published_curves(tmp_path):
+    rows = [train_step.Row(mode, None, context, 1, "124M", milliseconds=context / 100)
+            for mode in ("softmax", "chunked:chunked", "chunked:pallas_gpu") for context in (1024, 2048)]
+    train_step.draw(tmp_path / "step.svg", rows, "a device")
+    drawn = (tmp_path / "step.svg").read_text()
+    assert "<!-- chunked:chunked (published) -->" in drawn
+    assert "<!-- softmax (published) -->" in drawn
+    assert "<!-- chunked:pallas_gpu (published) -->" not in drawn  # the same curve once
+
+
+def test_without_torch_the_peer_is_a_row_with_the_reason(tmp_path):
+    if importlib.util.find_spec("torch"):
+        pytest.skip("torch is installed")
+    (tmp_path / "model.py").write_text("")
+    path = tmp_path / "step.json"
+    assert train_step.main([*TINY, "--contexts", "32", "--modes", "chunked", "--peer", f"nanogpt={tmp_path}",
+                            "--json", str(path)]) == 0
+    peer, ours = json.loads(path.read_text())["rows"]
+    assert peer["mode"] == "nanogpt"
+    assert "No module named 'torch'" in peer["error"]
+    assert ours["milliseconds"] is not None
+
+
+def test_a_long_run_has_fewer_samples():
+    samples = report.time_by_turns({"short": lambda: None, "long": lambda: time.sleep(0.02)}, 10, sample_seconds=0,
+                                   seconds=0.05)
+    assert len(samples["short"]) == 10
+    assert len(samples["long"]) == report.LEAST_SAMPLES
 
 
 def test_runs_take_turns():

@@ -11,7 +11,8 @@ import pytest
 
 from kernels.linear_attention import EPSILON, IMPLEMENTATIONS, State, linear_attention, pick_implementation
 
-FORMS = sorted(set(IMPLEMENTATIONS) - {"reference", "parallel", "pallas_gpu"})
+FORMS = sorted(name for name in IMPLEMENTATIONS
+               if name not in ("reference", "parallel") and not name.startswith("pallas_gpu"))
 B, H = 3, 2
 
 # RMS(error) / RMS(reference). Sums of some 200 terms of one sign: a few units in the last place, and the gradients of
@@ -235,8 +236,12 @@ def test_memory_of_a_gradient_grows_with_the_sequence(implementation, growth):
 
 
 def test_the_fastest_form_is_picked_by_length():
-    assert pick_implementation(1) == "recurrent"
-    assert pick_implementation(2) == "chunked"
+    def picked(tokens):
+        x = jax.ShapeDtypeStruct((1, tokens, 2, 16), jnp.float32)
+        return pick_implementation(x, x, x)
+
+    assert picked(1) == "recurrent"
+    assert picked(2) == "chunked"
 
 
 class TestBadInput:
@@ -269,10 +274,6 @@ class TestBadInput:
     def test_integers(self):
         with pytest.raises(TypeError, match="k_BTHM is int32; expected floating point"):
             self.call(k_BTHM=jnp.ones((2, 8, 3, 4), jnp.int32))
-
-    def test_the_missing_kernel_is_refused_by_name(self):
-        with pytest.raises(NotImplementedError, match=r"'pallas_gpu'.*'chunked' computes the same"):
-            self.call(implementation="pallas_gpu")
 
     @pytest.mark.parametrize("implementation", SEES_PAST_ONLY)
     def test_a_recurrence_cannot_look_ahead(self, implementation):

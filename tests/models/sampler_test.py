@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import types
 from typing import Any
 
 import jax
@@ -144,6 +145,33 @@ def test_end_of_text_ends_each_sample():
     for free_T, drawn_T, first in zip(free_BT, drawn_BT, first_B, strict=True):
         np.testing.assert_array_equal(drawn_T[:first + 1], free_T[:first + 1])
         assert (drawn_T[first:] == end).all()
+
+
+def test_the_loop_of_accelerators_draws_the_same(monkeypatch):
+    model, sampling = make_model("chunked", "softmax"), Sampling(temperature=2.0)
+    options: dict[str, Any] = {"max_new_tokens": 40, "samples": 3}
+    expected_BT = tokens_of(Sampler(model), prompt_of(5), sampling, **options)
+    end = int(expected_BT[0, 20])
+    ended_BT = tokens_of(Sampler(model, end_of_text=end), prompt_of(5), sampling, **options)
+    monkeypatch.setattr(sampler_module, "device", types.SimpleNamespace(platform=lambda: "gpu"))
+    np.testing.assert_array_equal(tokens_of(Sampler(model), prompt_of(5), sampling, **options), expected_BT)
+    drawn_BT = tokens_of(Sampler(model, end_of_text=end), prompt_of(5), sampling, **options)
+    np.testing.assert_array_equal(drawn_BT, ended_BT)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_continuation_needs_no_prompt(mode):
+    sampler = Sampler(make_model(mode, positions="none"))
+    draw_piece = sampler.continuation(5000, calls=3, samples=2)
+    pieces = [np.asarray(draw_piece()) for _ in range(3)]
+    assert [piece.shape for piece in pieces] == [(2, TOKENS_PER_CALL)] * 3
+    assert all((piece >= 0).all() and (piece < V).all() for piece in pieces)
+    assert (pieces[0] != pieces[1]).any()
+
+
+def test_a_continuation_beyond_the_learned_positions_is_refused():
+    with pytest.raises(ConfigError, match="48 tokens are more than the 32 learned positions"):
+        Sampler(make_model(positions="learned")).continuation(32, calls=1)
 
 
 def test_pieces_come_while_the_rest_is_still_to_be_drawn():

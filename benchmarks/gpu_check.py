@@ -1,0 +1,316 @@
+"""Compiles the GPU kernels, and training steps with them, for an H200 on a machine without one, and looks at the code.
+
+    make gpu-check                                              in the environments of two versions of jax
+    .venv-gpu/VERSION/bin/python -m benchmarks.gpu_check --only "T8192 "    in one, the cases with that in their name
+
+Prints registers, spilled bytes, shared memory and warps of each of our kernels. Fails where one spills registers, has
+its wgmma instructions serialised, wants more shared memory than a block may have, or cannot be compiled at all. Of the
+kernels that XLA writes itself those that spill or serialise are listed, and do not fail.
+"""
+
+import argparse
+import contextlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import report
+from benchmarks.target import REMEDY, ROOT, Target, can_compile, cuda_folder
+from benchmarks.train_step import implementation, mode_config
+from configs.schema import ConfigError, TrainConfig, load_recipe
+from kernels.linear_attention import State, linear_attention, tuning
+from kernels.linear_attention.state import zero_state
+from models import attention, gpt
+
+OURS = "linear_attention_"
+"""How the names of our kernels begin."""
+RECIPE = ROOT / "configs" / "gpt2_124m.py"
+VOCABULARY = 50_257
+HEADINGS = ("case", "kernel", "registers", "spilled bytes", "shared bytes", "warps", "")
+
+
+class Shape(NamedTuple):
+    """One call of the kernels, forward and backward."""
+
+    B: int
+    T: int
+    H: int
+    M: int
+    D: int
+    dtype: str = "bfloat16"
+    schedule: str | None = None
+    """None: as picked."""
+    normalize: bool = True
+    segments: bool = False
+
+    @property
+    def name(self) -> str:
+        """As the table shows it."""
+        extras = [self.schedule, None if self.normalize else "unnormalised", "segments" if self.segments else None]
+        sizes = " ".join(f"{letter}{size}" for letter, size in zip("BTHMD", self[:5], strict=True))
+        return " ".join([sizes, self.dtype, *filter(None, extras)])
+
+
+SHAPES = (
+    Shape(1, 8192, 96, 128, 128),
+    Shape(2, 16384, 16, 128, 128),
+    Shape(4, 2048, 16, 128, 128),
+    Shape(8, 1024, 8, 64, 64),
+    Shape(1, 1024, 12, 64, 64),
+    Shape(1, 65536, 12, 64, 64),
+    Shape(1, 16384, 25, 64, 64),
+    Shape(1, 16384, 25, 64, 64, schedule="serial"),
+    Shape(1, 4096, 12, 64, 64, "float32", schedule="serial"),
+    Shape(1, 4096, 12, 64, 64, "float32", schedule="parallel"),
+    Shape(1, 4096, 12, 64, 64, "float16"),
+    Shape(1, 4096, 12, 64, 64, normalize=False),
+    Shape(1, 4096, 12, 64, 64, segments=True),
+    Shape(1, 4096, 12, 128, 64),
+    Shape(1, 4096, 12, 16, 64),
+    Shape(1, 4096, 4, 256, 256),
+)
+"""Beside the rows of the kernels' table: the benchmarks' shapes, and one of everything the kernels can be asked."""
+STEP_FORMS = ("chunked:chunked", "chunked:pallas_gpu")
+"""Forms whose training step is compiled beside that of each mode."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What the assembler says of a kernel, and how it is launched."""
+
+    name: str
+    registers: int
+    """Of a thread."""
+    spilled_bytes: int
+    """Of a thread, stores and loads."""
+    shared_bytes: int
+    """Of a block."""
+    threads: int | None = None
+    """Of a block."""
+    serialised: str | None = None
+    """Why its wgmma instructions wait for each other."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether this project wrote it, and not the compiler."""
+        return self.name.startswith(OURS)
+
+    def faults(self, shared_limit: int) -> list[str]:
+        """What makes it slow, or impossible to launch."""
+        found = []
+        if self.spilled_bytes:
+            found.append(f"spills registers, {self.spilled_bytes:,} bytes")
+        if self.serialised is not None:
+            found.append(f"serialises wgmma, due to {self.serialised}")
+        if self.shared_bytes > shared_limit:
+            found.append(f"wants {self.shared_bytes:,} bytes of shared memory, of which a block has {shared_limit:,}")
+        return found
+
+
+class Case(NamedTuple):
+    """A program to compile."""
+
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    ours: bool
+    """Whether kernels of ours have to be in it."""
+
+
+def read_assembler(text: str) -> list[Kernel]:
+    """The kernels of what ``ptxas -v`` prints.
+
+    Raises:
+        ValueError: it says nothing of a kernel's registers.
+    """
+    serialised = {name: reason for reason, name in re.findall(
+        r"wgmma\.mma_async instructions are serialized due to (.*?) in (?:the )?function '([^']+)'", text)}
+    # Newer assemblers say "for the function".
+    serialised |= {name: reason for reason, name in re.findall(
+        r"wgmma\.mma_async instructions are serialized due to (.*?) for the function '([^']+)'", text)}
+    parts = re.split(r"Compiling entry function '([^']+)'", text)
+    kernels = []
+    for name, part in zip(parts[1::2], parts[2::2], strict=True):
+        registers = re.search(r"Used (\d+) registers", part)
+        if registers is None:
+            raise ValueError(f"ptxas says nothing of the registers of {name}")
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", part)))
+        shared = re.search(r"(\d+) bytes smem", part)
+        kernels.append(Kernel(name, int(registers[1]), spilled, int(shared[1]) if shared else 0,
+                              serialised=serialised.get(name)))
+    return kernels
+
+
+def read_launches(text: str) -> dict[str, tuple[int, int]]:
+    """Threads of a block and its dynamic shared memory, by kernel, from XLA's list of launches."""
+    launches: dict[str, tuple[int, int]] = {}
+    for name, threads, shared in re.findall(
+            r"(\S+) grid: \[[^]]*\] threads: \[([^]]*)\]\s+shared_memory: (\d+) bytes", text):
+        x, y, z = map(int, threads.split(","))
+        launches[name] = x * y * z, max(int(shared), launches.get(name, (0, 0))[1])
+    return launches
+
+
+def inspect(dump: Path, architecture: str) -> list[Kernel]:
+    """The kernels of a compiled program, from its dump.
+
+    Raises:
+        RuntimeError: the assembler cannot be run, or refuses a kernel.
+    """
+    launches: dict[str, tuple[int, int]] = {}
+    for path in dump.glob("*thunk_sequence.txt"):
+        launches |= read_launches(path.read_text())
+    kernels = []
+    for path in sorted(dump.glob("*.ptx")):
+        # Constants have a file of their own.
+        if ".entry" not in path.read_text():
+            continue
+        command = [f"{cuda_folder()}/bin/ptxas", "-v", f"-arch={architecture}", str(path), "-o", "/dev/null"]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            raise RuntimeError(f"ptxas: {(ended.stderr or ended.stdout).strip().splitlines()[-1]}")
+        for kernel in read_assembler(ended.stdout + ended.stderr):
+            threads, shared = launches.get(kernel.name, (None, 0))
+            kernels.append(replace(kernel, threads=threads, shared_bytes=kernel.shared_bytes + shared))
+    return kernels
+
+
+def cases(target: Target) -> Iterator[Case]:
+    """All that is compiled."""
+    for shape in dict.fromkeys([*SHAPES, *_table_shapes(target.kind)]):
+        yield Case(shape.name, lambda shape=shape: lower_attention(target, shape), True)
+    forms = [mode for mode in attention.modes() if not any(form.startswith(f"{mode}:") for form in STEP_FORMS)]
+    for form in [*forms, *STEP_FORMS]:
+        yield Case(f"training step, {form}", lambda form=form: lower_step(target, form), form.endswith("pallas_gpu"))
+
+
+def _table_shapes(kind: str) -> list[Shape]:
+    """The rows of the kernels' table that are of this device, each with both schedules."""
+    return [Shape(1, 16384 if row.length == "long" else 2048, 16, row.M, row.D, row.dtype, schedule)
+            for row in tuning.rows() if row.device == kind for schedule in ("serial", "parallel")]
+
+
+def lower_attention(target: Target, shape: Shape) -> jax.stages.Lowered:
+    """Forward and backward of one call, states in and out with it."""
+    B, T, H, M, D = shape[:5]
+    name = "pallas_gpu" if shape.schedule is None else f"pallas_gpu_{shape.schedule}"
+
+    def both(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, state: State, segment_ids_BT: Any, gradients: Any) -> Any:
+        results, backward = jax.vjp(
+            lambda q_BTHM, k_BTHM, v_BTHD, state: linear_attention(
+                q_BTHM, k_BTHM, v_BTHD, initial_state=state, segment_ids_BT=segment_ids_BT, normalize=shape.normalize,
+                implementation=name),
+            q_BTHM, k_BTHM, v_BTHD, state)
+        return results, backward(gradients)
+
+    features, values = (jax.ShapeDtypeStruct((B, T, H, width), shape.dtype) for width in (M, D))
+    state = jax.eval_shape(lambda: zero_state(B, H, M, D, jnp.float32))
+    segment_ids_BT = jax.ShapeDtypeStruct((B, T), jnp.int32) if shape.segments else None
+    return target.lower(both, features, features, values, state, segment_ids_BT, (values, state))
+
+
+def lower_step(target: Target, form: str) -> jax.stages.Lowered:
+    """A training step of the recipe on one sequence.
+
+    Args:
+        target: what for.
+        form: ``MODE`` or ``MODE:FORM``.
+
+    Raises:
+        NotImplementedError: the mode does not take the form named on this device.
+    """
+    name, _, computed = form.partition(":")
+    with target.tracing():
+        config = load_recipe(RECIPE, name)
+        _, options = mode_config(form)
+        # The form of the one, everything else as in the recipe.
+        overrides = config.model.modes.get(name, {})
+        model = replace(config.model, modes={name: replace(options, **overrides)})
+        config = replace(config, model=gpt.check(model), train=TrainConfig(batch_size=1))
+        taken = implementation(config, VOCABULARY)
+        if computed and taken != computed:
+            raise NotImplementedError(f"{form}: the layers take {taken}")
+    return target.lower_step(config, VOCABULARY)
+
+
+def check(case: Case, target: Target) -> tuple[list[Kernel], list[str]]:
+    """The kernels of a case, and what is wrong with it beside them."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            target.compile(case.lower(), Path(folder))
+            kernels = inspect(Path(folder), target.architecture)
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            return [], [f"cannot be compiled: {str(error).strip().partition(chr(10))[0]}"]
+    if not kernels or (case.ours and not any(kernel.ours for kernel in kernels)):
+        return kernels, [f"there is no kernel of ours ({OURS}…) in it" if kernels else "there is no kernel in it"]
+    return kernels, []
+
+
+def rows(case: str, kernels: Sequence[Kernel], shared_limit: int) -> Iterator[list[str]]:
+    """Lines of the table: our kernels, and of the compiler's those that are slow; equal ones once."""
+    seen = set()
+    for kernel in sorted(kernels, key=lambda kernel: not kernel.ours):
+        faults = kernel.faults(shared_limit)
+        same = replace(kernel, name=re.sub(r"(_+\d+)+$", "", kernel.name))
+        if same in seen or not (kernel.ours or faults):
+            continue
+        seen.add(same)
+        said = "; ".join(faults) if kernel.ours else f"the compiler's own: {'; '.join(faults)}"
+        warps = "–" if kernel.threads is None else str(kernel.threads // 32)
+        yield [case, same.name, str(kernel.registers), f"{kernel.spilled_bytes:,}", f"{kernel.shared_bytes:,}", warps,
+               said or "ok"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code: 2 for usage, 1 where a kernel of ours is at fault."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="compile only cases with this in their name")
+    options = parser.parse_args(argv)
+    if not can_compile():
+        print(f"gpu-check: this Python ({sys.executable}) lacks jax's CUDA plug-in; {REMEDY}", file=sys.stderr)
+        return 2
+    target = Target()
+    try:
+        chosen = [case for case in cases(target) if options.only in case.name]
+        if not chosen:
+            raise ConfigError(f"--only {options.only}: no case has this in its name; there are "
+                              + ", ".join(case.name for case in cases(target)))
+    except ConfigError as error:
+        print(f"gpu-check: {error}", file=sys.stderr)
+        return 2
+    return run(chosen, target)
+
+
+def run(chosen: Sequence[Case], target: Target) -> int:
+    """Compiles, prints the table and the verdict; returns the exit code."""
+    lines, failures, compiled, own = [], [], 0, 0
+    for n, case in enumerate(chosen, 1):
+        print(f"jax {jax.__version__}: {n}/{len(chosen)} {case.name} …", file=sys.stderr)
+        kernels, problems = check(case, target)
+        failures += [f"{case.name}: {problem}" for problem in problems]
+        compiled, own = compiled + len(kernels), own + sum(kernel.ours for kernel in kernels)
+        for line in rows(case.name, kernels, target.shared_bytes):
+            lines.append(line)
+            if line[1].startswith(OURS) and line[-1] != "ok":
+                failures.append(f"{case.name}: {line[1]} {line[-1]}")
+    print(f"{target.kind}, {target.architecture}, jax {jax.__version__}")
+    # A pipe that is closed early, as by `head`, is no failure of the check.
+    with contextlib.suppress(BrokenPipeError):
+        print(report.table(HEADINGS, lines), flush=True)
+    for failure in failures:
+        print(f"gpu-check: jax {jax.__version__}: {failure}", file=sys.stderr)
+    print(f"{compiled} kernels in {len(chosen)} programs, {own} of them ours: "
+          + (f"{len(failures)} failures" if failures else "no spill, no serialised wgmma, no overrun in ours"))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

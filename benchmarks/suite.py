@@ -1,0 +1,478 @@
+"""The one command for whenever a GPU is at hand: are the kernels right here, and how fast is what matters most?
+
+    python -m benchmarks.suite --out results/h200 --minutes 9
+    python -m benchmarks.suite --out results/quick --minutes 3 --quick
+
+First the linear-attention kernel is held against the definition in float64 on this device, outputs and gradients.
+Then come the most telling cases of the three benchmarks, each step in a process of its own with a share of the time:
+what one does not use goes to those after it, and one that fails or is not done in time is written down and stops no
+other. DIR gets a log, a JSON file and, where matplotlib is installed, a picture of each step as soon as there is
+something to write, and ``summary.md``: every figure beside its target on an H200 and what was published on an H100.
+Needs jax, flax, optax, numpy and jaxtyping alone. Exit code 1 if the kernel is wrong here.
+"""
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import report
+from benchmarks.picture import draw_panels, published
+from configs.schema import ConfigError
+from kernels import device
+from kernels.linear_attention import State, linear_attention
+from training.environment import git_commit, write_json
+
+BOUNDS = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
+"""Most that RMS(error)/RMS(reference) may be: float32 sums of float32 products, and the rounding of 16-bit inputs to
+products, scores and outputs."""
+INPUTS = ("q", "k", "v", "dy")
+"""What has the case's number format; states are float32."""
+WORSE_THAN_PLAIN = 1.5
+"""Most that the kernel's error may be of that of the plain JAX form in bfloat16."""
+LEAST_SECONDS = 10.0
+"""A step that has less is left out: a process alone takes seconds to start."""
+HEADINGS = ("figure", "measured", "target", "met", "published", "unit")
+
+# Targets on an H200, by context, by size, by shape.
+STEP_TARGETS = {1024: 6.0, 8192: 18.0, 65_536: 110.0, 524_288: 900.0}
+LARGE_STEP_TARGET = 320.0
+SAMPLING_TARGETS = {"124M": 0.2, "1558M": 1.2}
+SOFTMAX_SAMPLING_TARGET = 1.2
+"""At a position of 65,536, 124M."""
+KERNEL_TARGETS = {(1, 8192, 96, 128): 1.3, (2, 16_384, 16, 128): 0.75, (4, 2048, 16, 128): 0.35, (8, 1024, 8, 64): 0.2}
+"""Forward and backward, by B, T, H, D."""
+FLA_TARGET = 0.6
+"""Of fla's time in the same run."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of the suite: a command of its own that writes a JSON file."""
+
+    name: str
+    weight: float
+    """Its share of the time, beside those of the steps after it."""
+    command: tuple[str, ...]
+    """Words after ``python -m``; those for the output files are added."""
+
+
+@dataclass
+class Outcome:
+    """How a step ended."""
+
+    seconds: float = 0.0
+    error: str | None = None
+
+
+def steps(quick: bool) -> list[Step]:
+    """What is run, in order."""
+    train, sampling = "benchmarks.train_step", "benchmarks.sampling"
+    short = ("--seconds-per-case", "4")
+    tiny = ("--width", "16", "--layers", "1", "--heads", "2", "--repeats", "3") if quick else ()
+    small = ("--sizes", "124M", *short)
+    found = [
+        Step("correctness", 90, ("benchmarks.suite", "--worker", "correctness")),
+        Step("kernel", 70, ("benchmarks.suite", "--worker", "kernel")),
+        Step("train_step", 140, (train, "--modes", "chunked,softmax", *(
+            ("--contexts", "32,64", "--tokens", "64", *tiny) if quick else
+            ("--contexts", "1024,8192,65536,524288", *small)))),
+        Step("sampling", 80, (sampling, "--modes", "chunked,softmax", *(
+            ("--positions", "32,64", *tiny) if quick else ("--positions", "1024,65536,524288", *small)))),
+        Step("attention", 60, ("benchmarks.suite", "--worker", "attention")),
+        Step("train_step_1558M", 70, (train, "--modes", "chunked", *(
+            ("--contexts", "32", "--tokens", "32", *tiny) if quick else
+            ("--sizes", "1558M", "--contexts", "16384", *short)))),
+        Step("sampling_1558M", 40, (sampling, "--modes", "chunked", *(
+            ("--positions", "32", *tiny) if quick else ("--sizes", "1558M", "--positions", "1024,65536", *short)))),
+        Step("utilisation", 40, (train, "--modes", "chunked", *(
+            ("--contexts", "32", "--tokens", "64", "--accumulate", "2", *tiny) if quick else
+            ("--contexts", "1024", "--tokens", str(2**19), "--accumulate", "16", *small)))),
+        Step("sampling_32", 30, (sampling, "--modes", "chunked,softmax", *(
+            ("--positions", "32", "--batches", "2", *tiny) if quick else
+            ("--positions", "1024,16384", "--batches", "32", *small)))),
+    ]
+    return [replace(step, command=(*step.command, "--quick")) if quick and "--worker" in step.command else step
+            for step in found]
+
+
+def run(step: Step, out: Path, seconds: float) -> Outcome:
+    """A step in a process of its own; what it prints goes to a log."""
+    command = [sys.executable, "-m", *step.command, "--json", str(out / f"{step.name}.json")]
+    if importlib.util.find_spec("matplotlib") and step.name not in ("correctness", "utilisation"):
+        command += ["--picture", str(out / f"{step.name}.png")]
+    if "--worker" in step.command:
+        command += ["--out", str(out), "--minutes", str(seconds / 60)]
+    start = time.monotonic()
+    with (out / f"{step.name}.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)
+        try:
+            code = process.wait(seconds)
+            error = None if code == 0 else f"exit code {code}: {_last_line(out / f'{step.name}.log')}"
+        except subprocess.TimeoutExpired:
+            error = f"not done after {seconds:.0f} s"
+        finally:
+            process.kill()
+            process.wait()
+    return Outcome(time.monotonic() - start, error)
+
+
+def _last_line(path: Path) -> str:
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+# The kernels against the definition.
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the kernel."""
+
+    batch: int
+    tokens: int
+    heads: int
+    features: int
+    head_width: int
+    dtype: str
+    normalize: bool = True
+    initial_state: bool = False
+    segments: bool = False
+
+
+def cases(quick: bool) -> list[Case]:
+    """What the kernel is tried on: lengths beside chunk borders, unequal and odd widths, every option."""
+    if quick:
+        return [Case(1, 17, 2, 16, 16, dtype) for dtype in BOUNDS]
+    shapes = [(2, 65, 3, 64, 64), (1, 500, 4, 48, 100), (2, 1000, 3, 128, 128), (1, 4096, 2, 64, 64)]
+    found = [Case(*shape, dtype) for shape in shapes for dtype in BOUNDS if dtype != "float16" or shape[1] == 500]
+    base = Case(2, 300, 2, 64, 64, "float32")
+    options: list[dict[str, Any]] = [{"normalize": False}, {"initial_state": True}, {"segments": True},
+                                     {"initial_state": True, "segments": True, "features": 32}]
+    # A first token alone is its own value whatever its query: with a state before it there are gradients to compare.
+    found += [Case(1, 1, 2, 64, 64, dtype, initial_state=True) for dtype in BOUNDS]
+    return found + [replace(base, dtype=dtype, **option) for option in options for dtype in ("float32", "bfloat16")]
+
+
+def arrays(case: Case) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    """Inputs and cotangents in float64, rounded to the case's number format, and segment ids."""
+    random = np.random.default_rng(0)
+    B, T, H, M, D = case.batch, case.tokens, case.heads, case.features, case.head_width
+    drawn = {"q": np.log1p(np.exp(random.normal(size=(B, T, H, M)))),
+             "k": np.log1p(np.exp(random.normal(size=(B, T, H, M)))),
+             "v": random.normal(size=(B, T, H, D)), "dy": random.normal(size=(B, T, H, D))}
+    # A loss through the state has gradients as large as that through y where the cotangents are scaled so.
+    drawn |= {"ds": random.normal(size=(B, H, M, D)) / T, "dz": random.normal(size=(B, H, M)) / T}
+    rounded = {name: np.asarray(jnp.asarray(x, case.dtype if name in INPUTS else "float32"), np.float64)
+               for name, x in drawn.items()}
+    if case.initial_state:
+        rounded["s"] = np.asarray(random.normal(size=(B, H, M, D)), np.float32).astype(np.float64)
+        rounded["z"] = np.asarray(random.uniform(1, 2, size=(B, H, M)), np.float32).astype(np.float64)
+    if not case.segments:
+        return rounded, None
+    ids_BT = np.sort(random.integers(0, 3, (B, T)), axis=1).astype(np.int32)
+    ids_BT[:, -3:] = -1
+    return rounded, ids_BT
+
+
+def outputs_and_gradients(case: Case, implementation: str, *, exact: bool) -> Callable[[], dict[str, np.ndarray]]:
+    """A function that gives y, the final state, and the gradients of all that goes in; compiled once.
+
+    Args:
+        case: the call.
+        implementation: as ``linear_attention`` names it.
+        exact: everything in float64; the caller has enabled it.
+    """
+    given, ids_BT = arrays(case)
+    inputs = {name: jnp.asarray(x, "float64" if exact else case.dtype if name in INPUTS else "float32")
+              for name, x in given.items() if not name.startswith("d")}
+    # A loss in float32 whose terms are the cotangents': y is multiplied in float32, not in its own number format.
+    dy, ds, dz = (jnp.asarray(given[name], "float64" if exact else "float32") for name in ("dy", "ds", "dz"))
+
+    def loss(inputs: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        state = State(inputs["s"], inputs["z"]) if case.initial_state else None
+        y, final = linear_attention(inputs["q"], inputs["k"], inputs["v"], normalize=case.normalize,
+                                    initial_state=state, implementation=implementation,
+                                    segment_ids_BT=None if ids_BT is None else jnp.asarray(ids_BT))
+        total = jnp.sum(y.astype(dy.dtype) * dy) + jnp.sum(final.s_BHMD * ds) + jnp.sum(final.z_BHM * dz)
+        return total, {"y": y, "final s": final.s_BHMD, "final z": final.z_BHM}
+
+    compiled = jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+    def run() -> dict[str, np.ndarray]:
+        (_, found), gradients = compiled(inputs)
+        found |= {f"d{name}": gradient for name, gradient in gradients.items()}
+        return {name: np.asarray(x, np.float64) for name, x in found.items()}
+
+    return run
+
+
+def reference(case: Case) -> dict[str, np.ndarray]:
+    """The same from the definition, in float64 on the processor."""
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        return outputs_and_gradients(case, "reference", exact=True)()
+
+
+def error_of(found: np.ndarray, expected: np.ndarray) -> float:
+    """RMS(error)/RMS(reference); infinite where something is not finite."""
+    if not np.isfinite(found).all():
+        return float("inf")
+    size = float(np.sqrt(np.mean(expected**2)))
+    error = float(np.sqrt(np.mean((found - expected) ** 2)))
+    return error / size if size else error
+
+
+def check(case: Case) -> dict[str, Any]:
+    """The row of a case: errors of outputs and gradients, their bound, and what is wrong."""
+    implementation = "pallas_gpu" if device.platform() == "gpu" else "chunked"
+    row: dict[str, Any] = asdict(case) | {"implementation": implementation, "bound": BOUNDS[case.dtype],
+                                          "errors": {}, "plain_errors": None, "wrong": []}
+    try:
+        expected = reference(case)
+        with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
+            kernel = outputs_and_gradients(case, implementation, exact=False)
+            found, again = kernel(), kernel()
+        row["errors"] = errors = {name: error_of(found[name], x) for name, x in expected.items()}
+        row["wrong"] = [f"{name}: {error:.1e}" for name, error in errors.items() if not error <= row["bound"]]
+        row["wrong"] += [f"{name}: other bits in a second run" for name in found
+                         if not np.array_equal(found[name], again[name], equal_nan=True)]
+        if implementation != "chunked" and case.dtype == "bfloat16":
+            plain = outputs_and_gradients(case, "chunked", exact=False)()
+            row["plain_errors"] = others = {name: error_of(plain[name], x) for name, x in expected.items()}
+            row["wrong"] += [f"{name}: {error:.1e}, the plain form {others[name]:.1e}"
+                             for name, error in errors.items() if not error <= WORSE_THAN_PLAIN * others[name]]
+    except Exception as error:  # whatever goes wrong is the finding
+        row["wrong"].append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    return row
+
+
+# What the processes of the suite's own steps do.
+
+
+def work(options: argparse.Namespace) -> int:
+    """A step of the suite's own, which writes its JSON file as it goes.
+
+    Returns:
+        1 where something is wrong, or nothing could be measured, else 0.
+    """
+    report.use_whole_memory()
+    contents = report.origin("benchmarks.suite", argparse.Namespace(worker=options.worker, quick=options.quick))
+    rows: list[dict[str, Any]] = []
+    until = time.monotonic() + 60 * options.minutes - LEAST_SECONDS
+
+    def keep(more: list[dict[str, Any]]) -> None:
+        rows.extend(more)
+        write_json(options.json, contents | {"rows": rows})
+
+    if options.worker == "correctness":
+        every = cases(options.quick)
+        for i, case in enumerate(every):
+            if time.monotonic() > until:
+                print(f"no time left for the last {len(every) - i} of {len(every)} cases")
+                break
+            row = check(case)
+            keep([row])
+            worst = max(row["errors"].values(), default=float("nan"))
+            shape = "B{batch} T{tokens} H{heads} M{features} D{head_width} {dtype}".format(**row)
+            print(f"{row['implementation']} {shape}: {worst:.1e}", "; ".join(row["wrong"]), flush=True)
+        return 1 if any(row["wrong"] for row in rows) else 0
+    from benchmarks import attention
+
+    measured: list[attention.Row] = []
+    for group in attention.groups(attention_cases(options.worker, options.quick)):
+        # A shape that is not begun in time is a row that says so.
+        found = attention.measure(group, 3 if options.quick else 20, seconds_per_case=4,
+                                  total_seconds=until - time.monotonic())
+        measured += found
+        keep([asdict(row) for row in found])
+        for row in found:
+            print(row.mode, attention.shape_name(row), row.passes, row.milliseconds, row.error, flush=True)
+    if options.picture is not None and report.has_matplotlib():
+        part = "contexts" if options.worker == "attention" else "kernel"
+        title = f"One attention call, {measured[0].dtype}, {contents['device']}"
+        draw_panels(options.picture, attention.panels(part, measured), title=title)
+    return 0 if any(row.error is None for row in measured) else 1
+
+
+def attention_cases(worker: str, quick: bool) -> list[Any]:
+    """The cases of ``benchmarks.attention`` for a step, the most telling shapes first."""
+    from benchmarks import attention
+
+    gpu = jax.default_backend() == "gpu"
+    if worker == "kernel":
+        shapes = [(1, 32, 2, 16)] if quick else list(KERNEL_TARGETS)
+        return [attention.Case("kernel", mode, T, passes, batch=B, heads=H, head_width=D, dtype="bfloat16")
+                for B, T, H, D in shapes for passes in ("both", "forward")
+                for mode in attention.default_modes("kernel", gpu)]
+    contexts = (32, 64) if quick else (1024, 8192, 65_536, 524_288)
+    return [attention.Case("contexts", mode, context, "both", dtype="bfloat16" if gpu else "float32")
+            for context in contexts for mode in attention.default_modes("contexts", gpu)]
+
+
+# The summary.
+
+
+@dataclass
+class Figure:
+    """A line of the summary."""
+
+    name: str
+    value: float | None
+    target: float | None = None
+    published: float | None = None
+    unit: str = "ms"
+
+
+def figures(out: Path) -> list[Figure]:
+    """What the steps' files say, most important first; steps that wrote nothing have no lines."""
+    found: list[Figure] = []
+    rows = {path.stem: json.loads(path.read_text())["rows"] for path in out.glob("*.json")}
+    checked = rows.get("correctness", [])
+    if checked:
+        found.append(Figure(f"kernel cases wrong, of {len(checked)}", sum(bool(row["wrong"]) for row in checked), 0,
+                            unit="cases"))
+    for dtype, bound in BOUNDS.items():
+        errors = [error for row in checked if row["dtype"] == dtype
+                  for error in row["errors"].values()]
+        if errors:
+            found.append(Figure(f"kernel error, {dtype}", max(errors), bound, unit="RMS/RMS"))
+    found += _kernel_figures(rows.get("kernel", []))
+    known = published("training_step", "models")
+    for name in ("train_step", "train_step_1558M", "utilisation"):
+        for row in rows.get(name, []):
+            size, mode, context = row["size"] or "small", row["mode"], row["context"]
+            single = row["batch"] == 1
+            target = None
+            if single and mode == "chunked":
+                target = {"124M": STEP_TARGETS.get(context),
+                          "1558M": LARGE_STEP_TARGET if context == 16_384 else None}.get(size)
+            other = known.get(size, {}).get("softmax:cudnn" if mode == "softmax" else mode, {}).get(context)
+            label = f"step {size} {mode} {row['batch']} × {context:,}"
+            found.append(Figure(label, row["milliseconds"], target, other if single else None))
+            if row["utilisation"] is not None:
+                found.append(Figure(f"{label}: utilisation", 100 * row["utilisation"], unit="% of peak"))
+    known = published("sampling", "models")
+    for name in ("sampling", "sampling_1558M", "sampling_32"):
+        for row in rows.get(name, []):
+            size, mode, position, single = row["size"] or "small", row["mode"], row["position"], row["batch"] == 1
+            target = SAMPLING_TARGETS.get(size) if mode == "chunked" else None
+            if (mode, size, position) == ("softmax", "124M", 65_536):
+                target = SOFTMAX_SAMPLING_TARGET
+            other = known.get(size, {}).get(mode, {}).get(position)
+            label = f"sampling {size} {mode} {row['batch']} at {position:,}"
+            found.append(Figure(label, row["milliseconds"], target if single else None, other if single else None,
+                                "ms/token"))
+            if row["bandwidth"] is not None:
+                found.append(Figure(f"{label}: bandwidth", 100 * row["bandwidth"], unit="% of peak"))
+    return found
+
+
+def _kernel_figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
+    found: list[Figure] = []
+    known = published("kernel", "shapes")
+    shapes = dict.fromkeys((row["batch"], row["context"], row["heads"], row["head_width"]) for row in rows
+                           if row["passes"] == "both")
+    for B, T, H, D in shapes:
+        times = {row["mode"]: row["milliseconds"] for row in rows if row["passes"] == "both" and row["milliseconds"]
+                 and (row["batch"], row["context"], row["heads"], row["head_width"]) == (B, T, H, D)}
+        name = f"B{B} T{T} H{H} D{D}"
+        best = min((mode for mode in times if mode.startswith("chunked")), key=times.__getitem__, default=None)
+        other = min((one["both"] for one in known.get(name, {}).values()), default=None)
+        found.append(Figure(f"kernel {name}, forward + backward, {best or 'not measured'}",
+                            times[best] if best else None, KERNEL_TARGETS.get((B, T, H, D)), other))
+        if best and "fla" in times:
+            found.append(Figure(f"kernel {name} over fla", times[best] / times["fla"], FLA_TARGET, unit="×"))
+    return found
+
+
+def write_summary(out: Path, outcomes: dict[str, Outcome]) -> str:
+    """Writes ``summary.md``, and returns its table as text."""
+    origins = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    where = next((one for one in origins if "device" in one), {"device": "unknown device", "versions": {}})
+    judged = "H200" in where["device"]
+    lines = []
+    for figure in figures(out):
+        exact = figure.unit == "RMS/RMS"
+        form, met = ".1e" if exact else ".4g", "–"
+        if figure.target is not None and (judged or exact or figure.unit == "cases"):
+            met = "not measured" if figure.value is None else "yes" if figure.value <= figure.target else "no"
+        value, target, other = ("–" if x is None else format(x, form)
+                                for x in (figure.value, figure.target, figure.published))
+        lines.append([figure.name, value, target, met, other, figure.unit])
+    text = [f"# {where['device']}", "",
+            f"jax {where['versions'].get('jax', '?')}, commit {git_commit()}. Targets are those on an H200; what was "
+            "published was measured on an H100. Medians; every sample is in the JSON file of its step.", "",
+            "| " + " | ".join(HEADINGS) + " |", "|---|" + "---:|" * (len(HEADINGS) - 1),
+            *("| " + " | ".join(line) + " |" for line in lines), "", "| step | seconds | ended |", "|---|---:|---|",
+            *(f"| {name} | {outcome.seconds:.0f} | {(outcome.error or 'well').replace('|', '/')} |"
+              for name, outcome in outcomes.items())]
+    beside = out / ".summary.tmp"
+    beside.write_text("\n".join(text) + "\n")
+    beside.replace(out / "summary.md")
+    return report.table(HEADINGS, lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code: 2 for usage, 1 if the kernel is wrong or was not tried."""
+    options = _options(argv)
+    if options.worker is not None:
+        return work(options)
+    start = time.monotonic()
+    try:
+        wanted = _wanted(options)
+        options.out.mkdir(parents=True, exist_ok=True)
+        for step in steps(options.quick):  # of an earlier run
+            for suffix in ("json", "png", "log"):
+                (options.out / f"{step.name}.{suffix}").unlink(missing_ok=True)
+    except (ConfigError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    outcomes: dict[str, Outcome] = {}
+    text = ""
+    for i, step in enumerate(wanted):
+        left = 60 * options.minutes - (time.monotonic() - start)
+        share = left * step.weight / sum(later.weight for later in wanted[i:])
+        print(f"{step.name}: {share:.0f} s at most …", file=sys.stderr, flush=True)
+        outcomes[step.name] = run(step, options.out, share) if share >= LEAST_SECONDS else Outcome(error="no time left")
+        if outcomes[step.name].error:
+            print(f"{step.name}: {outcomes[step.name].error}", file=sys.stderr, flush=True)
+        text = write_summary(options.out, outcomes)
+    print(text)
+    return 1 if "correctness" in outcomes and outcomes["correctness"].error else 0
+
+
+def _wanted(options: argparse.Namespace) -> list[Step]:
+    known = {step.name: step for step in steps(options.quick)}
+    for name in options.only or ():
+        if name not in known:
+            raise ConfigError(f"--only {name}: expected names of {', '.join(known)}, with commas between")
+    if options.minutes <= 0:
+        raise ConfigError(f"--minutes {options.minutes:g}: expected a number above 0")
+    return [step for name, step in known.items() if not options.only or name in options.only]
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for logs, JSON files, pictures and summary.md")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time for all of it (%(default)g)")
+    parser.add_argument("--only", type=report.names, help="steps, with commas between (all): "
+                        + ", ".join(step.name for step in steps(False)))
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    for name in ("worker", "json", "picture"):
+        parser.add_argument(f"--{name}", type=str if name == "worker" else Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,486 @@
+"""Causal linear attention on a GPU: one Pallas kernel, launched four times a training step.
+
+With S and z the state before a chunk, g = dy / (denominator + ε) and d = −g·y, everything that linear attention and its
+gradient need is a causal sum of one kind,
+
+    out_i = Σ_j (a_i·b_j) c_j = a_iᵀ State + Σ_{j in the chunk} (a_i·b_j) c_j,      State = Σ_{j before} b_j c_jᵀ
+
+    numerator   a = φ(q)     b = φ(k)     c = v       j ≤ i
+    dφ(q)       a = (g, d)   b = (v, 1)   c = φ(k)    j ≤ i
+    dφ(k)       a = (v, 1)   b = (g, d)   c = φ(q)    j ≥ i
+    dv          a = φ(k)     b = φ(q)     c = g       j ≥ i
+
+where (g, d) is g with d as one more column. The kernel walks a *span* of tokens in chunks of C with the state in
+registers: attention form inside the chunk, recurrent form across chunks. The normaliser is the row sum of the same
+scores plus φ(q)·z, so no sum of keys per token reaches memory. A program has the full width of a and b and a tile of
+that of c.
+
+Two schedules differ in how long a span is. *Serial*: one span, the whole sequence; for many heads or short sequences.
+*Parallel*: many spans at a time, after the same walk without its outputs has summed each span's b cᵀ and a product with
+a triangle of ones (or a ``lax.scan``) has carried the sums across spans; for few heads and long sequences.
+
+Saved for the backward pass are q, k, v, y and the denominator; states are computed again. Nothing is added up by
+atomics: two runs give the same bits. No product has a transposed score matrix as its operand: Triton has got that wrong
+on Hopper GPUs (flash-linear-attention, pull request 826).
+
+Katharopoulos et al., "Transformers are RNNs", 2020 (the gradients: equations 13 to 15); Hua et al., "Transformer
+Quality in Linear Time", 2022 (chunks); Beck et al., "Tiled Flash Linear Attention", 2025 (spans of chunks).
+"""
+
+import functools
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from kernels import device
+from kernels.linear_attention.state import EPSILON, State, level
+from kernels.linear_attention.tuning import Plan, Tiles, plan
+
+WIDTHS = (1, 256)
+"""Least and greatest M and D."""
+CHUNKS = (16, 32, 64, 128, 256)
+"""Chunk lengths: the GPU's matrix units and Triton's blocks want powers of two, of at least 16."""
+SLAB = 64
+"""Columns of a float32 operand of a product at once: the matrix units hold such operands in registers."""
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def pallas_gpu(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
+               normalize: bool, chunk_size: int | None = None,
+               schedule: Literal["serial", "parallel"] | None = None) -> tuple[Array, State]:
+    """Linear attention by the kernels of this file; without a GPU in interpret mode, which is slow and for tests.
+
+    float16 is multiplied as TF32, which has its precision and not its range: sums of keys leave float16 soon.
+
+    Args:
+        q_BTHM: φ(q); M from 1 to 256. Widths are filled up to a power of two, T to whole chunks.
+        k_BTHM: φ(k).
+        v_BTHD: values; D from 1 to 256.
+        initial: S₀ and z₀.
+        runs_BT: segments (``kernels/segments.py``).
+        causal: has to be True.
+        normalize: divide by the sum of weights.
+        chunk_size: C, a power of two; None takes it from the table of ``tuning.py``.
+        schedule: ``serial`` or ``parallel``; None picks by B·H, T and the device.
+
+    Raises:
+        NotImplementedError: what these kernels do not do.
+    """
+    refusal = refuses(q_BTHM, k_BTHM, v_BTHD, causal=causal, chunk_size=chunk_size)
+    if refusal is not None:
+        raise NotImplementedError(f"implementation='pallas_gpu': {refusal}")
+    B, T, H, M = q_BTHM.shape
+    chosen = plan(B, T, H, _power(M), _power(v_BTHD.shape[3]), _operand_dtype(q_BTHM, k_BTHM, v_BTHD), chunk_size,
+                  schedule)
+    return _attend(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, chosen)
+
+
+def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None) -> str | None:
+    """Why these kernels cannot do something; None where they can."""
+    if not causal:
+        return "it sees the past only; with causal=False name implementation='chunked'"
+    for name, x in (("q_BTHM", q_BTHM), ("k_BTHM", k_BTHM), ("v_BTHD", v_BTHD)):
+        if x.dtype.name not in DTYPES:
+            return f"{name} is {x.dtype}; it takes {', '.join(DTYPES)}"
+        if not WIDTHS[0] <= x.shape[3] <= WIDTHS[1]:
+            return f"{name} has width {x.shape[3]}; it takes widths of {WIDTHS[0]} to {WIDTHS[1]}"
+    if chunk_size is not None and chunk_size not in CHUNKS:
+        return f"chunk_size={chunk_size}; it takes {', '.join(map(str, CHUNKS))}"
+    return None
+
+
+def _power(width: int) -> int:
+    """The width of a block: a power of two that the matrix units take."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _operand_dtype(*arrays: Array) -> jnp.dtype:
+    """Number format of the operands of products: float32 for float16 too, whose range the states leave."""
+    dtypes = {array.dtype for array in arrays}
+    return jnp.dtype(jnp.bfloat16 if dtypes == {jnp.dtype(jnp.bfloat16)} else jnp.float32)
+
+
+def _precision(*arrays: Array) -> lax.Precision | lax.DotAlgorithmPreset:
+    """float32 in three products of TF32, which on a GPU is within a few bits of float32 and has matrix units; float16
+    and bfloat16 as they are."""
+    if all(x.dtype != jnp.float32 for x in arrays):
+        return lax.Precision.DEFAULT
+    return lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if device.platform() == "gpu" else lax.Precision.HIGHEST
+
+
+class _Walk(NamedTuple):
+    """How a launch of the kernel goes through its chunks."""
+
+    tiles: Tiles
+    operand: Any
+    """Number format of the operands of products."""
+    precision: lax.Precision | lax.DotAlgorithmPreset
+    reverse: bool = False
+    """From the last chunk to the first, j ≥ i."""
+    extra: Literal["query", "key"] | None = None
+    """Which of a and b has one more column; the other's is of ones."""
+
+
+def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
+    """A program: one sequence, head, span and tile of c. ``refs`` has the names of :func:`_launch`.
+
+    Beside the state goes a vector, ``total``: the row that a further column adds to the state, or, where a and b have
+    none or there are no outputs, the sum of b.
+    """
+    b_ref, c_ref = refs["b"], refs["c"]
+    (span, W), C = b_ref.shape, walk.tiles.chunk
+    chunks = span // C
+    slab = W if walk.operand == jnp.bfloat16 else min(W, SLAB)
+    slabs = [pl.ds(first, slab) for first in range(0, W, slab)]
+    pieces: list[Any] = []
+    if "total" in refs or "end_total" in refs:
+        pieces = [pl.ds(0, c_ref.shape[1])] if _sums_c(refs, walk) else slabs
+
+    def dot(x: Array, y: Array, contract: tuple[int, int]) -> Array:
+        return lax.dot_general(x, y, (((contract[0],), (contract[1],)), ((), ())), precision=walk.precision,
+                               preferred_element_type=jnp.float32)
+
+    def step(i, carry):
+        before, before_totals = states, totals = carry
+        n = chunks - 1 - i if walk.reverse else i
+        rows = pl.ds(n * C, C)
+        held: dict[str, list[Array]] = {}
+
+        def take(name: str) -> Iterable[Array]:
+            """The slabs of a chunk of a or b; where there are many, loaded at every use rather than held."""
+            if len(slabs) > 1:
+                return (triton.load(refs[name].at[rows, columns], volatile=True).astype(walk.operand)
+                        for columns in slabs)
+            return held.setdefault(name, [refs[name][rows, columns].astype(walk.operand) for columns in slabs])
+
+        c = c_ref[rows, :].astype(walk.operand)
+        extra: Any = refs["extra"][rows] if "extra" in refs else None
+        runs = reads = writes = None
+        if "runs_BT" in refs:
+            runs, incoming, outgoing = refs["runs_BT"][rows], refs["incoming_BN"][n], refs["outgoing_BN"][n]
+            reads, writes = runs == incoming, runs == outgoing
+            if walk.reverse:
+                reads, writes = writes, reads
+            states, totals = jax.tree.map(lambda x: jnp.where(incoming == outgoing, x, 0.0), (states, totals))
+        if pieces:
+            summed = (_only(writes, x).astype(jnp.float32) for x in ([c] if _sums_c(refs, walk) else take("b")))
+            if walk.extra == "key":
+                summed = (x * extra[:, None] for x in summed)
+            totals = tuple(total + jnp.sum(x, axis=0) for total, x in zip(totals, summed, strict=True))
+
+        if "out" in refs:
+            scores = _sum(dot(x, y, (1, 1)) for x, y in zip(take("a"), take("b"), strict=True))
+            if walk.extra is not None:
+                scores += extra[:, None] if walk.extra == "query" else extra[None, :]
+            i_C = lax.broadcasted_iota(jnp.int32, (C, C), 0)
+            j_C = lax.broadcasted_iota(jnp.int32, (C, C), 1)
+            seen = i_C <= j_C if walk.reverse else i_C >= j_C
+            if runs is not None:
+                seen &= (runs[:, None] == runs[None, :]) & (runs >= 0)[:, None]
+            scores = jnp.where(seen, scores, 0.0)
+            denominator = None
+            if "denominator" in refs and not walk.extra:
+                # Every tile of c writes the same.
+                denominator = jnp.sum(scores, axis=1) + _sum(
+                    jnp.sum(_only(reads, x).astype(jnp.float32) * total[None, :], axis=1)
+                    for x, total in zip(take("a"), before_totals, strict=True))
+                refs["denominator"][rows] = denominator
+            out = dot(scores.astype(walk.operand), c, (1, 0)) + _sum(
+                dot(_only(reads, x), state.astype(walk.operand), (1, 0))
+                for x, state in zip(take("a"), before, strict=True))
+            if denominator is not None:
+                out /= denominator[:, None] + EPSILON
+            if walk.extra is not None:
+                weight = extra if walk.extra == "query" else jnp.ones((C,), jnp.float32)
+                out += _only(reads, weight)[:, None] * before_totals[0][None, :]
+            if "q" in refs:
+                out = level(out, refs["q"][rows, :].astype(jnp.float32), totals[0][None, :], extra,
+                            refs["denominator"][rows], writes)
+            refs["out"][rows, :] = out.astype(refs["out"].dtype)
+
+        states = tuple(state + dot(_only(writes, x), c, (0, 0)) for state, x in zip(states, take("b"), strict=True))
+        return states, totals
+
+    if "state" in refs:
+        start = tuple(refs["state"][columns, :] for columns in slabs), tuple(refs["total"][piece] for piece in pieces)
+    else:
+        start = (tuple(jnp.zeros((slab, c_ref.shape[1]), jnp.float32) for _ in slabs),
+                 tuple(jnp.zeros((piece.size,), jnp.float32) for piece in pieces))
+    states, totals = lax.fori_loop(0, chunks, step, start)
+    if "end_state" in refs:
+        for columns, state in zip(slabs, states, strict=True):
+            refs["end_state"][columns, :] = state
+    if "end_total" in refs:
+        for piece, total in zip(pieces, totals, strict=True):
+            refs["end_total"][piece] = total
+
+
+def _sums_c(names: Container[str], walk: _Walk) -> bool:
+    return "a" in names and walk.extra is not None
+
+
+def _sum(parts: Iterable[Array]) -> Array:
+    return functools.reduce(jnp.add, parts)
+
+
+def _only(selected_C: Array | None, x: Array) -> Array:
+    """Rows that are selected; zero for the others."""
+    if selected_C is None:
+        return x
+    return jnp.where(selected_C if x.ndim == 1 else selected_C[:, None], x, jnp.zeros_like(x))
+
+
+class _Segments(NamedTuple):
+    """How segments meet chunks and spans; every field None where there are none."""
+
+    runs_BT: Array | None = None
+    incoming_BN: Array | None = None
+    """By chunk, the run that the state before it belongs to."""
+    outgoing_BN: Array | None = None
+    """The run that the state after it belongs to."""
+
+    @classmethod
+    def of(cls, runs_BT: Array, C: int) -> "_Segments":
+        latest_BN = jnp.maximum(lax.cummax(runs_BT.reshape(len(runs_BT), -1, C).max(axis=2), axis=1), 0)
+        incoming_BN = jnp.concatenate([jnp.zeros_like(latest_BN[:, :1]), latest_BN[:, :-1]], axis=1)
+        return cls(runs_BT, incoming_BN, latest_BN)
+
+
+def _launch(walk: _Walk, outputs: Sequence[str], span: int, segments: _Segments, b: Array, c: Array, *,
+            out_dtype: Any = jnp.float32, **others: Array | None) -> dict[str, Array]:
+    """The kernel over all sequences, heads, spans and tiles.
+
+    Args:
+        walk: how.
+        outputs: names among ``out`` (B, T, H, U), ``denominator`` (B, H, T), by which out is then divided,
+            ``end_state`` (B, H, spans, W, U) and ``end_total`` (B, H, spans, W or U).
+        span: tokens of a span, whole chunks; T is in whole spans.
+        segments: of chunks of ``walk.tiles.chunk``.
+        b: (B, T, H, W); W a power of two.
+        c: (B, T, H, U); U alike.
+        out_dtype: of ``out``.
+        others: ``a`` (B, T, H, W); ``extra`` (B, H, T), the further column; ``state`` and ``total`` before each span
+            (after it, in reverse), which are zero where not given; where out is to be levelled, ``q`` (B, T, H, U) and
+            ``denominator`` (B, H, T). None is none.
+
+    Returns:
+        the outputs by name.
+    """
+    B, T, H, W = b.shape
+    U, C, spans = c.shape[3], walk.tiles.chunk, T // span
+    tile = min(U, walk.tiles.tile)
+    inputs = {name: array for name, array in {"b": b, "c": c, **others, **segments._asdict()}.items()
+              if array is not None}
+    total = U if _sums_c(inputs, walk) else W
+    # Grid: tiles, heads, spans, sequences. The first is the fastest, so programs that run at a time read neighbouring
+    # heads, whose memory is contiguous.
+    whole = pl.BlockSpec((None, span, None, W), lambda u, h, s, b: (b, s, h, 0))
+    tiled = pl.BlockSpec((None, span, None, tile), lambda u, h, s, b: (b, s, h, u))
+    column = pl.BlockSpec((None, None, span), lambda u, h, s, b: (b, h, s))
+    by_chunk = pl.BlockSpec((None, span // C), lambda u, h, s, b: (b, s))
+    state = pl.BlockSpec((None, None, None, W, tile), lambda u, h, s, b: (b, h, s, 0, u))
+    vector = (pl.BlockSpec((None, None, None, tile), lambda u, h, s, b: (b, h, s, u)) if _sums_c(inputs, walk) else
+              pl.BlockSpec((None, None, None, W), lambda u, h, s, b: (b, h, s, 0)))
+    specs = {
+        "a": whole, "b": whole, "c": tiled, "q": tiled, "out": tiled, "extra": column, "denominator": column,
+        "runs_BT": pl.BlockSpec((None, span), lambda u, h, s, b: (b, s)), "incoming_BN": by_chunk,
+        "outgoing_BN": by_chunk, "state": state, "end_state": state, "total": vector, "end_total": vector,
+    }
+    shapes = {
+        "out": jax.ShapeDtypeStruct((B, T, H, U), out_dtype),
+        "denominator": jax.ShapeDtypeStruct((B, H, T), jnp.float32),
+        "end_state": jax.ShapeDtypeStruct((B, H, spans, W, U), jnp.float32),
+        "end_total": jax.ShapeDtypeStruct((B, H, spans, total), jnp.float32),
+    }
+    results = pl.pallas_call(
+        lambda *refs: _kernel(dict(zip([*inputs, *outputs], refs, strict=True)), walk),
+        grid=(U // tile, H, spans, B),
+        in_specs=[specs[name] for name in inputs],
+        out_specs=[specs[name] for name in outputs],
+        out_shape=[shapes[name] for name in outputs],
+        compiler_params=triton.CompilerParams(num_warps=walk.tiles.warps, num_stages=walk.tiles.stages),
+        interpret=device.platform() != "gpu",
+        name=f"linear_attention_{_name(outputs, walk)}",
+    )(*inputs.values())
+    return dict(zip(outputs, results, strict=True))
+
+
+def _name(outputs: Sequence[str], walk: _Walk) -> str:
+    if "out" not in outputs:
+        return "state_gradients" if walk.reverse else "states"
+    if walk.reverse:
+        return "dk" if walk.extra else "dv"
+    return "dq" if walk.extra else "forward"
+
+
+def _carry(updates: State, segments: _Segments, initial: State, *, reverse: bool, scan: bool) -> tuple[State, State]:
+    """States before each span (after it, in reverse) and at the end, from what each span adds: (B, H, spans, M, D).
+
+    What a span adds belongs to the run that its walk ends in, and the next span's walk starts in that run.
+    """
+    B, spans = updates.z_BHM.shape[0], updates.z_BHM.shape[2]
+    runs_BS = jnp.zeros((B, spans + 1), jnp.int32)
+    if segments.incoming_BN is not None and segments.outgoing_BN is not None:
+        # Where spans meet: 0, where the sequence starts, to the run that it ends in.
+        each = segments.incoming_BN.shape[1] // spans
+        runs_BS = jnp.concatenate([segments.incoming_BN[:, :1], segments.outgoing_BN[:, each - 1::each]], axis=1)
+    if reverse:
+        updates, runs_BS = jax.tree.map(lambda x: x[:, :, ::-1], updates), runs_BS[:, ::-1]
+    parts = jax.tree.map(lambda x, y: jnp.concatenate([x[:, :, None], y], axis=2), initial, updates)
+    states = (_running_sums if scan else _triangular_sums)(parts, runs_BS)
+    before, end = jax.tree.map(lambda x: x[:, :, :-1], states), jax.tree.map(lambda x: x[:, :, -1], states)
+    return (jax.tree.map(lambda x: x[:, :, ::-1], before) if reverse else before), end
+
+
+def _triangular_sums(parts: State, runs_BS: Array) -> State:
+    """Sums over the parts before and of the same run: one product, where a scan is a launch or more for every span."""
+    length = runs_BS.shape[1]
+    same_BRS = runs_BS[:, :, None] == runs_BS[:, None, :]
+    weights_BRS = (same_BRS & jnp.tril(jnp.ones((length, length), bool))[None]).astype(jnp.float32)
+    return jax.tree.map(lambda x: jnp.einsum("brs,bhs...->bhr...", weights_BRS, x, precision=lax.Precision.HIGHEST),
+                        parts)
+
+
+def _running_sums(parts: State, runs_BS: Array) -> State:
+    """The same by ``lax.scan``."""
+
+    def step(carry, part):
+        (sums, run_B), (update, next_B) = carry, part
+        sums = jax.tree.map(
+            lambda x, y: jnp.where((run_B == next_B).reshape(-1, *[1] * (x.ndim - 1)), x, 0) + y, sums, update)
+        return (sums, next_B), sums
+
+    start = jax.tree.map(lambda x: jnp.zeros_like(x[:, :, 0]), parts), runs_BS[:, 0]
+    _, states = lax.scan(step, start, (jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), parts), runs_BS.T))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), states)
+
+
+class _Padded(NamedTuple):
+    """A call's inputs in whole spans and in widths of whole blocks; what is filled in is zero and adds nothing."""
+
+    q: Array
+    k: Array
+    v: Array
+    initial: State
+    runs_BT: Array | None
+
+    @classmethod
+    def of(cls, q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
+           chosen: Plan) -> "_Padded":
+        M, D = _power(q_BTHM.shape[3]), _power(v_BTHD.shape[3])
+        if runs_BT is not None:
+            runs_BT = jnp.pad(runs_BT, ((0, 0), (0, -runs_BT.shape[1] % chosen.span)), constant_values=-1)
+        return cls(_fill(q_BTHM, M, chosen), _fill(k_BTHM, M, chosen), _fill(v_BTHD, D, chosen),
+                   _fill_state(initial, M, D), runs_BT)
+
+    def segments(self, chunk: int) -> _Segments:
+        return _Segments() if self.runs_BT is None else _Segments.of(self.runs_BT, chunk)
+
+
+def _fill(x_BTHW: Array, width: int, chosen: Plan) -> Array:
+    _, T, _, W = x_BTHW.shape
+    return jnp.pad(x_BTHW, ((0, 0), (0, -T % chosen.span), (0, 0), (0, width - W)))
+
+
+def _fill_state(state: State, M: int, D: int) -> State:
+    rows, columns = (0, M - state.s_BHMD.shape[2]), (0, D - state.s_BHMD.shape[3])
+    return State(jnp.pad(state.s_BHMD, ((0, 0), (0, 0), rows, columns)), jnp.pad(state.z_BHM, ((0, 0), (0, 0), rows)))
+
+
+def _each_span(state: State) -> State:
+    """The state of the one span of the serial schedule."""
+    return jax.tree.map(lambda x: x[:, :, None], state)
+
+
+def _only_span(state: State) -> State:
+    """The inverse of :func:`_each_span`."""
+    return jax.tree.map(lambda x: x[:, :, 0], state)
+
+
+def _before(state: State) -> dict[str, Array]:
+    """As :func:`_launch` takes it."""
+    return {"state": state.s_BHMD, "total": state.z_BHM}
+
+
+def _turned(state: State) -> State:
+    """States with rows and columns exchanged."""
+    return State(state.s_BHMD.swapaxes(3, 4), state.z_BHM)
+
+
+def _states(walk: _Walk, span: int, segments: _Segments, b: Array, c: Array, extra_BHT: Array | None = None) -> State:
+    """What each span adds to the state: b cᵀ, and b weighted with the further column."""
+    walk = walk._replace(extra=None if extra_BHT is None else "key")
+    found = _launch(walk, ("end_state", "end_total"), span, segments, b, c, extra=extra_BHT)
+    return State(found["end_state"], found["end_total"])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attend(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, chosen):
+    return _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, chosen)[0]
+
+
+def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, chosen):
+    T, M, D = q_BTHM.shape[1], q_BTHM.shape[3], v_BTHD.shape[3]
+    q, k, v, start, _ = padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, chosen)
+    span, segments = chosen.span, padded.segments(chosen.forward.chunk)
+    walk = _Walk(chosen.forward, _operand_dtype(q, k, v), _precision(q, k, v))
+    outputs = ("out", "denominator") if normalize else ("out",)
+    if chosen.schedule == "serial":
+        found = _launch(walk, (*outputs, "end_state", "end_total"), span, segments, k, v, a=q,
+                        **_before(_each_span(start)), out_dtype=v_BTHD.dtype)
+        end = _only_span(State(found["end_state"], found["end_total"]))
+    else:
+        before, end = _carry(_states(walk, span, segments, k, v), segments, start, reverse=False, scan=chosen.scan)
+        found = _launch(walk, outputs, span, segments, k, v, a=q, **_before(before), out_dtype=v_BTHD.dtype)
+    y_BTHD = found["out"][:, :T, :, :D]
+    denominator_BHT = found["denominator"][:, :, :T] if normalize else None
+    return ((y_BTHD, State(end.s_BHMD[:, :, :M, :D], end.z_BHM[:, :, :M])),
+            (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, y_BTHD, denominator_BHT))
+
+
+def _attend_backward(normalize, chosen, saved, gradients):
+    q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, y_BTHD, denominator_BHT = saved
+    dy_BTHD, dend = gradients
+    (_, T, _, M), D = q_BTHM.shape, v_BTHD.shape[3]
+    q, k, v, start, _ = padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, chosen)
+    span, segments, serial = chosen.span, padded.segments(chosen.backward.chunk), chosen.schedule == "serial"
+    walk = _Walk(chosen.backward, _operand_dtype(q, k, v), _precision(q, k, v))
+    back = walk._replace(reverse=True)
+
+    # y = numerator / (denominator + ε). d comes from g as the products see it, rounded: what the two have in common
+    # cancels in dφ(q), and has to cancel to the last bit.
+    g_BTHD = dy_BTHD.astype(jnp.float32)
+    if normalize:
+        g_BTHD /= denominator_BHT.swapaxes(1, 2)[..., None] + EPSILON
+    g_BTHD = g_BTHD.astype(walk.operand)
+    d_BTH = jnp.sum(g_BTHD.astype(jnp.float32) * y_BTHD.astype(jnp.float32), axis=-1) * -float(normalize)
+    g, d_BHT = _fill(g_BTHD, v.shape[3], chosen), jnp.pad(d_BTH.swapaxes(1, 2), ((0, 0), (0, 0), (0, -T % span)))
+    level_with = {}
+    if normalize and walk.precision == lax.Precision.DEFAULT and walk.tiles.tile >= q.shape[3]:
+        level_with = {"q": q, "denominator": jnp.pad(denominator_BHT, ((0, 0), (0, 0), (0, -T % span)))}
+
+    after, dinitial = _fill_state(dend, q.shape[3], v.shape[3]), None
+    if serial:
+        before, after = _each_span(start), _each_span(after)
+    else:
+        before, _ = _carry(_states(walk, span, segments, k, v), segments, start, reverse=False, scan=chosen.scan)
+        after, dinitial = _carry(_states(back, span, segments, q, g, d_BHT), segments, after, reverse=True,
+                                 scan=chosen.scan)
+    dq = _launch(walk._replace(extra="query"), ("out",), span, segments, v, k, a=g, extra=d_BHT,
+                 **_before(_turned(before)), out_dtype=q_BTHM.dtype, **level_with)
+    dk = _launch(back._replace(extra="key"), ("out", "end_total") if serial else ("out",), span, segments, g, q, a=v,
+                 extra=d_BHT, **_before(_turned(after)), out_dtype=k_BTHM.dtype)
+    dv = _launch(back, ("out", "end_state") if serial else ("out",), span, segments, q, g, a=k,
+                 state=after.s_BHMD, out_dtype=v_BTHD.dtype)
+    if dinitial is None:
+        dinitial = _only_span(State(dv["end_state"], dk["end_total"]))
+    return (dq["out"][:, :T, :, :M], dk["out"][:, :T, :, :M], dv["out"][:, :T, :, :D],
+            State(dinitial.s_BHMD[:, :, :M, :D], dinitial.z_BHM[:, :, :M]), None)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

@@ -1,0 +1,129 @@
+"""How the GPU kernels are cut: chunk length, tiles, warps, pipeline stages and schedule, from a table of measurements.
+
+``tuning.json`` has a row for each device kind, widths, number format and class of lengths that was measured, each with
+its measurement; ``python -m benchmarks.tune`` writes it anew on the machine that it runs on. What is not in the table
+gets the defaults below: nothing is ever searched for at run time.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kernels import device
+
+TABLE = Path(__file__).with_name("tuning.json")
+LONG = 4096
+"""Tokens from which a sequence counts as long."""
+MOST_SPANS = 64
+"""Spans whose states are carried: more cost more than they fill the device."""
+
+
+class Tiles(NamedTuple):
+    """How a launch of the kernel is cut."""
+
+    chunk: int
+    """C: tokens whose scores are held at once."""
+    tile: int
+    """Columns of the state a program holds, of D in the forward pass."""
+    warps: int
+    """Groups of 32 threads in a program."""
+    stages: int
+    """Chunks whose loads are under way at once."""
+
+
+class Plan(NamedTuple):
+    """Everything static about one call."""
+
+    schedule: Literal["serial", "parallel"]
+    span: int
+    """Tokens a program walks: a multiple of both chunk lengths."""
+    forward: Tiles
+    backward: Tiles
+    scan: bool = False
+    """Carry states across spans by ``lax.scan`` instead of a product."""
+
+
+class Row(NamedTuple):
+    """A row of the table."""
+
+    device: str
+    """As jax names it."""
+    M: int
+    D: int
+    dtype: str
+    """Number format of the operands: bfloat16, or float32 for all others."""
+    length: Literal["short", "long"]
+    forward: Tiles
+    backward: Tiles
+    programs_per_core: int = 2
+    """Programs to have for every multiprocessor before spans get longer; 0: serial always."""
+    scan: bool = False
+    measured: dict[str, Any] | None = None
+    """What chose the row: shape, milliseconds, versions, commit."""
+
+
+def rows() -> list[Row]:
+    """The table, as it lies in the file."""
+    return list(_table().values())
+
+
+@functools.cache
+def _table() -> dict[tuple[str, int, int, str, str], Row]:
+    found = [Row(**entry | {name: Tiles(**entry[name]) for name in ("forward", "backward")})
+             for entry in json.loads(TABLE.read_text())]
+    return {row[:5]: row for row in found}
+
+
+def length_class(tokens: int) -> Literal["short", "long"]:
+    """Which rows a sequence of so many tokens is looked up in."""
+    return "long" if tokens >= LONG else "short"
+
+
+def row_for(tokens: int, M: int, D: int, dtype: DTypeLike) -> Row:
+    """The row of this device, or the defaults."""
+    key = (device.kind(), M, D, jnp.dtype(dtype).name, length_class(tokens))
+    widest = max(M, D)  # the backward pass has states of M × D and of D × M
+    return _table().get(key) or Row(*key, forward=default_tiles(M, D, dtype),
+                                    backward=default_tiles(widest, widest, dtype))
+
+
+def default_tiles(W: int, U: int, dtype: DTypeLike) -> Tiles:
+    """Tiles for a state of W × U, such that no kernel spills registers on a Hopper GPU (``make gpu-check``)."""
+    if jnp.dtype(dtype) == jnp.float32:
+        return Tiles(chunk=16, tile=min(U, 32), warps=4 if W <= 128 else 8, stages=1)
+    tile = min(U, 128 if W <= 128 else 32)
+    return Tiles(chunk=64, tile=tile, warps=4 if W * tile <= 64 * 64 else 8, stages=2 if W <= 128 else 1)
+
+
+def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, chunk_size: int | None = None,
+         schedule: Literal["serial", "parallel"] | None = None) -> Plan:
+    """What a call does on the device it is traced for.
+
+    Args:
+        batch: B.
+        tokens: T.
+        heads: H.
+        M: width of features, a power of two.
+        D: width of values, a power of two.
+        dtype: number format of the operands.
+        chunk_size: C of both passes, in place of the table's.
+        schedule: None picks: parallel where the sequences, heads and tiles alone do not fill the device.
+    """
+    row = row_for(tokens, M, D, dtype)
+    longest = max(16, 1 << (tokens - 1).bit_length())
+    forward, backward = (tiles._replace(chunk=min(chunk_size or tiles.chunk, longest))
+                         for tiles in (row.forward, row.backward))
+    chunk = max(forward.chunk, backward.chunk)
+    programs = batch * heads * -(-D // forward.tile)
+    spans = min(-(-row.programs_per_core * device.cores() // programs), MOST_SPANS)
+    if schedule == "parallel":
+        spans = max(spans, 2)
+    # A span shorter than some chunks spends more on its state than on its tokens.
+    spans = min(spans, -(-tokens // ((1 if schedule else 4) * chunk)))
+    if schedule == "serial" or (schedule is None and spans < 2):
+        return Plan("serial", -(-tokens // chunk) * chunk, forward, backward)
+    return Plan("parallel", -(-tokens // (spans * chunk)) * chunk, forward, backward, row.scan)

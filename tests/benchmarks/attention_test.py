@@ -1,0 +1,259 @@
+"""The benchmark of one attention call: its cases, rows and files, and what it does where a case cannot be run."""
+
+import json
+from argparse import Namespace
+from dataclasses import asdict, replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import attention, report
+from benchmarks.attention import Case, Outlook, row_of
+from benchmarks.picture import published
+
+TINY = ["--heads", "2", "--head-width", "16", "--repeats", "2"]
+CASE = Case("contexts", "chunked:chunked", 64, "both", heads=2, head_width=16)
+
+
+@pytest.fixture
+def same_process(monkeypatch):
+    """What other processes would answer, without starting them; the requests go through JSON all the same."""
+    requests = []
+
+    def answer(module, case, seconds=None):
+        requests.append(case)
+        return json.loads(json.dumps(attention._answer(json.loads(json.dumps(case)))))
+
+    monkeypatch.setattr(report, "in_process", answer)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    return requests
+
+
+def test_rows_of_the_file_the_table_and_the_picture(same_process, tmp_path, capsys):
+    path, picture = tmp_path / "attention.json", tmp_path / "attention.svg"
+    assert attention.main(["contexts", "chunks", *TINY, "--contexts", "64", "--chunks", "16,128", "--modes",
+                           "softmax:materialised,chunked:chunked", "--json", str(path), "--picture",
+                           str(picture)]) == 0
+    contents = json.loads(path.read_text())
+    assert str(tmp_path) not in path.read_text()
+    assert {"jax", "flax", "python"} <= contents["versions"].keys()
+    assert contents["device"]
+    assert "commit" in contents
+    assert contents["command"].startswith("python -m benchmarks.attention --contexts 64 ")
+    assert contents["command"].endswith(" contexts chunks")
+    rows = contents["rows"]
+    assert [(row["part"], row["passes"], row["mode"], row["chunk_size"]) for row in rows] == [
+        ("contexts", passes, mode, None) for passes in ("forward", "both")
+        for mode in ("softmax:materialised", "chunked:chunked")] + [
+        ("chunks", passes, "chunked:chunked", C) for passes in ("forward", "both") for C in (None, 16)]
+    for row in rows:
+        assert row["error"] is None
+        assert len(row["samples"]) == 2
+        assert min(row["samples"]) <= row["milliseconds"] <= max(row["samples"])
+        assert row["peak_bytes"] >= (4 if row["passes"] == "forward" else 8) * 4 * row["context"] * 2 * 16
+        assert row["resident_bytes"] > row["peak_bytes"]
+    assert rows[1]["ratio"] == pytest.approx(rows[0]["milliseconds"] / rows[1]["milliseconds"])
+    assert [(sweep["passes"], sweep["fastest_chunk_size"]) for sweep in contents["picked"]] == [
+        ("forward", 16), ("both", 16)]
+    printed = capsys.readouterr().out
+    assert "B1 T64 H2 D16 C picked" in printed
+    assert "chunked:chunked at 64, both: the picked chunk length takes " in printed
+    for part, text in (("contexts", "forward + backward"), ("chunks", "chunk length")):
+        assert f"<!-- {text} -->" in (tmp_path / f"attention-{part}.svg").read_text()
+
+
+def test_a_process_of_its_own_tells_memory_and_times():
+    [[row]] = attention.measure_apart([CASE], 2, seconds_per_case=60)
+    assert row.error is None
+    assert len(row.samples) == 2
+    assert row.peak_bytes
+    assert row.resident_bytes
+    assert row.device_peak_bytes is None
+
+
+@pytest.mark.parametrize("mode", ["softmax:blockwise", "linear:parallel", "chunked:chunked"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_is_timed_is_attention_and_its_gradients(mode, causal):
+    case = replace(CASE, mode=mode, context=24, causal=causal)
+    start, _ = attention.plan(case)
+    y, gradients = start()()
+    q, k, v, dy = attention.tensors(case.shape, case.dtype, "both")
+    scores_BHTS = jnp.einsum("bthd,bshd->bhts", q, k)
+    weights_BHTS = jnp.exp(scores_BHTS / 4) if mode.startswith("softmax") else scores_BHTS
+    if causal:
+        weights_BHTS *= jnp.tril(jnp.ones((24, 24)))[None, None]
+    weights_BHTS /= weights_BHTS.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(y, jnp.einsum("bhts,bshd->bthd", weights_BHTS, v), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradients[2], jnp.einsum("bhts,bthd->bshd", weights_BHTS, dy), rtol=1e-4, atol=1e-5)
+    assert [gradient.shape for gradient in gradients] == [q.shape] * 3
+
+
+def test_tensors_are_as_long_as_asked_and_positive_where_they_are_features():
+    q, k, v, dy = attention.tensors((1, attention.DISTINCT_TOKENS + 5, 1, 2), "bfloat16", "both")
+    assert q.shape == dy.shape == (1, attention.DISTINCT_TOKENS + 5, 1, 2)
+    assert q.dtype == jnp.bfloat16
+    assert (q > 0).all()
+    assert (k > 0).all()
+    assert (v < 0).any()
+
+
+def test_in_one_process_the_planned_memory_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    monkeypatch.setattr(report, "in_process", lambda *_: pytest.fail("started a process"))
+    path = tmp_path / "contexts.json"
+    assert attention.main(["contexts", *TINY, "--one-process", "--contexts", "32", "--passes", "forward", "--modes",
+                           "chunked", "--json", str(path)]) == 0
+    contents = json.loads(path.read_text())
+    assert " --one-process " in contents["command"]
+    [row] = contents["rows"]
+    assert row["peak_bytes"]
+    assert row["resident_bytes"] is None
+    assert row["milliseconds"]
+
+
+def test_what_needs_too_much_memory_is_a_row_and_longer_contexts_are_not_tried(same_process, monkeypatch):
+    monkeypatch.setattr(report, "peak_bytes", lambda compiled: 2**60)
+    cases = [replace(CASE, context=context, mode=mode) for context in (32, 64)
+             for mode in ("chunked:chunked", "softmax:cudnn")]
+    large, cudnn, larger, cudnn_too = (row for rows in attention.measure_apart(cases, 2) for row in rows)
+    assert len(same_process) == 2
+    assert str(large.error).startswith("out of memory: needs 1073741824.0 GiB, ")
+    assert large.milliseconds is None
+    assert large.peak_bytes == 2**60
+    assert larger.error == f"not tried: at B1 T32 H2 D16, {large.error}"
+    assert str(cudnn.error).startswith("not supported: implementation='cudnn': it needs an NVIDIA GPU")
+    assert str(cudnn_too.error).startswith("not tried: at B1 T32 H2 D16, not supported")
+    large, cudnn, larger, cudnn_too = attention.measure(cases, 2)
+    assert str(large.error).startswith("out of memory: needs ")
+    assert larger.error == f"not tried: at B1 T32 H2 D16, {large.error}"
+    assert cudnn_too.error == f"not tried: at B1 T32 H2 D16, {cudnn.error}"
+
+
+def test_what_ends_its_process_is_a_row(monkeypatch):
+    monkeypatch.setattr(report, "in_process", lambda *_: {"error": "killed: out of memory"})
+    [[row], [longer]] = attention.measure_apart([CASE, replace(CASE, context=128)], 2)
+    assert row.error == "killed: out of memory"
+    assert longer.error == "not tried: at B1 T64 H2 D16, killed: out of memory"
+
+
+def test_a_kernel_that_does_not_compile_is_a_row_and_longer_contexts_are_tried(same_process, monkeypatch):
+    def broken(*_, **__):
+        raise ValueError("block of 3\nmore")
+
+    monkeypatch.setattr(attention, "linear_attention", broken)
+    rows = [row for rows in attention.measure_apart([CASE, replace(CASE, context=128)], 2) for row in rows]
+    assert [row.error for row in rows] == ["ValueError: block of 3"] * 2
+
+
+def test_what_is_too_slow_is_not_run_but_tells_its_memory(same_process, monkeypatch):
+    monkeypatch.setattr(attention, "_seconds", lambda call: 1.0)
+    rows = [row for rows in attention.measure_apart([CASE, replace(CASE, context=128)], 20, seconds_per_case=10)
+            for row in rows]
+    assert rows[0].error == "too slow: about 1 s a call, and 24 calls have 10 s"
+    assert rows[1].error == f"not tried: at B1 T64 H2 D16, {rows[0].error}"
+    assert [request["run"] for request in same_process] == [True, False]
+    assert all(row.peak_bytes for row in rows)
+    assert not any(row.samples for row in rows)
+
+
+def test_quadratic_forms_are_expected_to_slow_down_with_the_square_of_the_context():
+    outlook = Outlook(repeats=2, seconds=10, total=None)
+    for mode, slow in (("softmax:blockwise", True), ("linear:parallel", True), ("linear:recurrent", False),
+                       ("chunked:chunked", False)):
+        case = replace(CASE, mode=mode, context=1024)
+        assert outlook.refusal(case) is None
+        assert outlook.learn(case, 1.0) is None
+        refusal = outlook.refusal(replace(case, context=4096))
+        assert refusal == (
+            "too slow: about 16 s a call by that at B1 T1024 H2 D16, and 2 calls have 10 s" if slow else None)
+        assert outlook.refusal(replace(case, context=4096, passes="forward")) is None
+
+
+def test_nothing_is_begun_when_the_time_is_over(same_process):
+    [[row]] = attention.measure_apart([CASE], 2, total_seconds=-1)
+    assert row.error == "not tried: the time for all cases is over"
+    assert not same_process
+
+
+def test_the_picked_chunk_length_is_held_against_the_fastest():
+    rows = [replace(row_of(replace(CASE, part="chunks", chunk_size=C)), milliseconds=time)
+            for C, time in ((None, 3.3), (32, 4.0), (64, 3.0))]
+    [sweep] = attention.picked(rows)
+    assert (sweep["fastest_chunk_size"], sweep["fastest_milliseconds"]) == (64, 3.0)
+    assert sweep["ratio"] == pytest.approx(1.1)
+
+
+def test_times_are_held_against_the_fastest_softmax_and_fla():
+    times = {"softmax:materialised": 9.0, "softmax:blockwise": 6.0, "chunked:chunked": 2.0, "fla": 4.0}
+    rows = {row.mode: row for row in attention.compared([
+        replace(row_of(replace(CASE, mode=mode)), milliseconds=time) for mode, time in times.items()])}
+    assert rows["chunked:chunked"].ratio == 3
+    assert rows["chunked:chunked"].times_fla == 0.5
+    assert rows["fla"].times_fla == 1
+
+
+def options(**more):
+    return Namespace(**{"modes": None, "dtype": None, "batch": 1, "heads": 12, "head_width": 64, "contexts": None,
+                        "passes": ("forward", "both"), "chunks": (16, 64)} | more)
+
+
+def test_the_quoted_sizes_are_the_ones_measured():
+    assert set(published("kernel", "shapes")) == {
+        attention.shape_name(case) for case in attention.cases_of("kernel", options())}
+    assert {case.dtype for case in attention.cases_of("kernel", options())} == {"bfloat16"}
+    noncausal = attention.cases_of("noncausal", options())
+    assert {case.shape for case in noncausal} == {(1, 4000, 1, 1024), (1, 4096, 1, 64), (1, 24576, 1, 64)}
+    assert not any(case.causal for case in noncausal)
+    chunks = attention.cases_of("chunks", options(contexts=(64, 32), chunks=(64, 16), passes=("both",)))
+    assert [(case.context, case.chunk_size) for case in chunks] == [
+        (32, None), (32, 16), (64, None), (64, 16), (64, 64)]
+    contexts = {case.mode for case in attention.cases_of("contexts", options())}
+    assert contexts >= {"linear:parallel", "linear:rowwise", "linear:blockwise", "linear:cumsum", "linear:recurrent",
+                        "chunked:chunked", "softmax:materialised", "softmax:blockwise"}
+
+
+@pytest.mark.parametrize("part", attention.PARTS)
+def test_every_part_has_a_picture_with_the_published_figures(part, tmp_path):
+    rows = [replace(row_of(case), milliseconds=1.0 + n, peak_bytes=2**20)
+            for n, case in enumerate(attention.cases_of(part, options(contexts=(512, 1024, 4096))))]
+    attention.draw_panels(tmp_path / "part.svg", attention.panels(part, rows), title="H200")
+    drawn = (tmp_path / "part.svg").read_text()
+    expected = {"contexts": "linear:cumsum (a 124M training step, published)", "chunks": "chunked:chunked at 4,096",
+                "noncausal": "softmax (V100, published)", "kernel": "helion (H100, published, no normaliser)"}
+    assert f"<!-- {expected[part]} -->" in drawn
+    assert "<!-- chunked:chunked" in drawn
+
+
+def test_fla_without_its_packages_is_a_row(monkeypatch):
+    monkeypatch.setattr(attention, "fla_installed", lambda: False)
+    [row] = attention.measure([replace(CASE, mode="fla")], 2)
+    assert row.error == "not supported: fla: it needs the packages flash-linear-attention and torch"
+    assert "fla" not in attention.default_modes("kernel", gpu=True)
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--modes", "softmax,sotfmax"], "--modes sotfmax: there is no 'sotfmax'; there are softmax, linear, chunked and"),
+    (["--modes", "softmax:flash"], "--modes softmax:flash: softmax has no form 'flash'; it has materialised, "),
+    (["--modes", "linear"], "--modes linear: linear has no form ''; it has parallel, rowwise"),
+    (["chunks", "--modes", "linear:parallel"], "--modes linear:parallel: the part chunks takes chunked and its forms"),
+    (["contexst"], "PART contexst: expected one of contexts, chunks, noncausal, kernel"),
+    (["--passes", "backward"], "--passes: invalid list of forward and both value: 'backward'"),
+    (["--contexts", "32,x"], "--contexts: invalid list of positive numbers value: '32,x'"),
+    (["--json", "nowhere/x.json"], "--json nowhere/x.json: cannot be written"),
+    (["--picture", "nowhere/x.png"], "--picture nowhere/x.png: cannot be written"),
+])
+def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(attention, "measure_apart", lambda *_, **__: pytest.fail("measured all the same"))
+    with pytest.raises(SystemExit) as stopped:
+        raise SystemExit(attention.main([*TINY, *flags]))
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_row_is_a_case_and_goes_through_json():
+    row = row_of(CASE, error="out of memory")
+    assert asdict(row) | asdict(CASE) == asdict(row)
+    assert json.loads(json.dumps(asdict(row)))["head_width"] == 16

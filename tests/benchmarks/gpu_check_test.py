@@ -1,0 +1,238 @@
+"""The GPU check reads the assembler right, fails on what it promises to fail on, and says what it lacks; the memory
+benchmark says what fits. What compiles for a GPU runs only where `make gpu-check` has built an environment."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import jax
+import pytest
+
+from benchmarks import gpu_check, memory, report, target
+from configs.schema import Config, ConfigError, ModelConfig, TrainConfig
+
+SPILLING = """\
+ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient \
+register resources for the function 'linear_attention_dq'
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'linear_attention_dq' for 'sm_90a'
+ptxas info    : Function properties for linear_attention_dq
+    704 bytes stack frame, 704 bytes spill stores, 732 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 704 bytes cumulative stack size
+ptxas info    : Compile time = 834.656 ms
+"""
+CLEAN = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'linear_attention_forward' for 'sm_90a'
+ptxas info    : Function properties for linear_attention_forward
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 96 registers, used 1 barriers
+ptxas info    : Compile time = 29.857 ms
+"""
+COMPILERS = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'input_add_multiply_reduce_fusion_4' for 'sm_90a'
+ptxas info    : Function properties for input_add_multiply_reduce_fusion_4
+    64 bytes stack frame, 60 bytes spill stores, 60 bytes spill loads
+ptxas info    : Used 64 registers, used 1 barriers, 64 bytes cumulative stack size, 33024 bytes smem
+ptxas info    : Compile time = 13.636 ms
+"""
+LAUNCHES = """\
+001: kCustomKernel [source       | next=004 (3) ] loop_pad_fusion_3 grid: [133632, 1, 1] threads: [128, 1, 1]  \
+shared_memory: 0 bytes
+025: kCustomKernel [prev=024 (1) | next=026 (1) ] linear_attention_dq grid: [16, 9, 2] threads: [256, 1, 1]  \
+shared_memory: 118784 bytes
+041: kCopy         [prev=039 (2) | sink         ] kCopy
+"""
+LIMIT = 232_448
+
+
+def test_reads_registers_spills_and_serialised_products():
+    (spilling,), (clean,), (compilers,) = map(gpu_check.read_assembler, (SPILLING, CLEAN, COMPILERS))
+    assert (spilling.name, spilling.registers, spilling.spilled_bytes) == ("linear_attention_dq", 255, 704 + 732)
+    assert spilling.serialised == "insufficient register resources"
+    assert (clean.registers, clean.spilled_bytes, clean.shared_bytes, clean.serialised) == (96, 0, 0, None)
+    assert (compilers.spilled_bytes, compilers.shared_bytes, compilers.ours) == (120, 33024, False)
+    assert [kernel.name for kernel in gpu_check.read_assembler(CLEAN + COMPILERS)] == [clean.name, compilers.name]
+
+
+def test_an_assembler_that_says_nothing_is_no_clean_kernel():
+    with pytest.raises(ValueError, match="registers of linear_attention_forward"):
+        gpu_check.read_assembler(CLEAN.replace("Used", "Took"))
+
+
+def test_reads_threads_and_shared_memory_of_launches():
+    launches = gpu_check.read_launches(LAUNCHES)
+    assert launches == {"loop_pad_fusion_3": (128, 0), "linear_attention_dq": (256, 118784)}
+
+
+@pytest.mark.parametrize(("kernel", "faults"), [
+    (gpu_check.Kernel("linear_attention_dk", 255, 0, LIMIT), []),
+    (gpu_check.Kernel("linear_attention_dk", 255, 24, 0), ["spills registers, 24 bytes"]),
+    (gpu_check.Kernel("linear_attention_dk", 255, 0, 0, serialised="a wait"), ["serialises wgmma, due to a wait"]),
+    (gpu_check.Kernel("linear_attention_dk", 255, 0, LIMIT + 1),
+     ["wants 232,449 bytes of shared memory, of which a block has 232,448"]),
+])
+def test_faults(kernel, faults):
+    assert kernel.faults(LIMIT) == faults
+
+
+class _Target(target.Target):
+    """Compiles nothing."""
+
+    def compile(self, lowered, dump=None, **flags):
+        if lowered is None:
+            raise jax.errors.JaxRuntimeError("INTERNAL: shared memory 300000 exceeds 232448\nmore")
+
+
+@pytest.mark.parametrize(("kernels", "code", "said"), [
+    (CLEAN, 0, "no spill, no serialised wgmma, no overrun in ours"),
+    (CLEAN + COMPILERS, 0, "the compiler's own: spills registers, 120 bytes"),
+    (CLEAN + SPILLING, 1, "a case: linear_attention_dq spills registers, 1,436 bytes; serialises wgmma"),
+    (COMPILERS, 1, "a case: there is no kernel of ours"),
+    ("", 1, "a case: there is no kernel in it"),
+])
+def test_fails_on_faults_of_ours_alone(kernels, code, said, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "inspect", lambda *_: gpu_check.read_assembler(kernels))
+    assert gpu_check.run([gpu_check.Case("a case", lambda: "lowered", True)], _Target()) == code
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+
+
+def test_what_cannot_be_compiled_fails_with_the_first_line(capsys):
+    assert gpu_check.run([gpu_check.Case("a case", lambda: None, True)], _Target()) == 1
+    said = "a case: cannot be compiled: INTERNAL: shared memory 300000 exceeds 232448\n"
+    assert f"gpu-check: jax {jax.__version__}: {said}" in capsys.readouterr().err
+
+
+def test_equal_kernels_are_a_line_once():
+    one, other = (gpu_check.Kernel(name, 96, 0, 0) for name in ("linear_attention_dk", "linear_attention_dk__1"))
+    assert len(list(gpu_check.rows("a case", [one, other], LIMIT))) == 1
+    assert len(list(gpu_check.rows("a case", [one, gpu_check.Kernel(other.name, 97, 0, 0)], LIMIT))) == 2
+
+
+def test_the_description_of_the_target():
+    gpu = target.Target("h200")
+    assert (gpu.kind, gpu.architecture, gpu.shared_bytes) == ("NVIDIA H200", "sm_90a", LIMIT)
+    with pytest.raises(ConfigError, match="no description of a GPU 'h2'; there are: h200"):
+        target.Target("h2")
+
+
+def test_where_nothing_can_be_compiled_the_commands_say_what_to_do(monkeypatch, tmp_path, capsys):
+    for module in (target, gpu_check):
+        monkeypatch.setattr(module, "can_compile", lambda: False)
+    monkeypatch.setattr(target, "ENVIRONMENTS", tmp_path)
+    assert gpu_check.main([]) == 2
+    assert "`make gpu-check` builds an environment that can" in capsys.readouterr().err
+    assert memory.main(["configs/gpt2_124m.py", "--vocabulary", "257"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("benchmarks.memory: ")
+    assert "`make gpu-check` builds an environment that can" in said
+
+
+def test_the_environment_of_this_jax_comes_first(monkeypatch, tmp_path):
+    monkeypatch.setattr(target, "can_compile", lambda: False)
+    monkeypatch.setattr(target, "ENVIRONMENTS", tmp_path)
+    for version in ("0.9.1", "0.10.2", "99.0", jax.__version__):
+        (tmp_path / version).mkdir()
+    for version in ("0.9.1", "0.10.2"):
+        (tmp_path / version / ".complete").touch()
+    assert target.find_python() == str(tmp_path / "0.10.2/bin/python")
+    (tmp_path / jax.__version__ / ".complete").touch()
+    assert target.find_python() == str(tmp_path / jax.__version__ / "bin/python")
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.74, "fits"), (0.9, "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"),
+                                             (0.96, "does not fit")])
+def test_verdicts(share, said):
+    assert said in memory.verdict(int(share * 2**40), 2**40)
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ([], "which recipe?"),
+    (["configs/gpt2_124m.py", "--card", "h300"], "--card: invalid choice: 'h300'"),
+    (["configs/gpt2_124m.py", "--card-gib", "-1"], "--card-gib: invalid number above 0 value: '-1'"),
+    (["configs/gpt2_124m.py", "--mesh.fsdp", "8"], "mesh.fsdp is 8; expected 1"),
+    (["configs/gpt2_124m.py", "--json", "nowhere/x.json"], "--json nowhere/x.json: cannot be written"),
+])
+def test_usage_errors_of_memory(flags, message, monkeypatch, capsys):
+    monkeypatch.setattr(memory, "compile_elsewhere", lambda *_, **__: pytest.fail("compiled all the same"))
+    with pytest.raises(SystemExit) as stopped:
+        raise SystemExit(memory.main(flags))
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def _fake(per_row: int):
+    """Compiles to so many bytes a sequence, and a tenth more with the compiler's own products."""
+
+    def compile_elsewhere(config, vocabulary, *, triton, python):
+        assert config.model.dtype == "bfloat16"  # as on a GPU, whatever this CPU is good at
+        rows = config.train.batch_size // config.train.accumulate
+        return memory.Memory(0, 0, rows * per_row * (11 if triton else 10) // 10)
+
+    return compile_elsewhere
+
+
+def test_the_answer_and_its_file(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(target, "find_python", lambda: "python")
+    monkeypatch.setattr(memory, "compile_elsewhere", _fake(7 * 2**30))
+    path = tmp_path / "memory.json"
+    command = ["configs/gpt2_124m.py", "--train.batch-size", "2", "--train.accumulate", "1", "--vocabulary", "257"]
+    assert memory.main([*command, "--card-gib", "20", "--json", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "15.40" in said
+    assert "a card of 20.0 GiB: fits, or fits with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in said
+    contents = json.loads(path.read_text())
+    assert contents["memory"]["cuBLAS's"]["peak"] == 14 * 2**30
+    assert contents["target"] == "NVIDIA H200"
+    assert contents["command"].startswith("python -m benchmarks.memory ")
+
+
+def test_find_batch(monkeypatch, capsys):
+    monkeypatch.setattr(target, "find_python", lambda: "python")
+    command = ["configs/gpt2_124m.py", "--vocabulary", "257", "--card-gib", "40", "--find-batch"]
+    for per_row, answer in ((5 * 2**30, "4 sequences at once fit"), (50 * 2**30, "not even one sequence")):
+        monkeypatch.setattr(memory, "compile_elsewhere", _fake(per_row))
+        assert memory.main(command) == 0
+        assert answer in capsys.readouterr().out
+
+
+@pytest.fixture
+def python() -> str:
+    """A Python that can compile for a GPU."""
+    try:
+        return target.find_python()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+SPILL = """
+import sys
+from benchmarks import gpu_check
+from kernels.linear_attention import tuning
+tuning.default_tiles = lambda *_: tuning.Tiles(chunk=64, tile=64, warps=1, stages=1)
+sys.exit(gpu_check.main(["--only", "B8 T1024"]))
+"""
+
+
+def test_a_kernel_with_too_few_warps_fails_the_check(python):
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    ended = subprocess.run([python, "-c", SPILL], cwd=Path(target.ROOT), env=environment, capture_output=True,
+                           text=True)
+    assert ended.returncode == 1, ended.stderr
+    assert "spills registers" in ended.stdout
+    assert ": B8 T1024 H8 M64 D64 bfloat16: linear_attention_" in ended.stderr
+
+
+def test_memory_of_a_small_step(python):
+    model = ModelConfig(layers=1, heads=2, width=64, context=64, dtype="bfloat16", attention=("chunked",))
+    config = Config(model=model, train=TrainConfig(batch_size=4))
+    step = memory.compile_elsewhere(config, 257, triton=True, python=python)
+    assert step.arguments >= 3 * 4 * (257 * 64 + 12 * 64**2)  # float32 weights and their two moments alone
+    assert step.outputs < 4096  # the state takes the place of the old one
+    assert step.temporaries > 4 * 64 * 64 * 4  # residual stream
+    result = report.in_process("benchmarks.memory", {"config": {"unknown": {}}, "vocabulary": 1, "triton": True},
+                               python=python)
+    assert "unknown group 'unknown'" in result["error"]

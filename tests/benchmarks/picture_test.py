@@ -1,0 +1,42 @@
+"""The pictures show what they are given, the published beside ours, and are drawn where values are missing."""
+
+import pytest
+
+from benchmarks.picture import Panel, draw, draw_panels, published
+
+
+def test_a_picture_names_its_curves_axes_and_device(tmp_path):
+    path = tmp_path / "step.svg"
+    draw(path, {"chunked": {1024: 2.0, 4096: 8.0}, "softmax": {1024: 3.0, 4096: None}}, title="A training step, H200",
+         x="context", y="milliseconds", published={"chunked": {1024: 15.2}})
+    drawn = path.read_text()
+    for text in ("chunked", "chunked (published)", "softmax", "context", "milliseconds", "A training step, H200", "4k"):
+        assert f"<!-- {text} -->" in drawn
+
+
+def test_panels_of_curves_and_of_bars(tmp_path):
+    path = tmp_path / "kernel.svg"
+    draw_panels(path, [
+        Panel({"ours": {"B1 T8192": 1.2, "B4 T2048": 0.3}}, "forward", y="milliseconds", bars=True,
+              published={"fla": {"B1 T8192": 3.37}}, label="H100, published"),
+        Panel({"ours": {512: 0.5}}, "memory"),
+        Panel({"ours": {512: None}}, "nothing was measured"),
+    ], title="One attention call")
+    drawn = path.read_text()
+    for text in ("ours", "fla (H100, published)", "B1 T8192", "B4 T2048", "forward", "memory", "nothing was measured"):
+        assert f"<!-- {text} -->" in drawn
+
+
+def test_a_png_is_a_png(tmp_path):
+    path = tmp_path / "step.png"
+    draw(path, {"chunked": {1: 1.0}}, title="", x="", y="")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_published_figure_says_where_it_is_from():
+    for part in ("training_step", "sampling", "non_causal", "kernel"):
+        assert published(part, "source")
+    assert published("training_step", "models", "124M", "chunked")[524288] == pytest.approx(2221.137)
+    assert published("kernel", "shapes", "B1 T8192 H96 D128", "helion", "both") == 2.01
+    with pytest.raises(KeyError):
+        published("training_step", "models", "7B")

@@ -1,0 +1,71 @@
+"""The benchmark of sampling prints and writes what it promises, at positions that it reads no text for."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from benchmarks import report, sampling
+from configs.schema import ModelConfig
+from models.gpt import GPT
+
+TINY = ["--width", "16", "--layers", "1", "--heads", "2", "--repeats", "3", "--dtype", "float32"]
+
+
+@pytest.fixture(autouse=True)
+def allow_rank_promotion():
+    """Flax adds biases of one dimension to what it projects."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def test_rows_of_the_file_and_the_table(tmp_path, capsys):
+    path = tmp_path / "sampling.json"
+    assert sampling.main([*TINY, "--positions", "8,524288", "--batches", "1,2", "--modes", "chunked", "--json",
+                          str(path), "--picture", str(tmp_path / "sampling.png")]) == 0
+    contents = json.loads(path.read_text())
+    assert str(tmp_path) not in path.read_text()
+    assert contents["device"]
+    rows = contents["rows"]
+    assert [(row["batch"], row["position"]) for row in rows] == [(1, 8), (1, 524_288), (2, 8), (2, 524_288)]
+    for row, first in zip(rows, (rows[0], rows[0], rows[2], rows[2]), strict=True):
+        assert len(row["samples"]) == 3
+        assert row["tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["milliseconds"])
+        assert row["ratio"] == pytest.approx(row["milliseconds"] / first["milliseconds"])
+        assert row["bandwidth"] is None  # a CPU's is not known
+        assert row["error"] is None
+    assert (tmp_path / "sampling.png").stat().st_size
+    assert len(capsys.readouterr().out.splitlines()) == 6
+
+
+def test_bytes_are_those_of_parameters_and_of_what_is_kept():
+    for dtype, mode, kept in (("float32", "softmax", 2 * 4 * 100 * 16), ("float32", "linear", 4 * 2 * (8 * 8 + 8))):
+        config = ModelConfig(layers=2, heads=2, width=16, context=32, positions="none", dtype=dtype, attention=(mode,))
+        model = nnx.eval_shape(lambda config=config: GPT(config, 11, rngs=nnx.Rngs(0)))
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+        assert sampling.bytes_read(model, 100, 3) == parameters * jnp.dtype(dtype).itemsize + 3 * 2 * kept
+
+
+def test_a_case_beyond_the_memory_is_a_row_without_times(tmp_path, monkeypatch):
+    def refuse(needed):
+        raise MemoryError("needs more")
+
+    monkeypatch.setattr(report, "check_memory", refuse)
+    path = tmp_path / "sampling.json"
+    assert sampling.main([*TINY, "--positions", "8", "--modes", "softmax", "--json", str(path)]) == 1
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["milliseconds"] is None
+    assert row["error"] == "needs more"
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--modes", "sotfmax"], "--modes sotfmax: there is no mode 'sotfmax'; there are "),
+    (["--sizes", "125M"], "--sizes 125M: expected one of 124M, 355M, 774M, 1558M"),
+    (["--picture", "sampling.txt"], "--picture sampling.txt: expected a name that ends in .png or .svg"),
+])
+def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert sampling.main([*TINY, *flags]) == 2
+    assert message in capsys.readouterr().err
