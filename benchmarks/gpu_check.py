@@ -28,9 +28,10 @@ from benchmarks.train_step import implementation, mode_config
 from configs.schema import ConfigError, TrainConfig, load_recipe
 from kernels.linear_attention import State, linear_attention, tuning
 from kernels.linear_attention.state import zero_state
+from kernels.softmax_attention import cached_attention
 from models import attention, gpt
 
-OURS = "linear_attention_"
+OURS = ("linear_attention_", "softmax_decode_")
 """How the names of our kernels begin."""
 RECIPE = ROOT / "configs" / "gpt2_124m.py"
 VOCABULARY = 50_257
@@ -78,6 +79,37 @@ SHAPES = (
     Shape(1, 4096, 4, 256, 256),
 )
 """Beside the rows of the kernels' table: the benchmarks' shapes, and one of everything the kernels can be asked."""
+
+
+class Decode(NamedTuple):
+    """Softmax attention of one token to a cache."""
+
+    B: int
+    S: int
+    H: int
+    D: int
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        """As the table shows it."""
+        return " ".join(["decode", *(f"{letter}{size}" for letter, size in zip("BSHD", self[:4], strict=True)),
+                         self.dtype])
+
+
+DECODES = (
+    Decode(1, 65536, 12, 64),
+    Decode(32, 65536, 12, 64),
+    Decode(1, 524288, 25, 64),
+    Decode(8, 524288, 12, 64),
+    Decode(4, 1024, 8, 128, "float16"),
+    Decode(1, 4096, 12, 64, "float32"),
+    Decode(1, 512, 4, 48),
+    Decode(1, 4096, 4, 256),
+    Decode(1, 4096, 4, 256, "float32"),
+)
+"""The benchmark's shapes and one of everything the kernels can be asked; a cache of more than 4 GiB is indexed in 64
+bits."""
 STEP_FORMS = ("chunked:chunked", "chunked:pallas_gpu")
 """Forms whose training step is compiled beside that of each mode."""
 
@@ -186,6 +218,8 @@ def cases(target: Target) -> Iterator[Case]:
     """All that is compiled."""
     for shape in dict.fromkeys([*SHAPES, *_table_shapes(target.kind)]):
         yield Case(shape.name, lambda shape=shape: lower_attention(target, shape), True)
+    for decode in DECODES:
+        yield Case(decode.name, lambda decode=decode: lower_decode(target, decode), True)
     forms = [mode for mode in attention.modes() if not any(form.startswith(f"{mode}:") for form in STEP_FORMS)]
     for form in [*forms, *STEP_FORMS]:
         yield Case(f"training step, {form}", lambda form=form: lower_step(target, form), form.endswith("pallas_gpu"))
@@ -214,6 +248,14 @@ def lower_attention(target: Target, shape: Shape) -> jax.stages.Lowered:
     state = jax.eval_shape(lambda: zero_state(B, H, M, D, jnp.float32))
     segment_ids_BT = jax.ShapeDtypeStruct((B, T), jnp.int32) if shape.segments else None
     return target.lower(both, features, features, values, state, segment_ids_BT, (values, state))
+
+
+def lower_decode(target: Target, decode: Decode) -> jax.stages.Lowered:
+    """Attention of one token, as the models call it."""
+    B, S, H, D, dtype = decode
+    cache = jax.ShapeDtypeStruct((B, H, S, D), dtype)
+    return target.lower(cached_attention, jax.ShapeDtypeStruct((B, 1, H, D), dtype), cache, cache,
+                        jax.ShapeDtypeStruct((B,), jnp.int32))
 
 
 def lower_step(target: Target, form: str) -> jax.stages.Lowered:
@@ -249,7 +291,8 @@ def check(case: Case, target: Target) -> tuple[list[Kernel], list[str]]:
         except (RuntimeError, NotImplementedError, ValueError) as error:
             return [], [f"cannot be compiled: {str(error).strip().partition(chr(10))[0]}"]
     if not kernels or (case.ours and not any(kernel.ours for kernel in kernels)):
-        return kernels, [f"there is no kernel of ours ({OURS}…) in it" if kernels else "there is no kernel in it"]
+        ours = ", ".join(f"{prefix}…" for prefix in OURS)
+        return kernels, [f"there is no kernel of ours ({ours}) in it" if kernels else "there is no kernel in it"]
     return kernels, []
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kernels import device
+from kernels import device, softmax_decode
 from kernels.segments import runs_of, visible
 
 IMPLEMENTATIONS = ("materialised", "blockwise", "cudnn")
@@ -80,12 +80,15 @@ def cached_attention(
 ) -> Float[Array, "B T H D"]:
     """Causal attention to a cache: query t of row b stands at position_B[b] + t among the keys.
 
-    Reads only what is filled. Not differentiable. S is at most ``CACHE_BLOCK``, or a multiple of it.
+    Reads only what is filled. Not differentiable. S is at most ``CACHE_BLOCK``, or a multiple of it. One token at a
+    time has kernels of its own on a GPU, where a loop whose length the host does not know waits at every turn.
     """
     S, T = k_BHSD.shape[2], q_BTHD.shape[1]
     block = min(S, CACHE_BLOCK)
     if S % block:
         raise ValueError(f"k_BHSD has room for {S} keys; expected a multiple of {CACHE_BLOCK}")
+    if device.platform() == "gpu" and softmax_decode.refuses(q_BTHD, k_BHSD, v_BHSD) is None:
+        return softmax_decode.softmax_decode(q_BTHD, k_BHSD, v_BHSD, position_B)
     rows = min(T, QUERY_BLOCK)
     q_BHTD = _pad(q_BTHD.swapaxes(1, 2), rows)
     last = jnp.max(position_B)

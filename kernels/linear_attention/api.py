@@ -73,7 +73,7 @@ def linear_attention(
         NotImplementedError: a named implementation cannot do what is asked.
     """
     _check(q_BTHM, k_BTHM, v_BTHD, initial_state, segment_ids_BT, chunk_size)
-    B, T, H, M = q_BTHM.shape
+    B, _, H, M = q_BTHM.shape
     dtype = sum_dtype(q_BTHM, k_BTHM, v_BTHD)
     name = implementation or pick_implementation(q_BTHM, k_BTHM, v_BTHD, causal=causal, chunk_size=chunk_size)
     if name not in IMPLEMENTATIONS:

@@ -71,11 +71,24 @@ def rows() -> list[Row]:
     return list(_table().values())
 
 
+def read(path: Path = TABLE) -> list[Row]:
+    """The rows of a file.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is no table.
+    """
+    return [Row(**entry | {name: Tiles(**entry[name]) for name in ("forward", "backward")})
+            for entry in json.loads(path.read_text())]
+
+
+def entry(row: Row) -> dict[str, Any]:
+    """A row as the file has it."""
+    return row._asdict() | {"forward": row.forward._asdict(), "backward": row.backward._asdict()}
+
+
 @functools.cache
 def _table() -> dict[tuple[str, int, int, str, str], Row]:
-    found = [Row(**entry | {name: Tiles(**entry[name]) for name in ("forward", "backward")})
-             for entry in json.loads(TABLE.read_text())]
-    return {row[:5]: row for row in found}
+    return {row[:5]: row for row in read(TABLE)}
 
 
 def length_class(tokens: int) -> Literal["short", "long"]:
@@ -86,21 +99,27 @@ def length_class(tokens: int) -> Literal["short", "long"]:
 def row_for(tokens: int, M: int, D: int, dtype: DTypeLike) -> Row:
     """The row of this device, or the defaults."""
     key = (device.kind(), M, D, jnp.dtype(dtype).name, length_class(tokens))
-    widest = max(M, D)  # the backward pass has states of M × D and of D × M
-    return _table().get(key) or Row(*key, forward=default_tiles(M, D, dtype),
-                                    backward=default_tiles(widest, widest, dtype))
+    return _table().get(key) or default_row(*key)
 
 
-def default_tiles(W: int, U: int, dtype: DTypeLike) -> Tiles:
-    """Tiles for a state of W × U, such that no kernel spills registers on a Hopper GPU (``make gpu-check``)."""
+def default_row(kind: str, M: int, D: int, dtype: str, length: Literal["short", "long"]) -> Row:
+    """What a device that is not in the table gets."""
+    return Row(kind, M, D, dtype, length, default_tiles(M, D, dtype), default_tiles(M, D, dtype, backward=True))
+
+
+def default_tiles(M: int, D: int, dtype: DTypeLike, *, backward: bool = False) -> Tiles:
+    """Tiles with which no kernel spills registers or waits for its own products on a Hopper GPU (``make gpu-check``)."""
+    # The backward pass has states of M × D and of D × M.
+    rows, columns = (max(M, D), max(M, D)) if backward else (M, D)
     if jnp.dtype(dtype) == jnp.float32:
-        return Tiles(chunk=16, tile=min(U, 32), warps=4 if W <= 128 else 8, stages=1)
-    tile = min(U, 128 if W <= 128 else 32)
-    return Tiles(chunk=64, tile=tile, warps=4 if W * tile <= 64 * 64 else 8, stages=2 if W <= 128 else 1)
+        return Tiles(chunk=16, tile=min(columns, 32), warps=4 if rows <= 128 else 8, stages=1)
+    tile = min(columns, 128 if rows <= 128 else 32)
+    return Tiles(chunk=64 if min(M, D) >= 32 else 32, tile=tile, warps=4 if rows * tile <= 64 * 64 else 8,
+                 stages=2 if rows <= 128 else 1)
 
 
 def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, chunk_size: int | None = None,
-         schedule: Literal["serial", "parallel"] | None = None) -> Plan:
+         schedule: Literal["serial", "parallel"] | None = None, row: Row | None = None) -> Plan:
     """What a call does on the device it is traced for.
 
     Args:
@@ -112,8 +131,9 @@ def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, 
         dtype: number format of the operands.
         chunk_size: C of both passes, in place of the table's.
         schedule: None picks: parallel where the sequences, heads and tiles alone do not fill the device.
+        row: in place of the table's.
     """
-    row = row_for(tokens, M, D, dtype)
+    row = row or row_for(tokens, M, D, dtype)
     longest = max(16, 1 << (tokens - 1).bit_length())
     forward, backward = (tiles._replace(chunk=min(chunk_size or tiles.chunk, longest))
                          for tiles in (row.forward, row.backward))

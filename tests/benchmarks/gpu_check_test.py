@@ -57,6 +57,14 @@ def test_reads_registers_spills_and_serialised_products():
     assert [kernel.name for kernel in gpu_check.read_assembler(CLEAN + COMPILERS)] == [clean.name, compilers.name]
 
 
+@pytest.mark.parametrize(("name", "ours"), [
+    ("linear_attention_dq", True), ("softmax_decode_splits", True), ("softmax_decode_combine__1", True),
+    ("input_add_reduce_fusion", False), ("gemm_fusion_linear_attention_", False),
+])
+def test_our_kernels_are_known_by_their_names(name, ours):
+    assert gpu_check.Kernel(name, 32, 0, 0).ours is ours
+
+
 def test_an_assembler_that_says_nothing_is_no_clean_kernel():
     with pytest.raises(ValueError, match="registers of linear_attention_forward"):
         gpu_check.read_assembler(CLEAN.replace("Used", "Took"))

@@ -1,0 +1,175 @@
+"""Softmax attention of one new token to a cache on a GPU: two Pallas kernels.
+
+Decoding reads every key and value that is filled and does next to nothing with them, so it takes as long as the memory
+needs. One query per head is too few programs to keep a GPU's memory busy; hence *split* programs share the keys of a
+head, the blocks of keys dealt out in turn: each has its share however much of the cache is filled, and those that run
+at a time read neighbours. What is not filled is not read. A second kernel puts the splits together; nothing is added
+up by atomics, so two runs give the same bits.
+
+Inside a program each place of a block has an online softmax of its own, over the keys that come to lie there: the loop
+adds up nothing across keys and waits for no other thread. Products are sums in float32 on the ordinary units, which the
+memory leaves idle.
+
+Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018; Dao, Haziza, Massa, Sizov: "Flash-Decoding for
+long-context inference", 2023 (keys split among programs).
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Float, Int
+
+from kernels import device
+
+DTYPES = ("float32", "bfloat16", "float16")
+WIDTHS = (1, 256)
+"""Least and greatest D."""
+WARPS = 4
+BLOCK_BYTES = 8192
+"""Keys that a program has on their way to it at a time, and as many bytes of values: 64 of either to a thread."""
+PROGRAMS_PER_CORE = 4
+"""Splits are added until a multiprocessor has this many programs: 64 KiB on their way to it, where the memory's
+bandwidth times its delay are about 30."""
+MOST_SPLITS = 128
+_HIDDEN = -1e30  # finite: a place that has seen nothing must not make ∞ − ∞
+
+
+def softmax_decode(
+    q_BTHD: Float[Array, "B T H D"],
+    k_BHSD: Float[Array, "B H S D"],
+    v_BHSD: Float[Array, "B H S D"],
+    position_B: Int[Array, " B"],
+    *,
+    splits: int | None = None,
+) -> Float[Array, "B T H D"]:
+    """Attention of one query a row to the keys 0 … position_B[b], by the kernels of this file; y has the values' dtype.
+
+    Without a GPU in interpret mode, which is slow and for tests. Not differentiable. Reads the filled keys and values
+    once, and of what lies beyond nothing.
+
+    Args:
+        q_BTHD: queries; T has to be 1.
+        k_BHSD: keys; any S, D from 1 to 256.
+        v_BHSD: values.
+        position_B: where each row's query stands; beyond S − 1 it sees the whole cache.
+        splits: programs that share the keys of a head, a power of two; None picks by B·H, S and the device.
+
+    Raises:
+        NotImplementedError: what these kernels do not do.
+    """
+    refusal = refuses(q_BTHD, k_BHSD, v_BHSD, splits=splits)
+    if refusal is not None:
+        raise NotImplementedError(f"softmax_decode: {refusal}")
+    B, H, S, D = k_BHSD.shape
+    width = _power(D)
+    block = BLOCK_BYTES // (width * k_BHSD.dtype.itemsize)
+    N = splits or pick_splits(B * H, -(-S // block))
+    # Grid: splits, heads, sequences; the first is the fastest.
+    cache = pl.BlockSpec((None, None, S, width), lambda n, h, b: (b, h, 0, 0))
+    a_split = pl.BlockSpec((None, None, None), lambda n, h, b: (b, h, n))
+    parts = pl.pallas_call(
+        lambda *refs: _split_kernel(*refs, S=S, D=D, block=block, splits=N),
+        grid=(N, H, B),
+        in_specs=[pl.BlockSpec((None,), lambda n, h, b: (b,)),
+                  pl.BlockSpec((None, None, None, width), lambda n, h, b: (b, 0, h, 0)), cache, cache],
+        out_specs=[pl.BlockSpec((None, None, None, width), lambda n, h, b: (b, h, n, 0)), a_split, a_split],
+        out_shape=[jax.ShapeDtypeStruct((B, H, N, width), jnp.float32),
+                   *[jax.ShapeDtypeStruct((B, H, N), jnp.float32)] * 2],
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=device.platform() != "gpu",
+        name="softmax_decode_splits",
+    )(position_B.astype(jnp.int32), q_BTHD, k_BHSD, v_BHSD)
+
+    tile = min(width, 32)  # many small programs: the GPU has nothing else to do
+    of_head = pl.BlockSpec((None, None, N), lambda u, h, b: (b, h, 0))
+    y_BTHD = pl.pallas_call(
+        _combine_kernel,
+        grid=(width // tile, H, B),
+        in_specs=[pl.BlockSpec((None, None, N, tile), lambda u, h, b: (b, h, 0, u)), of_head, of_head],
+        out_specs=pl.BlockSpec((None, None, None, tile), lambda u, h, b: (b, 0, h, u)),
+        out_shape=jax.ShapeDtypeStruct((B, 1, H, width), v_BHSD.dtype),
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=device.platform() != "gpu",
+        name="softmax_decode_combine",
+    )(*parts)
+    return y_BTHD[..., :D]
+
+
+def refuses(q_BTHD: Any, k_BHSD: Any, v_BHSD: Any, *, splits: int | None = None) -> str | None:
+    """Why these kernels cannot do something; None where they can."""
+    if q_BTHD.shape[1] != 1:
+        return f"q_BTHD has {q_BTHD.shape[1]} tokens; it takes one"
+    for name, x in (("q_BTHD", q_BTHD), ("k_BHSD", k_BHSD), ("v_BHSD", v_BHSD)):
+        if x.dtype.name not in DTYPES:
+            return f"{name} is {x.dtype}; it takes {', '.join(DTYPES)}"
+        if not WIDTHS[0] <= x.shape[3] <= WIDTHS[1]:
+            return f"{name} has width {x.shape[3]}; it takes widths of {WIDTHS[0]} to {WIDTHS[1]}"
+    if splits is not None and (splits < 1 or splits & (splits - 1)):
+        return f"splits={splits}; it takes powers of two"
+    return None
+
+
+def pick_splits(heads: int, blocks: int) -> int:
+    """Programs for each of B·H heads on the default device: a power of two, no more than there are blocks of keys."""
+    wanted = -(-PROGRAMS_PER_CORE * device.cores() // heads)
+    return min(_power(wanted), _power(blocks), MOST_SPLITS)
+
+
+def _power(size: int) -> int:
+    """The least power of two of at least this, as blocks have to be."""
+    return 1 << (size - 1).bit_length()
+
+
+def _split_kernel(position_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, y_ref: Any, most_ref: Any, total_ref: Any, *,
+                  S: int, D: int, block: int, splits: int) -> None:
+    """A program: one sequence, head and split. The y of its keys before the division, the greatest of their scores,
+    and the sum of weights, both of the latter relative to it."""
+    width = q_ref.shape[0]
+    split = pl.program_id(0)
+    filled = jnp.minimum(position_ref[...] + 1, S)
+    d_D = lax.broadcasted_iota(jnp.int32, (1, width), 1)
+    of_head_1D = d_D < D
+    q_D = q_ref[...].astype(jnp.float32) / math.sqrt(D)
+    if width != D:
+        q_D = jnp.where(of_head_1D[0], q_D, 0.0)
+
+    def step(i, carry):
+        y_sD, most_s, total_s = carry
+        first = (i * splits + split) * block
+        rows = pl.ds(first, block)
+        seen_s = first + lax.broadcasted_iota(jnp.int32, (block, 1), 0)[:, 0] < filled
+        shown_sD = jnp.broadcast_to(seen_s[:, None], (block, width))
+        if width != D:
+            shown_sD &= of_head_1D
+        # Both on their way before either is used.
+        k_sD = triton.load(k_ref.at[rows, :], mask=shown_sD, other=0.0)
+        v_sD = triton.load(v_ref.at[rows, :], mask=shown_sD, other=0.0)
+        scores_s = jnp.where(seen_s, jnp.sum(k_sD.astype(jnp.float32) * q_D[None, :], axis=1), _HIDDEN)
+        new_most_s = jnp.maximum(most_s, scores_s)
+        weights_s = jnp.where(seen_s, jnp.exp(scores_s - new_most_s), 0.0)
+        shrink_s = jnp.exp(most_s - new_most_s)
+        y_sD = y_sD * shrink_s[:, None] + weights_s[:, None] * v_sD.astype(jnp.float32)
+        return y_sD, new_most_s, total_s * shrink_s + weights_s
+
+    blocks = (filled + block - 1) // block
+    y_sD, most_s, total_s = lax.fori_loop(
+        0, (blocks - split + splits - 1) // splits, step,
+        (jnp.zeros((block, width), jnp.float32), jnp.full((block,), _HIDDEN), jnp.zeros((block,), jnp.float32)))
+    most = jnp.max(most_s)
+    shrink_s = jnp.exp(most_s - most)
+    y_ref[...] = jnp.sum(y_sD * shrink_s[:, None], axis=0)
+    most_ref[...] = most
+    total_ref[...] = jnp.sum(total_s * shrink_s)
+
+
+def _combine_kernel(y_ref: Any, most_ref: Any, total_ref: Any, out_ref: Any) -> None:
+    """A program: one sequence, head and tile of D."""
+    most_N = most_ref[...]
+    shrink_N = jnp.exp(most_N - jnp.max(most_N))
+    y_D = jnp.sum(y_ref[...] * shrink_N[:, None], axis=0) / jnp.sum(total_ref[...] * shrink_N)
+    out_ref[...] = y_D.astype(out_ref.dtype)
