@@ -42,18 +42,19 @@ class Peer:
         model: path of nanoGPT's ``model.py``.
         config: of our step; sizes, context, batch, number format and the optimizer's settings are taken from it.
         vocabulary_size: V.
+        python: the Python that has torch.
 
     Raises:
         PeerError: torch is not installed, or the model does not run.
     """
 
-    def __init__(self, model: Path, config: Config, vocabulary_size: int):
+    def __init__(self, model: Path, config: Config, vocabulary_size: int, python: str = sys.executable):
         case = {"model": str(model), "layers": config.model.layers, "heads": config.model.heads,
                 "width": config.model.width, "context": config.model.context, "vocabulary": vocabulary_size,
                 "batch": config.train.batch_size, "dtype": config.model.dtype,
                 "learning_rate": config.optimizer.learning_rate, "weight_decay": config.optimizer.weight_decay,
                 "betas": [config.optimizer.beta1, config.optimizer.beta2], "clip_norm": config.optimizer.clip_norm}
-        self._process = subprocess.Popen([sys.executable, "-m", "benchmarks.nanogpt", json.dumps(case)],
+        self._process = subprocess.Popen([python, "-m", "benchmarks.nanogpt", json.dumps(case)],
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
             self()

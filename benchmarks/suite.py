@@ -3,21 +3,27 @@
     python -m benchmarks.suite --out results/h200 --minutes 9
     python -m benchmarks.suite --out results/quick --minutes 3 --quick
 
-First the linear-attention kernel is held against the definition in float64 on this device, outputs and gradients.
-Then come the most telling cases of the three benchmarks, each step in a process of its own with a share of the time:
-what one does not use goes to those after it, and one that fails or is not done in time is written down and stops no
-other. DIR gets a log, a JSON file and, where matplotlib is installed, a picture of each step as soon as there is
-something to write, and ``summary.md``: every figure beside its target on an H200 and what was published on an H100.
-Needs jax, flax, optax, numpy and jaxtyping alone. Exit code 1 if the kernel is wrong here.
+First both schedules of the linear-attention kernel are held against the definition in float64 on this device, outputs
+and gradients, and twice for equal bits; then a call with more elements than an int32 counts, where there is memory for
+it, against the same in two parts. Then come the most telling cases of the three benchmarks, each step in a process of
+its own with a share of the time: what one does not use goes to those after it, and one that fails or is not done in
+time is written down and stops no other. Last, ``benchmarks.tune`` has what time is left, for ``DIR/tuning.json``; the
+table that the kernels read stays as it is.
+
+DIR gets a log, a JSON file and, where matplotlib is installed, a picture of each step as soon as there is something to
+write, and ``summary.md``: every figure beside its target on an H200 and what was published on an H100. Needs jax, flax,
+optax, numpy and jaxtyping alone. Exit code 1 if the kernel is wrong here.
 """
 
 import argparse
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +46,17 @@ INPUTS = ("q", "k", "v", "dy")
 """What has the case's number format; states are float32."""
 WORSE_THAN_PLAIN = 1.5
 """Most that the kernel's error may be of that of the plain JAX form in bfloat16."""
+LARGE_TOKENS, LARGE_PERIOD = 2**22 + 2**14, 4099
+"""T of a call of 8 heads of 64 that has more than 2**31 elements, and after how many tokens its inputs repeat: a prime
+number, so that an address that is off by a power of two finds other numbers."""
+COMPARED_TOKENS = 4096
+"""Its last ones are looked at."""
 LEAST_SECONDS = 10.0
 """A step that has less is left out: a process alone takes seconds to start."""
+TUNING_MARGIN = 15.0
+"""Seconds that tuning may need above those that it is given, for the candidate that is being compiled."""
+TUNED = "tuning.json"
+"""What tuning finds, in the folder: a table as that of the kernels."""
 HEADINGS = ("figure", "measured", "target", "met", "published", "unit")
 
 # Targets on an H200, by context, by size, by shape.
@@ -81,26 +96,31 @@ def steps(quick: bool) -> list[Step]:
     short = ("--seconds-per-case", "4")
     tiny = ("--width", "16", "--layers", "1", "--heads", "2", "--repeats", "3") if quick else ()
     small = ("--sizes", "124M", *short)
+    # Most of the time is XLA's: 1 to 4 s for an attention call, 10 to 25 s for a training step of 12 layers. What fits
+    # only with blocks computed again is asked for so at once: to see that it does not fit otherwise, it is compiled.
     found = [
         Step("correctness", 90, ("benchmarks.suite", "--worker", "correctness")),
-        Step("kernel", 70, ("benchmarks.suite", "--worker", "kernel")),
-        Step("train_step", 140, (train, "--modes", "chunked,softmax", *(
+        Step("kernel", 65, ("benchmarks.suite", "--worker", "kernel")),
+        Step("train_step", 130, (train, "--modes", "chunked,softmax", *(
             ("--contexts", "32,64", "--tokens", "64", *tiny) if quick else
-            ("--contexts", "1024,8192,65536,524288", *small)))),
-        Step("sampling", 80, (sampling, "--modes", "chunked,softmax", *(
+            ("--contexts", "1024,8192,65536", *small)))),
+        Step("sampling", 70, (sampling, "--modes", "chunked,softmax", *(
             ("--positions", "32,64", *tiny) if quick else ("--positions", "1024,65536,524288", *small)))),
-        Step("attention", 60, ("benchmarks.suite", "--worker", "attention")),
-        Step("train_step_1558M", 70, (train, "--modes", "chunked", *(
-            ("--contexts", "32", "--tokens", "32", *tiny) if quick else
-            ("--sizes", "1558M", "--contexts", "16384", *short)))),
-        Step("sampling_1558M", 40, (sampling, "--modes", "chunked", *(
-            ("--positions", "32", *tiny) if quick else ("--sizes", "1558M", "--positions", "1024,65536", *short)))),
+        Step("train_step_long", 45, (train, "--modes", "chunked", "--remat", "block", *(
+            ("--contexts", "64", "--tokens", "64", *tiny) if quick else ("--contexts", "524288", *small)))),
+        Step("attention", 65, ("benchmarks.suite", "--worker", "attention")),
         Step("utilisation", 40, (train, "--modes", "chunked", *(
             ("--contexts", "32", "--tokens", "64", "--accumulate", "2", *tiny) if quick else
             ("--contexts", "1024", "--tokens", str(2**19), "--accumulate", "16", *small)))),
+        Step("train_step_1558M", 80, (train, "--modes", "chunked", *(
+            ("--contexts", "32", "--tokens", "32", *tiny) if quick else
+            ("--sizes", "1558M", "--contexts", "16384", *short)))),
+        Step("sampling_1558M", 50, (sampling, "--modes", "chunked", *(
+            ("--positions", "32", *tiny) if quick else ("--sizes", "1558M", "--positions", "1024,65536", *short)))),
         Step("sampling_32", 30, (sampling, "--modes", "chunked,softmax", *(
             ("--positions", "32", "--batches", "2", *tiny) if quick else
-            ("--positions", "1024,16384", "--batches", "32", *small)))),
+            ("--positions", "16384", "--batches", "32", *small)))),
+        Step("tune", 60, ("benchmarks.tune", *(("--dry-run",) if quick else ("--lengths", "long,short")))),
     ]
     return [replace(step, command=(*step.command, "--quick")) if quick and "--worker" in step.command else step
             for step in found]
@@ -109,8 +129,10 @@ def steps(quick: bool) -> list[Step]:
 def run(step: Step, out: Path, seconds: float) -> Outcome:
     """A step in a process of its own; what it prints goes to a log."""
     command = [sys.executable, "-m", *step.command, "--json", str(out / f"{step.name}.json")]
-    if importlib.util.find_spec("matplotlib") and step.name not in ("correctness", "utilisation"):
+    if importlib.util.find_spec("matplotlib") and step.name not in ("correctness", "utilisation", "tune"):
         command += ["--picture", str(out / f"{step.name}.png")]
+    if step.name == "tune":
+        command += ["--out", str(out / TUNED), "--minutes", str(max(1.0, seconds - TUNING_MARGIN) / 60)]
     if "--worker" in step.command:
         command += ["--out", str(out), "--minutes", str(seconds / 60)]
     start = time.monotonic()
@@ -232,28 +254,115 @@ def error_of(found: np.ndarray, expected: np.ndarray) -> float:
     return error / size if size else error
 
 
-def check(case: Case) -> dict[str, Any]:
-    """The row of a case: errors of outputs and gradients, their bound, and what is wrong."""
-    implementation = "pallas_gpu" if device.platform() == "gpu" else "chunked"
-    row: dict[str, Any] = asdict(case) | {"implementation": implementation, "bound": BOUNDS[case.dtype],
-                                          "errors": {}, "plain_errors": None, "wrong": []}
+def implementations() -> tuple[str, ...]:
+    """What is tried here: both schedules of the kernel, or without a GPU the plain JAX form."""
+    return ("pallas_gpu_parallel", "pallas_gpu_serial") if device.platform() == "gpu" else ("chunked",)
+
+
+def check(case: Case) -> list[dict[str, Any]]:
+    """The rows of a case, by implementation: errors of outputs and gradients, their bound, and what is wrong."""
+    rows = [_row(case, name) for name in implementations()]
     try:
         expected = reference(case)
-        with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
-            kernel = outputs_and_gradients(case, implementation, exact=False)
-            found, again = kernel(), kernel()
-        row["errors"] = errors = {name: error_of(found[name], x) for name, x in expected.items()}
-        row["wrong"] = [f"{name}: {error:.1e}" for name, error in errors.items() if not error <= row["bound"]]
-        row["wrong"] += [f"{name}: other bits in a second run" for name in found
-                         if not np.array_equal(found[name], again[name], equal_nan=True)]
-        if implementation != "chunked" and case.dtype == "bfloat16":
-            plain = outputs_and_gradients(case, "chunked", exact=False)()
-            row["plain_errors"] = others = {name: error_of(plain[name], x) for name, x in expected.items()}
-            row["wrong"] += [f"{name}: {error:.1e}, the plain form {others[name]:.1e}"
-                             for name, error in errors.items() if not error <= WORSE_THAN_PLAIN * others[name]]
+        plain: dict[str, float] | None = None
+        if device.platform() == "gpu" and case.dtype == "bfloat16":
+            found = outputs_and_gradients(case, "chunked", exact=False)()
+            plain = {name: error_of(found[name], x) for name, x in expected.items()}
     except Exception as error:  # whatever goes wrong is the finding
-        row["wrong"].append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    return row
+        return [row | {"wrong": [_line(error)]} for row in rows]
+    for row in rows:
+        try:
+            with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
+                kernel = outputs_and_gradients(case, row["implementation"], exact=False)
+                found, again = kernel(), kernel()
+            row["errors"] = errors = {name: error_of(found[name], x) for name, x in expected.items()}
+            row["wrong"] = [f"{name}: {error:.1e}" for name, error in errors.items() if not error <= row["bound"]]
+            row["wrong"] += [f"{name}: other bits in a second run" for name in found
+                             if not np.array_equal(found[name], again[name], equal_nan=True)]
+            if plain is not None:
+                row["plain_errors"] = plain
+                row["wrong"] += [f"{name}: {error:.1e}, the plain form {plain[name]:.1e}"
+                                 for name, error in errors.items() if not error <= WORSE_THAN_PLAIN * plain[name]]
+        except Exception as error:
+            row["wrong"].append(_line(error))
+    return rows
+
+
+def _row(case: Case, implementation: str) -> dict[str, Any]:
+    return asdict(case) | {"implementation": implementation, "bound": BOUNDS[case.dtype], "errors": {},
+                           "plain_errors": None, "wrong": [], "skipped": None}
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+class Large:
+    """A call whose elements an int32 does not count, against the same call in two parts.
+
+    Compiled at once; nothing is on the device before :meth:`check`.
+
+    Args:
+        implementation: as ``linear_attention`` names it.
+        tokens: T; even.
+    """
+
+    def __init__(self, implementation: str, tokens: int = LARGE_TOKENS):
+        self.case = Case(1, tokens, 8, 64, 64, "bfloat16")
+        self._implementation = implementation
+        x_BTHD = jax.ShapeDtypeStruct((1, tokens, 8, 64), jnp.bfloat16)
+        self._programs = [jax.jit(program).lower(*[x_BTHD] * 4).compile() for program in (self._whole, self._resumed)]
+
+    def check(self) -> dict[str, Any]:
+        """The row."""
+        row = _row(self.case, self._implementation)
+        needed, limit = max(report.peak_bytes(program) or 0 for program in self._programs), report.device_memory()
+        if limit is not None and needed > limit:
+            return row | {"skipped": f"needs {needed / 2**30:.0f} GiB, the device has {limit / 2**30:.0f}"}
+        inputs = jax.jit(self._inputs)()
+        whole, resumed = ({name: np.asarray(x, np.float64) for name, x in program(*inputs).items()}
+                          for program in self._programs)
+        row["errors"] = {name: error_of(x, resumed[name]) for name, x in whole.items()}
+        row["wrong"] = [f"{name}: {error:.1e} from the run in two parts" for name, error in row["errors"].items()
+                        if not error <= row["bound"]]
+        return row
+
+    def _inputs(self) -> tuple[jax.Array, ...]:
+        tokens_T = jnp.arange(self.case.tokens) % LARGE_PERIOD
+        keys = jax.random.split(jax.random.key(0), 4)
+        q, k, v, dy = (jax.random.normal(key, (1, LARGE_PERIOD, 8, 64)) for key in keys)
+        return tuple(x.astype(jnp.bfloat16)[:, tokens_T] for x in (jax.nn.softplus(q), jax.nn.softplus(k), v, dy))
+
+    def _whole(self, q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> dict[str, jax.Array]:
+        return self._from(q, k, v, dy, None)
+
+    def _resumed(self, q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> dict[str, jax.Array]:
+        half = self.case.tokens // 2
+        _, state = linear_attention(q[:, :half], k[:, :half], v[:, :half], implementation=self._implementation)
+        return self._from(q[:, half:], k[:, half:], v[:, half:], dy[:, half:], state)
+
+    def _from(self, q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array,
+              state: State | None) -> dict[str, jax.Array]:
+        y, backward, final = jax.vjp(
+            lambda q, k, v: linear_attention(q, k, v, initial_state=state, implementation=self._implementation),
+            q, k, v, has_aux=True)
+        last = {name: x[:, -COMPARED_TOKENS:]
+                for name, x in zip(("y", "dq", "dk", "dv"), (y, *backward(dy)), strict=True)}
+        return last | {"final s": final.s_BHMD, "final z": final.z_BHM}
+
+
+def large_row(compiled: Future[Large] | None, implementation: str) -> dict[str, Any]:
+    """The row of a :class:`Large` call; skipped, with the reason, where there is not the memory for it."""
+    from benchmarks import attention
+
+    row = _row(Case(1, LARGE_TOKENS, 8, 64, 64, "bfloat16"), implementation)
+    if compiled is None:
+        return row | {"skipped": "more than 2**31 elements are for a GPU, and not for --quick"}
+    try:
+        return compiled.result().check()
+    except Exception as error:
+        memory = attention.reason(error).startswith("out of memory")
+        return row | ({"skipped": _line(error)} if memory else {"wrong": [_line(error)]})
 
 
 # What the processes of the suite's own steps do.
@@ -275,33 +384,54 @@ def work(options: argparse.Namespace) -> int:
         write_json(options.json, contents | {"rows": rows})
 
     if options.worker == "correctness":
-        every = cases(options.quick)
-        for i, case in enumerate(every):
-            if time.monotonic() > until:
-                print(f"no time left for the last {len(every) - i} of {len(every)} cases")
-                break
-            row = check(case)
-            keep([row])
-            worst = max(row["errors"].values(), default=float("nan"))
-            shape = "B{batch} T{tokens} H{heads} M{features} D{head_width} {dtype}".format(**row)
-            print(f"{row['implementation']} {shape}: {worst:.1e}", "; ".join(row["wrong"]), flush=True)
-        return 1 if any(row["wrong"] for row in rows) else 0
+        _try_kernels(options.quick, until, keep)
+        return 1 if not rows or any(row["wrong"] for row in rows) else 0
     from benchmarks import attention
 
     measured: list[attention.Row] = []
-    for group in attention.groups(attention_cases(options.worker, options.quick)):
-        # A shape that is not begun in time is a row that says so.
-        found = attention.measure(group, 3 if options.quick else 20, seconds_per_case=4,
-                                  total_seconds=until - time.monotonic())
+    # A shape that is not begun in time is a row that says so, and so is a call that by smaller ones takes too long.
+    for found in attention.measure_here(attention_cases(options.worker, options.quick), 3 if options.quick else 20,
+                                        seconds_per_case=4, total_seconds=until - time.monotonic()):
         measured += found
         keep([asdict(row) for row in found])
         for row in found:
             print(row.mode, attention.shape_name(row), row.passes, row.milliseconds, row.error, flush=True)
+    measured.sort(key=lambda row: row.context if row.part == "contexts" else 0)
     if options.picture is not None and report.has_matplotlib():
         part = "contexts" if options.worker == "attention" else "kernel"
         title = f"One attention call, {measured[0].dtype}, {contents['device']}"
         draw_panels(options.picture, attention.panels(part, measured), title=title)
     return 0 if any(row.error is None for row in measured) else 1
+
+
+def _try_kernels(quick: bool, until: float, keep: Callable[[list[dict[str, Any]]], None]) -> None:
+    """The rows of all cases that are begun in time; side by side, for most of the time is the compiler's."""
+    every = cases(quick)
+    left_out = 0
+    with ThreadPoolExecutor(max(1, min(8, len(os.sched_getaffinity(0)) // 2))) as pool:
+        large = {} if device.platform() != "gpu" or quick else {
+            name: pool.submit(Large, name) for name in implementations()}
+        for found in pool.map(lambda case: check(case) if time.monotonic() < until else None, every):
+            left_out += found is None
+            keep(found or [])
+            for row in found or []:
+                _print_checked(row)
+        # One after the other, and not beside anything else: they take most of the memory.
+        for name in implementations():
+            if time.monotonic() > until:
+                print("no time left for more than 2**31 elements")
+                break
+            row = large_row(large.get(name), name)
+            keep([row])
+            _print_checked(row)
+    if left_out:
+        print(f"no time left for {left_out} of {len(every)} cases")
+
+
+def _print_checked(row: dict[str, Any]) -> None:
+    worst = max(row["errors"].values(), default=float("nan"))
+    shape = "B{batch} T{tokens} H{heads} M{features} D{head_width} {dtype}".format(**row)
+    print(f"{row['implementation']} {shape}: {worst:.1e}", "; ".join(row["wrong"]), row["skipped"] or "", flush=True)
 
 
 def attention_cases(worker: str, quick: bool) -> list[Any]:
@@ -311,12 +441,18 @@ def attention_cases(worker: str, quick: bool) -> list[Any]:
     gpu = jax.default_backend() == "gpu"
     if worker == "kernel":
         shapes = [(1, 32, 2, 16)] if quick else list(KERNEL_TARGETS)
+        linear = [mode for mode in attention.default_modes("kernel", gpu) if not mode.startswith("softmax")]
+        kernels = [mode for mode in linear if mode != "chunked:chunked"] or linear
         return [attention.Case("kernel", mode, T, passes, batch=B, heads=H, head_width=D, dtype="bfloat16")
-                for B, T, H, D in shapes for passes in ("both", "forward")
-                for mode in attention.default_modes("kernel", gpu)]
-    contexts = (32, 64) if quick else (1024, 8192, 65_536, 524_288)
+                for passes, modes in (("both", linear), ("forward", kernels)) for B, T, H, D in shapes
+                for mode in modes]
+    forms = attention.default_modes("contexts", gpu)
+    telling = [mode for mode in forms if mode.startswith("chunked") or mode == ("softmax:cudnn" if gpu else
+                                                                                "softmax:blockwise")]
+    # All forms at one context only, and that last.
+    contexts = {32: telling, 64: forms} if quick else {1024: telling, 65_536: telling, 524_288: telling, 8192: forms}
     return [attention.Case("contexts", mode, context, "both", dtype="bfloat16" if gpu else "float32")
-            for context in contexts for mode in attention.default_modes("contexts", gpu)]
+            for context, modes in contexts.items() for mode in modes]
 
 
 # The summary.
@@ -336,8 +472,9 @@ class Figure:
 def figures(out: Path) -> list[Figure]:
     """What the steps' files say, most important first; steps that wrote nothing have no lines."""
     found: list[Figure] = []
-    rows = {path.stem: json.loads(path.read_text())["rows"] for path in out.glob("*.json")}
-    checked = rows.get("correctness", [])
+    files = _files(out)
+    rows = {name: contents["rows"] for name, contents in files.items()}
+    checked = [row for row in rows.get("correctness", []) if not row["skipped"]]
     if checked:
         found.append(Figure(f"kernel cases wrong, of {len(checked)}", sum(bool(row["wrong"]) for row in checked), 0,
                             unit="cases"))
@@ -348,7 +485,7 @@ def figures(out: Path) -> list[Figure]:
             found.append(Figure(f"kernel error, {dtype}", max(errors), bound, unit="RMS/RMS"))
     found += _kernel_figures(rows.get("kernel", []))
     known = published("training_step", "models")
-    for name in ("train_step", "train_step_1558M", "utilisation"):
+    for name in ("train_step", "train_step_long", "train_step_1558M", "utilisation"):
         for row in rows.get(name, []):
             size, mode, context = row["size"] or "small", row["mode"], row["context"]
             single = row["batch"] == 1
@@ -374,7 +511,18 @@ def figures(out: Path) -> list[Figure]:
                                 "ms/token"))
             if row["bandwidth"] is not None:
                 found.append(Figure(f"{label}: bandwidth", 100 * row["bandwidth"], unit="% of peak"))
+    for row in files.get("tune", {}).get("chosen", []):
+        for shape in row["measured"]["shapes"]:
+            both = shape["both"]
+            found.append(Figure(f"tuning {shape['shape']} {row['dtype']}: best over defaults",
+                                both["best"] / both["default"], unit="×"))
     return found
+
+
+def _files(out: Path) -> dict[str, dict[str, Any]]:
+    """What the steps have written, by step."""
+    return {step.name: json.loads(path.read_text()) for step in steps(False)
+            if (path := out / f"{step.name}.json").exists()}
 
 
 def _kernel_figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
@@ -397,8 +545,7 @@ def _kernel_figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
 
 def write_summary(out: Path, outcomes: dict[str, Outcome]) -> str:
     """Writes ``summary.md``, and returns its table as text."""
-    origins = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
-    where = next((one for one in origins if "device" in one), {"device": "unknown device", "versions": {}})
+    where = next(iter(_files(out).values()), {"device": "unknown device", "versions": {}})
     judged = "H200" in where["device"]
     lines = []
     for figure in figures(out):
@@ -431,9 +578,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         wanted = _wanted(options)
         options.out.mkdir(parents=True, exist_ok=True)
-        for step in steps(options.quick):  # of an earlier run
-            for suffix in ("json", "png", "log"):
-                (options.out / f"{step.name}.{suffix}").unlink(missing_ok=True)
+        names = [f"{step.name}.{suffix}" for step in steps(options.quick) for suffix in ("json", "png", "log")]
+        for name in (*names, TUNED):  # of an earlier run
+            (options.out / name).unlink(missing_ok=True)
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -7,7 +7,8 @@
 A mode may carry its form: ``softmax:materialised``, ``chunked:pallas_gpu``, ``linear:recurrent``. The modes take turns
 at each context; figures are medians. A size is one of GPT-2's, with softplus features; without ``--sizes`` the model is
 that of ``--width``, ``--layers``, ``--heads`` and ``--vocabulary``. ``--peer nanogpt=PATH`` times nanoGPT's own step
-beside ours, where torch is installed; PATH is its ``model.py``, or the folder that has it.
+beside ours, in this Python or, with ``--peer-python``, in another that has torch; PATH is its ``model.py``, or the
+folder that has it.
 
 Utilisation is the model's floating-point operations, 6 a parameter and token and three times those of the attention's
 forward pass, over what the device could do at most by its data sheet; recomputed ones do not count. The last column
@@ -331,8 +332,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    python = options.peer_python or sys.executable
     if model is not None:
-        options.peer = f"nanogpt={model.name}"  # where it lies says nothing about numbers
+        # Where things lie says nothing about numbers.
+        options.peer, options.peer_python = f"nanogpt={model.name}", None
     contents = report.origin("benchmarks.train_step", options)
     rows: list[Row] = []
     try:
@@ -344,7 +347,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if model is not None:
                     config = next(iter(modes.values()))
                     try:
-                        peers["nanogpt"] = stack.enter_context(nanogpt.Peer(model, config, vocabulary_size))
+                        peers["nanogpt"] = stack.enter_context(nanogpt.Peer(
+                            model, config, vocabulary_size, python))
                     except nanogpt.PeerError as error:
                         rows.append(Row("nanogpt", None, context, config.train.batch_size, size, error=str(error)))
                 rows += measure(modes, vocabulary_size, options.repeats, seconds=options.seconds_per_case,
@@ -389,6 +393,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds-per-case", type=float, default=CASE_SECONDS,
                         help="about how long the samples of a case may take (%(default)g)")
     parser.add_argument("--peer", help="nanogpt=PATH: time nanoGPT's step too")
+    parser.add_argument("--peer-python", help="the Python that has torch (this one)")
     return parser.parse_args(argv)
 
 

@@ -135,7 +135,8 @@ def changed(row: Row, passes: str, knob: str) -> list[Row]:
     widest = row.D if passes == "forward" else max(row.M, row.D)
     if knob == "chunk":
         lengths = CHUNKS if row.dtype == "bfloat16" else (SMALL_CHUNK, *CHUNKS)
-        others = [tiles._replace(chunk=C) for C in lengths]
+        # With fewer warps the longest do not fit into registers.
+        others = [tiles._replace(chunk=C, warps=max(tiles.warps, 8 if C >= 128 else 0)) for C in lengths]
     elif knob == "tile":
         columns = [tile for tile in TILES if tile <= widest] or [widest]
         others = [tiles._replace(tile=tile, warps=warps) for tile in reversed(columns) for warps in WARPS]
@@ -483,7 +484,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             write_json(options.out, [tuning.entry(one) for one in table.values()])
             if options.json is not None:
-                write_json(options.json, contents | {"rows": tried})
+                write_json(options.json, contents | {"chosen": [tuning.entry(one) for one in done],
+                                                    "rows": tried})
         except OSError as error:
             print(error, file=sys.stderr)
             return 1
