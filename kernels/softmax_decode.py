@@ -7,8 +7,8 @@ at a time read neighbours. What is not filled is not read. A second kernel puts 
 up by atomics, so two runs give the same bits.
 
 Inside a program each place of a block has an online softmax of its own, over the keys that come to lie there: the loop
-adds up nothing across keys and waits for no other thread. Products are sums in float32 on the ordinary units, which the
-memory leaves idle.
+adds up nothing across keys, and no warp waits for another where a key has at most 512 bytes. Products are sums in
+float32 on the ordinary units, which the memory leaves idle.
 
 Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018; Dao, Haziza, Massa, Sizov: "Flash-Decoding for
 long-context inference", 2023 (keys split among programs).
@@ -31,7 +31,7 @@ WIDTHS = (1, 256)
 """Least and greatest D."""
 WARPS = 4
 BLOCK_BYTES = 8192
-"""Keys that a program has on their way to it at a time, and as many bytes of values: 64 of either to a thread."""
+"""Bytes of keys that a program has on their way to it at a time, and as many of values: 64 of either to a thread."""
 PROGRAMS_PER_CORE = 4
 """Splits are added until a multiprocessor has this many programs: 64 KiB on their way to it, where 5 TB/s at a delay of
 1 µs, over 132 multiprocessors, are 38 kB. By this arithmetic, not by measurement."""

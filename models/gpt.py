@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import ConfigError, ModelConfig
 from kernels import device
-from kernels.projection import activation_dtype
+from kernels.projection import activation_dtype, rows_for_gpu
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE, Linear
 
@@ -78,6 +78,8 @@ class GPT(nnx.Module):
         self.config, self.vocab_size = config, vocab_size
         normal = nnx.initializers.normal(INITIAL_SCALE)
         self.token_embedding = nnx.Embed(vocab_size, config.width, embedding_init=normal, rngs=rngs)
+        # The sampler keeps the embedding in the products' number format here.
+        self.head_weight: nnx.Variable | None = nnx.data(None)
         self.position_embedding = nnx.data(
             nnx.Embed(config.context, config.width, embedding_init=normal, rngs=rngs)
             if config.positions == "learned" else None)
@@ -116,8 +118,10 @@ class GPT(nnx.Module):
 
     def logits(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """The head, tied to the token embedding; float32."""
-        return jnp.einsum("bte,ve->btv", x_BTE, self.token_embedding.embedding[...].astype(x_BTE.dtype),
-                          preferred_element_type=jnp.promote_types(jnp.float32, x_BTE.dtype))
+        weight = self.token_embedding.embedding if self.head_weight is None else self.head_weight
+        logits_BTV = jnp.einsum("bte,ve->btv", rows_for_gpu(x_BTE), weight[...].astype(x_BTE.dtype),
+                                preferred_element_type=jnp.promote_types(jnp.float32, x_BTE.dtype))
+        return logits_BTV[:, :x_BTE.shape[1]]
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
         """Before the first token, with room for ``max_length``.

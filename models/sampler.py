@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import ConfigError
 from kernels import device
+from kernels.projection import activation_dtype
 from models.attention.self_attention import Linear
 from models.gpt import GPT, Cache
 
@@ -250,13 +251,16 @@ class Sampler:
 
 
 def _with_product_weights(model: GPT) -> GPT:
-    """The same model, its projections' weights in the number format in which they are multiplied: half the bytes to
-    read, and the same tokens."""
+    """The same model, its projections' weights and the head's in the number format in which they are multiplied: half
+    the bytes to read, and the same tokens."""
     graph, state = nnx.split(model)
     model = nnx.merge(graph, state)
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear) and module.product_dtype is not None:
             module.kernel[...] = module.kernel[...].astype(module.product_dtype)
+    dtype = activation_dtype(model.config.dtype)
+    if dtype != model.token_embedding.embedding.dtype:
+        model.head_weight = nnx.data(nnx.Variable(model.token_embedding.embedding[...].astype(dtype)))
     return model
 
 

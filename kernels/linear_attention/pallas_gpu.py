@@ -28,7 +28,7 @@ Quality in Linear Time", 2022 (chunks); Beck et al., "Tiled Flash Linear Attenti
 """
 
 import functools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -40,6 +40,7 @@ from jax.experimental.pallas import triton
 from kernels import device
 from kernels.linear_attention.state import EPSILON, State, level
 from kernels.linear_attention.tuning import Plan, Tiles, plan
+from kernels.partition import by_batch_and_heads
 
 WIDTHS = (1, 256)
 """Least and greatest M and D."""
@@ -74,10 +75,8 @@ def pallas_gpu(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs
     refusal = refuses(q_BTHM, k_BTHM, v_BTHD, causal=causal, chunk_size=chunk_size)
     if refusal is not None:
         raise NotImplementedError(f"implementation='pallas_gpu': {refusal}")
-    B, T, H, M = q_BTHM.shape
-    chosen = plan(B, T, H, _power(M), _power(v_BTHD.shape[3]), _operand_dtype(q_BTHM, k_BTHM, v_BTHD), chunk_size,
-                  schedule)
-    return _attend(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, chosen)
+    choose = functools.partial(plan, chunk_size=chunk_size, schedule=schedule)
+    return attend(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, choose)
 
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None) -> str | None:
@@ -368,15 +367,18 @@ class _Padded(NamedTuple):
     v: Array
     initial: State
     runs_BT: Array | None
+    plan: Plan
 
     @classmethod
     def of(cls, q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
-           chosen: Plan) -> "_Padded":
-        M, D = _power(q_BTHM.shape[3]), _power(v_BTHD.shape[3])
+           choose: "Choose") -> "_Padded":
+        (B, T, H, M), D = q_BTHM.shape, v_BTHD.shape[3]
+        M, D = _power(M), _power(D)
+        chosen = choose(B, T, H, M, D, _operand_dtype(q_BTHM, k_BTHM, v_BTHD))
         if runs_BT is not None:
-            runs_BT = jnp.pad(runs_BT, ((0, 0), (0, -runs_BT.shape[1] % chosen.span)), constant_values=-1)
+            runs_BT = jnp.pad(runs_BT, ((0, 0), (0, -T % chosen.span)), constant_values=-1)
         return cls(_fill(q_BTHM, M, chosen), _fill(k_BTHM, M, chosen), _fill(v_BTHD, D, chosen),
-                   _fill_state(initial, M, D), runs_BT)
+                   _fill_state(initial, M, D), runs_BT, chosen)
 
     def segments(self, chunk: int) -> _Segments:
         return _Segments() if self.runs_BT is None else _Segments.of(self.runs_BT, chunk)
@@ -419,14 +421,54 @@ def _states(walk: _Walk, span: int, segments: _Segments, b: Array, c: Array, ext
     return State(found["end_state"], found["end_total"])
 
 
+Choose = Callable[[int, int, int, int, int, jnp.dtype], Plan]
+"""The plan of B, T, H, M and D, which are a device's own, and the operands' number format."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, chosen):
-    return _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, chosen)[0]
+def attend(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, normalize: bool,
+           choose: Choose) -> tuple[Array, State]:
+    """:func:`pallas_gpu` with a plan of one's own."""
+    return _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, choose)[0]
 
 
-def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, chosen):
+def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, choose):
+    def forward(q_BTHM, k_BTHM, v_BTHD, s_BHMD, z_BHM, *runs):
+        return _forward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), runs[0] if runs else None, normalize, choose)
+
+    runs = [] if runs_BT is None else [runs_BT]
+    y_BTHD, s_BHMD, z_BHM, *denominator = by_batch_and_heads(
+        forward, ["bthm", "bthm", "bthd", "bhmd", "bhm", "bt"][:5 + len(runs)],
+        ["bthd", "bhmd", "bhm", "bht"][:3 + normalize])(q_BTHM, k_BTHM, v_BTHD, *initial, *runs)
+    return (y_BTHD, State(s_BHMD, z_BHM)), (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, y_BTHD, denominator)
+
+
+def _attend_backward(normalize, choose, saved, gradients):
+    q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, y_BTHD, denominator = saved
+    dy_BTHD, dend = gradients
+
+    def backward(q_BTHM, k_BTHM, v_BTHD, y_BTHD, dy_BTHD, s_BHMD, z_BHM, ds_BHMD, dz_BHM, *others):
+        return _backward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), others[-1] if runs else None, y_BTHD,
+                         others[0] if normalize else None, dy_BTHD, State(ds_BHMD, dz_BHM), choose)
+
+    runs = [] if runs_BT is None else [runs_BT]
+    dq_BTHM, dk_BTHM, dv_BTHD, ds_BHMD, dz_BHM = by_batch_and_heads(
+        backward,
+        ["bthm", "bthm", "bthd", "bthd", "bthd", *["bhmd", "bhm"] * 2, *["bht"] * normalize, *["bt"] * len(runs)],
+        ["bthm", "bthm", "bthd", "bhmd", "bhm"],
+    )(q_BTHM, k_BTHM, v_BTHD, y_BTHD, dy_BTHD, *initial, *dend, *denominator, *runs)
+    return dq_BTHM, dk_BTHM, dv_BTHD, State(ds_BHMD, dz_BHM), None
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _forward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, normalize: bool,
+             choose: Choose) -> tuple[Array, ...]:
+    """y, the sums at the end and, where it divides by it, the denominator (B, H, T)."""
     T, M, D = q_BTHM.shape[1], q_BTHM.shape[3], v_BTHD.shape[3]
-    q, k, v, start, _ = padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, chosen)
+    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, choose)
+    q, k, v, start, _, chosen = padded
     span, segments = chosen.span, padded.segments(chosen.forward.chunk)
     walk = _Walk(chosen.forward, _operand_dtype(q, k, v), _precision(q, k, v))
     outputs = ("out", "denominator") if normalize else ("out",)
@@ -437,32 +479,32 @@ def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, chosen)
     else:
         before, end = _carry(_states(walk, span, segments, k, v), segments, start, reverse=False, scan=chosen.scan)
         found = _launch(walk, outputs, span, segments, k, v, a=q, **_before(before), out_dtype=v_BTHD.dtype)
-    y_BTHD = found["out"][:, :T, :, :D]
-    denominator_BHT = found["denominator"][:, :, :T] if normalize else None
-    return ((y_BTHD, State(end.s_BHMD[:, :, :M, :D], end.z_BHM[:, :, :M])),
-            (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, y_BTHD, denominator_BHT))
+    results = (found["out"][:, :T, :, :D], end.s_BHMD[:, :, :M, :D], end.z_BHM[:, :, :M])
+    return (*results, found["denominator"][:, :, :T]) if normalize else results
 
 
-def _attend_backward(normalize, chosen, saved, gradients):
-    q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, y_BTHD, denominator_BHT = saved
-    dy_BTHD, dend = gradients
+def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, y_BTHD: Array,
+              denominator_BHT: Array | None, dy_BTHD: Array, dend: State, choose: Choose) -> tuple[Array, ...]:
+    """Gradients of q, k, v and of the initial sums."""
     (_, T, _, M), D = q_BTHM.shape, v_BTHD.shape[3]
-    q, k, v, start, _ = padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, chosen)
+    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, choose)
+    q, k, v, start, _, chosen = padded
     span, segments, serial = chosen.span, padded.segments(chosen.backward.chunk), chosen.schedule == "serial"
     walk = _Walk(chosen.backward, _operand_dtype(q, k, v), _precision(q, k, v))
     back = walk._replace(reverse=True)
 
     # y = numerator / (denominator + ε). d comes from g as the products see it, rounded: what the two have in common
     # cancels in dφ(q), and has to cancel to the last bit.
-    g_BTHD = dy_BTHD.astype(jnp.float32)
-    if normalize:
+    g_BTHD, level_with = dy_BTHD.astype(jnp.float32), {}
+    if denominator_BHT is not None:
         g_BTHD /= denominator_BHT.swapaxes(1, 2)[..., None] + EPSILON
+        if walk.precision == lax.Precision.DEFAULT and walk.tiles.tile >= q.shape[3]:
+            level_with = {"q": q, "denominator": jnp.pad(denominator_BHT, ((0, 0), (0, 0), (0, -T % span)))}
     g_BTHD = g_BTHD.astype(walk.operand)
-    d_BTH = jnp.sum(g_BTHD.astype(jnp.float32) * y_BTHD.astype(jnp.float32), axis=-1) * -float(normalize)
-    g, d_BHT = _fill(g_BTHD, v.shape[3], chosen), jnp.pad(d_BTH.swapaxes(1, 2), ((0, 0), (0, 0), (0, -T % span)))
-    level_with = {}
-    if normalize and walk.precision == lax.Precision.DEFAULT and walk.tiles.tile >= q.shape[3]:
-        level_with = {"q": q, "denominator": jnp.pad(denominator_BHT, ((0, 0), (0, 0), (0, -T % span)))}
+    d_BHT = jnp.zeros((len(q), q.shape[2], T), jnp.float32)
+    if denominator_BHT is not None:
+        d_BHT = -jnp.sum(g_BTHD.astype(jnp.float32) * y_BTHD.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    g, d_BHT = _fill(g_BTHD, v.shape[3], chosen), jnp.pad(d_BHT, ((0, 0), (0, 0), (0, -T % span)))
 
     after, dinitial = _fill_state(dend, q.shape[3], v.shape[3]), None
     if serial:
@@ -475,12 +517,9 @@ def _attend_backward(normalize, chosen, saved, gradients):
                  **_before(_turned(before)), out_dtype=q_BTHM.dtype, **level_with)
     dk = _launch(back._replace(extra="key"), ("out", "end_total") if serial else ("out",), span, segments, g, q, a=v,
                  extra=d_BHT, **_before(_turned(after)), out_dtype=k_BTHM.dtype)
-    dv = _launch(back, ("out", "end_state") if serial else ("out",), span, segments, q, g, a=k,
-                 state=after.s_BHMD, out_dtype=v_BTHD.dtype)
+    dv = _launch(back, ("out", "end_state") if serial else ("out",), span, segments, q, g, a=k, state=after.s_BHMD,
+                 out_dtype=v_BTHD.dtype)
     if dinitial is None:
         dinitial = _only_span(State(dv["end_state"], dk["end_total"]))
     return (dq["out"][:, :T, :, :M], dk["out"][:, :T, :, :M], dv["out"][:, :T, :, :D],
-            State(dinitial.s_BHMD[:, :, :M, :D], dinitial.z_BHM[:, :, :M]), None)
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+            dinitial.s_BHMD[:, :, :M, :D], dinitial.z_BHM[:, :, :M])

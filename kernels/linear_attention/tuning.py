@@ -108,7 +108,7 @@ def default_row(kind: str, M: int, D: int, dtype: str, length: Literal["short", 
 
 
 def default_tiles(M: int, D: int, dtype: DTypeLike, *, backward: bool = False) -> Tiles:
-    """Tiles with which no kernel spills registers or waits for its own products on a Hopper GPU (``make gpu-check``)."""
+    """Tiles with which no kernel spills registers or waits for its products on a Hopper GPU (``make gpu-check``)."""
     # The backward pass has states of M × D and of D × M.
     rows, columns = (max(M, D), max(M, D)) if backward else (M, D)
     if jnp.dtype(dtype) == jnp.float32:
