@@ -1,6 +1,8 @@
 """The suite measures within its time, records what fails, and finds a kernel that is wrong."""
 
 import json
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -19,7 +21,9 @@ def allow_rank_promotion():
 def test_steps_leave_files_and_a_summary(tmp_path, capsys):
     out = tmp_path / "out"
     assert suite.main(["--out", str(out), "--minutes", "4", "--quick", "--only", "correctness,utilisation"]) == 0
-    rows = json.loads((out / "correctness.json").read_text())["rows"]
+    *rows, large = json.loads((out / "correctness.json").read_text())["rows"]
+    assert large["tokens"] * large["heads"] * large["features"] > 2**31
+    assert "for a GPU" in large["skipped"]
     assert {row["dtype"] for row in rows} == set(suite.BOUNDS)
     for row in rows:
         assert row["wrong"] == []
@@ -39,9 +43,79 @@ def test_a_wrong_kernel_is_found(monkeypatch):
 
     right = suite.outputs_and_gradients
     (case, *_) = suite.cases(quick=True)
-    assert suite.check(case)["wrong"] == []
+    (row,) = suite.check(case)
+    assert row["wrong"] == []
     monkeypatch.setattr(suite, "outputs_and_gradients", wrong)
-    assert suite.check(case)["wrong"] == ["dv: 1.0e-01"]
+    (row,) = suite.check(case)
+    assert row["wrong"] == ["dv: 1.0e-01"]
+
+
+def test_both_schedules_are_tried_on_a_gpu_twice_and_against_the_plain_form(monkeypatch):
+    runs = []
+
+    def counted(case, implementation, *, exact):
+        run = right(case, implementation, exact=exact)
+
+        def once():
+            runs.append(implementation)
+            return {name: x * (1 + 1e-9 * len(runs)) for name, x in run().items()}
+
+        return once
+
+    right = suite.outputs_and_gradients
+    monkeypatch.setattr(suite, "outputs_and_gradients", counted)
+    # The kernel itself is still interpreted.
+    monkeypatch.setattr(suite, "device", SimpleNamespace(platform=lambda: "gpu"))
+    rows = suite.check(suite.Case(1, 17, 1, 16, 16, "bfloat16"))
+    assert [row["implementation"] for row in rows] == ["pallas_gpu_parallel", "pallas_gpu_serial"]
+    assert sorted(runs) == ["chunked", *["pallas_gpu_parallel"] * 2, *["pallas_gpu_serial"] * 2, "reference"]
+    for row in rows:
+        assert row["plain_errors"].keys() == row["errors"].keys()
+        assert any("y: other bits in a second run" in wrong for wrong in row["wrong"])
+
+
+def test_a_call_is_compared_with_itself_in_two_parts(monkeypatch):
+    monkeypatch.setattr(suite, "COMPARED_TOKENS", 40)
+    monkeypatch.setattr(suite, "LARGE_PERIOD", 37)
+    row = suite.Large("chunked", 256).check()
+    assert row["wrong"] == []
+    assert row["skipped"] is None
+    assert row["errors"].keys() == {"y", "dq", "dk", "dv", "final s", "final z"}
+
+    def forgets(*arguments, initial_state=None, **options):
+        return right(*arguments, **options)
+
+    right = suite.linear_attention
+    monkeypatch.setattr(suite, "linear_attention", forgets)
+    found = suite.Large("chunked", 256)
+    assert {wrong.partition(":")[0] for wrong in found.check()["wrong"]} == row["errors"].keys()
+    monkeypatch.setattr(suite.report, "device_memory", lambda: 1000)
+    row = found.check()
+    assert row["skipped"] == "needs 0 GiB, the device has 0"
+    assert row["wrong"] == []
+
+
+@pytest.mark.parametrize(("error", "field"), [("RESOURCE_EXHAUSTED: Out of memory", "skipped"),
+                                              ("CUDA_ERROR_ILLEGAL_ADDRESS", "wrong")])
+def test_a_large_call_that_does_not_fit_is_no_fault_and_one_that_crashes_is(error, field):
+    compiled = Future()
+    compiled.set_exception(RuntimeError(error))
+    row = suite.large_row(compiled, "pallas_gpu_serial")
+    assert error in str(row[field])
+    assert bool(row["wrong"]) == (field == "wrong")
+
+
+def test_the_time_plan_gives_tuning_the_rest_and_another_file_than_the_kernels_table(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(suite, "git_commit", lambda: None)  # it starts a process too
+    monkeypatch.setattr(suite.subprocess, "Popen", lambda command, **_: started.append(command) or SimpleNamespace(
+        wait=lambda *_: 0, kill=lambda: None))
+    assert suite.main(["--out", str(tmp_path), "--minutes", "9"]) == 0
+    assert len(started) == len(suite.steps(False))
+    *_, tune = started
+    assert tune[2] == "benchmarks.tune"
+    assert tune[tune.index("--out") + 1] == str(tmp_path / "tuning.json")
+    assert 8 < float(tune[tune.index("--minutes") + 1]) < 9  # the others have used nothing
 
 
 def test_what_is_not_finite_is_an_error():
@@ -70,6 +144,21 @@ def test_the_summary_sets_figures_beside_targets(tmp_path):
     assert "| step 124M chunked 1 × 8,192 | 17 | 18 | yes | 48.04 | ms |" in summary
     assert "| step 124M chunked 1 × 8,192: utilisation | 50 | – | – | – | % of peak |" in summary
     assert "| step 124M chunked 1 × 1,024 | 7 | 6 | no | 15.21 | ms |" in summary
+
+
+def test_the_summary_leaves_out_what_was_skipped_and_shows_what_tuning_gained(tmp_path):
+    origin = {"device": "NVIDIA H200", "versions": {"jax": "0"}}
+    row = {"dtype": "bfloat16", "errors": {"y": 1e-3}, "wrong": [], "skipped": None}
+    (tmp_path / "correctness.json").write_text(json.dumps(
+        origin | {"rows": [row, row | {"errors": {}, "skipped": "too large"}]}))
+    both = {"default": 1.0, "best": 0.8}
+    (tmp_path / "tune.json").write_text(json.dumps(origin | {"rows": [], "chosen": [
+        {"dtype": "bfloat16", "measured": {"shapes": [{"shape": "B1 T16384 H12 M64 D64", "both": both}]}}]}))
+    (tmp_path / "tuning.json").write_text("[]")
+    suite.write_summary(tmp_path, {})
+    summary = (tmp_path / "summary.md").read_text()
+    assert "| kernel cases wrong, of 1 | 0 | 0 | yes |" in summary
+    assert "| tuning B1 T16384 H12 M64 D64 bfloat16: best over defaults | 0.8 | – | – | – | × |" in summary
 
 
 @pytest.mark.parametrize(("flags", "message"), [

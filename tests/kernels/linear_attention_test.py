@@ -1,7 +1,6 @@
 """Every form of linear attention is the same function: the definition, in float64, outputs and gradients."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,18 @@ import numpy as np
 import pytest
 
 from kernels.linear_attention import EPSILON, IMPLEMENTATIONS, State, linear_attention, pick_implementation
+from tests.kernels.linear_attention_cases import (
+    B,
+    Case,
+    H,
+    assert_close,
+    make_inputs,
+    outputs_and_gradients,
+    reference,
+)
 
 FORMS = sorted(name for name in IMPLEMENTATIONS
                if name not in ("reference", "parallel") and not name.startswith("pallas_gpu"))
-B, H = 3, 2
 
 # RMS(error) / RMS(reference). Sums of some 200 terms of one sign: a few units in the last place, and the gradients of
 # the normalised form are differences of such sums, ten times smaller than what is subtracted.
@@ -21,19 +28,6 @@ TOLERANCE = {"float64": 1e-13, "float32": 3e-6}
 # One rounding to 8 bits is 2⁻⁹/√3 = 1.1e-3 RMS. Scores, states and results are rounded once each, and the gradient of
 # a query is a difference of such terms, some times smaller than they are.
 BFLOAT16_TOLERANCE = 8e-3
-
-
-class Case(NamedTuple):
-    """What is computed: sizes and options."""
-
-    T: int
-    M: int = 5
-    D: int = 7
-    chunk_size: int | None = None
-    causal: bool = True
-    normalize: bool = True
-    segments: bool = False
-    state: bool = True
 
 
 CASES = {
@@ -48,62 +42,6 @@ CASES = {
     "both directions, segments": Case(T=65, chunk_size=16, causal=False, segments=True),
 }
 SEES_PAST_ONLY = ("cumsum", "recurrent")
-
-
-def make_segments(T: int) -> np.ndarray:
-    """Segments with padding before, inside, between and after them; one segment to the end; nothing but padding."""
-    generator = np.random.default_rng(T)
-    ids_BT = np.full((B, T), -1, np.int32)
-    cuts = np.sort(generator.choice(np.arange(1, T), 4, replace=False))
-    ids_BT[0, 1:] = np.repeat([7, 3, 7, 0, 2], np.diff([0, *cuts, T]))[1:]
-    ids_BT[0, generator.random(T) < 0.1] = -1
-    ids_BT[1, T // 3:] = 0
-    return ids_BT
-
-
-@functools.cache
-def make_inputs(case: Case, dtype: str = "float64") -> tuple[tuple, State | None, np.ndarray | None]:
-    generator = np.random.default_rng(0)
-    dtype = jnp.dtype(dtype)
-    q, k = (generator.uniform(0.1, 1, (B, case.T, H, case.M)).astype(dtype) for _ in range(2))
-    v = generator.normal(size=(B, case.T, H, case.D)).astype(dtype)
-    state = None
-    if case.state:
-        sums = np.float64 if dtype == np.float64 else np.float32
-        state = State(generator.normal(size=(B, H, case.M, case.D)).astype(sums),
-                      generator.uniform(1, 2, (B, H, case.M)).astype(sums))
-    return (q, k, v), state, make_segments(case.T) if case.segments else None
-
-
-def outputs_and_gradients(case: Case, implementation: str | None, qkv, state, segments) -> dict[str, np.ndarray]:
-    """y, both sums, and the gradients of a weighted sum of them with respect to everything that goes in."""
-
-    def run(qkv, state):
-        y, end = linear_attention(*qkv, causal=case.causal, normalize=case.normalize, initial_state=state,
-                                  segment_ids_BT=None if segments is None else jnp.asarray(segments),
-                                  chunk_size=case.chunk_size, implementation=implementation)
-        # No two elements have the same weight, so that none can be mistaken for another.
-        weighted = [jnp.sum(x.astype(end.z_BHM.dtype) * jnp.sin(1 + jnp.arange(x.size, dtype=end.z_BHM.dtype))
-                            .reshape(x.shape)) for x in (y, *end)]
-        return sum(weighted), (y, end)
-
-    gradient = jax.jit(jax.grad(run, argnums=(0, 1) if state is not None else 0, has_aux=True))
-    gradients, (y, end) = gradient(qkv, state)
-    names = ["y", "s", "z", "dq", "dk", "dv", "ds₀", "dz₀"]
-    return dict(zip(names, map(np.asarray, (y, *end, *jax.tree.leaves(gradients))), strict=False))
-
-
-@functools.cache
-def reference(case: Case) -> dict[str, np.ndarray]:
-    with jax.enable_x64(True):
-        return outputs_and_gradients(case, "reference", *make_inputs(case))
-
-
-def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, want in expected.items():
-        error = np.sqrt(np.mean((actual[name].astype(np.float64) - want) ** 2) / np.mean(want**2))
-        assert error < tolerance, f"{name}: {error:.2e}"
 
 
 def definition(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -154,21 +92,16 @@ def test_outputs_and_gradients_in_float32(implementation):
     case = CASES["several chunks"]
     actual = outputs_and_gradients(case, implementation, *make_inputs(case, "float32"))
     assert {x.dtype for x in actual.values()} == {np.dtype("float32")}
-    assert_close(actual, reference(case), TOLERANCE["float32"])
+    assert_close(actual, reference(case, "float32"), TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("implementation", ["reference", *FORMS])
 def test_bfloat16_keeps_states_in_float32(implementation):
     case = CASES["several chunks"]
-    qkv, state, segments = make_inputs(case, "bfloat16")
-    actual = outputs_and_gradients(case, implementation, qkv, state, segments)
+    actual = outputs_and_gradients(case, implementation, *make_inputs(case, "bfloat16"))
     for name, array in actual.items():
         assert array.dtype == ("bfloat16" if name in ("y", "dq", "dk", "dv") else "float32"), name
-    # Held to what the definition makes of the rounded inputs: their own rounding is not the kernel's error.
-    with jax.enable_x64(True):
-        exact = jax.tree.map(lambda x: x.astype(np.float64), (qkv, state))
-        expected = outputs_and_gradients(case, "reference", *exact, segments)
-    assert_close(actual, expected, BFLOAT16_TOLERANCE)
+    assert_close(actual, reference(case, "bfloat16"), BFLOAT16_TOLERANCE)
 
 
 @pytest.mark.parametrize("implementation", ["reference", *FORMS])

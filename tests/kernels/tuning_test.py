@@ -1,0 +1,127 @@
+"""How the GPU kernels are cut: what the table holds, what a device that is not in it gets, and the plan of a call."""
+
+import itertools
+import json
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from kernels.linear_attention import tuning
+from kernels.linear_attention.pallas_gpu import CHUNKS, WIDTHS
+from kernels.linear_attention.tuning import LONG, Plan, Row, Tiles, plan, row_for, rows
+
+POWERS = (16, 32, 64, 128, 256)
+DTYPES = ("float32", "bfloat16")
+
+
+def tracing_for(kind: str = "NVIDIA H200", cores: int = 132):
+    """Inside, plans are made for this GPU."""
+    device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=cores)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def assert_legal(row: Row) -> None:
+    """What the kernels and Triton's blocks can do; how fast it is, only a GPU can tell."""
+    assert row.device
+    assert row.M in POWERS
+    assert row.D in POWERS
+    assert row.dtype in DTYPES
+    assert row.length in ("short", "long")
+    assert row.programs_per_core >= 0
+    # The backward pass also has the transposed state, whose columns are those of M.
+    for tiles, columns in ((row.forward, row.D), (row.backward, max(row.M, row.D))):
+        assert tiles.chunk in CHUNKS
+        assert tiles.tile in [power for power in POWERS if power <= columns]
+        assert tiles.warps in (1, 2, 4, 8, 16)
+        assert 1 <= tiles.stages <= 8
+
+
+def assert_covers(found: Plan, tokens: int) -> None:
+    """Spans are whole chunks of both passes, the last has a token, and the serial schedule has no other."""
+    assert found.span % found.forward.chunk == found.span % found.backward.chunk == 0
+    spans = -(-tokens // found.span)
+    assert spans * found.span - tokens < found.span
+    assert spans == 1 or found.schedule == "parallel"
+
+
+def test_the_table_is_legal_and_says_what_was_measured():
+    assert len(rows()) == len(json.loads(tuning.TABLE.read_text())), "two rows for the same key"
+    for row in rows():
+        assert_legal(row)
+        assert row.measured, row
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_device_has_legal_defaults(dtype):
+    with tracing_for("a GPU of next year"):
+        for M, D, tokens in itertools.product(POWERS, POWERS, (1, LONG - 1, LONG)):
+            row = row_for(tokens, M, D, dtype)
+            assert row[:5] == ("a GPU of next year", M, D, dtype, "short" if tokens < LONG else "long")
+            assert row.measured is None
+            assert_legal(row)
+    assert POWERS[-1] == WIDTHS[1]
+
+
+def test_a_row_is_for_its_device_widths_dtype_and_lengths(monkeypatch, tmp_path):
+    tiles = Tiles(chunk=128, tile=16, warps=2, stages=3)._asdict()
+    entry = {"device": "NVIDIA H200", "M": 64, "D": 32, "dtype": "bfloat16", "length": "long", "forward": tiles,
+             "backward": tiles | {"chunk": 32}, "programs_per_core": 0, "scan": True, "measured": {"milliseconds": 1.0}}
+    table = tmp_path / "tuning.json"
+    table.write_text(json.dumps([entry]))
+    row, = tuning.read(table)
+    monkeypatch.setattr(tuning, "_table", lambda: {row[:5]: row})
+    with tracing_for():
+        assert row_for(LONG, 64, 32, "bfloat16") == row
+        others = [(LONG - 1, 64, 32, "bfloat16"), (LONG, 32, 64, "bfloat16"), (LONG, 64, 32, "float32")]
+        assert row not in [row_for(*other) for other in others]
+        assert plan(1, LONG + 1, 1, 64, 32, "bfloat16") == Plan("serial", LONG + 128, row.forward, row.backward)
+        parallel = plan(1, LONG + 1, 1, 64, 32, "bfloat16", schedule="parallel")
+        assert parallel.scan
+        assert_covers(parallel, LONG + 1)
+    with tracing_for("NVIDIA A100"):
+        assert row_for(LONG, 64, 32, "bfloat16").measured is None
+
+
+@pytest.mark.parametrize("cores", [1, 132])
+def test_a_plan_covers_every_token(cores):
+    lengths = (1, 15, 16, 17, 63, 64, 65, 500, 1000, 4096, 65_537, 2**22)
+    with tracing_for(cores=cores):
+        for tokens, sequences, M, D, dtype, chunk_size, schedule in itertools.product(
+                lengths, (1, 12, 4096), (16, 256), (16, 64), DTYPES, (None, 16, 256), (None, "serial", "parallel")):
+            found = plan(sequences, tokens, 1, M, D, dtype, chunk_size, schedule)
+            assert_covers(found, tokens)
+            assert schedule in (None, found.schedule)
+            if chunk_size is not None and chunk_size <= tokens:
+                assert found.forward.chunk == found.backward.chunk == chunk_size
+            assert max(found.forward.chunk, found.backward.chunk) < max(2 * tokens, 32), "most of a chunk is padding"
+
+
+def test_the_schedule_follows_heads_and_length():
+    with tracing_for():
+        def schedule(batch, tokens, heads):
+            return plan(batch, tokens, heads, 64, 64, "bfloat16").schedule
+
+        assert schedule(1, 65_536, 12) == "parallel"
+        assert schedule(1, 8192, 1) == "parallel"
+        assert schedule(32, 8192, 16) == "serial"
+        assert schedule(1, 128, 12) == "serial"
+
+
+def test_spans_fill_the_device_and_no_more():
+    """Each has a program for every tile of values, twice the multiprocessors together."""
+    with tracing_for():
+        found = plan(1, 2**20, 12, 64, 64, "bfloat16")
+        assert 2 * 132 <= 12 * -(-2**20 // found.span) < 2 * 132 + 12
+        assert -(-2**20 // plan(1, 2**20, 1, 64, 64, "bfloat16").span) <= tuning.MOST_SPANS
+
+
+@pytest.mark.parametrize("schedule", ["serial", "parallel"])
+def test_a_named_schedule_is_taken_where_the_other_would_be_picked(schedule):
+    with tracing_for():
+        many, few = ((batch, 65_536, heads, 64, 64, "bfloat16") for batch, heads in ((64, 16), (1, 1)))
+        assert {plan(*many).schedule, plan(*few).schedule} == {"serial", "parallel"}
+        for call in (many, few):
+            named = plan(*call, schedule=schedule)
+            assert named.schedule == schedule
+            assert (named.span < 65_536) == (schedule == "parallel")
