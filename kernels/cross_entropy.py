@@ -23,11 +23,34 @@ def cross_entropy(
 
     Products are made in x's number format and summed in float32 or better.
     """
+    x_NE, targets_N, block = _blocks(x_BTE, embedding_VE, targets_BT)
+    return _summed(x_NE, embedding_VE, targets_N, block)
+
+
+def count_right(
+    x_BTE: Float[Array, "B T E"],
+    embedding_VE: Float[Array, "V E"],
+    targets_BT: Int[Array, "B T"],
+) -> Int[Array, ""]:
+    """Number of targets whose logit in x · embeddingᵀ is the highest. Targets below 0 are not counted.
+
+    Of equal logits the one of the lowest id is the highest. Not differentiable.
+    """
+    x_NE, targets_N, block = _blocks(x_BTE, embedding_VE, targets_BT)
+
+    def add(right, i):
+        _, targets, logits = _logits(x_NE, embedding_VE, targets_N, block, i)
+        return right + jnp.sum(jnp.argmax(logits, axis=1) == targets, dtype=jnp.int32), None
+
+    return lax.scan(add, jnp.zeros((), jnp.int32), jnp.arange(x_NE.shape[0] // block))[0]
+
+
+def _blocks(x_BTE, embedding_VE, targets_BT):
+    """All tokens in a row, padded to whole blocks, and the length of a block."""
     tokens = x_BTE.shape[0] * x_BTE.shape[1]
     block = min(tokens, max(1, BLOCK_LOGITS // embedding_VE.shape[0]))
     x_NE = jnp.pad(x_BTE.reshape(tokens, -1), ((0, -tokens % block), (0, 0)))
-    targets_N = jnp.pad(targets_BT.reshape(-1), (0, -tokens % block), constant_values=-1)
-    return _summed(x_NE, embedding_VE, targets_N, block)
+    return x_NE, jnp.pad(targets_BT.reshape(-1), (0, -tokens % block), constant_values=-1), block
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -40,11 +63,16 @@ def _summed(x_NE, embedding_VE, targets_N, block):
     return lax.scan(add, zero, jnp.arange(x_NE.shape[0] // block))[0]
 
 
-def _block(x_NE, embedding_VE, targets_N, block, i):
+def _logits(x_NE, embedding_VE, targets_N, block, i):
     dtype = jnp.promote_types(jnp.float32, x_NE.dtype)
     x = lax.dynamic_slice_in_dim(x_NE, i * block, block)
     targets = lax.dynamic_slice_in_dim(targets_N, i * block, block)
     logits = lax.dot_general(x, embedding_VE.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    return x, targets, logits
+
+
+def _block(x_NE, embedding_VE, targets_N, block, i):
+    x, targets, logits = _logits(x_NE, embedding_VE, targets_N, block, i)
     logsumexp = jax.nn.logsumexp(logits, axis=1, keepdims=True)
     at_target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)
     scored = (targets >= 0)[:, None]

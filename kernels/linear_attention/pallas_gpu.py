@@ -75,8 +75,17 @@ def pallas_gpu(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs
     refusal = refuses(q_BTHM, k_BTHM, v_BTHD, causal=causal, chunk_size=chunk_size)
     if refusal is not None:
         raise NotImplementedError(f"implementation='pallas_gpu': {refusal}")
-    choose = functools.partial(plan, chunk_size=chunk_size, schedule=schedule)
-    return attend(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, choose)
+    return attend(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, _Asked(chunk_size, schedule))
+
+
+class _Asked(NamedTuple):
+    """The plan of the table with what the caller wants; equal ones are equal, for jax compares them."""
+
+    chunk_size: int | None
+    schedule: Literal["serial", "parallel"] | None
+
+    def __call__(self, B: int, T: int, H: int, M: int, D: int, dtype: jnp.dtype) -> Plan:
+        return plan(B, T, H, M, D, dtype, self.chunk_size, self.schedule)
 
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None) -> str | None:
@@ -336,7 +345,7 @@ def _carry(updates: State, segments: _Segments, initial: State, *, reverse: bool
     return (jax.tree.map(lambda x: x[:, :, ::-1], before) if reverse else before), end
 
 
-def _triangular_sums(parts: State, runs_BS: Array) -> State:
+def _triangular_sums(parts: Any, runs_BS: Array) -> Any:
     """Sums over the parts before and of the same run: one product, where a scan is a launch or more for every span."""
     length = runs_BS.shape[1]
     same_BRS = runs_BS[:, :, None] == runs_BS[:, None, :]
@@ -345,7 +354,7 @@ def _triangular_sums(parts: State, runs_BS: Array) -> State:
                         parts)
 
 
-def _running_sums(parts: State, runs_BS: Array) -> State:
+def _running_sums(parts: Any, runs_BS: Array) -> Any:
     """The same by ``lax.scan``."""
 
     def step(carry, part):
@@ -419,6 +428,26 @@ def _states(walk: _Walk, span: int, segments: _Segments, b: Array, c: Array, ext
     walk = walk._replace(extra=None if extra_BHT is None else "key")
     found = _launch(walk, ("end_state", "end_total"), span, segments, b, c, extra=extra_BHT)
     return State(found["end_state"], found["end_total"])
+
+
+def _level(dq: Array, q: Array, k: Array, d_BHT: Array, denominator_BHT: Array, initial: State, segments: _Segments,
+           C: int) -> Array:
+    """``level`` where no program has the whole width of φ(q): after the kernel, with the keys' sum after each chunk."""
+
+    def chunks(x: Array) -> Array:
+        return x.reshape(len(x), -1, C, *x.shape[2:])
+
+    k_BNCHM, within_BNC1 = chunks(k).astype(jnp.float32), None
+    runs_BS = jnp.zeros((len(k), k_BNCHM.shape[1] + 1), jnp.int32)
+    if segments.runs_BT is not None and segments.incoming_BN is not None and segments.outgoing_BN is not None:
+        runs_BS = jnp.concatenate([segments.incoming_BN[:, :1], segments.outgoing_BN], axis=1)
+        within_BNC1 = (chunks(segments.runs_BT) == segments.outgoing_BN[:, :, None])[..., None]
+        k_BNCHM = jnp.where(within_BNC1[..., None], k_BNCHM, 0)
+    parts_BHSM = jnp.concatenate([initial.z_BHM[:, :, None], k_BNCHM.sum(2).swapaxes(1, 2)], axis=2)
+    z_BNHM = _triangular_sums(parts_BHSM, runs_BS)[:, :, 1:].swapaxes(1, 2)
+    dq_BNCHM = level(chunks(dq), chunks(q).astype(jnp.float32), z_BNHM[:, :, None], chunks(d_BHT.swapaxes(1, 2)),
+                     chunks(denominator_BHT.swapaxes(1, 2)), within_BNC1)
+    return dq_BNCHM.reshape(dq.shape)
 
 
 Choose = Callable[[int, int, int, int, int, jnp.dtype], Plan]
@@ -495,11 +524,10 @@ def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
 
     # y = numerator / (denominator + ε). d comes from g as the products see it, rounded: what the two have in common
     # cancels in dφ(q), and has to cancel to the last bit.
-    g_BTHD, level_with = dy_BTHD.astype(jnp.float32), {}
+    g_BTHD, denominator = dy_BTHD.astype(jnp.float32), None
     if denominator_BHT is not None:
         g_BTHD /= denominator_BHT.swapaxes(1, 2)[..., None] + EPSILON
-        if walk.precision == lax.Precision.DEFAULT and walk.tiles.tile >= q.shape[3]:
-            level_with = {"q": q, "denominator": jnp.pad(denominator_BHT, ((0, 0), (0, 0), (0, -T % span)))}
+        denominator = jnp.pad(denominator_BHT, ((0, 0), (0, 0), (0, -T % span)))
     g_BTHD = g_BTHD.astype(walk.operand)
     d_BHT = jnp.zeros((len(q), q.shape[2], T), jnp.float32)
     if denominator_BHT is not None:
@@ -513,13 +541,19 @@ def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
         before, _ = _carry(_states(walk, span, segments, k, v), segments, start, reverse=False, scan=chosen.scan)
         after, dinitial = _carry(_states(back, span, segments, q, g, d_BHT), segments, after, reverse=True,
                                  scan=chosen.scan)
+    # The kernel levels what it has the whole width of.
+    whole = walk.tiles.tile >= q.shape[3]
+    levelled = denominator if walk.precision == lax.Precision.DEFAULT else None
+    level_with = {"q": q, "denominator": levelled} if whole and levelled is not None else {}
     dq = _launch(walk._replace(extra="query"), ("out",), span, segments, v, k, a=g, extra=d_BHT,
-                 **_before(_turned(before)), out_dtype=q_BTHM.dtype, **level_with)
+                 **_before(_turned(before)), out_dtype=q_BTHM.dtype if whole else jnp.float32, **level_with)["out"]
+    if levelled is not None and not whole:
+        dq = _level(dq, q, k, d_BHT, levelled, start, segments, walk.tiles.chunk)
     dk = _launch(back._replace(extra="key"), ("out", "end_total") if serial else ("out",), span, segments, g, q, a=v,
                  extra=d_BHT, **_before(_turned(after)), out_dtype=k_BTHM.dtype)
     dv = _launch(back, ("out", "end_state") if serial else ("out",), span, segments, q, g, a=k, state=after.s_BHMD,
                  out_dtype=v_BTHD.dtype)
     if dinitial is None:
         dinitial = _only_span(State(dv["end_state"], dk["end_total"]))
-    return (dq["out"][:, :T, :, :M], dk["out"][:, :T, :, :M], dv["out"][:, :T, :, :D],
+    return (dq[:, :T, :, :M].astype(q_BTHM.dtype), dk["out"][:, :T, :, :M], dv["out"][:, :T, :, :D],
             dinitial.s_BHMD[:, :, :M, :D], dinitial.z_BHM[:, :, :M])

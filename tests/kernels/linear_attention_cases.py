@@ -104,8 +104,8 @@ def reference(case: Case, *dtypes: str) -> dict[str, np.ndarray]:
     """
     qkv, state, segments = make_inputs(case, *dtypes)
     with jax.enable_x64(True):
-        exact = jax.tree.map(lambda x: x.astype(np.float64), (qkv, state))
-        return outputs_and_gradients(case, "reference" if case.T <= 1000 else "chunked", *exact, segments)
+        qkv, state = jax.tree.map(lambda x: x.astype(np.float64), (qkv, state))
+        return outputs_and_gradients(case, "reference" if case.T <= 1000 else "chunked", qkv, state, segments)
 
 
 def errors(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
