@@ -10,7 +10,12 @@ import jax
 def platform() -> str:
     """``cpu``, ``gpu`` or ``tpu``."""
     target = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if target is None else target.platform
+    if target is not None:
+        return target.platform
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if default is None:
+        return jax.default_backend()
+    return default if isinstance(default, str) else default.platform
 
 
 def kind() -> str:

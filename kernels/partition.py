@@ -14,7 +14,8 @@ def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequenc
                        outputs: Sequence[str]) -> Callable[..., Sequence[Array]]:
     """A function that each device computes for its own sequences and heads.
 
-    With one device it is the function itself, which can then be vmapped.
+    With one device it is the function itself. In a process that has several the result cannot be vmapped, and under
+    ``jax.shard_map`` wants ``check_vma=False``; axes of the mesh have to be Auto.
 
     Args:
         function: takes and returns arrays; no element of a result depends on another sequence or head.

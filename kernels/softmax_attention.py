@@ -82,8 +82,15 @@ def cached_attention(
 
     Reads only what is filled. Not differentiable. S is at most ``CACHE_BLOCK``, or a multiple of it. One token at a
     time has kernels of its own on a GPU, where a loop whose length the host does not know waits at every turn.
+
+    Raises:
+        ValueError: shapes that do not agree, or a cache of another size.
     """
-    S, T = k_BHSD.shape[2], q_BTHD.shape[1]
+    (B, T, H, D), S = q_BTHD.shape, k_BHSD.shape[2]
+    for name, x, shape in (("k_BHSD", k_BHSD, (B, H, S, D)), ("v_BHSD", v_BHSD, (B, H, S, D)),
+                           ("position_B", position_B, (B,))):
+        if x.shape != shape:
+            raise ValueError(f"{name} has shape {x.shape}; expected {shape}, from q_BTHD of shape {q_BTHD.shape}")
     block = min(S, CACHE_BLOCK)
     if S % block:
         raise ValueError(f"k_BHSD has room for {S} keys; expected a multiple of {CACHE_BLOCK}")

@@ -134,9 +134,9 @@ def _split_kernel(position_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, y_ref: 
     filled = jnp.minimum(position_ref[...] + 1, S)
     d_D = lax.broadcasted_iota(jnp.int32, (1, width), 1)
     of_head_1D = d_D < D
-    q_D = q_ref[...].astype(jnp.float32) / math.sqrt(D)
-    if width != D:
-        q_D = jnp.where(of_head_1D[0], q_D, 0.0)
+    # Beyond the head's width lies the next head, and after the last nothing.
+    q_D = triton.load(q_ref, mask=of_head_1D[0], other=0.0) if width != D else q_ref[...]
+    q_D = q_D.astype(jnp.float32) / math.sqrt(D)
 
     def step(i, carry):
         y_sD, most_s, total_s = carry

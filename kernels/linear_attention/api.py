@@ -61,7 +61,7 @@ def linear_attention(
         initial_state: S₀ and z₀, of the first segment; zero unless given.
         segment_ids_BT: which tokens see each other; −1 is padding, which enters no state and is seen by nobody (its y
             is 0). A segment is a run of equal ids; the state that comes out is that of the last one.
-        chunk_size: C of ``chunked`` and ``blockwise``; picked where None.
+        chunk_size: C of ``chunked``, ``blockwise`` and ``pallas_gpu``; picked where None.
         implementation: a name in ``IMPLEMENTATIONS``; None picks the fastest for this input on this device.
 
     Returns:
@@ -69,13 +69,15 @@ def linear_attention(
 
     Raises:
         ValueError: shapes that do not agree, or a chunk size below one.
-        TypeError: features that are not floating point.
+        TypeError: features that are not floating point, segment ids that are not whole numbers.
         NotImplementedError: a named implementation cannot do what is asked.
     """
     _check(q_BTHM, k_BTHM, v_BTHD, initial_state, segment_ids_BT, chunk_size)
     B, _, H, M = q_BTHM.shape
     dtype = sum_dtype(q_BTHM, k_BTHM, v_BTHD)
-    name = implementation or pick_implementation(q_BTHM, k_BTHM, v_BTHD, causal=causal, chunk_size=chunk_size)
+    name = implementation
+    if name is None:
+        name = pick_implementation(q_BTHM, k_BTHM, v_BTHD, causal=causal, chunk_size=chunk_size)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
     state = zero_state(B, H, M, v_BTHD.shape[3], dtype) if initial_state is None else \
@@ -115,7 +117,10 @@ def _check(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, state: State | None, seg
     for name, (x, shape) in expected.items():
         if x.shape != shape:
             raise ValueError(f"{name} has shape {x.shape}; expected {shape}, from q_BTHM of shape {q_BTHM.shape}")
-    if T < 1:
-        raise ValueError("T must be at least 1")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size}: expected at least 1")
+    if min(B, T, H, M, D) < 1:
+        letter, _ = min(zip("BTHMD", (B, T, H, M, D), strict=True), key=lambda pair: pair[1])
+        raise ValueError(f"{letter} must be at least 1")
+    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1):
+        raise ValueError(f"chunk_size={chunk_size}: expected a whole number of at least 1")
+    if segment_ids_BT is not None and not jnp.issubdtype(segment_ids_BT.dtype, jnp.integer):
+        raise TypeError(f"segment_ids_BT is {segment_ids_BT.dtype}; expected whole numbers")

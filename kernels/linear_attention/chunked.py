@@ -61,7 +61,12 @@ class _Chunks(NamedTuple):
 
 
 def _split(x: Array, C: int, fill: int = 0) -> Array:
-    """(B, T, H, …) to (N, B, H, C, …), or (B, T) to (N, B, C), the last chunk filled up."""
+    """(B, T, H, …) to (N, B, H, C, …), or (B, T) to (N, B, C), the last chunk filled up.
+
+    float16 becomes float32: sums of keys soon leave its range.
+    """
+    if x.dtype == jnp.float16:
+        x = x.astype(jnp.float32)
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % C)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
     x = x.reshape(x.shape[0], -1, C, *x.shape[2:]).swapaxes(0, 1)
     return x if x.ndim == 3 else x.swapaxes(2, 3)

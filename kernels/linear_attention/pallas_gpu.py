@@ -1,4 +1,4 @@
-"""Causal linear attention on a GPU: one Pallas kernel, launched four times a training step.
+"""Causal linear attention on a GPU: one Pallas kernel, launched for the output and for each gradient.
 
 With S and z the state before a chunk, g = dy / (denominator + ε) and d = −g·y, everything that linear attention and its
 gradient need is a causal sum of one kind,
@@ -44,7 +44,7 @@ from kernels.partition import by_batch_and_heads
 
 WIDTHS = (1, 256)
 """Least and greatest M and D."""
-CHUNKS = (16, 32, 64, 128, 256)
+CHUNKS = (16, 32, 64, 128)
 """Chunk lengths: the GPU's matrix units and Triton's blocks want powers of two, of at least 16."""
 SLAB = 64
 """Columns of a float32 operand of a product at once: the matrix units hold such operands in registers."""
@@ -56,7 +56,8 @@ def pallas_gpu(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs
                schedule: Literal["serial", "parallel"] | None = None) -> tuple[Array, State]:
     """Linear attention by the kernels of this file; without a GPU in interpret mode, which is slow and for tests.
 
-    float16 is multiplied as TF32, which has its precision and not its range: sums of keys leave float16 soon.
+    float16 is multiplied as TF32, which has its precision and not its range: sums of keys leave float16 soon. A
+    gradient beyond its range, as that of a query whose weights are all zero, is infinite.
 
     Args:
         q_BTHM: φ(q); M from 1 to 256. Widths are filled up to a power of two, T to whole chunks.
@@ -75,7 +76,8 @@ def pallas_gpu(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs
     refusal = refuses(q_BTHM, k_BTHM, v_BTHD, causal=causal, chunk_size=chunk_size)
     if refusal is not None:
         raise NotImplementedError(f"implementation='pallas_gpu': {refusal}")
-    return attend(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, _Asked(chunk_size, schedule))
+    return attend(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize,
+                  _Asked(chunk_size, schedule, segments=runs_BT is not None))
 
 
 class _Asked(NamedTuple):
@@ -83,9 +85,10 @@ class _Asked(NamedTuple):
 
     chunk_size: int | None
     schedule: Literal["serial", "parallel"] | None
+    segments: bool
 
     def __call__(self, B: int, T: int, H: int, M: int, D: int, dtype: jnp.dtype) -> Plan:
-        return plan(B, T, H, M, D, dtype, self.chunk_size, self.schedule)
+        return plan(B, T, H, M, D, dtype, self.chunk_size, self.schedule, segments=self.segments)
 
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None) -> str | None:
@@ -97,8 +100,12 @@ def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk
             return f"{name} is {x.dtype}; it takes {', '.join(DTYPES)}"
         if not WIDTHS[0] <= x.shape[3] <= WIDTHS[1]:
             return f"{name} has width {x.shape[3]}; it takes widths of {WIDTHS[0]} to {WIDTHS[1]}"
-    if chunk_size is not None and chunk_size not in CHUNKS:
-        return f"chunk_size={chunk_size}; it takes {', '.join(map(str, CHUNKS))}"
+    # Longer ones do not fit into a program's registers, and would be slow.
+    most = 64 if max(q_BTHM.shape[3], v_BTHD.shape[3]) > 128 or _operand_dtype(q_BTHM, k_BTHM, v_BTHD) != jnp.bfloat16 \
+        else CHUNKS[-1]
+    if chunk_size is not None and (chunk_size not in CHUNKS or chunk_size > most):
+        return (f"chunk_size={chunk_size}; for these widths and number formats it takes "
+                f"{', '.join(str(C) for C in CHUNKS if most >= C)}")
     return None
 
 
@@ -345,8 +352,11 @@ def _carry(updates: State, segments: _Segments, initial: State, *, reverse: bool
     return (jax.tree.map(lambda x: x[:, :, ::-1], before) if reverse else before), end
 
 
-def _triangular_sums(parts: Any, runs_BS: Array) -> Any:
-    """Sums over the parts before and of the same run: one product, where a scan is a launch or more for every span."""
+def _triangular_sums(parts: State, runs_BS: Array) -> State:
+    """Sums over the parts before and of the same run: one product, where a scan is a launch or more for every span.
+
+    What is not finite in a part makes all of its sums NaN, those before it too.
+    """
     length = runs_BS.shape[1]
     same_BRS = runs_BS[:, :, None] == runs_BS[:, None, :]
     weights_BRS = (same_BRS & jnp.tril(jnp.ones((length, length), bool))[None]).astype(jnp.float32)
@@ -354,7 +364,7 @@ def _triangular_sums(parts: Any, runs_BS: Array) -> Any:
                         parts)
 
 
-def _running_sums(parts: Any, runs_BS: Array) -> Any:
+def _running_sums(parts: State, runs_BS: Array) -> State:
     """The same by ``lax.scan``."""
 
     def step(carry, part):
@@ -443,8 +453,13 @@ def _level(dq: Array, q: Array, k: Array, d_BHT: Array, denominator_BHT: Array, 
         runs_BS = jnp.concatenate([segments.incoming_BN[:, :1], segments.outgoing_BN], axis=1)
         within_BNC1 = (chunks(segments.runs_BT) == segments.outgoing_BN[:, :, None])[..., None]
         k_BNCHM = jnp.where(within_BNC1[..., None], k_BNCHM, 0)
-    parts_BHSM = jnp.concatenate([initial.z_BHM[:, :, None], k_BNCHM.sum(2).swapaxes(1, 2)], axis=2)
-    z_BNHM = _triangular_sums(parts_BHSM, runs_BS)[:, :, 1:].swapaxes(1, 2)
+    parts_BSHM = jnp.concatenate([initial.z_BHM[:, None], k_BNCHM.sum(axis=2)], axis=1)
+    starts_BS11 = jnp.diff(runs_BS, axis=1, prepend=runs_BS[:, :1])[:, :, None, None] != 0
+
+    def add(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        return jnp.where(right[1], right[0], left[0] + right[0]), left[1] | right[1]
+
+    z_BNHM = lax.associative_scan(add, (parts_BSHM, starts_BS11), axis=1)[0][:, 1:]
     dq_BNCHM = level(chunks(dq), chunks(q).astype(jnp.float32), z_BNHM[:, :, None], chunks(d_BHT.swapaxes(1, 2)),
                      chunks(denominator_BHT.swapaxes(1, 2)), within_BNC1)
     return dq_BNCHM.reshape(dq.shape)

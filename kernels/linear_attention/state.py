@@ -50,12 +50,12 @@ def level(dq_TM: Array, q_TM: Array, z_M: Array, ddenominator_T: Array, denomina
         z_M: a sum of keys that has at least those before each token, to broadcast.
         ddenominator_T: d, gradient of the denominator.
         denominator_T: φ(q)·z_t.
-        within_T: tokens whose keys z_M sums; None, all. Tokens are left alone where this is not so, or where the
-            features have such signs that z_M says nothing about the denominator.
+        within_T: tokens whose keys z_M sums; None, all. Tokens are left alone where this is not so, as in segments that
+            begin and end within a chunk, or where features have both signs and z_M says little of the denominator.
     """
     along_T = jnp.sum(q_TM * z_M, axis=-1)
     excess_T = jnp.sum(q_TM * dq_TM, axis=-1) + EPSILON * ddenominator_T
-    sound_T = (along_T > 0) & (along_T >= 0.5 * denominator_T)
+    sound_T = (denominator_T > 0) & (along_T >= 0.5 * denominator_T)
     if within_T is not None:
         sound_T &= within_T
     factor_T = jnp.where(sound_T, excess_T / jnp.where(sound_T, along_T, 1.0), 0.0)

@@ -18,6 +18,8 @@ from kernels import device
 TABLE = Path(__file__).with_name("tuning.json")
 LONG = 4096
 """Tokens from which a sequence counts as long."""
+ROOMY = ("A100", "A800", "H100", "H200", "H800", "H20", "B100", "B200", "B300")
+"""In the names of devices whose blocks may have more than 99 KiB of shared memory."""
 MOST_SPANS = 64
 """Spans whose states are carried: more cost more than they fill the device."""
 
@@ -102,24 +104,32 @@ def row_for(tokens: int, M: int, D: int, dtype: DTypeLike) -> Row:
     return _table().get(key) or default_row(*key)
 
 
-def default_row(kind: str, M: int, D: int, dtype: str, length: Literal["short", "long"]) -> Row:
-    """What a device that is not in the table gets."""
-    return Row(kind, M, D, dtype, length, default_tiles(M, D, dtype), default_tiles(M, D, dtype, backward=True))
+def default_row(kind: str, M: int, D: int, dtype: str, length: Literal["short", "long"], *,
+                segments: bool = False) -> Row:
+    """What a device that is not in the table gets, and wide states with segments, which hold more in registers."""
+    forward, backward = (_default_tiles(kind, M, D, dtype, backward=backward, segments=segments)
+                         for backward in (False, True))
+    return Row(kind, M, D, dtype, length, forward, backward)
 
 
-def default_tiles(M: int, D: int, dtype: DTypeLike, *, backward: bool = False) -> Tiles:
+def _default_tiles(kind: str, M: int, D: int, dtype: str, *, backward: bool, segments: bool) -> Tiles:
     """Tiles with which no kernel spills registers or waits for its products on a Hopper GPU (``make gpu-check``)."""
     # The backward pass has states of M × D and of D × M.
     rows, columns = (max(M, D), max(M, D)) if backward else (M, D)
-    if jnp.dtype(dtype) == jnp.float32:
+    wide = max(M, D) > 64
+    if dtype == "float32":
         return Tiles(chunk=16, tile=min(columns, 32), warps=4 if rows <= 128 else 8, stages=1)
-    tile = min(columns, 128 if rows <= 128 else 32)
-    return Tiles(chunk=64 if min(M, D) >= 32 else 32, tile=tile, warps=4 if rows * tile <= 64 * 64 else 8,
-                 stages=2 if rows <= 128 else 1)
+    if max(M, D) > 128:
+        return Tiles(chunk=16 if segments else 64 if min(M, D) >= 32 else 32, tile=min(columns, 32), warps=8, stages=1)
+    chunk = 32 if min(M, D) < 32 or (segments and wide) else 64
+    small = not any(name in kind for name in ROOMY)
+    tile = min(columns, 64 if small or (segments and wide) else 128)
+    return Tiles(chunk, tile, warps=8 if wide and rows * tile > 64 * 64 else 4, stages=1 if small else 2)
 
 
 def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, chunk_size: int | None = None,
-         schedule: Literal["serial", "parallel"] | None = None, row: Row | None = None) -> Plan:
+         schedule: Literal["serial", "parallel"] | None = None, *, segments: bool = False,
+         row: Row | None = None) -> Plan:
     """What a call does on the device it is traced for.
 
     Args:
@@ -131,19 +141,32 @@ def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, 
         dtype: number format of the operands.
         chunk_size: C of both passes, in place of the table's.
         schedule: None picks: parallel where the sequences, heads and tiles alone do not fill the device.
+        segments: whether there are any.
         row: in place of the table's.
     """
     row = row or row_for(tokens, M, D, dtype)
+    if segments and max(M, D) > 64:
+        row = default_row(*row[:5], segments=True)
     longest = max(16, 1 << (tokens - 1).bit_length())
-    forward, backward = (tiles._replace(chunk=min(chunk_size or tiles.chunk, longest))
+    forward, backward = (_with_chunk(tiles, min(chunk_size or tiles.chunk, longest))
                          for tiles in (row.forward, row.backward))
     chunk = max(forward.chunk, backward.chunk)
-    programs = batch * heads * -(-D // forward.tile)
+    chunks, programs = -(-tokens // chunk), batch * heads * -(-D // forward.tile)
     spans = min(-(-row.programs_per_core * device.cores() // programs), MOST_SPANS)
     if schedule == "parallel":
         spans = max(spans, 2)
     # A span shorter than some chunks spends more on its state than on its tokens.
-    spans = min(spans, -(-tokens // ((1 if schedule else 4) * chunk)))
+    spans = min(spans, -(-chunks // (1 if schedule else 4)))
     if schedule == "serial" or (schedule is None and spans < 2):
-        return Plan("serial", -(-tokens // chunk) * chunk, forward, backward)
-    return Plan("parallel", -(-tokens // (spans * chunk)) * chunk, forward, backward, row.scan)
+        return Plan("serial", chunks * chunk, forward, backward)
+    # Somewhat shorter spans that divide the sequence are better than copies of it, filled up to whole spans.
+    longest = -(-chunks // spans)
+    dividing = next((n for n in range(longest, longest // 2, -1) if chunks % n == 0), longest)
+    return Plan("parallel", dividing * chunk, forward, backward, row.scan)
+
+
+def _with_chunk(tiles: Tiles, chunk: int) -> Tiles:
+    """The tiles with another chunk length; a longer one takes more registers, and so more threads."""
+    if chunk <= tiles.chunk:
+        return tiles._replace(chunk=chunk)
+    return tiles._replace(chunk=chunk, tile=min(tiles.tile, 64), warps=8, stages=1)

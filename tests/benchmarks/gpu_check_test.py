@@ -220,7 +220,7 @@ SPILL = """
 import sys
 from benchmarks import gpu_check
 from kernels.linear_attention import tuning
-tuning.default_tiles = lambda *_: tuning.Tiles(chunk=64, tile=64, warps=1, stages=1)
+tuning._default_tiles = lambda *_, **__: tuning.Tiles(chunk=64, tile=64, warps=1, stages=1)
 sys.exit(gpu_check.main(["--only", "B8 T1024"]))
 """
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from kernels.cross_entropy import cross_entropy
+from kernels.cross_entropy import count_right, cross_entropy
 
 B, T, E, V = 2, 7, 5, 11
 
@@ -55,6 +55,15 @@ def test_values_and_gradients(dtype, tolerance):
     for actual, want in zip(gradients, expected_gradients, strict=True):
         assert relative_error(actual, want) < tolerance
     assert not np.any(np.asarray(gradients[0])[targets < 0])
+
+
+@pytest.mark.usefixtures("_block_logits")
+def test_right_targets_are_counted():
+    x, embedding, targets = make_inputs("float32")
+    best = np.argmax(x @ embedding.T, axis=-1).astype(np.int32)
+    mixed = np.where(np.arange(T)[None, :] % 3 == 0, best, targets)
+    for given in (targets, mixed, best, np.full_like(best, -1)):
+        assert jax.jit(count_right)(x, embedding, given) == (given == best).sum()
 
 
 def test_nothing_scored_is_zero():

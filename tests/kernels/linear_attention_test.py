@@ -192,7 +192,7 @@ class TestBadInput:
         ({"segment_ids_BT": jnp.zeros((2, 7), int)}, r"segment_ids_BT has shape \(2, 7\); expected \(2, 8\)"),
         ({"initial_state": State(jnp.ones((2, 3, 5, 4)), jnp.ones((2, 3, 4)))}, r"initial_state\.s_BHMD has shape"),
         ({"initial_state": State(jnp.ones((2, 3, 4, 5)), jnp.ones((2, 3, 5)))}, r"initial_state\.z_BHM has shape"),
-        ({"chunk_size": 0}, "chunk_size=0: expected at least 1"),
+        ({"chunk_size": 0}, "chunk_size=0: expected a whole number of at least 1"),
         ({"implementation": "chunky"}, "implementation='chunky': there is reference, .*chunked"),
     ])
     def test_a_value_error_names_the_argument(self, change, message):

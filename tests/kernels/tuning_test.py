@@ -112,8 +112,16 @@ def test_spans_fill_the_device_and_no_more():
     """Each has a program for every tile of values, twice the multiprocessors together."""
     with tracing_for():
         found = plan(1, 2**20, 12, 64, 64, "bfloat16")
-        assert 2 * 132 <= 12 * -(-2**20 // found.span) < 2 * 132 + 12
+        assert 2 * 132 <= 12 * -(-2**20 // found.span) < 2 * (2 * 132 + 12)
         assert -(-2**20 // plan(1, 2**20, 1, 64, 64, "bfloat16").span) <= tuning.MOST_SPANS
+
+
+@pytest.mark.parametrize("tokens", [512, 2048, 16_384, 65_536, 2**19])
+@pytest.mark.parametrize("heads", [1, 12, 16, 25, 96])
+def test_spans_divide_a_sequence_in_whole_chunks(tokens, heads):
+    """Otherwise every array would be copied to be filled up, and again to be cut."""
+    with tracing_for():
+        assert tokens % plan(1, tokens, heads, 64, 64, "bfloat16", schedule="parallel").span == 0
 
 
 @pytest.mark.parametrize("schedule", ["serial", "parallel"])
