@@ -25,7 +25,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +33,14 @@ import tyro
 from flax import nnx
 
 from configs.schema import Config, ConfigError, load_recipe
-from data.loader import TokenFiles
-from data.prepare import ensure
+from data.loader import Corpora, open_corpora
 from models import attention as attentions
 from models import gpt
+from models.pretrained import PUBLISHED
 from training import loop
 from training.checkpoint import Checkpoints
 from training.environment import environment, write_json
-from training.run import enable_compilation_cache
+from training.run import Taken, begin, enable_compilation_cache, take_parameters
 from training.sharding import make_mesh
 from training.step import make_model
 
@@ -53,9 +53,14 @@ class Launch:
     """Attention mode, or a comma-separated pattern over layers; by default the recipe's."""
     run_dir: Path | None = None
     """Folder of the run; by default runs/RECIPE-ATTENTION."""
+    init_from: Path | None = None
+    """Another run, whose parameters a new run begins with."""
+    init_from_reset: Annotated[Literal["attention"] | None, tyro.conf.arg(name="init-from.reset")] = None
+    """What of them is drawn anew."""
 
 
-USAGE = """usage: python train.py RECIPE [--attention MODE[,MODE…]] [--run-dir DIR] [--GROUP.FIELD VALUE …]
+USAGE = """usage: python train.py RECIPE [--attention MODE[,MODE…]] [--run-dir DIR]
+       [--init-from RUN [--init-from.reset attention]] [--GROUP.FIELD VALUE …]
 
 for example: python train.py configs/quickstart.py --attention softmax
 all fields:  python train.py configs/quickstart.py --help"""
@@ -75,10 +80,19 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Path]:
     config = dataclasses.replace(config, model=attentions.resolve(dataclasses.replace(config.model, attention=modes)))
     config = tyro.cli(Config, default=config, args=rest, prog=f"train.py {recipe}", description=(
         "Train one run. Beside the flags below: --attention MODE[,MODE…] (there are "
-        f"{', '.join(attentions.modes())}) and --run-dir DIR."))
+        f"{', '.join(attentions.modes())}), --run-dir DIR, and --init-from RUN, for a new run to begin with the "
+        "parameters of another (with --init-from.reset attention, without those of its attention layers)."))
     config = settle(config)
     name = f"{recipe.stem}-{'-'.join(config.model.attention)}"
     return config, launch.run_dir or Path("runs") / name
+
+
+def parse_start(arguments: Sequence[str]) -> tuple[Path | None, str | None]:
+    """What a command line says of the parameters to begin with: --init-from and --init-from.reset."""
+    launch, _ = tyro.cli(Launch, args=list(arguments[1:]), return_unknown_args=True, add_help=False)
+    if launch.init_from is None and launch.init_from_reset is not None:
+        raise ConfigError("--init-from.reset: give --init-from RUN too, the run whose parameters are taken")
+    return launch.init_from, launch.init_from_reset
 
 
 def settle(config: Config) -> Config:
@@ -88,6 +102,17 @@ def settle(config: Config) -> Config:
         ConfigError: a combination that cannot be run.
     """
     train, model = config.train, gpt.check(config.model)
+    if train.batch_tokens is not None:
+        sequences = train.batch_tokens // model.context
+        if sequences < 1:
+            raise ConfigError(f"train.batch_tokens is {train.batch_tokens}; expected at least model.context, "
+                              f"{model.context}")
+        if train.batch_size == 0:
+            train = dataclasses.replace(train, batch_size=sequences)
+        elif train.batch_size != sequences:
+            note(f"train.batch_size is {train.batch_size}, and train.batch_tokens {train.batch_tokens} does not count; "
+                 "for a batch that follows the context give --train.batch-size 0")
+            train = dataclasses.replace(train, batch_tokens=None)
     if train.steps is None and train.minutes is None:
         raise ConfigError("train.steps and train.minutes are both None: give one of them")
     for name, value, least in (
@@ -169,14 +194,15 @@ def _identity(config: dict[str, Any]) -> dict[str, Any]:
     modes = {f"model.modes.{mode}.{name}": value for mode, options in config["model"]["modes"].items()
              for name, value in options.items() if name not in COMPUTED_BY}
     return model | modes | {"data.tokenizer": config["data"]["tokenizer"], "train.seed": config["train"]["seed"],
+                            "data.packing": config["data"].get("packing", "stream"),
                             "train.batch_size": config["train"]["batch_size"]}
 
 
-def check_same_corpus(files: TokenFiles, run_dir: Path) -> None:
+def check_same_corpus(corpora: Corpora, run_dir: Path) -> None:
     """A run goes on only with the tokens it began with.
 
     Raises:
-        ConfigError: ``run_dir`` was trained on another corpus.
+        ConfigError: ``run_dir`` was trained on another corpus, or on other shares of several.
         TrainingError: its ``environment.json`` is damaged.
     """
     path = run_dir / "environment.json"
@@ -186,23 +212,60 @@ def check_same_corpus(files: TokenFiles, run_dir: Path) -> None:
         except (ValueError, AttributeError) as error:
             raise loop.TrainingError(
                 f"{path} is damaged ({error}); bring it back, or give another --run-dir") from error
-        if before != files.checksum:
-            raise ConfigError(f"{run_dir} was trained on another corpus than {files.directory}; give another --run-dir")
+        if before != corpora.checksum:
+            raise ConfigError(f"{run_dir} was trained on another corpus than {corpora}; give another --run-dir")
 
 
-def train(config: Config, run_dir: Path) -> int:
+def check_not_imported(run_dir: Path) -> None:
+    """Raises :class:`ConfigError` where ``run_dir`` holds published weights: they are a beginning, not a run."""
+    if PUBLISHED in _environment(run_dir):
+        raise ConfigError(f"{run_dir} holds published weights; to begin with them give --init-from {run_dir} and "
+                          "another --run-dir")
+
+
+def initial_parameters(run_dir: Path, model: gpt.GPT, tokenizer: str, init_from: Path | None,
+                       reset: str | None) -> Taken | None:
+    """What ``run_dir``, where it is new, takes from ``init_from``.
+
+    Raises:
+        ConfigError: the models disagree, or ``init_from`` is no run.
+    """
+    if init_from is None:
+        return None
+    with Checkpoints(run_dir / "checkpoints") as checkpoints:
+        if checkpoints.steps():
+            note(f"--init-from {init_from} is ignored: {run_dir} has begun, and goes on from its own checkpoint")
+            return None
+    taken = take_parameters(init_from, model, tokenizer, reset=reset)
+    note(f"--init-from {init_from}, step {taken.step:,}: {taken.summary}")
+    return taken
+
+
+def _environment(run_dir: Path) -> dict[str, Any]:
+    """``environment.json``; empty where there is none, or a damaged one."""
+    try:
+        values = json.loads((run_dir / "environment.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: str | None = None) -> int:
     """Prepare, write down what this run is, train, and say how it went."""
     # What does not fit stops before anything is written.
+    check_not_imported(run_dir)
     check_same_run(config, run_dir)
-    files = TokenFiles.open(ensure(config.data))
-    check_same_corpus(files, run_dir)
-    for split in ("train", "val"):
-        files.windows(split, config.model.context)
+    corpora = open_corpora(config.data)
+    check_same_corpus(corpora, run_dir)
+    corpora.check_context(config.model.context)
     make_mesh(config.mesh, config.train, config.model.context)
-    model = nnx.eval_shape(lambda: make_model(config, files.vocabulary_size))
+    model = nnx.eval_shape(lambda: make_model(config, corpora.vocabulary_size))
     # A kernel that cannot do what is asked says so when it is traced.
     tokens_BT = jax.ShapeDtypeStruct((1, config.model.context), jnp.int32)
-    nnx.eval_shape(lambda model, tokens_BT: model.hidden(tokens_BT), model, tokens_BT)
+    segment_ids_BT = tokens_BT if config.data.packing == "documents" else None
+    nnx.eval_shape(lambda model, tokens_BT, segment_ids_BT: model.hidden(tokens_BT, segment_ids_BT=segment_ids_BT),
+                   model, tokens_BT, segment_ids_BT)
+    taken = initial_parameters(run_dir, model, corpora.tokenizer, init_from, reset)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")
@@ -221,11 +284,19 @@ def train(config: Config, run_dir: Path) -> int:
             return 0
         parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
         write_json(run_dir / "config.json", config.to_dict())
+        begun_with = _environment(run_dir).get("init_from") if taken is None else {
+            "run": str(taken.run), "step": taken.step, "reset": reset}
         write_json(run_dir / "environment.json", environment(
-            model, parameters=parameters, tokenizer=files.tokenizer, checksum=files.checksum))
+            model, parameters=parameters, tokenizer=corpora.tokenizer, checksum=corpora.checksum)
+            | ({} if begun_with is None else {"init_from": begun_with}))
         print(f"{run_dir}: {parameters:,} parameters, {','.join(config.model.attention)} attention, context "
-              f"{config.model.context:,}, {config.model.dtype}, {files.tokens('train'):,} tokens", file=sys.stderr)
-        outcome = loop.train(config, files, run_dir, started=_STARTED)
+              f"{config.model.context:,}, {config.model.dtype}, {corpora.tokens('train'):,} tokens", file=sys.stderr)
+        if config.data.packing == "documents":
+            padding = corpora.padding("train", config.model.context, config.data.packing)
+            note(f"data.packing documents: {padding:.2%} of the positions in training are padding")
+        if taken is not None:
+            begin(config, corpora.vocabulary_size, run_dir, taken)
+        outcome = loop.train(config, corpora, run_dir, started=_STARTED)
     position = outcome.position
     if outcome.signal is not None:
         print(f"{run_dir}: stopped and saved at step {position.step:,}; the same command goes on from there",
@@ -241,7 +312,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         enable_compilation_cache()
-        return train(*parse(sys.argv[1:] if arguments is None else arguments))
+        arguments = sys.argv[1:] if arguments is None else arguments
+        return train(*parse(arguments), *parse_start(arguments))
     except (ConfigError, NotImplementedError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2

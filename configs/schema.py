@@ -48,8 +48,12 @@ class DataConfig:
     """Folder of token files; by default one in the user's cache folder, prepared on first use."""
     tokenizer: str = "bytes"
     """bytes, or the name of a tiktoken encoding such as gpt2."""
-    packing: Literal["stream"] = "stream"
-    """stream: windows of the token stream, across document borders."""
+    packing: Literal["stream", "documents"] = "stream"
+    """stream: windows of the token stream, across document borders. documents: whole documents side by side that do not
+    see each other, and padding where none fits (softmax is then blockwise: cuDNN's kernel is used without segments)."""
+    mixture: tuple[tuple[str, float], ...] = ()
+    """Several corpora and their shares of training, in place of dir and source: a folder of token files or a source,
+    its weight, the next, its weight, …"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ class TrainConfig:
     minutes: float | None = None
     """Stop after this many minutes of training time."""
     batch_size: int = 8
-    """Sequences per update, over all devices."""
+    """Sequences per update, over all devices; 0: as many as --train.batch-tokens gives."""
+    batch_tokens: int | None = None
+    """Tokens per update, for a batch that follows the context: batch_size 0 becomes this many / --model.context."""
     accumulate: int = 1
     """Parts an update's batch is split into, one after the other, to save memory."""
     remat: Literal["none", "block"] = "none"
@@ -153,7 +159,8 @@ class Config:
             built[name] = groups[name](**fields)  # pyright: ignore[reportCallIssue]
         config = cls(**built)
         model = dataclasses.replace(config.model, attention=tuple(config.model.attention))
-        return dataclasses.replace(config, model=model)
+        mixture = tuple((source, weight) for source, weight in config.data.mixture)
+        return dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, mixture=mixture))
 
 
 def load_recipe(path: str | Path, attention: str | None = None) -> Config:

@@ -21,6 +21,15 @@ def runs_of(segment_ids_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return jnp.where(valid_BT, jnp.cumsum(starts_BT, axis=1), -1).astype(jnp.int32)
 
 
+def positions_of(segment_ids_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Where a token stands in its run, padding not counted: that of the same document alone. 0 or more on padding."""
+    runs_BT = runs_of(segment_ids_BT)
+    count_BT = jnp.cumsum(runs_BT >= 0, axis=1) - 1
+    latest_BT = lax.cummax(runs_BT, axis=1)
+    starts_BT = latest_BT != jnp.concatenate([jnp.full_like(latest_BT[:, :1], -1), latest_BT[:, :-1]], axis=1)
+    return jnp.maximum(count_BT - lax.cummax(jnp.where(starts_BT, count_BT, 0), axis=1), 0).astype(jnp.int32)
+
+
 def visible(query_runs: Int[Array, "*b T"], key_runs: Int[Array, "*b S"]) -> Bool[Array, "*b T S"]:
     """Which keys a query may see as far as segments go."""
     return (query_runs[..., :, None] == key_runs[..., None, :]) & (key_runs[..., None, :] >= 0)

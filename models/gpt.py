@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from configs.schema import ConfigError, ModelConfig
 from kernels import device
 from kernels.projection import activation_dtype, rows_for_gpu
+from kernels.segments import positions_of
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE, Linear
 
@@ -100,11 +101,12 @@ class GPT(nnx.Module):
 
     def hidden(self, tokens_BT: Int[Array, "B T"], *, segment_ids_BT: Int[Array, "B T"] | None = None,
                remat: bool = False) -> Float[Array, "B T E"]:
-        """What the head reads.
+        """What the head reads. With segments, positions are counted from the start of each.
 
         ``remat`` keeps only the blocks' inputs and computes the rest again in the backward pass.
         """
-        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None, :], tokens_BT.shape)
+        positions_BT = (jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None, :], tokens_BT.shape)
+                        if segment_ids_BT is None else positions_of(segment_ids_BT))
         x_BTE = self._embed(tokens_BT, positions_BT)
         rotations_BT = positions_BT if self.config.positions == "rotary" else None
         for block in self.blocks:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+import train
 from configs.schema import Config
 from data.prepare import prepare
 from models import attention as attentions
@@ -391,8 +392,8 @@ def test_a_finished_run_with_damaged_parameters_is_finished_again(recipe, finish
 
 
 def test_a_kernel_that_this_device_lacks_stops_before_any_work(recipe, tmp_path, capsys):
-    assert "pallas_gpu" in refused(capsys, 2, recipe, "--run-dir", tmp_path / "run",
-                                   "--model.modes.chunked.kernel", "pallas_gpu")
+    assert "NVIDIA GPU" in refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", "--attention", "softmax",
+                                   "--model.modes.softmax.form", "cudnn")
     assert not (tmp_path / "run").exists()
 
 
@@ -407,3 +408,144 @@ def test_a_recipe_that_fails_is_named(tmp_path, capsys):
 def test_a_damaged_environment_json_is_named(recipe, run_dir, capsys, damage):
     (run_dir / "environment.json").write_text(damage)
     assert f"{run_dir / 'environment.json'} is damaged" in refused(capsys, 1, recipe, "--run-dir", run_dir)
+
+
+# Beginning with another run's parameters
+
+
+@pytest.fixture(scope="module")
+def softmax_run(recipe, tmp_path_factory) -> Path:
+    """A softmax run of two steps, only to be read."""
+    folder = tmp_path_factory.mktemp("softmax") / "run"
+    assert tiny.run(recipe, "--attention", "softmax", "--run-dir", folder) == 0
+    return folder
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_linear_run_begins_with_softmax_parameters(recipe, softmax_run, tmp_path, capsys, reset):
+    flags = ["--init-from.reset", "attention"] if reset else []
+    assert tiny.run(recipe, "--attention", "chunked", "--run-dir", tmp_path / "run", "--init-from", softmax_run,
+                    *flags) == 0
+    said = next(line for line in capsys.readouterr().err.splitlines() if "--init-from" in line)
+    assert said.startswith(f"note: --init-from {softmax_run}, step 2: taken: ")
+    taken, new = said.split("; new: ")
+    assert "token_embedding" in taken
+    assert "optimizer state, step and clocks" in new
+    assert ("attention.query" in new, "attention.query" in taken) == (reset, not reset)
+
+    source, begun = tiny.arrays(softmax_run, 2), tiny.arrays(tmp_path / "run", 0)
+    parameters = [name for name in source if name.startswith("parameters")]
+    assert parameters == [name for name in begun if name.startswith("parameters")]
+    for name in parameters:
+        if reset and "['attention']" in name and name.endswith("['kernel']"):
+            assert np.any(begun[name] != source[name]), name
+        elif not (reset and "['attention']" in name):
+            np.testing.assert_array_equal(begun[name], source[name], err_msg=name)
+    for name in begun:
+        if name.startswith("optimizer"):
+            assert not np.any(begun[name]), name
+    assert [line["step"] for line in tiny.lines(tmp_path / "run", "train")] == [1, 2]
+    origin = json.loads((tmp_path / "run" / "environment.json").read_text())["init_from"]
+    assert origin == {"run": str(softmax_run), "step": 2, "reset": "attention" if reset else None}
+
+
+def test_the_same_mode_begins_at_the_loss_the_other_run_ended_with(recipe, finished, tmp_path):
+    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--init-from", finished, "--train.steps", 1,
+                    "--optimizer.learning-rate", 1e-12, "--train.eval-every", 1) == 0
+    assert tiny.lines(tmp_path / "run", "val")[0]["loss"] == pytest.approx(
+        tiny.lines(finished, "val")[-1]["loss"], rel=1e-5)
+
+
+def test_a_run_that_has_begun_ignores_init_from_and_says_so(recipe, softmax_run, run_dir, capsys):
+    straight = contents(run_dir / "checkpoints" / "7")
+    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 8, "--init-from", softmax_run) == 0
+    assert f"note: --init-from {softmax_run} is ignored: {run_dir} has begun" in capsys.readouterr().err
+    assert contents(run_dir / "checkpoints" / "7") == straight
+    assert [line["step"] for line in tiny.lines(run_dir, "train")] == list(range(1, 9))
+    assert "init_from" not in json.loads((run_dir / "environment.json").read_text())
+
+
+def test_a_resumed_run_remembers_what_it_began_with_and_is_the_uninterrupted_one(recipe, softmax_run, tmp_path):
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    start = ("--init-from", softmax_run, "--optimizer.final-fraction", 1)  # a rate that more steps do not change
+    assert tiny.run(recipe, "--run-dir", straight, "--train.steps", 4, *start) == 0
+    assert tiny.run(recipe, "--run-dir", resumed, "--train.steps", 2, *start) == 0
+    assert tiny.run(recipe, "--run-dir", resumed, "--train.steps", 4, "--optimizer.final-fraction", 1) == 0
+    expected, actual = tiny.arrays(straight, 4), tiny.arrays(resumed, 4)
+    assert all(np.array_equal(actual[name], expected[name]) for name in expected)
+    assert json.loads((resumed / "environment.json").read_text())["init_from"]["run"] == str(softmax_run)
+
+
+def test_a_shorter_context_takes_the_first_positions(recipe, softmax_run, tmp_path, capsys):
+    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--init-from", softmax_run, "--model.context", 16) == 0
+    assert "of the positions the first 16 of 32" in capsys.readouterr().err
+    name = "parameters['position_embedding']['embedding']"
+    np.testing.assert_array_equal(tiny.arrays(tmp_path / "run", 0)[name], tiny.arrays(softmax_run, 2)[name][:16])
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--model.width", 32], "has shape (16,) there and (32,) here; model.width is 16 there and 32 here"),
+    (["--model.layers", 3], "it has no blocks.2.attention_norm.bias, which this model has; model.layers is 2 there"),
+    (["--model.layers", 1], "is not in this model; model.layers is 2 there and 1 here"),
+    (["--model.heads", 4], "the attention weights are of other heads; model.heads is 2 there and 4 here"),
+    (["--model.positions", "rotary"], "model.positions is learned there and rotary here"),
+    (["--model.context", 64], "position_embedding.embedding has shape (32, 16) there and (64, 16) here: there are "
+                              "learned positions for 32 tokens and model.context is 64; give --model.context 32"),
+])
+def test_a_run_whose_shapes_disagree_is_refused(recipe, softmax_run, tmp_path, capsys, arguments, message):
+    said = refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", "--init-from", softmax_run, *arguments)
+    assert f"--init-from {softmax_run}: " in said
+    assert message in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_init_from_what_is_no_run_is_refused(recipe, tmp_path, capsys):
+    assert "there is no such folder" in refused(capsys, 2, recipe, "--run-dir", tmp_path / "run",
+                                                "--init-from", tmp_path / "nowhere")
+    assert "give --init-from RUN too" in refused(capsys, 2, recipe, "--run-dir", tmp_path / "run",
+                                                 "--init-from.reset", "attention")
+    assert not (tmp_path / "run").exists()
+
+
+# Mixed stacks
+
+
+def test_a_mixed_stack_trains_checkpoints_resumes_samples_and_is_in_the_report(recipe, tmp_path, capsys):
+    import compare
+    import sample
+
+    run = tmp_path / "run"
+    flags = ("--attention", "chunked,chunked,chunked,softmax", "--model.layers", 4, "--run-dir", run)
+    assert tiny.run(recipe, *flags) == 0
+    assert tiny.run(recipe, *flags, "--train.steps", 3) == 0
+    assert [line["step"] for line in tiny.lines(run, "train")] == [1, 2, 3]
+    assert tiny.saved_steps(run) == [2, 3]
+    implementations = json.loads((run / "environment.json").read_text())["implementations"]
+    assert set(implementations) == {"chunked", "softmax"}
+    capsys.readouterr()
+    assert sample.main([str(run), "--prompt", "1 times", "--max-new-tokens", "8", "--seed", "0"]) == 0
+    assert "step 3, chunked,chunked,chunked,softmax, prompt of 7 tokens" in capsys.readouterr().err
+    assert compare.main([str(run), "--out", str(tmp_path / "report.html")]) == 0
+    assert "chunked,chunked,chunked,softmax" in (tmp_path / "report.html").read_text()
+
+
+# A batch in tokens
+
+
+@pytest.mark.parametrize(("size", "rate"), [("124m", 6e-4), ("355m", 3e-4), ("774m", 2.5e-4), ("1558m", 2e-4)])
+def test_an_update_of_the_gpt2_recipes_is_as_many_tokens_at_every_context(size, rate):
+    for context in (1024, 8192, 65_536):
+        config, _ = train.parse([f"{tiny.ROOT}/configs/gpt2_{size}.py", "--model.context", str(context)])
+        assert config.train.batch_size * context == 2**19
+        assert config.optimizer.learning_rate == rate
+        assert config.model.modes["chunked"].feature_map == "softplus"
+
+
+def test_a_batch_in_sequences_goes_before_one_in_tokens(recipe, capsys):
+    config, _ = train.parse([str(recipe), "--train.batch-size", "0", "--train.batch-tokens", "100"])
+    assert config.train.batch_size == 3  # of 32 tokens
+    config, _ = train.parse([str(recipe), "--train.batch-size", "5", "--train.batch-tokens", "100"])
+    assert (config.train.batch_size, config.train.batch_tokens) == (5, None)
+    assert "train.batch_size is 5, and train.batch_tokens 100 does not count" in capsys.readouterr().err
+    assert "train.batch_tokens is 31; expected at least model.context, 32" in refused(
+        capsys, 2, recipe, "--train.batch-size", 0, "--train.batch-tokens", 31)

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from configs.schema import Config
-from data.loader import Batch, TokenFiles, batches, fixed_batches
+from data.loader import Batch, Corpora, TokenFiles, batches, fixed_batches
 from training import step as steps
 from training.checkpoint import CheckpointError, Checkpoints
 from training.metrics import MetricsWriter
@@ -86,7 +87,7 @@ class _Clock:
         self.position.wall_seconds = self._before + time.perf_counter() - self.started
 
 
-def train(config: Config, files: TokenFiles, run_dir: Path, *, started: float, quiet: bool = False) -> Outcome:
+def train(config: Config, corpora: Corpora, run_dir: Path, *, started: float, quiet: bool = False) -> Outcome:
     """Train in ``run_dir`` from its newest intact checkpoint, or from the start, to the end that the config sets.
 
     Args:
@@ -101,10 +102,10 @@ def train(config: Config, files: TokenFiles, run_dir: Path, *, started: float, q
     """
     mesh = make_mesh(config.mesh, config.train, config.model.context)
     transform = make_optimizer(config.optimizer)
-    graph = steps.model_graph(config, files.vocabulary_size)
+    graph = steps.model_graph(config, corpora.vocabulary_size)
 
     def initial() -> steps.TrainState:
-        return steps.initial_state(config, files.vocabulary_size, transform)
+        return steps.initial_state(config, corpora.vocabulary_size, transform)
 
     shapes = jax.eval_shape(initial)
     shardings = state_shardings(mesh, shapes)
@@ -119,21 +120,23 @@ def train(config: Config, files: TokenFiles, run_dir: Path, *, started: float, q
         clock = _Clock(position, started)
         data_sharding = batch_sharding(mesh)
         data = stack.enter_context(batches(
-            files, "train", context=config.model.context, batch_size=config.train.batch_size, seed=config.train.seed,
-            start=position.batches, sharding=data_sharding))
+            corpora, "train", context=config.model.context, batch_size=config.train.batch_size, seed=config.train.seed,
+            start=position.batches, sharding=data_sharding, packing=config.data.packing))
         # As many sequences at once as in training, and no more, for they have to fit into memory.
-        val = [_put(batch, data_sharding) for batch in fixed_batches(
+        val = [[_put(batch, data_sharding) for batch in fixed_batches(
             files, "val", context=config.model.context, batch_size=config.train.batch_size // config.train.accumulate,
-            count=config.train.eval_batches * config.train.accumulate)]
+            count=config.train.eval_batches * config.train.accumulate, packing=config.data.packing)]
+            for files in corpora.files]
         tokens_BT: Any = jax.ShapeDtypeStruct((config.train.batch_size, config.model.context), jnp.int32,
                                               sharding=data_sharding)
         update = jax.jit(steps.make_train_step(graph, config, transform), donate_argnums=0,
                          out_shardings=(shardings, None))
-        update = update.lower(state, Batch(tokens_BT, tokens_BT), jnp.float32(0)).compile()
-        evaluate = jax.jit(steps.make_eval_step(graph))
+        segment_ids_BT = tokens_BT if config.data.packing == "documents" else None
+        update = update.lower(state, Batch(tokens_BT, tokens_BT, segment_ids_BT), jnp.float32(0)).compile()
+        evaluate = jax.jit(steps.make_eval_step(graph, accuracy=corpora.weighted))
         stop = stack.enter_context(_stop_signals())
         bar = stack.enter_context(_progress(config, position, quiet))
-        run = _Run(config, files, clock, writer, checkpoints, evaluate, jax.jit(optax.tree.norm), val, bar)
+        run = _Run(config, corpora, clock, writer, checkpoints, evaluate, jax.jit(optax.tree.norm), val, bar)
 
         pending: _Pending | None = None
         clock.resume()
@@ -169,13 +172,14 @@ class _Run:
     """What the loop does between steps."""
 
     config: Config
-    files: TokenFiles
+    corpora: Corpora
     clock: _Clock
     writer: MetricsWriter
     checkpoints: Checkpoints
     evaluate_batch: Any
     parameter_norm: Any
-    val: list[Batch]
+    val: list[list[Batch]]
+    """Of each corpus."""
     bar: Any
     val_loss: float | None = None
     evaluated_at: int = -1
@@ -197,14 +201,23 @@ class _Run:
 
     def evaluate(self, state: steps.TrainState) -> None:
         """The val line of the present step."""
-        sums = [self.evaluate_batch(state.parameters, state.variables, batch) for batch in self.val]
-        losses, counts = zip(*jax.device_get(sums), strict=True)
-        self.val_loss = float(sum(losses)) / int(sum(counts))
+        sums = [[self.evaluate_batch(state.parameters, state.variables, batch) for batch in of_corpus]
+                for of_corpus in self.val]
+        each = [_figures(files, found) for files, found in zip(self.corpora.files, jax.device_get(sums), strict=True)]
+        self.val_loss = self.corpora.mean([figures["loss"] for figures in each])
         self.evaluated_at = self.clock.position.step
         self.clock.read()
         self._check(self.evaluated_at, **{"val loss": self.val_loss})
-        bits_per_byte = self.val_loss / math.log(2) / self.files.bytes_per_token("val")
-        self._write(self.clock.position.step, split="val", loss=self.val_loss, bits_per_byte=bits_per_byte)
+        values = {"loss": self.val_loss}
+        if self.corpora.weighted:
+            values["accuracy"] = self.corpora.mean([figures["accuracy"] for figures in each])
+        else:
+            bytes_per_token = self.corpora.mean([files.bytes_per_token("val") for files in self.corpora.files])
+            values["bits_per_byte"] = self.val_loss / math.log(2) / bytes_per_token
+        if len(each) > 1:
+            values |= {f"{name}/{corpus}": value for corpus, figures in zip(self.corpora.names, each, strict=True)
+                       for name, value in figures.items()}
+        self._write(self.clock.position.step, split="val", **values)
         self.bar.evaluated(self.clock.position, self.val_loss)
 
     def save(self, state: steps.TrainState) -> None:
@@ -239,6 +252,18 @@ class _Run:
         tokens = step * self.config.train.batch_size * self.config.model.context
         self.writer.write({"step": step, "tokens": tokens, "train_seconds": position.train_seconds,
                            "wall_seconds": position.wall_seconds, **values})
+
+
+def _figures(files: TokenFiles, sums: Sequence[tuple[np.ndarray, ...]]) -> dict[str, float]:
+    """What evaluation found on the val split of one corpus."""
+    losses, counts, *right = zip(*sums, strict=True)
+    loss = float(sum(losses)) / int(sum(counts))
+    figures = {"loss": loss}
+    if not files.weighted:  # of a text of which parts do not count they would mean nothing
+        figures["bits_per_byte"] = loss / math.log(2) / files.bytes_per_token("val")
+    if right:
+        figures["accuracy"] = int(sum(right[0])) / int(sum(counts))
+    return figures
 
 
 def _put(batch: Batch, sharding: NamedSharding) -> Batch:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from configs.schema import Config
 from data.loader import Batch
-from kernels.cross_entropy import cross_entropy
+from kernels.cross_entropy import count_right, cross_entropy
 from models.gpt import GPT
 
 
@@ -58,13 +58,14 @@ def make_train_step(graph: Any, config: Config, transform: optax.GradientTransfo
                     ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, StepMetrics]]:
     """``step(state, batch, learning_rate)``: one update; jit it with the state donated.
 
-    The batch is taken in ``train.accumulate`` parts, one after the other.
+    The batch is taken in ``train.accumulate`` parts, one after the other. The loss is the mean over its scored targets,
+    in whichever part they are.
     """
     parts, remat = config.train.accumulate, config.train.remat == "block"
 
     def loss_sum(parameters: Any, variables: Any, batch: Batch) -> Array:
         model = build(graph, parameters, variables)
-        x_BTE = model.hidden(jnp.asarray(batch.inputs_BT), remat=remat)
+        x_BTE = _hidden(model, batch, remat=remat)
         return cross_entropy(x_BTE, model.token_embedding.embedding[...], jnp.asarray(batch.targets_BT))
 
     def step(state: TrainState, batch: Batch, learning_rate: Array) -> tuple[TrainState, StepMetrics]:
@@ -90,16 +91,26 @@ def make_train_step(graph: Any, config: Config, transform: optax.GradientTransfo
     return step
 
 
-def make_eval_step(graph: Any) -> Callable[[Any, Any, Batch], tuple[Array, Array]]:
-    """``evaluate(parameters, variables, batch)``: the sum of losses in nats, and the number of tokens scored."""
+def make_eval_step(graph: Any, *, accuracy: bool = False) -> Callable[[Any, Any, Batch], tuple[Array, ...]]:
+    """``evaluate(parameters, variables, batch)``: the sum of losses in nats, and the number of tokens scored.
 
-    def evaluate(parameters: Any, variables: Any, batch: Batch) -> tuple[Array, Array]:
+    ``accuracy`` adds the number of those whose logit is the highest, for which the head is computed once more.
+    """
+
+    def evaluate(parameters: Any, variables: Any, batch: Batch) -> tuple[Array, ...]:
         model = build(graph, parameters, variables)
         targets_BT = jnp.asarray(batch.targets_BT)
-        x_BTE = model.hidden(jnp.asarray(batch.inputs_BT))
-        return cross_entropy(x_BTE, model.token_embedding.embedding[...], targets_BT), jnp.sum(targets_BT >= 0)
+        x_BTE = _hidden(model, batch)
+        head = (x_BTE, model.token_embedding.embedding[...], targets_BT)
+        found = cross_entropy(*head), jnp.sum(targets_BT >= 0)
+        return (*found, count_right(*head)) if accuracy else found
 
     return evaluate
+
+
+def _hidden(model: GPT, batch: Batch, *, remat: bool = False) -> Array:
+    segment_ids_BT = None if batch.segment_ids_BT is None else jnp.asarray(batch.segment_ids_BT)
+    return model.hidden(jnp.asarray(batch.inputs_BT), segment_ids_BT=segment_ids_BT, remat=remat)
 
 
 def _merged(a: Any, b: Any) -> Any:

@@ -228,7 +228,8 @@ class TestWhatIsRefused:
         ((257, 16), "float32", {}, "q_BTHM has width 257; it takes widths of 1 to 256"),
         ((16, 257), "float32", {}, "v_BTHD has width 257; it takes widths of 1 to 256"),
         ((16, 16), "float32", {"causal": False}, "causal=False"),
-        ((16, 16), "float32", {"chunk_size": 100}, "chunk_size=100; for these widths and number formats it takes 16, 32, 64"),
+        ((16, 16), "float32", {"chunk_size": 100},
+         "chunk_size=100; for these widths and number formats it takes 16, 32, 64"),
         ((16, 16), "bfloat16", {"chunk_size": 256},
          "chunk_size=256; for these widths and number formats it takes 16, 32, 64, 128"),
     ])

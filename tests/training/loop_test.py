@@ -1,5 +1,6 @@
 """Runs that are interrupted, broken or bounded by time."""
 
+import re
 import signal
 import subprocess
 import time
@@ -9,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.generated import Document, write_corpus
 from tests import tiny
 from training.checkpoint import Checkpoints
+from training.run import load_model
 
 STEPS = 40
 
@@ -193,3 +196,50 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(re
     with pytest.warns(UserWarning, match=f"skipping the damaged checkpoint .*/{STEPS}"):
         assert tiny.run(*command) == 0
     assert_same_run(folder, straight)
+
+
+def weighted_corpus(folder: Path) -> Path:
+    """Documents of two halves, the second of which is the first again and alone counts."""
+    generator = np.random.default_rng(0)
+
+    def documents(count: int):
+        for _ in range(count):
+            half = generator.integers(0, 8, generator.integers(4, 16))
+            yield Document(np.concatenate([half, half]), np.repeat([0, 1], len(half)))
+
+    write_corpus(folder / "copies", {"train": documents(40), "val": documents(20)}, source="copies")
+    return folder / "copies"
+
+
+def test_packed_weighted_documents_train_and_tell_padding_and_accuracy(recipe, tmp_path, capsys):
+    corpus, folder = weighted_corpus(tmp_path), tmp_path / "run"
+    command = (recipe, "--data.dir", corpus, "--run-dir", folder, "--data.packing", "documents")
+    assert tiny.run(*command) == 0
+    assert re.search(r"note: data\.packing documents: \d+\.\d\d% of the positions in training are padding",
+                     capsys.readouterr().err)
+    (val,) = tiny.lines(folder, "val")
+    assert 0 <= val["accuracy"] <= 1
+    assert "bits_per_byte" not in val
+    assert tiny.run(*command[:-2]) == 2
+    assert f"{folder} is a run with data.packing documents, not stream" in capsys.readouterr().err
+
+
+def test_a_mixture_goes_on_where_it_stopped_and_evaluates_each(recipe, tmp_path, capsys):
+    texts, copies = recipe.parent / "tokens", weighted_corpus(tmp_path)
+    shares = ("--data.mixture", texts, 3, copies, 1)
+    command = (recipe, "--data.packing", "documents", "--checkpoint.every-steps", 3)
+    for name, steps in (("resumed", 3), ("resumed", 6), ("whole", 6)):
+        assert tiny.run(*command, *shares, "--run-dir", tmp_path / name, "--train.steps", steps,
+                        "--optimizer.final-fraction", 1) == 0
+    expected, found = (tiny.arrays(tmp_path / name, 6) for name in ("whole", "resumed"))
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+    val = tiny.lines(tmp_path / "whole", "val")[-1]
+    for name in ("loss", "accuracy"):
+        assert val[name] == pytest.approx(0.75 * val[f"{name}/tokens"] + 0.25 * val[f"{name}/copies"])
+    assert val["bits_per_byte/tokens"] > 0
+    assert load_model(tmp_path / "whole").config.data.mixture == ((str(texts), 3), (str(copies), 1))
+    capsys.readouterr()
+    assert tiny.run(*command, "--data.mixture", texts, 2, copies, 1, "--run-dir", tmp_path / "whole",
+                    "--train.steps", 9) == 2
+    assert f"was trained on another corpus than {texts} + {copies}" in capsys.readouterr().err

@@ -1,6 +1,8 @@
 """One update: golden metrics, and what must not change it: accumulation, recomputation, donation."""
 
+import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ from configs.schema import Config, ModelConfig, OptimizerConfig, TrainConfig
 from data.loader import Batch
 from models.gpt import check
 from training.optimizer import make_optimizer
-from training.step import TrainState, initial_state, make_eval_step, make_train_step, model_graph
+from training.step import TrainState, build, initial_state, make_eval_step, make_train_step, model_graph
 
 VOCABULARY = 31
 
@@ -131,6 +133,82 @@ def test_parameters_start_equal_in_every_mode_and_follow_the_seed():
                      initial().parameters)
     embedding, other = (initial(seed).parameters["token_embedding"]["embedding"] for seed in (0, 1))
     assert (np.asarray(embedding) != np.asarray(other)).all()
+
+
+DOCUMENTS = ((3, 9, 20), (15, 10), (20, 12), (30,))
+"""Tokens of the documents in each row of :func:`packed`; two rows leave room."""
+
+
+def place(batch: Batch, at: list[tuple[int, int]]) -> Batch:
+    """The documents in the rows and from the columns given; every third target does not count."""
+    inputs_BT, targets_BT = np.array(batch.inputs_BT), np.array(batch.targets_BT)
+    for number, (length, (row, column)) in enumerate(zip(itertools.chain(*DOCUMENTS), at, strict=True)):
+        tokens = (np.arange(length + 1) ** 2 * 7 + 5 * number) % VOCABULARY
+        inputs_BT[row, column : column + length] = tokens[:-1]
+        targets_BT[row, column : column + length] = np.where(np.arange(length) % 3 == 2, -1, tokens[1:])
+    return batch._replace(inputs_BT=jnp.asarray(inputs_BT), targets_BT=jnp.asarray(targets_BT))
+
+
+def packed() -> Batch:
+    """The documents in four rows."""
+    inputs_BT, (targets_BT, segment_ids_BT) = np.zeros((4, 32), np.int32), np.full((2, 4, 32), -1, np.int32)
+    at = []
+    for row, lengths in enumerate(DOCUMENTS):
+        for segment, length in enumerate(lengths):
+            at.append((row, sum(lengths[:segment])))
+            segment_ids_BT[row, at[-1][1] : at[-1][1] + length] = segment
+    return place(Batch(inputs_BT, targets_BT, jnp.asarray(segment_ids_BT)), at)
+
+
+def alone() -> Batch:
+    """Each document in a row of its own; nothing after it can be seen."""
+    rows = sum(len(lengths) for lengths in DOCUMENTS)
+    return place(Batch(np.zeros((rows, 32), np.int32), np.full((rows, 32), -1, np.int32)),
+                 [(row, 0) for row in range(rows)])
+
+
+@pytest.mark.parametrize(("attention", "positions"), [("softmax", "learned"), ("chunked", "rotary")])
+def test_packed_documents_have_the_loss_and_the_gradient_that_they_have_alone(attention, positions):
+    def config(accumulate):
+        config = tiny(attention, clip_norm=1e9, accumulate=accumulate)
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, positions=positions))
+
+    transform = make_optimizer(config(1).optimizer)
+    state = jax.jit(lambda: initial_state(config(1), VOCABULARY, transform))()
+    # Far from the start, where attention is all but even and little depends on what is seen.
+    state = state._replace(parameters=jax.tree.map(lambda x: 10 * x if x.ndim == 2 else x, state.parameters))
+
+    def update(batch, accumulate):
+        step = make_train_step(model_graph(config(1), VOCABULARY), config(accumulate), transform)
+        metrics = jax.jit(step)(state, batch, jnp.float32(0.01))[1]
+        return [float(metrics.loss), float(metrics.gradient_norm)]
+
+    def evaluation(batch):
+        total, count = jax.jit(make_eval_step(model_graph(config(1), VOCABULARY)))(
+            state.parameters, state.variables, batch)
+        return float(total / count)
+
+    expected = update(alone(), 1)
+    # The same sums in another order, in float32. The parts have different numbers of targets.
+    np.testing.assert_allclose(update(packed(), 2), expected, rtol=1e-4)
+    np.testing.assert_allclose(evaluation(packed()), expected[0], rtol=1e-5)
+    # What is compared can tell whether documents see each other.
+    assert abs(evaluation(packed()._replace(segment_ids_BT=None)) / expected[0] - 1) > 1e-3
+
+
+@pytest.mark.parametrize("data", [uneven, packed])
+def test_accuracy_is_the_share_of_scored_targets_that_are_most_likely(data):
+    graph, state = model_graph(tiny(), VOCABULARY), initial()
+    logits_BTV = build(graph, state.parameters, state.variables)(
+        data().inputs_BT, segment_ids_BT=data().segment_ids_BT)
+    right_BT = np.argmax(logits_BTV, axis=-1) == np.asarray(data().targets_BT)
+    evaluate = jax.jit(make_eval_step(graph, accuracy=True))
+    total, count, right = evaluate(state.parameters, state.variables, data())
+    assert (int(count), int(right)) == ((data().targets_BT >= 0).sum(), right_BT.sum())
+    assert total == jax.jit(make_eval_step(graph))(state.parameters, state.variables, data())[0]
+    best_BT = np.where(data().targets_BT >= 0, np.argmax(logits_BTV, axis=-1), -1)
+    _, count, right = evaluate(state.parameters, state.variables, data()._replace(targets_BT=jnp.asarray(best_BT)))
+    assert right == count
 
 
 def test_evaluation_sums_the_loss_of_the_tokens_that_are_scored():

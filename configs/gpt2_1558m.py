@@ -1,0 +1,17 @@
+"""GPT-2 XL, 1,557,611,200 parameters, on a folder of GPT-2 tokens, as published: 2¹⁹ tokens an update.
+
+    python -m data.prepare TEXT_OR_DATASET --tokenizer gpt2 --out data/corpus
+    python train.py configs/gpt2_1558m.py --attention chunked --data.dir data/corpus --run-dir runs/1558m-chunked
+
+Another context, up to 65,536, keeps the tokens of an update, for the batch follows it: --model.context 8192 is 64
+sequences. On fewer or smaller devices raise --train.accumulate. The learning rate is the one of this size in Brown et
+al., "Language Models are Few-Shot Learners", 2020, table 2.1. It has not been run to its end with this version, so no
+time and no loss are given here.
+"""
+
+from configs.gpt2 import gpt2
+from configs.schema import Config
+
+
+def get_config(attention: str = "chunked") -> Config:
+    return gpt2(attention, layers=48, heads=25, width=1600, learning_rate=2e-4, accumulate=64)
