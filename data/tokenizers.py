@@ -1,9 +1,20 @@
-"""Tokenizers by name: ``bytes``, and every tiktoken encoding."""
+"""Tokenizers by name: ``bytes``, and every tiktoken encoding; and the processes that run one over a corpus."""
 
+import collections
+import contextlib
 import difflib
 import functools
 import hashlib
-from typing import TYPE_CHECKING
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from jaxtyping import UInt32
@@ -15,6 +26,28 @@ if TYPE_CHECKING:
     import tiktoken
 
 _END_OF_TEXT = "<|endoftext|>"
+_SERVE = "import sys; sys.path.insert(0, sys.argv[1]); from data import tokenizers; tokenizers._serve()"
+
+
+class Piece(NamedTuple):
+    """A document or a part of one."""
+
+    text: bytes
+    held_out: bool
+    """Whether it belongs to val."""
+    ends_document: bool
+
+
+class Encoded(NamedTuple):
+    """The tokens of a list of pieces, in their order, with an end-of-text token after each document."""
+
+    train: np.ndarray
+    """Ids, uint16 or, for vocabularies above 65,536, uint32."""
+    val: np.ndarray
+    digests: bytes
+    """SHA-256 of each piece, 32 bytes each."""
+    replaced: int
+    """Undecodable places that were read as U+FFFD."""
 
 
 @functools.cache
@@ -71,7 +104,160 @@ def encode_document(encoding: "tiktoken.Encoding", text: bytes) -> UInt32[np.nda
     """
     if encoding.name == "bytes":
         return np.frombuffer(text, np.uint8).astype(np.uint32)
-    return np.array(encoding.encode_ordinary(text.decode("utf-8", errors="replace")), np.uint32)
+    # Of tiktoken's calls the fastest: the others make a Python integer of every token.
+    return encoding.encode_to_numpy(text.decode("utf-8", errors="replace"), disallowed_special=())
+
+
+def encode_pieces(encoding: "tiktoken.Encoding", pieces: Iterable[Piece]) -> Encoded:
+    """The tokens of some pieces, each tokenized for itself as in :func:`encode_document`."""
+    dtype = id_dtype(encoding)
+    separator = np.array([end_of_text(encoding)], dtype)
+    ids: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    digests, replaced = [], 0
+    for text, held_out, ends_document in pieces:
+        ids[held_out].append(encode_document(encoding, text).astype(dtype))
+        if ends_document:
+            ids[held_out].append(separator)
+        digests.append(hashlib.sha256(b"%d %d %d\n" % (held_out, ends_document, len(text)) + text).digest())
+        if encoding.name != "bytes":
+            replaced += _undecodable(text)
+    train, val = (np.concatenate(parts) if parts else np.empty(0, dtype) for parts in ids)
+    return Encoded(train, val, b"".join(digests), replaced)
+
+
+def id_dtype(encoding: "tiktoken.Encoding") -> np.dtype:
+    """Number format of ids in token files: little-endian uint16 where the vocabulary fits, else uint32."""
+    return np.dtype("<u2" if encoding.n_vocab <= 2**16 else "<u4")
+
+
+class Workers:
+    """Processes that tokenize, each fed by a thread through a pipe; use it in a ``with`` statement.
+
+    They are started as they find work. The end of this process, however it comes, ends them: their input ends.
+    ``multiprocessing`` would import the script that runs in each of them, and with it jax and a model.
+
+    Args:
+        encoding: which need not be one that :func:`load` knows.
+        count: processes at most; 0: everything is done in this process.
+    """
+
+    def __init__(self, encoding: "tiktoken.Encoding", count: int):
+        self._encoding, self._count = encoding, count
+        self._tasks: queue.SimpleQueue[tuple[list[Piece], Future[Encoded]] | None] = queue.SimpleQueue()
+        self._started: list[tuple[subprocess.Popen, threading.Thread]] = []
+
+    def encode[T](self, batches: Iterable[tuple[list[Piece], T]]) -> Iterator[tuple[Encoded, T]]:
+        """The tokens of each batch, in the order of the batches, with what came along with it.
+
+        Two batches a process are on their way at any time, so that memory does not depend on how many there are.
+
+        Raises:
+            DataError: a process ended, or failed on a text.
+        """
+        if not self._count:
+            for pieces, along in batches:
+                try:
+                    encoded = encode_pieces(self._encoding, pieces)
+                except BaseException as error:
+                    if type(error).__name__ == "PanicException":  # tiktoken's, and no Exception
+                        raise DataError(_failure(error)) from error
+                    raise
+                yield encoded, along
+            return
+        waiting: collections.deque[tuple[Future[Encoded], T]] = collections.deque()
+        for pieces, along in batches:
+            if len(self._started) < self._count:
+                self._start()
+            future: Future[Encoded] = Future()
+            self._tasks.put((pieces, future))
+            waiting.append((future, along))
+            while waiting and (waiting[0][0].done() or len(waiting) >= 2 * self._count):
+                future, before = waiting.popleft()
+                yield future.result(), before
+        for future, along in waiting:
+            yield future.result(), along
+
+    def _start(self) -> None:
+        # glibc would come to put blocks of the size of a piece on its heap, which is left in shreds and grows.
+        environment = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        # A group of its own keeps Ctrl-C from it: that is for this process to answer.
+        process = subprocess.Popen([sys.executable, "-P", "-c", _SERVE, str(Path(__file__).parents[1])],
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0,
+                                   env={**os.environ, **environment})
+        thread = threading.Thread(target=self._feed, args=(process,), daemon=True)
+        self._started.append((process, thread))
+        thread.start()
+
+    def _feed(self, process: subprocess.Popen) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        hello: Any = {"name": self._encoding.name, "pat_str": self._encoding._pat_str,
+                      "mergeable_ranks": self._encoding._mergeable_ranks,
+                      "special_tokens": self._encoding._special_tokens}
+        while (task := self._tasks.get()) is not None:
+            pieces, future = task
+            try:
+                for message in (hello, [tuple(piece) for piece in pieces]):
+                    if message is not None:
+                        pickle.dump(message, process.stdin, protocol=5)
+                hello = None
+                process.stdin.flush()
+                answer = pickle.load(process.stdout)
+            except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+                future.set_exception(DataError(
+                    f"a process that tokenizes ended (exit code {process.wait()}), perhaps for want of memory: try "
+                    "fewer --workers"))
+                return
+            if isinstance(answer, str):
+                future.set_exception(DataError(answer))
+            else:
+                future.set_result(Encoded(*answer))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, _thread in self._started:
+            process.kill()
+            self._tasks.put(None)
+        for process, thread in self._started:
+            process.wait()
+            thread.join()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):  # what was not sent cannot be sent any more
+                    pipe.close()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _serve() -> None:
+    """What a process of :class:`Workers` does: reads an encoding, then batches; answers each; ends with its input."""
+    import tiktoken
+
+    tasks, answers = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not get between the answers
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        encoding = tiktoken.Encoding(**pickle.load(tasks))
+        while True:
+            pieces = pickle.load(tasks)
+            try:
+                answer: Any = tuple(encode_pieces(encoding, (Piece(*piece) for piece in pieces)))
+            except BaseException as error:  # tiktoken's panics are no Exceptions
+                answer = _failure(error)
+            pickle.dump(answer, answers, protocol=5)
+            answers.flush()
+
+
+def _failure(error: BaseException) -> str:
+    return f"tokenizing failed: {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _undecodable(text: bytes) -> int:
+    if text.isascii():
+        return 0
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return text.decode(errors="replace").count("\ufffd") - text.count(b"\xef\xbf\xbd")
+    return 0
 
 
 def fingerprint(encoding: "tiktoken.Encoding") -> str:

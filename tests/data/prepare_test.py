@@ -16,6 +16,7 @@ from data import DataError, prepare, tokenizers
 from data.loader import TokenFiles
 
 ROOT = Path(__file__).parents[2]
+GPT2_FILES = ROOT.parent / "shared" / "tiktoken"
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def test_nothing_is_overwritten(folder, tmp_path):
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
     (tmp_path / "empty").mkdir()
     prepare.prepare(str(folder), "bytes", tmp_path / "empty", progress=False)
-    with pytest.raises(ConfigError, match="empty holds token files already"):
+    with pytest.raises(ConfigError, match=r"empty holds token files already \(of the tokenizer bytes\)"):
         prepare.prepare(str(folder), "bytes", tmp_path / "empty", progress=False)
     for place in ("thesis.txt", "thesis.txt/out"):
         with pytest.raises(ConfigError, match=r"thesis\.txt is a file"):
@@ -135,6 +136,189 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(tmp_path):
     assert f"error: cannot write token files to {tmp_path / 'out'}: File too large" in done.stderr
     assert "Traceback" not in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"text.txt", ".out.lock"}
+
+
+@pytest.fixture
+def rows(tmp_path) -> Path:
+    """Documents of many sizes in JSON lines, some of them no text, and one that is longer than a piece."""
+    path = tmp_path / "rows.jsonl"
+    texts = [f"row {n} " + "words and more words " * (n % 40) for n in range(300)]
+    values = [None if n % 50 == 7 else n if n % 50 == 8 else text for n, text in enumerate(texts)]
+    values[123] = "a long text with words of its own " * 400
+    path.write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
+    return path
+
+
+def small() -> dict[str, int]:
+    return {"_PIECE_BYTES": 3000, "_COMMIT_BYTES": 1, "SHARD_TOKENS": 5000}
+
+
+def make(rows: Path, out: Path, patch: str = "", *, environment: dict[str, str] | None = None,
+         more: str = "") -> subprocess.CompletedProcess:
+    """Prepares ``rows`` in another process, in small pieces and shards, after some change of the code."""
+    script = ("import os, resource, signal, sys; from pathlib import Path\n"
+              "from data import prepare, sources, tokenizers\n"
+              f"for name, value in {small()}.items(): setattr(prepare, name, value)\n"
+              f"sources._START_EVERY = 16\n{patch}\n"
+              f"sys.argv = ['prepare', {str(rows)!r}, '--out', {str(out)!r}, '--tokenizer', 'gpt2', *{more.split()}]\n"
+              "sys.exit(prepare.main())")
+    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, **(environment or {})})
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.fixture
+def whole(rows, tmp_path, monkeypatch) -> dict[str, bytes]:
+    """The files of ``rows``, made at once."""
+    if not GPT2_FILES.is_dir():
+        pytest.skip(f"the vocabulary of gpt2 is not in {GPT2_FILES}")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_FILES))
+    done = make(rows, tmp_path / "whole")
+    assert done.returncode == 0, done.stderr
+    assert "skipped documents: 6 were empty, 6 held no text" in done.stderr
+    files = files_of(tmp_path / "whole")
+    assert {"train-00004.bin", "val-00000.bin"} <= files.keys()
+    return files
+
+
+def test_the_files_do_not_depend_on_the_number_of_processes(rows, whole, tmp_path):
+    import tiktoken
+
+    assert make(rows, tmp_path / "out", more="--workers 1").returncode == 0
+    assert files_of(tmp_path / "out") == whole
+    assert make(rows, tmp_path / "here", "prepare._processes = lambda *_: 0").returncode == 0
+    assert files_of(tmp_path / "here") == whole
+    gpt2 = tiktoken.get_encoding("gpt2")
+    texts = [row["text"] for row in map(json.loads, rows.read_text().splitlines())]
+    assert ids(tmp_path / "out", "train") == [
+        token for n, text in enumerate(texts) if n % 200 and isinstance(text, str)
+        for token in [*gpt2.encode_ordinary(text), 50256]]
+
+
+@pytest.mark.parametrize("end", ["kill", "interrupt", "full disk", "worker"])
+def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, whole, tmp_path, end):
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    hook = ("original, calls = prepare._SplitWriter.write, []\n"
+            "def write(self, ids, **more):\n"
+            "    calls.append(0)\n"
+            "    if len(calls) == {at}:\n"
+            "        {what}\n"
+            "    return original(self, ids, **more)\n"
+            "prepare._SplitWriter.write = write")
+    what, code, message = {
+        "kill": ("original(self, ids[:5], **more); self._file and self._file.flush(); "
+                 "os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        "interrupt": ("os.kill(os.getpid(), signal.SIGINT)", 130, "interrupted; the same command goes on"),
+        "full disk": ("self._file.flush(); resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))", 1,
+                      f"error: cannot write token files to {out}: File too large; make room"),
+        "worker": ("[os.kill(int(p.name), 9) for p in Path('/proc').iterdir() if p.name.isdigit() and "
+                   "Path('/proc', p.name, 'stat').read_text().rpartition(')')[2].split()[1] == str(os.getpid())]", 1,
+                   "error: a process that tokenizes ended (exit code -9)"),
+    }[end]
+    for at in (15, 31):
+        done = make(rows, out, hook.format(at=at, what=what))
+        assert done.returncode == code, done.stderr
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not out.exists()
+        assert (partial / "journal.json").is_file()
+    (partial / "train-00077.bin").write_bytes(b"begun after the journal's last state")
+    done = make(rows, out, "original = sources._json_rows\n"
+                           "def read(path, offset):\n"
+                           "    assert offset > 0\n"
+                           "    return original(path, offset)\n"
+                           "sources._json_rows = read")
+    assert done.returncode == 0, done.stderr
+    assert "going on after" in done.stderr
+    assert files_of(out) == whole
+    assert not partial.exists()
+
+
+def test_what_was_begun_otherwise_is_not_gone_on_with(rows, whole, tmp_path):
+    out = tmp_path / "out"
+    killed = "prepare._SplitWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)"
+    assert make(rows, out, killed).returncode == -signal.SIGKILL
+    before = files_of(tmp_path / ".out.partial")
+    for more, message in (("--tokenizer bytes", "another tokenizer: gpt2 then, bytes now"),
+                          ("--val-share 0.1", "another val share: None then, 0.1 now")):
+        done = make(rows, out, more=more)
+        assert done.returncode == 2
+        assert f"error: {out} was begun with {message}; finish it as it was begun" in done.stderr
+    rows.write_text(rows.read_text() + '{"text": "one more"}\n')
+    done = make(rows, out)
+    assert done.returncode == 2
+    assert "another text of the source (its files have changed)" in done.stderr
+    assert files_of(tmp_path / ".out.partial") == before
+
+
+def test_a_text_longer_than_a_piece_goes_on_within_it(whole, tmp_path):
+    (tmp_path / "text.txt").write_bytes("Some wörds and \xff more 中文。".encode("latin-1", "ignore") * 900)
+    assert make(tmp_path / "text.txt", tmp_path / "once", more="--val-share 0.3").returncode == 0
+    killed = ("prepare._processes = lambda *_: 0\n"
+              "original, calls = tokenizers.encode_pieces, []\n"
+              "def encode(*a):\n"
+              "    calls.append(0)\n"
+              "    if len(calls) == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
+              "    return original(*a)\n"
+              "tokenizers.encode_pieces = encode")
+    assert make(tmp_path / "text.txt", tmp_path / "twice", killed, more="--val-share 0.3").returncode < 0
+    assert json.loads((tmp_path / ".twice.partial" / "journal.json").read_text())["state"]["offset"] > 0
+    done = make(tmp_path / "text.txt", tmp_path / "twice", more="--val-share 0.3")
+    assert done.returncode == 0
+    assert files_of(tmp_path / "twice") == files_of(tmp_path / "once")
+    assert json.loads((tmp_path / "once" / "meta.json").read_text())["replaced"] > 0
+    assert "places are not UTF-8 and were read as U+FFFD" in done.stderr
+
+
+def test_no_process_outlives_the_one_that_started_it():
+    script = ("import os, signal; from data import tokenizers\n"
+              "workers = tokenizers.Workers(tokenizers.load('bytes'), 1)\n"
+              "piece = tokenizers.Piece(b'text', False, True)\n"
+              "next(workers.encode([([piece], 0)] * 2))\n"
+              "print(workers._started[0][0].pid, flush=True)\n"
+              "os.kill(os.getpid(), signal.SIGKILL)")
+    # Its child inherits standard error: reading that to its end, which is given a minute, waits for both.
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert int(done.stdout) > 0
+
+
+def test_verify_names_every_shard_that_is_not_as_written(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 7)
+    out = tmp_path / "out"
+    prepare.prepare(str(folder), "bytes", out, progress=False)
+    done = command("--verify", "--out", str(out))
+    assert done.returncode == 0
+    assert done.stdout == f"{out}: 5 shards, 30 tokens, every checksum is right\n"
+    assert command("--verify", str(out)).returncode == 0
+    damaged = bytearray((out / "train-00001.bin").read_bytes())
+    damaged[3] ^= 1
+    (out / "train-00001.bin").write_bytes(damaged)
+    (out / "train-00002.bin").write_bytes(b"short")
+    (out / "val-00000.bin").unlink()
+    (out / "val-00005.bin").write_bytes(b"from elsewhere")
+    done = command("--verify", "--out", str(out))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    for part in ("train-00001.bin does not have the checksum it was written with",
+                 "train-00002.bin has 5 bytes, expected 14", "val-00000.bin is missing",
+                 "val-00005.bin is a shard that meta.json does not know, perhaps of another tokenizer"):
+        assert part in done.stderr
+    assert command("--verify", "--out", str(tmp_path / "nothing")).returncode == 2
+    assert "--verify --out DIR" in command("--verify").stderr
+
+
+def test_usage(folder, tmp_path):
+    for more, message in ((["--workers", "0"], "--workers 0: expected a number above 0"),
+                          (["--val-documents", "3"], "--val-documents 3: "),
+                          (["--column", "a"], "it has no column 'a'")):
+        done = command(str(folder), "--out", str(tmp_path / "out"), *more)
+        assert done.returncode == 2
+        assert message in done.stderr
+    assert command(str(folder)).returncode == 2
 
 
 def test_an_unwritable_place_is_named(folder, monkeypatch):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,12 @@ from data import DataError, sources
 ROOT = Path(__file__).parents[2]
 
 
-def documents(source: str) -> list[tuple[str, str, bytes]]:
-    return [(split, name, bytes(text)) for split, name, text in sources.open_source(source).documents()]
+def documents(source: str, **options) -> list[tuple[str, str, bytes]]:
+    found = sources.open_source(source, **options).documents()
+    return [(document.split, document.name, bytes(document.text or b"")) for document in found]
 
 
-def write_jsonl(path: Path, rows: list[dict]) -> str:
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -104,9 +106,181 @@ def test_missing_column_lists_those_that_are_there(tmp_path):
 
 
 def test_a_column_that_is_not_text_is_refused(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": [1, 2]}])
-    with pytest.raises(ConfigError, match=r"'text'.*holds list values"):
-        documents(path)
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2], "body": ["a", "b"]}), tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match=r"column 'id' of .*rows\.parquet holds int64 values.*columns are id, body"):
+        documents(str(tmp_path / "rows.parquet"), column="id")
+    assert [text for _, _, text in documents(f"{tmp_path}/*.parquet#column=body")] == [b"a", b"b"]
+
+
+def test_rows_that_hold_no_text_are_told_apart_and_others_are_kept(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": 3}\n\n{"text": null}\n{"text": ""}\n{"text": ["x"]}\n'
+                     b'{"other": 1}\n{"text": "b\xff\xc3\xa9"}\n{"text": "c\\ud800d"}\n{"text": "end"}')
+    found = [document.text for document in sources.open_source(str(path)).documents()]
+    assert found == [b"a", None, b"", b"", None, b"", "b\ufffdé".encode(), b"c?d", b"end"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_packed_json_lines_can_be_read_from_every_place_they_name(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr(sources, "_START_EVERY", 7)
+    for number in range(2):
+        pack(tmp_path / f"part-{number}.jsonl{suffix}", "".join(json.dumps({"body": f"é {number} {row}"}) + "\n"
+                                                                for row in range(50)).encode())
+    source = sources.open_source(f"{tmp_path}/part-?.jsonl{suffix}", column="body", val_share=0.1)
+    check_starts(source, 100, 16)
+
+
+def test_datasets_can_be_read_from_every_place_they_name(tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr(sources, "_START_EVERY", 7)
+    for split, count in {"train": 50, "validation": 20}.items():
+        table = pyarrow.table({"text": [f"{split} {row}" for row in range(count)], "id": list(range(count))})
+        pyarrow.parquet.write_table(table, tmp_path / f"{split}-00000.parquet", row_group_size=11)
+    check_starts(sources.open_source(str(tmp_path)), 70, 11)
+
+
+def check_starts(source: sources.Source, count: int, starts: int) -> None:
+    whole = list(source.documents())
+    assert len(whole) == count
+    places = [index for index, document in enumerate(whole) if document.start is not None]
+    assert len(places) == starts
+    for index in places:
+        start = json.loads(json.dumps(whole[index].start))
+        assert [document[:3] for document in source.documents(start)] == [document[:3] for document in whole[index:]]
+
+
+def pack(path: Path, text: bytes) -> None:
+    import pyarrow
+
+    codec = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+    # Two frames, as programs that append write them.
+    for part in (text[:100], text[100:]):
+        with path.open("ab") as file:
+            if codec is None:
+                file.write(part)
+            else:
+                with pyarrow.CompressedOutputStream(file, codec) as packed:
+                    packed.write(part)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_packed_file_that_breaks_off_is_named(tmp_path, suffix):
+    path = tmp_path / f"rows.jsonl{suffix}"
+    pack(path, b"".join(b'{"text": "%d"}\n' % (row * 7919) for row in range(1000)))
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(DataError, match=rf"rows\.jsonl{suffix}: line \d+ cannot be read"):
+        documents(str(path))
+
+
+def test_the_code_that_reads_the_hub_reads_packed_json(tmp_path):
+    for suffix in ("zst", "gz"):
+        pack(tmp_path / f"rows.json.{suffix}", b'{"text": "a"}\n{"text": 3}\n{"text": "b"}\n')
+        files = str(tmp_path / f"rows.json.{suffix}")
+        source = sources._dataset("x", "", sources.Selection(val_documents=1), "json", data_files=files)
+        assert [document.text for document in source.documents()] == [b"a", None, b"b"]
+
+
+def test_a_dataset_whose_column_changes_its_type_late_is_not_read_in_quotes(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "word"}] * 200 + [{"text": 5}])
+    source = sources._dataset("some/set", "", sources.Selection(), "json", data_files=path, chunksize=1000)
+    found = source.documents()
+    assert next(found).text == b"word"
+    with pytest.raises(DataError, match=r"some/set: reading failed after \d+ documents: .*changed from string"):
+        assert {document.text for document in found} == {b"word"}
+
+
+def test_a_dataset_that_is_asked_for_what_it_has_not_lists_what_it_has(tmp_path):
+    (tmp_path / "en").mkdir()
+    (tmp_path / "de").mkdir()
+    for language in ("en", "de"):
+        write_jsonl(tmp_path / language / "rows.jsonl", [{"text": language}])
+    (tmp_path / "README.md").write_text("---\nconfigs:\n" + "".join(
+        f"- config_name: {name}\n  data_files: {name}/*.jsonl\n" for name in ("en", "de")) + "---\n")
+
+    def read(*args, **options):
+        return list(sources._dataset("x", "", sources.Selection(**options), str(tmp_path), *args).documents())
+
+    assert [document.text for document in read("en")] == [b"e", b"n"]
+    assert documents(f"{tmp_path}:de#column=text", val_documents=2) == [("val", "0", b"de")]
+    with pytest.raises(ConfigError, match="x has no configuration 'fr'; it has en, de"):
+        read("fr")
+    with pytest.raises(ConfigError, match="x has several configurations, name one as ID:CONFIG: en, de"):
+        read()
+    with pytest.raises(ConfigError, match="x has no split 'test'; it has train"):
+        read("en", split="test")
+    with pytest.raises(ConfigError, match="x has no column 'body'; it has text"):
+        read("en", column="body")
+
+
+def test_splits_of_json_lines_are_told_by_the_names_of_files(tmp_path):
+    (tmp_path / "validation").mkdir()
+    write_jsonl(tmp_path / "train-0.jsonl", [{"text": "a"}, {"text": "b"}])
+    write_jsonl(tmp_path / "validation" / "0.jsonl", [{"text": "c"}])
+    write_jsonl(tmp_path / "test.jsonl", [{"text": "d"}, {"text": "e"}])
+    assert documents(str(tmp_path)) == [("train", "0", b"a"), ("train", "1", b"b"), ("val", "0", b"c")]
+    assert documents(f"{tmp_path}#split=test") == [("val", "0", b"d"), ("train", "1", b"e")]
+    assert documents(str(tmp_path), val_documents=1) == [("val", "0", b"a"), ("train", "1", b"b")]
+    with pytest.raises(ConfigError, match="has no split 'dev'; it has test, train, validation"):
+        documents(str(tmp_path), split="dev")
+
+
+def test_share_and_number_of_what_is_held_out(tmp_path):
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": str(row)} for row in range(1000)])
+    for options, expected in (({"val_share": 0.003}, [0, 333, 666]), ({"val_documents": 2}, [0, 1])):
+        found = documents(rows, **options)
+        assert [int(name) for split, name, _ in found if split == "val"] == expected
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in "abcdefgh":
+        (texts / name).write_text(name * 10)
+    for options, expected in (({"val_share": 0.25}, 2), ({"val_documents": 3}, 3), ({}, 1)):
+        assert [split for split, _, _ in documents(str(texts), **options)].count("val") == expected
+    text = tmp_path / "text.txt"
+    text.write_text("some words " * 1000)
+    (_, _, head), (_, _, tail) = documents(str(text), val_share=0.5)
+    assert head + tail == text.read_bytes()
+    assert abs(len(head) - len(tail)) < 20
+
+
+def test_of_a_single_row_the_end_is_held_out(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "one two three four " * 20}])
+    (train, _, head), (val, _, tail) = documents(path)
+    assert (train, val) == ("train", "val")
+    assert head + tail == b"one two three four " * 20
+    assert tail.startswith(b" ")
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"val_share": 1.5}, "--val-share 1.5: expected a share between 0 and 1"),
+    ({"val_documents": 0}, "--val-documents 0: expected a number above 0"),
+    ({"val_documents": 1, "val_share": 0.1}, "expected one of them"),
+    ({"val_documents": 1}, "is a single document"),
+    ({"column": "body"}, "a.txt is text, not rows: it has no column 'body'"),
+])
+def test_options_that_do_not_fit_a_text(tmp_path, options, message):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match=message):
+        sources.open_source(str(tmp_path / "a.txt"), **options)
+
+
+def test_globs_and_suffixes_that_name_nothing_or_too_much(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b#c.txt").write_text("more text")
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "a.txt.gz").write_bytes(b"packed")
+    assert len(documents(f"{tmp_path}/*.txt")) == 2
+    assert len(documents(f"{tmp_path}/b#c.txt")) == 2
+    for name, message in {"*.csv": r"no file matches .*\*\.csv", "a.[tj]*[tl]": "of several kinds",
+                          "a.txt.gz": "a.txt.gz is compressed", "a.jsonl#row=3": "expected #split=NAME or"}.items():
+        with pytest.raises(ConfigError, match=message):
+            sources.open_source(f"{tmp_path}/{name}")
+    with pytest.raises(ConfigError, match="names another column than --column b"):
+        sources.open_source(f"{tmp_path}/a.jsonl#column=a", column="b")
 
 
 def test_malformed_json_lines_name_the_file_in_one_line(tmp_path):

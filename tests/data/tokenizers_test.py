@@ -9,7 +9,7 @@ import requests
 import tiktoken
 
 from configs.schema import ConfigError
-from data import DataError, tokenizers
+from data import DataError, sources, tokenizers
 
 GPT2_FILES = Path(__file__).parents[3] / "shared" / "tiktoken"
 
@@ -72,3 +72,68 @@ def test_without_network_or_copy_the_message_names_the_cache_folder(monkeypatch,
     with pytest.raises(DataError, match=r"r50k_base.*TIKTOKEN_CACHE_DIR") as caught:
         tokenizers.load("r50k_base")
     assert "\n" not in str(caught.value)
+
+
+def test_pieces_come_back_in_their_order_whatever_the_number_of_processes(gpt2):
+    pieces = [[tokenizers.Piece(f"piece {n} \xff é <|endoftext|> ".encode() * n, n % 3 == 0, n % 2 == 0)] * 2
+              for n in range(12)]
+    expected = [tokenizers.encode_pieces(gpt2, batch) for batch in pieces]
+    assert expected[4].train.dtype == np.dtype("<u2")
+    assert expected[4].train.tolist() == [*gpt2.encode_ordinary(pieces[4][0].text.decode()), 50256] * 2
+    assert len(expected[3].train) == 0
+    assert 50256 not in expected[3].val
+    for count in (0, 1, 3):
+        with tokenizers.Workers(gpt2, count) as workers:
+            found = list(workers.encode((batch, n) for n, batch in enumerate(pieces)))
+        assert [n for _, n in found] == list(range(12))
+        for (encoded, _), wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(encoded.train, wanted.train)
+            np.testing.assert_array_equal(encoded.val, wanted.val)
+            assert encoded[2:] == wanted[2:]
+
+
+def test_undecodable_places_are_counted_unless_every_byte_is_kept(gpt2):
+    text = "é \ufffd".encode() + b"\xff \xc3"
+    assert tokenizers.encode_pieces(gpt2, [tokenizers.Piece(text, False, True)]).replaced == 2
+    assert tokenizers.encode_pieces(tokenizers.load("bytes"), [tokenizers.Piece(text, False, True)]).replaced == 0
+
+
+def test_a_process_that_is_killed_ends_in_one_line(monkeypatch):
+    encoding = tokenizers.load("bytes")
+    with tokenizers.Workers(encoding, 1) as workers:
+        batches = iter([([tokenizers.Piece(b"text", False, True)], 0)] * 2)
+        found = workers.encode(batches)
+        next(found)
+        workers._started[0][0].kill()
+        with pytest.raises(DataError, match=r"a process that tokenizes ended \(exit code -9\).*fewer --workers"):
+            list(found)
+
+
+# Where tokens begin is up to the pattern alone: these are r50k_base's, cl100k_base's and o200k_base's.
+PATTERNS = [
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"""
+    r"""\s*[\r\n]|\s+(?!\S)|\s""",
+    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"""
+    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"""
+    r"""\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_text_may_be_cut_where_cut_says(pattern):
+    merges = {bytes([i]): i for i in range(256)}
+    pairs = [" a", "ab", "。a", "a'", "'s", "  ", "\n\n", " .", "!a"]
+    merges |= {pair.encode(): 256 + i for i, pair in enumerate(pairs)}
+    encoding = tiktoken.Encoding("cut", pat_str=pattern, mergeable_ranks=merges, special_tokens={})
+    random = np.random.default_rng(0)
+    alphabet = np.array([*"abÉé中文字。，！ \n\t'’.,-_9१s", "\u0301", "'ll", "  ", "\n\n"])
+    cuts = 0
+    for _ in range(500):
+        text = "".join(random.choice(alphabet, 80)).encode()
+        place = sources.cut(text, 60)
+        if text[place - 1 : place + 2].isascii():  # a cut between any two characters is the last resort
+            cuts += 1
+            head, tail = (encoding.encode_ordinary(part.decode()) for part in (text[:place], text[place:]))
+            assert head + tail == encoding.encode_ordinary(text.decode()), (text.decode(), place)
+    assert cuts > 100

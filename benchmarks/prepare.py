@@ -1,0 +1,176 @@
+"""How fast ``data.prepare`` is beside tiktoken alone on the same cores, and whether its memory grows with the corpus.
+
+    python -m benchmarks.prepare --text ../shared/data --megabytes 1000 --json prepare.json
+
+The corpus is a text repeated to the size asked for, which is tokenized by turns: by the command ``python -m
+data.prepare``, from its start to its end, and by ``tiktoken``'s batch call in as many threads as the command has
+processes, on text that is in memory already and for ids that nobody keeps. Their ratio is the share of tiktoken's speed
+that is reached. A second ratio is to tiktoken's call that returns arrays rather than lists, which is the faster one.
+
+Then the command runs once more on a corpus of a quarter of the size. Peak memory is that of the command and all its
+processes together, of which what they share counts for each. Figures are medians over the rounds.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import report
+from configs.schema import ConfigError
+from training.environment import write_json
+
+ROOT = Path(__file__).parents[1]
+SLICE_BYTES = 16 * 2**20
+"""Text given to tiktoken at once: its lists of integers take many times the memory of the text."""
+PART_BYTES = 2**20
+"""Of a string among them, as in a piece of ``data.prepare``."""
+LOOK_SECONDS = 0.05
+"""Between two looks at the memory."""
+
+
+def repeat_text(source: Path, target: Path, size: int) -> None:
+    """Writes the texts of a file or folder to a file, over and over until it has so many bytes.
+
+    Raises:
+        ConfigError: there is no text.
+    """
+    files = sorted(source.glob("*.txt")) if source.is_dir() else [source]
+    if not files or not all(file.is_file() and file.stat().st_size for file in files):
+        raise ConfigError(f"--text {source}: expected a text file, or a folder with .txt files")
+    text = b"\n".join(file.read_bytes() for file in files)
+    with target.open("wb") as file:
+        for start in range(0, size, len(text)):
+            file.write(text[: size - start])
+
+
+def command_seconds(text: Path, tokenizer: str, workers: int) -> tuple[float, int]:
+    """Runs ``data.prepare`` on a text: the seconds it took, and the most memory its processes had together, in bytes.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    with tempfile.TemporaryDirectory(dir=text.parent) as folder:
+        command = [sys.executable, "-m", "data.prepare", str(text), "--tokenizer", tokenizer, "--workers",
+                   str(workers), "--out", str(Path(folder, "out"))]
+        start = time.perf_counter()
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        peak, ended = 0, threading.Event()
+
+        def look() -> None:
+            nonlocal peak
+            while not ended.wait(LOOK_SECONDS):
+                peak = max(peak, tree_bytes(process.pid))
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        _, errors = process.communicate()
+        seconds = time.perf_counter() - start
+        ended.set()
+        thread.join()
+    if process.returncode:
+        raise RuntimeError(f"data.prepare failed: {errors.decode(errors='replace').strip()}")
+    return seconds, peak
+
+
+def tree_bytes(pid: int) -> int:
+    """Resident memory of a process and all those it started, from ``/proc``; 0 where there is none."""
+    parents, resident = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            resident[int(folder.name)] = int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:  # it ended meanwhile
+            continue
+    tree = {pid}
+    while more := {child for child, parent in parents.items() if parent in tree} - tree:
+        tree |= more
+    return sum(resident.get(member, 0) for member in tree)
+
+
+def tiktoken_seconds(text: Path, encoding: Any, threads: int, *, arrays: bool) -> float:
+    """Seconds that tiktoken takes for a text, without reading it; ``arrays``: by the call that returns arrays."""
+    seconds = 0.0
+    with text.open("rb") as file, ThreadPoolExecutor(threads) as pool:
+        while part := file.read(SLICE_BYTES):
+            strings = [part[start : start + PART_BYTES].decode(errors="replace")
+                       for start in range(0, len(part), PART_BYTES)]
+            start = time.perf_counter()
+            if arrays:
+                list(pool.map(lambda string: encoding.encode_to_numpy(string, disallowed_special=()), strings))
+            else:
+                encoding.encode_ordinary_batch(strings, num_threads=threads)
+            seconds += time.perf_counter() - start
+    return seconds
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code: 2 for usage, 1 where the preparation fails."""
+    options = _options(argv)
+    from data import DataError, tokenizers
+
+    try:
+        report.check_output(options.json)
+        encoding = tokenizers.load(options.tokenizer)
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            text, small = Path(folder, "text.txt"), Path(folder, "small.txt")
+            repeat_text(options.text, text, options.megabytes * 10**6)
+            repeat_text(options.text, small, options.megabytes * 10**6 // 4)
+            load = os.getloadavg()[0]
+            rounds = []
+            for _ in range(options.rounds):
+                seconds, peak = command_seconds(text, options.tokenizer, options.workers)
+                alone = tiktoken_seconds(text, encoding, options.workers, arrays=False)
+                arrays = tiktoken_seconds(text, encoding, options.workers, arrays=True)
+                rounds.append({"seconds": seconds, "tiktoken_seconds": alone, "tiktoken_arrays_seconds": arrays,
+                               "ratio": alone / seconds, "arrays_ratio": arrays / seconds, "peak_bytes": peak})
+            small_peak = command_seconds(small, options.tokenizer, options.workers)[1]
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (DataError, RuntimeError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    contents = report.origin("benchmarks.prepare", options) | {
+        "cores": os.cpu_count(), "load_before": load, "megabytes": options.megabytes, "workers": options.workers,
+        "ratio": median(row["ratio"] for row in rounds),
+        "arrays_ratio": median(row["arrays_ratio"] for row in rounds),
+        "peak_bytes": median(row["peak_bytes"] for row in rounds), "peak_bytes_of_a_quarter": small_peak,
+        "rounds": rounds}
+    print(f"{options.megabytes:,} MB, {options.workers} processes on {os.cpu_count()} cores, load {load:.1f} before")
+    print(report.table(
+        ("", "data.prepare", "tiktoken", "its arrays", "ratio", "to arrays", "peak memory"),
+        [[f"round {n}", *(f"{options.megabytes / row[name]:.2f} MB/s" for name in (
+            "seconds", "tiktoken_seconds", "tiktoken_arrays_seconds")), f"{row['ratio']:.3f}",
+          f"{row['arrays_ratio']:.3f}", f"{row['peak_bytes'] / 1e6:,.0f} MB"] for n, row in enumerate(rounds, 1)]))
+    print(f"data.prepare reaches {contents['ratio']:.1%} of tiktoken's speed; at a quarter of the corpus its peak "
+          f"memory is {small_peak / 1e6:,.0f} MB")
+    if options.json is not None:
+        write_json(options.json, contents)
+    return 0
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.prepare", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser.add_argument("--text", type=Path, required=True, help="text file, or folder of .txt files, to repeat")
+    parser.add_argument("--megabytes", type=report.positive, default=1000, help="size of the corpus (%(default)s)")
+    parser.add_argument("--tokenizer", default="gpt2", help="%(default)s")
+    parser.add_argument("--workers", type=report.positive, default=cores, help="processes, and threads (%(default)s)")
+    parser.add_argument("--rounds", type=report.positive, default=1, help="comparisons (%(default)s)")
+    parser.add_argument("--folder", type=Path, help="where the corpus is put meanwhile (the system's)")
+    parser.add_argument("--json", type=Path, help="file to write")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
