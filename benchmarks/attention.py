@@ -38,8 +38,8 @@ from benchmarks import report
 from benchmarks.picture import Curve, Panel, draw_panels, published
 from configs.schema import ConfigError
 from kernels import softmax_attention
-from kernels.linear_attention import IMPLEMENTATIONS, linear_attention
-from training.environment import write_json
+from kernels.linear_attention import IMPLEMENTATIONS, linear_attention, pick_implementation, tuning
+from kernels.linear_attention.chunked import default_chunk_size
 
 MODULE = "benchmarks.attention"
 PARTS = ("contexts", "chunks", "noncausal", "kernel")
@@ -108,6 +108,10 @@ class Case:
 class Row(Case):
     """A case and what was measured, as the JSON file has it; times are in milliseconds."""
 
+    implementation: str | None = None
+    """The form that the mode takes; None where softmax's is not named, and of ``fla``."""
+    picked_chunk_size: int | None = None
+    """What ``chunk_size`` None comes to; None too where forward and backward pass have different ones."""
     milliseconds: float | None = None
     """Median of the samples."""
     ratio: float | None = None
@@ -123,10 +127,40 @@ class Row(Case):
     samples: list[float] = field(default_factory=list)
     error: str | None = None
 
+    @property
+    def label(self) -> str:
+        """The mode, and whether its kernel is interpreted."""
+        return self.mode + ", interpreted" * (self.implementation or "").endswith(", interpreted")
+
 
 def row_of(case: Case, **measured: Any) -> Row:
     """The row of a case."""
-    return Row(**{name: getattr(case, name) for name in Case.__dataclass_fields__}, **measured)
+    return Row(**{name: getattr(case, name) for name in Case.__dataclass_fields__},
+               implementation=report.form(form_of(case)),
+               picked_chunk_size=None if case.chunk_size else picked_chunk_size(case), **measured)
+
+
+def form_of(case: Case) -> str | None:
+    """The form that a case takes here; None where softmax's is not named, and of ``fla``."""
+    name, _, form = case.mode.partition(":")
+    if form or name != "chunked":
+        return form or None
+    x_BTHD = jax.ShapeDtypeStruct(case.shape, jnp.dtype(case.dtype))
+    return pick_implementation(x_BTHD, x_BTHD, x_BTHD, causal=case.causal, chunk_size=case.chunk_size)
+
+
+def picked_chunk_size(case: Case) -> int | None:
+    """C that a form picks in the part ``chunks``; None where forward and backward pass have different ones."""
+    form = form_of(case) or "" if case.part == "chunks" else ""
+    if form == "chunked":
+        return default_chunk_size(case.context)
+    if not form.startswith("pallas_gpu"):
+        return None
+    width = max(16, 1 << (case.head_width - 1).bit_length())
+    dtype = "bfloat16" if case.dtype == "bfloat16" else "float32"
+    plan = tuning.plan(case.batch, case.context, case.heads, width, width, dtype)
+    sizes = {plan.forward.chunk, *([plan.backward.chunk] if case.passes == "both" else [])}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 @lru_cache(maxsize=1)
@@ -411,20 +445,21 @@ def compared(rows: list[Row]) -> list[Row]:
 
 
 def picked(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """For every sweep of chunk lengths: the fastest length, and the time of the picked one over its time."""
+    """For every sweep of chunk lengths: the fastest, the picked one among them, and the picked one's time over its."""
     found = []
     sweeps: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if row.part == "chunks" and row.milliseconds is not None:
             sweeps.setdefault((row.mode, *row.group), []).append(row)
     for sweep in sweeps.values():
-        named = [row for row in sweep if row.chunk_size is not None]
-        ours = next((row.milliseconds for row in sweep if row.chunk_size is None), None)
-        if named and ours is not None:
-            fastest = min(named, key=lambda row: row.milliseconds or math.inf)
-            found.append({"mode": fastest.mode, "context": fastest.context, "passes": fastest.passes,
-                          "fastest_chunk_size": fastest.chunk_size, "fastest_milliseconds": fastest.milliseconds,
-                          "milliseconds": ours, "ratio": ours / (fastest.milliseconds or math.inf)})
+        ours = next((row for row in sweep if row.chunk_size is None), None)
+        if ours is not None and ours.milliseconds is not None and len(sweep) > 1:
+            fastest = min(sweep, key=lambda row: row.milliseconds or math.inf)
+            found.append({"mode": ours.label, "context": ours.context, "passes": ours.passes,
+                          "picked_chunk_size": ours.picked_chunk_size, "milliseconds": ours.milliseconds,
+                          "fastest_chunk_size": fastest.chunk_size or fastest.picked_chunk_size,
+                          "fastest_milliseconds": fastest.milliseconds,
+                          "ratio": ours.milliseconds / (fastest.milliseconds or math.inf)})
     return found
 
 
@@ -447,9 +482,11 @@ def cases_of(part: str, options: argparse.Namespace) -> list[Case]:
         if not modes:
             raise ConfigError(f"--modes {','.join(options.modes)}: the part chunks takes chunked and its forms")
         contexts = options.contexts or (1024, 4096, 16384, *((65536,) if gpu else ()))
-        return [Case(part, mode, context, passes, **sizes, chunk_size=C)
-                for context in sorted(contexts) for passes in options.passes for mode in modes
-                for C in (None, *(C for C in sorted(options.chunks) if context >= C))]
+        picking = [Case(part, mode, context, passes, **sizes)
+                   for context in sorted(contexts) for passes in options.passes for mode in modes]
+        # The picked length is measured once, under whatever name.
+        return [replace(case, chunk_size=C) for case in picking
+                for C in (None, *(C for C in sorted(options.chunks) if case.context >= C != picked_chunk_size(case)))]
     if part == "noncausal":
         # The sizes are those of published.json: one head in float32, forward.
         quoted = published("non_causal")
@@ -498,11 +535,12 @@ def shape_name(row: Case) -> str:
 
 def cells(row: Row) -> list[str]:
     """A row of the printed table."""
-    chunk = "" if row.part != "chunks" else f" C{row.chunk_size}" if row.chunk_size else " C picked"
+    chunk = "" if row.part != "chunks" else f" C{row.chunk_size}" if row.chunk_size else (
+        f" C{row.picked_chunk_size or ''} picked")
     times = ("–", "–") if row.milliseconds is None else (f"{row.milliseconds:,.3f}", f"{min(row.samples):,.3f}")
     memory = [_figure(None if size is None else size / 2**20, ",.1f")
               for size in (row.peak_bytes, row.device_peak_bytes or row.resident_bytes)]
-    return [shape_name(row) + chunk, row.mode, row.passes, *times, *memory, _figure(row.ratio), _figure(row.times_fla)]
+    return [shape_name(row) + chunk, row.label, row.passes, *times, *memory, _figure(row.ratio), _figure(row.times_fla)]
 
 
 def _figure(value: float | None, form: str = ".2f") -> str:
@@ -527,6 +565,7 @@ def quoted_cells(part: str) -> list[list[str]]:
 
 def panels(part: str, rows: Sequence[Row]) -> list[Panel]:
     """The picture of a part."""
+    rows = [replace(row, mode=row.label, implementation=None) for row in rows]
     passes = [name for name in PASSES if any(row.passes == name for row in rows)]
     called = {"forward": "forward", "both": "forward + backward"}
     if part == "contexts":
@@ -541,11 +580,19 @@ def panels(part: str, rows: Sequence[Row]) -> list[Panel]:
             Panel(_by_mode([row for row in rows if row.passes == name], _megabytes), f"memory, {called[name]}",
                   "context", "MiB") for name in passes]
     if part == "chunks":
-        return [Panel({f"{mode} at {context:,}": {
-            row.chunk_size: row.milliseconds for row in rows
-            if (row.mode, row.context, row.passes) == (mode, context, name) and row.chunk_size is not None}
-            for mode, context in dict.fromkeys((row.mode, row.context) for row in rows)},
-            called[name], "chunk length", "milliseconds") for name in passes]
+        found = []
+        for name in passes:
+            curves: dict[str, dict[int, float | None]] = {}
+            marked = {}
+            for row in rows:
+                size, curve = row.chunk_size or row.picked_chunk_size, f"{row.mode} at {row.context:,}"
+                if row.passes == name and size is not None:
+                    curves.setdefault(curve, {})[size] = row.milliseconds
+                    if row.chunk_size is None:
+                        marked[curve] = size
+            found.append(Panel(curves, called[name], "chunk length (ring: the one that is picked)", "milliseconds",
+                               marked=marked))
+        return found
     if part == "noncausal":
         quoted = published("non_causal")
         timed, memory = quoted["time"], quoted["memory"]
@@ -585,6 +632,7 @@ def _by_mode(rows: Sequence[Row], value: Callable[[Row], float | None] = _millis
             for mode in dict.fromkeys(row.mode for row in rows)}
 
 
+@report.stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
     options = _options(argv)
@@ -617,9 +665,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                               total_seconds=left):
                 print(f"{part}: {shape_name(group[0])}, {group[0].passes}", file=sys.stderr)
                 its_rows += group
-                if options.json is not None:
-                    write_json(options.json, contents | {
-                        "picked": picked(rows + its_rows), "rows": [asdict(row) for row in rows + its_rows]})
+                report.keep(options.json, contents | {
+                    "picked": picked(rows + its_rows), "rows": [asdict(row) for row in rows + its_rows]})
             rows += its_rows
             _print(part, its_rows)
             if options.picture is not None and report.has_matplotlib():
@@ -628,7 +675,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 draw_panels(path, panels(part, its_rows), title=f"One attention call, {its_rows[0].dtype}, "
                                                                 f"{contents['device']}")
     except OSError as error:
-        print(error, file=sys.stderr)
+        print(report.message(error), file=sys.stderr)
         return 1
     return 0 if any(row.error is None for row in rows) else 1
 
@@ -637,8 +684,11 @@ def _print(part: str, rows: Sequence[Row]) -> None:
     print(f"\n{part}; {rows[0].dtype}")
     print(report.table(HEADINGS, [cells(row) for row in rows] + quoted_cells(part)))
     for sweep in picked(rows):
-        print(f"{sweep['mode']} at {sweep['context']:,}, {sweep['passes']}: the picked chunk length takes "
-              f"{sweep['ratio']:.2f} times the fastest, {sweep['fastest_chunk_size']} tokens")
+        size, fastest = sweep["picked_chunk_size"], sweep["fastest_chunk_size"]
+        print(f"{sweep['mode']} at {sweep['context']:,}, {sweep['passes']}: the picked chunk length"
+              f"{'' if size is None else f', {size} tokens,'} "
+              + ("is the fastest" if sweep["ratio"] == 1 else
+                 f"takes {sweep['ratio']:.2f} times the fastest, {fastest} tokens"))
     for row in rows:
         if row.error is not None:
             print(f"{row.mode} at {shape_name(row)}, {row.passes}: {row.error}", file=sys.stderr)

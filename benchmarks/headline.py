@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ NEEDED = ("datasets", "grain", "orbax", "orjson", "plotly", "rich", "tiktoken", 
 """Packages that ``train.py`` and ``compare.py`` need beside the bare machine's."""
 VOCABULARY, SEPARATOR = 257, 256
 """Of the tokenizer ``bytes``."""
-HEADINGS = ("mode", "steps", "tokens", "seconds", "tokens/s", "val loss")
+HEADINGS = ("mode", "steps", "tokens", "seconds", "tokens/s overall", "median of steps", "val loss")
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def read_corpus(source: str) -> Corpus:
     parts: dict[str, list[np.ndarray]] = {"train": [], "val": []}
     checksum = hashlib.sha256()
     for document in open_source(source).documents():
-        if len(document.text):
+        if document.text:
             checksum.update(document.text)
             parts[document.split] += [np.frombuffer(document.text, np.uint8).astype(np.uint16),
                                       np.array([SEPARATOR], np.uint16)]
@@ -114,7 +115,7 @@ def train_with_everything(config: Config, run_dir: Path) -> int:
     try:
         return train.train(train.settle(config), run_dir)
     except (TrainingError, CheckpointError) as error:
-        print(error, file=sys.stderr)
+        print(report.message(error), file=sys.stderr)
         return 1
 
 
@@ -212,8 +213,9 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     train, val = ([line for line in lines if line["split"] == split] for split in ("train", "val"))
     last = train[-1]
     return {"steps": last["step"], "tokens": last["tokens"], "train_seconds": last["train_seconds"],
-            "tokens_per_second": last["tokens"] / last["train_seconds"], "val_loss": val[-1]["loss"],
-            "val_curve": [[line["train_seconds"], line["loss"]] for line in val]}
+            "tokens_per_second": last["tokens"] / last["train_seconds"],
+            "median_tokens_per_second": median(line["tokens_per_second"] for line in train),
+            "val_loss": val[-1]["loss"], "val_curve": [[line["train_seconds"], line["loss"]] for line in val]}
 
 
 def draw(path: Path, outcomes: dict[str, dict[str, Any]], title: str) -> None:
@@ -233,6 +235,7 @@ def draw(path: Path, outcomes: dict[str, dict[str, Any]], title: str) -> None:
     pyplot.close(figure)
 
 
+@report.stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 for failures."""
     options = _options(argv)
@@ -242,7 +245,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--minutes {options.minutes:g}: expected a number above 0")
         report.use_whole_memory()
         configs = {mode: config_of(mode, options) for mode in options.modes}
-        contents = report.origin("benchmarks.headline", options)
+        contents = report.origin("benchmarks.headline", options, ["--out", "DIR"])
+        report.make_folder(options.out)
+        report.kept(options.out, "the runs so far")
         corpus = None
         if missing:
             print(f"a plain loop trains, without checkpoints: {', '.join(missing)} not installed", file=sys.stderr)
@@ -254,20 +259,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                     else train_plainly(config, corpus, run_dir))
             if code:
                 return code
-            outcomes[mode] = outcome(run_dir)
-            write_json(options.out / "headline.json", contents | {
-                "model": config.to_dict()["model"], "plain_loop": bool(missing), "runs": outcomes})
+            outcomes[mode] = outcome(run_dir) | {"model": config.to_dict()["model"]}
+            write_json(options.out / "headline.json", contents | {"plain_loop": bool(missing), "runs": outcomes})
     except (ConfigError, NotImplementedError) as error:
-        print(error, file=sys.stderr)
+        print(report.message(error), file=sys.stderr)
         return 2
     except (DataError, OSError, jax.errors.JaxRuntimeError) as error:
-        print(error, file=sys.stderr)
+        print(report.message(error), file=sys.stderr)
         return 1
     title = (f"{contents['device']}: context {options.context:,}, {options.minutes:g} minutes of training each")
     print(title)
     print(report.table(HEADINGS, [[
         mode, f"{found['steps']:,}", f"{found['tokens']:,}", f"{found['train_seconds']:.1f}",
-        f"{found['tokens_per_second']:,.0f}", f"{found['val_loss']:.4f}"] for mode, found in outcomes.items()]))
+        f"{found['tokens_per_second']:,.0f}", f"{found['median_tokens_per_second']:,.0f}",
+        f"{found['val_loss']:.4f}"] for mode, found in outcomes.items()]))
     if missing:
         if report.has_matplotlib():
             draw(options.out / "headline.png", outcomes, title)

@@ -21,7 +21,6 @@ import jax
 from benchmarks import report
 from benchmarks.train_step import Step
 from configs.schema import ConfigError
-from training.environment import write_json
 
 WARM_UP_STEPS = 10
 """Steps of the run before the first line that counts."""
@@ -46,6 +45,7 @@ def rates(metrics: Path) -> dict[str, float]:
             "wall_tokens_per_second": tokens / (last["wall_seconds"] - first["wall_seconds"])}
 
 
+@report.stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, that of ``train.py`` where it fails."""
     options, more = _options(argv)
@@ -73,22 +73,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         before = bare_seconds(step, half)
         with tempfile.TemporaryDirectory() as directory:
             code = train.main([*command, "--run-dir", f"{directory}/run"])
+            if code == report.INTERRUPTED:
+                raise KeyboardInterrupt
             if code:
                 return code
             row = rates(Path(directory, "run", "metrics.jsonl"))
         bare = tokens / (before + bare_seconds(step, half))
         rows.append(row | {"bare_tokens_per_second": bare, "ratio": row["tokens_per_second"] / bare,
                            "wall_ratio": row["wall_tokens_per_second"] / bare})
+        report.keep(options.json, contents | {"model": config.to_dict()["model"],
+                                              "ratio": median(row["ratio"] for row in rows), "rows": rows})
     print(f"{contents['device']}; {options.attention}, context {config.model.context:,}, {config.model.dtype}")
     print(report.table(
         ("", "loop tokens/s", "by wall clock", "bare tokens/s", "ratio", "by wall clock"),
         [[f"round {n}", *(f"{row[name]:,.0f}" for name in (
             "tokens_per_second", "wall_tokens_per_second", "bare_tokens_per_second")),
           f"{row['ratio']:.3f}", f"{row['wall_ratio']:.3f}"] for n, row in enumerate(rows, 1)]))
-    ratio = median(row["ratio"] for row in rows)
-    print(f"the loop reaches {ratio:.1%} of the bare step's speed")
-    if options.json is not None:
-        write_json(options.json, contents | {"model": config.to_dict()["model"], "ratio": ratio, "rows": rows})
+    print(f"the loop reaches {median(row['ratio'] for row in rows):.1%} of the bare step's speed")
     return 0
 
 

@@ -39,6 +39,8 @@ MOST_SHARE = 0.95
 """What it can be told to take: the driver and the libraries need the rest."""
 PRODUCTS = {"the compiler's": True, "cuBLAS's": False}
 """Whose matrix products, and whether that is XLA's Triton."""
+VOCABULARIES = {"gpt2": 50_257, "bytes": 257}
+"""Of tokenizers whose size is known without their files."""
 HEADINGS = ("products", "arguments GiB", "outputs GiB", "temporaries GiB", "peak GiB")
 
 
@@ -89,15 +91,19 @@ def vocabulary_size(config: Config) -> int:
     """V of the token files where they are prepared, else of the tokenizer.
 
     Raises:
-        ConfigError: there is no such tokenizer.
-        DataError: its vocabulary cannot be read.
+        ConfigError: there is no such tokenizer, or its vocabulary cannot be read.
     """
-    from data import tokenizers
+    from data import DataError, tokenizers
     from data.loader import TokenFiles
 
     if config.data.dir is not None and Path(config.data.dir, "meta.json").exists():
         return TokenFiles.open(Path(config.data.dir)).vocabulary_size
-    return tokenizers.load(config.data.tokenizer).n_vocab
+    name = config.data.tokenizer
+    try:
+        return VOCABULARIES[name] if name in VOCABULARIES else tokenizers.load(name).n_vocab
+    except DataError as error:
+        raise ConfigError(f"the vocabulary of the tokenizer {name} is not on this machine; give its size: "
+                          "--vocabulary N") from error
 
 
 def compile_elsewhere(config: Config, vocabulary: int, *, triton: bool, python: str) -> Memory:
@@ -146,6 +152,7 @@ def find_batch(config: Config, vocabulary: int, card_bytes: int, python: str) ->
         rows *= 2
 
 
+@report.stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 where the step cannot be compiled."""
     options, more = _options(argv)
@@ -164,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmarks.memory: {error}", file=sys.stderr)
         return 2
     except (RuntimeError, OSError) as error:
-        print(f"benchmarks.memory: {error}", file=sys.stderr)
+        print(f"benchmarks.memory: {report.message(error)}", file=sys.stderr)
         return 1
     rows = config.train.batch_size // config.train.accumulate
     memories: dict[str, Memory] = {}
@@ -209,7 +216,10 @@ def _options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]
                         help="tokens in the vocabulary (the token files', else the tokenizer's)")
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    return parser.parse_known_args(argv)
+    options, more = parser.parse_known_args(argv)
+    if options.case is None and (not more or more[0].startswith("-")):
+        parser.error("which recipe? It comes before the flags of train.py")
+    return options, more
 
 
 def _positive(text: str) -> float:

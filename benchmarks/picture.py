@@ -1,8 +1,9 @@
 """The pictures of the benchmarks: curves on logarithmic axes, the published ones dashed beside ours."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ PUBLISHED = Path(__file__).parent / "published.json"
 
 COLOURS = (*(f"C{i}" for i in range(10)), "black", "navy", "maroon", "gold", "lime")
 """The ten of matplotlib, and more for benchmarks of many forms."""
+LEAST_RANGE = 1.5
+"""Highest over lowest of a vertical axis, at least, so that noise does not look like a difference."""
 
 type Curve = Mapping[Any, float | None]
 """y by x; None, where there was not enough memory, is left out. In bars x is the name of a group."""
@@ -32,6 +35,8 @@ class Panel:
     """What stands behind a published name in the legend."""
     bars: bool = False
     """Groups of bars in place of curves."""
+    marked: Mapping[str, float] = field(default_factory=dict)
+    """x of the point of a curve that has a ring around it."""
 
 
 def draw(path: Path, curves: Mapping[str, Curve], *, title: str, x: str, y: str,
@@ -59,7 +64,8 @@ def draw_panels(path: Path, panels: Sequence[Panel], *, title: str) -> None:
                                    squeeze=False)
     for axes, panel in zip(grid.flat, panels, strict=False):
         (_bars if panel.bars else _curves)(axes, panel)
-        axes.set_yscale("log")
+        if _series(panel):
+            _scale(axes)
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
         axes.grid(alpha=0.3)
         entries = len(_series(panel))
@@ -91,6 +97,10 @@ def _curves(axes: Any, panel: Panel) -> None:
         style = {"linestyle": "--", "alpha": 0.6} if others else {"marker": "o", "markersize": 4}
         axes.plot(sorted(points), [points[a] for a in sorted(points)], color=colour, label=label, **style)
         ticks.update(points)
+    for name, x in panel.marked.items():
+        for label, colour, points, others in _series(panel):
+            if label == name and x in points and not others:
+                axes.plot([x], [points[x]], "o", markersize=11, fillstyle="none", color=colour)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(ticks), [_short(tick) for tick in sorted(ticks)])
     axes.minorticks_off()
@@ -105,6 +115,24 @@ def _bars(axes: Any, panel: Panel) -> None:
         axes.bar([groups.index(group) - 0.4 + (i + 0.5) * width for group in points], list(points.values()), width,
                  label=label, **style)
     axes.set_xticks(range(len(groups)), groups)
+
+
+def _scale(axes: Any) -> None:
+    """A logarithmic vertical axis of plain numbers, round ones, and of no less than ``LEAST_RANGE``."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    margin = max(1.0, LEAST_RANGE * low / high) ** 0.5
+    low, high = low / margin, high * margin
+    powers = [10.0**n for n in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+    for ticks in (powers, [n * power for power in powers for n in (1, 2, 5)], MaxNLocator(5).tick_values(low, high)):
+        inside = [tick for tick in ticks if low <= tick <= high]
+        if len(inside) > 2:
+            break
+    axes.set_yticks(inside, [f"{tick:,.10g}" for tick in inside])
+    axes.minorticks_off()
+    axes.set_ylim(low, high)
 
 
 def published(*keys: str) -> Any:

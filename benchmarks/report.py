@@ -1,10 +1,12 @@
 """What the benchmarks share: timing by turns, the table, and a JSON file that says where its numbers come from."""
 
+import functools
 import importlib.util
 import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -18,12 +20,21 @@ from typing import Any, NamedTuple
 import jax
 
 from configs.schema import ConfigError
-from training.environment import git_commit
+from kernels import device
+from training.environment import git_commit, write_json
 
 SAMPLE_SECONDS = 0.05
 """A sample is at least about so long: the clock and the wait for the device then do not count."""
 LEAST_SAMPLES = 3
 """Samples of a case that is so long that it has to do with few."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+OWN_FLAGS = {"--run-dir": "--out", "--attention": "--modes", "model.layers": "--layers", "model.heads": "--heads",
+             "model.width": "--width", "model.context": "--context", "optimizer.learning_rate": "--learning-rate",
+             "train.batch_size": "--batch", "train.minutes": "--minutes", "train.seed": "--seed"}
+"""What the benchmarks call the flags and fields of ``train.py``."""
+
+_kept: dict[Path, str] = {}
 
 
 class Peak(NamedTuple):
@@ -153,6 +164,45 @@ def in_process(module: str, case: Mapping[str, Any], seconds: float | None = Non
                           messages[-1] if messages else f"exit code {ended.returncode}")}
 
 
+def stoppable(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """A command that Ctrl-C ends with a line that says what was kept, and with exit code ``INTERRUPTED``."""
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        _kept.clear()
+        try:
+            return main(argv)
+        except KeyboardInterrupt:
+            said = "; ".join(f"{what} in {path}" for path, what in _kept.items())
+            print(f"interrupted: {said or 'nothing was kept'}", file=sys.stderr)
+            return INTERRUPTED
+
+    return run
+
+
+def kept(path: Path, what: str) -> None:
+    """Notes for an interrupt that ``path`` holds something, such as ``12 rows``."""
+    _kept[path] = what
+
+
+def keep(path: Path | None, contents: Mapping[str, Any]) -> None:
+    """Writes a JSON file with the ``rows`` so far, where one was named."""
+    if path is not None:
+        write_json(path, dict(contents))
+        kept(path, f"{len(contents['rows'])} row" + "s" * (len(contents["rows"]) != 1))
+
+
+def message(error: Exception) -> str:
+    """An error in the words of the benchmarks: their flags are not those of ``train.py``, and no error number."""
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    return re.sub("|".join(rf"{re.escape(name)}\b" for name in OWN_FLAGS), lambda found: OWN_FLAGS[found[0]], text)
+
+
+def form(implementation: str | None) -> str | None:
+    """How tables and files name an implementation: times of a kernel for GPUs that is interpreted say nothing of it."""
+    interpreted = (implementation or "").startswith("pallas_gpu") and device.platform() != "gpu"
+    return f"{implementation}, interpreted" if interpreted else implementation
+
+
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Lines of a text table: the first column flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
@@ -210,6 +260,21 @@ def check_output(path: Path | None, flag: str = "--json") -> None:
         raise ConfigError(f"{flag} {path}: cannot be written; name a file in a folder that can be written to")
     if path is not None and flag == "--picture" and path.suffix.lower() not in (".png", ".svg"):
         raise ConfigError(f"{flag} {path}: expected a name that ends in .png or .svg")
+
+
+def make_folder(path: Path, flag: str = "--out") -> None:
+    """Makes a folder to write to.
+
+    Raises:
+        ConfigError: it cannot be made, or not be written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(path, os.W_OK) else "cannot be written"
+    except OSError as error:
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+    if reason is not None:
+        raise ConfigError(f"{flag} {path}: {reason}; name a folder that can be made and written to")
 
 
 def has_matplotlib() -> bool:

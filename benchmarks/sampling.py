@@ -31,7 +31,6 @@ from benchmarks.train_step import CASE_SECONDS, SIZES, model_config, sizes
 from configs.schema import ConfigError, ModelConfig
 from models.gpt import GPT
 from models.sampler import TOKENS_PER_CALL, Sampler
-from training.environment import write_json
 
 CALLS_PER_SAMPLE = 4
 """Pieces of text in a sample, drawn one after the other without a wait between."""
@@ -163,6 +162,7 @@ def draw(path: Path, rows: Sequence[Row], device: str) -> None:
     picture.draw_panels(path, panels, title=f"Sampling on {device}")
 
 
+@report.stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 for failures."""
     options = _options(argv)
@@ -180,15 +180,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{size or 'model'}, batch {batch} …", file=sys.stderr)
                 rows += measure(samplers, options.positions, batch, options.repeats,
                                 seconds=options.seconds_per_case, size=size)
-                if options.json is not None:
-                    write_json(options.json, contents | {"rows": [asdict(row) for row in rows]})
+                report.keep(options.json, contents | {"rows": [asdict(row) for row in rows]})
         if options.picture is not None and report.has_matplotlib():
             draw(options.picture, rows, contents["device"])
     except (ConfigError, NotImplementedError) as error:
-        print(error, file=sys.stderr)
+        print(report.message(error), file=sys.stderr)
         return 2
     except OSError as error:
-        print(error, file=sys.stderr)
+        print(report.message(error), file=sys.stderr)
         return 1
     print(f"{contents['device']}; {next(iter(configs.values()))[options.modes[0]].dtype}")
     print(report.table(HEADINGS, [cells(row) for row in rows]))

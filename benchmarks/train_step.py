@@ -35,7 +35,6 @@ from benchmarks import nanogpt, picture, report
 from configs.schema import Config, ConfigError, ModelConfig, TrainConfig
 from data.loader import Batch
 from models import attention, gpt
-from training.environment import write_json
 from training.optimizer import make_optimizer
 from training.step import StepMetrics, TrainState, initial_state, make_model, make_train_step, model_graph
 
@@ -226,7 +225,7 @@ def measure(configs: dict[str, Config], vocabulary_size: int, repeats: int, *, s
     """
     rows, steps = {}, {}
     for mode, config in configs.items():
-        row = rows[mode] = Row(mode, implementation(config, vocabulary_size), config.model.context,
+        row = rows[mode] = Row(mode, report.form(implementation(config, vocabulary_size)), config.model.context,
                                config.train.batch_size, size, config.train.accumulate,
                                flops=model_flops(config, vocabulary_size))
         row.error = _too_long(row, before, seconds)
@@ -307,17 +306,19 @@ def draw(path: Path, rows: Sequence[Row], device: str) -> None:
         for row in rows:
             if row.size != size:
                 continue
-            curves.setdefault(row.mode, {})[row.context] = row.milliseconds
+            label = row.mode + ", interpreted" * (row.implementation or "").endswith(", interpreted")
+            curves.setdefault(label, {})[row.context] = row.milliseconds
             name = "chunked" if row.mode.startswith("chunked") else row.mode
             if row.mode.startswith("softmax"):
                 name = "softmax:materialised" if row.implementation == "materialised" else "softmax:cudnn"
             if name in known and known[name] not in others.values():
-                others[row.mode] = known[name]
+                others[label] = known[name]
         panels.append(picture.Panel(curves, title=size or "", x="context (tokens)", y="milliseconds a training step",
                                     published=others))
     picture.draw_panels(path, panels, title=f"A training step on {device}")
 
 
+@report.stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
     options = _options(argv)
@@ -330,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                                      for mode in options.modes}
                    for size in sizes(options) for context in options.contexts}
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(report.message(error), file=sys.stderr)
         return 2
     python = options.peer_python or sys.executable
     if model is not None:
@@ -353,12 +354,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                         rows.append(Row("nanogpt", None, context, config.train.batch_size, size, error=str(error)))
                 rows += measure(modes, vocabulary_size, options.repeats, seconds=options.seconds_per_case,
                                 remat=options.remat, size=size, before=rows, peers=peers)
-            if options.json is not None:
-                write_json(options.json, contents | {"rows": [asdict(row) for row in rows]})
+            report.keep(options.json, contents | {"rows": [asdict(row) for row in rows]})
         if options.picture is not None and report.has_matplotlib():
             draw(options.picture, rows, contents["device"])
     except (OSError, nanogpt.PeerError) as error:
-        print(error, file=sys.stderr)
+        print(report.message(error), file=sys.stderr)
         return 1
     print(f"{contents['device']}; {next(iter(configs.values()))[options.modes[0]].model.dtype}")
     print(report.table(HEADINGS, [cells(row) for row in rows]))

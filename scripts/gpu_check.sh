@@ -49,13 +49,25 @@ for version in "${versions[@]}"; do build "$version"; done
 running=()
 stop() { kill "${running[@]}" 2>/dev/null || true; }
 trap stop EXIT
+trap 'echo "gpu-check: interrupted; the environments in .venv-gpu stay" >&2; exit 130' INT
 for version in "${versions[@]}"; do
     ".venv-gpu/$version/bin/python" -m benchmarks.gpu_check "$@" > ".venv-gpu/$version/report.txt" &
     running+=($!)
 done
+# A report's last line is its verdict: those stand together, at the end.
 failed=0
+verdicts=()
 for i in "${!versions[@]}"; do
+    report=.venv-gpu/${versions[i]}/report.txt
     wait "${running[i]}" || failed=$?
-    cat ".venv-gpu/${versions[i]}/report.txt"
+    verdict=$(tail -n 1 "$report")
+    if [[ $verdict == "jax ${versions[i]}: "* ]]; then
+        sed '$d' "$report"
+    else
+        cat "$report"
+        verdict="jax ${versions[i]}: ended without a verdict"
+    fi
+    verdicts+=("$verdict")
 done
+printf '%s\n' "${verdicts[@]}"
 exit "$failed"

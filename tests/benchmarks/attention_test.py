@@ -55,12 +55,13 @@ def test_rows_of_the_file_the_table_and_the_picture(same_process, tmp_path, caps
         assert row["peak_bytes"] >= (4 if row["passes"] == "forward" else 8) * 4 * row["context"] * 2 * 16
         assert row["resident_bytes"] > row["peak_bytes"]
     assert rows[1]["ratio"] == pytest.approx(rows[0]["milliseconds"] / rows[1]["milliseconds"])
-    assert [(sweep["passes"], sweep["fastest_chunk_size"]) for sweep in contents["picked"]] == [
-        ("forward", 16), ("both", 16)]
+    assert [(sweep["passes"], sweep["picked_chunk_size"]) for sweep in contents["picked"]] == [
+        ("forward", 64), ("both", 64)]
+    assert all(sweep["ratio"] >= 1 for sweep in contents["picked"])
     printed = capsys.readouterr().out
-    assert "B1 T64 H2 D16 C picked" in printed
-    assert "chunked:chunked at 64, both: the picked chunk length takes " in printed
-    for part, text in (("contexts", "forward + backward"), ("chunks", "chunk length")):
+    assert "B1 T64 H2 D16 C64 picked" in printed
+    assert "chunked:chunked at 64, both: the picked chunk length, 64 tokens, " in printed
+    for part, text in (("contexts", "forward + backward"), ("chunks", "chunk length (ring: the one that is picked)")):
         assert f"<!-- {text} -->" in (tmp_path / f"attention-{part}.svg").read_text()
 
 
@@ -183,6 +184,34 @@ def test_the_picked_chunk_length_is_held_against_the_fastest():
     [sweep] = attention.picked(rows)
     assert (sweep["fastest_chunk_size"], sweep["fastest_milliseconds"]) == (64, 3.0)
     assert sweep["ratio"] == pytest.approx(1.1)
+    [sweep] = attention.picked([replace(rows[0], context=128, milliseconds=2.0), replace(rows[1], context=128)])
+    assert (sweep["ratio"], sweep["fastest_milliseconds"]) == (1, 2.0)
+    assert sweep["fastest_chunk_size"] == sweep["picked_chunk_size"]
+
+
+def test_an_interpreted_kernel_is_marked_wherever_its_time_is_shown(tmp_path):
+    case = replace(CASE, part="chunks", mode="chunked:pallas_gpu", context=16)
+    [row] = attention.measure([case], 2)
+    assert (row.implementation, row.picked_chunk_size) == ("pallas_gpu, interpreted", 16)
+    assert "chunked:pallas_gpu, interpreted" in attention.cells(row)
+    attention.draw_panels(tmp_path / "part.svg", attention.panels("chunks", [row]), title="")
+    assert "<!-- chunked:pallas_gpu, interpreted at 16 -->" in (tmp_path / "part.svg").read_text()
+    assert row_of(replace(CASE, mode="chunked")).implementation == "chunked"
+    assert row_of(replace(CASE, mode="softmax")).implementation is None
+
+
+def test_interrupted_it_says_what_was_kept(monkeypatch, tmp_path, capsys):
+    def measure(cases, *_, **__):
+        yield [row_of(cases[0], milliseconds=1.0, samples=[1.0])]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(attention, "measure_apart", measure)
+    path = tmp_path / "attention.json"
+    assert attention.main(["contexts", *TINY, "--contexts", "64", "--json", str(path)]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == f"interrupted: 1 row in {path}"
+    assert len(json.loads(path.read_text())["rows"]) == 1
+    assert attention.main(["contexts", *TINY, "--contexts", "64"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted: nothing was kept"
 
 
 def test_times_are_held_against_the_fastest_softmax_and_fla():
@@ -208,7 +237,7 @@ def test_the_quoted_sizes_are_the_ones_measured():
     assert not any(case.causal for case in noncausal)
     chunks = attention.cases_of("chunks", options(contexts=(64, 32), chunks=(64, 16), passes=("both",)))
     assert [(case.context, case.chunk_size) for case in chunks] == [
-        (32, None), (32, 16), (64, None), (64, 16), (64, 64)]
+        (32, None), (32, 16), (64, None), (64, 16)]  # 64 is what is picked
     contexts = {case.mode for case in attention.cases_of("contexts", options())}
     assert contexts >= {"linear:parallel", "linear:rowwise", "linear:blockwise", "linear:cumsum", "linear:recurrent",
                         "chunked:chunked", "softmax:materialised", "softmax:blockwise"}

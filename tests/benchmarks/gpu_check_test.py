@@ -10,7 +10,8 @@ import jax
 import pytest
 
 from benchmarks import gpu_check, memory, report, target
-from configs.schema import Config, ConfigError, ModelConfig, TrainConfig
+from configs.schema import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
+from data import DataError, tokenizers
 
 SPILLING = """\
 ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient \
@@ -96,7 +97,8 @@ class _Target(target.Target):
 
 @pytest.mark.parametrize(("kernels", "code", "said"), [
     (CLEAN, 0, "no spill, no serialised wgmma, no overrun in ours"),
-    (CLEAN + COMPILERS, 0, "the compiler's own: spills registers, 120 bytes"),
+    (CLEAN + COMPILERS, 0, "The compiler's own that spill or serialise; they do not count\ncase "),
+    (CLEAN + COMPILERS, 0, "  spills registers, 120 bytes\n"),
     (CLEAN + SPILLING, 1, "a case: linear_attention_dq spills registers, 1,436 bytes; serialises wgmma"),
     (COMPILERS, 1, "a case: there is no kernel of ours"),
     ("", 1, "a case: there is no kernel in it"),
@@ -106,6 +108,7 @@ def test_fails_on_faults_of_ours_alone(kernels, code, said, monkeypatch, capsys)
     assert gpu_check.run([gpu_check.Case("a case", lambda: "lowered", True)], _Target()) == code
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
+    assert printed.out.splitlines()[-1].startswith(f"jax {jax.__version__}: ")  # scripts/gpu_check.sh looks for it
 
 
 def test_what_cannot_be_compiled_fails_with_the_first_line(capsys):
@@ -158,7 +161,8 @@ def test_verdicts(share, said):
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    ([], "which recipe?"),
+    ([], "usage: python -m benchmarks.memory RECIPE [flags below] [flags of train.py]"),
+    (["--card", "h200"], "which recipe?"),
     (["configs/gpt2_124m.py", "--card", "h300"], "--card: invalid choice: 'h300'"),
     (["configs/gpt2_124m.py", "--card-gib", "-1"], "--card-gib: invalid number above 0 value: '-1'"),
     (["configs/gpt2_124m.py", "--mesh.fsdp", "8"], "mesh.fsdp is 8; expected 1"),
@@ -170,6 +174,17 @@ def test_usage_errors_of_memory(flags, message, monkeypatch, capsys):
         raise SystemExit(memory.main(flags))
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_vocabulary_of_gpt2_is_known_and_another_one_without_its_files_has_a_flag(monkeypatch):
+    def missing(name):
+        raise DataError("no network")
+
+    monkeypatch.setattr(tokenizers, "load", missing)
+    for name, size in (("gpt2", 50_257), ("bytes", 257)):
+        assert memory.vocabulary_size(Config(data=DataConfig(tokenizer=name))) == size
+    with pytest.raises(ConfigError, match="tokenizer o200k_base is not on this machine; give its size: --vocabulary"):
+        memory.vocabulary_size(Config(data=DataConfig(tokenizer="o200k_base")))
 
 
 def _fake(per_row: int):

@@ -41,6 +41,8 @@ def test_runs_and_page_are_kept(bare, small_corpus, tmp_path, monkeypatch, capsy
     assert contents["plain_loop"] == bare
     for mode in ("softmax", "chunked"):
         found = contents["runs"][mode]
+        assert found["model"]["attention"] == [mode]
+        assert found["median_tokens_per_second"] > 0
         assert found["train_seconds"] >= 0.3
         assert found["tokens"] == 64 * found["steps"]
         assert found["val_curve"][-1] == [pytest.approx(found["train_seconds"]), found["val_loss"]]
@@ -53,19 +55,22 @@ def test_runs_and_page_are_kept(bare, small_corpus, tmp_path, monkeypatch, capsy
         assert (out / mode / "checkpoints").exists() != bare
     assert (out / "headline.png").stat().st_size
     assert (out / "headline.html").exists() != bare
-    assert "0.005 minutes of training each" in capsys.readouterr().out
+    assert contents["command"].endswith(" --out DIR")
+    printed = capsys.readouterr().out
+    assert "0.005 minutes of training each" in printed
+    assert "tokens/s overall  median of steps" in printed
+    assert headline.main([*TINY, "--width", "32", "--out", str(out)]) == 2
+    assert "another --out" in capsys.readouterr().err
     if bare:  # compare.py draws the same folders elsewhere
         import compare
 
         assert [compare.load_run(out / mode).attention for mode in ("softmax", "chunked")] == ["softmax", "chunked"]
-        assert headline.main([*TINY, "--out", str(out)]) == 2
-        assert "holds something; name another --out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--minutes", "-1"], "--minutes -1: expected a number above 0"),
-    (["--modes", "sotfmax"], "sotfmax"),
-    (["--heads", "3"], "model.heads is 3, which does not divide model.width, 16"),
+    (["--modes", "sotfmax"], "--modes sotfmax: no such mode"),
+    (["--heads", "3"], "--heads is 3, which does not divide --width, 16"),
 ])
 def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, tmp_path, capsys):
     assert headline.main([*TINY, *flags, "--out", str(tmp_path / "out")]) == 2

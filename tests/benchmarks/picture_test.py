@@ -27,6 +27,28 @@ def test_panels_of_curves_and_of_bars(tmp_path):
         assert f"<!-- {text} -->" in drawn
 
 
+def test_the_vertical_axis_has_plain_numbers_and_does_not_blow_up_noise(tmp_path):
+    path = tmp_path / "noise.svg"
+    draw(path, {"chunked": {64: 1000.0, 128: 1001.0}}, title="", x="", y="")
+    drawn = path.read_text()
+    assert "<!-- 1,000 -->" in drawn
+    assert "<!-- 1,200 -->" in drawn
+    assert "10^" not in drawn
+    draw(path, {"chunked": {64: 0.002, 128: 300.0}}, title="", x="", y="")
+    for text in ("0.01", "1", "100"):
+        assert f"<!-- {text} -->" in path.read_text()
+
+
+def test_a_ring_marks_a_point(tmp_path):
+    curves = {"chunked": {64: 1.0, 128: 2.0}}
+    drawn = []
+    for marked in ({}, {"chunked": 128}, {"chunked": 32}):
+        draw_panels(tmp_path / "ring.svg", [Panel(curves, marked=marked)], title="")
+        drawn.append((tmp_path / "ring.svg").read_text().count("<use "))
+    assert drawn[1] == drawn[0] + 1
+    assert drawn[2] == drawn[0]
+
+
 def test_a_png_is_a_png(tmp_path):
     path = tmp_path / "step.png"
     draw(path, {"chunked": {1: 1.0}}, title="", x="", y="")

@@ -12,6 +12,12 @@ from benchmarks import suite
 
 
 @pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """jax need not be started again to find that there is none."""
+    monkeypatch.setattr(suite, "backend", lambda: "cpu")
+
+
+@pytest.fixture(autouse=True)
 def allow_rank_promotion():
     """Flax adds biases of one dimension to what it projects."""
     with jax.numpy_rank_promotion("allow"):
@@ -31,9 +37,56 @@ def test_steps_leave_files_and_a_summary(tmp_path, capsys):
         assert max(row["errors"].values()) <= row["bound"]
     assert json.loads((out / "utilisation.json").read_text())["rows"][0]["accumulate"] == 2
     summary = (out / "summary.md").read_text()
-    assert "| kernel cases wrong, of 3 | 0 | 0 | yes |" in summary
+    assert "| correctness: cases of chunked that are wrong, of 3 tried | 0 | 0 | yes |" in summary
     assert "| utilisation | " in summary
-    assert "kernel error, bfloat16" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "correctness: largest error, bfloat16" in printed.out
+    for note in ("jax finds no GPU here: the figures are of a CPU", "`--quick`: tiny sizes"):
+        assert note in printed.err
+        assert f"\n{note}" in summary
+
+
+def test_what_was_not_tried_is_not_correct(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(suite, "LEAST_SECONDS", 0.0)
+    path = tmp_path / "correctness.json"
+    flags = ["--out", str(tmp_path), "--quick", "--worker", "correctness", "--json", str(path)]
+    assert suite.main([*flags, "--minutes", "0"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "no time left for 3 of 3 cases"
+    suite.write_summary(tmp_path, {})
+    said = "| correctness: cases of kernel that are wrong, of 0 tried, 4 not tried | – | 0 | not measured |"
+    assert said in (tmp_path / "summary.md").read_text()
+    contents = json.loads(path.read_text())
+    row = {"implementation": "chunked", "dtype": "float32", "errors": {}, "skipped": None, "wrong": []}
+    for wrong, met in (([], "not all tried"), (["y: 1"], "no")):
+        path.write_text(json.dumps(contents | {"rows": [row, row | {"wrong": wrong}]}))
+        suite.write_summary(tmp_path, {})
+        said = f"that are wrong, of 2 tried, 2 not tried | {len(wrong)} | 0 | {met} |"
+        assert said in (tmp_path / "summary.md").read_text()
+
+
+def test_interrupted_the_summary_has_the_steps_so_far(tmp_path, monkeypatch, capsys):
+    def run(step, out, share):
+        if step.name == "kernel":
+            raise KeyboardInterrupt
+        return suite.Outcome(1.0)
+
+    monkeypatch.setattr(suite, "run", run)
+    assert suite.main(["--out", str(tmp_path), "--minutes", "9"]) == 130
+    assert f"interrupted: the steps so far in {tmp_path / 'summary.md'}\n" in capsys.readouterr().err
+    summary = (tmp_path / "summary.md").read_text()
+    assert "| correctness | 1 | well |\n| kernel | 0 | interrupted |" in summary
+
+
+def test_sums_that_are_exact_in_the_plain_form_may_be_rounded_in_the_kernel(monkeypatch):
+    def off(case, implementation, *, exact):
+        size = {"chunked": 0.0, "pallas_gpu_parallel": 1e-7}.get(implementation, 2e-6)
+        return lambda: {"final z": np.ones(3) + (0 if exact else size)}
+
+    monkeypatch.setattr(suite, "outputs_and_gradients", off)
+    monkeypatch.setattr(suite, "device", SimpleNamespace(platform=lambda: "gpu"))
+    parallel, serial = suite.check(suite.Case(1, 17, 1, 16, 16, "bfloat16"))
+    assert parallel["wrong"] == []
+    assert serial["wrong"] == ["final z: 2.0e-06, the plain form 0.0e+00"]
 
 
 def test_a_wrong_kernel_is_found(monkeypatch):
@@ -130,7 +183,7 @@ def test_a_step_that_fails_or_has_no_time_stops_no_other(tmp_path, monkeypatch):
     assert suite.main(["--out", str(tmp_path), "--minutes", "1", "--quick"]) == 0
     ended = {name: line for line in (tmp_path / "summary.md").read_text().splitlines()
              for name in ("broken", "slow") if line.startswith(f"| {name} | ")}
-    assert "exit code 2: model.heads is 3, which does not divide model.width" in ended["broken"]
+    assert "exit code 2: --heads is 3, which does not divide --width" in ended["broken"]
     assert "no time left" in ended["slow"]
 
 
@@ -141,24 +194,25 @@ def test_the_summary_sets_figures_beside_targets(tmp_path):
         {"device": "NVIDIA H200", "versions": {"jax": "0"}, "rows": [row, slow]}))
     suite.write_summary(tmp_path, {"train_step": suite.Outcome(1.0, None)})
     summary = (tmp_path / "summary.md").read_text()
-    assert "| step 124M chunked 1 × 8,192 | 17 | 18 | yes | 48.04 | ms |" in summary
-    assert "| step 124M chunked 1 × 8,192: utilisation | 50 | – | – | – | % of peak |" in summary
-    assert "| step 124M chunked 1 × 1,024 | 7 | 6 | no | 15.21 | ms |" in summary
+    assert "| train_step: 124M, chunked, 1 × 8,192 tokens | 17 | 18 | yes | 48.04 | ms |" in summary
+    assert "| train_step: 124M, chunked, 1 × 8,192 tokens, share of FLOPs | 50 | – | – | – | % of peak |" in summary
+    assert "| train_step: 124M, chunked, 1 × 1,024 tokens | 7 | 6 | no | 15.21 | ms |" in summary
 
 
 def test_the_summary_leaves_out_what_was_skipped_and_shows_what_tuning_gained(tmp_path):
     origin = {"device": "NVIDIA H200", "versions": {"jax": "0"}}
-    row = {"dtype": "bfloat16", "errors": {"y": 1e-3}, "wrong": [], "skipped": None}
+    row = {"implementation": "pallas_gpu_serial", "dtype": "bfloat16", "errors": {"y": 1e-3}, "wrong": [],
+           "skipped": None}
     (tmp_path / "correctness.json").write_text(json.dumps(
-        origin | {"rows": [row, row | {"errors": {}, "skipped": "too large"}]}))
+        origin | {"planned": 2, "rows": [row, row | {"errors": {}, "skipped": "too large"}]}))
     both = {"default": 1.0, "best": 0.8}
     (tmp_path / "tune.json").write_text(json.dumps(origin | {"rows": [], "chosen": [
         {"dtype": "bfloat16", "measured": {"shapes": [{"shape": "B1 T16384 H12 M64 D64", "both": both}]}}]}))
     (tmp_path / "tuning.json").write_text("[]")
     suite.write_summary(tmp_path, {})
     summary = (tmp_path / "summary.md").read_text()
-    assert "| kernel cases wrong, of 1 | 0 | 0 | yes |" in summary
-    assert "| tuning B1 T16384 H12 M64 D64 bfloat16: best over defaults | 0.8 | – | – | – | × |" in summary
+    assert "| correctness: cases of pallas_gpu_serial that are wrong, of 1 tried | 0 | 0 | yes |" in summary
+    assert "| tune: B1 T16384 H12 M64 D64 bfloat16: best over defaults | 0.8 | – | – | – | × |" in summary
 
 
 @pytest.mark.parametrize(("flags", "message"), [
@@ -168,3 +222,10 @@ def test_the_summary_leaves_out_what_was_skipped_and_shows_what_tuning_gained(tm
 def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, tmp_path, capsys):
     assert suite.main(["--out", str(tmp_path / "out"), *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_its_flag(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for path, reason in ((tmp_path / "file", "it is a file"), (tmp_path / "file" / "x", "Not a directory")):
+        assert suite.main(["--out", str(path)]) == 2
+        assert f"--out {path}: {reason}; name a folder" in capsys.readouterr().err
