@@ -77,6 +77,13 @@ SHAPES = (
     Shape(1, 4096, 12, 128, 64),
     Shape(1, 4096, 12, 16, 64),
     Shape(1, 4096, 4, 256, 256),
+    Shape(1, 4096, 4, 64, 256),
+    Shape(1, 4096, 4, 128, 128, "float32"),
+    Shape(1, 4096, 4, 256, 256, "float32"),
+    Shape(1, 4096, 4, 128, 128, schedule="serial", segments=True),
+    Shape(1, 4096, 4, 128, 128, schedule="parallel", segments=True),
+    Shape(1, 4096, 4, 256, 256, segments=True),
+    Shape(1, 4096, 4, 64, 64, "float32", segments=True),
 )
 """Beside the rows of the kernels' table: the benchmarks' shapes, and one of everything the kernels can be asked."""
 

@@ -112,6 +112,7 @@ def tiktoken_seconds(text: Path, encoding: Any, threads: int, *, arrays: bool) -
     return seconds
 
 
+@report.stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 where the preparation fails."""
     options = _options(argv)

@@ -443,6 +443,7 @@ def candidates(default: Row) -> Iterator[tuple[str, str, Row]]:
                 yield passes, knob, row
 
 
+@report.stoppable
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
     options = _options(argv)

@@ -18,8 +18,8 @@ from kernels import device
 TABLE = Path(__file__).with_name("tuning.json")
 LONG = 4096
 """Tokens from which a sequence counts as long."""
-ROOMY = ("A100", "A800", "H100", "H200", "H800", "H20", "B100", "B200", "B300")
-"""In the names of devices whose blocks may have more than 99 KiB of shared memory."""
+ROOMY = ("A100", "A800", "H100", "H200", "H800", "H20", "B100", "B200", "B300", "cpu")
+"""In the names of devices whose blocks may have more than 99 KiB of shared memory; an interpreter's have no limit."""
 MOST_SPANS = 64
 """Spans whose states are carried: more cost more than they fill the device."""
 

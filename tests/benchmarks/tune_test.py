@@ -13,7 +13,7 @@ from benchmarks import tune
 from kernels.linear_attention import pallas_gpu, tuning
 from kernels.linear_attention.tuning import Tiles
 
-DEFAULT = tuning.default_row("Card", 64, 64, "bfloat16", "long")
+DEFAULT = tuning.default_row("H200", 64, 64, "bfloat16", "long")
 
 
 class SyntheticBench:
@@ -68,7 +68,7 @@ def test_the_search_starts_at_the_present_row_too_and_stops_in_time():
 
 def test_what_is_tried_is_legal_and_differs_in_one_thing():
     for M, D, dtype in ((16, 16, "bfloat16"), (64, 128, "bfloat16"), (256, 256, "float32")):
-        default = tuning.default_row("Card", M, D, dtype, "short")
+        default = tuning.default_row("H200", M, D, dtype, "short")
         rows = [row for _, _, row in tune.candidates(default)]
         assert len(rows) > 15
         for row in rows:
@@ -150,7 +150,7 @@ def test_where_the_compilers_own_kernels_spill_the_defaults_are_still_compared(b
 
 @pytest.fixture
 def gpu(monkeypatch):
-    monkeypatch.setattr(tune, "device", SimpleNamespace(platform=lambda: "gpu", kind=lambda: "Card"))
+    monkeypatch.setattr(tune, "device", SimpleNamespace(platform=lambda: "gpu", kind=lambda: "H200"))
 
 
 @pytest.mark.parametrize(("time_of_small_tiles", "chosen"), [(0.98, "default"), (0.9, "best")])
@@ -182,7 +182,7 @@ def test_a_new_file_begins_with_the_rows_of_the_package(tmp_path, monkeypatch, g
     package.write_text(json.dumps([tuning.entry(DEFAULT._replace(device="Other card"))]))
     monkeypatch.setattr(tuning, "TABLE", package)
     assert tune.main(["--widths", "64x64", "--lengths", "long", "--out", str(tmp_path / "new.json")]) == 0
-    assert [row.device for row in tuning.read(tmp_path / "new.json")] == ["Other card", "Card"]
+    assert [row.device for row in tuning.read(tmp_path / "new.json")] == ["Other card", "H200"]
     assert len(tuning.read(package)) == 1
 
 
@@ -223,7 +223,7 @@ def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, gpu, capsys)
 
 
 def test_what_is_no_table_and_no_width_is_refused(tmp_path, gpu, capsys):
-    (tmp_path / "rows.json").write_text('[{"device": "Card"}]')
+    (tmp_path / "rows.json").write_text('[{"device": "H200"}]')
     assert tune.main(["--out", str(tmp_path / "rows.json")]) == 2
     assert "rows.json: expected a table such as tuning.json" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
