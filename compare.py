@@ -50,6 +50,7 @@ FIGURES = {  # what the table shows: heading and number format
     "val_loss": ("val loss", ".4f"),
     "best_val_loss": ("best val loss", ".4f"),
     "bits_per_byte": ("bits per byte", ".4f"),
+    "accuracy": ("val accuracy", ".4f"),
     "loss_at_shortest": ("loss at shortest run's end", ".4f"),
 }
 COLOURS = {"softmax": "#d55e00", "chunked": "#0072b2", "linear": "#009e73", "local": "#cc79a7"}
@@ -81,6 +82,8 @@ class Run:
     """Columns of the train lines of ``metrics.jsonl``, float64, NaN where missing."""
     val: dict[str, np.ndarray]
     """The same of the val lines; no columns where there are no such lines."""
+    evaluations: Sequence[dict[str, Any]] = ()
+    """Those of ``evaluation.json``, which evaluate.py writes; empty where there is none."""
 
     @property
     def attention(self) -> str:
@@ -184,7 +187,21 @@ def load_run(path: Path) -> Run:
         missing = [name for name in (*AXES, "loss") if columns and name not in columns]
         if missing:
             raise RunError(f"{path}/metrics.jsonl: the {split} lines have no {missing[0]}; train.py writes it")
-    return Run(path.resolve().name, config, environment, train, val)
+    return Run(path.resolve().name, config, environment, train, val, load_evaluations(path / "evaluation.json"))
+
+
+def load_evaluations(path: Path) -> list[dict[str, Any]]:
+    """What evaluate.py found of a run, if it was called; :class:`RunError` where the file is damaged."""
+    if not path.is_file():
+        return []
+    evaluations = read_json(path).get("evaluations")
+    try:
+        for entry in evaluations:  # pyright: ignore[reportOptionalIterable]
+            _ = entry["context"], entry["corpus"], [(part["first"], part["last"], part["loss"])
+                                                    for part in entry["positions"]]
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{path}: not what evaluate.py writes ({error}); start evaluate.py again") from error
+    return evaluations  # pyright: ignore[reportReturnType]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -244,6 +261,7 @@ def figures(run: Run, end_of_shortest: float) -> dict[str, float | None]:
 
     val_loss, finite_val_loss = run.val.get("loss", np.empty(0)), column("loss", "val")
     train_loss, bits = run.train.get("loss", np.empty(0)), column("bits_per_byte", "val")
+    accuracy = column("accuracy", "val")
     speed = column("tokens_per_second")
     return {
         "context": run.config["model"].get("context"),
@@ -256,6 +274,7 @@ def figures(run: Run, end_of_shortest: float) -> dict[str, float | None]:
         "val_loss": float(val_loss[-1]) if len(val_loss) else None,
         "best_val_loss": float(finite_val_loss.min()) if len(finite_val_loss) else None,
         "bits_per_byte": float(bits[-1]) if len(bits) else None,
+        "accuracy": float(accuracy[-1]) if len(accuracy) else None,
         "loss_at_shortest": run.loss_at("train_seconds", end_of_shortest, run.split),
     }
 
@@ -408,6 +427,32 @@ def figure(runs: Sequence[Run]) -> dict[str, Any]:
     return {"data": traces, "layout": layout(xs, loss_range(runs, ("train", "val")))}
 
 
+def positions_figure(runs: Sequence[Run]) -> dict[str, Any] | None:
+    """The Plotly figure of the loss by tokens of context seen, a curve for each context that evaluate.py was given;
+    None where it was called for none of the runs."""
+    traces = []
+    for run, dash in zip(runs, dashes([run.attention for run in runs]), strict=True):
+        for entry in run.evaluations:
+            parts = entry["positions"]
+            name = html.escape(f"{run.label} · {run.name}, context {entry['context']:,}"
+                               + (f", {entry['corpus']}" if len({e["corpus"] for e in run.evaluations}) > 1 else ""))
+            traces.append({
+                "type": "scatter", "mode": "lines+markers", "name": name,
+                "line": {"color": colour(run.attention), "dash": dash, "width": 2},
+                "marker": {"symbol": DASHES[dash][1], "size": 6},
+                # A bin of a logarithmic axis is drawn at its middle.
+                "x": numbers(np.sqrt([part["first"] * part["last"] for part in parts]), 2),
+                "y": numbers(np.array([part["loss"] for part in parts], float), 5),
+                "text": [f"{part['first']:,} to {part['last']:,} tokens" for part in parts],
+                "hovertemplate": f"<b>{name}</b><br>%{{text}}<br>loss %{{y:.4f}}<extra></extra>"})
+    if not traces:
+        return None
+    look = layout({axis: [] for axis in AXES}, (0.0, 1.0))
+    del look["updatemenus"], look["yaxis"]["range"]
+    look["xaxis"] |= {"type": "log", "title": {"text": "tokens of context seen"}}
+    return {"data": traces, "layout": look | {"margin": look["margin"] | {"t": 12}}}
+
+
 def loss_range(runs: Sequence[Run], splits: Sequence[str]) -> tuple[float, float]:
     """Losses to show at first: from the lowest to where the first 3 % of a run have brought it, so that the fall of the
     first steps, and a run that diverges, do not press all others together."""
@@ -465,6 +510,7 @@ h1 { font-size: 24px; line-height: 1.25; margin: 0 0 8px; overflow-wrap: anywher
 p { margin: 0 0 8px; max-width: 900px; overflow-wrap: anywhere; }
 .note { color: #5b626c; font-size: 13px; }
 #figure { height: 620px; margin: 16px 0 4px; }
+#positions { height: 420px; margin: 16px 0 4px; }
 .table { overflow-x: auto; margin: 20px 0 12px; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: 6px 7px; border-bottom: 1px solid #e3e6ea; text-align: right; }
@@ -482,6 +528,7 @@ $headline
 <p class="note">Lines: train loss, averaged over 2 % of the run; faint: of every step. Points: val loss. The loss
 of the first steps lies above the picture: a double click in it, or the logarithmic scale, shows all. A click on a run
 in the legend hides it, a double click leaves it alone.</p>
+$positions
 <div class="table"><table>
 $table
 </table></div>
@@ -489,14 +536,31 @@ $notes
 <script id="figure-data" type="application/json">$figure</script>
 <script>
 const figure = JSON.parse(document.getElementById("figure-data").textContent);
-Plotly.newPlot("figure", figure.data, figure.layout, {
+const config = {
   responsive: true, displaylogo: false, displayModeBar: window.innerWidth > 700,
   modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
-});
+};
+Plotly.newPlot("figure", figure.data, figure.layout, config);
+const positions = document.getElementById("positions-data");
+if (positions) {
+  const drawn = JSON.parse(positions.textContent);
+  Plotly.newPlot("positions", drawn.data, drawn.layout, config);
+}
 </script>
 </body>
 </html>
 """)
+
+
+POSITIONS = string.Template("""<div id="positions"></div>
+<p class="note">Loss of val tokens by how many tokens of context each was predicted from (evaluate.py). A model whose
+curve goes on falling uses its context.</p>
+<script id="positions-data" type="application/json">$figure</script>""")
+
+
+def as_script(value: Any) -> str:
+    """JSON for the inside of a script element: a run's name could hold "</script>"."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def page(runs: Sequence[Run], title: str = "", note: str = "") -> str:
@@ -510,15 +574,15 @@ def page(runs: Sequence[Run], title: str = "", note: str = "") -> str:
         cells = row.cells()
         table.append(f'<tr{" class=mean" if row.spread else ""}>'
                      f"{''.join(f'<td>{html.escape(cells[heading])}</td>' for heading in shown)}</tr>")
-    lead = headline(runs)
+    lead, positions = headline(runs), positions_figure(runs)
     return PAGE.substitute(
         title=html.escape(title or default_title(runs)),
         headline=f"<p>{html.escape(lead)}</p>" if lead else "",
         table="\n".join(table),
         notes="\n".join(f'<p class="note">{html.escape(text)}</p>'
                         for text in [table_note(runs), *remarks(runs), note] if text),
-        # A run's name could hold "</script>".
-        figure=json.dumps(figure(runs), separators=(",", ":")).replace("<", "\\u003c"),
+        positions=POSITIONS.substitute(figure=as_script(positions)) if positions else "",
+        figure=as_script(figure(runs)),
         plotly=get_plotlyjs(),
     )
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from configs.schema import ConfigError, DataConfig
-from data import DataError, sources, tokenizers
+from data import DataError, sources, tasks, tokenizers
 
 SHARD_TOKENS = 100_000_000
 """A shard holds at most so many tokens."""
@@ -88,11 +88,20 @@ def ensure(data: DataConfig) -> Path:
             raise ConfigError(f"data.dir: {data.dir} holds tokens of the tokenizer {found}, and data.tokenizer is "
                               f"{data.tokenizer}: set --data.tokenizer {found} or another --data.dir")
         return directory
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineargpt" / "data"
+    if (task := tasks.parse(data.source)) is not None:
+        if data.tokenizer != "bytes":
+            raise ConfigError(f"data.tokenizer is {data.tokenizer}; expected bytes, of which {data.source} is made")
+        directory = cache / tasks.folder_name(task)
+        if not (directory / "meta.json").is_file():
+            with _lock(directory):
+                if not (directory / "meta.json").is_file():
+                    tasks.write(task, directory)
+        return directory
     source = sources.open_source(data.source)
     key = hashlib.sha256(f"{_VERSION} {source.name} {source.state}".encode(errors="surrogateescape")).hexdigest()[:12]
     label = re.sub(r"[^A-Za-z0-9.]+", "-", f"{Path(source.name).name} {source.version or ''}").strip("-.")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = cache / "lineargpt" / "data" / f"{label}-{data.tokenizer}-{key}"
+    directory = cache / f"{label}-{data.tokenizer}-{key}"
     if not (directory / "meta.json").is_file():
         encoding = tokenizers.load(data.tokenizer)
         with _lock(directory):

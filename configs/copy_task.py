@@ -1,0 +1,21 @@
+"""The copy task of "Transformers are RNNs": 10 symbols, length 128, a separator; only the second half is scored.
+
+    python train.py configs/copy_task.py --attention softmax --run-dir runs/copy-softmax
+
+A small model for a CPU: the paper's has 4 layers of width 256. benchmarks/results/mqar.md has the one run that was
+made, at a length of 32, and its losses; whether softmax and chunked solve length 128 in these steps was not tried.
+"""
+
+from configs.schema import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+
+
+def get_config(attention: str = "chunked") -> Config:
+    return Config(
+        model=ModelConfig(layers=2, heads=2, width=64, context=128, positions="rotary", dtype="float32",
+                          attention=tuple(attention.split(","))),
+        # The context is the length of the documents.
+        data=DataConfig(source="copy:length=128,symbols=10", packing="documents"),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50, final_fraction=0.05, weight_decay=0.01),
+        train=TrainConfig(steps=1000, batch_size=32, eval_every=100, eval_batches=8),
+        checkpoint=CheckpointConfig(every_steps=500),
+    )

@@ -1,0 +1,186 @@
+"""Synthetic tasks, generated as corpora: what a model can do with its context, where the answer is known.
+
+``data.source`` names one with its settings, each of which has a default: ``copy:length=128,symbols=10`` or
+``mqar:length=64,pairs=8``. Every document has ``length`` tokens: with ``data.packing documents`` and ``model.context``
+equal to it a document is one window. Only tokens that can be known have weight, so that loss and accuracy are of those.
+Symbols are bytes (``data.tokenizer bytes``), printable ones first.
+"""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from configs.schema import ConfigError
+
+if TYPE_CHECKING:
+    from data.generated import Document
+
+FILLER = ord(" ")
+SYMBOLS = [*range(33, 127), *range(128, 256)]
+_VERSION = 1  # of what the generators make
+
+
+class Task(Protocol):
+    """A generator of documents with settings."""
+
+    documents: int
+    val_documents: int
+    seed: int
+
+    def check(self) -> None:
+        """Raises :class:`ConfigError` for settings that do not go together."""
+        ...
+
+    def document(self, random: np.random.Generator) -> "Document":
+        """One example of ``length`` tokens and their weights."""
+        ...
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copying: n symbols, a separator, the same n symbols, scored, and so on to the end, unscored.
+
+    n is uniform from length / 4 to length / 2 - 2. The separator itself, which comes when it comes, is not scored.
+    Katharopoulos, Vyas, Pappas, Fleuret: "Transformers are RNNs", 2020, section 4.1.
+    """
+
+    length: int = 128
+    symbols: int = 10
+    documents: int = 50_000
+    val_documents: int = 1_000
+    seed: int = 0
+
+    def check(self) -> None:
+        _check_least(self, length=8, symbols=2, documents=1, val_documents=1, seed=0)
+        if self.symbols >= len(SYMBOLS):
+            raise ConfigError(f"data.source: copy:symbols is {self.symbols}; expected at most {len(SYMBOLS) - 1}")
+
+    def document(self, random: np.random.Generator) -> "Document":
+        from data.generated import Document
+
+        n = int(random.integers(self.length // 4, self.length // 2 - 2, endpoint=True))
+        word = np.array(SYMBOLS)[random.integers(1, self.symbols, n, endpoint=True)]
+        period = np.append(word, SYMBOLS[0])
+        weights_L = np.zeros(self.length, np.uint8)
+        weights_L[n + 1 : 2 * n + 1] = 1
+        return Document(np.resize(period, self.length), weights_L)
+
+
+@dataclass(frozen=True)
+class Mqar:
+    """Multi-query associative recall: pairs of a key and its value, then keys again, each before its value, scored.
+
+    Keys are drawn from one half of the vocabulary and differ; values are drawn from the other half. Each key is asked
+    for once at most. Fillers stand at random places between the queries and are neither keys nor values, so that
+    nothing overwrites a pair. Linear attention carries them in head width × head width numbers a head. A model that
+    recalls nothing can rule out the values given already: with as many queries as pairs its loss is then
+    ln(pairs!) / pairs nats, and less where pairs share values.
+    Arora et al., "Zoology: Measuring and Improving Recall in Efficient Language Models", 2023.
+    """
+
+    length: int = 64
+    pairs: int = 8
+    queries: int = 0
+    """0: as many as there are pairs."""
+    vocabulary: int = 128
+    documents: int = 50_000
+    val_documents: int = 1_000
+    seed: int = 0
+
+    def check(self) -> None:
+        _check_least(self, length=1, pairs=1, queries=0, vocabulary=2, documents=1, val_documents=1, seed=0)
+        queries = self.queries or self.pairs
+        if queries > self.pairs:
+            raise ConfigError(f"data.source: mqar:queries is {self.queries}; expected at most pairs, {self.pairs}")
+        if self.vocabulary % 2 or self.vocabulary > len(SYMBOLS):
+            raise ConfigError(f"data.source: mqar:vocabulary is {self.vocabulary}; expected an even number of at most "
+                              f"{len(SYMBOLS)}")
+        if self.pairs > self.vocabulary // 2:
+            raise ConfigError(f"data.source: mqar:pairs is {self.pairs}; expected at most half the vocabulary, "
+                              f"{self.vocabulary // 2}")
+        if self.length < 2 * (self.pairs + queries):
+            raise ConfigError(f"data.source: mqar:length is {self.length}; expected at least "
+                              f"{2 * (self.pairs + queries)} for {self.pairs} pairs and {queries} queries")
+
+    def document(self, random: np.random.Generator) -> "Document":
+        from data.generated import Document
+
+        half, queries = self.vocabulary // 2, self.queries or self.pairs
+        keys = np.array(SYMBOLS[:half])[random.permutation(half)[: self.pairs]]
+        values = np.array(SYMBOLS[half : self.vocabulary])[random.integers(0, half, self.pairs)]
+        ids_L = np.full(self.length, FILLER)
+        ids_L[0 : 2 * self.pairs : 2], ids_L[1 : 2 * self.pairs : 2] = keys, values
+        # A query is two tokens and a filler is one: a random order of both, then where each query begins.
+        items = self.length - 2 * self.pairs - queries
+        at = 2 * self.pairs + np.sort(random.permutation(items)[:queries]) + np.arange(queries)
+        asked = random.permutation(self.pairs)[:queries]
+        ids_L[at], ids_L[at + 1] = keys[asked], values[asked]
+        weights_L = np.zeros(self.length, np.uint8)
+        weights_L[at + 1] = 1
+        return Document(ids_L, weights_L)
+
+
+TASKS = {"copy": Copy, "mqar": Mqar}
+
+
+def parse(source: str) -> Task | None:
+    """The task that ``data.source`` names; None where it names something else.
+
+    Raises:
+        ConfigError: a setting that the task does not have, that is no number, or that does not go with the others.
+    """
+    name, _, rest = source.partition(":")
+    if name not in TASKS:
+        return None
+    known = [field.name for field in fields(TASKS[name])]
+    settings: dict[str, Any] = {}
+    for part in rest.split(",") if rest else ():
+        key, equals, value = part.partition("=")
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            perhaps = f"; perhaps you meant {close[0]}" if close else ""
+            raise ConfigError(f"data.source: {name} has no setting {key!r}{perhaps}. It has {', '.join(known)}")
+        if not equals or not value.isdecimal():
+            raise ConfigError(f"data.source: {source}: expected a whole number in {name}:{key}=NUMBER, found {part!r}")
+        if key in settings:
+            raise ConfigError(f"data.source: {source} sets {key} twice")
+        settings[key] = int(value)
+    task = TASKS[name](**settings)
+    task.check()
+    return task
+
+
+def folder_name(task: Task) -> str:
+    """What the folder of a task's token files is called: another for every other setting."""
+    settings = "-".join(f"{name.replace('_', '-')}-{value}" for name, value in vars(task).items())
+    return f"{type(task).__name__.lower()}-{_VERSION}-{settings}"
+
+
+def write(task: Task, directory: Path) -> dict[str, Any]:
+    """Writes the token files of a task, which depend on its settings alone, and returns what ``meta.json`` holds.
+
+    Raises:
+        ConfigError: ``directory`` holds something already.
+        DataError: the files cannot be written.
+    """
+    from data.generated import write_corpus
+
+    def documents(split: int, count: int) -> Iterator["Document"]:
+        random = np.random.default_rng(np.random.SeedSequence([task.seed, split]))
+        for _ in range(count):
+            yield task.document(random)
+
+    settings = ",".join(f"{name}={value}" for name, value in vars(task).items())
+    return write_corpus(directory, {"train": documents(0, task.documents), "val": documents(1, task.val_documents)},
+                        source=f"{type(task).__name__.lower()}:{settings}")
+
+
+def _check_least(task: Any, **least: int) -> None:
+    for name, value in least.items():
+        if getattr(task, name) < value:
+            setting = f"{type(task).__name__.lower()}:{name}"
+            raise ConfigError(f"data.source: {setting} is {getattr(task, name)}; expected at least {value}")

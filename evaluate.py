@@ -1,0 +1,193 @@
+"""What a run's model makes of its context: loss, loss by position, and the gain over a short window, on val tokens.
+
+    python evaluate.py runs/softmax --context 1024,4096 --windows 64,256
+
+Writes RUN/evaluation.json, which compare.py draws, and prints it as tables. At the context of training alone, the loss
+is that of the run's val lines. Other contexts are possible where the model has positions for them: any with rotary
+positions or none, and up to the number of learned ones. Where there are several, all are of the same tokens (of packed
+documents, each is packed anew).
+
+The gain over a window of W tokens is of the tokens that stand after more than W: their loss where the model sees the
+last W tokens at most (more than three quarters of W: training.evaluation.short_windows), less that where it sees all.
+"""
+# ruff: noqa: E402
+
+from configs import bootstrap
+
+# Before any other import: under a Python without the packages this ends in one sentence.
+bootstrap.require_packages()
+
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+
+from configs.schema import ConfigError, DataConfig
+from data import DataError
+from data.loader import open_corpora
+from training import evaluation
+from training.checkpoint import CheckpointError
+from training.environment import environment, write_json
+from training.run import LoadedRun, RunError, enable_compilation_cache, load_model
+
+
+@dataclass(frozen=True)
+class Data:
+    """Other token files than those of training."""
+
+    dir: str | None = None
+    """Folder of token files of the run's tokenizer, whose val split is evaluated."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a run, as train.py made it."""
+    context: str | None = None
+    """Tokens that the model sees at once, or several, comma-separated; None: those of training."""
+    windows: str = "64,256"
+    """W of the short windows, comma-separated; windows as long as the context are left out."""
+    batches: int | None = None
+    """Batches of training's size to evaluate; None: those of the run's own evaluations, train.eval_batches."""
+    step: int | None = None
+    """Step of the checkpoint; None: the newest."""
+    data: Data = field(default_factory=Data)
+
+
+def evaluate(options: Options) -> None:
+    """Load the model, open the corpus, evaluate, write down, print.
+
+    Raises:
+        ConfigError, NotImplementedError: usage; nothing was written.
+        RunError, CheckpointError, DataError, OSError: a file cannot be used.
+    """
+    contexts = lengths("--context", options.context) if options.context is not None else []
+    windows = lengths("--windows", options.windows)
+    if options.batches is not None and options.batches < 1:
+        raise ConfigError(f"--batches {options.batches}: expected at least 1")
+    with warnings.catch_warnings(record=True, category=UserWarning) as caught:
+        warnings.simplefilter("always", UserWarning)
+        run = load_model(options.run, options.step)
+    for warning in caught:
+        note(str(warning.message))
+    contexts = contexts or [run.config.model.context]
+    corpora = open_corpora(data_config(run, options.data))
+    if corpora.vocabulary_size > run.model.vocab_size:
+        raise ConfigError(f"{corpora} has a vocabulary of {corpora.vocabulary_size} tokens, and the model of "
+                          f"{options.run} one of {run.model.vocab_size}; expected the tokens it was trained on")
+    if corpora.checksum != run.environment.get("corpus_checksum"):
+        note(f"{corpora} is another corpus than {options.run} was trained on")
+    evaluation.check_contexts(run.config.model, corpora, contexts)
+    train = run.config.train
+    batches = train.eval_batches if options.batches is None else options.batches
+    entries = evaluation.evaluate(
+        run.model, corpora, contexts=contexts, windows=windows,
+        tokens=batches * train.batch_size * run.config.model.context,
+        tokens_at_once=train.batch_size // train.accumulate * run.config.model.context,
+        packing=run.config.data.packing, progress=note)
+    made_with = environment(run.model, parameters=sum(x.size for x in jax.tree.leaves(run.model)),
+                            tokenizer=corpora.tokenizer, checksum=corpora.checksum)
+    write_json(options.run / "evaluation.json", {
+        "step": run.step, "attention": list(run.config.model.attention), "context": run.config.model.context,
+        "packing": run.config.data.packing,
+        **{name: made_with[name] for name in ("versions", "commit", "devices", "command", "corpus_checksum",
+                                              "tokenizer", "dtype")},
+        "evaluations": entries})
+    print(f"{options.run}: step {run.step:,}, {','.join(run.config.model.attention)}, trained at a context of "
+          f"{run.config.model.context:,}")
+    for title, rows in tables(entries):
+        print_table(title, rows)
+
+
+def lengths(flag: str, value: str) -> list[int]:
+    """Comma-separated numbers of tokens, ascending; :class:`ConfigError` for others."""
+    parts = [part.strip() for part in value.split(",") if part.strip()]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts) or (flag == "--context" and not parts):
+        raise ConfigError(f"{flag} {value}: expected numbers of tokens above 0, comma-separated")
+    return sorted(set(map(int, parts)))
+
+
+def data_config(run: LoadedRun, data: Data) -> DataConfig:
+    """The corpora of the run, or the folder that the command line names."""
+    return run.config.data if data.dir is None else replace(run.config.data, dir=data.dir, mixture=())
+
+
+def tables(entries: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, str]]]]:
+    """Title and rows of each table; a row is its cells by heading."""
+    several = len({entry["corpus"] for entry in entries}) > 1
+    found: list[tuple[str, list[dict[str, str]]]] = [("", [])]
+    for entry in entries:
+        perplexity = entry["perplexity"]
+        found[0][1].append(
+            ({"corpus": entry["corpus"]} if several else {})
+            | {"context": f"{entry['context']:,}", "tokens": f"{entry['tokens']:,}", "loss": f"{entry['loss']:.4f}",
+               "perplexity": "–" if perplexity is None else f"{perplexity:,.3f}"}
+            | {heading: f"{entry[name]:.4f}" for name, heading in (("bits_per_byte", "bits per byte"),
+                                                                   ("accuracy", "accuracy")) if name in entry})
+    for entry in entries:
+        of = f"context {entry['context']:,}" + (f", {entry['corpus']}" if several else "")
+        found.append((f"by tokens of context seen, {of}", [
+            {"seen": f"{p['first']:,}" if p["first"] == p["last"] else f"{p['first']:,} to {p['last']:,}",
+             "tokens": f"{p['tokens']:,}", "loss": f"{p['loss']:.4f}"}
+            | ({"accuracy": f"{p['accuracy']:.4f}"} if "accuracy" in p else {}) for p in entry["positions"]]))
+        if entry["short_context"]:
+            found.append((f"gain over a short window, {of}", [
+                {"window": f"{s['least']:,} to {s['window']:,}", "tokens": f"{s['tokens']:,}",
+                 "loss in it": f"{s['loss_window']:.4f}", "loss with all": f"{s['loss']:.4f}",
+                 "gain": f"{s['gain']:.4f}"}
+                | ({"accuracy in it": f"{s['accuracy_window']:.4f}", "accuracy with all": f"{s['accuracy']:.4f}"}
+                   if "accuracy" in s else {}) for s in entry["short_context"]]))
+    return found
+
+
+def print_table(title: str, rows: Sequence[dict[str, str]]) -> None:
+    """A table on standard output."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*(escape(heading) for heading in rows[0]), title=escape(title) or None, title_justify="left")
+    for column in table.columns:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row.values()))
+    # Not a terminal: nothing to fit, and a wrapped line is hard to read by a program.
+    Console(width=None if sys.stdout.isatty() else 300).print(table)
+
+
+def note(text: str) -> None:
+    """A line for standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code: 2 for usage, 1 for failures."""
+    options = tyro.cli(Options, args=argv, prog="evaluate.py", description=__doc__)
+    try:
+        enable_compilation_cache()
+        evaluate(options)
+    except (ConfigError, NotImplementedError) as error:
+        note(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except (OSError, RunError, CheckpointError, DataError) as error:
+        note(str(error))
+        return 1
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        note("not enough memory; lower --context")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""The synthetic tasks: what a document holds, what is scored, and what is refused."""
+
+import numpy as np
+import pytest
+
+from configs.schema import ConfigError, DataConfig
+from data import tasks
+from data.loader import TokenFiles, fixed_batches
+from data.prepare import ensure
+
+
+def examples(source: str, count: int = 50):
+    task = tasks.parse(source)
+    assert task is not None
+    random = np.random.default_rng(0)
+    return [task.document(random) for _ in range(count)]
+
+
+def test_copy_scores_the_second_time_alone():
+    lengths = set()
+    for ids_L, weights_L in examples("copy:length=128,symbols=10", 400):
+        assert weights_L is not None
+        scored = np.flatnonzero(weights_L)
+        n = len(scored)
+        lengths.add(n)
+        assert scored.tolist() == list(range(n + 1, 2 * n + 1))
+        separator, word = ids_L[n], ids_L[:n]
+        assert ids_L[scored].tolist() == word.tolist()
+        assert separator not in word
+        assert len(set(word)) <= 10
+        assert len(ids_L) == 128
+    assert (min(lengths), max(lengths)) == (32, 62)
+
+
+@pytest.mark.parametrize("source", ["mqar:length=64,pairs=8", "mqar:length=32,pairs=8",
+                                    "mqar:length=90,pairs=16,queries=5,vocabulary=64"])
+def test_mqar_asks_for_what_was_said_and_nothing_overwrites_it(source):
+    task = tasks.parse(source)
+    assert isinstance(task, tasks.Mqar)
+    places = set()
+    for ids_L, weights_L in examples(source):
+        assert len(ids_L) == task.length
+        keys, values = ids_L[: 2 * task.pairs : 2], ids_L[1 : 2 * task.pairs : 2]
+        assert len(set(keys)) == task.pairs
+        assert not set(keys) & set(values)
+        said = dict(zip(keys.tolist(), values.tolist(), strict=True))
+        assert weights_L is not None
+        at = np.flatnonzero(weights_L)
+        assert len(at) == (task.queries or task.pairs)
+        assert at.min() > 2 * task.pairs
+        assert len(set(ids_L[at - 1])) == len(at)
+        assert [said[key] for key in ids_L[at - 1].tolist()] == ids_L[at].tolist()
+        # All else behind the pairs is filler, which is no key and no value.
+        rest = np.setdiff1d(np.arange(2 * task.pairs, task.length), np.concatenate([at - 1, at]))
+        assert set(ids_L[rest]) <= {tasks.FILLER}
+        assert tasks.FILLER not in ids_L[: 2 * task.pairs]
+        places |= set(at.tolist())
+    assert places == set(range(2 * task.pairs + 1, task.length)) or task.length == 32
+
+
+def test_token_files_are_the_same_every_time_and_of_the_seed(tmp_path):
+    def write(name, **settings):
+        task = tasks.parse("mqar:" + ",".join(f"{key}={value}" for key, value in (
+            {"length": 16, "pairs": 3, "documents": 20, "val_documents": 4} | settings).items()))
+        assert task is not None
+        tasks.write(task, tmp_path / name)
+        return TokenFiles.open(tmp_path / name), tasks.folder_name(task)
+
+    (a, name), (b, same), (c, other) = write("a"), write("b"), write("c", seed=1)
+    assert a.checksum == b.checksum != c.checksum
+    assert name == same != other
+    assert a.weighted
+    assert a.meta["source"] == "mqar:length=16,pairs=3,queries=0,vocabulary=128,documents=20,val_documents=4,seed=0"
+    assert a.read("train", 0, 4 * 17).tolist() != a.read("val", 0, 4 * 17).tolist()
+    # A document is one window, and its scored targets are the values asked for.
+    (batch,) = fixed_batches(a, "val", context=16, batch_size=4, count=1, packing="documents")
+    assert batch.inputs_BT.shape == (4, 16)
+    assert batch.segment_ids_BT is not None
+    assert not np.any(batch.segment_ids_BT)
+    assert (np.sum(np.asarray(batch.targets_BT) >= 0, axis=1) == 3).all()
+
+
+def test_a_source_names_a_task_and_is_generated_on_first_use():
+    data = DataConfig(source="mqar:length=16,pairs=3,documents=20,val_documents=4", packing="documents")
+    directory = ensure(data)
+    written = (directory / "meta.json").stat().st_mtime_ns
+    assert TokenFiles.open(directory).tokens("train") == 20 * 17
+    assert ensure(data) == directory
+    assert (directory / "meta.json").stat().st_mtime_ns == written
+    with pytest.raises(ConfigError, match=r"data.tokenizer is gpt2; expected bytes"):
+        ensure(DataConfig(source="copy", tokenizer="gpt2"))
+
+
+@pytest.mark.parametrize(("source", "message"), [
+    ("copy:simbols=10", "copy has no setting 'simbols'; perhaps you meant symbols. It has length, symbols, "),
+    ("copy:length", "expected a whole number in copy:length=NUMBER, found 'length'"),
+    ("copy:length=1.5", "expected a whole number in copy:length=NUMBER, found 'length=1.5'"),
+    ("copy:length=64,length=32", "sets length twice"),
+    ("copy:length=4", "copy:length is 4; expected at least 8"),
+    ("copy:symbols=222", "copy:symbols is 222; expected at most 221"),
+    ("mqar:pairs=0", "mqar:pairs is 0; expected at least 1"),
+    ("mqar:pairs=4,queries=5", "mqar:queries is 5; expected at most pairs, 4"),
+    ("mqar:vocabulary=9", "mqar:vocabulary is 9; expected an even number of at most 222"),
+    ("mqar:pairs=9,vocabulary=16", "mqar:pairs is 9; expected at most half the vocabulary, 8"),
+    ("mqar:length=31,pairs=8", "mqar:length is 31; expected at least 32 for 8 pairs and 8 queries"),
+])
+def test_settings_that_cannot_be(source, message):
+    with pytest.raises(ConfigError) as refused:
+        tasks.parse(source)
+    assert str(refused.value).startswith("data.source: ")
+    assert message in str(refused.value)
+
+
+def test_other_sources_are_no_tasks():
+    for source in ("python-stdlib", "./copy", "copying:length=3", "Salesforce/wikitext:wikitext-103-raw-v1"):
+        assert tasks.parse(source) is None

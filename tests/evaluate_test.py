@@ -1,0 +1,217 @@
+"""evaluate.py as a user runs it, on tiny runs that were trained here; its figures against plain forward passes."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import compare
+import evaluate
+from data import tasks
+from data.loader import Batch, Corpora, TokenFiles
+from tests import tiny
+from training import evaluation
+from training.run import load_model
+
+
+@pytest.fixture(autouse=True)
+def settings():
+    with tiny.settings():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Made once and only read: runs "none" (no positions), "learned", and "recall" (packed documents with weights)."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    recipe = tiny.make(folder)
+    task = tasks.parse("mqar:length=32,pairs=4,documents=40,val_documents=10")
+    assert task is not None
+    tasks.write(task, folder / "recall-tokens")
+    with tiny.settings():
+        assert tiny.run(recipe, "--run-dir", folder / "none", "--model.positions", "none") == 0
+        assert tiny.run(recipe, "--run-dir", folder / "learned", "--attention", "softmax") == 0
+        assert tiny.run(recipe, "--run-dir", folder / "recall", "--data.dir", folder / "recall-tokens",
+                        "--data.packing", "documents") == 0
+    return folder
+
+
+def run(*arguments: object) -> int:
+    return evaluate.main([str(argument) for argument in arguments])
+
+
+def found(run_dir: Path) -> dict:
+    return json.loads((run_dir / "evaluation.json").read_text())
+
+
+def refused(capsys, code: int, *arguments: object) -> str:
+    """The last line on standard error of a command that evaluates nothing and exits with ``code``."""
+    capsys.readouterr()
+    assert run(*arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+def test_the_loss_is_that_of_the_val_lines(folder, capsys):
+    assert run(folder / "none", "--windows", "8,999") == 0
+    out = capsys.readouterr().out
+    report = found(folder / "none")
+    (entry,) = report["evaluations"]
+    (line,) = tiny.lines(folder / "none", "val")
+    assert entry["loss"] == pytest.approx(line["loss"], rel=1e-5)  # summed in another order
+    assert entry["bits_per_byte"] == pytest.approx(line["bits_per_byte"], rel=1e-5)
+    assert entry["perplexity"] == pytest.approx(math.exp(entry["loss"]))
+    assert report["step"] == 2
+    assert report["corpus_checksum"] == json.loads((folder / "none" / "environment.json").read_text())[
+        "corpus_checksum"]
+    assert report["versions"]["jax"] == jax.__version__
+    assert "accuracy" not in entry
+    # The bins hold every token once.
+    bins = entry["positions"]
+    assert [(b["first"], b["last"]) for b in bins] == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32)]
+    assert sum(b["tokens"] for b in bins) == entry["tokens"] == 2 * 4 * 32
+    assert sum(b["tokens"] * b["loss"] for b in bins) / entry["tokens"] == pytest.approx(entry["loss"])
+    (short,) = entry["short_context"]  # 999 is longer than the context
+    assert (short["least"], short["window"], short["tokens"]) == (7, 8, 2 * 4 * (32 - 8))
+    assert short["gain"] == pytest.approx(short["loss_window"] - short["loss"])
+    for text in (f"{entry['loss']:.4f}", f"{short['gain']:.4f}", "17 to 32", "7 to 8"):
+        assert text in out
+    assert [path.name for path in (folder / "none").glob("*.tmp")] == []
+
+
+def losses(model, tokens_T) -> np.ndarray:
+    """Nats of every token but the first, of one plain forward pass."""
+    logits_TV = np.asarray(model(jnp.asarray(tokens_T[None, :-1]))[0], np.float64)
+    return np.log(np.exp(logits_TV).sum(axis=1)) - logits_TV[np.arange(len(logits_TV)), tokens_T[1:]]
+
+
+def test_figures_are_those_of_plain_forward_passes(folder):
+    model = load_model(folder / "none").model
+    files = TokenFiles.open(folder / "tokens")
+    long, trained = evaluation.evaluate(model, Corpora.of(files), contexts=[48, 24], windows=[4], tokens=48,
+                                        tokens_at_once=1)
+    tokens_T = files.window("val", 48, 0)
+    of_all = losses(model, tokens_T)
+    assert long["context"] == 48
+    assert long["loss"] == pytest.approx(of_all.mean(), rel=1e-5)
+    assert long["positions"][3]["loss"] == pytest.approx(of_all[4:8].mean(), rel=1e-5)
+    # The shorter context is of the same tokens: the stretch of 48, in two.
+    halves = np.concatenate([losses(model, tokens_T[:25]), losses(model, tokens_T[24:])])
+    assert trained["tokens"] == 48
+    assert trained["loss"] == pytest.approx(halves.mean(), rel=1e-5)
+    # At a window of 4 the stride is 1: the last four tokens exactly.
+    short = [losses(model, tokens_T[t - 4 : t + 1])[-1] for t in range(5, 49)]
+    assert long["short_context"][0]["least"] == 4
+    assert long["short_context"][0]["loss_window"] == pytest.approx(np.mean(short), rel=1e-5)
+    assert long["short_context"][0]["loss"] == pytest.approx(of_all[4:].mean(), rel=1e-5)
+
+
+def test_figures_do_not_depend_on_how_much_is_computed_at_once(folder):
+    model, corpora = load_model(folder / "none").model, Corpora.of(TokenFiles.open(folder / "tokens"))
+    (alone,), (pairs,) = (evaluation.evaluate(model, corpora, contexts=[16], windows=[8], tokens=5 * 16,
+                                              tokens_at_once=rows * 16) for rows in (1, 2))
+    assert alone["tokens"] == pairs["tokens"] == 5 * 16  # five windows: by twos, the last one is alone
+    assert pairs["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert pairs["short_context"][0]["loss_window"] == pytest.approx(alone["short_context"][0]["loss_window"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("length", "window"), [(32, 8), (33, 8), (40, 16), (9, 8), (8, 8), (21, 1)])
+def test_short_windows_score_each_later_token_once(length, window):
+    inputs_BT = np.arange(2 * length, dtype=np.int32).reshape(2, length)
+    short = evaluation.short_windows(Batch(inputs_BT, inputs_BT + 1), window)
+    scored = short.targets_BT >= 0
+    expected = np.concatenate([row[window:] for row in inputs_BT + 1])
+    assert sorted(short.targets_BT[scored].tolist()) == expected.tolist()
+    assert (np.diff(short.inputs_BT, axis=1) == 1).all()
+    assert (np.nonzero(scored)[1] + 1 > 3 * window / 4).all()
+
+
+def test_positions_are_counted_within_documents():
+    segments_BT = np.array([[0, 0, 0, 1, 1, -1], [0, 1, 2, 2, 2, 2]], np.int32)
+    tokens_BT = np.zeros((2, 6), np.int32)
+    batch = Batch(tokens_BT, np.where(segments_BT < 0, -1, tokens_BT), segments_BT)
+    assert evaluation.context_lengths(batch).tolist() == [[1, 2, 3, 1, 2, 0], [1, 1, 1, 2, 3, 4]]
+    short = evaluation.short_windows(batch, 2)
+    assert short.segment_ids_BT is not None
+    assert int((np.asarray(short.targets_BT) >= 0).sum()) == 3
+
+
+def test_accuracy_where_the_corpus_has_weights(folder, capsys):
+    assert run(folder / "recall", "--windows", "8") == 0
+    (entry,) = found(folder / "recall")["evaluations"]
+    (line,) = tiny.lines(folder / "recall", "val")
+    assert entry["accuracy"] == pytest.approx(line["accuracy"])
+    assert entry["loss"] == pytest.approx(line["loss"], rel=1e-5)
+    assert entry["tokens"] == 8 * 4
+    assert "bits_per_byte" not in entry
+    assert all(0 <= b["accuracy"] <= 1 for b in entry["positions"])
+    assert "accuracy in it" in capsys.readouterr().out
+
+
+def test_contexts_that_the_positions_allow(folder, capsys):
+    assert run(folder / "none", "--context", "8,64", "--batches", "1") == 0
+    assert [entry["context"] for entry in found(folder / "none")["evaluations"]] == [8, 64]
+    assert run(folder / "learned", "--context", "16") == 0
+    err = refused(capsys, 2, folder / "learned", "--context", "16,33")
+    assert "--context 33: the model has learned positions for 32 tokens" in err
+    assert [entry["context"] for entry in found(folder / "learned")["evaluations"]] == [16]
+
+
+def test_compare_draws_the_loss_by_position(folder, tmp_path, capsys):
+    run_dir = shutil.copytree(folder / "recall", tmp_path / "recall")
+    page = tmp_path / "page.html"
+    arguments = [str(run_dir), str(folder / "learned"), "--out", str(page)]
+    (run_dir / "evaluation.json").unlink(missing_ok=True)
+    (folder / "learned" / "evaluation.json").unlink(missing_ok=True)
+    assert compare.main(arguments) == 0
+    assert "tokens of context" not in page.read_text()
+    assert "val accuracy" in capsys.readouterr().out
+    assert run(run_dir, "--context", "16,32") == 0
+    capsys.readouterr()
+    assert compare.main(arguments) == 0
+    drawn = re.search(r'id="positions-data" type="application/json">(.*?)</script>', page.read_text())
+    assert drawn is not None
+    curves = json.loads(drawn[1])["data"]
+    entries = found(run_dir)["evaluations"]
+    assert [curve["name"].rpartition(" ")[2] for curve in curves] == ["16", "32"]
+    assert [curve["y"] for curve in curves] == [[pytest.approx(part["loss"], abs=1e-5) for part in entry["positions"]]
+                                                for entry in entries]
+    (run_dir / "evaluation.json").write_text('{"evaluations": [{"context": 16}]}')
+    assert compare.main(arguments) == 1
+    assert "evaluation.json: not what evaluate.py writes" in capsys.readouterr().err
+
+
+def test_another_corpus_is_named(folder, tmp_path, capsys):
+    run_dir = shutil.copytree(folder / "none", tmp_path / "run")
+    assert run(run_dir, "--data.dir", folder / "recall-tokens") == 0
+    assert "is another corpus than" in capsys.readouterr().err
+    assert "accuracy" in found(run_dir)["evaluations"][0]
+
+
+def test_what_cannot_be_evaluated(folder, tmp_path, capsys):
+    assert "there is no such folder" in refused(capsys, 2, tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "not a run, it has no config.json" in refused(capsys, 2, tmp_path / "empty")
+    assert "there are no token files" in refused(capsys, 2, folder / "none", "--data.dir", tmp_path)
+    assert "the val split of" in refused(capsys, 2, folder / "none", "--context", "10000000")
+    for flag, value in (("--context", "0"), ("--context", "1k"), ("--context", ""), ("--windows", "-3"),
+                        ("--batches", "0")):
+        assert f"{flag} {value}: expected" in refused(capsys, 2, folder / "none", f"{flag}={value}")
+    bare = tmp_path / "bare"
+    shutil.copytree(folder / "none", bare)
+    shutil.rmtree(bare / "checkpoints")
+    assert "there are no checkpoints in it yet" in refused(capsys, 1, bare)
+    without = tmp_path / "without-val"
+    shutil.copytree(folder / "tokens", without)
+    meta = json.loads((without / "meta.json").read_text())
+    del meta["splits"]["val"]
+    (without / "meta.json").write_text(json.dumps(meta))
+    assert "there are no val tokens" in refused(capsys, 1, folder / "none", "--data.dir", without)

@@ -1,0 +1,234 @@
+"""What a model makes of its context: loss by position, and what it gains over a window of the last tokens."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from configs.schema import ConfigError, ModelConfig
+from data import DataError
+from data.loader import Batch, Corpora, TokenFiles, fixed_batches
+from kernels.cross_entropy import BLOCK_LOGITS
+from models.gpt import GPT
+
+
+class Scores(NamedTuple):
+    """Of each target, in host memory; 0 and False where a target is not scored."""
+
+    loss_BT: Float[np.ndarray, "B T"]
+    """Nats, float64."""
+    right_BT: Bool[np.ndarray, "B T"]
+    """Whether its logit was the highest."""
+
+
+Scorer = Callable[[Batch], Scores]
+
+
+def check_contexts(model: ModelConfig, corpora: Corpora, contexts: Sequence[int]) -> None:
+    """Whether a model can be evaluated at these contexts on these corpora.
+
+    Raises:
+        ConfigError: a context that the model has no positions for, or that is longer than a val split.
+        DataError: there are no val tokens.
+    """
+    for files in corpora.files:
+        tokens = files.tokens("val") if "val" in files.meta["splits"] else 0
+        if tokens < 2:
+            raise DataError(f"{files.directory}: there are no val tokens to evaluate on; expected a corpus prepared "
+                            "with a share for val")
+        for context in contexts:
+            if context >= tokens:
+                raise ConfigError(f"--context {context}: the val split of {files.directory} has {tokens} tokens; "
+                                  f"expected at most {tokens - 1}")
+    for context in contexts:
+        if context < 1:
+            raise ConfigError(f"--context {context}: expected at least 1")
+        if model.positions == "learned" and context > model.context:
+            raise ConfigError(f"--context {context}: the model has learned positions for {model.context} tokens and "
+                              f"none beyond; expected at most {model.context} (rotary or no positions know no end)")
+
+
+def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: Sequence[int], tokens: int,
+             tokens_at_once: int, packing: str = "stream",
+             progress: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+    """The figures of a model on the val split of each corpus, at each context.
+
+    With ``packing="stream"`` all contexts are of the same tokens: stretches as long as the longest, evenly spaced over
+    the split, cut into windows of the context (what is left of a stretch is left out). With ``"documents"`` the windows
+    of each context are packed anew.
+
+    Args:
+        contexts: T of the windows, as :func:`check_contexts` lets pass.
+        windows: W of :func:`short_windows`, each of them for the contexts that are longer.
+        tokens: tokens to evaluate, at least one window.
+        tokens_at_once: tokens of one forward pass, at least one window.
+        progress: takes a line when a part begins.
+
+    Returns:
+        For each corpus and context: ``corpus``, ``context``, ``trained_context``, ``tokens`` (scored), ``loss`` (nats a
+        token), ``perplexity``, ``bits_per_byte`` or, where the corpus has weights, ``accuracy``; ``positions``, a list
+        of ``first``, ``last``, ``tokens``, ``loss`` (and ``accuracy``) of the tokens that are predicted from ``first``
+        to ``last`` tokens of context; ``short_context``, a list of ``window``, ``least``, ``tokens``, ``loss_window``,
+        ``loss`` and ``gain`` (and ``accuracy_window``, ``accuracy``): of the tokens predicted from more than
+        ``window`` tokens, the loss from ``least`` to ``window`` of them, that from all, and what all are worth.
+    """
+    forward = _scorer(model, tokens_at_once)
+    found = []
+    for name, files in zip(corpora.names, corpora.files, strict=True):
+        for context, batch in _batches(files, contexts, tokens, packing):
+            progress(f"{name}, context {context:,}: {batch.targets_BT.size:,} tokens")
+            scores = forward(batch)
+            scored_BT, lengths_BT = np.asarray(batch.targets_BT) >= 0, context_lengths(batch)
+            if not scored_BT.any():
+                raise DataError(f"{files.directory}: the weights leave no target in the windows of val that are "
+                                "evaluated; expected some weights of 1")
+            entry: dict[str, Any] = {"corpus": name, "context": context, "trained_context": model.config.context}
+            entry |= _figures(files, scores, scored_BT)
+            loss = entry["loss"]
+            entry["perplexity"] = math.exp(loss) if loss < 700 else None
+            if not files.weighted:
+                entry["bits_per_byte"] = loss / math.log(2) / files.bytes_per_token("val")
+            entry["positions"] = [
+                {"first": first, "last": last, **_figures(files, scores, scored_BT & inside_BT)}
+                for first, last in position_bins(context)
+                if (scored_BT & (inside_BT := (lengths_BT >= first) & (lengths_BT <= last))).any()]
+            entry["short_context"] = []
+            for window in windows:
+                beyond_BT = scored_BT & (lengths_BT > window)
+                if not beyond_BT.any():
+                    continue
+                progress(f"{name}, context {context:,}: the last {window:,} tokens alone")
+                short = short_windows(batch, window)
+                of_window = _figures(files, forward(short), np.asarray(short.targets_BT) >= 0)
+                of_all = _figures(files, scores, beyond_BT)
+                entry["short_context"].append(
+                    {"window": window, "least": window - _stride(window) + 1}
+                    | {f"{figure}_window": value for figure, value in of_window.items() if figure != "tokens"}
+                    | of_all | {"gain": of_window["loss"] - of_all["loss"]})
+            found.append(entry)
+    return found
+
+
+def position_bins(context: int) -> list[tuple[int, int]]:
+    """1, 2, 3 to 4, 5 to 8 …: first and last number of tokens of each bin, up to ``context``."""
+    bins = [(1, 1)]
+    while bins[-1][1] < context:
+        first = bins[-1][1] + 1
+        bins.append((first, min(2 * (first - 1), context)))
+    return bins
+
+
+def context_lengths(batch: Batch) -> Int[np.ndarray, "B T"]:
+    """How many tokens each target is predicted from: those of its segment before it. 0 at padding."""
+    index_BT = np.broadcast_to(np.arange(batch.inputs_BT.shape[1]), batch.inputs_BT.shape)
+    if batch.segment_ids_BT is None:
+        return index_BT + 1
+    segment_ids_BT = np.asarray(batch.segment_ids_BT)
+    begins_BT = np.diff(segment_ids_BT, axis=1, prepend=-2) != 0
+    starts_BT = np.maximum.accumulate(np.where(begins_BT, index_BT, 0), axis=1)
+    return np.where(segment_ids_BT < 0, 0, index_BT - starts_BT + 1)
+
+
+def short_windows(batch: Batch, window: int) -> Batch:
+    """The targets that are predicted from more than W = ``window`` tokens, once more, from the last of these alone.
+
+    One forward pass a target would give each exactly W tokens and take W times as long. Windows of W tokens are laid at
+    a stride of W / 4 instead, and of each the last W / 4 targets are scored: a target is predicted from more than three
+    quarters of W tokens and at most W, on average from about 7/8 W. The gain so found is that over such a window; that
+    over one of exactly W tokens is a little less. A window is placed at position 0, as what begins a row in training.
+
+    Returns:
+        (N, W) windows, in which each target of ``batch`` from more than W tokens is scored exactly once.
+    """
+    inputs_BT, targets_BT = np.asarray(batch.inputs_BT), np.asarray(batch.targets_BT)
+    targets_BT = np.where(context_lengths(batch) > window, targets_BT, -1)
+    T, stride = inputs_BT.shape[1], _stride(window)
+    # The last window ends with the row, and scores what is left of it.
+    firsts = np.arange(window, T, stride)
+    ends = np.minimum(firsts + stride, T)
+    index_NW = ends[:, None] - window + np.arange(window)
+
+    def cut(values_BT: np.ndarray) -> np.ndarray:
+        return values_BT[:, index_NW].reshape(-1, window)
+
+    targets_NW = np.where(np.tile(index_NW >= firsts[:, None], (len(inputs_BT), 1)), cut(targets_BT), -1)
+    kept = (targets_NW >= 0).any(axis=1)
+    segment_ids_NW = None if batch.segment_ids_BT is None else cut(np.asarray(batch.segment_ids_BT))[kept]
+    return Batch(cut(inputs_BT)[kept], targets_NW[kept], segment_ids_NW)
+
+
+def _stride(window: int) -> int:
+    return max(1, window // 4)
+
+
+def _batches(files: TokenFiles, contexts: Sequence[int], tokens: int, packing: str) -> Iterator[tuple[int, Batch]]:
+    """All windows of each context, as one batch in host memory."""
+
+    def together(context: int) -> Batch:
+        rows = fixed_batches(files, "val", context=context, batch_size=1, count=max(1, tokens // context),
+                             packing=packing)
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *rows)
+
+    stretches = together(max(contexts)) if packing == "stream" else None
+    for context in contexts:
+        if stretches is None:
+            yield context, together(context)
+        else:
+            whole = max(contexts) // context * context
+            yield context, jax.tree.map(lambda x, T=context, whole=whole: x[:, :whole].reshape(-1, T), stretches)
+
+
+def _scorer(model: GPT, tokens_at_once: int) -> Scorer:
+    """``score(batch)``: every target of a batch in host memory, as many rows at once as ``tokens_at_once`` allows."""
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def score_rows(state: Any, batch: Batch) -> tuple[Array, Array]:
+        model = nnx.merge(graph, state)
+        segment_ids_BT = None if batch.segment_ids_BT is None else jnp.asarray(batch.segment_ids_BT)
+        x_BTE = model.hidden(jnp.asarray(batch.inputs_BT), segment_ids_BT=segment_ids_BT)
+        targets_N = jnp.asarray(batch.targets_BT).reshape(-1)
+        block = min(len(targets_N), max(1, BLOCK_LOGITS // model.vocab_size))
+        padding = -len(targets_N) % block
+        x_NE = jnp.pad(x_BTE.reshape(len(targets_N), -1), ((0, padding), (0, 0)))
+
+        def score(part: tuple[Array, Array]) -> tuple[Array, Array]:
+            x_CE, targets_C = part
+            logits_CV = model.logits(x_CE[None])[0].astype(jnp.float32)
+            of_target_C = jnp.take_along_axis(logits_CV, jnp.maximum(targets_C, 0)[:, None], axis=1)[:, 0]
+            return jax.nn.logsumexp(logits_CV, axis=1) - of_target_C, jnp.argmax(logits_CV, axis=1) == targets_C
+
+        targets_NC = jnp.pad(targets_N, (0, padding), constant_values=-1).reshape(-1, block)
+        loss_NC, right_NC = lax.map(score, (x_NE.reshape(len(targets_NC), block, -1), targets_NC))
+        shape = batch.targets_BT.shape
+        return (jnp.where(targets_NC >= 0, loss_NC, 0).reshape(-1)[: len(targets_N)].reshape(shape),
+                right_NC.reshape(-1)[: len(targets_N)].reshape(shape))
+
+    def score(batch: Batch) -> Scores:
+        B, T = batch.inputs_BT.shape
+        rows = min(B, max(1, tokens_at_once // T))
+        found = []
+        for start in range(0, B, rows):
+            # The last rows again where fewer are left, so that nothing is compiled for them.
+            stop = min(start + rows, B)
+            part: Batch = jax.tree.map(lambda x, stop=stop: x[stop - rows : stop], batch)
+            found.append(jax.tree.map(lambda x, skip=start - (stop - rows): np.asarray(x)[skip:],
+                                      score_rows(state, part)))
+        loss_BT, right_BT = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return Scores(loss_BT.astype(np.float64), right_BT)
+
+    return score
+
+
+def _figures(files: TokenFiles, scores: Scores, chosen_BT: Bool[np.ndarray, "B T"]) -> dict[str, Any]:
+    """Number of the chosen targets, their mean loss, and their accuracy where the corpus has weights."""
+    figures: dict[str, Any] = {"tokens": int(chosen_BT.sum()), "loss": float(scores.loss_BT[chosen_BT].mean())}
+    if files.weighted:
+        figures["accuracy"] = float(scores.right_BT[chosen_BT].mean())
+    return figures
