@@ -101,7 +101,8 @@ def test_undecodable_places_are_counted_unless_every_byte_is_kept(gpt2):
 def test_a_process_that_is_killed_ends_in_one_line(monkeypatch):
     encoding = tokenizers.load("bytes")
     with tokenizers.Workers(encoding, 1) as workers:
-        batches = iter([([tokenizers.Piece(b"text", False, True)], 0)] * 2)
+        # More than are under way at once, so that some are yet to be sent.
+        batches = iter([([tokenizers.Piece(b"text", False, True)], 0)] * 9)
         found = workers.encode(batches)
         next(found)
         workers._started[0][0].kill()
