@@ -32,6 +32,8 @@ class ModelConfig:
     """How the model knows where a token stands."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the products; parameters stay float32. auto: bfloat16 where the device is fast at it."""
+    initial_scale: float = 0.02
+    """Standard deviation of the initial weights: GPT-2's. Small models learn sooner with 1 / sqrt(width)."""
     attention: tuple[str, ...] = ("chunked",)
     """Attention modes, a pattern over layers repeated to the depth; --attention A,B is the short way to say it."""
     modes: dict[str, Any] = field(default_factory=dict)
@@ -98,6 +100,8 @@ class TrainConfig:
     """Updates between evaluations."""
     eval_batches: int = 8
     """Batches of the val split in an evaluation, always the same ones."""
+    sample_every: int = 0
+    """Updates between samples of text, RUN/samples/STEP.txt, with one at the end; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,17 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class LoggingConfig:
+    """Where the lines of metrics.jsonl go besides."""
+
+    tensorboard: bool = False
+    """Event files for TensorBoard too, in RUN/tensorboard; needs tensorboardX."""
+    wandb: bool = False
+    """A run of Weights & Biases too, with its files in RUN/wandb; needs wandb, and WANDB_MODE=offline without a
+    network. Its own variables, such as WANDB_PROJECT, count."""
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run."""
 
@@ -134,6 +149,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers, as in ``config.json``."""

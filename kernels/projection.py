@@ -1,7 +1,10 @@
 """Products of activations with a weight matrix, in the number format that is fast on this device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from kernels import device
@@ -14,12 +17,14 @@ def activation_dtype(dtype: jnp.dtype | str) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32) if device.platform() == "cpu" else dtype
 
 
-def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], dtype: jnp.dtype) -> Float[Array, "B T F"]:
-    """x w with both in ``dtype``, summed in float32 or better, in x's number format."""
-    if device.platform() == "cpu" and dtype == jnp.bfloat16:
-        return _project_on_cpu(x_BTE, w_EF)
+def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Float[Array, " F"],
+            dtype: jnp.dtype) -> Float[Array, "B T F"]:
+    """x w + bias, the product's operands in ``dtype``, summed in float32 or better, in x's number format."""
+    if device.platform() == "cpu" and dtype in (jnp.bfloat16, jnp.float32):
+        return _project_on_cpu(x_BTE, w_EF, bias_F, dtype)
     B, T = x_BTE.shape[:2]
-    return (rows_for_gpu(x_BTE.astype(dtype)) @ w_EF.astype(dtype))[:B, :T].astype(x_BTE.dtype)
+    product_BTF = (rows_for_gpu(x_BTE.astype(dtype)) @ w_EF.astype(dtype))[:B, :T].astype(x_BTE.dtype)
+    return product_BTF + bias_F[None, None].astype(x_BTE.dtype)
 
 
 def rows_for_gpu(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B S E"]:
@@ -29,30 +34,36 @@ def rows_for_gpu(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B S E"]:
     return jnp.pad(x_BTE, ((0, 0), (0, 1), (0, 0))) if alone else x_BTE
 
 
-def _product(formula: str, x: Array, y: Array) -> Array:
-    return jnp.einsum(formula, x.astype(jnp.bfloat16), y.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+# XLA's CPU backend has fast products for operands as they lie in memory. What leads to an operand it would compute
+# again for each use, number by number where the use is transposed: hence the barriers. It multiplies the transpose of a
+# bfloat16 matrix slowly; where the sum goes over two dimensions it makes a transposed copy, which is fast.
 
 
-# XLA's CPU backend has a fast bfloat16 product for operands as they lie in memory, and a slow one for operands that it
-# is to read transposed. A contraction over two dimensions makes it transpose them first: hence the split in halves.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _project_on_cpu(x_BTE, w_EF, bias_F, dtype):
+    return _project_forward(x_BTE, w_EF, bias_F, dtype)[0]
 
 
-@jax.custom_vjp
-def _project_on_cpu(x_BTE, w_EF):
-    return _project_forward(x_BTE, w_EF)[0]
+def _project_forward(x_BTE, w_EF, bias_F, dtype):
+    x = x_BTE.astype(dtype)
+    product_BTF = jnp.einsum("bte,ef->btf", x, w_EF.astype(dtype), preferred_element_type=jnp.float32)
+    return product_BTF.astype(x_BTE.dtype) + bias_F[None, None].astype(x_BTE.dtype), (x, w_EF, bias_F)
 
 
-def _project_forward(x_BTE, w_EF):
-    return _product("bte,ef->btf", x_BTE, w_EF).astype(x_BTE.dtype), (x_BTE, w_EF)
-
-
-def _project_backward(saved, dy_BTF):
-    x_BTE, w_EF = saved
-    (B, T, E), F = x_BTE.shape, w_EF.shape[1]
-    halves = 2 if F % 2 == 0 else 1
-    dx_BTE = _product("btgf,egf->bte", dy_BTF.reshape(B, T, halves, -1), w_EF.reshape(E, halves, -1))
-    dw_EF = _product("bte,btf->ef", x_BTE, dy_BTF)
-    return dx_BTE.astype(x_BTE.dtype), dw_EF.astype(w_EF.dtype)
+def _project_backward(dtype, saved, dy_BTF):
+    x, w_EF, bias_F = saved
+    x, dy = lax.optimization_barrier((x, dy_BTF.astype(dtype)))
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    x_NE, dy_NF = x.reshape(-1, x.shape[2]), dy.reshape(-1, dy.shape[2])
+    dx_BTE = product("nf,ef->ne", dy_NF, w_EF.astype(dtype)).reshape(x.shape)
+    if dtype != jnp.bfloat16:
+        dw_EF = product("ne,nf->ef", x_NE, dy_NF)
+    elif x.shape[2] <= dy.shape[2]:  # the narrower one is copied
+        dw_EF = product("bte,btf->ef", x, dy)
+    else:
+        dw_EF = lax.optimization_barrier(product("btf,bte->fe", dy, x)).T
+    dbias_F = dy_NF.sum(axis=0, dtype=jnp.float32)
+    return dx_BTE.astype(dy_BTF.dtype), dw_EF.astype(w_EF.dtype), dbias_F.astype(bias_F.dtype)
 
 
 _project_on_cpu.defvjp(_project_forward, _project_backward)

@@ -2,14 +2,17 @@
 
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kernels import device
 from kernels.projection import project
 
 INITIAL_SCALE = 0.02
-"""Standard deviation of GPT-2's initial weights."""
+"""Standard deviation of GPT-2's initial weights; the model scales them to its ``initial_scale``."""
 
 DecodeState = Literal["none", "constant", "window", "growing"]
 
@@ -25,8 +28,7 @@ class Linear(nnx.Linear):
 
     def __call__(self, x: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert self.bias is not None
-        bias = self.bias[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-        return project(x, self.kernel[...], self.product_dtype or x.dtype) + bias
+        return project(x, self.kernel[...], self.bias[...], self.product_dtype or x.dtype)
 
 
 class SelfAttention(nnx.Module):
@@ -120,10 +122,31 @@ class SelfAttention(nnx.Module):
 
 
 def rotate(x_BTHD: Float[Array, "B T H D"], positions_BT: Int[Array, "B T"]) -> Float[Array, "B T H D"]:
-    """Rotary positions, D even: pairs (x_d, x_{d + D/2}) turned by t · 10000^(−2d/D). Su et al., "RoFormer", 2021."""
+    """Rotary positions, D even: pairs (x_d, x_{d + D/2}) turned by t · 10000^(−2d/D). Su et al., "RoFormer", 2021.
+
+    t is below 2^32, int32 that has run over included.
+    """
     half = x_BTHD.shape[-1] // 2
-    rate_D = 10_000.0 ** (-jnp.arange(half) / half)
-    angle_BTHD = (positions_BT.astype(jnp.float32)[..., None] * rate_D[None, None])[:, :, None]
-    cos, sin = jnp.cos(angle_BTHD), jnp.sin(angle_BTHD)
+    angle_BTHD = angles(positions_BT, half)[:, :, None]
+    cos_BTHD, sin_BTHD = jnp.cos(angle_BTHD), jnp.sin(angle_BTHD)
+    if device.platform() == "cpu":
+        # XLA would compute them again in every head.
+        cos_BTHD, sin_BTHD = jax.lax.optimization_barrier((cos_BTHD, sin_BTHD))
     a, b = x_BTHD[..., :half].astype(jnp.float32), x_BTHD[..., half:].astype(jnp.float32)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x_BTHD.dtype)
+    return jnp.concatenate([a * cos_BTHD - b * sin_BTHD, a * sin_BTHD + b * cos_BTHD], axis=-1).astype(x_BTHD.dtype)
+
+
+def angles(positions_BT: Int[Array, "B T"], pairs: int) -> Float[Array, "B T D"]:
+    """t · 10000^(−d/pairs) for d below ``pairs``, from −π to π, to 1e-6 at any t.
+
+    float32 could not hold the product: at position 10^7 it is off by a radian. Here angles are whole numbers, 2^32 to a
+    turn, whose overflow leaves out whole turns. A position is taken byte by byte, or the rounding of the rate to such a
+    number would grow with it.
+    """
+    turns_D = 10_000.0 ** (-np.arange(pairs) / pairs) / (2 * np.pi)
+    t_BT1 = positions_BT.astype(jnp.uint32)[..., None]
+    angle_BTD = jnp.zeros((*positions_BT.shape, pairs), jnp.uint32)
+    for shift in (0, 8, 16, 24):
+        rate_D = np.round(turns_D * 2.0**shift % 1 * 2**32).astype(np.uint64).astype(np.uint32)
+        angle_BTD += (t_BT1 >> shift & 255) * rate_D[None, None]
+    return jax.lax.bitcast_convert_type(angle_BTD, jnp.int32).astype(jnp.float32) * np.float32(2 * np.pi / 2**32)

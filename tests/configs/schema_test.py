@@ -5,13 +5,13 @@ import re
 
 import pytest
 
-from configs.schema import Config, ConfigError, ModelConfig, TrainConfig, load_recipe
+from configs.schema import Config, ConfigError, LoggingConfig, ModelConfig, TrainConfig, load_recipe
 from models import attention
 
 
 def test_a_config_comes_back_equal_from_its_dict():
     model = attention.resolve(ModelConfig(attention=("chunked", "softmax"), modes={"chunked": {"chunk_size": 64}}))
-    config = Config(model=model, train=TrainConfig(steps=None, minutes=2.5, seed=7))
+    config = Config(model=model, train=TrainConfig(steps=None, minutes=2.5, seed=7), logging=LoggingConfig(wandb=True))
     back = Config.from_dict(config.to_dict())
     assert dataclasses.replace(back, model=attention.resolve(back.model)) == config
 

@@ -1,0 +1,44 @@
+"""LayerNorm with its gradient written out. Ba, Kiros, Hinton: "Layer Normalization", 2016."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def layer_norm(x_BTE: Float[Array, "B T E"], scale_E: Float[Array, " E"], bias_E: Float[Array, " E"],
+               epsilon: float) -> Float[Array, "B T E"]:
+    """(x − mean) / √(variance + ε) · scale + bias over the last axis, computed in float32 or better.
+
+    Saved for the backward pass are x and two numbers a token; autodiff would keep what lies between, and the scale
+    spread over all tokens.
+    """
+    return _forward(x_BTE, scale_E, bias_E, epsilon)[0]
+
+
+def _forward(x_BTE, scale_E, bias_E, epsilon):
+    x = x_BTE.astype(jnp.promote_types(jnp.float32, x_BTE.dtype))
+    mean = x.mean(axis=2, keepdims=True)
+    variance = jnp.maximum((x * x).mean(axis=2, keepdims=True) - mean * mean, 0)
+    rate = lax.rsqrt(variance + epsilon)
+    y = (x - mean) * rate * scale_E[None, None] + bias_E[None, None]
+    return y.astype(x_BTE.dtype), (x_BTE, mean, rate, scale_E, bias_E)
+
+
+def _backward(epsilon, saved, dy_BTE):
+    x_BTE, mean, rate, scale_E, bias_E = saved
+    E, dy = x_BTE.shape[2], dy_BTE.astype(mean.dtype)
+    normal = (x_BTE.astype(mean.dtype) - mean) * rate
+    product = dy * normal
+    # As products with a vector: of a sum, XLA's CPU backend would spread the scale over all tokens first.
+    along = jnp.einsum("bte,e->bt", product, scale_E)[..., None] / E
+    level = jnp.einsum("bte,e->bt", dy, scale_E)[..., None] / E
+    dx = rate * (dy * scale_E[None, None] - level - normal * along)
+    dscale, dbias = product.sum(axis=(0, 1)), dy.sum(axis=(0, 1))
+    return dx.astype(x_BTE.dtype), dscale.astype(scale_E.dtype), dbias.astype(bias_E.dtype)
+
+
+layer_norm.defvjp(_forward, _backward)
