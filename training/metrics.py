@@ -1,18 +1,22 @@
-"""``RUN/metrics.jsonl``: one JSON object a line, appended while a run trains and read back as columns.
+"""``RUN/metrics.jsonl``: one JSON object a line, appended while a run trains and read back in blocks.
 
 Every line has ``split`` ("train" or "val") and numbers: step, tokens, train_seconds, wall_seconds, loss, ….
 """
 
 import errno
+import io
+import json
 import math
 import os
 import warnings
-from array import array
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self, TypeGuard
 
-import numpy as np
 import orjson
+
+BLOCK_BYTES = 1 << 20
+"""Read at once."""
 
 
 class MetricsWriter:
@@ -42,7 +46,7 @@ class MetricsWriter:
 
         Args:
             record: Python numbers, strings, or NumPy or JAX scalars by name. Every number keeps its exact value, but
-                NaN and infinities become null, which :func:`read_metrics` gives back as NaN.
+                NaN and infinities become null.
 
         Raises:
             OSError: the line cannot be written; the message names the file.
@@ -67,44 +71,71 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(path: Path) -> dict[str, dict[str, np.ndarray]]:
-    """The columns of a metrics file, also of a run in training.
+def read_blocks(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """The records of a metrics file, also of a run in training, in blocks from the end of the file to its beginning.
 
-    A half-written last line and blank lines are passed over. Other lines that are not JSON objects with a split are
-    passed over with one warning, which counts them and gives the number of the first.
+    Memory is bounded whatever the length of the file. It begins at the end because of two lines of one step the later
+    counts. A half-written last line and blank lines are passed over. Other lines that are not JSON objects with a split
+    are passed over with one warning, when all is read, which counts them and gives the number of the first.
 
-    Returns:
-        split -> column -> float64 array, in the order of the file, NaN where a line lacks the column or has null. The
-        columns of a split have equal lengths.
+    Yields:
+        The records of about a megabyte, in the order of the file; null stands for NaN.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
     """
-    columns: dict[str, dict[str, array]] = {}
-    lengths: dict[str, int] = {}
-    malformed: list[int] = []
+    damaged, first_damaged = 0, 0
     with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            record = _parse(line)
-            split = record.get("split") if record is not None else None
-            if record is None or not isinstance(split, str):
-                if line.endswith(b"\n") and line.strip():
-                    malformed.append(number)
-                continue
-            length = lengths.get(split, 0)
-            for name, value in record.items():
-                if value is None or isinstance(value, int | float):
-                    column = columns.setdefault(split, {}).setdefault(name, array("d"))
-                    _pad(column, length)
-                    column.append(math.nan if value is None else value)
-            lengths[split] = length + 1
-    if malformed:
-        warnings.warn(f"{path}: skipped {len(malformed)} damaged line(s), the first is line {malformed[0]}",
-                      stacklevel=2)
-    for split, length in lengths.items():
-        for column in columns.get(split, {}).values():
-            _pad(column, length)
-    return {split: {name: np.array(column) for name, column in columns.get(split, {}).items()} for split in lengths}
+        for offset, lines in _blocks_of_lines(file):
+            records = _parse_all(lines)
+            if records is None:
+                records = []
+                for line in io.BytesIO(lines):
+                    record = _parse(line)
+                    if _is_complete(record):
+                        records.append(record)
+                    elif line.endswith(b"\n") and line.strip():
+                        first_damaged = min(first_damaged, offset) if damaged else offset
+                        damaged += 1
+                    offset += len(line)
+            yield records
+        if damaged:
+            file.seek(0)
+            number = 1 + sum(piece.count(b"\n") for piece in _pieces(file, first_damaged))
+            warnings.warn(f"{path}: skipped {damaged:,} damaged line(s), the first is line {number:,}", stacklevel=2)
+
+
+def _blocks_of_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Where each block begins, and its whole lines; from the end of the file."""
+    end, begun = file.seek(0, os.SEEK_END), b""
+    while end > 0:
+        start = max(0, end - BLOCK_BYTES)
+        file.seek(start)
+        block = file.read(end - start) + begun
+        # The first line of a block begins in the block before it.
+        cut = block.find(b"\n") + 1 or len(block) if start > 0 else 0
+        begun = block[:cut]
+        yield start + cut, block[cut:]
+        end = start
+
+
+def _pieces(file: BinaryIO, end: int) -> Iterator[bytes]:
+    """A file's bytes up to ``end``."""
+    for start in range(0, end, BLOCK_BYTES):
+        yield file.read(min(BLOCK_BYTES, end - start))
+
+
+def _parse_all(lines: bytes) -> list[dict[str, Any]] | None:
+    """The records of lines of which none is damaged, in half the time that a line alone takes; else None."""
+    try:
+        records = orjson.loads(b"[" + lines.rstrip(b"\n").replace(b"\n", b",") + b"]")
+    except orjson.JSONDecodeError:
+        return None
+    return records if all(map(_is_complete, records)) else None
+
+
+def _is_complete(record: Any) -> TypeGuard[dict[str, Any]]:
+    return type(record) is dict and type(record.get("split")) is str
 
 
 def _cut(path: Path, keep_through: float) -> None:
@@ -124,9 +155,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
-        return None
+        try:
+            record = json.loads(line)  # takes NaN, which other programs write
+        except ValueError:
+            return None
     return record if isinstance(record, dict) else None
-
-
-def _pad(column: array, length: int) -> None:
-    column.extend([math.nan] * (length - len(column)))

@@ -9,7 +9,8 @@ import numpy as np
 import orjson
 import pytest
 
-from training.metrics import MetricsWriter, read_metrics
+import training.metrics
+from training.metrics import MetricsWriter, read_blocks
 
 COMPLETE = '{"step":1,"split":"train","loss":3.0}\n{"step":2,"split":"train","loss":2.0}\n'
 
@@ -21,28 +22,31 @@ def no_warnings():
         yield
 
 
+def read(path: Path, split: str = "train") -> list[dict]:
+    """The records of a split, in the order of the file."""
+    return [record for block in reversed(list(read_blocks(path))) for record in block if record["split"] == split]
+
+
+def steps(path: Path) -> list[int]:
+    return [record["step"] for record in read(path)]
+
+
 def write_lines(path: Path, *steps: int) -> None:
     with MetricsWriter(path) as writer:
         for step in steps:
             writer.write({"step": step, "split": "train", "loss": 1 / step})
 
 
-def test_records_come_back_as_columns_of_each_split(tmp_path):
+def test_records_come_back_from_a_run_in_training(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     with MetricsWriter(path) as writer:
         writer.write({"step": 1, "split": "train", "loss": 3.5, "tokens": 2**40 + 1})
         writer.write({"step": 1, "split": "val", "loss": 4.0})
         writer.write({"step": 2, "split": "train", "loss": 0.1 + 0.2, "gradient_norm": 1.5})
-        metrics = read_metrics(path)  # on disk while the run still trains
-    assert list(metrics) == ["train", "val"]
-    train = metrics["train"]
-    assert all(column.dtype == np.float64 for column in train.values())
-    np.testing.assert_array_equal(train["step"], [1, 2])
-    np.testing.assert_array_equal(train["loss"], [3.5, 0.1 + 0.2])
-    np.testing.assert_array_equal(train["tokens"], [2**40 + 1, math.nan])
-    np.testing.assert_array_equal(train["gradient_norm"], [math.nan, 1.5])
-    np.testing.assert_array_equal(metrics["val"]["loss"], [4.0])
-    assert "split" not in train
+        # On disk while the run still trains.
+        assert read(path) == [{"step": 1, "split": "train", "loss": 3.5, "tokens": 2**40 + 1},
+                              {"step": 2, "split": "train", "loss": 0.1 + 0.2, "gradient_norm": 1.5}]
+        assert read(path, "val") == [{"step": 1, "split": "val", "loss": 4.0}]
 
 
 def test_numpy_and_jax_scalars_keep_their_exact_value(tmp_path):
@@ -50,18 +54,17 @@ def test_numpy_and_jax_scalars_keep_their_exact_value(tmp_path):
     with MetricsWriter(path) as writer:
         writer.write({"step": np.int64(1), "split": "train", "loss": jnp.float32(0.1), "rate": np.float32(0.1),
                       "half": jnp.bfloat16(0.1)})
-    train = read_metrics(path)["train"]
-    assert train["loss"][0] == train["rate"][0] == float(np.float32(0.1))
-    assert train["half"][0] == float(jnp.bfloat16(0.1))
+    record, = read(path)
+    assert record["loss"] == record["rate"] == float(np.float32(0.1))
+    assert record["half"] == float(jnp.bfloat16(0.1))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), jnp.float32("inf")])
-def test_non_finite_numbers_stay_valid_json_and_come_back_as_nan(tmp_path, value):
+def test_non_finite_numbers_stay_valid_json(tmp_path, value):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as writer:
         writer.write({"step": 1, "split": "train", "loss": value})
     assert orjson.loads(path.read_bytes()) == {"step": 1, "split": "train", "loss": None}
-    assert math.isnan(read_metrics(path)["train"]["loss"][0])
 
 
 def test_resuming_cuts_the_lines_past_the_restored_step(tmp_path):
@@ -71,10 +74,8 @@ def test_resuming_cuts_the_lines_past_the_restored_step(tmp_path):
         file.write('{"step":2,"split":"val","loss":9}\n{"step":3,"split":"val","loss":9}\n')
     with MetricsWriter(path, keep_through=2) as writer:
         writer.write({"step": 3, "split": "train", "loss": 7.0})
-    metrics = read_metrics(path)
-    np.testing.assert_array_equal(metrics["train"]["step"], [1, 2, 3])
-    np.testing.assert_array_equal(metrics["train"]["loss"], [1, 0.5, 7])
-    np.testing.assert_array_equal(metrics["val"]["step"], [2])
+    assert [(record["step"], record["loss"]) for record in read(path)] == [(1, 1), (2, 0.5), (3, 7)]
+    assert [record["step"] for record in read(path, "val")] == [2]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -82,7 +83,7 @@ def test_reopening_appends(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_lines(path, 1, 2)
     write_lines(path, 3)
-    np.testing.assert_array_equal(read_metrics(path)["train"]["step"], [1, 2, 3])
+    assert steps(path) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("keep_through", [None, 10])
@@ -90,35 +91,43 @@ def test_reopening_appends(tmp_path):
 def test_a_half_written_last_line_is_passed_over_and_cut_on_resume(tmp_path, half, keep_through):
     path = tmp_path / "metrics.jsonl"
     path.write_text(COMPLETE + half)
-    np.testing.assert_array_equal(read_metrics(path)["train"]["step"], [1, 2])
+    assert steps(path) == [1, 2]
     with MetricsWriter(path, keep_through=keep_through) as writer:
         writer.write({"step": 3, "split": "train", "loss": 1.0})
-    np.testing.assert_array_equal(read_metrics(path)["train"]["step"], [1, 2, 3])
+    assert steps(path) == [1, 2, 3]
 
 
 def test_a_last_line_that_lacks_only_its_line_end_is_kept(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(COMPLETE.rstrip("\n"))
     write_lines(path, 3)
-    np.testing.assert_array_equal(read_metrics(path)["train"]["step"], [1, 2, 3])
+    assert steps(path) == [1, 2, 3]
 
 
 def test_damaged_lines_are_counted_and_the_first_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(COMPLETE + '\n   \n[1, 2]\nnoise\n{"step": 5}\n' + COMPLETE)
     with pytest.warns(UserWarning, match=rf"{path}: skipped 3 damaged line\(s\), the first is line 5"):
-        metrics = read_metrics(path)
-    np.testing.assert_array_equal(metrics["train"]["step"], [1, 2, 1, 2])
+        assert steps(path) == [1, 2, 1, 2]
 
 
-def test_an_empty_file_has_no_splits(tmp_path):
+@pytest.mark.parametrize("size", [20, 39, 40, 41, 100])
+def test_blocks_of_any_size_hold_whole_lines(tmp_path, monkeypatch, size):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(COMPLETE + "noise\n" + COMPLETE + "\n" + '{"step":7,"split":"train"}')
+    monkeypatch.setattr(training.metrics, "BLOCK_BYTES", size)
+    with pytest.warns(UserWarning, match=r"skipped 1 damaged line\(s\), the first is line 3"):
+        assert steps(path) == [1, 2, 1, 2, 7]
+
+
+def test_an_empty_file_has_no_records(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
-    assert read_metrics(tmp_path / "metrics.jsonl") == {}
+    assert list(read_blocks(tmp_path / "metrics.jsonl")) == []
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):
-        read_metrics(tmp_path / "metrics.jsonl")
+        list(read_blocks(tmp_path / "metrics.jsonl"))
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
@@ -140,4 +149,4 @@ def test_an_interrupted_resume_loses_no_line(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "replace", crash)
     with pytest.raises(KeyboardInterrupt):
         MetricsWriter(path, keep_through=1)
-    np.testing.assert_array_equal(read_metrics(path)["train"]["step"], [1, 2, 3])
+    assert steps(path) == [1, 2, 3]

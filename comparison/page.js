@@ -1,0 +1,482 @@
+"use strict";
+// Draws the page from the payload that comparison/page.py writes. What can be clicked changes `state`, and `refresh`
+// draws everything anew from it.
+(() => {
+  const METRICS = [
+    { key: "loss", button: "Loss", title: "loss (nats per token)" },
+    { key: "bits", button: "Bits per byte", title: "bits per byte" },
+  ];
+  const SCALES = [{ key: "linear", button: "Linear" }, { key: "log", button: "Log" }];
+  const INK = "#1f2328";
+  const RULE = "#e6e9ed";
+  const DASHES = { solid: "", dash: "6 3", dot: "2 2.5", dashdot: "7 2 2 2" };
+  const SYMBOLS = { circle: "M15 2.5a3.5 3.5 0 1 0 .01 0z", square: "M12 3h6v6h-6z",
+                    diamond: "M15 1.5l4.5 4.5-4.5 4.5-4.5-4.5z", "triangle-up": "M15 2l4.5 7.5h-9z" };
+
+  const byId = (id) => document.getElementById(id);
+  const payload = JSON.parse(byId("payload").textContent, decode);
+  const { axes: AXES, runs, setups } = payload;
+  const state = { axis: "train_seconds", metric: "loss", x: "linear", y: "linear", smoothing: 2, context: null,
+                  size: null, hidden: new Set() };
+
+  // --- The payload -------------------------------------------------------------------------------------------------
+
+  /** A reviver for JSON.parse: columns are the bytes of little-endian numbers in base64; NaN stands for a gap. */
+  function decode(_key, value) {
+    if (!value || typeof value.base64 !== "string") return value;
+    const bytes = Uint8Array.from(atob(value.base64), (letter) => letter.charCodeAt(0));
+    return new { i4: Int32Array, f4: Float32Array, f8: Float64Array }[value.type](bytes.buffer);
+  }
+
+  const selected = (run) => ["context", "size"].every((name) => state[name] === null || run[name] === state[name]);
+  const shown = (run) => selected(run) && !state.hidden.has(run);
+  const runsOf = (setup) => setup.runs.map((index) => runs[index]);
+
+  /** A column of a run's "points" or "means" (train) or "val" in the units drawn; null where the run has none. */
+  function column(run, curve, key) {
+    const columns = run[curve] ?? {};
+    if (key === "flops") return scaled(columns.tokens, run.flops_per_token);
+    if (key === "bits") return scaled(columns.loss, run.bits_per_nat);
+    return columns[key] ?? null;
+  }
+
+  function scaled(values, factor) {
+    return values && factor ? Float64Array.from(values, (value) => value * factor) : null;
+  }
+
+  // --- Curves ------------------------------------------------------------------------------------------------------
+
+  /** Weighted mean over `reach` neighbours on each side; over fewer of the first values, where loss is steep and a
+      wide mean would lag, and of what there is at the end. Gaps stay gaps and enter no mean. */
+  function smooth(values, weights, reach) {
+    return Float64Array.from(values, (value, i) => {
+      if (!Number.isFinite(value)) return NaN;
+      const before = Math.min(Math.floor(i / 5), reach);
+      let [sum, weight] = [0, 0];
+      for (let j = i - before; j <= Math.min(i + before, values.length - 1); j++) {
+        if (!Number.isFinite(values[j])) continue;
+        sum += values[j] * weights[j];
+        weight += weights[j];
+      }
+      return sum / weight;
+    });
+  }
+
+  /** The value of a curve (xs ascending) at x, interpolated linearly; NaN outside it. */
+  function interpolate(x, xs, values) {
+    let low = 0;
+    let high = xs.length - 1;
+    if (!(x >= xs[low] && x <= xs[high])) return NaN;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (xs[middle] <= x) low = middle; else high = middle;
+    }
+    if (xs[low] === x || high === low) return values[low];
+    if (xs[high] === x) return values[high];
+    return values[low] + (values[high] - values[low]) * (x - xs[low]) / (xs[high] - xs[low]);
+  }
+
+  /** What is drawn of a run's curve: x, y and the columns of the hover text; null where the run lacks an axis. */
+  function curveOf(run, curve, key, smoothing = 0) {
+    const x = column(run, curve, state.axis);
+    const y = column(run, curve, key);
+    if (!x || !y) return null;
+    const rate = curve === "val" ? rateAt(run, run.val.step) : column(run, curve, "learning_rate");
+    const smoothed = smoothing ? smooth(y, run[curve].lines, Math.round(y.length * smoothing / 200)) : y;
+    return { x, y: smoothed, rate, step: run[curve].step, seconds: run[curve].train_seconds };
+  }
+
+  /** Val lines have no learning rate: it is that of the train lines beside them. */
+  function rateAt(run, steps) {
+    const { step, learning_rate: rates } = run.points ?? {};
+    return step && rates ? Float64Array.from(steps, (at) => interpolate(at, step, rates)) : null;
+  }
+
+  /** Mean and standard deviation over curves, at the points of the first that lie in all. */
+  function average(curves) {
+    const places = Array.from(curves[0].x.keys()).filter((i) => curves.every(
+      ({ x }) => curves[0].x[i] >= x[0] && curves[0].x[i] <= x[x.length - 1]));
+    const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+    const each = (key) => places.map((i) => curves.map((curve) => interpolate(curves[0].x[i], curve.x, curve[key])));
+    const means = (key) => curves.every((curve) => curve[key]) ? each(key).map(mean) : null;
+    const y = means("y");
+    const spread = each("y").map((values, i) => Math.sqrt(
+      values.reduce((sum, value) => sum + (value - y[i]) ** 2, 0) / (values.length - 1)));
+    return { x: places.map((i) => curves[0].x[i]), y, spread, rate: means("rate"), step: means("step"),
+             seconds: means("seconds") };
+  }
+
+  // --- Traces ------------------------------------------------------------------------------------------------------
+
+  const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+  const faded = (colour, alpha) => colour + Math.round(alpha * 255).toString(16).padStart(2, "0");
+
+  /** A Plotly trace. `meta` says what it is of: tests read it. */
+  function trace(kind, setup, members, { x, y }, look) {
+    const meta = { kind, runs: members.map((run) => run.name) };
+    return { type: "scatter", name: setup.label, meta, x, y, hoverinfo: "skip", showlegend: false, ...look };
+  }
+
+  function hover(curve, name, quantity) {
+    const customdata = Array.from(curve.x, (_x, i) => [curve.step[i], curve.seconds[i], curve.rate?.[i]]);
+    const rate = curve.rate ? "<br>learning rate %{customdata[2]:.3~g}" : "";
+    return { hoverinfo: "all", customdata, hovertemplate: `<b>${escaped(name)}</b><br>${quantity}<br>` +
+             `step %{customdata[0]:,.0f}<br>%{customdata[1]:,.1f} s of training${rate}<extra></extra>` };
+  }
+
+  function faint(setup, run, key) {
+    const raw = curveOf(run, "points", key);
+    return raw ? [trace("raw", setup, [run], raw, { mode: "lines", opacity: 0.2,
+                                                    line: { color: setup.colour, width: 1 } })] : [];
+  }
+
+  /** The runs of a set-up as one line, with a band where there are several. */
+  function line(setup, members, key, smoothing, quantity) {
+    const curves = members.map((run) => curveOf(run, "means", key, smoothing));
+    const [known, of] = [curves.filter(Boolean), members.filter((_run, i) => curves[i])];
+    if (!known.length) return [];
+    const curve = known.length > 1 ? average(known) : known[0];
+    return [...(known.length > 1 ? [band(setup, of, curve)] : []),
+            trace("train", setup, of, curve, { mode: "lines", line: { color: setup.colour, dash: setup.dash, width: 2 },
+                                               ...hover(curve, title(setup, of), quantity) })];
+  }
+
+  function band(setup, members, { x, y, spread }) {
+    const at = Array.from(x.keys()).filter((i) => Number.isFinite(spread[i]));
+    const back = at.toReversed();
+    const edge = { x: [...at, ...back].map((i) => x[i]),
+                   y: [...at.map((i) => y[i] + spread[i]), ...back.map((i) => y[i] - spread[i])] };
+    return trace("band", setup, members, edge, { mode: "lines", line: { width: 0 }, fill: "toself",
+                                                 fillcolor: faded(setup.colour, 0.16) });
+  }
+
+  function points(setup, members) {
+    const curves = members.map((run) => curveOf(run, "val", state.metric));
+    const [known, of] = [curves.filter(Boolean), members.filter((_run, i) => curves[i])];
+    if (!known.length) return [];
+    const several = known.length > 1;
+    const curve = several ? average(known) : known[0];
+    const bars = { type: "data", array: curve.spread, thickness: 1, width: 3, color: setup.colour };
+    const marker = { color: setup.colour, symbol: setup.symbol, size: 7, line: { color: "white", width: 1 } };
+    return [trace("val", setup, of, curve, { mode: "markers", marker, ...(several && { error_y: bars }),
+                                             ...hover(curve, title(setup, of), "val " + quantityText()) })];
+  }
+
+  const quantityText = () => (state.metric === "bits" ? "bits per byte" : "loss") + " %{y:.4f}";
+
+  function title(setup, members) {
+    return setup.label + (members.length > 1 ? `, mean of ${members.length} seeds`
+      : members[0].name === setup.label ? "" : ` · ${members[0].name}`);
+  }
+
+  // --- Figures -----------------------------------------------------------------------------------------------------
+
+  const narrow = () => window.innerWidth <= 760;
+
+  function plot(id, traces, xaxis, yaxis) {
+    const axis = { gridcolor: RULE, linecolor: "#8c959f", showline: true, zeroline: false, ticks: "outside", ticklen: 4,
+                   tickcolor: "#8c959f", automargin: true };
+    const layout = {
+      xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis }, showlegend: false, hovermode: "closest",
+      margin: { l: 52, r: 8, t: 10, b: 44 }, plot_bgcolor: "white", paper_bgcolor: "white",
+      font: { family: "system-ui, sans-serif", size: narrow() ? 12 : 13, color: INK },
+      hoverlabel: { align: "left", font: { size: 13 } },
+      // A finger on the figure scrolls the page.
+      dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+      // What the user zoomed to stays until another quantity is drawn.
+      uirevision: [xaxis.title.text, xaxis.type, yaxis.title.text, yaxis.type].join(),
+    };
+    Plotly.react(id, traces, layout, { responsive: true, displaylogo: false, displayModeBar: narrow() ? false : "hover",
+                                       modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] });
+  }
+
+  const xAxis = () => ({ type: state.x, title: { text: AXES.find(({ key }) => key === state.axis).title } });
+  const shownSetups = () => setups.map((setup) => [setup, runsOf(setup).filter(shown)]).filter(([, of]) => of.length);
+
+  function drawLoss() {
+    const { title: text } = METRICS.find(({ key }) => key === state.metric);
+    const drawn = shownSetups();
+    const traces = [
+      ...drawn.flatMap(([setup, members]) => members.flatMap((run) => faint(setup, run, state.metric))),
+      ...drawn.flatMap(([setup, members]) => line(setup, members, state.metric, state.smoothing,
+                                                   "train " + quantityText())),
+      ...drawn.flatMap(([setup, members]) => points(setup, members)),
+    ];
+    const range = state.y === "linear" ? lossRange(traces) : null;
+    plot("loss", traces, xAxis(), { type: state.y, title: { text }, ...(range ? { range } : { autorange: true }) });
+    byId("reading").textContent = reading();
+  }
+
+  /** Losses to show at first: from the lowest to where the first 3 % of a run have brought it, so that the fall of the
+      first steps, and a run that diverges, do not press all others together. */
+  function lossRange(traces) {
+    const curves = traces.filter(({ meta }) => meta.kind === "train" || meta.kind === "val")
+      .map(({ y }) => Array.from(y).filter(Number.isFinite)).filter((y) => y.length);
+    if (!curves.length) return null;
+    const low = Math.min(...curves.map((y) => Math.min(...y)));
+    const high = Math.max(...curves.map((y) => y[Math.min(Math.floor(y.length / 33) + 1, y.length - 1)]));
+    const margin = 0.05 * (high - low) || 0.05;
+    return [low - margin, high + margin];
+  }
+
+  function reading() {
+    const known = (run, key) => ["means", "val"].some((curve) => column(run, curve, key));
+    const lacking = (key) => runs.filter((run) => shown(run) && !known(run, key)).map((run) => run.name).join(", ");
+    const [axis, metric] = [lacking(state.axis), lacking(state.metric)];
+    const { title: text } = AXES.find(({ key }) => key === state.axis);
+    return ["Lines: train loss, smoothed; faint: of single steps. Points: val loss.",
+            shownSetups().some(([, of]) => of.length > 1) &&
+              "Bands and bars: one standard deviation over the seeds, to each side.",
+            state.y === "linear" && "The first steps lie above the figure: a double click in it, or the logarithmic " +
+              "scale, shows all.",
+            state.metric === "bits" && "Train loss is converted by the bytes per token of the val text.",
+            "A click in the legend hides a run everywhere, a double click leaves it alone.",
+            axis && `Not known in ${text}: ${axis}.`,
+            metric && `Not known in bits per byte: ${metric}.`].filter(Boolean).join(" ");
+  }
+
+  /** A column of the train lines, over the x axis of the main figure. */
+  function drawColumn(key, text, { smoothing, raw }) {
+    const drawn = shownSetups();
+    const traces = [
+      ...(raw ? drawn.flatMap(([setup, members]) => members.flatMap((run) => faint(setup, run, key))) : []),
+      ...drawn.flatMap(([setup, members]) => line(setup, members, key, smoothing, `${text} %{y:.3~g}`)),
+    ];
+    plot(key, traces, xAxis(), { type: "linear", title: { text }, rangemode: "tozero" });
+  }
+
+  function drawPositions() {
+    const several = new Set(runs.flatMap((run) => run.evaluations.map(({ corpus }) => corpus))).size > 1;
+    const traces = shownSetups().flatMap(([setup, members]) => members.flatMap(
+      (run) => run.evaluations.map((evaluation) => positionTrace(setup, run, evaluation, several))));
+    plot("positions", traces, { type: "log", title: { text: "tokens of context seen" } },
+         { type: "linear", title: { text: "loss (nats per token)" } });
+  }
+
+  function positionTrace(setup, run, { context, corpus, first, last, loss }, several) {
+    const name = `${title(setup, [run])}, context ${context.toLocaleString("en")}${several ? `, ${corpus}` : ""}`;
+    const text = first.map((from, i) => `${from.toLocaleString("en")} to ${last[i].toLocaleString("en")} tokens`);
+    // A bin of a logarithmic axis is drawn at its middle.
+    const x = first.map((from, i) => Math.sqrt(from * last[i]));
+    return trace("positions", setup, [run], { x, y: loss }, {
+      mode: "lines+markers", line: { color: setup.colour, dash: setup.dash, width: 2 },
+      marker: { color: setup.colour, symbol: setup.symbol, size: 7 }, text, hoverinfo: "all",
+      hovertemplate: `<b>${escaped(name)}</b><br>%{text}<br>loss %{y:.4f}<extra></extra>` });
+  }
+
+  // --- What is not a figure ----------------------------------------------------------------------------------------
+
+  function element(tag, attributes = {}, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) {
+      if (name === "onclick" || name === "oninput") made[name] = value;
+      else if (value !== false && value !== null) made.setAttribute(name, value === true ? "" : value);
+    }
+    made.append(...children);
+    return made;
+  }
+
+  /** Buttons of which one is pressed: the options are { key, button }. */
+  function choice(label, name, options) {
+    const buttons = options.map(({ key, button }) => element("button", { type: "button", onclick: () => {
+      state[name] = key;
+      press();
+      refresh();
+    } }, button));
+    const press = () => buttons.forEach((each, i) => each.setAttribute("aria-pressed", options[i].key === state[name]));
+    press();
+    return element("div", { class: "choice", role: "group", "aria-label": label, "data-name": name }, ...buttons);
+  }
+
+  function control(label, ...parts) {
+    const kind = parts.every((part) => part.className === "choice") && parts.length > 1 ? "control pair" : "control";
+    return element("div", { class: kind }, element("span", {}, label), ...parts);
+  }
+
+  function slider() {
+    const text = element("output", {}, `${state.smoothing} %`);
+    const range = element("input", { type: "range", min: 0, max: 20, step: 0.5, value: state.smoothing,
+                                     "aria-label": "Smoothing, in per cent of the run", oninput: () => {
+      state.smoothing = Number(range.value);
+      text.value = `${state.smoothing} %`;
+      drawLoss();
+      if (!hiddenSection("gradient_norm")) drawGradient();
+    } });
+    return [range, text];
+  }
+
+  function buildControls() {
+    const known = (key) => runs.some((run) => ["means", "val"].some((curve) => column(run, curve, key)));
+    const axes = AXES.filter(({ key }) => known(key));
+    const metrics = METRICS.filter(({ key }) => known(key));
+    byId("controls").append(
+      control("x axis", choice("x axis", "axis", axes), choice("x scale", "x", SCALES)),
+      control("y axis", ...(metrics.length > 1 ? [choice("y axis", "metric", metrics)] : []),
+              choice("y scale", "y", SCALES)));
+    if (runs.some((run) => run.means)) byId("controls").append(control("smoothing", ...slider()));
+    for (const name of ["context", "size"]) {
+      const values = [...new Set(runs.map((run) => run[name]))].filter((value) => value !== null);
+      if (values.length < 2) continue;
+      const options = values.map((value) => ({ key: value, button: value.toLocaleString("en") }));
+      byId("selectors").append(control({ context: "context", size: "layers × width" }[name],
+                                       choice(name, name, [{ key: null, button: "All" }, ...options])));
+      byId("selectors").hidden = false;
+    }
+  }
+
+  /** The line and the marker of a set-up. */
+  function swatch({ colour, dash, symbol }) {
+    const picture = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    picture.setAttribute("class", "swatch");
+    picture.setAttribute("viewBox", "0 0 30 12");
+    picture.setAttribute("aria-hidden", "true");
+    for (const [path, look] of [["M0 6h30", { stroke: colour, "stroke-width": 2, "stroke-dasharray": DASHES[dash] }],
+                                [SYMBOLS[symbol], { fill: colour }]]) {
+      const part = document.createElementNS("http://www.w3.org/2000/svg", "path");
+      Object.entries({ d: path, ...look }).forEach(([name, value]) => part.setAttribute(name, value));
+      picture.append(part);
+    }
+    return picture;
+  }
+
+  /** A button for each set-up, and for each of its runs where there are several. */
+  function buildLegend() {
+    byId("legend").append(...setups.map((setup) => {
+      const members = runsOf(setup);
+      const several = members.length > 1;
+      const text = several ? `${setup.label}, ${members.length} seeds` : title(setup, members);
+      return element("div", { class: "setup" }, toggle(members, {}, swatch(setup), text),
+                     ...(several ? members.map((run) => toggle([run], { class: "seed" }, run.name)) : []));
+    }), element("button", { type: "button", class: "all", onclick: () => hide([]) }, "Show all"));
+  }
+
+  function toggle(members, attributes, ...children) {
+    const onclick = ({ detail }) => {
+      if (detail > 1) hide(runs.filter((run) => !members.includes(run)));
+      else if (members.some(shown)) hide([...state.hidden, ...members]);
+      else hide([...state.hidden].filter((run) => !members.includes(run)));
+    };
+    return Object.assign(element("button", { type: "button", ...attributes, onclick }, ...children), { of: members });
+  }
+
+  function drawLegend() {
+    for (const button of document.querySelectorAll("#legend button")) {
+      if (!button.of) continue;
+      button.hidden = !button.of.some(selected);
+      button.setAttribute("aria-pressed", button.of.some(shown));
+    }
+    document.querySelector("#legend .all").hidden = !state.hidden.size;
+  }
+
+  function hide(members) {
+    state.hidden = new Set(members);
+    refresh();
+  }
+
+  const hiddenSection = (id) => byId(id).closest("section").hidden;
+  const reveal = (id, known) => { byId(id).closest("section").hidden = !known; };
+
+  /** Rows { cells, runs, best, mean }: a row is of some runs and hidden with the last of them. */
+  function table(id, { headings, rows, text = 2 }) {
+    const kind = (column) => (column < text ? "text" : "");
+    const body = rows.map((row) => {
+      const cells = row.cells.map((cell, i) => element("td", {
+        class: `${kind(i)}${row.best?.includes(i) ? " best" : ""}` }, cell));
+      return Object.assign(element("tr", { class: row.mean ? "mean" : "" }, ...cells),
+                           { of: row.runs.map((index) => runs[index]) });
+    });
+    byId(id).replaceChildren(element("table", {},
+      element("thead", {}, element("tr", {}, ...headings.map(
+        (heading, i) => element("th", { class: kind(i) }, heading.replaceAll(" %", "\u00a0%"))))),
+      element("tbody", {}, ...body)));
+    reveal(id, rows.length);
+  }
+
+  function hideRows() {
+    for (const row of document.querySelectorAll("tbody tr")) {
+      if (row.of) row.hidden = !row.of.some(shown);
+    }
+  }
+
+  /** The fields in which the runs shown differ: a column a run. */
+  function drawConfigs() {
+    const columns = Array.from(runs.keys()).filter((i) => shown(runs[i]));
+    const rows = payload.configs.map(({ field, values }) => [field, ...columns.map((i) => values[i])])
+      .filter(([, ...values]) => new Set(values).size > 1);
+    table("configs", { headings: ["", ...columns.map((i) => runs[i].name)], text: Infinity,
+                       rows: rows.map((cells) => ({ cells, runs: columns })) });
+  }
+
+  function drawBars(id, key, text) {
+    const drawn = shownSetups().flatMap(([setup, members]) => members.filter((run) => run[key] !== null)
+      .map((run) => [setup, run]));
+    const largest = Math.max(...drawn.map(([, run]) => run[key]));
+    byId(id).replaceChildren(...drawn.map(([setup, run]) => {
+      const bar = element("div", { class: "bar" });
+      Object.assign(bar.style, { width: `${100 * run[key] / largest}%`, background: setup.colour });
+      return element("li", {}, element("span", { class: "name", title: title(setup, [run]) }, run.name),
+                     element("div", { class: "track" }, bar), element("span", { class: "value" }, text(run[key])));
+    }));
+  }
+
+  function drawSamples() {
+    byId("samples").replaceChildren(...runs.filter((run) => shown(run) && run.sample !== null).map((run) => {
+      const step = element("span", {}, ` · step ${whole(run.sample_step)}`);
+      return element("figure", {}, element("figcaption", {}, run.name, step),
+                     element("pre", { tabindex: "0" }, run.sample));
+    }));
+  }
+
+  // --- The whole ---------------------------------------------------------------------------------------------------
+
+  const drawGradient = () => drawColumn("gradient_norm", "gradient norm", { smoothing: state.smoothing, raw: true });
+  const drawRate = () => drawColumn("learning_rate", "learning rate", { smoothing: 0, raw: false });
+  const whole = (value) => Math.round(value).toLocaleString("en");
+  const mebibytes = (value) => (value / 2 ** 20).toLocaleString("en", { maximumSignificantDigits: 4 });
+
+  /** What depends on `state`, for each section that there is. */
+  const PANELS = {
+    throughput: [(run) => run.tokens_per_second !== null, () => drawBars("throughput", "tokens_per_second", whole)],
+    memory: [(run) => run.memory !== null, () => drawBars("memory", "memory", mebibytes)],
+    positions: [(run) => run.evaluations.length, drawPositions],
+    gradient_norm: [(run) => column(run, "means", "gradient_norm"), drawGradient],
+    learning_rate: [(run) => column(run, "means", "learning_rate"), drawRate],
+    samples: [(run) => run.sample !== null, drawSamples],
+  };
+
+  function refresh() {
+    drawLegend();
+    drawLoss();
+    hideRows();
+    drawConfigs();
+    for (const [id, [has, draw]] of Object.entries(PANELS)) {
+      reveal(id, runs.some((run) => shown(run) && has(run)));
+      if (!hiddenSection(id)) draw();
+    }
+  }
+
+  /** Figures are drawn for the width of paper before they are printed, and for that of the window after. */
+  function resize(width) {
+    for (const figure of document.querySelectorAll(".plot.js-plotly-plot")) {
+      Plotly.relayout(figure, width ? { width, autosize: false } : { width: null, autosize: true });
+    }
+  }
+
+  function build() {
+    byId("verdict").append(...payload.verdict.map((sentence) => element("p", {}, sentence)));
+    byId("warnings").append(...payload.warnings.map((warning) => element("li", {}, "⚠ " + warning)));
+    byId("warnings").hidden = !payload.warnings.length;
+    buildControls();
+    buildLegend();
+    table("figures", payload.figures);
+    byId("figures-note").textContent = payload.figures.note;
+    table("times", payload.times);
+    byId("times-note").textContent = payload.times.note;
+    byId("note").textContent = payload.note;
+    refresh();
+    addEventListener("beforeprint", () => resize(680));
+    addEventListener("afterprint", () => resize(null));
+  }
+
+  build();
+})();

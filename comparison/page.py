@@ -1,0 +1,148 @@
+"""The page of a comparison: one HTML file that opens without network. Here is its payload; page.js draws it."""
+
+import base64
+import html
+import json
+import math
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from comparison import Comparison
+from comparison.curves import Columns
+from comparison.runs import AXES, Run
+from comparison.style import DASHES, colour, dashes
+from comparison.table import TimesToLoss, table_note
+
+COLUMNS = ("step", "tokens", "train_seconds", "wall_seconds", "loss", "learning_rate", "gradient_norm", "lines")
+"""What is drawn of a curve. Operations are tokens, and bits per byte losses, by a factor: the page multiplies."""
+MAX_SAMPLE = 4000
+"""Characters shown of a sample."""
+
+
+def page(comparison: Comparison, *, title: str = "", note: str = "") -> str:
+    """The whole page as HTML, plotly.js included: the same comparison gives the same text.
+
+    Args:
+        title: its heading; empty: the modes compared.
+        note: a text at its end.
+    """
+    from plotly.offline import get_plotlyjs
+
+    part = {kind: Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8")
+            for kind in ("html", "css", "js")}
+    # A run's name could hold "</script>".
+    as_json = json.dumps(payload(comparison) | {"note": note}, separators=(",", ":"), allow_nan=False)
+    return string.Template(part["html"]).substitute(
+        title=html.escape(title or comparison.default_title), style=part["css"], plotly=get_plotlyjs(),
+        payload=as_json.replace("<", "\\u003c"), script=part["js"])
+
+
+def payload(comparison: Comparison) -> dict[str, Any]:
+    """What page.js draws, as JSON values: texts as they are, columns of numbers as :func:`packed`. Runs are named by
+    their index."""
+    runs, setups = comparison.runs, comparison.setups
+    index = {run.name: i for i, run in enumerate(runs)}
+    lines, symbols = dashes([setup.attention for setup in setups]), [symbol for _, symbol in DASHES.values()]
+    return {
+        "axes": [{"key": key, "button": button, "title": text} for key, (button, text) in AXES.items()],
+        # The markers of neighbours differ, and so do those of one mode whose dashes are used up.
+        "setups": [{"label": setup.label, "runs": [index[run.name] for run in setup.runs],
+                    "colour": colour(setup.attention), "dash": lines[i], "symbol": symbols[(i + i // 4) % 4]}
+                   for i, setup in enumerate(setups)],
+        "runs": [run_payload(run) for run in runs],
+        "verdict": comparison.verdict,
+        "warnings": comparison.remarks,
+        "figures": figures_table(comparison, index),
+        "times": times_table(comparison.times, runs),
+        "configs": [{"field": field, "values": [as_text(value) for value in values]}
+                    for field, values in comparison.differences.items()],
+    }
+
+
+def run_payload(run: Run) -> dict[str, Any]:
+    """Curves, figures and texts of a run; None for what it lacks."""
+    columns = run.train.points or run.val.points
+    return {
+        "name": run.name,
+        "context": run.context,
+        "size": run.size,
+        "points": packed(run.train.points),
+        "means": packed(run.train.means),
+        "val": packed(run.val.points if run.val.is_whole else run.val.means),
+        "flops_per_token": finite(columns["flops"][-1] / columns["tokens"][-1]) if "flops" in columns else None,
+        "bits_per_nat": None if run.bytes_per_token is None else 1 / (math.log(2) * run.bytes_per_token),
+        "tokens_per_second": finite(run.train.median_speed),
+        "memory": finite(run.peak_bytes),
+        "evaluations": [{"context": entry["context"], "corpus": entry["corpus"]}
+                        | {key: [part[key] for part in entry["positions"]] for key in ("first", "last", "loss")}
+                        for entry in run.evaluations],
+        "sample": None if run.sample is None else shortened(run.sample),
+        "sample_step": run.sample_step,
+    }
+
+
+def packed(columns: Columns) -> dict[str, dict[str, str]] | None:
+    """Columns as base64 of little-endian numbers, each in the smallest type that keeps it: whole numbers exactly,
+    others to 7 digits; NaN is a gap. None without columns."""
+    found = {}
+    for name in COLUMNS:
+        if name not in columns:
+            continue
+        values = columns[name]
+        whole = np.isfinite(values).all() and (values == np.round(values)).all()
+        kind = "f4" if not whole else "i4" if np.abs(values).max(initial=0) < 2**31 else "f8"
+        with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and a gap
+            data = values.astype(f"<{kind}").tobytes()
+        found[name] = {"type": kind, "base64": base64.b64encode(data).decode()}
+    return found or None
+
+
+def finite(value: float | None) -> float | None:
+    """JSON has no NaN."""
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def shortened(text: str) -> str:
+    """The first ``MAX_SAMPLE`` characters."""
+    return text if len(text) <= MAX_SAMPLE else text[:MAX_SAMPLE] + "…"
+
+
+def as_text(value: Any) -> str:
+    """A value of a config."""
+    if value is None:
+        return "–"
+    if isinstance(value, list):
+        return ", ".join(map(as_text, value))
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def figures_table(comparison: Comparison, index: dict[str, int]) -> dict[str, Any]:
+    """The table of final figures; the times to reach given losses have a table of their own."""
+    columns = [column for column in comparison.columns if not column.key.startswith("seconds_to_")]
+    members = [[index[run.name] for run in setup.runs] for setup in comparison.setups]
+    runs_of_rows = [of_row for seeds in members
+                    for of_row in [*([i] for i in seeds), *([seeds] if len(seeds) > 1 else [])]]
+    return {"headings": ["run", "attention", *(column.heading for column in columns)],
+            "rows": [{"cells": list(row.cells(columns).values()), "runs": of_row, "mean": row.seeds > 1}
+                     for row, of_row in zip(comparison.rows, runs_of_rows, strict=True)],
+            "note": table_note(comparison.rows, comparison.runs)}
+
+
+def times_table(times: TimesToLoss | None, runs: Sequence[Run]) -> dict[str, Any]:
+    """Training time to each loss, the shortest marked; no rows where not known."""
+    if times is None:
+        return {"headings": [], "rows": [], "note": ""}
+    seconds = [times.seconds[run.name] for run in runs]
+    shortest = [min((value for value in column if value is not None), default=None)
+                for column in zip(*seconds, strict=True)]
+    return {"headings": ["run", "attention", *(f"val loss {level:g}" for level in times.levels)],
+            "rows": [{"cells": [run.name, run.label, *("–" if value is None else f"{value:,.1f} s" for value in row)],
+                      "runs": [i],
+                      "best": [2 + j for j, value in enumerate(row) if value is not None and value == shortest[j]]}
+                     for i, (run, row) in enumerate(zip(runs, seconds, strict=True))],
+            "note": "Training time until the val loss was first as low, between evaluations by a straight line; bold: "
+                    "the shortest. –: not reached."}

@@ -1,0 +1,66 @@
+"""The main picture, for a paper."""
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+
+from comparison import Comparison
+from comparison.curves import mean_curve
+from comparison.remarks import tokenizers_differ
+from comparison.runs import AXES, Run
+from comparison.style import DASHES, colour, dashes
+
+
+def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
+    """Val loss (train loss where a run has none; bits per byte where tokenizers differ) against steps and against
+    training time: a colour a mode; several seeds as their mean, with a band of a standard deviation on each side.
+
+    Args:
+        kind: ``png`` or ``svg``; the same comparison gives the same bytes.
+        title: of the whole.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    runs, setups = comparison.runs, comparison.setups
+    split = "val" if all(run.val for run in runs) else "train"
+    quantity = "bits_per_byte" if split == "val" and tokenizers_differ(runs) else "loss"
+    unit = "bits per byte" if quantity == "bits_per_byte" else "loss (nats per token)"
+    with matplotlib.rc_context({"svg.hashsalt": "lineargpt", "axes.spines.top": False, "axes.spines.right": False}):
+        drawing = Figure(figsize=(10, 4.2), layout="constrained")
+        panels = drawing.subplots(1, 2, sharey=True)
+        for panel, axis in zip(panels, ("step", "train_seconds"), strict=True):
+            for setup, dash in zip(setups, dashes([setup.attention for setup in setups]), strict=True):
+                curves = [curve for run in setup.runs if len((curve := run.curve(axis, split, quantity))[0])]
+                if not curves:
+                    continue
+                look = {"color": colour(setup.attention), "linestyle": DASHES[dash][0]}
+                x, mean, spread = mean_curve(curves)
+                seeds = "" if len(curves) == 1 else f", mean of {len(curves)} seeds"
+                panel.plot(x, mean, linewidth=2.2, label=setup.label + seeds, **look)
+                if len(curves) > 1:
+                    panel.fill_between(x, mean - spread, mean + spread, color=look["color"], alpha=0.18, linewidth=0)
+            panel.set_xlabel(AXES[axis][1])
+            panel.grid(color="#eceef1")
+        panels[0].set_ylim(loss_range(runs, split, quantity))
+        panels[0].set_ylabel(f"{split} {unit}")
+        panels[1].legend(frameon=False)
+        if title:
+            drawing.suptitle(title)
+        file = io.BytesIO()
+        drawing.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return file.getvalue()
+
+
+def loss_range(runs: Sequence[Run], split: str, quantity: str) -> tuple[float, float]:
+    """Losses to show: from the lowest to where the first 3 % of a run have brought it, so that the fall of the first
+    steps, and a run that diverges, do not press all others together."""
+    losses = [run.curve("step", split, quantity)[1] for run in runs]
+    curves = [loss[np.isfinite(loss)] for loss in losses if np.isfinite(loss).any()]
+    if not curves:
+        return 0.0, 1.0
+    low = min(loss.min() for loss in curves)
+    high = max(loss[min(len(loss) // 33 + 1, len(loss) - 1)] for loss in curves)
+    margin = 0.05 * (high - low) or 0.05
+    return float(low - margin), float(high + margin)

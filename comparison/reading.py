@@ -1,0 +1,107 @@
+"""The runs that a command line names, each read again only when its files have changed."""
+
+import glob
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from comparison.runs import NotARunError, Run, RunError, load_run, name_runs
+from configs.schema import ConfigError
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies in the folders named."""
+
+    runs: list[Run]
+    """Their names are unique."""
+    damaged: list[RunError]
+    """Runs that cannot be drawn."""
+    notes: list[str]
+    """What was passed over: folders that are no runs, lines that are damaged."""
+
+
+class Reader:
+    """Reads runs.
+
+    Args:
+        paths: folders of runs; others among them are passed over. A pattern such as ``runs/*`` stands for what matches
+            it at the time.
+        awaited: folders that do not exist are passed over too, for they may come.
+    """
+
+    def __init__(self, paths: Sequence[Path], *, awaited: bool = False):
+        self.paths, self.awaited = paths, awaited
+        self._read: dict[Path, tuple[Any, Run | Exception, list[str]]] = {}
+
+    def state(self) -> Any:
+        """Another value when anything has changed."""
+        return [(path, _state(path)) for path in self._folders()]
+
+    def read(self) -> Found:
+        """Every run as it is now.
+
+        Raises:
+            ConfigError: nothing was named, a folder is named twice or does not exist, or none is a run.
+        """
+        folders = self._folders()
+        resolved = [path.resolve() for path in folders]
+        for path, place in zip(folders, resolved, strict=True):
+            if resolved.count(place) > 1:
+                raise ConfigError(f"{path}: named twice; name each run once")
+        found, passed_over = Found([], [], []), []
+        for path in folders:
+            result, notes = self._load(path)
+            if isinstance(result, Run):
+                found.runs.append(result)
+            elif isinstance(result, RunError):
+                found.damaged.append(result)
+            else:
+                passed_over.append(str(result))
+            found.notes.extend(notes)
+        if not (found.runs or found.damaged or self.awaited):
+            raise ConfigError(passed_over[0] if passed_over else
+                              f"{', '.join(map(str, self.paths))}: there is no such folder; name run folders")
+        found.notes.extend(f"passed over: {note}" for note in passed_over)
+        found.runs[:] = name_runs(found.runs)
+        return found
+
+    def _folders(self) -> list[Path]:
+        return [path for named in self.paths
+                for path in (map(Path, sorted(glob.glob(str(named)))) if _is_pattern(named) else [named])]
+
+    def _load(self, path: Path) -> tuple[Run | Exception, list[str]]:
+        """The run, or why there is none, and what was noticed."""
+        state = _state(path)
+        if path not in self._read or self._read[path][0] != state:
+            with warnings.catch_warnings(record=True, category=UserWarning) as caught:
+                warnings.simplefilter("always")
+                try:
+                    result = load_run(path)
+                except (RunError, NotARunError) as error:
+                    if not (path.exists() or self.awaited):
+                        raise
+                    result = error
+                except OSError as error:
+                    result = RunError(f"{path}: cannot be read ({error.strerror})")
+            self._read[path] = state, result, [str(warning.message) for warning in caught]
+        return self._read[path][1:]
+
+
+def _is_pattern(path: Path) -> bool:
+    return glob.has_magic(str(path)) and not path.exists()
+
+
+def _state(folder: Path) -> list[tuple[int, int] | None]:
+    """Times and sizes of the files that are read."""
+    found = []
+    for name in ("config.json", "environment.json", "metrics.jsonl", "evaluation.json", "samples"):
+        try:
+            stat = (folder / name).stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((stat.st_mtime_ns, stat.st_size))
+    return found

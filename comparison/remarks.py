@@ -1,0 +1,118 @@
+"""What to know before comparing runs: what is wrong with their lines, and in what they were made differently."""
+
+import json
+from collections.abc import Callable, Sequence
+
+from comparison.runs import Run
+
+MAX_NAMES = 3
+"""Runs named in a sentence; the others are counted."""
+
+
+def remarks(runs: Sequence[Run]) -> list[str]:
+    """A sentence each."""
+    return [*(note for run in runs for note in _lines(run)), *_differences(runs)]
+
+
+def _lines(run: Run) -> list[str]:
+    """What is wrong with a run's lines."""
+    notes = []
+    if not run.val:
+        notes.append(f"{run.name} has no val points: its train loss is used, averaged over 2 % of the run.")
+    for split, curve in (("train", run.train), ("val", run.val)):
+        if curve.not_finite:
+            notes.append(f"{run.name}: the {split} loss is not finite from step {curve.first_not_finite:,.0f} on "
+                         f"({curve.not_finite:,} of {curve.lines:,} points).")
+        if curve.repeated:
+            notes.append(f"{run.name}: {curve.repeated:,} {split} line(s) have the step of a later line, which counts.")
+        if curve.turned_back:
+            notes.append(f"{run.name}: the steps of the {split} lines go back {curve.turned_back:,} time(s); the lines "
+                         "are sorted.")
+        if curve.without_step:
+            notes.append(f"{run.name}: {curve.without_step:,} {split} line(s) have no step and do not count.")
+    return notes
+
+
+def _differences(runs: Sequence[Run]) -> list[str]:
+    """In what the runs were made differently."""
+    notes = []
+    if tokenizers_differ(runs):
+        notes.append(f"Different tokenizers ({_values(runs, tokenizer)}): losses per token cannot be compared; bits "
+                     "per byte can, where the text is the same.")
+    if data_differs(runs):
+        notes.append(f"Different data ({_values(runs, corpus)}): their losses cannot be compared.")
+    if devices_differ(runs):
+        notes.append(f"Different devices ({_values(runs, devices)}): their times cannot be compared.")
+    for what, value_of in (("number formats", dtype), ("versions of the code", commit)):
+        if text := _values(runs, value_of):
+            notes.append(f"Different {what} ({text}).")
+    packages = dict.fromkeys(name for run in runs for name in run.environment.get("versions") or {})
+    for name in packages:
+        if text := _values(runs, lambda run, name=name: (run.environment.get("versions") or {}).get(name)):
+            notes.append(f"Different versions of {name} ({text}).")
+    return notes
+
+
+def tokenizer(run: Run) -> str | None:
+    """The tokenizer's name."""
+    return run.environment.get("tokenizer") or run.config.get("data", {}).get("tokenizer")
+
+
+def corpus(run: Run) -> str | None:
+    """What tells the run's tokens from others: their checksum, or else where they come from."""
+    checksum = run.environment.get("corpus_checksum")
+    return run.config.get("data", {}).get("source") if checksum is None else f"checksum {str(checksum)[:12]}"
+
+
+def dtype(run: Run) -> str | None:
+    """The number format of the products."""
+    return run.environment.get("dtype") or run.config["model"].get("dtype")
+
+
+def devices(run: Run) -> str:
+    """What the run was trained on."""
+    found = run.environment.get("devices")
+    count = run.environment.get("device_count", 1)
+    return "unknown" if found is None else ", ".join(map(str, found)) + (f" × {count}" if count != 1 else "")
+
+
+def commit(run: Run) -> str | None:
+    """The code's version, shortened."""
+    found = run.environment.get("commit")
+    return None if found is None else found[:12] + ("-dirty" if found.endswith("-dirty") else "")
+
+
+def tokenizers_differ(runs: Sequence[Run]) -> bool:
+    """Whether a token of one run is another text than a token of another."""
+    return len({tokenizer(run) for run in runs}) > 1
+
+
+def data_differs(runs: Sequence[Run]) -> bool:
+    """Whether the runs read different text. With different tokenizers, checksums say nothing of that."""
+    if tokenizers_differ(runs) or any(run.environment.get("corpus_checksum") is None for run in runs):
+        return len({json.dumps(_text(run)) for run in runs}) > 1
+    return len({corpus(run) for run in runs}) > 1
+
+
+def _text(run: Run) -> list:
+    data = run.config.get("data", {})
+    return [data.get("source"), data.get("mixture")]
+
+
+def devices_differ(runs: Sequence[Run]) -> bool:
+    """Whether the runs' times are of different machines."""
+    return len({devices(run) for run in runs}) > 1
+
+
+def _values(runs: Sequence[Run], value_of: Callable[[Run], str | None]) -> str:
+    """Which runs have which value; empty where all that have one have the same."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        value = value_of(run)
+        if value is not None:
+            names.setdefault(value, []).append(run.name)
+    if len(names) < 2:
+        return ""
+    return "; ".join(f"{value}: {', '.join(of[:MAX_NAMES])}"
+                     + (f" and {len(of) - MAX_NAMES:,} more" if len(of) > MAX_NAMES else "")
+                     for value, of in names.items())

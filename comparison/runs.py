@@ -1,0 +1,333 @@
+"""Runs as their folders tell them, and set-ups: runs that differ in their seed alone."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from comparison.curves import Columns, Curve, read_curves, smooth
+from comparison.flops import flops_per_token
+from configs.schema import ConfigError
+
+AXES = {  # what x can be: column, button and axis title
+    "step": ("Steps", "steps"),
+    "tokens": ("Tokens", "tokens"),
+    "train_seconds": ("Training time", "training time (seconds)"),
+    "wall_seconds": ("Wall time", "wall time (seconds)"),
+    "flops": ("FLOPs", "floating-point operations"),
+}
+REQUIRED = ("step", "tokens", "train_seconds", "loss")
+NO_MATTER = ("checkpoint", "logging", "train.seed", "train.sample_every")
+"""Groups and fields of a config that change no loss, or that seeds of one set-up differ in."""
+MAX_DISTINCTIONS = 3
+"""More fields than these are not told in a name."""
+SAYS_NOTHING = re.compile(r"(runs?|tests?|te?mp|out(put)?s?|exp(eriment)?s?|trials?|results?|new|old)?[-_.\s\d]*",
+                          re.IGNORECASE)
+"""Folder names that say nothing of a run."""
+
+
+class RunError(RuntimeError):
+    """A run with nothing in it to draw. The message names the run; the other runs are drawn without it."""
+
+
+class NotARunError(ConfigError):
+    """A path that is no run's folder. Among runs it is passed over."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as its folder tells it."""
+
+    name: str
+    """Unique among the runs compared: the folder's name where that says something."""
+    path: Path
+    """The folder, as it was named."""
+    config: dict[str, Any]
+    """``config.json``."""
+    environment: dict[str, Any]
+    """``environment.json``; empty where there is none."""
+    train: Curve
+    """The train lines of ``metrics.jsonl``. Both curves have the column ``flops`` too, of forward and backward pass,
+    where the mode says what it takes."""
+    val: Curve
+    """The val lines; false where there are none."""
+    evaluations: Sequence[dict[str, Any]] = ()
+    """Those of ``evaluation.json``, which evaluate.py writes; empty where there is none."""
+    sample: str | None = None
+    """The newest text in ``samples/``."""
+    sample_step: int | None = None
+    """The step that wrote it."""
+
+    @property
+    def attention(self) -> str:
+        """The attention mode, or the pattern of modes over the layers."""
+        return ",".join(self.config["model"]["attention"])
+
+    @property
+    def label(self) -> str:
+        """The attention mode with the implementation that computed it, where that has another name."""
+        modes = list(dict.fromkeys(self.config["model"]["attention"]))
+        used = {mode: form for mode, form in (self.environment.get("implementations") or {}).items()
+                if mode in modes and form != mode}
+        if not used:
+            return self.attention
+        forms = used.values() if len(modes) == 1 else (f"{mode}: {form}" for mode, form in used.items())
+        return f"{self.attention} ({', '.join(forms)})"
+
+    @property
+    def context(self) -> int | None:
+        """Tokens the model is trained on at once."""
+        return self.config["model"].get("context")
+
+    @property
+    def size(self) -> str:
+        """Layers and width, such as ``12 × 768``: equal for modes that differ in a few parameters of their own."""
+        model = self.config["model"]
+        return f"{model.get('layers', '?')} × {model.get('width', '?')}"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Every field of the config by its dotted name."""
+        return flatten(self.config)
+
+    @property
+    def setup(self) -> str:
+        """Equal for runs that differ in nothing that changes a loss but the seed."""
+        fields = {name: value for name, value in self.fields.items()
+                  if not any(name == part or name.startswith(f"{part}.") for part in NO_MATTER)}
+        checksum = self.environment.get("corpus_checksum")
+        if checksum is not None:  # the same tokens may lie elsewhere
+            fields |= {"data.dir": checksum}
+        return json.dumps([self.label, fields], sort_keys=True)
+
+    @property
+    def split(self) -> str:
+        """The loss by which the run is judged: val, or train where it was never evaluated."""
+        return "val" if self.val else "train"
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """Memory: what the device used at most, or else what the compiled training step was planned to use."""
+        used = self.train.points.get("peak_bytes", np.empty(0))
+        if np.isfinite(used).any():
+            return float(np.nanmax(used))
+        return next((float(self.environment[name]) for name in ("peak_bytes", "step_bytes")
+                     if isinstance(self.environment.get(name), int | float)), None)
+
+    @cached_property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text in a token of the val split: bits per byte are loss / ln 2 / this. None where not known."""
+        points = self.val.points
+        if "bits_per_byte" not in points:
+            return None
+        ratio = points["loss"] / math.log(2) / points["bits_per_byte"]
+        known = ratio[np.isfinite(ratio)]
+        return float(np.median(known)) if len(known) else None
+
+    @cached_property
+    def smooth_train(self) -> Columns:
+        """The means of the train curve, their loss averaged over 2 % of the run."""
+        means = self.train.means
+        return means | {"loss": smooth(means["loss"], means["lines"], len(means["loss"]) // 100)} if means else {}
+
+    def curve(self, axis: str, split: str, quantity: str = "loss") -> tuple[np.ndarray, np.ndarray]:
+        """An axis (see ``AXES``), ascending, and the loss (or bits per byte) of a split; empty where not known.
+
+        Val losses are every one up to ``MAX_POINTS`` lines, else means; train losses are averaged over 2 % of the run.
+        """
+        of_val = self.val.points if self.val.is_whole else self.val.means
+        columns = of_val if split == "val" else self.smooth_train
+        if axis not in columns or quantity not in columns:
+            return np.empty(0), np.empty(0)
+        known = np.isfinite(columns[axis])
+        return np.maximum.accumulate(columns[axis][known]), columns[quantity][known]
+
+    def end(self, axis: str) -> float:
+        """Where on an axis the loss by which the run is judged was last known."""
+        return float(self.curve(axis, self.split)[0][-1])
+
+    def loss_at(self, axis: str, where: float, split: str, quantity: str = "loss") -> float | None:
+        """The loss at one place of an axis, interpolated linearly; None outside the curve, or where not finite."""
+        x, loss = self.curve(axis, split, quantity)
+        if not (len(x) and x[0] <= where <= x[-1]):
+            return None
+        value = float(np.interp(where, x, loss))
+        return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Runs that differ in their seed alone."""
+
+    label: str
+    """What it is, unique among the set-ups compared."""
+    runs: tuple[Run, ...]
+    """One a seed."""
+
+    @property
+    def attention(self) -> str:
+        """The attention mode, or the pattern of modes over the layers."""
+        return self.runs[0].attention
+
+    @property
+    def context(self) -> int | None:
+        """Tokens the model is trained on at once."""
+        return self.runs[0].context
+
+    @property
+    def size(self) -> str:
+        """Layers and width."""
+        return self.runs[0].size
+
+
+def load_run(path: Path) -> Run:
+    """Read a run's folder.
+
+    Raises:
+        NotARunError: the folder does not exist or is no run.
+        RunError: nothing was measured yet, or a file of the run is damaged.
+    """
+    if not path.exists():
+        raise NotARunError(f"{path}: there is no such folder; name run folders, such as runs/quickstart-chunked")
+    if not (path / "config.json").is_file():
+        raise NotARunError(f"{path}: not a run, it has no config.json; name the --run-dir of a train.py run")
+    config = read_json(path / "config.json")
+    if not (isinstance(config.get("model"), dict) and config["model"].get("attention")
+            and isinstance(config.get("train"), dict)):
+        raise RunError(f"{path}/config.json: not a config that train.py writes")
+    environment = read_json(path / "environment.json") if (path / "environment.json").is_file() else {}
+    metrics = path / "metrics.jsonl"
+    train, val = read_curves(metrics) if metrics.is_file() else (Curve(), Curve())
+    for split, curve in (("train", train), ("val", val)):
+        missing = [name for name in REQUIRED if curve and not np.isfinite(curve.points.get(name, np.empty(0))).any()
+                   and name != "loss"]
+        if not curve and curve.without_step:
+            missing = ["step"]
+        if missing:
+            raise RunError(f"{metrics}: the {split} lines have no {missing[0]}; train.py writes it")
+    if not (train or val):
+        raise RunError(f"{metrics}: no step was logged yet; train the run first")
+    per_token = flops_per_token(config, environment)
+    sample_step, sample = newest_sample(path / "samples")
+    return Run(path.resolve().name, path, config, environment, with_flops(train, per_token), with_flops(val, per_token),
+               load_evaluations(path / "evaluation.json"), sample, sample_step)
+
+
+def with_flops(curve: Curve, per_token: float | None) -> Curve:
+    """The curve with a column ``flops``, where they are known."""
+    if per_token is None or not curve:
+        return curve
+    return replace(curve, points=curve.points | {"flops": curve.points["tokens"] * per_token},
+                   means=curve.means | {"flops": curve.means["tokens"] * per_token})
+
+
+def load_evaluations(path: Path) -> list[dict[str, Any]]:
+    """What evaluate.py found of a run, if it was called; :class:`RunError` where the file is damaged."""
+    if not path.is_file():
+        return []
+    evaluations = read_json(path).get("evaluations")
+    try:
+        for entry in evaluations:  # pyright: ignore[reportOptionalIterable]
+            _ = entry["context"], entry["corpus"], [(part["first"], part["last"], part["loss"])
+                                                    for part in entry["positions"]]
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{path}: not what evaluate.py writes ({error}); start evaluate.py again") from error
+    return evaluations  # pyright: ignore[reportReturnType]
+
+
+def newest_sample(folder: Path) -> tuple[int | None, str | None]:
+    """The newest sample of text that training wrote, ``STEP.txt``, and its step."""
+    files = sorted((int(path.stem), path) for path in folder.glob("*.txt") if path.stem.isdecimal())
+    if not files:
+        return None, None
+    step, path = files[-1]
+    return step, path.read_text(encoding="utf-8", errors="replace")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; :class:`RunError` where it holds none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError(f"{path}: damaged, not valid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise RunError(f"{path}: damaged, not a JSON object")
+    return values
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested dicts by their dotted names."""
+    flat = {}
+    for name, value in config.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """The fields of the config in which runs differ: the value of each run, None where a run has no such field (an
+    option of a mode it does not use)."""
+    fields = [run.fields for run in runs]
+    found = {}
+    for name in dict.fromkeys(name for of_run in fields for name in of_run):
+        values = [of_run.get(name) for of_run in fields]
+        if len({json.dumps(of_run[name]) for of_run in fields if name in of_run}) > 1:
+            found[name] = values
+    return found
+
+
+def group(runs: Sequence[Run]) -> list[Setup]:
+    """The set-ups, in the order of the runs."""
+    setups: dict[str, list[Run]] = {}
+    for run in runs:
+        setups.setdefault(run.setup, []).append(run)
+    found = list(setups.values())
+    labels = [seeds[0].label for seeds in found]
+    names = [_setup_label(seeds, [other[0] for other in found if other[0].label == seeds[0].label]) for seeds in found]
+    return [Setup(name if names.count(name) == 1 else f"{label}, {seeds[0].name}", tuple(seeds))
+            for seeds, label, name in zip(found, labels, names, strict=True)]
+
+
+def _setup_label(seeds: Sequence[Run], same_label: Sequence[Run]) -> str:
+    """The attention, and what tells a set-up from others of the same attention, or its first run where that is much."""
+    told = distinctions(seeds[0], same_label)
+    return ", ".join([seeds[0].label, *(told if len(told) <= MAX_DISTINCTIONS else [seeds[0].name])])
+
+
+def distinctions(run: Run, others: Sequence[Run]) -> list[str]:
+    """What a run's config has that not all of ``others`` have: ``context 512``, ``learning_rate 0.001``."""
+    leave_out = ("data.dir", "model.attention", *NO_MATTER)
+    return [f"{name.rpartition('.')[2]} {_text(run.fields[name])}" for name in differences(others)
+            if name in run.fields and not any(name == part or name.startswith(f"{part}.") for part in leave_out)]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def name_runs(runs: Sequence[Run]) -> list[Run]:
+    """The runs with names that are unique and say what they are: the folder's, or what the config says where that is
+    ``run-3`` or the like, or the path where several folders have one name."""
+    named = [replace(run, name=describe(run, runs)) if SAYS_NOTHING.fullmatch(run.name) else run for run in runs]
+    names = [run.name for run in named]
+    return [run if names.count(run.name) == 1 else replace(run, name=_with_path(run, before))
+            for run, before in zip(named, runs, strict=True)]
+
+
+def _with_path(run: Run, before: Run) -> str:
+    return str(run.path) if run.name == before.name else f"{run.name} ({run.path})"
+
+
+def describe(run: Run, others: Sequence[Run]) -> str:
+    """What a run is: mode, size, context, what it differs in from the others, seed."""
+    context = [] if run.context is None else [f"context {run.context:,}"]
+    told = [text for text in distinctions(run, others) if text.split()[0] not in ("layers", "width", "context")]
+    seed = [f"seed {run.config['train']['seed']}"] if run.config["train"].get("seed") is not None else []
+    return ", ".join([run.attention, run.size, *context, *told[:MAX_DISTINCTIONS], *seed])

@@ -1,0 +1,27 @@
+"""How curves look: a colour a mode, the same on every page, and a dash a set-up."""
+
+import colorsys
+import hashlib
+from collections.abc import Sequence
+
+COLOURS = {"softmax": "#d55e00", "chunked": "#0072b2", "linear": "#009e73", "local": "#cc79a7"}
+DASHES = {  # Plotly's name of a line: Matplotlib's, and the marker that goes with it
+    "solid": ("-", "circle"),
+    "dash": ("--", "square"),
+    "dot": (":", "diamond"),
+    "dashdot": ("-.", "triangle-up"),
+}
+
+
+def colour(attention: str) -> str:
+    """The colour of an attention mode, the same on every page; other modes get a hue from their name."""
+    if attention in COLOURS:
+        return COLOURS[attention]
+    hue, lightness = hashlib.sha256(attention.encode()).digest()[:2]
+    red, green, blue = colorsys.hls_to_rgb(hue / 256, 0.3 + 0.3 * lightness / 256, 0.6)
+    return f"#{int(red * 255):02x}{int(green * 255):02x}{int(blue * 255):02x}"
+
+
+def dashes(attentions: Sequence[str]) -> list[str]:
+    """A dash pattern for each, different for those of the same attention."""
+    return [list(DASHES)[list(attentions[:i]).count(attention) % len(DASHES)] for i, attention in enumerate(attentions)]

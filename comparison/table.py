@@ -1,0 +1,241 @@
+"""The table of final figures: in the terminal, as CSV and as JSON."""
+
+import csv
+import io
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from comparison.runs import Run, Setup
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of figures."""
+
+    key: str
+    """Its name in CSV and JSON, and in :attr:`Row.figures`."""
+    heading: str
+    style: str
+    """Number format."""
+    rank: int = 1
+    """In a terminal that is too narrow, columns of a larger rank are left out first."""
+
+
+FIGURES = (
+    Column("context", "context", ",.0f", 3),
+    Column("parameters", "parameters", ",.0f", 4),
+    Column("steps", "steps", ",.0f"),
+    Column("tokens", "tokens", ",.0f", 3),
+    Column("train_seconds", "training seconds", ",.1f"),
+    Column("tokens_per_second", "tokens/s (median)", ",.0f"),
+    Column("peak_mib", "memory (MiB)", ",.0f", 2),
+    Column("train_loss", "train loss (last 5 %)", ".4f", 2),
+    Column("val_loss", "val loss", ".4f", 0),
+    Column("best_val_loss", "best val loss", ".4f", 3),
+    Column("bits_per_byte", "bits per byte", ".4f", 2),
+    Column("accuracy", "val accuracy", ".4f", 2),
+    Column("loss_at_shortest", "loss at shortest run's end", ".4f"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: a run, or the mean over the seeds of a set-up."""
+
+    name: str
+    attention: str
+    """The attention and what computed it."""
+    figures: dict[str, float | None]
+    """Values by the columns' keys; None where unknown."""
+    spread: dict[str, float] = field(default_factory=dict)
+    """Standard deviation over the seeds."""
+    split: str = "val"
+    """Whose loss ``loss_at_shortest`` is."""
+    seeds: int = 1
+    """How many runs it is the mean of."""
+
+    def cells(self, columns: Sequence[Column]) -> dict[str, str]:
+        """The text of each cell, by heading."""
+        texts = {"run": self.name, "attention": self.attention}
+        for column in columns:
+            value = self.figures[column.key]
+            text = "–" if value is None else format(value, column.style)
+            if value is not None and self.spread.get(column.key):
+                text += f" ±\N{NO-BREAK SPACE}{self.spread[column.key]:{column.style}}"
+            if column.key == "loss_at_shortest" and value is not None and self.split == "train":
+                text += " (train)"
+            texts[column.heading] = text
+        return texts
+
+
+@dataclass(frozen=True)
+class TimesToLoss:
+    """When each run first had a val loss as low as each of a few levels."""
+
+    levels: tuple[float, ...]
+    """Val losses, descending."""
+    seconds: dict[str, tuple[float | None, ...]]
+    """By run's name, training seconds to each level, interpolated between evaluations; None: not reached."""
+
+
+def times_to_loss(runs: Sequence[Run]) -> TimesToLoss | None:
+    """Three levels that tell runs apart: one that all came by on their way, the worst run's best, and halfway from
+    there to the best run's; where all end alike, three on the way there.
+
+    None where fewer than two evaluations of a run are known, or none fell.
+    """
+    curves = {run.name: run.curve("train_seconds", "val") for run in runs}
+    known = {name: (x[np.isfinite(loss)], loss[np.isfinite(loss)]) for name, (x, loss) in curves.items()}
+    losses = [loss for _, loss in known.values() if len(loss) > 1]
+    if not losses:
+        return None
+    start = min(float(loss[0]) for loss in losses)
+    worst, best = (float(pick([loss.min() for loss in losses])) for pick in (max, min))
+    if not best < start:
+        return None
+    if worst >= start:  # one run never came where the others began
+        worst = best
+    marks = ([worst + 0.2 * (start - worst), worst, (worst + best) / 2] if worst - best > 0.02 * (start - best) else
+             [start + part * (worst - start) for part in (0.5, 0.75, 1.0)])
+    # Rounded up, so that a level is reached by the run that it is from.
+    digits = max(0, 2 - math.floor(math.log10(start - best)))
+    levels = dict.fromkeys(math.ceil(round(mark * 10**digits, 6)) / 10**digits for mark in marks)
+    return TimesToLoss(tuple(levels), {
+        name: tuple(_first_at(x, loss, level) for level in levels) for name, (x, loss) in known.items()})
+
+
+def _first_at(x: np.ndarray, loss: np.ndarray, level: float) -> float | None:
+    """The first x at which a curve is down to ``level``, between points by a straight line."""
+    reached = np.flatnonzero(loss <= level)
+    if not len(reached):
+        return None
+    i = int(reached[0])
+    if i == 0:
+        return float(x[0])
+    return float(x[i - 1] + (loss[i - 1] - level) / (loss[i - 1] - loss[i]) * (x[i] - x[i - 1]))
+
+
+def columns(rows: Sequence[Row], times: TimesToLoss | None) -> list[Column]:
+    """The columns in which any row has a value."""
+    every = [*FIGURES, *(Column(_key(level), f"seconds to val loss {level:g}", ",.1f", 2)
+                         for level in (times.levels if times else ()))]
+    return [column for column in every if any(row.figures[column.key] is not None for row in rows)]
+
+
+def _key(level: float) -> str:
+    return f"seconds_to_{level:g}"
+
+
+def rows(runs: Sequence[Run], setups: Sequence[Setup], times: TimesToLoss | None) -> list[Row]:
+    """The table: one row a run, and for each set-up of several seeds a row of means."""
+    end, table = shortest(runs, "train_seconds"), []
+    for setup in setups:
+        of_runs = [Row(run.name, run.label, figures(run, end, times), split=run.split) for run in setup.runs]
+        table += of_runs
+        if len(of_runs) > 1:
+            means, spread = {}, {}
+            for key in of_runs[0].figures:
+                known = [value for row in of_runs if (value := row.figures[key]) is not None]
+                means[key], spread[key] = mean_and_spread(known) if len(known) == len(of_runs) else (None, 0.0)
+            split = "val" if all(row.split == "val" for row in of_runs) else "train"
+            table.append(Row(f"mean of {len(of_runs)} seeds", setup.runs[0].label, means, spread, split, len(of_runs)))
+    return table
+
+
+def shortest(runs: Sequence[Run], axis: str) -> float:
+    """Where on an axis the first of the runs ends: as far as all can be compared."""
+    return min(run.end(axis) for run in runs)
+
+
+def figures(run: Run, end_of_shortest: float, times: TimesToLoss | None) -> dict[str, float | None]:
+    """A run's values; ``end_of_shortest`` is in seconds of training."""
+
+    def last(name: str) -> float | None:
+        both = [curve.points[name][np.isfinite(curve.points[name])][-1] for curve in (run.train, run.val)
+                if name in curve.points]
+        return float(max(both)) if both else None
+
+    def last_val(name: str) -> float | None:
+        values = run.val.points.get(name, np.empty(0))
+        return float(values[-1]) if len(values) else None
+
+    val = run.val.points.get("loss", np.empty(0))
+    return {
+        "context": run.context,
+        "parameters": run.environment.get("parameters"),
+        "steps": last("step"),
+        "tokens": last("tokens"),
+        "train_seconds": last("train_seconds"),
+        "tokens_per_second": run.train.median_speed,
+        "peak_mib": None if run.peak_bytes is None else run.peak_bytes / 2**20,
+        "train_loss": run.train.last_loss,
+        "val_loss": last_val("loss"),
+        "best_val_loss": float(np.nanmin(val)) if np.isfinite(val).any() else None,
+        "bits_per_byte": last_val("bits_per_byte"),
+        "accuracy": last_val("accuracy"),
+        "loss_at_shortest": run.loss_at("train_seconds", end_of_shortest, run.split),
+    } | ({} if times is None else dict(zip(map(_key, times.levels), times.seconds[run.name], strict=True)))
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation (of the sample; 0 for one value)."""
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+def table_note(rows: Sequence[Row], runs: Sequence[Run]) -> str:
+    """What the table's columns and its spreads mean."""
+    note = f"The shortest run ended after {shortest(runs, 'train_seconds'):,.1f} s of training."
+    if any(row.seeds > 1 for row in rows):
+        note += " Runs that differ only in their seed are averaged; ± is the standard deviation over them."
+    return note
+
+
+def headings(columns: Sequence[Column]) -> list[str]:
+    """Of the whole table."""
+    return ["run", "attention", *(column.heading for column in columns)]
+
+
+def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
+    """The table on standard output. A terminal that it does not fit has the runs side by side, or else the columns
+    without those of the largest ranks."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    # Not a terminal: nothing to fit, and a wrapped line is hard to read by a program.
+    console = Console(width=None if sys.stdout.isatty() else 400)
+
+    def made(columns: Sequence[Column], *, across: bool) -> Table:
+        lines = [headings(columns), *(list(row.cells(columns).values()) for row in rows)]
+        lines = [list(line) for line in zip(*lines, strict=True)] if across else lines
+        table = Table(*(escape(heading) for heading in lines[0]))
+        for column in table.columns[1 if across else 2:]:
+            column.justify = "right"
+        for line in lines[1:]:
+            table.add_row(*(escape(cell) for cell in line))
+        return table
+
+    tables = [made(columns, across=False), made(columns, across=True)]
+    tables += [made([column for column in columns if column.rank <= rank], across=False)
+               for rank in sorted({column.rank for column in columns}, reverse=True)[1:]]
+    wide = console.options.update(max_width=10_000)
+    fitting = [table for table in tables if console.measure(table, options=wide).maximum <= console.width]
+    console.print(fitting[0] if fitting else tables[-1])
+
+
+def as_csv(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """The table as CSV, numbers in full: a line a run and one of means for each set-up of several seeds, with their
+    standard deviations in columns of their own; empty where unknown."""
+    file = io.StringIO()
+    keys = [column.key for column in columns]
+    several = any(row.seeds > 1 for row in rows)
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["run", "attention", "seeds", *keys, *(f"{key}_deviation" for key in keys if several)])
+    for row in rows:
+        deviations = [row.spread.get(key) if row.seeds > 1 else None for key in keys if several]
+        writer.writerow([row.name, row.attention, row.seeds, *(row.figures[key] for key in keys), *deviations])
+    return file.getvalue()

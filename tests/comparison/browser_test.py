@@ -1,0 +1,316 @@
+"""The page in headless Chromium, driven over a pipe by the DevTools protocol, which needs no package.
+
+Screenshots are kept in the folder that the variable LINEARGPT_SCREENSHOTS names.
+"""
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from comparison import compare
+from comparison.page import page
+from comparison.runs import load_run
+from tests import tiny
+
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync")
+
+
+class Browser:
+    """A Chromium process with one page in it."""
+
+    def __init__(self, chromium: str, profile: Path):
+        read_commands, self._commands = os.pipe()
+        self._replies, write_replies = os.pipe()
+        # Chromium reads commands from descriptor 3 and answers on 4.
+        self.process = subprocess.Popen(
+            ["bash", "-c", f'exec "$@" 3<&{read_commands} 4>&{write_replies}', "bash", chromium, *FLAGS,
+             "--remote-debugging-pipe", f"--user-data-dir={profile}"],
+            pass_fds=(read_commands, write_replies), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        os.close(read_commands)
+        os.close(write_replies)
+        self._received, self._number, self._session = b"", 0, None
+        self.problems: list[str] = []
+        """Errors, warnings and uncaught exceptions of the page, and what it asked of the network."""
+        self._loaded = False
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.send(f"{domain}.enable")
+
+    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """A command's result."""
+        self._number += 1
+        session = {"sessionId": self._session} if self._session else {}
+        message = {"id": self._number, "method": method, "params": parameters} | session
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        while True:
+            reply = self._receive()
+            if reply.get("id") == self._number:
+                assert "error" not in reply, f"{method}: {reply['error']}"
+                return reply["result"]
+
+    def _receive(self, limit: float = 60.0) -> dict[str, Any]:
+        deadline = time.monotonic() + limit
+        while b"\0" not in self._received:
+            ready, _, _ = select.select([self._replies], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"Chromium has been silent for {limit} s"
+            part = os.read(self._replies, 1 << 20)
+            assert part, "Chromium ended"
+            self._received += part
+        line, _, self._received = self._received.partition(b"\0")
+        message = json.loads(line)
+        self._note(message.get("method"), message.get("params", {}))
+        return message
+
+    def _note(self, event: str | None, values: dict[str, Any]) -> None:
+        if event == "Page.loadEventFired":
+            self._loaded = True
+        elif event == "Runtime.exceptionThrown":
+            self.problems.append(json.dumps(values["exceptionDetails"]))
+        elif event == "Runtime.consoleAPICalled" and values["type"] in ("error", "warning", "assert"):
+            self.problems.append(json.dumps(values["args"]))
+        elif event == "Log.entryAdded":
+            self.problems.append(json.dumps(values["entry"]))
+        elif event == "Network.requestWillBeSent":
+            address = values["request"]["url"]
+            if not address.startswith(("file:", "data:", "blob:")):
+                self.problems.append(f"asked for {address}")
+
+    def open(self, path: Path, *, width: int = 1200, height: int = 900, touch: bool = False) -> None:
+        """Show a file, in a window of this size; waits until it is drawn."""
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=touch)
+        self.send("Emulation.setTouchEmulationEnabled", enabled=touch)
+        self._loaded = False
+        self.send("Page.navigate", url=path.as_uri())
+        while not self._loaded:
+            self._receive()
+
+    def value(self, script: str) -> Any:
+        """The JSON value of a JavaScript expression."""
+        reply = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in reply, reply["exceptionDetails"]
+        return reply["result"].get("value")
+
+    def click(self, element: str, times: int = 1) -> None:
+        """Click in the middle of an element, a JavaScript expression, as a mouse does."""
+        place = self.value(f"(() => {{ const e = {element}; e.scrollIntoView({{block: 'center'}}); "
+                           "const {left, top, width, height} = e.getBoundingClientRect(); "
+                           "return {x: left + width / 2, y: top + height / 2}; })()")
+        for count in range(1, times + 1):
+            for kind in ("mousePressed", "mouseReleased"):
+                self.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=count, **place)
+
+    def choose(self, name: str, label: str) -> None:
+        """Click the button with this label among those of a choice."""
+        self.click(f"[...document.querySelectorAll('[data-name={name}] button')]"
+                   f".find(each => each.textContent === {json.dumps(label)})")
+
+    def drawn(self, kind: str, figure: str = "loss") -> dict[str, Any]:
+        """By runs, comma-separated, what Plotly draws of them: x and y."""
+        traces = self.value(f"document.getElementById('{figure}').data.filter(t => t.meta.kind === '{kind}')"
+                            ".map(t => ({runs: t.meta.runs.join(), x: Array.from(t.x), y: Array.from(t.y)}))")
+        return {trace["runs"]: trace for trace in traces}
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page, also what lies below the window."""
+        size = self.send("Page.getLayoutMetrics")["cssContentSize"]
+        image = self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=size | {"scale": 1})["data"]
+        path.write_bytes(base64.b64decode(image))
+
+    def pdf(self, path: Path) -> None:
+        """The page as it is printed."""
+        path.write_bytes(base64.b64decode(self.send("Page.printToPDF", preferCSSPageSize=False)["data"]))
+
+    def close(self) -> None:
+        """End the process."""
+        self.send("Browser.close")
+        self.process.wait(timeout=30)
+        os.close(self._commands)
+        os.close(self._replies)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """Two seeds of one set-up, and a copy under another mode's name that has no bits per byte."""
+    folder = tmp_path_factory.mktemp("browser")
+    recipe, found = tiny.make(folder), {}
+    with tiny.settings():
+        for seed in (0, 1):
+            found[f"chunked-{seed}"] = folder / f"chunked-{seed}"
+            assert tiny.run(recipe, "--model.layers", 1, "--train.seed", seed, "--train.steps", 30,
+                            "--train.eval-every", 5, "--run-dir", folder / f"chunked-{seed}") == 0
+    copy = found["copy"] = folder / "copy"
+    copy.mkdir()
+    lines = [{name: value for name, value in line.items() if name != "bits_per_byte"}
+             for line in tiny.lines(found["chunked-0"])]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = json.loads((found["chunked-0"] / "config.json").read_text())
+    config["model"] |= {"attention": ["softmax"], "context": 64}
+    (copy / "config.json").write_text(json.dumps(config))
+    positions = [{"first": 1, "last": 1, "loss": 3.0}, {"first": 2, "last": 3, "loss": 2.5}]
+    (copy / "evaluation.json").write_text(json.dumps({"evaluations": [
+        {"context": 64, "corpus": "times tables", "positions": positions}]}))
+    (copy / "samples").mkdir(exist_ok=True)
+    (copy / "samples" / "00000030.txt").write_text("7 times 8 is <i>56</i>")
+    return found
+
+
+@pytest.fixture(scope="module")
+def report(runs) -> Path:
+    """The page of the runs."""
+    path = runs["copy"].parent / "report.html"
+    path.write_text(page(compare([load_run(run) for run in runs.values()]), title="Tiny runs"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory) -> Iterator[Browser]:
+    """One process for all tests."""
+    command = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if command is None:
+        pytest.skip("there is no Chromium here: scripts/browser.sh installs it")
+    browser = Browser(command, tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def browser(chromium, report) -> Iterator[Browser]:
+    """The page, just opened; it has to stay without errors, and without wishes of the network."""
+    chromium.problems.clear()
+    chromium.open(report)
+    yield chromium
+    assert chromium.problems == []
+
+
+def keep(browser: Browser, folder: Path, name: str) -> None:
+    """Screenshot the page."""
+    folder = Path(os.environ.get("LINEARGPT_SCREENSHOTS") or folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    browser.screenshot(folder / f"{name}.png")
+
+
+def column(run: Path, name: str, split: str = "val") -> list[float]:
+    return [line[name] for line in tiny.lines(run, split)]
+
+
+def test_axis_buttons_redraw_every_curve(browser, runs, tmp_path):
+    keep(browser, tmp_path, "desktop")
+    for label, name, title in (("Steps", "step", "steps"), ("Tokens", "tokens", "tokens"),
+                               ("Training time", "train_seconds", "training time (seconds)"),
+                               ("Wall time", "wall_seconds", "wall time (seconds)")):
+        browser.choose("axis", label)
+        assert browser.value("document.querySelector('#loss .xtitle').textContent") == title
+        for kind, split in (("val", "val"), ("train", "train"), ("raw", "train")):
+            assert browser.drawn(kind)["copy"]["x"] == pytest.approx(column(runs["copy"], name, split), rel=1e-6)
+        assert browser.drawn("train", "gradient_norm")["copy"]["x"] == pytest.approx(
+            column(runs["copy"], name, "train"), rel=1e-6)
+    # Operations are a multiple of tokens; the copy does not know how many parameters it has.
+    browser.choose("axis", "FLOPs")
+    operations = np.array(browser.drawn("raw")["chunked-1"]["x"]) / column(runs["chunked-1"], "tokens", "train")
+    assert operations.min() > 6 * 1000
+    np.testing.assert_allclose(operations, operations[0], rtol=1e-6)
+    assert "copy" not in browser.drawn("val")
+    assert "Not known in floating-point operations: copy." in browser.value("document.body.innerText")
+
+
+def test_scales_and_bits_per_byte(browser, runs):
+    for name in "xy":
+        for label in ("Log", "Linear"):
+            browser.choose(name, label)
+            assert browser.value(f"document.getElementById('loss')._fullLayout.{name}axis.type") == label.lower()
+    browser.choose("axis", "Steps")
+    seeds = [runs[f"chunked-{seed}"] for seed in (0, 1)]
+    mean = browser.drawn("val")["chunked-0,chunked-1"]
+    assert mean["y"] == pytest.approx(np.mean([column(run, "loss") for run in seeds], axis=0), rel=1e-6)
+    browser.choose("metric", "Bits per byte")
+    assert browser.value("document.querySelector('#loss .ytitle').textContent") == "bits per byte"
+    mean = browser.drawn("val")["chunked-0,chunked-1"]
+    assert mean["y"] == pytest.approx(np.mean([column(run, "bits_per_byte") for run in seeds], axis=0), rel=1e-6)
+    assert list(browser.drawn("train")) == ["chunked-0,chunked-1"]
+    browser.value("void Plotly.Fx.hover('loss', [{curveNumber: document.getElementById('loss').data.findIndex("
+                  "t => t.meta.kind === 'train'), pointNumber: 11}])")
+    hover = browser.value("document.querySelector('#loss .hoverlayer').textContent")
+    assert all(text in hover for text in ("mean of 2 seeds", "bits per byte ", "step 12", "s of training",
+                                          "learning rate 0.0"))
+    assert "Not known in bits per byte: copy." in browser.value("document.body.innerText")
+
+
+def test_a_click_in_the_legend_hides_a_run_everywhere(browser):
+    def button(text: str) -> str:
+        return (f"[...document.querySelectorAll('#legend button')]"
+                f".find(each => each.textContent.startsWith({json.dumps(text)}))")
+
+    def table(name: str) -> str:
+        """Its text; empty while it is hidden."""
+        return browser.value(f"(e => e.offsetParent ? e.innerText : '')(document.getElementById('{name}'))")
+
+    assert list(browser.drawn("band")) == ["chunked-0,chunked-1"]
+    browser.click(button("chunked-1"))
+    # One seed is left: its own curve, and no band.
+    assert list(browser.drawn("train")) == ["chunked-0", "copy"]
+    assert browser.drawn("band") == {}
+    everywhere = ("figures", "times", "throughput", "configs")
+    assert all("chunked-1" not in table(name) and "copy" in table(name) for name in everywhere)
+    assert list(browser.drawn("train", "learning_rate")) == ["chunked-0", "copy"]
+    browser.click(button("softmax"))
+    assert list(browser.drawn("train")) == ["chunked-0"]
+    assert table("samples") == table("positions") == ""
+    browser.click(button("Show all"))
+    assert all("chunked-1" in table(name) for name in everywhere)
+    assert "7 times 8 is <i>56</i>" in table("samples")
+    assert browser.drawn("positions", "positions")["copy"]["y"] == [3.0, 2.5]
+    browser.click(button("softmax"), times=2)
+    assert list(browser.drawn("val")) == ["copy"]
+    browser.click(button("Show all"))
+    browser.choose("context", "64")
+    assert list(browser.drawn("val")) == ["copy"]
+    assert "chunked-0" not in table("figures")
+
+
+def test_slider_smooths_the_curves_and_not_the_points(browser, runs):
+    def slide(percent: int) -> None:
+        browser.value(f"(slider => {{ slider.value = {percent}; slider.dispatchEvent(new Event('input')); }})"
+                      "(document.querySelector('input[type=range]'))")
+
+    slide(0)
+    rough = browser.drawn("train")["copy"]["y"]
+    assert rough == pytest.approx(column(runs["copy"], "loss", "train"), rel=1e-6)
+    raw, points = browser.drawn("raw"), browser.drawn("val")
+    slide(20)
+    smooth = browser.drawn("train")["copy"]["y"]
+    assert np.abs(np.diff(smooth, 2)).sum() < 0.5 * np.abs(np.diff(rough, 2)).sum()
+    assert smooth[15:17] == pytest.approx([np.mean(rough[12:19]), np.mean(rough[13:20])])
+    assert (browser.drawn("raw"), browser.drawn("val")) == (raw, points)
+
+
+def test_on_a_phone_and_on_paper(browser, report, tmp_path):
+    browser.open(report, width=390, height=844, touch=True)
+    keep(browser, tmp_path, "phone")
+    assert browser.value("document.documentElement.scrollWidth") == 390
+    browser.choose("axis", "FLOPs")  # the last button of the row is within reach
+    assert browser.value("document.querySelector('#loss .xtitle').textContent") == "floating-point operations"
+    assert browser.value("document.querySelector('#loss .main-svg').getBoundingClientRect().right") <= 390
+    browser.open(report)
+    browser.value("addEventListener('beforeprint', () => { printed = document.querySelector('#loss .main-svg')"
+                  ".getBoundingClientRect().width; })")
+    browser.pdf(tmp_path / "report.pdf")
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+    assert browser.value("printed") == 680  # fits between the margins of A4 and of letter paper
+    assert browser.value("document.querySelector('#loss .main-svg').getBoundingClientRect().width") > 1000
+    browser.send("Emulation.setEmulatedMedia", media="print")
+    shown = browser.value("['controls', 'loss', 'figures', 'samples'].map(id => "
+                          "document.getElementById(id).getBoundingClientRect().height > 0)")
+    browser.send("Emulation.setEmulatedMedia", media="")
+    assert shown == [False, True, True, True]

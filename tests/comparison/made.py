@@ -1,0 +1,46 @@
+"""Runs as train.py would leave them, made of formulas."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from configs.schema import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+
+TOKENS_PER_STEP = 64
+
+
+def write_run(path: Path, mode: str = "softmax", *, seed: int = 0, steps: int = 100, seconds: float = 1.0,
+              loss: float = 2.0, slope: float = 0.01, every: int = 20, tokenizer: str = "bytes",
+              form: str | None = None, context: int = 32, learning_rate: float = 1e-3, decay_steps: int | None = None,
+              **environment: Any) -> Path:
+    """A run whose val loss is ``loss - slope * step``, evaluated at every ``every`` steps, and train loss 0.5 lower;
+    the learning rate is constant, or falls to nothing in ``decay_steps``."""
+    path.mkdir(parents=True)
+    config = Config(model=ModelConfig(attention=(mode,), context=context), data=DataConfig(tokenizer=tokenizer),
+                    optimizer=OptimizerConfig(learning_rate=learning_rate), train=TrainConfig(seed=seed, steps=steps))
+    (path / "config.json").write_text(json.dumps(config.to_dict()))
+    (path / "environment.json").write_text(json.dumps(
+        {"implementations": {mode: form or mode}, "parameters": 1234} | environment))
+    lines = []
+    for step in range(1, steps + 1):
+        at = {"step": step, "tokens": step * TOKENS_PER_STEP, "train_seconds": step * seconds, "wall_seconds": 5.0}
+        val = loss - slope * step
+        lines.append(at | {"split": "train", "loss": val - 0.5, "gradient_norm": 1.0,
+                           "tokens_per_second": TOKENS_PER_STEP / seconds,
+                           "learning_rate": learning_rate * (1 - step / decay_steps if decay_steps else 1)})
+        if every and step % every == 0:
+            lines.append(at | {"split": "val", "loss": val, "bits_per_byte": val / math.log(2) / (
+                1 if tokenizer == "bytes" else 4)})
+    write_lines(path, lines)
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Those of ``metrics.jsonl``."""
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    """In place of those of ``metrics.jsonl``."""
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,0 +1,91 @@
+"""What a run's folder tells, and what runs are called."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from comparison.flops import flops_per_token
+from comparison.reading import Reader
+from comparison.runs import RunError, differences, group, load_run, name_runs
+from configs.schema import ConfigError
+from tests.comparison.made import read_lines, write_lines, write_run
+
+
+def test_runs_that_differ_in_what_changes_no_loss_are_seeds_of_one_setup(tmp_path):
+    paths = [write_run(tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b"))]
+    config = json.loads((paths[1] / "config.json").read_text())
+    config["checkpoint"]["every_steps"] = 7
+    (paths[1] / "config.json").write_text(json.dumps(config))
+    assert [len(setup.runs) for setup in group([load_run(path) for path in paths])] == [2]
+    paths.append(write_run(tmp_path / "c", learning_rate=0.25))
+    runs = [load_run(path) for path in paths]
+    assert [setup.label for setup in group(runs)] == ["softmax, learning_rate 0.001", "softmax, learning_rate 0.25"]
+    assert differences(runs) == {"optimizer.learning_rate": [0.001, 0.001, 0.25], "train.seed": [0, 1, 0],
+                                 "checkpoint.every_steps": [500, 7, 500]}
+
+
+def test_names_say_what_a_run_is(tmp_path):
+    paths = [write_run(tmp_path / "run-1"), write_run(tmp_path / "2", "chunked", learning_rate=0.25, seed=3),
+             write_run(tmp_path / "wide"), write_run(tmp_path / "other" / "wide")]
+    runs = name_runs([load_run(path) for path in paths])
+    assert [run.name for run in runs] == [
+        "softmax, 4 × 256, context 32, learning_rate 0.001, seed 0",
+        "chunked, 4 × 256, context 32, learning_rate 0.25, seed 3",
+        str(tmp_path / "wide"), str(tmp_path / "other" / "wide")]
+
+
+def test_flops_are_counted_without_parameters_and_only_of_known_modes(tmp_path):
+    run = load_run(write_run(tmp_path / "run"))
+    # 6 a parameter without the 32 × 256 positions, and three times 2 · 32 · 256 in each of 4 layers.
+    per_token = 6 * (1234 - 32 * 256) + 3 * 4 * 2 * 32 * 256
+    np.testing.assert_allclose(run.train.points["flops"], run.train.points["tokens"] * per_token)
+    assert flops_per_token(run.config, {}) is None
+    unknown = load_run(write_run(tmp_path / "unknown", "brand_new"))
+    assert "flops" not in unknown.train.points
+
+
+def test_bytes_memory_and_the_newest_sample(tmp_path):
+    path = write_run(tmp_path / "run", tokenizer="gpt2", step_bytes=2**20)
+    (path / "samples").mkdir()
+    for step, text in ((20, "old"), (100, "new \N{SNOWMAN}")):
+        (path / "samples" / f"{step:08}.txt").write_text(text)
+    run = load_run(path)
+    assert run.bytes_per_token == pytest.approx(4)
+    assert run.peak_bytes == 2**20
+    assert (run.sample_step, run.sample) == (100, "new \N{SNOWMAN}")
+    write_lines(path, [line | {"peak_bytes": line["step"] * 1000} for line in read_lines(path)])
+    assert load_run(path).peak_bytes == 100_000
+
+
+def test_folders_that_are_no_runs_are_passed_over_and_only_changed_runs_read_again(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run-a")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "report.html").write_text("")
+    reads = []
+    monkeypatch.setattr("comparison.reading.load_run", lambda path: reads.append(path) or load_run(path))
+    reader = Reader([tmp_path / "*"])
+    found = reader.read()
+    assert [run.path.name for run in found.runs] == ["run-a"]
+    assert [note.split(":")[0] for note in found.notes] == ["passed over", "passed over"]
+    state, count = reader.state(), len(reads)
+    assert reader.read().runs
+    assert (reader.state(), len(reads)) == (state, count)
+    write_run(tmp_path / "run-b", every=0)
+    assert reader.state() != state
+    assert [run.path.name for run in reader.read().runs] == ["run-a", "run-b"]
+    assert reads[count:] == [tmp_path / "run-b"]
+    assert reader.read().runs[0].path == run
+    with pytest.raises(ConfigError, match="empty: not a run"):
+        Reader([tmp_path / "empty"]).read()
+
+
+def test_a_run_that_has_just_begun_says_so(tmp_path):
+    path = write_run(tmp_path / "run")
+    for remains in ("", None):
+        (path / "metrics.jsonl").unlink() if remains is None else (path / "metrics.jsonl").write_text(remains)
+        with pytest.raises(RunError, match="no step was logged yet"):
+            load_run(path)
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        load_run(Path("nowhere"))

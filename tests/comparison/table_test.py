@@ -1,0 +1,93 @@
+"""The final figures, in the terminal and in files."""
+
+import csv
+import json
+import math
+
+import pytest
+
+import comparison
+from comparison.runs import load_run
+from comparison.table import as_csv
+from tests.comparison.made import write_run
+
+
+def compared(*paths):
+    return comparison.compare([load_run(path) for path in paths])
+
+
+@pytest.fixture
+def two(tmp_path):
+    return [write_run(tmp_path / "softmax", form="blockwise"),
+            write_run(tmp_path / "chunked", "chunked", steps=400, seconds=0.25, loss=2.1, slope=0.004)]
+
+
+def test_table_has_the_final_figures(two):
+    found = compared(*two)
+    softmax, chunked = (row.cells(found.columns) for row in found.rows)
+    assert softmax == {
+        "run": "softmax", "attention": "softmax (blockwise)", "context": "32", "parameters": "1,234", "steps": "100",
+        "tokens": "6,400", "training seconds": "100.0", "tokens/s (median)": "64", "train loss (last 5 %)": "0.5200",
+        "val loss": "1.0000", "best val loss": "1.0000", "bits per byte": "1.4427",
+        "loss at shortest run's end": "1.0000",
+        "seconds to val loss 1.16": "84.0", "seconds to val loss 1": "100.0", "seconds to val loss 0.75": "–"}
+    assert chunked["attention"] == "chunked"
+    assert chunked["seconds to val loss 0.75"] == "84.4"
+
+
+def test_times_to_losses_where_all_end_alike_or_nothing_fell(tmp_path, two):
+    times = compared(two[0]).times
+    assert times.levels == (1.4, 1.2, 1.0)
+    assert times.seconds == {"softmax": (pytest.approx(60), pytest.approx(80), pytest.approx(100))}
+    assert compared(write_run(tmp_path / "flat", slope=0.0)).times is None
+    assert compared(write_run(tmp_path / "never", every=0)).times is None
+
+
+def test_loss_at_the_end_of_the_shortest_run_is_interpolated_in_time(tmp_path):
+    short = write_run(tmp_path / "short", steps=50, every=50)
+    rows = compared(short, write_run(tmp_path / "long", "chunked", every=40, seconds=2.0)).rows
+    # At 50 s the long run was at step 25, before its first evaluation at step 40: no loss is made up.
+    assert [row.figures["loss_at_shortest"] for row in rows] == [pytest.approx(1.5), None]
+    rows = compared(short, write_run(tmp_path / "often", "chunked", seconds=2.0)).rows
+    assert rows[1].figures["loss_at_shortest"] == pytest.approx(2.0 - 0.01 * 25)
+
+
+def test_seeds_of_one_setup_are_averaged_in_every_form(tmp_path):
+    found = compared(*(write_run(tmp_path / f"{mode}-{seed}", mode, seed=seed, loss=base + 0.1 * seed)
+                       for mode, base in (("softmax", 2.0), ("chunked", 2.05)) for seed in range(3)))
+    assert [row.name for row in found.rows] == ["softmax-0", "softmax-1", "softmax-2", "mean of 3 seeds",
+                                                "chunked-0", "chunked-1", "chunked-2", "mean of 3 seeds"]
+    cells = found.rows[3].cells(found.columns)
+    assert cells["val loss"] == "1.1000 ±\N{NO-BREAK SPACE}0.1000"
+    assert cells["steps"] == "100"
+    lines = list(csv.DictReader(as_csv(found.rows, found.columns).splitlines()))
+    assert [line["seeds"] for line in lines] == ["1", "1", "1", "3"] * 2
+    assert float(lines[3]["val_loss"]) == pytest.approx(1.1)
+    assert float(lines[3]["val_loss_deviation"]) == pytest.approx(0.1)
+    assert lines[0]["val_loss_deviation"] == ""
+    written = json.loads(found.as_json())
+    assert written["rows"][3]["val_loss"] == pytest.approx(1.1)
+    assert written["rows"][3]["deviation"]["val_loss"] == pytest.approx(0.1)
+    assert written["verdict"] == list(found.verdict)
+    assert written["config_differences"]["train.seed"]["chunked-2"] == 2
+    assert [setup["name"] for setup in written["setups"]] == ["softmax", "chunked"]
+
+
+def test_runs_made_differently_are_warned_of(tmp_path):
+    same = {"versions": {"jax": "1"}, "commit": "a" * 40, "devices": ["cpu"], "dtype": "float32",
+            "corpus_checksum": "x"}
+    paths = [write_run(tmp_path / name, seed=seed, **same) for seed, name in enumerate("abcd")]
+    assert compared(*paths).remarks == ()
+    other = write_run(tmp_path / "other", "chunked", versions={"jax": "2"}, commit="b" * 40 + "-dirty",
+                      devices=["cuda"], dtype="bfloat16", corpus_checksum="y")
+    assert compared(*paths, other).remarks == (
+        "Different data (checksum x: a, b, c and 1 more; checksum y: other): their losses cannot be compared.",
+        "Different devices (cpu: a, b, c and 1 more; cuda: other): their times cannot be compared.",
+        "Different number formats (float32: a, b, c and 1 more; bfloat16: other).",
+        f"Different versions of the code ({'a' * 12}: a, b, c and 1 more; {'b' * 12}-dirty: other).",
+        "Different versions of jax (1: a, b, c and 1 more; 2: other).")
+    tokens = write_run(tmp_path / "tokens", tokenizer="gpt2", **same | {"corpus_checksum": "z"})
+    assert compared(paths[0], tokens).remarks == (
+        "Different tokenizers (bytes: a; gpt2: tokens): losses per token cannot be compared; bits per byte can, where "
+        "the text is the same.",)
+    assert compared(paths[0], tokens).rows[1].figures["bits_per_byte"] == pytest.approx(1 / math.log(2) / 4)

@@ -1,0 +1,102 @@
+"""The sentences on top claim what the runs show, and nothing else."""
+
+import pytest
+
+from comparison.runs import group, load_run
+from comparison.verdict import student_quantile, verdict, welch_interval
+from tests.comparison.made import write_run
+
+
+def said(*paths):
+    return verdict(group([load_run(path) for path in paths]))
+
+
+def test_lower_at_equal_steps_and_at_equal_time_and_where_curves_cross(tmp_path):
+    # softmax is better at equal steps; chunked is four times as fast and better at equal time (both end at 100 s).
+    softmax = write_run(tmp_path / "softmax", form="blockwise")
+    chunked = write_run(tmp_path / "chunked", "chunked", steps=400, seconds=0.25, loss=2.1, slope=0.004)
+    # 2 - 0.01 s = 2.1 - 0.016 s where s is 16.7, but softmax was first evaluated at 20 s: no crossing is known.
+    assert said(softmax, chunked) == [
+        "After 100 steps, softmax (blockwise) has the lower val loss: 1.0000, against 1.7000 of chunked.",
+        "After 100.0 s of training, chunked has the lower val loss: 0.5000, against 1.0000 of softmax (blockwise).",
+        "One seed each: no interval, for how much the loss varies from seed to seed is not known."]
+    later = write_run(tmp_path / "later", "chunked", steps=400, seconds=0.25, loss=2.3, slope=0.004)
+    assert said(softmax, later)[1] == (
+        "chunked passes softmax (blockwise) after 50.0 s of training and is 0.3000 lower at 100.0 s of training: "
+        "val loss 0.7000, against 1.0000 of softmax (blockwise).")
+    assert said(softmax) == []
+
+
+def seeds(folder, mode, losses, **options):
+    return [write_run(folder / f"{mode}-{seed}", mode, seed=seed, loss=loss, **options)
+            for seed, loss in enumerate(losses)]
+
+
+def test_seeds_have_an_interval_and_no_difference_is_shown_where_it_covers_zero(tmp_path):
+    softmax = seeds(tmp_path, "softmax", [2.0, 2.1, 2.2])
+    alike = seeds(tmp_path, "chunked", [2.05, 2.15, 2.25])
+    assert said(*softmax, *alike)[0] == (
+        "After 100 steps, no difference in val loss is shown: 1.1000 of softmax and 1.1500 of chunked; the 95 % "
+        "interval of their difference, −0.1767 to 0.2767 over 3 and 3 seeds, covers zero.")
+    assert len(said(*softmax, *alike)) == 2
+    higher = seeds(tmp_path, "linear", [3.0, 3.1, 3.2])
+    assert said(*softmax, *higher)[0] == (
+        "After 100 steps, softmax has the lower val loss: 1.1000, against 2.1000 of linear (95 % interval of the "
+        "difference 0.7733 to 1.2267 over 3 and 3 seeds).")
+    assert said(*softmax, *higher, *alike)[0] == (
+        "After 100 steps, the lowest val loss is 1.1000 of softmax, against 2.1000 of linear; no difference is shown "
+        "from 1.1500 of chunked.")
+    assert said(*softmax, higher[0])[-1].startswith("One seed of linear: no interval")
+
+
+def test_the_interval_is_welchs():
+    # Student's t tables; 2.353 freedom is between the rows of 2 and 3.
+    for freedom, quantile in ((1, 12.7062), (2, 4.3027), (4, 2.7764), (30, 2.0423), (1e4, 1.9602)):
+        assert student_quantile(0.95, freedom) == pytest.approx(quantile, abs=2e-4)
+    assert student_quantile(0.99, 2) == pytest.approx(9.9248, abs=2e-4)
+    # Means 3 and 2 with squared errors 1/3 and 4/3; by Welch–Satterthwaite 50/17 degrees of freedom.
+    low, high = welch_interval([2.0, 3.0, 4.0], [0.0, 2.0, 4.0], 0.95)
+    reach = student_quantile(0.95, 50 / 17) * (5 / 3) ** 0.5
+    assert (low, high) == pytest.approx((1 - reach, 1 + reach))
+    assert welch_interval([1.0], [2.0, 3.0], 0.95) is None
+    assert welch_interval([2.0, 2.0], [1.0, 1.0], 0.95) == (1.0, 1.0)
+
+
+def test_nothing_is_claimed_that_the_data_do_not_carry(tmp_path):
+    softmax = write_run(tmp_path / "softmax", corpus_checksum="a")
+    never = write_run(tmp_path / "never", "chunked", every=0, corpus_checksum="a")
+    assert said(softmax, never) == ["Nothing is claimed of never, without val loss."]
+    late = write_run(tmp_path / "late", "chunked", every=100, steps=100, seconds=2.0, corpus_checksum="a")
+    assert said(softmax, late)[1] == (
+        "At equal training time nothing is claimed: no val loss of late is known at 100.0 s of training.")
+    other = write_run(tmp_path / "other", "chunked", corpus_checksum="b")
+    assert said(softmax, other) == ["Nothing is claimed: these runs read different data."]
+    device = write_run(tmp_path / "device", "chunked", corpus_checksum="a", devices=["cuda:0"], slope=0.005)
+    assert [sentence.split(",")[0] for sentence in said(softmax, device)] == [
+        "After 100 steps", "One seed each: no interval"]
+
+
+def test_a_schedule_that_has_come_further_down_is_mentioned(tmp_path):
+    short = write_run(tmp_path / "short", decay_steps=110)
+    long = write_run(tmp_path / "long", "chunked", steps=200, slope=0.005, decay_steps=200)
+    steps, _, _ = said(short, long)
+    assert steps.endswith("There the learning rate of softmax is at 9 % of its peak, that of chunked at 50 %.")
+    alike = write_run(tmp_path / "alike", "chunked", slope=0.005, decay_steps=112)
+    assert "learning rate" not in " ".join(said(short, alike))
+
+
+def test_other_tokenizers_are_compared_per_byte(tmp_path):
+    runs = [write_run(tmp_path / "bytes", corpus_checksum="a"),
+            write_run(tmp_path / "gpt2", "chunked", loss=3.0, tokenizer="gpt2", corpus_checksum="b")]
+    assert said(*runs)[0] == (
+        "After 100 steps, chunked has the lower val bits per byte: 0.7213, against 1.4427 of softmax.")
+
+
+def test_each_context_is_for_itself(tmp_path):
+    runs = [write_run(tmp_path / f"{mode}-{context}", mode, context=context, loss=loss)
+            for context in (32, 64) for mode, loss in (("softmax", 2.0), ("chunked", 2.5))]
+    found = said(*runs)
+    assert [text.partition(":")[0] for text in found] == ["With context 32", "With context 64"]
+    assert all("After 100 steps, softmax has the lower val loss: 1.0000, against 1.5000 of chunked." in text
+               for text in found)
+    assert said(runs[0], runs[3]) == ["Nothing is claimed: no two set-ups have the same size and context."]
