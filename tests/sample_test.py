@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,6 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 import sample
 from configs.schema import Config, DataConfig, ModelConfig
-from data import tokenizers
 from models import attention as attentions
 from models.gpt import GPT
 from training.checkpoint import Checkpoints
@@ -150,15 +150,99 @@ def test_no_prompt_starts_after_end_of_text(runs, capsys):
     assert out[:len(out) // 2] == out[len(out) // 2:]
 
 
-def test_characters_are_whole_and_broken_ones_replaced():
-    stream = sample.TextStream(tokenizers.load("bytes"))
-    euro = "€".encode()
-    assert stream.feed(euro[:2]) == ""
-    assert stream.feed([*euro[2:], 0xFF, ord("a")]) == "€\N{REPLACEMENT CHARACTER}a"
-    assert stream.feed([euro[0], 256, ord("b")]) == ""  # nothing after end-of-text
-    assert stream.feed([ord("c")]) == ""
-    assert stream.close() == "\N{REPLACEMENT CHARACTER}"
-    assert (stream.tokens, stream.ended) == (6, True)
+@pytest.mark.parametrize("name", ["chunked", "learned"])
+def test_a_text_goes_on_from_its_state_as_if_nothing_had_been(runs, tmp_path, capsys, name):
+    def out(*arguments: object) -> str:
+        assert run(runs / name, "--temperature", 0.9, *arguments) == 0
+        return capsys.readouterr().out
+
+    state = tmp_path / "s.safetensors"
+    whole = out("--prompt", "abcd", "--max-new-tokens", 20)
+    assert out("--prompt", "ab", "--max-new-tokens", 0, "--save-state", state) == ""
+    # To the same file, which is read before it is written.
+    first = out("--load-state", state, "--prompt", "cd", "--max-new-tokens", 7, "--save-state", state)
+    assert first + out("--load-state", state, "--max-new-tokens", 13) == whole
+    assert out("--load-state", state, "--max-new-tokens", 13, "--num-samples", 2).startswith(whole[len(first):])
+
+
+def test_a_state_of_another_run_is_refused(runs, tmp_path, capsys):
+    state = tmp_path / "s"
+    assert run(runs / "chunked", "--step", 3, "--max-new-tokens", 0, "--save-state", state) == 0
+    capsys.readouterr()
+    message = refused(capsys, 1, runs / "chunked", "--load-state", state)
+    assert f"{state}: the state of another model, {runs / 'chunked'} step 3: the same sizes" in message
+    state.write_bytes(state.read_bytes()[:-7])
+    assert f"{state}: damaged, cut short" in refused(capsys, 1, runs / "chunked", "--load-state", state)
+
+
+def test_a_stop_string_is_neither_in_the_text_nor_in_the_state(runs, tmp_path, capsys):
+    def out(*arguments: object) -> str:
+        assert run(runs / "chunked", "--temperature", 9, *arguments) == 0  # diverse
+        return capsys.readouterr().out
+
+    free = out("--max-new-tokens", 200, "--prompt", "x")
+    at = next(at for at in range(5, len(free)) if free[at:at + 2].isascii() and free[at:at + 2].isprintable())
+    stop = free[at:at + 2]
+    state = tmp_path / "s"
+    text = out("--max-new-tokens", 200, "--prompt", "x", "--stop", "never", stop, "--save-state", state)
+    assert text == free[:free.index(stop)]
+    # Two tokens later the stop string would be there.
+    assert out("--load-state", state, "--max-new-tokens", 2) == stop
+
+
+def converse(monkeypatch, lines: bytes, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    return run(*arguments, "--interactive", "--max-new-tokens", 20)
+
+
+def test_turns_of_a_conversation_are_one_text(runs, tmp_path, monkeypatch, capsys):
+    one, turns = tmp_path / "one", tmp_path / "turns"
+    assert converse(monkeypatch, b"ab\n\n", runs / "chunked", "--save-state", turns) == 0
+    text = capsys.readouterr().out
+    assert run(runs / "chunked", "--prompt", "ab", "--max-new-tokens", 40, "--save-state", one) == 0
+    assert text.replace("\n", "") == capsys.readouterr().out.replace("\n", "")
+    assert one.read_bytes() == turns.read_bytes()
+
+
+def test_a_conversation_ends_where_the_positions_do(runs, monkeypatch, capsys):
+    too_long = b"y" * 40
+    assert converse(monkeypatch, b"\n".join([b"a\\", b"b", too_long, b"c", b"d"]), runs / "learned") == 0
+    out, err = capsys.readouterr()
+    assert "the prompt has 40 tokens after 23 others, and the model has learned positions for 32" in err
+    assert err.endswith("full: the model has learned positions for 32 tokens and no more\n")
+    assert len(out.splitlines()) >= 2
+
+
+def test_an_interrupt_ends_a_turn_and_the_next_goes_on(runs, monkeypatch, capsys):
+    write = sample.write
+
+    def interrupting(text: str) -> None:
+        write(text)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sample, "write", interrupting)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n")))
+    assert run(runs / "chunked", "--interactive", "--max-new-tokens", 10**9) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    out, err = capsys.readouterr()
+    assert 2 * 16 <= len(out) < 100
+    assert "Traceback" not in err
+
+
+def test_the_prompt_may_come_through_a_pipe(runs, tmp_path, monkeypatch, capsys):
+    for arguments in ([], ["--prompt", "-"]):
+        (tmp_path / "prompt").write_bytes(b"ab\xff\n")
+        with (tmp_path / "prompt").open() as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            assert run(runs / "chunked", "--max-new-tokens", 3, *arguments) == 0
+        assert "prompt of 4 tokens" in capsys.readouterr().err
+    with Path(os.devnull).open() as empty:
+        for stdin in (empty, None):  # None: it is closed
+            monkeypatch.setattr(sys, "stdin", stdin)
+            assert run(runs / "chunked", "--max-new-tokens", 3) == 0
+            assert "prompt of 1 tokens" in capsys.readouterr().err
+    assert "--prompt -: standard input is closed" in refused(capsys, 2, runs / "chunked", "--prompt", "-")
 
 
 def test_a_damaged_checkpoint_is_skipped_by_name(runs, tmp_path, capsys):
@@ -182,6 +266,11 @@ def test_a_mode_without_decode_is_refused_by_name(runs, monkeypatch, capsys):
 @pytest.mark.parametrize(("arguments", "name"), [
     (["--temperature", "-1"], "--temperature"), (["--top-p", "0"], "--top-p"), (["--top-p", "1.5"], "--top-p"),
     (["--top-k", "-2"], "--top-k"), (["--seed", "-1"], "--seed"), (["--max-new-tokens", "0"], "--max-new-tokens"),
+    (["--min-p", "2"], "--min-p"), (["--repetition-penalty", "0"], "--repetition-penalty"),
+    (["--temperature", "0", "--top-p", "0.5"], "--top-p"), (["--stop", ""], "--stop"),
+    (["--num-samples", "2", "--interactive"], "--interactive"), (["--num-samples", "2", "--save-state", "s"], "--save"),
+    (["--prompt", "-", "--interactive"], "--interactive"), (["--save-state", "/nowhere/s"], "--save-state /nowhere/s"),
+    (["--load-state", "/nowhere/s"], "--load-state /nowhere/s: there is no such file"),
     (["--num-samples", "0"], "--num-samples"), (["--prompt", "a", "--prompt-file", "b"], "--prompt-file"),
     (["--prompt-file", "/nowhere/prompt"], "--prompt-file /nowhere/prompt: there is no such file"),
     (["--step", "5"], "no checkpoint of step 5; there are: 3, 7")])

@@ -14,12 +14,13 @@ from flax import nnx
 from configs.schema import ConfigError, ModelConfig
 from models import attention as attentions
 from models import sampler as sampler_module
+from models.attention.self_attention import angles
 from models.gpt import GPT
-from models.sampler import TOKENS_PER_CALL, Sampler, Sampling, draw, likeliest
+from models.sampler import TOKENS_PER_CALL, Sampler, Sampling, Settings, draw, likeliest
 
 V = 13
-MODES = [name for name, mode in attentions.modes().items()
-         if mode.Attention.causal and mode.Attention.decode_state != "none"]
+MODES = tuple(name for name, mode in attentions.modes().items()
+              if mode.Attention.causal and mode.Attention.decode_state != "none")
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -30,11 +31,11 @@ def allow_rank_promotion():
         yield
 
 
-def make_model(*attention: str, positions: Any = "rotary", context: int = 32) -> GPT:
+def make_model(*attention: str, positions: Any = "rotary", context: int = 32, seed: int = 0) -> GPT:
     config = ModelConfig(layers=max(1, len(attention)), heads=2, width=16, context=context, positions=positions,
                          dtype="float32", attention=attention or ("linear",))
     graph, parameters = nnx.split(nnx.eval_shape(lambda: GPT(config, V, rngs=nnx.Rngs(0))))
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
 
     # Large and random, but for the biases: initial parameters give nearly equal logits and repeat the last token.
     def value(path: Any, x: Any) -> jax.Array:
@@ -50,12 +51,17 @@ def linear_sampler() -> Sampler:
     return Sampler(make_model())
 
 
-def likeliest_tokens(model: GPT, text_BT: np.ndarray) -> np.ndarray:
-    """What the parallel model thinks is next after each token."""
+def parallel_logits(model: GPT, text_BT: np.ndarray) -> np.ndarray:
+    """Of the token after each token, from the forward pass."""
     graph, parameters = nnx.split(model)
     padded_BT = np.pad(text_BT, [(0, 0), (0, 40 - text_BT.shape[1])])  # one shape to compile; later tokens are not seen
     logits_BTV = jax.jit(lambda parameters: nnx.merge(graph, parameters)(jnp.asarray(padded_BT)))(parameters)
-    return np.argmax(logits_BTV, axis=-1)[:, :text_BT.shape[1]]
+    return np.asarray(logits_BTV)[:, :text_BT.shape[1]]
+
+
+def likeliest_tokens(model: GPT, text_BT: np.ndarray) -> np.ndarray:
+    """What the parallel model thinks is next after each token."""
+    return np.argmax(parallel_logits(model, text_BT), axis=-1)
 
 
 def prompt_of(length: int) -> np.ndarray:
@@ -66,27 +72,77 @@ def tokens_of(sampler: Sampler, prompt_T: np.ndarray, sampling: Sampling, **opti
     return np.concatenate(list(sampler.generate(prompt_T, sampling, **options)), axis=1)
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary", "none"])
-@pytest.mark.parametrize("mode", MODES)
-def test_greedy_is_the_argmax_of_the_parallel_model(mode, positions, monkeypatch):
-    monkeypatch.setattr(sampler_module, "PREFILL_TOKENS", 8)  # the prompt takes three pieces, the first one ragged
-    model = make_model(mode, positions=positions, context=40)
-    prompt_T = prompt_of(19)
-    drawn_BT = tokens_of(Sampler(model), prompt_T, GREEDY, max_new_tokens=20, samples=2)
-    assert drawn_BT.shape == (2, 20)
-    text_BT = np.concatenate([np.stack([prompt_T] * 2), drawn_BT], axis=1)
-    np.testing.assert_array_equal(drawn_BT, likeliest_tokens(model, text_BT)[:, 18:-1])
-    assert len(set(drawn_BT[0].tolist())) > 1  # a model that only repeats itself would hide mistakes
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_token_by_token_is_the_parallel_model(positions, monkeypatch):
+    """Logits and greedy text, of a layer of every mode, after a prompt in pieces, the last of which are added later."""
+    monkeypatch.setattr(sampler_module, "PREFILL_TOKENS", (4, 8))
+    model = make_model(*MODES, positions=positions, context=40)
+    sampler, prompt_T = Sampler(model), np.where(prompt_of(19) == 0, 7, prompt_of(19))  # 0 fills up pieces
+    first = sampler.encode(prompt_T[:11])
+    added = sampler.encode(prompt_T[11:], first)
+    generation = sampler.generate(prompt_of(0), GREEDY, max_new_tokens=20, memory=added, resumable=True)
+    text_T = np.concatenate([prompt_T, *(piece_BT[0] for piece_BT in generation)])
+    assert len(text_T) == 39
+    logits_TV = parallel_logits(model, text_T[None])[0]
+    np.testing.assert_array_equal(text_T[19:], np.argmax(logits_TV, axis=1)[18:-1])
+    assert len(set(text_T[19:].tolist())) > 1  # a model that only repeats itself would hide mistakes
+    for memory, length in ((first, 11), (added, 19), (generation.memory, 39), (sampler.encode(prompt_T), 19)):
+        expected_V = logits_TV[length - 1]
+        # float32 sums in another order.
+        np.testing.assert_allclose(memory.logits_BV[0], expected_V, rtol=0, atol=1e-5 * np.abs(expected_V).max())
+        assert memory.position == length
+        np.testing.assert_array_equal(np.flatnonzero(memory.seen_BV[0]), np.unique(text_T[:length]))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_prefill_in_pieces_equals_one_piece(mode, monkeypatch):
-    prompt_T, model = prompt_of(30), make_model(mode, positions="learned")
-    whole = Sampler(model)._start(prompt_T, 32, 2)
-    monkeypatch.setattr(sampler_module, "PREFILL_TOKENS", 7)
-    pieces = Sampler(model)._start(prompt_T, 32, 2)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(pieces), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)  # sums in another order
+def test_drawing_in_turns_is_drawing_at_once(monkeypatch):
+    """To the last bit, also where a growing cache has to grow; every place of it is used in the end."""
+    monkeypatch.setattr(sampler_module, "LEAST_ROOM", 16)
+    # The loop of accelerators would go on past what was asked for.
+    monkeypatch.setattr(sampler_module, "device", types.SimpleNamespace(platform=lambda: "gpu"))
+    model = make_model("chunked", "softmax")
+    sampler, sampling = Sampler(model), Sampling(temperature=1.5, repetition_penalty=1.2)
+    once = sampler.generate(prompt_of(9), sampling, max_new_tokens=23, resumable=True)
+    expected_BT = np.concatenate(list(once), axis=1)
+    memory, pieces = sampler.encode(prompt_of(9)), []
+    for count in (3, 0, 20):
+        before = memory
+        turn = sampler.generate(prompt_of(0), sampling, max_new_tokens=count, memory=before, resumable=True)
+        pieces += list(turn)
+        memory = turn.memory
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=1), expected_BT)
+    for a, b in zip(jax.tree.leaves(memory), jax.tree.leaves(once.memory), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # What was given stays good, and all 32 places are right.
+    again = sampler.generate(prompt_of(0), GREEDY, max_new_tokens=20, memory=before, resumable=True)
+    text_BT = np.concatenate([prompt_of(9)[None], expected_BT[:, :3], *again], axis=1)
+    np.testing.assert_array_equal(text_BT[:, 12:], likeliest_tokens(model, text_BT)[:, 11:-1])
+
+
+def test_other_parameters_compile_nothing():
+    sampler = linear_sampler()
+    before = sampler.model
+    first_BT = tokens_of(sampler, prompt_of(5), GREEDY, max_new_tokens=20)
+    model = make_model(seed=1)
+    sampler.update(model)
+    drawn_BT = tokens_of(sampler, prompt_of(5), GREEDY, max_new_tokens=20)
+    assert sampler._prefill._cache_size() == 1
+    assert sampler.model is model
+    sampler.update(before)
+    assert (drawn_BT != first_BT).any()
+    np.testing.assert_array_equal(tokens_of(sampler, prompt_of(5), GREEDY, max_new_tokens=20), first_BT)
+    text_BT = np.concatenate([prompt_of(5)[None], drawn_BT], axis=1)
+    np.testing.assert_array_equal(drawn_BT, likeliest_tokens(model, text_BT)[:, 4:-1])
+    with pytest.raises(ValueError, match="another model"):
+        sampler.update(make_model("softmax"))
+
+
+@pytest.mark.parametrize("position", [0, 10**5, 10**7, 2**31 - 30, 2**31])
+def test_rotary_angles_are_exact_at_any_position(position):
+    t_T = position + np.arange(20)
+    angle_TD = np.asarray(angles(jnp.asarray(t_T.astype(np.uint32).view(np.int32))[None], 32)[0], np.float64)
+    expected_TD = t_T[:, None] * 10_000.0 ** (-np.arange(32) / 32)
+    # A few roundings of float32 at π.
+    np.testing.assert_allclose(np.exp(1j * angle_TD), np.exp(1j * expected_TD), rtol=0, atol=1e-6)
 
 
 def test_a_sample_does_not_depend_on_how_many_are_drawn():
@@ -104,15 +160,43 @@ def test_draws_follow_the_softmax_at_the_temperature():
     logits_V, n = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])), 20_000
     keys_B = jax.random.split(jax.random.key(0), n)
     logits_BV = jnp.broadcast_to(logits_V[None], (n, 4))
+    jitted = jax.jit(draw)
+
+    def drawn(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> jax.Array:
+        settings = Settings(*map(jnp.float32, (temperature, top_k, top_p, min_p, 1)))._replace(top_k=jnp.int32(top_k))
+        return jitted(logits_BV, jnp.zeros(logits_BV.shape, bool), keys_B, settings)
+
     for temperature, p_V in ((1.0, jax.nn.softmax(logits_V)), (0.5, jax.nn.softmax(2 * logits_V))):
-        drawn_B = draw(logits_BV, keys_B, jnp.float32(temperature), jnp.int32(0), jnp.float32(1))
         # Five standard deviations of a frequency at p = 1/2.
-        np.testing.assert_allclose(np.bincount(drawn_B, minlength=4) / n, p_V, atol=5 * 0.5 / n**0.5)
-    for top_k, top_p, support in ((2, 1.0, {0, 1}), (0, 0.81, {0, 1, 2}), (3, 0.6, {0, 1}), (0, 1e-6, {0})):
-        drawn_B = draw(logits_BV, keys_B, jnp.float32(1), jnp.int32(top_k), jnp.float32(top_p))
-        assert set(drawn_B.tolist()) == support
+        np.testing.assert_allclose(np.bincount(drawn(temperature), minlength=4) / n, p_V, atol=5 * 0.5 / n**0.5)
+    for options, support in (({"top_k": 2}, {0, 1}), ({"top_p": 0.81}, {0, 1, 2}), ({"top_k": 3, "top_p": 0.6}, {0, 1}),
+                             ({"top_p": 1e-6}, {0}), ({"min_p": 0.29}, {0, 1, 2}), ({"min_p": 1.0}, {0}),
+                             ({"top_k": 2, "min_p": 0.29}, {0, 1}), ({"min_p": 0.09}, {0, 1, 2, 3})):
+        assert set(drawn(1.0, **options).tolist()) == support
     # So small that the logits alone would overflow.
-    assert set(draw(logits_BV, keys_B, jnp.float32(1e-38), jnp.int32(0), jnp.float32(1)).tolist()) == {0}
+    assert set(drawn(1e-38).tolist()) == {0}
+
+
+def test_the_repetition_penalty_is_on_tokens_of_prompt_and_text():
+    logits_BV = jnp.array([[3.0, 2.9, -1.0, -1.1]])
+    greedy = Settings(*map(jnp.float32, (0, 0, 1, 0, 1.5)))._replace(top_k=jnp.int32(0))
+    jitted = jax.jit(draw)
+
+    def token(logits_BV: jax.Array, *seen: int) -> int:
+        seen_BV = jnp.isin(jnp.arange(4), jnp.array(seen, int))[None]
+        return int(jitted(logits_BV, seen_BV, jax.random.split(jax.random.key(0), 1), greedy)[0])
+
+    assert [token(logits_BV), token(logits_BV, 0), token(logits_BV, 0, 1)] == [0, 1, 0]
+    assert token(logits_BV[:, 2:].repeat(2, axis=1), 0, 1) == 2  # of negative logits the product is taken
+    sampler, prompt_T = linear_sampler(), prompt_of(4)
+    drawn_BT = tokens_of(sampler, prompt_T, Sampling(temperature=0.0, repetition_penalty=100.0), max_new_tokens=20)
+    text_T = np.concatenate([prompt_T, drawn_BT[0]])
+    logits_TV = parallel_logits(sampler.model, text_T[None])[0]
+    for t in range(4, 24):
+        logits_V = logits_TV[t - 1]
+        penalised_V = np.where(logits_V > 0, logits_V / 100, logits_V * 100)
+        assert text_T[t] == np.argmax(np.where(np.isin(np.arange(V), text_T[:t]), penalised_V, logits_V))
+    assert (drawn_BT != tokens_of(sampler, prompt_T, GREEDY, max_new_tokens=20)).any()
 
 
 def test_filters_keep_the_likeliest():
@@ -133,35 +217,28 @@ def test_top_p_of_one_keeps_the_tail():
     assert likeliest(logits_BV, jnp.int32(50_000), jnp.float32(1)).sum() == 50_000
 
 
-def test_end_of_text_ends_each_sample():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_end_of_text_ends_each_sample(platform, monkeypatch):
+    """Whichever of the two loops draws."""
     sampling = Sampling(temperature=2.0)
     free_BT = tokens_of(linear_sampler(), prompt_of(5), sampling, max_new_tokens=200, samples=3)
     end = int(free_BT[0, 30])
     first_B = (free_BT == end).argmax(axis=1)
     assert (free_BT == end).any(axis=1).all()
     assert len(set(first_B.tolist())) > 1
-    drawn_BT = tokens_of(Sampler(make_model(), end_of_text=end), prompt_of(5), sampling, max_new_tokens=200, samples=3)
+    monkeypatch.setattr(sampler_module, "device", types.SimpleNamespace(platform=lambda: platform))
+    sampler = Sampler(make_model(), end_of_text=end)
+    drawn_BT = tokens_of(sampler, prompt_of(5), sampling, max_new_tokens=200, samples=3)
     assert drawn_BT.shape[1] == first_B.max() + 1  # and nothing is drawn once all have ended
     for free_T, drawn_T, first in zip(free_BT, drawn_BT, first_B, strict=True):
         np.testing.assert_array_equal(drawn_T[:first + 1], free_T[:first + 1])
         assert (drawn_T[first:] == end).all()
+    fewer_BT = tokens_of(sampler, prompt_of(5), sampling, max_new_tokens=21, samples=3)
+    np.testing.assert_array_equal(fewer_BT, drawn_BT[:, :21])
 
 
-def test_the_loop_of_accelerators_draws_the_same(monkeypatch):
-    model, sampling = make_model("chunked", "softmax"), Sampling(temperature=2.0)
-    options: dict[str, Any] = {"max_new_tokens": 40, "samples": 3}
-    expected_BT = tokens_of(Sampler(model), prompt_of(5), sampling, **options)
-    end = int(expected_BT[0, 20])
-    ended_BT = tokens_of(Sampler(model, end_of_text=end), prompt_of(5), sampling, **options)
-    monkeypatch.setattr(sampler_module, "device", types.SimpleNamespace(platform=lambda: "gpu"))
-    np.testing.assert_array_equal(tokens_of(Sampler(model), prompt_of(5), sampling, **options), expected_BT)
-    drawn_BT = tokens_of(Sampler(model, end_of_text=end), prompt_of(5), sampling, **options)
-    np.testing.assert_array_equal(drawn_BT, ended_BT)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_continuation_needs_no_prompt(mode):
-    sampler = Sampler(make_model(mode, positions="none"))
+def test_a_continuation_needs_no_prompt():
+    sampler = Sampler(make_model(*MODES, positions="none"))
     draw_piece = sampler.continuation(5000, calls=3, samples=2)
     pieces = [np.asarray(draw_piece()) for _ in range(3)]
     assert [piece.shape for piece in pieces] == [(2, TOKENS_PER_CALL)] * 3
@@ -169,8 +246,17 @@ def test_a_continuation_needs_no_prompt(mode):
     assert (pieces[0] != pieces[1]).any()
 
 
+def test_weights_are_kept_in_the_number_format_of_the_products():
+    """So that half the bytes are read for a token; the model itself stays as it is."""
+    config = ModelConfig(layers=1, heads=2, width=16, context=8, dtype="bfloat16", attention=("linear",))
+    model = GPT(config, V, rngs=nnx.Rngs(0))
+    formats = {leaf.dtype for leaf in Sampler(model)._leaves if leaf.shape == (16, 64)}
+    assert formats == {jnp.dtype("bfloat16")}
+    assert model.blocks[0].mlp.hidden.kernel[...].dtype == jnp.float32
+
+
 def test_a_continuation_beyond_the_learned_positions_is_refused():
-    with pytest.raises(ConfigError, match="48 tokens are more than the 32 learned positions"):
+    with pytest.raises(ConfigError, match="64 tokens are more than the 32 learned positions"):
         Sampler(make_model(positions="learned")).continuation(32, calls=1)
 
 
@@ -179,14 +265,27 @@ def test_pieces_come_while_the_rest_is_still_to_be_drawn():
     assert [piece.shape for piece in itertools.islice(pieces, 3)] == [(1, TOKENS_PER_CALL)] * 3
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_other_lengths_and_settings_compile_nothing(mode):
-    sampler = Sampler(make_model(mode, context=64))
+def test_other_lengths_and_settings_compile_nothing():
+    sampler = Sampler(make_model(*MODES, context=64))
     sampler.warm_up(5, 3)
     assert sampler.max_length is None  # rotary: the last prompt and what follows it lie beyond the context
-    cases = (1, 1, GREEDY), (40, 20, Sampling(1.0, top_k=3)), (300, 7, Sampling(1.0, top_p=0.5))
-    for length, count, sampling in cases:
-        assert tokens_of(sampler, prompt_of(length), sampling, max_new_tokens=count).shape == (1, count)
+    compiled: list[str] = []
+
+    def count_compilations(event: str, seconds: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    cases = ((3, 2, GREEDY), (1, 1, GREEDY), (40, 20, Sampling(1.0, top_k=3)), (600, 7, Sampling(1.0, top_p=0.5)),
+             (1, 40, Sampling(1.0, min_p=0.1, repetition_penalty=1.1)))
+    jax.monitoring.register_event_duration_secs_listener(count_compilations)
+    try:
+        for length, count, sampling in cases:
+            assert tokens_of(sampler, prompt_of(length), sampling, max_new_tokens=count).shape == (1, count)
+            if length == 3:
+                compiled.clear()  # the first time has small things to compile, such as the random keys
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count_compilations)
+    assert not compiled
     assert sampler._prefill._cache_size() == sampler._decode._cache_size() == 1
 
 
@@ -197,14 +296,8 @@ def test_learned_positions_bound_the_tokens():
     assert list(sampler.generate(prompt_of(24), GREEDY, max_new_tokens=100)) == []
     with pytest.raises(ConfigError, match="prompt has 25 tokens, and the model has learned positions for 24"):
         sampler.generate(prompt_of(25), GREEDY, max_new_tokens=1)
-
-
-def test_a_growing_cache_has_room_for_every_token(monkeypatch):
-    monkeypatch.setattr(sampler_module, "LEAST_ROOM", 4)
-    model = make_model("softmax")
-    drawn_BT = tokens_of(Sampler(model), prompt_of(9), GREEDY, max_new_tokens=7)  # 16 in all, which fill it
-    text_BT = np.concatenate([prompt_of(9)[None], drawn_BT], axis=1)
-    np.testing.assert_array_equal(drawn_BT, likeliest_tokens(model, text_BT)[:, 8:-1])
+    with pytest.raises(ConfigError, match="prompt has 5 tokens after 20 others, and the model has learned positions"):
+        sampler.generate(prompt_of(5), GREEDY, max_new_tokens=1, memory=sampler.encode(prompt_of(20)))
 
 
 def test_a_mode_without_decode_is_refused_by_name(monkeypatch):
@@ -222,7 +315,14 @@ def test_prompts_that_are_no_tokens_are_refused(prompt):
 
 @pytest.mark.parametrize(("name", "value"), [
     ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")), ("top_k", -1), ("top_p", 0.0),
-    ("top_p", 1.1), ("top_p", float("nan")), ("seed", -1), ("seed", 2**32)])
+    ("top_p", 1.1), ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0.0),
+    ("repetition_penalty", float("nan")), ("seed", -1), ("seed", 2**32)])
 def test_settings_out_of_range_are_named(name, value):
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is {value}; expected"):
         linear_sampler().generate(prompt_of(1), Sampling(**{name: value}), max_new_tokens=1)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_filters_of_a_greedy_choice_are_refused(filters):
+    with pytest.raises(ConfigError, match=f"--temperature 0 .* --{next(iter(filters)).replace('_', '-')}"):
+        Sampling(temperature=0.0, **filters).check()

@@ -1,0 +1,137 @@
+"""A state saved and loaded is the one that never was; of another model, or damaged, it is refused by name."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.schema import ModelConfig
+from models import attention as attentions
+from models import state_file
+from models.gpt import GPT
+from models.sampler import Memory, Sampler
+from models.state_file import StateError
+
+MODES = tuple(name for name, mode in attentions.modes().items()
+              if mode.Attention.causal and mode.Attention.decode_state != "none")
+CONFIG = ModelConfig(layers=len(MODES), heads=2, width=16, context=32, positions="rotary", dtype="float32",
+                     attention=MODES)
+
+
+@pytest.fixture(autouse=True)
+def allow_rank_promotion():
+    """Layers add their biases by broadcasting, as Flax's do."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def make_model(seed: int = 0, **changes: object) -> GPT:
+    return GPT(dataclasses.replace(CONFIG, **changes), 300, rngs=nnx.Rngs(seed))
+
+
+@functools.cache
+def sampler() -> Sampler:
+    return Sampler(make_model())
+
+
+@functools.cache
+def read(length: int) -> Memory:
+    return sampler().encode(np.random.default_rng(0).integers(300, size=length))
+
+
+def save(path: Path, length: int = 5) -> Path:
+    state_file.save(path, read(length), sampler().model, origin="runs/first step 3")
+    return path
+
+
+def refused(path: Path, model: GPT | None = None) -> str:
+    with pytest.raises(StateError) as caught:
+        state_file.load(path, model or sampler().model)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    return message
+
+
+@pytest.mark.parametrize("length", [5, 600])
+def test_saved_and_loaded_is_the_same_to_the_last_bit(length, tmp_path):
+    """Of a layer of every mode; the caches that grow have room for 1,024 tokens again."""
+    loaded = state_file.load(save(tmp_path / "s", length), make_model())
+    assert loaded.position == length
+    for a, b in zip(*(jax.tree.leaves(sampler().encode(np.zeros(0, np.int32), memory))
+                      for memory in (loaded, read(length))), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    assert [file.name for file in tmp_path.iterdir()] == ["s"]
+
+
+def test_only_what_is_filled_is_kept(tmp_path):
+    size, longer = (save(tmp_path / str(length), length).stat().st_size for length in (5, 600))
+    growing = sum(block.attention.state_bytes(1) for block in sampler().model.blocks
+                  if block.attention.decode_state == "growing")
+    constant = sum(block.attention.state_bytes(1) for block in sampler().model.blocks
+                   if block.attention.decode_state == "constant")
+    # Blocks of 512 places at the most; beside the caches, logits, tokens seen and the header.
+    assert 5 * growing + constant < size < 5 * growing + constant + 300 * 5 + 4000
+    assert 595 * growing <= longer - size < (595 + 512) * growing
+
+
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"width": 32}, "model.width is 32 here and 16 there"),
+    ({"positions": "none"}, "model.positions is none here and rotary there"),
+    ({"attention": ("linear",)}, "model.attention is linear"),
+    ({"modes": {"chunked": {"feature_map": "softplus"}}}, "model.modes.chunked.feature_map is softplus here and elu"),
+    ({"seed": 1}, "the same sizes, but other parameters")])
+def test_another_model_is_refused_by_what_differs(changes, named, tmp_path):
+    message = refused(save(tmp_path / "s"), make_model(**changes))
+    assert f"the state of another model, runs/first step 3: {named}" in message
+    assert message.count(" there") <= 1  # nothing that follows from it
+
+
+def test_one_parameter_is_enough_to_differ(tmp_path):
+    model = make_model()
+    bias = model.blocks[1].mlp.hidden.bias
+    bias[...] = bias[...].at[3].set(1e-6)
+    assert "but other parameters" in refused(save(tmp_path / "s"), model)
+
+
+def test_the_number_format_of_the_products_may_differ(tmp_path):
+    model = make_model(dtype="bfloat16")
+    Sampler(model)  # keeps weights in it, for itself
+    assert state_file.load(save(tmp_path / "s"), model).position == 5
+
+
+def test_cut_short_or_damaged_is_noticed_wherever(tmp_path):
+    path = save(tmp_path / "s")
+    content = path.read_bytes()
+    for size in (0, 5, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        assert "damaged" in refused(path)
+    metadata = content.index(b"runs/first")
+    for place in (metadata, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1:])
+        assert "damaged" in refused(path)
+
+
+def test_other_files_are_no_states(tmp_path):
+    from safetensors.numpy import save_file
+
+    save_file({"weight": np.zeros(3)}, tmp_path / "w")
+    assert "no state file that this version of lineargpt knows" in refused(tmp_path / "w")
+
+
+def test_a_save_that_fails_leaves_the_file_before(tmp_path, monkeypatch):
+    path = save(tmp_path / "s")
+    content = path.read_bytes()
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        save(path, 600)
+    assert path.read_bytes() == content
+    assert [file.name for file in tmp_path.iterdir()] == ["s"]
