@@ -37,7 +37,7 @@ from data.loader import Corpora, open_corpora
 from models import attention as attentions
 from models import gpt
 from models.pretrained import PUBLISHED
-from training import loop
+from training import logging, loop, samples
 from training.checkpoint import Checkpoints
 from training.environment import environment, write_json
 from training.run import Taken, begin, enable_compilation_cache, take_parameters
@@ -118,7 +118,8 @@ def settle(config: Config) -> Config:
     for name, value, least in (
             ("train.steps", train.steps, 1), ("train.batch_size", train.batch_size, 1),
             ("train.accumulate", train.accumulate, 1), ("train.eval_every", train.eval_every, 1),
-            ("train.eval_batches", train.eval_batches, 1), ("optimizer.warmup_steps", config.optimizer.warmup_steps, 0),
+            ("train.eval_batches", train.eval_batches, 1), ("train.sample_every", train.sample_every, 0),
+            ("optimizer.warmup_steps", config.optimizer.warmup_steps, 0),
             ("checkpoint.every_steps", config.checkpoint.every_steps, 1),
             ("checkpoint.keep", config.checkpoint.keep, 1)):
         if value is not None and value < least:
@@ -255,11 +256,13 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
     # What does not fit stops before anything is written.
     check_not_imported(run_dir)
     check_same_run(config, run_dir)
+    logging.check(config.logging)
     corpora = open_corpora(config.data)
     check_same_corpus(corpora, run_dir)
     corpora.check_context(config.model.context)
     make_mesh(config.mesh, config.train, config.model.context)
     model = nnx.eval_shape(lambda: make_model(config, corpora.vocabulary_size))
+    samples.check(config.train, model)
     # A kernel that cannot do what is asked says so when it is traced.
     tokens_BT = jax.ShapeDtypeStruct((1, config.model.context), jnp.int32)
     segment_ids_BT = tokens_BT if config.data.packing == "documents" else None
@@ -283,9 +286,13 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
                   file=sys.stderr)
             return 0
         parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-        write_json(run_dir / "config.json", config.to_dict())
         begun_with = _environment(run_dir).get("init_from") if taken is None else {
             "run": str(taken.run), "step": taken.step, "reset": reset}
+        if taken is None and newest is None and begun_with is not None:
+            # It would be another run than its environment.json says.
+            raise ConfigError(f"{run_dir} was begun with --init-from {begun_with['run']} and has no intact checkpoint "
+                              "yet; give the flag again, or another --run-dir")
+        write_json(run_dir / "config.json", config.to_dict())
         write_json(run_dir / "environment.json", environment(
             model, parameters=parameters, tokenizer=corpora.tokenizer, checksum=corpora.checksum)
             | ({} if begun_with is None else {"init_from": begun_with}))

@@ -22,6 +22,7 @@ import jax
 from configs.schema import ConfigError
 from kernels import device
 from training.environment import git_commit, write_json
+from training.environment import peak_bytes as peak_bytes
 
 SAMPLE_SECONDS = 0.05
 """A sample is at least about so long: the clock and the wait for the device then do not count."""
@@ -107,15 +108,6 @@ def _seconds(run: Callable[[], Any], calls: int) -> float:
         result = run()
     jax.block_until_ready(result)
     return (time.perf_counter() - start) / calls
-
-
-def peak_bytes(compiled: jax.stages.Compiled) -> int | None:
-    """Memory that a compiled function needs: arguments, outputs and temporaries; None where the device does not say."""
-    memory = compiled.memory_analysis()
-    if memory is None:
-        return None
-    return (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-            - memory.alias_size_in_bytes)
 
 
 def check_memory(needed: int | None) -> None:

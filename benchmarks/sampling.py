@@ -2,21 +2,31 @@
 
     python -m benchmarks.sampling --positions 1024,8192 --modes softmax,chunked --json sampling.json
     python -m benchmarks.sampling --sizes 124M,1558M --positions 1024,16384,65536,524288 --batches 1,32 --picture s.png
+    python -m benchmarks.sampling --recipe configs/quickstart.py --batches 1,16 --prompt 16384 --peer transformers
 
 Through the sampler that ``sample.py`` uses, from models without positions, which go on for ever. What decoding keeps of
 the text before is filled with random numbers: no text is read. A size is one of GPT-2's, with softplus features;
-without ``--sizes`` the model is that of ``--width``, ``--layers``, ``--heads`` and ``--vocabulary``. The modes take
-turns, and so do positions where they all fit into memory; figures are medians.
+without ``--sizes`` the model is that of ``--width``, ``--layers``, ``--heads`` and ``--vocabulary``, or that of
+``--recipe``, with its own positions. The modes take turns, and so do positions where they all fit into memory; figures
+are medians.
 
 ``bandwidth`` is the share of the memory's bandwidth, by data sheet, that reading what a token needs takes: every
 parameter once, in the number format of the products, and the state, or the keys and values that are filled, of each
-sequence. The last column is the time at a position over that of the same mode at the first position named: 1 where the
-cost does not grow with what was drawn before. A case that does not fit into memory is a row with ``error``.
+sequence. ``× first position`` is the time at a position over that of the same mode at the first position named: 1 where
+the cost does not grow with what was drawn before; ``× first batch`` the tokens a second over those of the same mode at
+the first batch named. A case that does not fit into memory is a row with ``error``.
+
+``--prompt N`` adds, for each mode, the time to read N tokens, against that to draw as many, which go through the model
+one by one; and what the host adds to a token. A call draws ``TOKENS_PER_CALL`` tokens: by how much it takes longer than
+a call that draws one is the time of the steps alone, and the rest of it the host's. ``--peer transformers`` times
+softmax GPT-2 of the same size as the package ``transformers`` samples from it, in this Python or, with
+``--peer-python``, in another that has it and torch.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -24,20 +34,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from benchmarks import picture, report
 from benchmarks.train_step import CASE_SECONDS, SIZES, model_config, sizes
-from configs.schema import ConfigError, ModelConfig
+from configs.schema import ConfigError, ModelConfig, load_recipe
+from models import gpt
 from models.gpt import GPT
-from models.sampler import TOKENS_PER_CALL, Sampler
+from models.sampler import TOKENS_PER_CALL, Sampler, Sampling
 
 CALLS_PER_SAMPLE = 4
 """Pieces of text in a sample, drawn one after the other without a wait between."""
 TOGETHER_BYTES = 2**30
 """All positions take turns where what they keep is no more than this."""
 HEADINGS = ("size", "batch", "position", "mode", "ms/token", "fastest", "samples", "tokens/s", "bandwidth",
-            "× first position")
+            "× first position", "× first batch")
+PROMPT_HEADINGS = ("size", "mode", "prompt", "s", "s one by one", "times as fast", "ms/step", "host's ms", "share")
 
 
 @dataclass
@@ -62,7 +75,31 @@ class Row:
     """Share of the device's; None where it is not known."""
     ratio: float | None = None
     """Time over that of the mode at the first position."""
+    batch_ratio: float | None = None
+    """Tokens a second over those of the mode with the first batch."""
     samples: list[float] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass
+class PromptRow:
+    """One mode reading a prompt, and what the host adds to the tokens drawn after one, as the JSON file has it."""
+
+    mode: str
+    tokens: int
+    size: str | None = None
+    seconds: float | None = None
+    """Through the sampler, in pieces; median."""
+    one_by_one_seconds: float | None = None
+    """To draw as many."""
+    ratio: float | None = None
+    """How many times as fast the pieces are."""
+    step_milliseconds: float | None = None
+    """Of one token on the device, after a short prompt."""
+    host_milliseconds: float | None = None
+    """Of one token beside."""
+    host_share: float | None = None
+    """The host's time over that of the step."""
     error: str | None = None
 
 
@@ -111,10 +148,79 @@ def measure(samplers: dict[str, Sampler], positions: Sequence[int], batch: int, 
         timed = report.time_by_turns(cases, repeats, sample_seconds=0, seconds=seconds)
         for case, samples in timed.items():
             _fill(rows[case], [sample / CALLS_PER_SAMPLE / TOKENS_PER_CALL for sample in samples])
-    for (mode, _), row in rows.items():
-        first = rows[mode, positions[0]].milliseconds
-        row.ratio = row.milliseconds / first if row.milliseconds and first else None
-    return list(rows.values())
+    return _with_ratios(list(rows.values()))
+
+
+def measure_prompt(sampler: Sampler, mode: str, tokens: int, repeats: int, *, size: str | None = None) -> PromptRow:
+    """Reading a prompt of so many tokens, and the host's part of drawing."""
+    row = PromptRow(mode, tokens, size)
+    step, host = _step_and_host(sampler, repeats)
+    row.step_milliseconds, row.host_milliseconds, row.host_share = 1e3 * step, 1e3 * host, host / step
+    try:
+        prompt_T = np.random.default_rng(0).integers(sampler.model.vocab_size, size=tokens)
+        pieces = [next(_timed(sampler, prompt_T, 1)) for _ in range(1 + report.LEAST_SAMPLES)][1:]
+        row.seconds = median(pieces)
+        row.one_by_one_seconds = sum(_timed(sampler, prompt_T[:1], tokens))
+        row.ratio = row.one_by_one_seconds / row.seconds
+    except (ConfigError, MemoryError, jax.errors.JaxRuntimeError) as error:
+        row.error = str(error).partition("\n")[0]
+    return row
+
+
+def _step_and_host(sampler: Sampler, repeats: int) -> tuple[float, float]:
+    """Seconds of a token on the device, and those that the host adds to it, from calls of one token and of many."""
+    prompt_T = np.zeros(1, np.int64)
+    one, many = [], []
+    for _ in range(repeats + 1):
+        _, *whole, last = _timed(sampler, prompt_T, CALLS_PER_SAMPLE * TOKENS_PER_CALL + 1)
+        many.append(median(whole))
+        one.append(last)
+    step = (median(many[1:]) - median(one[1:])) / (TOKENS_PER_CALL - 1)
+    return step, max(0.0, median(many[1:]) / TOKENS_PER_CALL - step)
+
+
+def _timed(sampler: Sampler, prompt_T: np.ndarray, tokens: int) -> Iterator[float]:
+    """Seconds until each piece is there; the first one has the prompt too."""
+    pieces, start = sampler.generate(prompt_T, Sampling(), max_new_tokens=tokens), time.perf_counter()
+    for _ in pieces:
+        now = time.perf_counter()
+        yield now - start
+        start = time.perf_counter()
+
+
+def measure_peer(config: ModelConfig, vocabulary: int, positions: Sequence[int], batch: int, samples: int, *,
+                 size: str | None, python: str | None) -> tuple[list[Row], dict[str, str]]:
+    """The rows of ``transformers``' GPT-2 of the sizes of a model, and the versions behind them."""
+    rows, versions = [], {}
+    for position in positions:
+        print(f"transformers at {position:,}, batch {batch} …", file=sys.stderr)
+        row = Row("transformers", position, batch, size)
+        found = report.in_process("benchmarks.transformers_gpt2", {
+            "layers": config.layers, "heads": config.heads, "width": config.width, "vocabulary": vocabulary,
+            "position": position, "batch": batch, "samples": samples}, python=python)
+        row.error = found.get("error")
+        if row.error is None:
+            _fill(row, [sample / 1e3 for sample in found["samples"]])
+            versions = found["versions"]
+        rows.append(row)
+    return _with_ratios(rows), versions
+
+
+def _with_ratios(rows: Sequence[Row]) -> list[Row]:
+    """Rows of one batch, with their times over those at the first position."""
+    first = {row.mode: row.milliseconds for row in reversed(rows)}
+    for row in rows:
+        before = first[row.mode]
+        row.ratio = row.milliseconds / before if row.milliseconds and before else None
+    return list(rows)
+
+
+def compare_batches(rows: Sequence[Row]) -> None:
+    """Fills in the tokens a second over those with the first batch."""
+    first = {(row.size, row.mode, row.position): row.tokens_per_second for row in reversed(rows)}
+    for row in rows:
+        before = first[row.size, row.mode, row.position]
+        row.batch_ratio = row.tokens_per_second / before if row.tokens_per_second and before else None
 
 
 def _sample(draw_piece: Callable[[], jax.Array]) -> Callable[[], jax.Array]:
@@ -142,7 +248,16 @@ def cells(row: Row) -> list[str]:
         times = (f"{row.milliseconds:.3f}", f"{min(row.samples):.3f}", str(len(row.samples)),
                  f"{row.tokens_per_second:,.0f}")
     return [row.size or "", str(row.batch), f"{row.position:,}", row.mode, *times,
-            "–" if row.bandwidth is None else f"{row.bandwidth:.1%}", "–" if row.ratio is None else f"{row.ratio:.2f}"]
+            "–" if row.bandwidth is None else f"{row.bandwidth:.1%}",
+            *("–" if ratio is None else f"{ratio:.2f}" for ratio in (row.ratio, row.batch_ratio))]
+
+
+def prompt_cells(row: PromptRow) -> list[str]:
+    """A row of the table of prompts."""
+    numbers = ((row.seconds, ".3f"), (row.one_by_one_seconds, ".2f"), (row.ratio, ".1f"),
+               (row.step_milliseconds, ".3f"), (row.host_milliseconds, ".3f"), (row.host_share, ".1%"))
+    return [row.size or "", row.mode, f"{row.tokens:,}",
+            *("–" if number is None else format(number, form) for number, form in numbers)]
 
 
 def draw(path: Path, rows: Sequence[Row], device: str) -> None:
@@ -167,20 +282,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 for failures."""
     options = _options(argv)
     report.use_whole_memory()
+    python, options.peer_python = options.peer_python, None  # where it lies says nothing about numbers
     contents = report.origin("benchmarks.sampling", options)
     rows: list[Row] = []
+    prompts: list[PromptRow] = []
     try:
         report.check_output(options.json)
         report.check_output(options.picture, "--picture")
-        configs = {size: {mode: _config(mode, size, options) for mode in options.modes} for size in sizes(options)}
-        for size, modes in configs.items():
-            samplers = {mode: Sampler(GPT(config, sizes(options)[size].vocabulary, rngs=nnx.Rngs(0)))
-                        for mode, config in modes.items()}
+        configs = _configs(options)
+        for (size, vocabulary), modes in configs.items():
+            samplers = {mode: Sampler(GPT(config, vocabulary, rngs=nnx.Rngs(0))) for mode, config in modes.items()}
             for batch in options.batches:
                 print(f"{size or 'model'}, batch {batch} …", file=sys.stderr)
                 rows += measure(samplers, options.positions, batch, options.repeats,
                                 seconds=options.seconds_per_case, size=size)
-                report.keep(options.json, contents | {"rows": [asdict(row) for row in rows]})
+                if options.peer:
+                    theirs, versions = measure_peer(next(iter(modes.values())), vocabulary, options.positions, batch,
+                                                    options.repeats, size=size, python=python)
+                    rows += theirs
+                    contents["versions"] |= versions
+            for mode, sampler in samplers.items() if options.prompt else ():
+                print(f"{mode}, a prompt of {options.prompt:,} tokens …", file=sys.stderr)
+                prompts.append(measure_prompt(sampler, mode, options.prompt, options.repeats, size=size))
+            compare_batches(rows)
+            report.keep(options.json, contents | {"rows": [asdict(row) for row in rows],
+                                                  "prompts": [asdict(row) for row in prompts]})
         if options.picture is not None and report.has_matplotlib():
             draw(options.picture, rows, contents["device"])
     except (ConfigError, NotImplementedError) as error:
@@ -191,26 +317,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(f"{contents['device']}; {next(iter(configs.values()))[options.modes[0]].dtype}")
     print(report.table(HEADINGS, [cells(row) for row in rows]))
+    if prompts:
+        print(report.table(PROMPT_HEADINGS, [prompt_cells(row) for row in prompts]))
     for row in rows:
         if row.error is not None:
             print(f"{row.mode} at {row.position:,}, batch {row.batch}: {row.error}", file=sys.stderr)
+    for row in prompts:
+        if row.error is not None:
+            print(f"{row.mode}, a prompt of {row.tokens:,} tokens: {row.error}", file=sys.stderr)
     return 0 if any(row.error is None for row in rows) else 1
 
 
-def _config(mode: str, size: str | None, options: argparse.Namespace) -> ModelConfig:
+def _configs(options: argparse.Namespace) -> dict[tuple[str | None, int], dict[str, ModelConfig]]:
+    """The models by name of the size and vocabulary, and by mode.
+
+    Raises:
+        ConfigError: a mode or size that is unknown, or flags that do not go together.
+    """
+    if options.peer not in (None, "transformers"):
+        raise ConfigError(f"--peer {options.peer}: expected transformers")
+    if options.recipe is not None:
+        if options.sizes is not None:
+            raise ConfigError("--recipe and --sizes: expected one of them")
+        return {(options.recipe.stem, options.vocabulary): {
+            mode: gpt.check(replace(load_recipe(options.recipe, mode).model, dtype=options.dtype))
+            for mode in options.modes}}
     features = "softplus" if options.sizes else None  # as published for linear GPT-2
-    config = model_config(mode, max(options.positions), sizes(options)[size], dtype=options.dtype, features=features)
-    return replace(config, positions="none")
+    return {(name, size.vocabulary): {
+        mode: replace(model_config(mode, max(options.positions), size, dtype=options.dtype, features=features),
+                      positions="none") for mode in options.modes} for name, size in sizes(options).items()}
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = report.model_parser("benchmarks.sampling", __doc__)
     parser.add_argument("--sizes", type=report.names, help=f"GPT-2's, with commas between, of {','.join(SIZES)}")
+    parser.add_argument("--recipe", type=Path, help="recipe whose model is taken, such as configs/quickstart.py")
     parser.add_argument("--positions", type=report.positives, default=(128, 8192),
                         help="how many tokens there are before, with commas between (128,8192)")
     parser.add_argument("--batches", type=report.positives, default=(1,), help="sequences at once, with commas (1)")
     parser.add_argument("--seconds-per-case", type=float, default=CASE_SECONDS,
                         help="about how long the samples of a case may take (%(default)g)")
+    parser.add_argument("--prompt", type=report.positive, metavar="TOKENS",
+                        help="time to read a prompt of so many tokens too, and the host's share of a token")
+    parser.add_argument("--peer", help="transformers: time its GPT-2 too")
+    parser.add_argument("--peer-python", help="the Python that has transformers and torch (this one)")
     return parser.parse_args(argv)
 
 

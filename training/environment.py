@@ -37,6 +37,12 @@ def environment(model: GPT, *, parameters: int, tokenizer: str, checksum: str,
     }
 
 
+def add_to_environment(run_dir: Path, **values: Any) -> None:
+    """Adds what is known only later to the ``environment.json`` of a run."""
+    path = run_dir / "environment.json"
+    write_json(path, json.loads(path.read_text()) | values)
+
+
 def git_commit() -> str | None:
     """The commit of the code that runs, with -dirty where files differ from it; None without git."""
     try:
@@ -47,11 +53,25 @@ def git_commit() -> str | None:
     return described.stdout.strip()
 
 
+def peak_bytes(compiled: jax.stages.Compiled) -> int | None:
+    """Memory that a compiled function needs: arguments, outputs and temporaries; None where the device does not say."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return None
+    return (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+            - memory.alias_size_in_bytes)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Written beside and renamed into place."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """UTF-8, written beside and renamed into place."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        beside.write_text(json.dumps(value, indent=2) + "\n")
+        beside.write_text(text, encoding="utf-8", newline="")
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

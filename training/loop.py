@@ -22,8 +22,11 @@ from configs.schema import Config
 from data.loader import Batch, Corpora, TokenFiles, batches, fixed_batches
 from training import step as steps
 from training.checkpoint import CheckpointError, Checkpoints
+from training.environment import add_to_environment, peak_bytes
+from training.logging import Logs
 from training.metrics import MetricsWriter
 from training.optimizer import learning_rate, make_optimizer
+from training.samples import Samples
 from training.sharding import batch_sharding, make_mesh, state_shardings
 
 
@@ -116,7 +119,9 @@ def train(config: Config, corpora: Corpora, run_dir: Path, *, started: float, qu
             state, position = jax.jit(initial, out_shardings=shardings)(), Position()
         else:
             state, position = restored
+        logs = stack.enter_context(Logs(config, run_dir, step=position.step))
         writer = stack.enter_context(MetricsWriter(run_dir / "metrics.jsonl", keep_through=position.step))
+        samples = Samples(run_dir / "samples", corpora.tokenizer, keep_through=position.step)
         clock = _Clock(position, started)
         data_sharding = batch_sharding(mesh)
         data = stack.enter_context(batches(
@@ -133,10 +138,12 @@ def train(config: Config, corpora: Corpora, run_dir: Path, *, started: float, qu
                          out_shardings=(shardings, None))
         segment_ids_BT = tokens_BT if config.data.packing == "documents" else None
         update = update.lower(state, Batch(tokens_BT, tokens_BT, segment_ids_BT), jnp.float32(0)).compile()
+        add_to_environment(run_dir, step_bytes=peak_bytes(update))
         evaluate = jax.jit(steps.make_eval_step(graph, accuracy=corpora.weighted))
         stop = stack.enter_context(_stop_signals())
         bar = stack.enter_context(_progress(config, position, quiet))
-        run = _Run(config, corpora, clock, writer, checkpoints, evaluate, jax.jit(optax.tree.norm), val, bar)
+        run = _Run(config, corpora, graph, clock, writer, logs, samples, checkpoints, evaluate,
+                   jax.jit(optax.tree.norm), val, bar)
 
         pending: _Pending | None = None
         clock.resume()
@@ -149,19 +156,24 @@ def train(config: Config, corpora: Corpora, run_dir: Path, *, started: float, qu
             if pending is not None:  # the device is at work on this step while the one before is written down
                 run.record(pending, position.step - 1)
             pending = _Pending(metrics, rate)
-            if position.step % config.train.eval_every == 0 or position.step % config.checkpoint.every_steps == 0:
+            evaluates, samples_text, saves = (every > 0 and position.step % every == 0 for every in (
+                config.train.eval_every, config.train.sample_every, config.checkpoint.every_steps))
+            if evaluates or samples_text or saves:
                 run.record(pending, position.step)
                 pending = None
-                # Before the save: a run whose last checkpoint is complete has its last val line too.
-                if position.step % config.train.eval_every == 0 or _finished(config, position):
+                # Before the save: a run whose last checkpoint is complete has its last val line and sample too.
+                if evaluates or _finished(config, position):
                     run.evaluate(state)
-                if position.step % config.checkpoint.every_steps == 0:
+                if samples_text or _finished(config, position):
+                    run.sample(state)
+                if saves:
                     run.save(state)
                 clock.resume()
         if pending is not None:
             run.record(pending, position.step)
-        if run.evaluated_at != position.step and (not stop or _finished(config, position)):
+        if not stop or _finished(config, position):
             run.evaluate(state)
+            run.sample(state)
         run.save(state)
         checkpoints.wait()  # while a second signal, not the first, is what ends the process
         return Outcome(position, run.val_loss, stop[0] if stop else None)
@@ -173,8 +185,12 @@ class _Run:
 
     config: Config
     corpora: Corpora
+    graph: Any
+    """Of the model."""
     clock: _Clock
     writer: MetricsWriter
+    logs: Logs
+    samples: Samples
     checkpoints: Checkpoints
     evaluate_batch: Any
     parameter_norm: Any
@@ -183,6 +199,7 @@ class _Run:
     bar: Any
     val_loss: float | None = None
     evaluated_at: int = -1
+    sampled_at: int = -1
     saved_at: int = -1
 
     def record(self, pending: _Pending, step: int) -> None:
@@ -200,7 +217,9 @@ class _Run:
         self.bar.update(step, loss, tokens / seconds, self.clock.position)
 
     def evaluate(self, state: steps.TrainState) -> None:
-        """The val line of the present step."""
+        """The val line of the present step, unless there is one."""
+        if self.evaluated_at == self.clock.position.step:
+            return
         sums = [[self.evaluate_batch(state.parameters, state.variables, batch) for batch in of_corpus]
                 for of_corpus in self.val]
         each = [_figures(files, found) for files, found in zip(self.corpora.files, jax.device_get(sums), strict=True)]
@@ -220,6 +239,13 @@ class _Run:
         self._write(self.clock.position.step, split="val", **values)
         self.bar.evaluated(self.clock.position, self.val_loss)
 
+    def sample(self, state: steps.TrainState) -> None:
+        """Text of the model of the present step, where samples are asked for, unless there is one."""
+        step = self.clock.position.step
+        if self.config.train.sample_every and self.sampled_at != step:
+            self.samples.write(step, steps.build(self.graph, state.parameters, state.variables))
+            self.sampled_at = step
+
     def save(self, state: steps.TrainState) -> None:
         """A checkpoint of the present step, unless there is one.
 
@@ -230,6 +256,7 @@ class _Run:
         if self.saved_at == position.step or position.step == 0:
             return
         self._check(position.step, **{"parameters' norm": float(self.parameter_norm(state.parameters))})
+        self.logs.flush()
         self.clock.read()
         self.checkpoints.save(position.step, {
             "parameters": state.parameters, "variables": state.variables, "optimizer": state.optimizer,
@@ -250,8 +277,10 @@ class _Run:
     def _write(self, step: int, **values: Any) -> None:
         position = self.clock.position
         tokens = step * self.config.train.batch_size * self.config.model.context
-        self.writer.write({"step": step, "tokens": tokens, "train_seconds": position.train_seconds,
-                           "wall_seconds": position.wall_seconds, **values})
+        record = {"step": step, "tokens": tokens, "train_seconds": position.train_seconds,
+                  "wall_seconds": position.wall_seconds, **values}
+        self.writer.write(record)
+        self.logs.write(record)
 
 
 def _figures(files: TokenFiles, sums: Sequence[tuple[np.ndarray, ...]]) -> dict[str, float]:

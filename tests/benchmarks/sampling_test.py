@@ -10,6 +10,8 @@ from flax import nnx
 from benchmarks import report, sampling
 from configs.schema import ModelConfig
 from models.gpt import GPT
+from models.sampler import TOKENS_PER_CALL
+from tests import tiny
 
 TINY = ["--width", "16", "--layers", "1", "--heads", "2", "--repeats", "3", "--dtype", "float32"]
 
@@ -23,8 +25,8 @@ def allow_rank_promotion():
 
 def test_rows_of_the_file_and_the_table(tmp_path, capsys):
     path = tmp_path / "sampling.json"
-    assert sampling.main([*TINY, "--positions", "8,524288", "--batches", "1,2", "--modes", "chunked", "--json",
-                          str(path), "--picture", str(tmp_path / "sampling.png")]) == 0
+    assert sampling.main([*TINY, "--positions", "8,524288", "--batches", "1,2", "--modes", "chunked", "--prompt", "40",
+                          "--json", str(path), "--picture", str(tmp_path / "sampling.png")]) == 0
     contents = json.loads(path.read_text())
     assert str(tmp_path) not in path.read_text()
     assert contents["device"]
@@ -34,10 +36,51 @@ def test_rows_of_the_file_and_the_table(tmp_path, capsys):
         assert len(row["samples"]) == 3
         assert row["tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["milliseconds"])
         assert row["ratio"] == pytest.approx(row["milliseconds"] / first["milliseconds"])
+        before = next(other for other in rows if other["position"] == row["position"])
+        assert row["batch_ratio"] == pytest.approx(row["tokens_per_second"] / before["tokens_per_second"])
         assert row["bandwidth"] is None  # a CPU's is not known
         assert row["error"] is None
     assert (tmp_path / "sampling.png").stat().st_size
-    assert len(capsys.readouterr().out.splitlines()) == 6
+    (prompt,) = contents["prompts"]
+    assert (prompt["mode"], prompt["tokens"], prompt["error"]) == ("chunked", 40, None)
+    assert prompt["ratio"] == pytest.approx(prompt["one_by_one_seconds"] / prompt["seconds"])
+    assert prompt["host_share"] == pytest.approx(prompt["host_milliseconds"] / prompt["step_milliseconds"])
+    assert len(capsys.readouterr().out.splitlines()) == 8
+
+
+def test_the_host_is_what_a_call_takes_beside_its_steps(monkeypatch):
+    # Of a device that takes 3 ms a token, and a host that takes 8 ms a call.
+    monkeypatch.setattr(sampling, "_timed", lambda sampler, prompt_T, tokens: iter(
+        [9.0, *[0.008 + 0.003 * TOKENS_PER_CALL] * (tokens // TOKENS_PER_CALL - 1), 0.008 + 0.003]))
+    step, host = sampling._step_and_host(None, 3)
+    assert (step, host) == (pytest.approx(0.003), pytest.approx(0.008 / TOKENS_PER_CALL))
+
+
+def test_the_model_of_a_recipe_is_the_recipes(tmp_path):
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(tiny.RECIPE.replace("context=32", "context=32, positions='rotary'"))
+    ((name, vocabulary), modes), = sampling._configs(sampling._options(["--recipe", str(recipe)])).items()
+    assert (name, vocabulary, set(modes)) == ("mine", 257, {"softmax", "chunked"})
+    assert {(config.width, config.positions) for config in modes.values()} == {(16, "rotary")}
+
+
+def test_the_peer_is_timed_at_the_same_sizes_or_a_row_with_the_reason(tmp_path, monkeypatch):
+    cases = []
+
+    def in_process(module, case, python):
+        assert (module, python) == ("benchmarks.transformers_gpt2", "its-python")
+        cases.append(case)
+        return ({"error": "ModuleNotFoundError: No module named 'torch'"} if case["position"] == 8 else
+                {"samples": [4.0, 2.0, 3.0], "versions": {"torch": "9"}})
+
+    monkeypatch.setattr(report, "in_process", in_process)
+    config = ModelConfig(layers=1, heads=2, width=16)
+    rows, versions = sampling.measure_peer(config, 257, [4, 8], 2, 3, size=None, python="its-python")
+    assert cases[0] == {"layers": 1, "heads": 2, "width": 16, "vocabulary": 257, "position": 4, "batch": 2,
+                        "samples": 3}
+    assert versions == {"torch": "9"}
+    assert (rows[0].mode, rows[0].milliseconds, rows[0].tokens_per_second) == ("transformers", 3.0, 2 / 3e-3)
+    assert rows[1].error == "ModuleNotFoundError: No module named 'torch'"
 
 
 def test_bytes_are_those_of_parameters_and_of_what_is_kept():
@@ -62,6 +105,8 @@ def test_a_case_beyond_the_memory_is_a_row_without_times(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--modes", "sotfmax"], "--modes sotfmax: there is no mode 'sotfmax'; there are "),
+    (["--peer", "nanogpt"], "--peer nanogpt: expected transformers"),
+    (["--recipe", "r.py", "--sizes", "124M"], "--recipe and --sizes: expected one of them"),
     (["--sizes", "125M"], "--sizes 125M: expected one of 124M, 355M, 774M, 1558M"),
     (["--picture", "sampling.txt"], "--picture sampling.txt: expected a name that ends in .png or .svg"),
 ])

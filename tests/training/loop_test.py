@@ -1,19 +1,30 @@
 """Runs that are interrupted, broken or bounded by time."""
 
+import itertools
+import json
 import re
 import signal
 import subprocess
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from flax import nnx
 
+from configs.schema import ConfigError, ModelConfig, TrainConfig
+from data import tokenizers
 from data.generated import Document, write_corpus
+from models.gpt import GPT
+from models.sampler import Sampler, Sampling
+from models.text_stream import TextStream
 from tests import tiny
+from training import loop
 from training.checkpoint import Checkpoints
 from training.run import load_model
+from training.samples import SAMPLE_TOKENS, check
 
 STEPS = 40
 
@@ -33,7 +44,7 @@ def recipe(tmp_path_factory) -> Path:
 def straight(recipe, tmp_path_factory) -> Path:
     """The run that nothing interrupts, only to be read."""
     folder = tmp_path_factory.mktemp("straight") / "run"
-    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", STEPS) == 0
+    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", STEPS, "--train.sample-every", 16) == 0
     return folder
 
 
@@ -113,8 +124,6 @@ def test_a_signal_saves_and_the_same_command_goes_on(recipe, straight, tmp_path,
 
 
 def test_a_signal_during_the_last_step_does_not_cost_the_last_evaluation(recipe, tmp_path, monkeypatch):
-    from training import loop
-
     record = loop._Run.record
 
     def interrupted(self, pending, step):
@@ -188,14 +197,63 @@ def test_a_broken_state_is_neither_saved_nor_called_finished(recipe, tmp_path, c
 
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(recipe, straight, tmp_path):
     folder = tmp_path / "run"
-    command = (recipe, "--run-dir", folder, "--train.steps", STEPS)
+    command = (recipe, "--run-dir", folder, "--train.steps", STEPS, "--train.sample-every", 16)
     assert tiny.run(*command) == 0
+    (folder / "samples" / "00000035.txt").write_text("of a step that the run does not come to again")
     for file in (folder / "checkpoints" / str(STEPS)).rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
     with pytest.warns(UserWarning, match=f"skipping the damaged checkpoint .*/{STEPS}"):
         assert tiny.run(*command) == 0
     assert_same_run(folder, straight)
+    assert samples(folder) == samples(straight)
+
+
+def samples(run_dir: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run_dir / "samples").iterdir()}
+
+
+def test_samples_are_what_the_model_says_after_their_step(straight):
+    found = samples(straight)
+    assert sorted(found) == ["00000016.txt", "00000032.txt", "00000040.txt"]
+    run = load_model(straight)
+    end, stream = run.model.vocab_size - 1, TextStream(tokenizers.load("bytes"))
+    pieces = Sampler(run.model, end_of_text=end).generate(np.array([end]), Sampling(), max_new_tokens=SAMPLE_TOKENS)
+    drawn = "".join(stream.feed(piece_BT[0]) for piece_BT in pieces) + stream.close()
+    assert drawn
+    assert found["00000040.txt"] == drawn.encode()
+    assert found["00000016.txt"] != found["00000040.txt"]
+
+
+def test_the_time_of_samples_is_not_training_and_logs_get_every_line(recipe, tmp_path, monkeypatch):
+    clock, logged = itertools.count(round(time.perf_counter())), []
+
+    def write(self, step, model):
+        for _ in range(1000):
+            next(clock)
+
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr(loop.Samples, "write", write)
+    monkeypatch.setattr(loop.Logs, "write", lambda self, record: logged.append(record))
+    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--train.sample-every", 1) == 0
+    assert logged == tiny.lines(tmp_path / "run")
+    assert logged[-1]["train_seconds"] < 100
+    assert logged[-1]["wall_seconds"] > 1000
+
+
+def test_the_planned_memory_of_a_step_is_noted(straight):
+    made_with = json.loads((straight / "environment.json").read_text())
+    assert made_with["step_bytes"] > 3 * 4 * made_with["parameters"]  # they and their two moments
+
+
+def test_samples_are_refused_of_a_mode_that_has_no_decode():
+    config = ModelConfig(layers=1, heads=1, width=2, context=2, attention=("linear",))
+    model = nnx.eval_shape(lambda: GPT(config, 3, rngs=nnx.Rngs(0)))
+    check(TrainConfig(sample_every=5), model)
+    model.blocks[0].attention.decode_state = "none"
+    check(TrainConfig(sample_every=0), model)
+    with pytest.raises(ConfigError, match=r"train\.sample_every is 5: attention mode 'linear' has no cached decode"):
+        check(TrainConfig(sample_every=5), model)
 
 
 def weighted_corpus(folder: Path) -> Path:

@@ -1,0 +1,177 @@
+"""The lines of ``metrics.jsonl`` once more, for TensorBoard and for Weights & Biases.
+
+    python train.py configs/quickstart.py --logging.tensorboard
+    WANDB_MODE=offline python train.py configs/quickstart.py --logging.wandb
+
+``metrics.jsonl`` comes first and never waits for these: where one of them fails, training goes on without it and says
+so once. Every number of a line is a curve ``SPLIT/NAME`` over the step, and the config stands beside. A run that goes
+on continues its curves: event files tell TensorBoard to drop the steps that come again, and Weights & Biases, which
+cannot drop any, is given only the steps that it has not seen: of those that come again it keeps the first figures.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import secrets
+import socket
+import textwrap
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from configs.schema import Config, ConfigError, LoggingConfig
+
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+"""What each flag needs; the extra that installs it is called as the flag."""
+TAIL_BYTES = 65_536
+"""Of a metrics file; they hold its last lines."""
+
+
+def check(config: LoggingConfig) -> None:
+    """Raises :class:`ConfigError` where a package that a flag needs is not installed."""
+    for flag, package in PACKAGES.items():
+        if not getattr(config, flag):
+            continue
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:  # without origin it is a mere folder of that name, such as W&B leaves
+            raise ConfigError(f"--logging.{flag}: the package {package} is not installed; install the extra {flag}: "
+                              f"pip install -e '.[{flag}]'")
+
+
+class Logs:
+    """What a run logs beside its ``metrics.jsonl``.
+
+    Make it before :class:`training.metrics.MetricsWriter` shortens that file.
+
+    Args:
+        config: the run's; ``config.logging`` says what there is.
+        run_dir: the run's folder.
+        step: the run goes on from here.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, *, step: int):
+        self._logs: dict[str, _Log] = {}
+        for flag, make in (("tensorboard", _TensorBoard), ("wandb", _WandB)):
+            if getattr(config.logging, flag):
+                with self._told_once(flag):
+                    self._logs[flag] = make(config, run_dir, step)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """A line of ``metrics.jsonl``."""
+        values = {f"{record['split']}/{name}": float(value) for name, value in record.items()
+                  if name not in ("step", "split")}
+        self._each(lambda log: log.write(record["step"], values))
+
+    def flush(self) -> None:
+        """Put on disk what was written."""
+        self._each(lambda log: log.flush())
+
+    def _each(self, act: Callable[["_Log"], None]) -> None:
+        for flag, log in list(self._logs.items()):
+            with self._told_once(flag):
+                act(log)
+
+    @contextlib.contextmanager
+    def _told_once(self, flag: str) -> Any:
+        try:
+            yield
+        except Exception as error:  # other people's code, disks and networks: none of it may end a run
+            log = self._logs.pop(flag, None)
+            if log is not None:
+                with contextlib.suppress(Exception):
+                    log.close(failed=True)
+            warnings.warn(f"--logging.{flag}: {type(error).__name__}: {str(error).rstrip('.')}. Training goes on "
+                          "without it; metrics.jsonl has every line", stacklevel=2)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._each(lambda log: log.close(failed=kind is not None))
+
+
+class _Log(Protocol):
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self, *, failed: bool) -> None: ...
+
+
+class _TensorBoard:
+    """An event file of this start of the run.
+
+    ``tensorboardX.SummaryWriter`` writes in a thread of its own, after whose death, on a full disk, it waits for ever;
+    here the same records are written at once.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, step: int):
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboardX.record_writer import RecordWriter
+        from tensorboardX.summary import text
+
+        folder = run_dir / "tensorboard"
+        folder.mkdir(exist_ok=True)
+        # TensorBoard reads the files in the order of their names.
+        name = f"events.out.tfevents.{int(time.time()):010}.{step:08}.{socket.gethostname()}"
+        self._event, self._writer = Event, RecordWriter(str(folder / name))
+        self._write(file_version="brain.Event:2")
+        # Steps from here on, of earlier files, are dropped.
+        self._write(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+        code = textwrap.indent(json.dumps(config.to_dict(), indent=2), "    ")  # as Markdown has it
+        self._write(step=step, summary=text("config", code))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._write(step=step, summary={"value": [{"tag": tag, "simple_value": x} for tag, x in values.items()]})
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self, *, failed: bool) -> None:
+        self._writer.close()
+
+    def _write(self, **contents: Any) -> None:
+        self._writer.write(self._event(wall_time=time.time(), **contents).SerializeToString())
+
+
+class _WandB:
+    """A run of Weights & Biases, the same one whenever the run goes on: its id is in ``RUN/wandb/id.txt``."""
+
+    def __init__(self, config: Config, run_dir: Path, step: int):
+        import wandb
+
+        folder = run_dir / "wandb"
+        folder.mkdir(exist_ok=True)
+        kept = folder / "id.txt"
+        # Lines past the step that a run goes on from were logged before a crash.
+        self._logged = max(step, _last_step(run_dir / "metrics.jsonl")) if kept.exists() else step
+        if not kept.exists():
+            kept.write_text(secrets.token_hex(8) + "\n")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "lineargpt"), name=os.environ.get("WANDB_NAME", run_dir.name),
+            id=kept.read_text().strip(), resume="allow", dir=run_dir, config=config.to_dict(), allow_val_change=True,
+            settings=wandb.Settings(console="off"))  # standard output and error are not its to change
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if step > self._logged:
+            self._run.log(dict(values), step=step)
+
+    def flush(self) -> None:
+        """It writes by itself."""
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+def _last_step(metrics: Path) -> int:
+    """Of the last line of a metrics file; 0 where there is none."""
+    if not metrics.exists():
+        return 0
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - TAIL_BYTES))
+        steps = re.findall(rb'^\{"step":(\d+),', file.read(), re.MULTILINE)
+    return int(steps[-1]) if steps else 0

@@ -1,0 +1,64 @@
+"""What the model makes up while it is trained: ``RUN/samples/STEP.txt``."""
+
+from pathlib import Path
+
+import numpy as np
+
+from configs.schema import ConfigError, TrainConfig
+from data import tokenizers
+from models.gpt import GPT
+from models.sampler import Sampler, Sampling
+from models.text_stream import TextStream
+from training.environment import write_text
+
+SAMPLE_TOKENS = 256
+"""Tokens of a sample at most; end-of-text ends it earlier."""
+
+
+def check(config: TrainConfig, model: GPT) -> None:
+    """Raises :class:`ConfigError` where samples are asked for of a model that cannot be sampled from."""
+    without = [block.attention.name for block in model.blocks if block.attention.decode_state == "none"]
+    if config.sample_every and without:
+        raise ConfigError(f"train.sample_every is {config.sample_every}: attention mode {without[0]!r} has no cached "
+                          "decode and cannot be sampled from; expected 0")
+
+
+class Samples:
+    """Writes a sample of a model, plain text, beside and renamed into place.
+
+    Samples begin as documents do, after end-of-text, and are drawn with the same random numbers every time, at the
+    settings that ``sample.py`` has by default.
+
+    Args:
+        folder: where to; made at the first sample.
+        tokenizer: name of the tokenizer.
+        keep_through: the step a run resumes from: samples of later ones are removed.
+
+    Raises:
+        OSError: a sample cannot be removed.
+    """
+
+    def __init__(self, folder: Path, tokenizer: str, *, keep_through: int):
+        self._folder, self._tokenizer = folder, tokenizer
+        self._sampler: Sampler | None = None
+        for path in folder.glob("*.txt"):
+            if path.stem.isdecimal() and int(path.stem) > keep_through:
+                path.unlink()
+
+    def write(self, step: int, model: GPT) -> None:
+        """A sample of the model as it is after ``step`` updates.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        encoding = tokenizers.load(self._tokenizer)
+        end = tokenizers.end_of_text(encoding)
+        if self._sampler is None:
+            self._sampler = Sampler(model, end_of_text=end)
+        else:
+            self._sampler.update(model)
+        stream = TextStream(encoding)
+        pieces = self._sampler.generate(np.array([end], np.int32), Sampling(), max_new_tokens=SAMPLE_TOKENS)
+        text = "".join(stream.feed(tokens_BT[0]) for tokens_BT in pieces) + stream.close()
+        self._folder.mkdir(exist_ok=True)
+        write_text(self._folder / f"{step:08}.txt", text)
