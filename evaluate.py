@@ -9,6 +9,8 @@ documents, each is packed anew).
 
 The gain over a window of W tokens is of the tokens that stand after more than W: their loss where the model sees the
 last W tokens at most (more than three quarters of W: training.evaluation.short_windows), less that where it sees all.
+
+A loss stands with its standard error over windows; of other contexts than that of training at least 8 are evaluated.
 """
 # ruff: noqa: E402
 
@@ -28,20 +30,26 @@ import jax
 import tyro
 
 from configs.schema import ConfigError, DataConfig
-from data import DataError
+from data import DataError, tokenizers
 from data.loader import open_corpora
+from models.pretrained import PUBLISHED
 from training import evaluation
 from training.checkpoint import CheckpointError
 from training.environment import environment, write_json
 from training.run import LoadedRun, RunError, enable_compilation_cache, load_model
 
+LEAST_WINDOWS = 8
+"""Of the longest context, where it is not that of training alone and the val split has them."""
+
 
 @dataclass(frozen=True)
 class Data:
-    """Other token files than those of training."""
+    """Another corpus than that of training."""
 
     dir: str | None = None
     """Folder of token files of the run's tokenizer, whose val split is evaluated."""
+    source: str | None = None
+    """Instead of a folder, what to prepare: as train.py's --data.source."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ def evaluate(options: Options) -> None:
     for warning in caught:
         note(str(warning.message))
     contexts = contexts or [run.config.model.context]
-    corpora = open_corpora(data_config(run, options.data))
+    corpora = open_corpora(data_config(run, options.run, options.data))
     if corpora.vocabulary_size > run.model.vocab_size:
         raise ConfigError(f"{corpora} has a vocabulary of {corpora.vocabulary_size} tokens, and the model of "
                           f"{options.run} one of {run.model.vocab_size}; expected the tokens it was trained on")
@@ -87,9 +95,11 @@ def evaluate(options: Options) -> None:
     evaluation.check_contexts(run.config.model, corpora, contexts)
     train = run.config.train
     batches = train.eval_batches if options.batches is None else options.batches
+    tokens = batches * train.batch_size * run.config.model.context
+    if contexts != [run.config.model.context]:  # else the loss is that of the val lines
+        tokens = max(tokens, LEAST_WINDOWS * max(contexts))
     entries = evaluation.evaluate(
-        run.model, corpora, contexts=contexts, windows=windows,
-        tokens=batches * train.batch_size * run.config.model.context,
+        run.model, corpora, contexts=contexts, windows=windows, tokens=tokens,
         tokens_at_once=train.batch_size // train.accumulate * run.config.model.context,
         packing=run.config.data.packing, progress=note)
     made_with = environment(run.model, parameters=sum(x.size for x in jax.tree.leaves(run.model)),
@@ -114,9 +124,27 @@ def lengths(flag: str, value: str) -> list[int]:
     return sorted(set(map(int, parts)))
 
 
-def data_config(run: LoadedRun, data: Data) -> DataConfig:
-    """The corpora of the run, or the folder that the command line names."""
-    return run.config.data if data.dir is None else replace(run.config.data, dir=data.dir, mixture=())
+def data_config(run: LoadedRun, directory: Path, data: Data) -> DataConfig:
+    """The corpora of the run, or what the command line names.
+
+    Raises:
+        ConfigError: it names two, or none for a run that has no corpus, or one of a vocabulary that is too large.
+    """
+    if data.dir is not None and data.source is not None:
+        raise ConfigError("--data.dir and --data.source: expected one of them")
+    if data.dir is not None:
+        return replace(run.config.data, dir=data.dir, mixture=())
+    if data.source is not None:
+        # Before anything is prepared.
+        size = tokenizers.load(run.config.data.tokenizer).n_vocab
+        if size > run.model.vocab_size:
+            raise ConfigError(f"--data.source: the tokenizer {run.config.data.tokenizer} has a vocabulary of {size} "
+                              f"tokens, and the model of {directory} one of {run.model.vocab_size}")
+        return replace(run.config.data, source=data.source, dir=None, mixture=())
+    if PUBLISHED in run.environment:
+        raise ConfigError(f"{directory} holds published weights, to which no corpus belongs: give --data.dir, a folder "
+                          "of token files, or --data.source")
+    return run.config.data
 
 
 def tables(entries: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, str]]]]:
@@ -127,7 +155,8 @@ def tables(entries: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, 
         perplexity = entry["perplexity"]
         found[0][1].append(
             ({"corpus": entry["corpus"]} if several else {})
-            | {"context": f"{entry['context']:,}", "tokens": f"{entry['tokens']:,}", "loss": f"{entry['loss']:.4f}",
+            | {"context": f"{entry['context']:,}", "windows": f"{entry['windows']:,}",
+               "tokens": f"{entry['tokens']:,}", "loss": with_error(entry),
                "perplexity": "–" if perplexity is None else f"{perplexity:,.3f}"}
             | {heading: f"{entry[name]:.4f}" for name, heading in (("bits_per_byte", "bits per byte"),
                                                                    ("accuracy", "accuracy")) if name in entry})
@@ -135,16 +164,22 @@ def tables(entries: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, 
         of = f"context {entry['context']:,}" + (f", {entry['corpus']}" if several else "")
         found.append((f"by tokens of context seen, {of}", [
             {"seen": f"{p['first']:,}" if p["first"] == p["last"] else f"{p['first']:,} to {p['last']:,}",
-             "tokens": f"{p['tokens']:,}", "loss": f"{p['loss']:.4f}"}
+             "tokens": f"{p['tokens']:,}", "loss": with_error(p)}
             | ({"accuracy": f"{p['accuracy']:.4f}"} if "accuracy" in p else {}) for p in entry["positions"]]))
         if entry["short_context"]:
             found.append((f"gain over a short window, {of}", [
                 {"window": f"{s['least']:,} to {s['window']:,}", "tokens": f"{s['tokens']:,}",
-                 "loss in it": f"{s['loss_window']:.4f}", "loss with all": f"{s['loss']:.4f}",
+                 "loss in it": f"{s['loss_window']:.4f}", "loss with all": with_error(s),
                  "gain": f"{s['gain']:.4f}"}
                 | ({"accuracy in it": f"{s['accuracy_window']:.4f}", "accuracy with all": f"{s['accuracy']:.4f}"}
                    if "accuracy" in s else {}) for s in entry["short_context"]]))
     return found
+
+
+def with_error(figures: dict[str, Any]) -> str:
+    """A loss and its standard error, where it has one."""
+    error = figures["standard_error"]
+    return f"{figures['loss']:.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def print_table(title: str, rows: Sequence[dict[str, str]]) -> None:

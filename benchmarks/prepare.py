@@ -1,24 +1,30 @@
 """How fast ``data.prepare`` is beside tiktoken alone on the same cores, and whether its memory grows with the corpus.
 
     python -m benchmarks.prepare --text ../shared/data --megabytes 1000 --json prepare.json
+    python -m benchmarks.prepare --text ../shared/data --megabytes 1000 --rows parquet --json prepare-parquet.json
 
 The corpus is a text repeated to the size asked for, which is tokenized by turns: by the command ``python -m
 data.prepare``, from its start to its end, and by ``tiktoken``'s batch call in as many threads as the command has
 processes, on text that is in memory already and for ids that nobody keeps. Their ratio is the share of tiktoken's speed
 that is reached. A second ratio is to tiktoken's call that returns arrays rather than lists, which is the faster one.
 
+With --rows the command reads the same text as JSON lines or Parquet, in rows of some 450 bytes; tiktoken has it as
+before, in longer strings, which suit it better.
+
 Then the command runs once more on a corpus of a quarter of the size. Peak memory is that of the command and all its
 processes together, of which what they share counts for each. Figures are medians over the rounds.
 """
 
 import argparse
+import itertools
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -33,6 +39,10 @@ SLICE_BYTES = 16 * 2**20
 """Text given to tiktoken at once: its lists of integers take many times the memory of the text."""
 PART_BYTES = 2**20
 """Of a string among them, as in a piece of ``data.prepare``."""
+ROW_BYTES = 450
+"""Of a row; a row of web text has more."""
+GROUP_ROWS = 10_000
+"""Of a row group of Parquet."""
 LOOK_SECONDS = 0.05
 """Between two looks at the memory."""
 
@@ -50,6 +60,32 @@ def repeat_text(source: Path, target: Path, size: int) -> None:
     with target.open("wb") as file:
         for start in range(0, size, len(text)):
             file.write(text[: size - start])
+
+
+def write_rows(text: Path, target: Path) -> None:
+    """Writes the lines of a text file, joined to rows of at least ``ROW_BYTES``, as JSON lines or Parquet."""
+    def rows() -> Iterator[str]:
+        with text.open(errors="replace") as file:
+            row = ""
+            for line in file:
+                row += line
+                if len(row) >= ROW_BYTES:
+                    yield row
+                    row = ""
+            yield row
+
+    if target.suffix == ".jsonl":
+        with target.open("w") as file:
+            file.writelines(json.dumps({"text": row, "id": number}) + "\n" for number, row in enumerate(rows()))
+        return
+    import pyarrow
+    import pyarrow.parquet
+
+    schema = pyarrow.schema([("text", pyarrow.string()), ("id", pyarrow.int64())])
+    with pyarrow.parquet.ParquetWriter(target, schema) as file:
+        for number, group in enumerate(itertools.batched(rows(), GROUP_ROWS)):
+            ids = range(number * GROUP_ROWS, number * GROUP_ROWS + len(group))
+            file.write_table(pyarrow.table({"text": group, "id": ids}, schema=schema))
 
 
 def command_seconds(text: Path, tokenizer: str, workers: int) -> tuple[float, int]:
@@ -125,15 +161,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             text, small = Path(folder, "text.txt"), Path(folder, "small.txt")
             repeat_text(options.text, text, options.megabytes * 10**6)
             repeat_text(options.text, small, options.megabytes * 10**6 // 4)
+            sources = [text, small]
+            if options.rows is not None:
+                sources = [path.with_suffix(f".{options.rows}") for path in sources]
+                for path, source in zip((text, small), sources, strict=True):
+                    write_rows(path, source)
             load = os.getloadavg()[0]
             rounds = []
             for _ in range(options.rounds):
-                seconds, peak = command_seconds(text, options.tokenizer, options.workers)
+                seconds, peak = command_seconds(sources[0], options.tokenizer, options.workers)
                 alone = tiktoken_seconds(text, encoding, options.workers, arrays=False)
                 arrays = tiktoken_seconds(text, encoding, options.workers, arrays=True)
                 rounds.append({"seconds": seconds, "tiktoken_seconds": alone, "tiktoken_arrays_seconds": arrays,
                                "ratio": alone / seconds, "arrays_ratio": arrays / seconds, "peak_bytes": peak})
-            small_peak = command_seconds(small, options.tokenizer, options.workers)[1]
+            small_peak = command_seconds(sources[1], options.tokenizer, options.workers)[1]
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -141,12 +182,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     contents = report.origin("benchmarks.prepare", options) | {
-        "cores": os.cpu_count(), "load_before": load, "megabytes": options.megabytes, "workers": options.workers,
+        "cores": os.cpu_count(), "load_before": load, "megabytes": options.megabytes, "rows": options.rows,
+        "workers": options.workers,
         "ratio": median(row["ratio"] for row in rounds),
         "arrays_ratio": median(row["arrays_ratio"] for row in rounds),
         "peak_bytes": median(row["peak_bytes"] for row in rounds), "peak_bytes_of_a_quarter": small_peak,
         "rounds": rounds}
-    print(f"{options.megabytes:,} MB, {options.workers} processes on {os.cpu_count()} cores, load {load:.1f} before")
+    print(f"{options.megabytes:,} MB of {options.rows or 'text'}, {options.workers} processes on {os.cpu_count()} "
+          f"cores, load {load:.1f} before")
     print(report.table(
         ("", "data.prepare", "tiktoken", "its arrays", "ratio", "to arrays", "peak memory"),
         [[f"round {n}", *(f"{options.megabytes / row[name]:.2f} MB/s" for name in (
@@ -165,6 +208,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--text", type=Path, required=True, help="text file, or folder of .txt files, to repeat")
     parser.add_argument("--megabytes", type=report.positive, default=1000, help="size of the corpus (%(default)s)")
+    parser.add_argument("--rows", choices=("jsonl", "parquet"), help="the corpus as rows of such a file (a text)")
     parser.add_argument("--tokenizer", default="gpt2", help="%(default)s")
     parser.add_argument("--workers", type=report.positive, default=cores, help="processes, and threads (%(default)s)")
     parser.add_argument("--rounds", type=report.positive, default=1, help="comparisons (%(default)s)")

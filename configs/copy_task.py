@@ -11,11 +11,12 @@ from configs.schema import CheckpointConfig, Config, DataConfig, ModelConfig, Op
 
 def get_config(attention: str = "chunked") -> Config:
     return Config(
-        model=ModelConfig(layers=2, heads=2, width=64, context=128, positions="rotary", dtype="float32",
-                          attention=tuple(attention.split(","))),
+        model=ModelConfig(layers=2, heads=4, width=64, context=128, positions="rotary", dtype="float32",
+                          initial_scale=0.125, attention=tuple(attention.split(","))),
         # The context is the length of the documents.
         data=DataConfig(source="copy:length=128,symbols=10", packing="documents"),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50, final_fraction=0.05, weight_decay=0.01),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=100, final_fraction=0.3, weight_decay=0.01,
+                                  beta2=0.98),
         train=TrainConfig(steps=1000, batch_size=32, eval_every=100, eval_batches=8),
         checkpoint=CheckpointConfig(every_steps=500),
     )

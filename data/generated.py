@@ -13,7 +13,7 @@ from jaxtyping import Integer
 
 from configs.schema import ConfigError
 from data import DataError
-from data.loader import weights_path
+from data.prepare import weights_path
 
 
 class Document(NamedTuple):

@@ -26,10 +26,9 @@ from jaxtyping import Int32, Int64
 
 from configs.schema import ConfigError, DataConfig
 from data import DataError
-from data.prepare import ensure, read_meta
+from data.prepare import REMEDY, ensure, read_meta, unknown_shards, weights_path
 
 _SCANNED = 1 << 24  # tokens searched for document borders at once, which bounds the memory
-_REMEDY = "delete the folder and prepare it again"
 
 
 class Batch(NamedTuple):
@@ -62,11 +61,11 @@ class TokenFiles:
 
     @classmethod
     def open(cls, directory: str | Path) -> Self:
-        """Maps the files after checking their sizes, and the largest id that ``meta.json`` tells of.
+        """Maps the files after checking their sizes, and the counts and the largest id that ``meta.json`` tells of.
 
         Raises:
             ConfigError: there are no token files.
-            DataError: they are damaged or of another vocabulary.
+            DataError: they are damaged, of another vocabulary, or not all of this folder.
         """
         directory = Path(directory)
         meta = read_meta(directory)
@@ -76,13 +75,19 @@ class TokenFiles:
             for split, entry in meta["splits"].items():
                 if entry["largest_id"] >= meta["vocabulary_size"]:
                     raise DataError(f"{directory}: the token {entry['largest_id']} of {split} is beyond the vocabulary "
-                                    f"of {meta['vocabulary_size']} tokens of {meta['tokenizer']}; {_REMEDY}")
+                                    f"of {meta['vocabulary_size']} tokens of {meta['tokenizer']}; {REMEDY}")
+                if (found := sum(shard["tokens"] for shard in entry["shards"])) != entry["tokens"]:
+                    raise DataError(f"{directory / 'meta.json'} is damaged: it gives {split} {entry['tokens']:,} "
+                                    f"tokens, and its shards {found:,}; {REMEDY}")
                 shards[split] = [_map(directory / shard["file"], shard["tokens"], dtype) for shard in entry["shards"]]
                 if meta.get("weights"):
                     weights[split] = [_map(weights_path(directory / shard["file"]), shard["tokens"], np.dtype("u1"))
                                       for shard in entry["shards"]]
+            if unknown := unknown_shards(directory, meta):
+                raise DataError(f"{directory}: {', '.join(unknown)}: meta.json does not know them; they are perhaps of "
+                                f"another tokenizer: move them away, or {REMEDY}")
         except (KeyError, TypeError) as error:
-            raise DataError(f"{directory / 'meta.json'} is damaged ({error!r}); {_REMEDY}") from error
+            raise DataError(f"{directory / 'meta.json'} is damaged ({error!r}); {REMEDY}") from error
         return cls(directory, meta["tokenizer"], meta["vocabulary_size"], meta["document_separator"], meta["checksum"],
                    meta, shards, weights)
 
@@ -103,7 +108,7 @@ class TokenFiles:
         """Tokens ``start`` to ``stop`` of a split, across the borders of shards.
 
         Raises:
-            DataError: an id beyond the vocabulary.
+            DataError: an id beyond the vocabulary, or a place beyond the split.
         """
         out_T = np.empty(stop - start, np.int32)
         filled, offset = 0, 0
@@ -113,9 +118,11 @@ class TokenFiles:
             if len(part) and int(part.max()) >= self.vocabulary_size:
                 name = self.meta["splits"][split]["shards"][index]["file"]
                 raise DataError(f"{self.directory / name}: the token {int(part.max())} is beyond the vocabulary of "
-                                f"{self.vocabulary_size} tokens of {self.tokenizer}; the file is damaged: {_REMEDY}")
+                                f"{self.vocabulary_size} tokens of {self.tokenizer}; the file is damaged: {REMEDY}")
             filled += len(part)
             offset += len(shard)
+        if filled != len(out_T):
+            raise DataError(f"{self.directory}: {split} has {offset:,} tokens; asked for were {start:,} to {stop:,}")
         return out_T
 
     def scored(self, split: str, start: int, tokens_T: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:
@@ -133,7 +140,7 @@ class TokenFiles:
             if parts[-1].max(initial=0) > 1:
                 name = weights_path(Path(self.meta["splits"][split]["shards"][index]["file"]))
                 raise DataError(f"{self.directory / name}: the weight {int(parts[-1].max())}; expected 0 or 1; the "
-                                f"file is damaged: {_REMEDY}")
+                                f"file is damaged: {REMEDY}")
             offset += len(shard)
         return np.where(np.concatenate(parts) == 0, -1, tokens_T).astype(np.int32)
 
@@ -174,11 +181,6 @@ class TokenFiles:
     def window(self, split: str, context: int, index: int) -> Int32[np.ndarray, " T+1"]:
         """Window ``index``: ``context`` tokens and the one after them."""
         return self.read(split, index * context, index * context + context + 1)
-
-
-def weights_path(shard: Path) -> Path:
-    """The file of the weights of a shard: one uint8 a token, 0 where the token does not count as a target, else 1."""
-    return shard.with_suffix(".weights.bin")
 
 
 @dataclass(frozen=True)
@@ -376,6 +378,12 @@ def open_corpora(data: DataConfig) -> Corpora:
             if getattr(files, name) != getattr(opened[0], name):
                 raise ConfigError(f"data.mixture: the {name} of {source} is {getattr(files, name)}, and that of "
                                   f"{sources[0]} is {getattr(opened[0], name)}; expected the same tokens in all")
+    fingerprints = {files.meta.get("tokenizer_fingerprint"): source
+                    for source, files in zip(reversed(sources), reversed(opened), strict=True)}
+    fingerprints.pop(None, None)  # generated corpora are made by no tokenizer
+    if len(fingerprints) > 1:
+        raise ConfigError(f"data.mixture: {' and '.join(list(fingerprints.values())[:2])} were made with different "
+                          f"vocabularies of {data.tokenizer}; expected the same tokens in all")
     directories = [files.directory.resolve() for files in opened]
     for source, directory in zip(sources, directories, strict=True):
         if directories.count(directory) > 1:
@@ -389,7 +397,7 @@ def _map(path: Path, tokens: int, dtype: np.dtype) -> np.ndarray:
     found = path.stat().st_size if path.is_file() else 0
     if found != tokens * dtype.itemsize:
         raise DataError(f"{path}: expected {tokens * dtype.itemsize} bytes, found {found}; the file is damaged: "
-                        f"{_REMEDY}")
+                        f"{REMEDY}")
     return np.asarray(np.memmap(path, dtype, mode="r"))
 
 

@@ -11,9 +11,7 @@ piece begins. Interrupted in any way and started again, the same command goes on
 import contextlib
 import fcntl
 import hashlib
-import itertools
 import json
-import mmap
 import os
 import re
 import shutil
@@ -22,21 +20,21 @@ import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from configs.schema import ConfigError, DataConfig
-from data import DataError, sources, tasks, tokenizers
+from data import DataError, sources, tasks, texts, tokenizers
 
 SHARD_TOKENS = 100_000_000
 """A shard holds at most so many tokens."""
 
-_PIECE_BYTES = 2**20  # of text in a piece, and about so many in a batch of them: bounds the memory
-_BATCH_PIECES = 4096
-_COMMIT_BYTES = 64 * 2**20  # of text between two states of the journal
-_VERSION = 1  # part of the cache folder's name: count it up when the same source comes to give other tokens
+_COMMIT_BYTES = 64 * 2**20  # of text, at most, between two states of the journal
+_COMMIT_SECONDS = 10.0
+_VERSION = 2  # part of the cache folder's name: count it up when the same source comes to give other tokens
 _SPLITS = ("train", "val")
+REMEDY = "delete the folder and prepare it again"
 
 
 def prepare(source: str, tokenizer: str, directory: Path, *, split: str | None = None, column: str | None = None,
@@ -64,6 +62,9 @@ def prepare(source: str, tokenizer: str, directory: Path, *, split: str | None =
     _check_free(directory)
     encoding = tokenizers.load(tokenizer)
     opened = sources.open_source(source, split=split, column=column, val_documents=val_documents, val_share=val_share)
+    if opened.folder is not None and directory.is_relative_to(opened.folder.absolute()):
+        raise ConfigError(f"--out {directory} lies in the source, {source}, whose files are all read; name a folder "
+                          "outside of it")
     with _lock(directory):
         _check_free(directory)
         return _write(opened, encoding, directory, progress, workers)
@@ -87,6 +88,7 @@ def ensure(data: DataConfig) -> Path:
         if found != data.tokenizer:
             raise ConfigError(f"data.dir: {data.dir} holds tokens of the tokenizer {found}, and data.tokenizer is "
                               f"{data.tokenizer}: set --data.tokenizer {found} or another --data.dir")
+        _check_fingerprint(directory, tokenizers.FINGERPRINTS.get(found))
         return directory
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineargpt" / "data"
     if (task := tasks.parse(data.source)) is not None:
@@ -111,6 +113,13 @@ def ensure(data: DataConfig) -> Path:
     return directory
 
 
+def _check_fingerprint(directory: Path, expected: str | None) -> None:
+    meta = read_meta(directory)
+    if expected is not None and meta.get("tokenizer_fingerprint") not in (None, expected):
+        raise DataError(f"{directory}: its tokens are of another vocabulary than that of {meta['tokenizer']} here (the "
+                        f"fingerprint is {meta['tokenizer_fingerprint'][:12]}, expected {expected[:12]}); {REMEDY}")
+
+
 def read_meta(directory: Path) -> dict[str, Any]:
     """``meta.json`` of a folder of token files.
 
@@ -127,49 +136,72 @@ def read_meta(directory: Path) -> dict[str, Any]:
         for field in ("tokenizer", "vocabulary_size", "document_separator", "dtype", "checksum", "splits"):
             meta[field]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({error}); delete the folder and prepare it again") from error
+        raise DataError(f"{path} is damaged ({error}); {REMEDY}") from error
     return meta
 
 
+def weights_path(shard: Path) -> Path:
+    """The file of the weights of a shard: one uint8 a token, 0 where the token does not count as a target, else 1."""
+    return shard.with_suffix(".weights.bin")
+
+
+def unknown_shards(directory: Path, meta: dict[str, Any]) -> list[str]:
+    """The names of shards in a folder that its ``meta.json`` does not know."""
+    known = {shard["file"] for entry in meta["splits"].values() for shard in entry["shards"]}
+    if meta.get("weights"):
+        known |= {weights_path(Path(name)).name for name in known}
+    return sorted(path.name for path in directory.glob("*.bin")
+                  if re.fullmatch(r"(train|val)-\d+(\.weights)?\.bin", path.name) and path.name not in known)
+
+
 def verify_files(directory: Path) -> dict[str, Any]:
-    """Reads every shard of a folder of token files and compares it with ``meta.json``, which is returned.
+    """Reads every shard of a folder of token files, and its weights, and compares them with ``meta.json``, which is
+    returned; and the fingerprint of the tokenizer with that of the one of its name.
 
     Raises:
         ConfigError: there are no token files.
-        DataError: shards are missing, damaged or not of this folder: all of them, in one line.
+        DataError: shards are missing, damaged or not of this folder: all of them, in one line; or the tokenizer is
+            another, or cannot be had.
     """
     directory = Path(directory)
     meta = read_meta(directory)
-    wrong, known = [], set()
+    wrong = []
+
+    def check(path: Path, tokens: int, dtype: np.dtype, sha256: str) -> int:
+        """The largest number in it."""
+        size, expected = path.stat().st_size if path.is_file() else None, tokens * dtype.itemsize
+        if size is None:
+            wrong.append(f"{path.name} is missing")
+        elif size != expected:
+            wrong.append(f"{path.name} has {size:,} bytes, expected {expected:,}")
+        else:
+            digest, largest = _read_shard(path, dtype)
+            if digest != sha256:
+                wrong.append(f"{path.name} does not have the checksum it was written with")
+            return largest
+        return -1
+
     try:
         dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[meta["dtype"]]
         for split, entry in meta["splits"].items():
             largest = -1
             for shard in entry["shards"]:
-                known.add(shard["file"])
                 path = directory / shard["file"]
-                size, expected = path.stat().st_size if path.is_file() else None, shard["tokens"] * dtype.itemsize
-                if size is None:
-                    wrong.append(f"{path.name} is missing")
-                elif size != expected:
-                    wrong.append(f"{path.name} has {size:,} bytes, expected {expected:,}")
-                else:
-                    digest, in_shard = _read_shard(path, dtype)
-                    largest = max(largest, in_shard)
-                    if digest != shard["sha256"]:
-                        wrong.append(f"{path.name} does not have the checksum it was written with")
+                largest = max(largest, check(path, shard["tokens"], dtype, shard["sha256"]))
+                if meta.get("weights"):
+                    check(weights_path(path), shard["tokens"], np.dtype("u1"), shard["weights_sha256"])
             if sum(shard["tokens"] for shard in entry["shards"]) != entry["tokens"]:
                 wrong.append(f"the shards of {split} have another number of tokens than meta.json gives")
             elif not wrong and largest != entry["largest_id"]:
                 wrong.append(f"the largest id of {split} is {largest}, and meta.json gives {entry['largest_id']}")
+        wrong += [f"{name} is a shard that meta.json does not know, perhaps of another tokenizer"
+                  for name in unknown_shards(directory, meta)]
     except (KeyError, TypeError) as error:
-        raise DataError(f"{directory / 'meta.json'} is damaged ({error!r}); delete the folder and prepare it again"
-                        ) from error
-    for path in sorted(directory.glob("*.bin")):
-        if re.fullmatch(r"(train|val)-\d+\.bin", path.name) and path.name not in known:
-            wrong.append(f"{path.name} is a shard that meta.json does not know, perhaps of another tokenizer")
+        raise DataError(f"{directory / 'meta.json'} is damaged ({error!r}); {REMEDY}") from error
     if wrong:
-        raise DataError(f"{directory}: {'; '.join(wrong)}; delete the folder and prepare it again")
+        raise DataError(f"{directory}: {'; '.join(wrong)}; {REMEDY}")
+    if meta.get("tokenizer_fingerprint") is not None:
+        _check_fingerprint(directory, tokenizers.fingerprint(tokenizers.load(meta["tokenizer"])))
     return meta
 
 
@@ -230,6 +262,10 @@ class _SplitWriter:
     def state(self) -> dict[str, Any]:
         """What was written; as ``meta.json`` has it once :meth:`finish` is called."""
         return self._state | {"shards": [dict(shard) for shard in self._shards]}
+
+    @property
+    def documents(self) -> int:
+        return self._state["documents"]
 
     def sync(self) -> None:
         """Returns when everything written is on the disk."""
@@ -297,13 +333,13 @@ def _write(source: sources.Source, encoding: Any, directory: Path, progress: boo
     partial = directory.with_name(f".{directory.name}.partial")
     selection = {name: getattr(source.selection, name) for name in
                  ("split", "column", "val_documents", "val_share")}
-    asked = {"tokenizer": encoding.name, "source": source.name, **selection, "state": source.state,
-             "tokenizer_fingerprint": tokenizers.fingerprint(encoding), "shard_tokens": SHARD_TOKENS,
-             "piece_bytes": _PIECE_BYTES}
+    asked = {"program_version": _VERSION, "tokenizer": encoding.name, "source": source.name, **selection,
+             "state": source.state, "tokenizer_fingerprint": tokenizers.fingerprint(encoding),
+             "shard_tokens": SHARD_TOKENS, "piece_bytes": texts.PIECE_BYTES}
     journal = _Journal(directory, partial, asked)
     begun = journal.state
-    state = begun or {"start": None, "skip": 0, "offset": 0, "revision": None, "checksum": "", "replaced": 0,
-                      "skipped": {"empty": 0, "not_text": 0}, "splits": {}}
+    state = begun or {"start": None, "revision": None, "checksum": "", "replaced": 0,
+                      "skipped": dict.fromkeys(texts.SKIPPED, 0), "splits": {}}
     if source.pin is not None:
         source = source.pin(state["revision"])
     if begun:
@@ -319,36 +355,43 @@ def _write(source: sources.Source, encoding: Any, directory: Path, progress: boo
                 path.unlink()
         writers = {split: _SplitWriter(partial, split, dtype, state["splits"].get(split)) for split in _SPLITS}
     pool = tokenizers.Workers(encoding, _processes(encoding, source, workers))
-    checksum, uncommitted = bytes.fromhex(state["checksum"]), 0
+    checksum, uncommitted, committed = bytes.fromhex(state["checksum"]), 0, time.monotonic()
     try:
+        for line in source.notes:
+            print(f"note: {line}", file=sys.stderr)
         with pool, _progress_bar(source, progress) as show:
-            for encoded, batch in pool.encode(_batches(source, state)):
+            for encoded, block in pool.encode((block.texts, block) for block in source.blocks(state["start"])):
+                held_out_P = source.selection.held_out(
+                    block, sum(writer.documents for writer in writers.values()), len(encoded.tokens_P))
                 with _write_errors(directory):
-                    for number, (split, ids) in enumerate((("train", encoded.train), ("val", encoded.val))):
-                        writers[split].write(ids, text_bytes=batch.bytes[number], documents=batch.documents[number])
+                    for split, chosen_P in (("train", ~held_out_P), ("val", held_out_P)):
+                        writers[split].write(
+                            encoded.ids if chosen_P.all() else encoded.ids[np.repeat(chosen_P, encoded.tokens_P)],
+                            text_bytes=int(encoded.bytes_P[chosen_P].sum()),
+                            documents=int((chosen_P & encoded.ends_P).sum()))
                 for place in range(0, len(encoded.digests), 32):
                     checksum = hashlib.sha256(checksum + encoded.digests[place : place + 32]).digest()
-                state = {**batch.position, "revision": source.version, "checksum": checksum.hex(),
+                if not isinstance(block.texts, texts.Pieces):  # of pieces it is in their digests
+                    checksum = hashlib.sha256(checksum + held_out_P.tobytes()).digest()
+                state = {"start": block.following, "revision": source.version, "checksum": checksum.hex(),
                          "replaced": state["replaced"] + encoded.replaced,
+                         "skipped": {why: count + encoded.skipped.get(why, 0)
+                                     for why, count in state["skipped"].items()},
                          "splits": {split: writer.state() for split, writer in writers.items()}}
                 journal.state = state
-                uncommitted += sum(batch.bytes)
-                if uncommitted >= _COMMIT_BYTES:
+                uncommitted += int(encoded.bytes_P.sum())
+                if uncommitted >= _COMMIT_BYTES or time.monotonic() - committed >= _COMMIT_SECONDS:
                     with _write_errors(directory):
                         for writer in writers.values():
                             writer.sync()
                         journal.commit()
-                    uncommitted = 0
-                show(len(encoded.train) + len(encoded.val), batch.share)
+                    uncommitted, committed = 0, time.monotonic()
+                show(len(encoded.ids), block.share)
+        for split, writer in writers.items():
+            if not writer.documents:
+                raise _nothing_left(source, split, writers["val"].documents, state["skipped"], partial)
         with _write_errors(directory):
             splits = {split: writer.finish() for split, writer in writers.items()}
-            for split, entry in splits.items():
-                if not entry["documents"]:
-                    shutil.rmtree(partial)
-                    skipped = [f"{count:,} were {what.replace('_', ' ')}" for what, count in state["skipped"].items()
-                               if count]
-                    raise ConfigError(f"data.source: {source.name} has too little text: nothing is left for {split}"
-                                      + (f" (of its rows {', '.join(skipped)})" if skipped else ""))
             meta = {
                 "source": source.name,
                 "source_version": source.version,
@@ -382,79 +425,35 @@ def _write(source: sources.Source, encoding: Any, directory: Path, progress: boo
             shutil.rmtree(partial, ignore_errors=True)
 
 
+def _nothing_left(source: sources.Source, split: str, in_val: int, skipped: dict[str, int], partial: Path,
+                  ) -> ConfigError:
+    """What a user is told of a split without a document; what was done is theirs to delete."""
+    kept = f"; what was tokenized is in {partial}: delete it to begin anew"
+    wanted = source.selection.val_documents
+    if split == "train" and wanted is not None:
+        return ConfigError(f"--val-documents {wanted}: {source.name} has {in_val:,} documents with text; expected "
+                           f"fewer than that{kept}")
+    return ConfigError(f"data.source: {source.name} has too little text: nothing is left for {split}"
+                       + _skipped_rows(skipped, " (of its rows {})") + kept)
+
+
+def _skipped_rows(skipped: dict[str, int], template: str) -> str:
+    """How many rows were left out, and why; nothing where there are none."""
+    reasons = {"empty": "were empty", "not_text": "held no text", "no_column": "did not have the column"}
+    parts = [f"{count:,} {reasons[why]}" for why, count in skipped.items() if count]
+    return template.format(", ".join(parts)) if parts else ""
+
+
 def _report_rows(meta: dict[str, Any]) -> None:
-    skipped = {"were empty": meta["skipped"]["empty"], "held no text": meta["skipped"]["not_text"]}
-    if any(skipped.values()):
-        print("skipped documents: " + ", ".join(f"{count:,} {what}" for what, count in skipped.items() if count),
-              file=sys.stderr)
+    if line := _skipped_rows(meta["skipped"], "skipped documents: {}"):
+        print(line, file=sys.stderr)
     if meta["replaced"]:
         print(f"{meta['replaced']:,} places are not UTF-8 and were read as U+FFFD", file=sys.stderr)
 
 
-class _Batch(NamedTuple):
-    """What comes along with a batch of pieces; pairs are of train and val."""
-
-    position: dict[str, Any]
-    """Where the next batch begins, and what was skipped up to there."""
-    bytes: tuple[int, int]
-    documents: tuple[int, int]
-    """That end in it."""
-    share: float | None
-    """Of the source that is read, where known."""
-
-
-def _batches(source: sources.Source, state: dict[str, Any]) -> Iterator[tuple[list[tokenizers.Piece], _Batch]]:
-    """The pieces of a source from a position on.
-
-    A position is the ``start`` of a document, how many documents lie between it and the one that comes next, and how
-    many bytes of that one are done.
-    """
-    start, skip, offset, skipped = state["start"], state["skip"], state["offset"], dict(state["skipped"])
-    pieces, size, ended, share = [], [0, 0], [0, 0], None
-
-    def batch(skip: int, offset: int) -> tuple[list[tokenizers.Piece], _Batch]:
-        position = {"start": start, "skip": skip, "offset": offset, "skipped": dict(skipped)}
-        return pieces, _Batch(position, (size[0], size[1]), (ended[0], ended[1]), share)
-
-    for document in itertools.islice(source.documents(start), skip, None):
-        if document.start is not None:
-            start, skip = document.start, 0
-        share = document.share_before
-        if document.text is None or not len(document.text):
-            skipped["not_text" if document.text is None else "empty"] += 1
-        else:
-            held_out = document.split == "val"
-            for piece, end in _pieces(document.text, offset):
-                ends = end == len(document.text)
-                pieces.append(tokenizers.Piece(piece, held_out, ends))
-                size[held_out] += len(piece)
-                ended[held_out] += ends
-                if sum(size) >= _PIECE_BYTES or len(pieces) >= _BATCH_PIECES:
-                    if source.total_bytes and document.share_before is not None:
-                        share = document.share_before + end / source.total_bytes
-                    yield batch(skip + 1, 0) if ends else batch(skip, end)
-                    pieces, size, ended = [], [0, 0], [0, 0]
-        offset = 0
-        skip += 1
-    share = 1.0
-    yield batch(skip, 0)
-
-
-def _pieces(text: bytes | memoryview, start: int) -> Iterator[tuple[bytes, int]]:
-    """The pieces of a text from an offset on, each with the offset of its end."""
-    while start < len(text):
-        end = len(text)
-        if end - start > _PIECE_BYTES:
-            end = start + (sources.cut(text[start : start + _PIECE_BYTES + 2], _PIECE_BYTES) or _PIECE_BYTES)
-        yield bytes(text[start:end]), end
-        if isinstance(text, memoryview) and isinstance(text.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            text.obj.madvise(mmap.MADV_DONTNEED)  # else what was read of the file counts as memory of this process
-        start = end
-
-
 def _processes(encoding: Any, source: sources.Source, workers: int | None) -> int:
     """How many tokenize; none where starting one takes longer than the work."""
-    if encoding.name == "bytes" or (source.total_bytes or 2**40) < 4 * _PIECE_BYTES:
+    if encoding.name == "bytes" or (source.total_bytes or 2**40) < 4 * texts.PIECE_BYTES:
         return 0
     if workers is not None:
         return workers
@@ -480,16 +479,27 @@ def _check_free(directory: Path) -> None:
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
     """Held by the one process that prepares ``directory``; however that ends, the system frees it."""
-    with _write_errors(directory):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        file = directory.with_name(f".{directory.name}.lock").open("w")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another process that prepares {directory}", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    path = directory.with_name(f".{directory.name}.lock")
+    while True:
+        with _write_errors(directory):
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("w")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for another process that prepares {directory}", file=sys.stderr)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                there = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            except FileNotFoundError:
+                there = False
+            if there:  # else whoever held it took it away
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
 
 
 @contextlib.contextmanager
@@ -508,17 +518,24 @@ def _progress_bar(source: sources.Source, show: bool) -> Iterator[Callable[[int,
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    columns = ("[progress.description]{task.description}", BarColumn(), TextColumn("{task.fields[speed]}"),
-               TimeElapsedColumn(), "left:", TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not show, speed_estimate_period=60) as bar:
-        task = bar.add_task(f"tokenizing {escape(source.name)}", total=None, speed="")
+    # At 80 columns the name and the bar give way, never the time that is left.
+    fixed = Column(no_wrap=True, overflow="ignore")
+    columns = (TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=24)),
+               BarColumn(bar_width=None, table_column=Column(ratio=1)),
+               TextColumn("{task.fields[speed]}", table_column=fixed), TimeElapsedColumn(table_column=fixed),
+               TextColumn("left:", table_column=fixed), TimeRemainingColumn(table_column=fixed))
+    with Progress(*columns, console=Console(stderr=True), disable=not show, speed_estimate_period=60,
+                  expand=True) as bar:
+        task = bar.add_task(escape(Path(source.name).name), total=None, speed="")
         written, begun = 0, time.monotonic()
 
         def advance(tokens: int, share: float | None) -> None:
             nonlocal written
             written += tokens
-            speed = f"{written:,} tokens, {written / max(time.monotonic() - begun, 1e-3):,.0f} tokens/s"
+            rate = written / max(time.monotonic() - begun, 1e-3)
+            speed = f"{written / 1e6:,.1f}M tokens, {rate / 1e6:,.2f}M/s"
             if share is None:
                 bar.update(task, speed=speed)
             else:

@@ -7,13 +7,13 @@ its id.
 """
 
 import codecs
+import contextlib
 import difflib
 import glob
 import gzip
 import hashlib
 import io
-import json
-import math
+import itertools
 import mmap
 import os
 import platform
@@ -27,8 +27,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
+from jaxtyping import Bool
+
 from configs.schema import ConfigError
-from data import DataError
+from data import DataError, texts
+from data.texts import Column, JsonLines, Piece, Pieces
 
 STDLIB = "python-stdlib"
 VAL_FRACTION = 0.05
@@ -41,31 +45,41 @@ _COMPRESSIONS = (".gz", ".zst")
 _DATASET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 _PATH_SUFFIXES = {".txt", ".md", ".py", ".csv", ".tsv", ".html", ".xml", ".parquet", *_JSON_SUFFIXES, *_COMPRESSIONS}
 _SUFFIX = re.compile(r"#(\w+)=([^#]*)$")
+_TEXT_TYPES = ("string", "large_string", "string_view", "null", "Json", "json")
 _VALIDATION = ("validation", "valid", "val", "dev")
 _SPLIT_WORDS = {"train": "train", "training": "train", "test": "test", "testing": "test",
                 **dict.fromkeys(_VALIDATION, "validation")}
-_START_EVERY = 256
-"""So many rows lie between places that reading can start at."""
+_BATCH_ROWS = 256
+"""Rows that ``datasets`` gives at once."""
+_BATCH_PIECES = 4096
+"""Files, at most, in what is tokenized at once."""
+_LOOKED_AT = 8192
+"""Bytes at the start of a file that tell whether it is text."""
 
 
 class Document(NamedTuple):
     """One text, with the split it belongs to."""
 
     split: Literal["train", "val"]
-    name: str
-    text: bytes | memoryview | None
-    """None: a row whose value is no text."""
-    start: Any = None
-    """What ``Source.documents`` takes to begin with this document, as JSON can hold it; None: begin with an earlier
-    one, and count."""
-    share_before: float | None = None
-    """Share of the source that lies before it, where known."""
+    text: bytes
 
 
-class Documents(Protocol):
-    """Starts a pass over the documents, in an order that is the same on every machine; from a ``Document.start`` on."""
+class Block(NamedTuple):
+    """What is tokenized at once."""
 
-    def __call__(self, start: Any = None, /) -> Iterator[Document]: ...
+    texts: Pieces | JsonLines | Column
+    following: Any
+    """What ``Source.blocks`` takes to begin after it, as JSON can hold it."""
+    held_out: bool | None = None
+    """Whether rows are val; None: some, by their numbers among those with text."""
+    share: float | None = None
+    """Share of the source that ends with it, where known."""
+
+
+class Blocks(Protocol):
+    """Starts a pass over the blocks, in an order that is the same on every machine; or goes on after one of them."""
+
+    def __call__(self, start: Any = None, /) -> Iterator[Block]: ...
 
 
 @dataclass(frozen=True)
@@ -92,21 +106,28 @@ class Selection:
         """Whether it says what to hold out."""
         return self.val_documents is not None or self.val_share is not None
 
-    def holds_out_row(self, index: int) -> bool:
-        """Whether the row ``index`` of those that train and val share is held out."""
+    def held_out(self, block: Block, first: int, count: int) -> Bool[np.ndarray, " count"]:
+        """Which of the ``count`` pieces or rows of a block are val; its first row with text is number ``first``."""
+        if isinstance(block.texts, Pieces):
+            return np.array([piece.held_out for piece in block.texts.pieces], bool)
+        if block.held_out is not None:
+            return np.full(count, block.held_out)
         if self.val_documents is not None:
-            return index < self.val_documents
+            return np.arange(first, first + count) < self.val_documents
         share = Fraction(1, VAL_EVERY) if self.val_share is None else Fraction(str(self.val_share))
-        return math.ceil((index + 1) * share) > math.ceil(index * share)
+        # Of the first n rows, n × share, rounded up. In Python's integers, which do not overflow.
+        n, of = share.numerator, share.denominator
+        return np.array([-(-(row + 1) * n // of) > -(-row * n // of) for row in range(first, first + count)], bool)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where text comes from. Opening one reads no text and needs no network; ``documents`` does."""
+    """Where text comes from. Opening one needs no network and reads no text but the start of the files of a folder;
+    ``blocks`` does."""
 
     name: str
     """As the user wrote it."""
-    documents: Documents
+    blocks: Blocks
     state: str
     """Changes when the text does, as far as that shows without reading it: the key of the cache folder."""
     selection: Selection = field(default_factory=Selection)
@@ -115,8 +136,29 @@ class Source:
     """SPDX expression, where known."""
     total_bytes: int | None = None
     """Bytes of text, where known beforehand."""
+    folder: Path | None = None
+    """The folder that it is, if it is one."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of it, as that some files are left out."""
     pin: Callable[[str | None], "Source"] | None = None
     """Of a dataset of the Hub: looks whether it is there; the source at its newest revision, or at that given."""
+
+    def documents(self) -> Iterator[Document]:
+        """Every text, whole; rows that hold none are left out."""
+        rows, parts = 0, []
+        for block in self.blocks():
+            if isinstance(block.texts, Pieces):
+                pieces = block.texts.pieces
+            else:
+                found, _ = block.texts.read()
+                held_out = self.selection.held_out(block, rows, len(found))
+                rows += len(found)
+                pieces = [Piece(text, bool(val), True) for text, val in zip(found, held_out, strict=True)]
+            for piece in pieces:
+                parts.append(piece.text)
+                if piece.ends_document:
+                    yield Document("val" if piece.held_out else "train", b"".join(parts))
+                    parts = []
 
 
 def open_source(source: str, *, split: str | None = None, column: str | None = None,
@@ -157,14 +199,7 @@ def _open(source: str, plain: str, selection: Selection) -> Source:
         _check_no_rows(source, selection)
         return _stdlib(selection)
     if path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if file.is_file()]
-        if any(file.suffix == ".parquet" for file in files):
-            return _dataset(source, _states(path, files), selection, str(path.resolve()))
-        rows = [file for file in files if _kind(file) == "json" and file.suffix != ".json"]
-        if rows:
-            return _json_files(source, path, rows, selection)
-        _check_no_rows(source, selection)
-        return _text_folder(source, path, selection)
+        return replace(_open_folder(source, path, selection), folder=path)
     if path.is_file():
         return _open_files(source, path.parent, [path], selection)
     if glob.has_magic(plain):
@@ -174,8 +209,8 @@ def _open(source: str, plain: str, selection: Selection) -> Source:
         return _open_files(source, Path(os.path.commonpath([file.parent for file in files])), files, selection)
     copy, _, config = plain.rpartition(":")
     if config and (folder := Path(copy).expanduser()).is_dir() and copy:
-        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-        return _dataset(source, _states(folder, files), selection, str(folder.resolve()), config)
+        opened = _dataset(source, _states(folder, _visible_files(folder)), selection, str(folder.resolve()), config)
+        return replace(opened, folder=folder)
     if plain.startswith((".", "~", "/")) or path.suffix in _PATH_SUFFIXES or not _DATASET_ID.fullmatch(plain):
         raise ConfigError(f"data.source: there is no file or folder {plain!r}; expected {STDLIB}, a text file or "
                           "folder, or the id of a Hugging Face dataset")
@@ -183,6 +218,38 @@ def _open(source: str, plain: str, selection: Selection) -> Source:
         raise ConfigError(f"data.source: there is no {plain!r}; perhaps you meant {STDLIB}")
     dataset, _, config = plain.partition(":")
     return _hub_dataset(source, selection, dataset, config or None)
+
+
+def _open_folder(source: str, folder: Path, selection: Selection) -> Source:
+    files = _visible_files(folder)
+    rows = [file for file in files if file.suffix == ".parquet" or (_kind(file) == "json" and file.suffix != ".json")]
+    if not rows:
+        _check_no_rows(source, selection)
+        filled = [file for file in files if file.stat().st_size]
+        if not filled:
+            raise ConfigError(f"data.source: there is no text in the folder {source}")
+        return _text_files(source, folder, filled, selection)
+    card = folder / "README.md"
+    if card.is_file() and re.search(r"^configs:", card.read_text(errors="replace"), re.MULTILINE):
+        return _dataset(source, _states(folder, files), selection, str(folder.resolve()))
+    if len({_kind(file) for file in rows}) > 1:
+        raise ConfigError(f"data.source: {source} holds both JSON-lines and Parquet files; expected one kind: name "
+                          f"those that count, as '{source}/**/*.parquet'")
+    opened = _row_files(source, folder, rows, selection)
+    left_out = [file.relative_to(folder).as_posix() for file in files if file not in set(rows)]
+    return replace(opened, notes=_left_out(f"{source} is read as rows", left_out))
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*"))
+            if not any(part.startswith(".") for part in path.relative_to(folder).parts) and path.is_file()]
+
+
+def _left_out(why: str, names: Sequence[str]) -> tuple[str, ...]:
+    if not names:
+        return ()
+    more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+    return (f"{why}; left out ({len(names):,}): {', '.join(names[:5])}{more}",)
 
 
 def _open_files(source: str, root: Path, files: Sequence[Path], selection: Selection) -> Source:
@@ -193,16 +260,10 @@ def _open_files(source: str, root: Path, files: Sequence[Path], selection: Selec
                           "expected one")
     if all(file.stat().st_size == 0 for file in files):
         raise ConfigError(f"data.source: {source} is empty")
-    if kinds == {"parquet"}:
-        return _dataset(source, _states(root, files), selection, "parquet",
-                        data_files={"train": [str(file.absolute()) for file in files]})
-    if kinds == {"json"}:
-        return _json_files(source, root, files, selection)
+    if kinds != {"text"}:
+        return _row_files(source, root, files, selection)
     _check_no_rows(source, selection)
-    filled = [file for file in files if file.stat().st_size]
-    if len(filled) == 1:
-        return _text_file(source, filled[0], selection)
-    return _files(source, root, filled, selection, state=_states(root, filled))
+    return _text_files(source, root, [file for file in files if file.stat().st_size], selection)
 
 
 def _kind(path: Path) -> Literal["json", "parquet", "text"]:
@@ -220,31 +281,6 @@ def _check_no_rows(source: str, selection: Selection) -> None:
         if getattr(selection, name) is not None:
             raise ConfigError(f"data.source: {source} is text, not rows: it has no {name} "
                               f"{getattr(selection, name)!r}; leave out --{name}")
-
-
-def cut(text: bytes | memoryview, near: int) -> int:
-    """A place at or shortly before ``near`` where a text can be cut so that its tokens do not change.
-
-    That is before a space between two ASCII letters or, where there is none in the last 64 KiB, before white space or
-    punctuation other than an apostrophe after any letter or digit: there every tiktoken encoding starts a new token.
-    Where there is none of these either, it is at least between two UTF-8 characters.
-    """
-    start = max(0, near - 65536)
-    window = bytes(text[start : near + 2])
-    for end in range(window.rfind(b" "), 0, -1):
-        if window[end] == 0x20 and window[end - 1 : end].isalpha() and window[end + 1 : end + 2].isalpha():
-            return start + end
-    characters = window.decode(errors="surrogateescape")
-    for end in range(len(characters) - 1, 0, -1):
-        if _BORDER.match(characters, end - 1):
-            return start + len(characters[:end].encode(errors="surrogateescape"))
-    while 0 < near < len(text) and text[near] & 0xC0 == 0x80:
-        near -= 1
-    return near
-
-
-# Marks and the rest of Unicode are left out: encodings differ in what they join to a word.
-_BORDER = re.compile(r"[^\W_][ \t\n!-&(-/:-@\[-`{-~、。《》「」『』！，．：；？]")
 
 
 def _stdlib(selection: Selection) -> Source:
@@ -265,17 +301,22 @@ def _stdlib(selection: Selection) -> Source:
                   licence="PSF-2.0")
 
 
-def _text_folder(source: str, root: Path, selection: Selection) -> Source:
-    paths = [path for path in root.rglob("*")
-             if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)]
-    filled = [path for path in paths if path.stat().st_size > 0]
-    if not filled:
-        raise ConfigError(f"data.source: there is no text in the folder {source}")
-    for path in filled:
+def _text_files(source: str, root: Path, paths: Sequence[Path], selection: Selection) -> Source:
+    """A document a file; where there are several, those that are no text are left out."""
+    if len(paths) == 1:
+        return _text_file(source, paths[0], selection)
+    readable, binary = [], []
+    for path in paths:
         _kind(path)
-    if len(filled) == 1:
-        return _text_file(source, filled[0], selection)
-    return _files(source, root, filled, selection, state=_states(root, sorted(filled)))
+        with path.open("rb") as file:
+            (binary if b"\0" in file.read(_LOOKED_AT) else readable).append(path)
+    if not readable:
+        raise ConfigError(f"data.source: there is no text in {source}: its {len(binary):,} files hold NUL bytes")
+    notes = _left_out(f"{source} is read as texts", [f"{path.relative_to(root).as_posix()} (NUL bytes)"
+                                                     for path in binary])
+    if len(readable) == 1:
+        return replace(_text_file(source, readable[0], selection), notes=notes)
+    return _files(source, root, readable, selection, state=_states(root, readable), notes=notes)
 
 
 def _files(source: str, root: Path, paths: Sequence[Path], selection: Selection, **fields: Any) -> Source:
@@ -297,14 +338,10 @@ def _files(source: str, root: Path, paths: Sequence[Path], selection: Selection,
                               "fewer than that")
         held_out = set(by_hash[: selection.val_documents])
 
-    def documents(start: Any = None, /) -> Iterator[Document]:
-        before = 0
-        for name in sorted(names):
-            yield Document("val" if name in held_out else "train", name, _read(names[name]),
-                           share_before=before / total)
-            before += sizes[name]
+    def blocks(start: Any = None, /) -> Iterator[Block]:
+        return _text_blocks([_Text(names[name], name in held_out) for name in sorted(names)], total, start)
 
-    return Source(source, documents, total_bytes=total, **fields)
+    return Source(source, blocks, total_bytes=total, **fields)
 
 
 def _text_file(source: str, path: Path, selection: Selection) -> Source:
@@ -313,17 +350,47 @@ def _text_file(source: str, path: Path, selection: Selection) -> Source:
         raise ConfigError(f"--val-documents: {source} is a single document, of which the end is held out; expected "
                           "--val-share")
 
-    def documents(start: Any = None, /) -> Iterator[Document]:
-        yield from _cut_val(_read(path), path.name, selection)
+    size = path.stat().st_size
 
-    return Source(source, documents, _states(path.parent, [path]), total_bytes=path.stat().st_size)
+    def blocks(start: Any = None, /) -> Iterator[Block]:
+        border = _val_border(_read(path), selection)
+        return _text_blocks([_Text(path, False, slice(border)), _Text(path, True, slice(border, None))], size, start)
+
+    return Source(source, blocks, _states(path.parent, [path]), total_bytes=size)
 
 
-def _cut_val(text: bytes | memoryview, name: str, selection: Selection) -> Iterator[Document]:
-    share = selection.val_share or VAL_FRACTION
-    border = cut(text, int(len(text) * (1 - share)))
-    yield Document("train", name, text[:border], share_before=0.0)
-    yield Document("val", name, text[border:], share_before=border / len(text))
+def _val_border(text: bytes | memoryview, selection: Selection) -> int:
+    """Where a text is cut, the end of which is held out."""
+    return texts.cut(text, int(len(text) * (1 - (selection.val_share or VAL_FRACTION))))
+
+
+class _Text(NamedTuple):
+    path: Path
+    held_out: bool
+    part: slice = slice(None)
+    """What of the file it is."""
+
+
+def _text_blocks(documents: Sequence[_Text], total: int, start: Any) -> Iterator[Block]:
+    """Pieces of texts. A place is the number of a text, and the offset in it."""
+    first, offset = start or (0, 0)
+    pieces, size, done = [], 0, 0
+    for number, (path, held_out, part) in enumerate(documents):
+        whole = _read(path)
+        text = whole[part]
+        if number >= first:
+            for piece, end in texts.parts(text, offset if number == first else 0):
+                ends = end == len(text)
+                pieces.append(Piece(piece, held_out, ends))
+                size += len(piece)
+                if size >= texts.PIECE_BYTES or len(pieces) >= _BATCH_PIECES:
+                    yield Block(Pieces(pieces), (number + 1, 0) if ends else (number, end), share=(done + end) / total)
+                    pieces, size = [], 0
+                if isinstance(whole.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+                    whole.obj.madvise(mmap.MADV_DONTNEED)  # else what was read counts as memory of this process
+        done += len(text)
+    if pieces:
+        yield Block(Pieces(pieces), (len(documents), 0), share=1.0)
 
 
 def _read(path: Path) -> memoryview:
@@ -342,17 +409,18 @@ def _states(root: Path, paths: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-class _Rows(Protocol):
+class _Rows(NamedTuple):
     """The rows of a split."""
 
-    def __call__(self, start: Any = None, /) -> Iterator[tuple[Any, Any, float | None]]:
-        """Values of the column, each with the start of its row, where reading can begin with it, and the share of the
-        split before it."""
-        ...
+    check: Callable[[], None]
+    """Raises :class:`ConfigError` unless they have the column, and text in it."""
+    read: Callable[[Any], Iterator[tuple[JsonLines | Column, Any, float | None]]]
+    """From a place on, or from the start (None): rows that stand side by side, the place after them, and the share of
+    the split that ends there."""
 
 
-def _row_documents(splits: dict[str, _Rows], source: str, selection: Selection, start: Any) -> Iterator[Document]:
-    """Documents of rows: those of the chosen split, then those of the validation split, if that is val."""
+def _row_blocks(splits: dict[str, _Rows], source: str, selection: Selection, start: Any) -> Iterator[Block]:
+    """Rows of the chosen split, then those of the validation split, if that is val."""
     chosen = selection.split
     if chosen is None:
         chosen = "train" if "train" in splits else next(iter(splits))
@@ -362,41 +430,39 @@ def _row_documents(splits: dict[str, _Rows], source: str, selection: Selection, 
     if selection.split is not None or selection.names_val:
         val = None
     groups = [chosen] if val is None else [chosen, val]
-    first, index, row_start = start or (0, 0, None)
-    for group in range(first, len(groups)):
-        rows = splits[groups[group]](row_start)
-        if val is None and index == 0:
+    if start is None:
+        # Before any work, and not where reading goes on.
+        for group in groups:
+            splits[group].check()
+    first, place = start or (0, None)
+    for number in range(first, len(groups)):
+        rows = splits[groups[number]].read(place)
+        head = list(itertools.islice(rows, 2)) if start is None else []
+        single = len(head) == 1 and val is None and selection.val_documents is None
+        for found, following, share in itertools.chain(head, rows):
             # Of a single row the end is held out, as of a single text.
-            head = [row for _, row in zip(range(2), rows, strict=False)]
-            if len(head) == 1 and selection.val_documents is None and (text := _as_text(head[0][0])):
-                yield from _cut_val(text, "0", selection)
-                return
-            rows = _chain(head, rows)
-        for value, place, share in rows:
-            held_out = group == 1 or (val is None and selection.holds_out_row(index))
-            yield Document("val" if held_out else "train", str(index), _as_text(value),
-                           None if place is None else (group, index, place),
-                           None if share is None else (group + share) / len(groups))
-            index += 1
-        index, row_start = 0, None
+            yield Block(_cut_single(found, selection) if single else found, (number, following),
+                        None if val is None else number == 1, None if share is None else (number + share) / len(groups))
+        place = None
 
 
-def _chain(head: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    yield from head
-    yield from rest
+def _cut_single(rows: JsonLines | Column, selection: Selection) -> JsonLines | Column | Pieces:
+    """The rows; where one of them alone has text, its pieces."""
+    found, skipped = rows.read()
+    if len(found) != 1:
+        return rows
+    border = _val_border(found[0], selection)
+    pieces = []
+    for held_out, text in ((False, found[0][:border]), (True, found[0][border:])):
+        pieces += [Piece(piece, held_out, end == len(text)) for piece, end in texts.parts(text)]
+    return Pieces(pieces, skipped)
 
 
-def _as_text(value: Any) -> bytes | None:
-    """A row's value; nothing and no value are an empty text, and what is no text is None."""
-    if isinstance(value, str | None):
-        return (value or "").encode("utf-8", errors="replace")
-    return None
-
-
-def _json_files(source: str, root: Path, files: Sequence[Path], selection: Selection) -> Source:
-    """Rows of JSON files. ``datasets`` would stop at a row it cannot parse, and from a value on that is no text it
-    would give the texts of its piece of the file as they stand in JSON, in quotes."""
+def _row_files(source: str, root: Path, files: Sequence[Path], selection: Selection) -> Source:
+    """Rows of JSON or Parquet files. ``datasets`` would stop at a row it cannot parse, and from a value on that is no
+    text it would give the texts of its piece of a JSON file as they stand there, in quotes."""
     column = selection.column or "text"
+    parquet = _kind(files[0]) == "parquet"
     groups: dict[str, list[Path]] = {}
     for file in files:
         if file.stat().st_size:
@@ -405,28 +471,37 @@ def _json_files(source: str, root: Path, files: Sequence[Path], selection: Selec
         raise ConfigError(f"data.source: {source} is empty")
 
     def rows(group: list[Path]) -> _Rows:
-        def read(start: Any = None, /) -> Iterator[tuple[Any, Any, float | None]]:
-            total = sum(file.stat().st_size for file in group)
-            first, offset = start or (0, 0)
+        def check() -> None:
+            for file in group:
+                _check_column(source if len(group) == 1 else str(file), column,
+                              _parquet_types(file) if parquet else dict.fromkeys(_first_row(file), "string"))
+
+        def read(start: Any) -> Iterator[tuple[JsonLines | Column, Any, float]]:
+            sizes = [file.stat().st_size for file in group]
+            first, place = start or (0, None)
             for number in range(first, len(group)):
-                before = sum(file.stat().st_size for file in group[:number])
-                done = 0
-                for count, (row, place, tell) in enumerate(_json_rows(group[number], offset)):
-                    if count == number == 0 and column not in row:
-                        raise ConfigError(f"data.source: {source} has no column {column!r}; it has {', '.join(row)}: "
-                                          "name the one that holds the text with --column, or #column= after the "
-                                          "source")
-                    every = count % _START_EVERY == 0
-                    done = tell() if every else done
-                    yield row.get(column), (number, place) if every else None, (before + done) / total
-                offset = 0
+                for found, following, share in (_parquet_rows if parquet else _json_rows)(group[number], column, place):
+                    yield found, (number, following), (sum(sizes[:number]) + share * sizes[number]) / sum(sizes)
+                place = None
 
-        return read
+        return _Rows(check, read)
 
-    def documents(start: Any = None, /) -> Iterator[Document]:
-        return _row_documents({name: rows(group) for name, group in sorted(groups.items())}, source, selection, start)
+    def blocks(start: Any = None, /) -> Iterator[Block]:
+        return _row_blocks({name: rows(group) for name, group in sorted(groups.items())}, source, selection, start)
 
-    return Source(source, documents, _states(root, files))
+    plain = not any(file.suffix in _COMPRESSIONS or parquet for file in files)
+    return Source(source, blocks, _states(root, files),
+                  total_bytes=sum(file.stat().st_size for file in files) if plain else None)
+
+
+def _check_column(source: str, column: str, types: dict[str, str]) -> None:
+    """Raises :class:`ConfigError` unless there is a column of text of that name; of no columns nothing is known."""
+    if types and column not in types:
+        raise ConfigError(f"data.source: {source} has no column {column!r}; it has {', '.join(types)}: name the one "
+                          "that holds the text with --column, or #column= after the source")
+    if types and types[column] not in _TEXT_TYPES:
+        raise ConfigError(f"data.source: the column {column!r} of {source} holds {types[column]} values, expected "
+                          f"text; its columns are {', '.join(types)}")
 
 
 def _split_of(path: Path) -> str:
@@ -438,56 +513,122 @@ def _split_of(path: Path) -> str:
     return "train"
 
 
-def _json_rows(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int, Callable[[], int]]]:
-    """The objects of a file: each with the number that reading can start at for it to come first (a byte of the text
-    or, in an array, an index), and what tells how many bytes of the file are read."""
-    import orjson
+def _first_row(path: Path) -> dict[str, Any]:
+    """Empty where there are only empty lines."""
+    with path.open("rb") as raw, _line_errors(path, lambda: "the first row"), _unpacked(raw, path) as file:
+        whole = _whole_json(file, path)
+        lines = (line.removeprefix(codecs.BOM_UTF8) for line in file) if whole is None else whole[:1]
+        return next((texts.json_object(line) for line in lines if line.strip()), {})
 
-    number, started_at = 0, offset
+
+def _json_rows(path: Path, column: str, start: int | None) -> Iterator[tuple[JsonLines, int, float]]:
+    """Lines of a file. A place is a byte of the (unpacked) text or, in an array, an index."""
+    place = counted_from = start or 0
+    number = 1
+    size = path.stat().st_size
+    where = f" after byte {counted_from:,}" if counted_from else ""
+    with path.open("rb") as raw, _line_errors(path, lambda: f"line {number}{where}"), _unpacked(raw, path) as file:
+        whole = _whole_json(file, path)
+        if whole is not None:
+            for first in range(place, len(whole), _BATCH_ROWS):
+                lines = whole[first : first + _BATCH_ROWS]
+                following = first + len(lines)
+                yield JsonLines(b"\n".join(lines), column, str(path), first + 1, 0), following, following / len(whole)
+            return
+        file.seek(place)
+        while lines := file.read(texts.PIECE_BYTES):
+            lines += b"" if lines.endswith(b"\n") else file.readline()
+            following = place + len(lines)
+            yield (JsonLines(lines if place else lines.removeprefix(codecs.BOM_UTF8), column, str(path), number,
+                             counted_from), following, raw.tell() / size)
+            place, number = following, number + lines.count(b"\n")
+
+
+@contextlib.contextmanager
+def _line_errors(path: Path, where: Callable[[], str]) -> Iterator[None]:
     try:
-        with path.open("rb") as raw, _unpacked(raw, path) as file:
-            whole = None
-            if file.peek(1)[:1] == b"[":
-                whole = orjson.loads(file.read())
-            elif path.suffix == ".json":
-                # One object over many lines; JSON lines may be called .json too.
-                try:
-                    orjson.loads(file.readline())
-                    file.seek(0)
-                except orjson.JSONDecodeError:
-                    file.seek(0)
-                    whole = [orjson.loads(file.read())]
-            if whole is not None:
-                for number in range(offset, len(whole)):
-                    yield _object(whole[number]), number, raw.tell
-                return
-            file.seek(offset)
-            for line in file:
-                if line.strip():
-                    yield _object(_parse(line if offset else line.removeprefix(codecs.BOM_UTF8))), offset, raw.tell
-                offset += len(line)
-                number += 1
+        yield
     except (ValueError, EOFError, OSError, zlib.error) as error:
-        where = f"line {number + 1}" if started_at == 0 else f"line {number + 1} after byte {started_at:,}"
-        raise DataError(f"{path}: {where} cannot be read: {_one_line(error)}") from error
+        raise DataError(f"{path}: {where()} cannot be read: {_one_line(error)}") from error
 
 
-def _parse(line: bytes) -> Any:
-    """A line; as in text files, undecodable bytes are read as U+FFFD, and so are the halves of surrogate pairs."""
+def _whole_json(file: io.BufferedReader, path: Path) -> list[bytes] | None:
+    """The rows of an array, or of one object over many lines, a line each; None of a file of JSON lines, of which
+    nothing is then read."""
     import orjson
 
+    if file.peek(1)[:1] == b"[":
+        return [orjson.dumps(row) for row in orjson.loads(file.read())]
+    if path.suffix == ".json":  # JSON lines may be called so too
+        try:
+            orjson.loads(file.readline())
+        except orjson.JSONDecodeError:
+            file.seek(0)
+            return [orjson.dumps(orjson.loads(file.read()))]
+        file.seek(0)
+    return None
+
+
+def _parquet_types(path: Path) -> dict[str, str]:
+    """The type of each column."""
+    with _parquet_file(path) as file:
+        return {field.name: str(field.type) for field in file.schema_arrow}
+
+
+def _parquet_rows(path: Path, column: str, start: Any) -> Iterator[tuple[Column, Any, float]]:
+    """Rows of a file. A place is the number of a row group, and of a row in it."""
+    first, skip = start or (0, 0)
+    with _parquet_file(path) as file:
+        total = max(1, file.metadata.num_rows)
+        done = sum(file.metadata.row_group(group).num_rows for group in range(first))
+        for group in range(first, file.num_row_groups):
+            metadata = file.metadata.row_group(group)
+            each = metadata.total_byte_size // max(1, metadata.num_rows)  # of all columns: a batch is rather too short
+            row = 0
+            for batch in file.iter_batches(batch_size=max(16, min(texts.PIECE_BYTES // max(1, each), 2**16)),
+                                           row_groups=[group], columns=[column], use_threads=False):
+                for found, end in _columns(batch.column(0), max(0, skip - row)):
+                    yield found, (group, row + end), (done + row + end) / total
+                row += len(batch)
+            done, skip = done + row, 0
+
+
+@contextlib.contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
     try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return json.loads(line.decode(errors="replace"))
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield file
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {_one_line(error)}") from error
 
 
-def _object(row: Any) -> dict[str, Any]:
-    if isinstance(row, str):
-        return {"text": row}
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {type(row).__name__}")
-    return row
+def _columns(array: Any, skip: int) -> Iterator[tuple[Column, int]]:
+    """An array of Arrow in parts of about a piece, from row ``skip`` on, each with the number of the row after it."""
+    import pyarrow
+
+    kind = str(array.type)
+    if (as_json := isinstance(array, pyarrow.ExtensionArray)) and "json" in kind:
+        array = array.storage
+    elif kind not in _TEXT_TYPES:
+        if skip < len(array):
+            yield Column(b"", np.zeros(array.null_count, np.int64), not_text=len(array) - array.null_count), len(array)
+        return
+    if not len(array):
+        return
+    # As bytes, for what is not UTF-8 is not for Arrow to refuse.
+    array = array.cast(pyarrow.large_binary())
+    if array.null_count:  # else not: it imports pandas
+        array = array.fill_null(b"")
+    offsets_R = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
+    values = memoryview(array.buffers()[2] or b"")
+    while skip < len(array):
+        begin = offsets_R[skip]
+        end = int(np.searchsorted(offsets_R[: len(array)], begin + texts.PIECE_BYTES, side="left"))
+        yield Column(bytes(values[begin : offsets_R[end]]), offsets_R[skip + 1 : end + 1] - begin, as_json), end
+        skip = end
 
 
 def _unpacked(raw: Any, path: Path) -> io.BufferedReader:
@@ -543,33 +684,40 @@ class _ZstdFile(io.RawIOBase):
 
 def _hub_dataset(source: str, selection: Selection, dataset: str, config: str | None) -> Source:
     def pin(revision: str | None) -> Source:
-        info = _check_hub(source, dataset, revision)
-        licence = getattr(info.card_data, "license", None) if info.card_data is not None else None
+        newest = _check_hub(source, dataset, None)
+        licence = getattr(newest.card_data, "license", None) if newest.card_data is not None else None
         if isinstance(licence, list):
             licence = ", ".join(licence)
-        opened = _dataset(source, source, selection, dataset, config, on_hub=True, revision=info.sha)
-        return replace(opened, version=info.sha, licence=licence, selection=selection)
+        options: dict[str, Any] = {"revision": revision or newest.sha}
+        args = (dataset, config)
+        if any(file.rfilename == f"{dataset.rpartition('/')[2]}.py" for file in newest.siblings or ()):
+            # It comes as a Python script, which nobody runs any more. Of most such datasets the Hub keeps a copy in
+            # Parquet, a folder a configuration, on a branch that has revisions of its own.
+            copy = _check_hub(source, dataset, revision or "refs/convert/parquet")
+            names = sorted({file.rfilename.split("/")[0] for file in copy.siblings or () if "/" in file.rfilename})
+            options, args = {"revision": copy.sha, "data_dir": _configuration(source, config, names)}, (dataset,)
+        opened = _dataset(source, source, selection, *args, **options)
+        return replace(opened, version=options["revision"], licence=licence, selection=selection)
 
-    def documents(start: Any = None, /) -> Iterator[Document]:
-        return pin(None).documents(start)
+    def blocks(start: Any = None, /) -> Iterator[Block]:
+        return pin(None).blocks(start)
 
-    return Source(source, documents, source, pin=pin)
+    return Source(source, blocks, source, pin=pin)
 
 
-def _dataset(source: str, state: str, selection: Selection, *args: str | None, on_hub: bool = False,
-             **kwargs: Any) -> Source:
+def _dataset(source: str, state: str, selection: Selection, *args: str | None, **kwargs: Any) -> Source:
     """What ``datasets.load_dataset(*args, **kwargs)`` gives, streamed; one of its columns."""
     column = selection.column or "text"
 
-    def documents(start: Any = None, /) -> Iterator[Document]:
-        splits = _load(source, args, on_hub=on_hub, **kwargs)
-        return _row_documents({name: _dataset_rows(source, split, column) for name, split in splits.items()}, source,
-                              selection, start)
+    def blocks(start: Any = None, /) -> Iterator[Block]:
+        splits = _load(source, args, **kwargs)
+        return _row_blocks({name: _dataset_rows(source, split, column) for name, split in splits.items()}, source,
+                           selection, start)
 
-    return Source(source, documents, state)
+    return Source(source, blocks, state)
 
 
-def _load(source: str, args: tuple[Any, ...], *, on_hub: bool, **kwargs: Any) -> dict[str, Any]:
+def _load(source: str, args: tuple[Any, ...], **kwargs: Any) -> dict[str, Any]:
     import datasets
     import fsspec.compression
 
@@ -578,69 +726,70 @@ def _load(source: str, args: tuple[Any, ...], *, on_hub: bool, **kwargs: Any) ->
                                                 "zst")
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as an error is raised too
     try:
-        try:
-            builder = datasets.load_dataset_builder(*args, **kwargs)
-        except RuntimeError as error:
-            if not on_hub or "script" not in str(error):
-                raise
-            # The Hub keeps a copy in Parquet of most datasets that come as a Python script, which nobody runs any more.
-            kwargs["revision"] = "refs/convert/parquet"
-            builder = datasets.load_dataset_builder(*args, **kwargs)
+        builder = datasets.load_dataset_builder(*args, **kwargs)
         splits: Any = builder.as_streaming_dataset()
     except Exception as error:
         try:
             names = datasets.get_dataset_config_names(args[0], revision=kwargs.get("revision"))
         except Exception:
             names = []
-        wanted = args[1] if len(args) > 1 else None
-        if wanted is not None and names and wanted not in names:
-            raise ConfigError(f"data.source: {source} has no configuration {wanted!r}; it has {', '.join(names)}"
-                              ) from error
-        if wanted is None and len(names) > 1:
-            raise ConfigError(f"data.source: {source} has several configurations, name one as ID:CONFIG: "
-                              f"{', '.join(names)}") from error
+        if names and "data_dir" not in kwargs:
+            _configuration(source, args[1] if len(args) > 1 else None, names)
         raise DataError(f"{source}: cannot be opened as a dataset: {_one_line(error)}") from error
     if getattr(builder.config, "on_mixed_types", None) is not None:
-        # See _json_files: where the first rows did not show it, better an error than texts in quotes.
+        # See _row_files: where the first rows did not show it, better an error than texts in quotes.
         builder.config.on_mixed_types = None  # pyright: ignore[reportAttributeAccessIssue]
     return dict(splits)
 
 
+def _configuration(source: str, wanted: str | None, names: Sequence[str]) -> str | None:
+    """The one that is wanted, or the only one; :class:`ConfigError` where there is no such one, or several."""
+    if wanted is not None and wanted not in names:
+        raise ConfigError(f"data.source: {source} has no configuration {wanted!r}; it has {', '.join(names)}")
+    if wanted is None and len(names) > 1:
+        raise ConfigError(f"data.source: {source} has several configurations, name one as ID:CONFIG: "
+                          f"{', '.join(names)}")
+    return wanted or next(iter(names), None)
+
+
 def _dataset_rows(source: str, split: Any, column: str) -> _Rows:
-    def select() -> tuple[Any, int | None]:
-        """The column alone, and the number of rows where it is known."""
-        names = split.column_names or list(next(iter(split), {}))
-        if column not in names:
-            raise ConfigError(f"data.source: {source} has no column {column!r}; it has {', '.join(names)}: name the "
-                              "one that holds the text with --column, or #column= after the source")
-        feature = (split.features or {}).get(column)
-        kind = getattr(feature, "dtype", None) or type(feature).__name__
-        if feature is not None and kind not in ("string", "large_string", "string_view", "null", "Json", "json"):
-            raise ConfigError(f"data.source: the column {column!r} of {source} holds {kind} values, expected text; its "
-                              f"columns are {', '.join(names)}")
-        sizes = split.info.splits or {}
-        total = sizes[str(split.split)].num_examples if str(split.split) in sizes else None
-        return split.select_columns([column]), total
+    """A place is the number of rows done, the state of ``datasets`` at a batch, and a row of that batch."""
 
-    def read(start: Any = None, /) -> Iterator[tuple[Any, Any, float | None]]:
-        done = 0
-        try:
-            rows, total = select()
-            if start:
-                done, state = start
+    def check() -> None:
+        with _dataset_errors(source, lambda: 0):
+            names = split.column_names or list(next(iter(split), {}))
+            features = split.features or {}
+            # Of what is not known beforehand each batch tells.
+            _check_column(source, column, {name: getattr(features[name], "dtype", None) or type(features[name]).__name__
+                                           if name in features else "null" for name in names})
+
+    def read(start: Any) -> Iterator[tuple[Column, Any, float | None]]:
+        done, state, skip = start or (0, None, 0)
+        with _dataset_errors(source, lambda: done):
+            sizes = split.info.splits or {}
+            total = sizes[str(split.split)].num_examples if str(split.split) in sizes else None
+            rows = split.select_columns([column]).with_format("arrow")
+            if state is not None:
                 rows.load_state_dict(state)
-            stream, place = iter(rows), (done, rows.state_dict())
-            while (row := next(stream, None)) is not None:
-                # The state is deep: taken with every row it would take as long as tokenizing.
-                following = (done + 1, rows.state_dict()) if (done + 1) % _START_EVERY == 0 else None
-                yield row[column], place, min(done / total, 1.0) if total else None
-                place, done = following, done + 1
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise DataError(f"{source}: reading failed after {done:,} documents: {_one_line(error)}") from error
+            for table in rows.iter(_BATCH_ROWS):
+                # The state is deep: taken once a batch.
+                following = rows.state_dict()
+                for found, end in _columns(table.column(column).combine_chunks(), skip):
+                    place = (done + end, state, end) if end < len(table) else (done + end, following, 0)
+                    yield found, place, min((done + end) / total, 1.0) if total else None
+                done, state, skip = done + len(table), following, 0
 
-    return read
+    return _Rows(check, read)
+
+
+@contextlib.contextmanager
+def _dataset_errors(source: str, done: Callable[[], int]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise DataError(f"{source}: reading failed after {done():,} documents: {_one_line(error)}") from error
 
 
 def _check_hub(source: str, dataset: str, revision: str | None) -> Any:

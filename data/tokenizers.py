@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
-from jaxtyping import UInt32
+from jaxtyping import Bool, Int64, UInt32
 
 from configs.schema import ConfigError
 from data import DataError
+from data.texts import PIECE_BYTES, Column, JsonLines, Pieces, parts, undecodable
 
 if TYPE_CHECKING:
     import tiktoken
@@ -29,25 +30,31 @@ _END_OF_TEXT = "<|endoftext|>"
 _SERVE = "import sys; sys.path.insert(0, sys.argv[1]); from data import tokenizers; tokenizers._serve()"
 
 
-class Piece(NamedTuple):
-    """A document or a part of one."""
+FINGERPRINTS = {
+    "bytes": "6b9316b291f95b6e3b60a8580e5b10e14183fd9338b217dc9bb17c0c8c9ed62d",
+    "gpt2": "d3d7e0a253f6105bb17ae9aa05fc5217c2c8d5af09683234fcab74675f6dfde9",
+}
+"""Of tokenizers whose vocabulary need not be on a machine that trains, so that token files can be told from others."""
 
-    text: bytes
-    held_out: bool
-    """Whether it belongs to val."""
-    ends_document: bool
+Texts = Pieces | JsonLines | Column
 
 
 class Encoded(NamedTuple):
-    """The tokens of a list of pieces, in their order, with an end-of-text token after each document."""
+    """The tokens of P pieces, or rows, in their order, with an end-of-text token after each document."""
 
-    train: np.ndarray
-    """Ids, uint16 or, for vocabularies above 65,536, uint32."""
-    val: np.ndarray
+    ids: np.ndarray
+    """Of all, uint16 or, for vocabularies above 65,536, uint32."""
+    tokens_P: Int64[np.ndarray, " P"]
+    """How many of them each has."""
+    bytes_P: Int64[np.ndarray, " P"]
+    ends_P: Bool[np.ndarray, " P"]
+    """Whether a document ends with it."""
     digests: bytes
-    """SHA-256 of each piece, 32 bytes each."""
+    """SHA-256 of each piece, or of the rows together, 32 bytes each."""
     replaced: int
     """Undecodable places that were read as U+FFFD."""
+    skipped: dict[str, int]
+    """Rows that hold no text, by the reason."""
 
 
 @functools.cache
@@ -108,21 +115,47 @@ def encode_document(encoding: "tiktoken.Encoding", text: bytes) -> UInt32[np.nda
     return encoding.encode_to_numpy(text.decode("utf-8", errors="replace"), disallowed_special=())
 
 
-def encode_pieces(encoding: "tiktoken.Encoding", pieces: Iterable[Piece]) -> Encoded:
-    """The tokens of some pieces, each tokenized for itself as in :func:`encode_document`."""
+def encode_texts(encoding: "tiktoken.Encoding", texts: Texts) -> Encoded:
+    """The tokens of pieces or of rows.
+
+    ``encode_to_numpy`` stands in for tiktoken's batch call here: it gives the same ids, one process does not need
+    threads, and nothing makes a Python integer of every token.
+
+    Raises:
+        DataError: rows that cannot be read.
+    """
     dtype = id_dtype(encoding)
-    separator = np.array([end_of_text(encoding)], dtype)
-    ids: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    digests, replaced = [], 0
-    for text, held_out, ends_document in pieces:
-        ids[held_out].append(encode_document(encoding, text).astype(dtype))
-        if ends_document:
-            ids[held_out].append(separator)
-        digests.append(hashlib.sha256(b"%d %d %d\n" % (held_out, ends_document, len(text)) + text).digest())
-        if encoding.name != "bytes":
-            replaced += _undecodable(text)
-    train, val = (np.concatenate(parts) if parts else np.empty(0, dtype) for parts in ids)
-    return Encoded(train, val, b"".join(digests), replaced)
+    if isinstance(texts, Pieces):
+        found = [_with_end(encoding, encode_document(encoding, piece.text), piece.ends_document)
+                 for piece in texts.pieces]
+        digests = [hashlib.sha256(b"%d %d %d\n" % (held_out, ends_document, len(text)) + text).digest()
+                   for text, held_out, ends_document in texts.pieces]
+        replaced = 0 if encoding.name == "bytes" else sum(undecodable(piece.text) for piece in texts.pieces)
+        return Encoded(np.concatenate(found) if found else np.empty(0, dtype), np.array([*map(len, found)], np.int64),
+                       np.array([len(piece.text) for piece in texts.pieces], np.int64),
+                       np.array([piece.ends_document for piece in texts.pieces], bool), b"".join(digests), replaced,
+                       texts.skipped)
+    rows, skipped = texts.read()
+    bytes_P = np.array([*map(len, rows)], np.int64)
+    joined = _END_OF_TEXT.encode().join([*rows, b""])
+    if encoding.name == "bytes" or joined.count(_END_OF_TEXT.encode()) > len(rows) or (
+            bytes_P.max(initial=0) > PIECE_BYTES):
+        found = [_with_end(encoding, np.concatenate([encode_document(encoding, part) for part, _ in parts(row)]))
+                 for row in rows]
+        ids, tokens_P = np.concatenate([np.empty(0, dtype), *found]), np.array([*map(len, found)], np.int64)
+    else:
+        # In one call: of short rows, a call each would take as long as the tokens themselves.
+        ids = encoding.encode_to_numpy(joined.decode(errors="replace"), allowed_special={_END_OF_TEXT},
+                                       disallowed_special=()).astype(dtype)
+        tokens_P = np.diff(np.flatnonzero(ids == end_of_text(encoding)), prepend=-1)
+    digest = hashlib.sha256(bytes_P.tobytes() + joined).digest() if rows else b""
+    return Encoded(ids, tokens_P, bytes_P, np.ones(len(rows), bool), digest,
+                   0 if encoding.name == "bytes" else undecodable(joined), skipped)
+
+
+def _with_end(encoding: "tiktoken.Encoding", ids_T: np.ndarray, ends: bool = True) -> np.ndarray:
+    dtype = id_dtype(encoding)
+    return np.concatenate([ids_T.astype(dtype), np.full(int(ends), end_of_text(encoding), dtype)])
 
 
 def id_dtype(encoding: "tiktoken.Encoding") -> np.dtype:
@@ -143,21 +176,21 @@ class Workers:
 
     def __init__(self, encoding: "tiktoken.Encoding", count: int):
         self._encoding, self._count = encoding, count
-        self._tasks: queue.SimpleQueue[tuple[list[Piece], Future[Encoded]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Texts, Future[Encoded]] | None] = queue.SimpleQueue()
         self._started: list[tuple[subprocess.Popen, threading.Thread]] = []
 
-    def encode[T](self, batches: Iterable[tuple[list[Piece], T]]) -> Iterator[tuple[Encoded, T]]:
-        """The tokens of each batch, in the order of the batches, with what came along with it.
+    def encode[T](self, batches: Iterable[tuple[Texts, T]]) -> Iterator[tuple[Encoded, T]]:
+        """The tokens of each batch of texts, in the order of the batches, with what came along with it.
 
         Two batches a process are on their way at any time, so that memory does not depend on how many there are.
 
         Raises:
-            DataError: a process ended, or failed on a text.
+            DataError: a process ended, or failed on a text, or rows cannot be read.
         """
         if not self._count:
-            for pieces, along in batches:
+            for texts, along in batches:
                 try:
-                    encoded = encode_pieces(self._encoding, pieces)
+                    encoded = encode_texts(self._encoding, texts)
                 except BaseException as error:
                     if type(error).__name__ == "PanicException":  # tiktoken's, and no Exception
                         raise DataError(_failure(error)) from error
@@ -165,11 +198,11 @@ class Workers:
                 yield encoded, along
             return
         waiting: collections.deque[tuple[Future[Encoded], T]] = collections.deque()
-        for pieces, along in batches:
+        for texts, along in batches:
             if len(self._started) < self._count:
                 self._start()
             future: Future[Encoded] = Future()
-            self._tasks.put((pieces, future))
+            self._tasks.put((texts, future))
             waiting.append((future, along))
             while waiting and (waiting[0][0].done() or len(waiting) >= 2 * self._count):
                 future, before = waiting.popleft()
@@ -195,9 +228,9 @@ class Workers:
                       "mergeable_ranks": self._encoding._mergeable_ranks,
                       "special_tokens": self._encoding._special_tokens}
         while (task := self._tasks.get()) is not None:
-            pieces, future = task
+            texts, future = task
             try:
-                for message in (hello, [tuple(piece) for piece in pieces]):
+                for message in (hello, texts):
                     if message is not None:
                         pickle.dump(message, process.stdin, protocol=5)
                 hello = None
@@ -237,9 +270,11 @@ def _serve() -> None:
     with contextlib.suppress(EOFError, BrokenPipeError):
         encoding = tiktoken.Encoding(**pickle.load(tasks))
         while True:
-            pieces = pickle.load(tasks)
+            texts = pickle.load(tasks)
             try:
-                answer: Any = tuple(encode_pieces(encoding, (Piece(*piece) for piece in pieces)))
+                answer: Any = tuple(encode_texts(encoding, texts))
+            except DataError as error:
+                answer = str(error)
             except BaseException as error:  # tiktoken's panics are no Exceptions
                 answer = _failure(error)
             pickle.dump(answer, answers, protocol=5)
@@ -248,16 +283,6 @@ def _serve() -> None:
 
 def _failure(error: BaseException) -> str:
     return f"tokenizing failed: {type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _undecodable(text: bytes) -> int:
-    if text.isascii():
-        return 0
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return text.decode(errors="replace").count("\ufffd") - text.count(b"\xef\xbf\xbd")
-    return 0
 
 
 def fingerprint(encoding: "tiktoken.Encoding") -> str:

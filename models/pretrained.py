@@ -32,7 +32,8 @@ from models.gpt import GPT
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 PUBLISHED = "published_weights"
-"""What ``environment.json`` has of an imported run, and of no other: where its weights are from, and their dtypes."""
+"""What ``environment.json`` has of an imported run, and of no other: where its weights are from, the dtypes, and what
+else an export gives back."""
 
 COMPUTED: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
@@ -44,6 +45,9 @@ COMPUTED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
 }
 """Fields of config.json that change what is computed: the values that models/gpt.py computes, the default first."""
+
+END_TOKENS = ("bos_token_id", "eos_token_id")
+"""Fields of config.json that are kept for the export; those of other runs are the tokenizer's."""
 
 SIZES = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 50_257}
 """The sizes in config.json, and what ``transformers`` takes for one that is left out."""
@@ -93,7 +97,8 @@ def import_weights(source: str, out: Path, *, tokenizer: str | None = None) -> N
     with _written_beside(out) as beside:
         write_json(beside / CONFIG, config.to_dict())
         write_json(beside / "environment.json", made_with | {"corpus_checksum": None, PUBLISHED: {
-            "source": source, "folder": str(folder.absolute()), "dtypes": dtypes}})
+            "source": source, "folder": str(folder.absolute()), "dtypes": dtypes,
+            "tokens": {name: value for name, value in _read_json(folder / CONFIG).items() if name in END_TOKENS}}})
         with Checkpoints(beside / "checkpoints") as checkpoints:
             checkpoints.save(0, {"parameters": parameters, "position": {
                 "step": 0, "batches": 0, "train_seconds": 0.0, "wall_seconds": 0.0}})
@@ -135,7 +140,8 @@ def export_weights(run: Path, out: Path, *, step: int | None = None) -> None:
         raise ConfigError(f"{run}: model.positions is {config.positions}; GPT-2's format can say learned only")
     ours = {_name(path): np.asarray(leaf[...])
             for path, leaf in nnx.to_flat_state(nnx.state(loaded.model, nnx.Param))}
-    dtypes = loaded.environment.get(PUBLISHED, {}).get("dtypes", {})
+    published = loaded.environment.get(PUBLISHED, {})
+    dtypes = published.get("dtypes", {})
     tensors = {}
     for name, parts in published_names(config.layers).items():
         tensor = ours.pop(parts[0]) if len(parts) == 1 else np.concatenate([ours.pop(part) for part in parts], axis=-1)
@@ -150,7 +156,7 @@ def export_weights(run: Path, out: Path, *, step: int | None = None) -> None:
             "n_layer": config.layers, "n_head": config.heads, "n_embd": config.width, "n_inner": None,
             "n_positions": config.context, "n_ctx": config.context, "vocab_size": loaded.model.vocab_size,
             "tie_word_embeddings": True, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
-            "bos_token_id": end_of_text, "eos_token_id": end_of_text,
+            **dict.fromkeys(END_TOKENS, end_of_text), **published.get("tokens", {}),
         })
     print(f"{out}: {sum(x.size for x in tensors.values()):,} parameters of {run}, step {loaded.step:,}",
           file=sys.stderr)

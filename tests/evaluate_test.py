@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 from pathlib import Path
 
@@ -10,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiktoken
 
-import compare
 import evaluate
-from data import tasks
+from comparison.runs import load_evaluations
+from data import tasks, tokenizers
 from data.loader import Batch, Corpora, TokenFiles
 from tests import tiny
 from training import evaluation
+from training.environment import write_json
 from training.run import load_model
 
 
@@ -31,7 +32,7 @@ def folder(tmp_path_factory) -> Path:
     """Made once and only read: runs "none" (no positions), "learned", and "recall" (packed documents with weights)."""
     folder = tmp_path_factory.mktemp("evaluate")
     recipe = tiny.make(folder)
-    task = tasks.parse("mqar:length=32,pairs=4,documents=40,val_documents=10")
+    task = tasks.parse("mqar:length=32,pairs=4,queries=4,documents=40,val_documents=10")
     assert task is not None
     tasks.write(task, folder / "recall-tokens")
     with tiny.settings():
@@ -107,6 +108,10 @@ def test_figures_are_those_of_plain_forward_passes(folder):
     halves = np.concatenate([losses(model, tokens_T[:25]), losses(model, tokens_T[24:])])
     assert trained["tokens"] == 48
     assert trained["loss"] == pytest.approx(halves.mean(), rel=1e-5)
+    assert (long["windows"], trained["windows"]) == (1, 2)
+    assert long["standard_error"] is None
+    # Of two windows of as many tokens each: the standard deviation of their means, by the root of two.
+    assert trained["standard_error"] == pytest.approx(np.std([halves[:24].mean(), halves[24:].mean()], ddof=1) / 2**0.5)
     # At a window of 4 the stride is 1: the last four tokens exactly.
     short = [losses(model, tokens_T[t - 4 : t + 1])[-1] for t in range(5, 49)]
     assert long["short_context"][0]["least"] == 4
@@ -158,35 +163,23 @@ def test_accuracy_where_the_corpus_has_weights(folder, capsys):
 
 def test_contexts_that_the_positions_allow(folder, capsys):
     assert run(folder / "none", "--context", "8,64", "--batches", "1") == 0
-    assert [entry["context"] for entry in found(folder / "none")["evaluations"]] == [8, 64]
+    entries = found(folder / "none")["evaluations"]
+    assert [(entry["context"], entry["windows"]) for entry in entries] == [(8, 64), (64, 8)]  # one batch is 128 tokens
+    assert min(p["standard_error"] for entry in entries for p in entry["positions"]) > 0
     assert run(folder / "learned", "--context", "16") == 0
     err = refused(capsys, 2, folder / "learned", "--context", "16,33")
     assert "--context 33: the model has learned positions for 32 tokens" in err
     assert [entry["context"] for entry in found(folder / "learned")["evaluations"]] == [16]
 
 
-def test_compare_draws_the_loss_by_position(folder, tmp_path, capsys):
+def test_compare_takes_the_loss_by_position(folder, tmp_path):
     run_dir = shutil.copytree(folder / "recall", tmp_path / "recall")
-    page = tmp_path / "page.html"
-    arguments = [str(run_dir), str(folder / "learned"), "--out", str(page)]
     (run_dir / "evaluation.json").unlink(missing_ok=True)
-    (folder / "learned" / "evaluation.json").unlink(missing_ok=True)
-    assert compare.main(arguments) == 0
-    assert "tokens of context" not in page.read_text()
-    assert "val accuracy" in capsys.readouterr().out
+    assert load_evaluations(run_dir / "evaluation.json") == []
     assert run(run_dir, "--context", "16,32") == 0
-    capsys.readouterr()
-    assert compare.main(arguments) == 0
-    drawn = re.search(r'id="positions-data" type="application/json">(.*?)</script>', page.read_text())
-    assert drawn is not None
-    curves = json.loads(drawn[1])["data"]
-    entries = found(run_dir)["evaluations"]
-    assert [curve["name"].rpartition(" ")[2] for curve in curves] == ["16", "32"]
-    assert [curve["y"] for curve in curves] == [[pytest.approx(part["loss"], abs=1e-5) for part in entry["positions"]]
-                                                for entry in entries]
-    (run_dir / "evaluation.json").write_text('{"evaluations": [{"context": 16}]}')
-    assert compare.main(arguments) == 1
-    assert "evaluation.json: not what evaluate.py writes" in capsys.readouterr().err
+    entries = load_evaluations(run_dir / "evaluation.json")
+    assert [entry["context"] for entry in entries] == [16, 32]
+    assert entries == found(run_dir)["evaluations"]
 
 
 def test_another_corpus_is_named(folder, tmp_path, capsys):
@@ -194,6 +187,26 @@ def test_another_corpus_is_named(folder, tmp_path, capsys):
     assert run(run_dir, "--data.dir", folder / "recall-tokens") == 0
     assert "is another corpus than" in capsys.readouterr().err
     assert "accuracy" in found(run_dir)["evaluations"][0]
+
+
+def test_published_weights_have_no_corpus_of_their_own(folder, tmp_path, capsys):
+    run_dir = shutil.copytree(folder / "none", tmp_path / "run")
+    environment = json.loads((run_dir / "environment.json").read_text())
+    write_json(run_dir / "environment.json", environment | {"published_weights": {"source": "elsewhere"}})
+    said = refused(capsys, 2, run_dir)
+    assert "holds published weights, to which no corpus belongs: give --data.dir" in said
+    assert "expected one of them" in refused(capsys, 2, run_dir, "--data.dir", "a", "--data.source", "b")
+    assert run(run_dir, "--data.source", folder / "texts") == 0
+    config = json.loads((run_dir / "config.json").read_text())
+    config["data"]["tokenizer"] = "gpt2"
+    write_json(run_dir / "config.json", config)
+    large = tiktoken.Encoding("gpt2", pat_str=".", mergeable_ranks={
+        bytes([i]): i for i in range(256)}, special_tokens={"<|endoftext|>": 50256})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizers, "load", lambda name: large)
+        patch.setattr(evaluate, "open_corpora", lambda data: pytest.fail("prepared for nothing"))
+        said = refused(capsys, 2, run_dir, "--data.source", folder / "texts")
+    assert "the tokenizer gpt2 has a vocabulary of 50257 tokens, and the model of" in said
 
 
 def test_what_cannot_be_evaluated(folder, tmp_path, capsys):
@@ -213,5 +226,6 @@ def test_what_cannot_be_evaluated(folder, tmp_path, capsys):
     shutil.copytree(folder / "tokens", without)
     meta = json.loads((without / "meta.json").read_text())
     del meta["splits"]["val"]
+    (without / "val-00000.bin").unlink()
     (without / "meta.json").write_text(json.dumps(meta))
     assert "there are no val tokens" in refused(capsys, 1, folder / "none", "--data.dir", without)

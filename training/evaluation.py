@@ -71,12 +71,14 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
         progress: takes a line when a part begins.
 
     Returns:
-        For each corpus and context: ``corpus``, ``context``, ``trained_context``, ``tokens`` (scored), ``loss`` (nats a
-        token), ``perplexity``, ``bits_per_byte`` or, where the corpus has weights, ``accuracy``; ``positions``, a list
-        of ``first``, ``last``, ``tokens``, ``loss`` (and ``accuracy``) of the tokens that are predicted from ``first``
-        to ``last`` tokens of context; ``short_context``, a list of ``window``, ``least``, ``tokens``, ``loss_window``,
-        ``loss`` and ``gain`` (and ``accuracy_window``, ``accuracy``): of the tokens predicted from more than
-        ``window`` tokens, the loss from ``least`` to ``window`` of them, that from all, and what all are worth.
+        For each corpus and context: ``corpus``, ``context``, ``trained_context``, ``windows``, ``tokens`` (scored),
+        ``loss`` (nats a token), ``standard_error`` of it, ``perplexity``, ``bits_per_byte`` or, where the corpus has
+        weights, ``accuracy``; ``positions``, a list of ``first``, ``last``, ``tokens``, ``loss``, ``standard_error``
+        (and ``accuracy``) of the tokens that are predicted from ``first`` to ``last`` tokens of context;
+        ``short_context``, a list of ``window``, ``least``, ``tokens``, ``loss_window``, ``loss``, ``standard_error`` of
+        the latter and ``gain`` (and ``accuracy_window``, ``accuracy``): of the tokens predicted from more than
+        ``window`` tokens, the loss from ``least`` to ``window`` of them, that from all, and what all are worth. A
+        standard error takes the windows of a context as independent; None where tokens of one window alone count.
     """
     forward = _scorer(model, tokens_at_once)
     found = []
@@ -88,7 +90,8 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
             if not scored_BT.any():
                 raise DataError(f"{files.directory}: the weights leave no target in the windows of val that are "
                                 "evaluated; expected some weights of 1")
-            entry: dict[str, Any] = {"corpus": name, "context": context, "trained_context": model.config.context}
+            entry: dict[str, Any] = {"corpus": name, "context": context, "trained_context": model.config.context,
+                                     "windows": len(scored_BT)}
             entry |= _figures(files, scores, scored_BT)
             loss = entry["loss"]
             entry["perplexity"] = math.exp(loss) if loss < 700 else None
@@ -109,7 +112,8 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
                 of_all = _figures(files, scores, beyond_BT)
                 entry["short_context"].append(
                     {"window": window, "least": window - _stride(window) + 1}
-                    | {f"{figure}_window": value for figure, value in of_window.items() if figure != "tokens"}
+                    | {f"{figure}_window": value for figure, value in of_window.items()
+                       if figure not in ("tokens", "standard_error")}  # its windows overlap
                     | of_all | {"gain": of_window["loss"] - of_all["loss"]})
             found.append(entry)
     return found
@@ -227,8 +231,13 @@ def _scorer(model: GPT, tokens_at_once: int) -> Scorer:
 
 
 def _figures(files: TokenFiles, scores: Scores, chosen_BT: Bool[np.ndarray, "B T"]) -> dict[str, Any]:
-    """Number of the chosen targets, their mean loss, and their accuracy where the corpus has weights."""
-    figures: dict[str, Any] = {"tokens": int(chosen_BT.sum()), "loss": float(scores.loss_BT[chosen_BT].mean())}
+    """Number of the chosen targets, their mean loss and its standard error, and their accuracy where the corpus has
+    weights. The error is that of a mean of clusters, the windows: tokens of a window are not independent."""
+    tokens, loss = int(chosen_BT.sum()), float(scores.loss_BT[chosen_BT].mean())
+    count = int(chosen_BT.any(axis=1).sum())
+    excess_B = np.where(chosen_BT, scores.loss_BT - loss, 0).sum(axis=1)
+    figures: dict[str, Any] = {"tokens": tokens, "loss": loss, "standard_error": None if count < 2 else float(
+        math.sqrt((excess_B**2).sum() * count / (count - 1)) / tokens)}
     if files.weighted:
         figures["accuracy"] = float(scores.right_BT[chosen_BT].mean())
     return figures

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -26,12 +27,10 @@ GOLDEN = [[18, 8, 16, 7, 20], [6, 27, 4, 13, 0], [16, 6, 20, 3, 19]]
 @pytest.fixture
 def directory(tmp_path, monkeypatch) -> Path:
     """Token files of which train is 0, 1, 2, … so that a window's first token tells which one it is."""
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    (texts / "a").write_bytes(bytes(range(CONTEXT * WINDOWS)))
-    (texts / "b").write_bytes(b"held out text")
+    texts = ("held out text", bytes(range(CONTEXT * WINDOWS)).decode())
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     monkeypatch.setattr(prepare, "SHARD_TOKENS", 50)  # windows straddle shards
-    prepare.prepare(str(texts), "bytes", tmp_path / "tokens", progress=False)
+    prepare.prepare(str(tmp_path / "rows.jsonl"), "bytes", tmp_path / "tokens", val_documents=1, progress=False)
     return tmp_path / "tokens"
 
 
@@ -194,6 +193,22 @@ def test_an_id_beyond_the_vocabulary_is_named(directory):
     files = TokenFiles.open(directory)
     with pytest.raises(DataError, match=r"train-00001\.bin: the token 999 is beyond the vocabulary of 257"):
         take(files, 6)
+
+
+def test_a_shard_of_another_preparation_is_named(directory):
+    (directory / "train-00009.bin").write_bytes(b"1234")
+    with pytest.raises(DataError, match=r"train-00009\.bin: meta\.json does not know them"):
+        TokenFiles.open(directory)
+
+
+def test_no_token_is_made_up(directory, files):
+    with pytest.raises(DataError, match="train has 121 tokens; asked for were 119 to 124"):
+        files.read("train", 119, 124)
+    meta = json.loads((directory / "meta.json").read_text())
+    meta["splits"]["train"]["tokens"] += 50_000
+    (directory / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(DataError, match=r"meta\.json is damaged: it gives train 50,121 tokens, and its shards 121"):
+        TokenFiles.open(directory)
 
 
 def test_damaged_meta(directory):
@@ -398,6 +413,15 @@ def test_a_mixture_prepares_sources_and_names_them(mixture, tmp_path):
     assert open_corpora(data).names == tuple(source for source, _ in data.mixture)
     with pytest.raises(ConfigError, match=r"data\.mixture: the vocabulary_size of .*texts is 257, .* is 1000"):
         open_corpora(DataConfig(mixture=(mixture.mixture[0], (str(texts), 1))))
+
+
+def test_a_mixture_of_two_vocabularies_of_one_name_is_refused(mixture):
+    for (source, _), fingerprint in zip(mixture.mixture, (None, "a" * 64, "b" * 64), strict=True):
+        path = Path(source, "meta.json")
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": "o200k_base", "tokenizer_fingerprint":
+                                                                   fingerprint}))
+    with pytest.raises(ConfigError, match=r"data\.mixture: .*/c and .*/b were made with different vocabularies"):
+        open_corpora(replace(mixture, tokenizer="o200k_base"))
 
 
 @pytest.mark.parametrize(("change", "message"), [

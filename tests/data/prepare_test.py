@@ -1,18 +1,23 @@
 """Token files: what is written, that it appears whole or not at all, and what bad requests are told."""
 
+import contextlib
+import io
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiktoken
 
 from configs.schema import ConfigError, DataConfig
-from data import DataError, prepare, tokenizers
+from data import DataError, prepare, sources, tasks, texts, tokenizers
 from data.loader import TokenFiles
 
 ROOT = Path(__file__).parents[2]
@@ -24,14 +29,18 @@ def folder(tmp_path) -> Path:
     """Three small texts; the smallest is held out."""
     folder = tmp_path / "texts"
     folder.mkdir()
-    for name, text in {"a.txt": b"first \xff\x00 text", "b.txt": b"val", "c.txt": b"third text\n"}.items():
+    for name, text in {"a.txt": b"first \xff\x01 text", "b.txt": b"val", "c.txt": b"third text\n"}.items():
         (folder / name).write_bytes(text)
     return folder
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "data.prepare", *arguments], cwd=ROOT, capture_output=True, text=True,
-                          timeout=60)
+    """The command, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["prepare", *arguments])
+        code = prepare.main()
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def ids(directory: Path, split: str) -> list[int]:
@@ -41,7 +50,7 @@ def ids(directory: Path, split: str) -> list[int]:
 
 def test_tokens_are_the_documents_with_end_of_text_after_each(folder, tmp_path):
     meta = prepare.prepare(str(folder), "bytes", tmp_path / "out", progress=False)
-    assert ids(tmp_path / "out", "train") == [*b"first \xff\x00 text", 256, *b"third text\n", 256]
+    assert ids(tmp_path / "out", "train") == [*b"first \xff\x01 text", 256, *b"third text\n", 256]
     assert ids(tmp_path / "out", "val") == [*b"val", 256]
     assert np.fromfile(tmp_path / "out" / "val-00000.bin", "<u2").tolist() == [*b"val", 256]
     assert meta == json.loads((tmp_path / "out" / "meta.json").read_text())
@@ -76,7 +85,7 @@ def test_a_text_tokenized_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkey
     monkeypatch.setattr(tokenizers, "load", lambda name: words)
     text = b"the other  day\n\nthere, the 1st\n" * 200
     (tmp_path / "text.txt").write_bytes(text)
-    monkeypatch.setattr(prepare, "_PIECE_BYTES", 50)
+    monkeypatch.setattr(texts, "PIECE_BYTES", 50)
     prepare.prepare(str(tmp_path / "text.txt"), "words", tmp_path / "out", progress=False)
     found = ids(tmp_path / "out", "train")[:-1] + ids(tmp_path / "out", "val")[:-1]
     assert found == words.encode_ordinary(text.decode())
@@ -111,6 +120,47 @@ def test_too_little_text_for_two_splits(tmp_path):
     with pytest.raises(ConfigError, match=r"a\.txt has too little text: nothing is left for train"):
         prepare.prepare(str(tmp_path / "a.txt"), "bytes", tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": ""}\n' + '{"text": "some words"}\n' * 10)
+    for _ in range(2):  # nothing of it is done twice, or lost
+        with pytest.raises(ConfigError, match=r"--val-documents 12: .* has 10 documents with text; expected fewer .* "
+                                              r"is in .*/\.out2\.partial: delete it to begin anew"):
+            prepare.prepare(str(rows), "bytes", tmp_path / "out2", val_documents=12, progress=False)
+        assert len(json.loads((tmp_path / ".out2.partial" / "journal.json").read_text())["state"]["checksum"]) == 64
+    assert prepare.prepare(str(rows), "bytes", tmp_path / "out3", progress=False)["splits"]["val"]["documents"] == 1
+
+
+def test_progress_is_kept_by_time_too(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_bytes(b"some text " * 500)
+    monkeypatch.setattr(texts, "PIECE_BYTES", 1000)
+    kept = []
+    original = prepare._Journal.commit
+    monkeypatch.setattr(prepare._Journal, "commit", lambda self: kept.append(self.state) or original(self))
+    for seconds, least, most in ((1e9, 0, 0), (0, 4, 9)):
+        monkeypatch.setattr(prepare, "_COMMIT_SECONDS", seconds)
+        kept.clear()
+        prepare.prepare(str(tmp_path / "text.txt"), "bytes", tmp_path / f"out{most}", progress=False)
+        assert least <= len(kept) <= most
+
+
+def test_the_folder_to_make_is_not_in_the_source(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    for source in (".", str(folder)):
+        with pytest.raises(ConfigError, match=r"--out .*/texts/deep/out lies in the source"):
+            prepare.prepare(source, "bytes", folder / "deep" / "out", progress=False)
+    assert sorted(path.name for path in folder.iterdir()) == ["a.txt", "b.txt", "c.txt"]
+
+
+def test_time_left_can_be_read_at_80_columns(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    (tmp_path / ("a-long-name-" * 5 + ".jsonl")).write_text('{"text": "a"}\n')
+    source = sources.open_source(str(tmp_path / ("a-long-name-" * 5 + ".jsonl")))
+    monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=iter([0, 10_000]).__next__))
+    with prepare._progress_bar(source, True) as show:
+        show(123_456_789_000, 0.5)
+    line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).strip().splitlines()[-1]
+    assert re.search(r"123,456\.8M tokens, 12\.35M/s \d:\d\d:\d\d left: [\d-]:[\d-]{2}:[\d-]{2}$", line), line
 
 
 def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(folder, tmp_path):
@@ -122,7 +172,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(folder, tmp_pat
     assert not (tmp_path / "out").exists()
     prepare.prepare(str(folder), "bytes", tmp_path / "out", progress=False)
     assert ids(tmp_path / "out", "val") == [*b"val", 256]
-    assert {path.name for path in tmp_path.iterdir()} == {"texts", "out", ".out.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "out"}
 
 
 def test_a_full_disk_ends_in_one_line_and_leaves_nothing(tmp_path):
@@ -135,31 +185,31 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(tmp_path):
     assert done.returncode == 1
     assert f"error: cannot write token files to {tmp_path / 'out'}: File too large" in done.stderr
     assert "Traceback" not in done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", ".out.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt"}
 
 
-@pytest.fixture
-def rows(tmp_path) -> Path:
-    """Documents of many sizes in JSON lines, some of them no text, and one that is longer than a piece."""
-    path = tmp_path / "rows.jsonl"
-    texts = [f"row {n} " + "words and more words " * (n % 40) for n in range(300)]
-    values = [None if n % 50 == 7 else n if n % 50 == 8 else text for n, text in enumerate(texts)]
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    """Documents of many sizes in JSON lines, the first and others no text, many of them without the column, and one
+    that is longer than a piece; only to be read."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    values = [None if n % 50 == 0 else n if n % 50 == 8 else f"row {n} " + "words and more words " * (n % 40)
+              for n in range(300)]
     values[123] = "a long text with words of its own " * 400
-    path.write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
+    path.write_text("".join(json.dumps({"text": value} if n % 5 != 1 else {"id": n}) + "\n"
+                            for n, value in enumerate(values)))
     return path
 
 
-def small() -> dict[str, int]:
-    return {"_PIECE_BYTES": 3000, "_COMMIT_BYTES": 1, "SHARD_TOKENS": 5000}
+SMALL = {"texts.PIECE_BYTES": 3000, "prepare.SHARD_TOKENS": 4000, "prepare._COMMIT_BYTES": 1}
 
 
 def make(rows: Path, out: Path, patch: str = "", *, environment: dict[str, str] | None = None,
          more: str = "") -> subprocess.CompletedProcess:
     """Prepares ``rows`` in another process, in small pieces and shards, after some change of the code."""
     script = ("import os, resource, signal, sys; from pathlib import Path\n"
-              "from data import prepare, sources, tokenizers\n"
-              f"for name, value in {small()}.items(): setattr(prepare, name, value)\n"
-              f"sources._START_EVERY = 16\n{patch}\n"
+              "from data import prepare, sources, texts, tokenizers\n"
+              f"{'; '.join(f'{name} = {value}' for name, value in SMALL.items())}\n{patch}\n"
               f"sys.argv = ['prepare', {str(rows)!r}, '--out', {str(out)!r}, '--tokenizer', 'gpt2', *{more.split()}]\n"
               "sys.exit(prepare.main())")
     return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120,
@@ -170,32 +220,36 @@ def files_of(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.fixture
-def whole(rows, tmp_path, monkeypatch) -> dict[str, bytes]:
-    """The files of ``rows``, made at once."""
+@pytest.fixture(scope="module")
+def gpt2():
     if not GPT2_FILES.is_dir():
         pytest.skip(f"the vocabulary of gpt2 is not in {GPT2_FILES}")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_FILES))
-    done = make(rows, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_FILES))
+        yield tiktoken.get_encoding("gpt2")
+
+
+@pytest.fixture(scope="module")
+def whole(rows, gpt2) -> dict[str, bytes]:
+    """The files of ``rows``, made at once."""
+    done = make(rows, rows.parent / "whole")
     assert done.returncode == 0, done.stderr
-    assert "skipped documents: 6 were empty, 6 held no text" in done.stderr
-    files = files_of(tmp_path / "whole")
-    assert {"train-00004.bin", "val-00000.bin"} <= files.keys()
+    assert "skipped documents: 6 were empty, 6 held no text, 60 did not have the column" in done.stderr
+    files = files_of(rows.parent / "whole")
+    assert {"train-00003.bin", "val-00000.bin"} <= files.keys()
     return files
 
 
-def test_the_files_do_not_depend_on_the_number_of_processes(rows, whole, tmp_path):
-    import tiktoken
-
+def test_the_files_do_not_depend_on_the_number_of_processes(rows, whole, gpt2, tmp_path):
     assert make(rows, tmp_path / "out", more="--workers 1").returncode == 0
     assert files_of(tmp_path / "out") == whole
     assert make(rows, tmp_path / "here", "prepare._processes = lambda *_: 0").returncode == 0
     assert files_of(tmp_path / "here") == whole
-    gpt2 = tiktoken.get_encoding("gpt2")
-    texts = [row["text"] for row in map(json.loads, rows.read_text().splitlines())]
-    assert ids(tmp_path / "out", "train") == [
-        token for n, text in enumerate(texts) if n % 200 and isinstance(text, str)
-        for token in [*gpt2.encode_ordinary(text), 50256]]
+    values = [row.get("text") for row in map(json.loads, rows.read_text().splitlines())]
+    values = [value for value in values if isinstance(value, str)]
+    for split, of_split in (("val", lambda n: n % 200 == 0), ("train", lambda n: n % 200)):
+        assert ids(tmp_path / "out", split) == [
+            token for n, value in enumerate(values) if of_split(n) for token in [*gpt2.encode_ordinary(value), 50256]]
 
 
 @pytest.mark.parametrize("end", ["kill", "interrupt", "full disk", "worker"])
@@ -212,13 +266,13 @@ def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, 
         "kill": ("original(self, ids[:5], **more); self._file and self._file.flush(); "
                  "os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
         "interrupt": ("os.kill(os.getpid(), signal.SIGINT)", 130, "interrupted; the same command goes on"),
-        "full disk": ("self._file.flush(); resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))", 1,
+        "full disk": ("self._file.flush(); resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))", 1,
                       f"error: cannot write token files to {out}: File too large; make room"),
         "worker": ("[os.kill(int(p.name), 9) for p in Path('/proc').iterdir() if p.name.isdigit() and "
                    "Path('/proc', p.name, 'stat').read_text().rpartition(')')[2].split()[1] == str(os.getpid())]", 1,
                    "error: a process that tokenizes ended (exit code -9)"),
     }[end]
-    for at in (15, 31):
+    for at in (15, 31) if end == "kill" else (15,):
         done = make(rows, out, hook.format(at=at, what=what))
         assert done.returncode == code, done.stderr
         assert message in done.stderr
@@ -227,9 +281,9 @@ def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, 
         assert (partial / "journal.json").is_file()
     (partial / "train-00077.bin").write_bytes(b"begun after the journal's last state")
     done = make(rows, out, "original = sources._json_rows\n"
-                           "def read(path, offset):\n"
+                           "def read(path, column, offset):\n"
                            "    assert offset > 0\n"
-                           "    return original(path, offset)\n"
+                           "    return original(path, column, offset)\n"
                            "sources._json_rows = read")
     assert done.returncode == 0, done.stderr
     assert "going on after" in done.stderr
@@ -237,35 +291,38 @@ def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, 
     assert not partial.exists()
 
 
-def test_what_was_begun_otherwise_is_not_gone_on_with(rows, whole, tmp_path):
-    out = tmp_path / "out"
+def test_what_was_begun_otherwise_is_not_gone_on_with(rows, gpt2, tmp_path, monkeypatch):
+    out, rows = tmp_path / "out", Path(shutil.copy(rows, tmp_path))
     killed = "prepare._SplitWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)"
     assert make(rows, out, killed).returncode == -signal.SIGKILL
     before = files_of(tmp_path / ".out.partial")
+    monkeypatch.setattr(texts, "PIECE_BYTES", SMALL["texts.PIECE_BYTES"])
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", SMALL["prepare.SHARD_TOKENS"])
+    arguments = (str(rows), "--out", str(out), "--tokenizer", "gpt2")
     for more, message in (("--tokenizer bytes", "another tokenizer: gpt2 then, bytes now"),
                           ("--val-share 0.1", "another val share: None then, 0.1 now")):
-        done = make(rows, out, more=more)
+        done = command(*arguments, *more.split())
         assert done.returncode == 2
         assert f"error: {out} was begun with {message}; finish it as it was begun" in done.stderr
     rows.write_text(rows.read_text() + '{"text": "one more"}\n')
-    done = make(rows, out)
+    done = command(*arguments)
     assert done.returncode == 2
     assert "another text of the source (its files have changed)" in done.stderr
     assert files_of(tmp_path / ".out.partial") == before
 
 
-def test_a_text_longer_than_a_piece_goes_on_within_it(whole, tmp_path):
+def test_a_text_longer_than_a_piece_goes_on_within_it(gpt2, tmp_path):
     (tmp_path / "text.txt").write_bytes("Some wörds and \xff more 中文。".encode("latin-1", "ignore") * 900)
     assert make(tmp_path / "text.txt", tmp_path / "once", more="--val-share 0.3").returncode == 0
     killed = ("prepare._processes = lambda *_: 0\n"
-              "original, calls = tokenizers.encode_pieces, []\n"
+              "original, calls = tokenizers.encode_texts, []\n"
               "def encode(*a):\n"
               "    calls.append(0)\n"
               "    if len(calls) == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
               "    return original(*a)\n"
-              "tokenizers.encode_pieces = encode")
+              "tokenizers.encode_texts = encode")
     assert make(tmp_path / "text.txt", tmp_path / "twice", killed, more="--val-share 0.3").returncode < 0
-    assert json.loads((tmp_path / ".twice.partial" / "journal.json").read_text())["state"]["offset"] > 0
+    assert json.loads((tmp_path / ".twice.partial" / "journal.json").read_text())["state"]["start"][1] > 0
     done = make(tmp_path / "text.txt", tmp_path / "twice", more="--val-share 0.3")
     assert done.returncode == 0
     assert files_of(tmp_path / "twice") == files_of(tmp_path / "once")
@@ -274,10 +331,10 @@ def test_a_text_longer_than_a_piece_goes_on_within_it(whole, tmp_path):
 
 
 def test_no_process_outlives_the_one_that_started_it():
-    script = ("import os, signal; from data import tokenizers\n"
+    script = ("import os, signal; from data import texts, tokenizers\n"
               "workers = tokenizers.Workers(tokenizers.load('bytes'), 1)\n"
-              "piece = tokenizers.Piece(b'text', False, True)\n"
-              "next(workers.encode([([piece], 0)] * 2))\n"
+              "pieces = texts.Pieces([texts.Piece(b'text', False, True)])\n"
+              "next(workers.encode([(pieces, 0)] * 2))\n"
               "print(workers._started[0][0].pid, flush=True)\n"
               "os.kill(os.getpid(), signal.SIGKILL)")
     # Its child inherits standard error: reading that to its end, which is given a minute, waits for both.
@@ -311,6 +368,29 @@ def test_verify_names_every_shard_that_is_not_as_written(folder, tmp_path, monke
     assert "--verify --out DIR" in command("--verify").stderr
 
 
+def test_verify_reads_the_weights_of_generated_corpora(tmp_path):
+    task = tasks.parse("copy:length=16,documents=4,val_documents=2")
+    assert task is not None
+    tasks.write(task, tmp_path / "out")
+    assert prepare.verify_files(tmp_path / "out")["weights"]
+    weights = tmp_path / "out" / "val-00000.weights.bin"
+    as_written = weights.read_bytes()
+    for damage, message in ((as_written[:-1] + b"\1", "does not have the checksum"), (as_written[:-2], "has 32 bytes"),
+                            (None, "is missing")):
+        weights.unlink() if damage is None else weights.write_bytes(damage)
+        with pytest.raises(DataError, match=rf"val-00000\.weights\.bin {message}"):
+            prepare.verify_files(tmp_path / "out")
+
+
+def test_a_vocabulary_that_is_not_the_named_one_is_told(folder, tmp_path):
+    out = tmp_path / "out"
+    meta = prepare.prepare(str(folder), "bytes", out, progress=False)
+    (out / "meta.json").write_text(json.dumps(meta | {"tokenizer_fingerprint": "5" * 64}))
+    for check in (lambda: prepare.verify_files(out), lambda: prepare.ensure(DataConfig(dir=str(out)))):
+        with pytest.raises(DataError, match=r"another vocabulary than that of bytes here \(the fingerprint is 555555"):
+            check()
+
+
 def test_usage(folder, tmp_path):
     for more, message in ((["--workers", "0"], "--workers 0: expected a number above 0"),
                           (["--val-documents", "3"], "--val-documents 3: "),
@@ -328,7 +408,8 @@ def test_an_unwritable_place_is_named(folder, monkeypatch):
 
 
 def test_the_command(folder, tmp_path):
-    done = command(str(folder), "--tokenizer", "bytes", "--out", str(tmp_path / "out"))
+    done = subprocess.run([sys.executable, "-m", "data.prepare", str(folder), "--tokenizer", "bytes", "--out",
+                           str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert "train: 26 tokens, 24 bytes, 2 documents" in done.stdout
     wrong = command(str(folder), "--tokenizer", "byte", "--out", str(tmp_path / "other"))

@@ -7,19 +7,24 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from configs.schema import ConfigError
-from data import DataError, sources
+from data import DataError, sources, texts
 
 ROOT = Path(__file__).parents[2]
 
 
-def documents(source: str, **options) -> list[tuple[str, str, bytes]]:
-    found = sources.open_source(source, **options).documents()
-    return [(document.split, document.name, bytes(document.text or b"")) for document in found]
+def documents(source: str, **options) -> list[tuple[str, bytes]]:
+    return list(sources.open_source(source, **options).documents())
+
+
+def rows_of(block: sources.Block) -> tuple[list[bytes], dict[str, int]]:
+    assert not isinstance(block.texts, texts.Pieces)
+    return block.texts.read()
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -33,14 +38,14 @@ def test_the_standard_library_is_ten_to_thirty_megabytes_in_fixed_order_with_a_t
     total = sum(len(document.text) for document in found)
     assert source.total_bytes == total
     assert 10e6 < total < 30e6
-    names = [document.name for document in found]
-    assert names == sorted(set(names))
-    assert {"argparse.py", "json/decoder.py"} <= set(names)
-    assert not any("site-packages" in name or name.startswith("test/") for name in names)
+    stdlib = Path(json.__file__).parents[1]
+    at = [[document.text for document in found].index((stdlib / name).read_bytes())
+          for name in ("argparse.py", "json/decoder.py", "zipfile/__init__.py")]
+    assert at == sorted(at)
     held_out = sum(len(document.text) for document in found if document.split == "val")
     assert 0.045 < held_out / total <= 0.05
     again = sources.open_source("python-stdlib")
-    assert [document[:2] for document in again.documents()] == [document[:2] for document in found]
+    assert list(again.documents()) == found
     assert again.state == source.state
 
 
@@ -48,7 +53,7 @@ def test_a_text_file_keeps_its_bytes_and_its_end_is_held_out(tmp_path):
     text = b"\xff\x00\r\n" + b"one two three. " * 500
     path = tmp_path / "notes.txt"
     path.write_bytes(text)
-    (train, _, head), (val, _, tail) = documents(str(path))
+    (train, head), (val, tail) = documents(str(path))
     assert (train, val) == ("train", "val")
     assert head + tail == text
     assert 0.94 < len(head) / len(text) <= 0.95
@@ -57,11 +62,11 @@ def test_a_text_file_keeps_its_bytes_and_its_end_is_held_out(tmp_path):
 
 def test_cut_falls_between_tokens_or_at_least_between_characters():
     text = b"x = 1;\n\n  the quick brown"
-    assert text[: sources.cut(text, len(text) - 1)] == b"x = 1;\n\n  the quick"
-    assert text[: sources.cut(text, len(text) - 6)] == b"x = 1;\n\n  the quick"
+    assert text[: texts.cut(text, len(text) - 1)] == b"x = 1;\n\n  the quick"
+    assert text[: texts.cut(text, len(text) - 6)] == b"x = 1;\n\n  the quick"
     japanese = "日本語" * 10
     for near in range(1, 90):
-        japanese.encode()[: sources.cut(japanese.encode(), near)].decode()
+        japanese.encode()[: texts.cut(japanese.encode(), near)].decode()
 
 
 def test_a_folder_is_a_document_a_file_sorted_without_hidden_ones(tmp_path):
@@ -70,8 +75,8 @@ def test_a_folder_is_a_document_a_file_sorted_without_hidden_ones(tmp_path):
     for name in ("b/z.txt", "a.txt", "c.txt", ".git/config", ".hidden"):
         (tmp_path / name).write_text(name)
     found = documents(str(tmp_path))
-    assert [(name, text.decode()) for _, name, text in found] == [(n, n) for n in ("a.txt", "b/z.txt", "c.txt")]
-    assert sorted({split for split, _, _ in found}) == ["train", "val"]
+    assert [text.decode() for _, text in found] == ["a.txt", "b/z.txt", "c.txt"]
+    assert sorted({split for split, _ in found}) == ["train", "val"]
 
 
 def test_an_edited_file_is_another_state(tmp_path):
@@ -85,18 +90,18 @@ def test_an_edited_file_is_another_state(tmp_path):
 def test_json_lines_hold_out_every_two_hundredth_document(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"döcument {i}", "id": i} for i in range(401)])
     found = documents(path)
-    assert [text.decode() for _, _, text in found] == [f"döcument {i}" for i in range(401)]
-    assert [name for split, name, _ in found if split == "val"] == ["0", "200", "400"]
+    assert [text.decode() for _, text in found] == [f"döcument {i}" for i in range(401)]
+    assert [number for number, (split, _) in enumerate(found) if split == "val"] == [0, 200, 400]
 
 
 def test_a_parquet_folder_uses_its_validation_split(tmp_path):
     import pyarrow
     import pyarrow.parquet
 
-    for split, texts in {"train": ["a", "b"], "validation": ["c"]}.items():
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / f"{split}-00000.parquet")
-    assert documents(str(tmp_path)) == [("train", "0", b"a"), ("train", "1", b"b"), ("val", "0", b"c")]
-    assert [text for _, _, text in documents(str(tmp_path / "train-00000.parquet"))] == [b"a", b"b"]
+    for split, values in {"train": ["a", "b"], "validation": ["c"]}.items():
+        pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / f"{split}-00000.parquet")
+    assert documents(str(tmp_path)) == [("train", b"a"), ("train", b"b"), ("val", b"c")]
+    assert [text for _, text in documents(str(tmp_path / "train-00000.parquet"))] == [b"a", b"b"]
 
 
 def test_missing_column_lists_those_that_are_there(tmp_path):
@@ -112,46 +117,122 @@ def test_a_column_that_is_not_text_is_refused(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2], "body": ["a", "b"]}), tmp_path / "rows.parquet")
     with pytest.raises(ConfigError, match=r"column 'id' of .*rows\.parquet holds int64 values.*columns are id, body"):
         documents(str(tmp_path / "rows.parquet"), column="id")
-    assert [text for _, _, text in documents(f"{tmp_path}/*.parquet#column=body")] == [b"a", b"b"]
+    assert [text for _, text in documents(f"{tmp_path}/*.parquet#column=body")] == [b"a", b"b"]
 
 
-def test_rows_that_hold_no_text_are_told_apart_and_others_are_kept(tmp_path):
+def test_rows_that_hold_no_text_are_told_apart_and_others_are_kept(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": 3}\n\n{"text": null}\n{"text": ""}\n{"text": ["x"]}\n'
-                     b'{"other": 1}\n{"text": "b\xff\xc3\xa9"}\n{"text": "c\\ud800d"}\n{"text": "end"}')
-    found = [document.text for document in sources.open_source(str(path)).documents()]
-    assert found == [b"a", None, b"", b"", None, b"", "b\ufffdé".encode(), b"c?d", b"end"]
+                     b'{"other": 1}\n{"text": "b\xff\xc3\xa9"}\n{"text": "c\\ud800d"}\n{"text": 0}\n{"text": "end"}')
+    (block,) = sources.open_source(str(path)).blocks()
+    # What is no UTF-8 stays so, for the tokenizer to read as U+FFFD and to count.
+    assert rows_of(block) == ([b"a", b"b\xff\xc3\xa9", b"c\xffd", b"end"],
+                              {"empty": 2, "not_text": 3, "no_column": 1})
+    monkeypatch.setattr(texts, "PIECE_BYTES", 1)  # places before each row, also before that without the column
+    check_starts(sources.open_source(str(path)), 4, 10)
+
+
+def write_parquet(path: Path, values: list, kind: str = "string", **options) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    array = pyarrow.array(values, pyarrow.binary())
+    buffers = array.buffers()  # as text, unchecked: other programs write so too
+    array = pyarrow.Array.from_buffers(pyarrow.string(), len(values), buffers)
+    pyarrow.parquet.write_table(pyarrow.table({"text": array.cast(kind)}), path, **options)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string"])
+def test_rows_of_parquet_keep_what_is_not_utf8_and_are_cut_into_blocks(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(texts, "PIECE_BYTES", 40)
+    values = [b"", b"a\xff", None, *(b"row %d" % row for row in range(40)), b"long " * 50, b"end"]
+    path = write_parquet(tmp_path / "rows.parquet", values, "string" if kind == "string" else "large_string",
+                         row_group_size=17)
+    blocks = list(sources.open_source(str(path)).blocks())
+    found = [rows_of(block) for block in blocks]
+    assert [row for rows, _ in found for row in rows] == [value for value in values if value]
+    assert sum(skipped["empty"] for _, skipped in found) == 2
+    assert max(len(rows) for rows, _ in found) <= 10
+    assert blocks[-1].share == 1
+
+
+def test_rows_without_text_have_no_number(tmp_path):
+    rows = [{"text": text} for text in ("", "first", "second", "", "third")]
+    for options, expected in (({}, ["first"]), ({"val_documents": 2}, ["first", "second"]),
+                              ({"val_share": 0.5}, ["first", "third"])):
+        found = documents(write_jsonl(tmp_path / "rows.jsonl", rows), **options)
+        assert [text.decode() for split, text in found if split == "val"] == expected
+
+
+def test_files_of_rows_that_do_not_have_the_column_are_named(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"id": 3}])
+    write_jsonl(tmp_path / "b.jsonl", [{"body": "b"}])
+    with pytest.raises(ConfigError, match=r"b\.jsonl has no column 'text'; it has body"):
+        documents(str(tmp_path))
+
+
+def test_a_folder_of_rows_says_what_it_leaves_out_and_reads_nothing_hidden(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
+    (tmp_path / "._a.jsonl").write_bytes(b"\0\5 of another system")
+    (tmp_path / ".cache.parquet").touch()
+    assert sources.open_source(str(tmp_path)).notes == ()
+    for name in ("big.txt", "more.csv"):
+        (tmp_path / name).write_text("text")
+    opened = sources.open_source(str(tmp_path))
+    assert opened.notes == (f"{tmp_path} is read as rows; left out (2): big.txt, more.csv",)
+    assert [text for _, text in opened.documents()] == [b"a", b"b"]
+    write_parquet(tmp_path / "c.parquet", [b"c"])
+    with pytest.raises(ConfigError, match=r"holds both JSON-lines and Parquet files; .* '.*/\*\*/\*\.parquet'"):
+        sources.open_source(str(tmp_path))
+
+
+def test_files_of_a_folder_that_are_no_text_are_left_out_and_named(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name)
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\r")
+    opened = sources.open_source(str(tmp_path))
+    assert [text for _, text in opened.documents()] == [b"a", b"b", b"c"]
+    assert opened.notes == (
+        f"{tmp_path} is read as texts; left out (1): picture.png (NUL bytes)",)
+    (tmp_path / "other.png").write_bytes(b"\0")
+    with pytest.raises(ConfigError, match="its 2 files hold NUL bytes"):
+        sources.open_source(f"{tmp_path}/*.png")
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_packed_json_lines_can_be_read_from_every_place_they_name(tmp_path, suffix, monkeypatch):
-    monkeypatch.setattr(sources, "_START_EVERY", 7)
+    monkeypatch.setattr(texts, "PIECE_BYTES", 130)
     for number in range(2):
         pack(tmp_path / f"part-{number}.jsonl{suffix}", "".join(json.dumps({"body": f"é {number} {row}"}) + "\n"
                                                                 for row in range(50)).encode())
     source = sources.open_source(f"{tmp_path}/part-?.jsonl{suffix}", column="body", val_share=0.1)
-    check_starts(source, 100, 16)
+    check_starts(source, 100, 18)
 
 
 def test_datasets_can_be_read_from_every_place_they_name(tmp_path, monkeypatch):
     import pyarrow
     import pyarrow.parquet
 
-    monkeypatch.setattr(sources, "_START_EVERY", 7)
+    monkeypatch.setattr(texts, "PIECE_BYTES", 80)
+    monkeypatch.setattr(sources, "_BATCH_ROWS", 13)
     for split, count in {"train": 50, "validation": 20}.items():
         table = pyarrow.table({"text": [f"{split} {row}" for row in range(count)], "id": list(range(count))})
         pyarrow.parquet.write_table(table, tmp_path / f"{split}-00000.parquet", row_group_size=11)
-    check_starts(sources.open_source(str(tmp_path)), 70, 11)
+    check_starts(sources.open_source(str(tmp_path)), 70, 12)
+    check_starts(sources._dataset("x", "", sources.Selection(), str(tmp_path)), 70, 11)
 
 
-def check_starts(source: sources.Source, count: int, starts: int) -> None:
-    whole = list(source.documents())
-    assert len(whole) == count
-    places = [index for index, document in enumerate(whole) if document.start is not None]
-    assert len(places) == starts
-    for index in places:
-        start = json.loads(json.dumps(whole[index].start))
-        assert [document[:3] for document in source.documents(start)] == [document[:3] for document in whole[index:]]
+def check_starts(source: sources.Source, count: int, least: int) -> None:
+    def texts_of(blocks) -> list:
+        return [(block.held_out, text) for block in blocks for text in rows_of(block)[0]]
+
+    whole = list(source.blocks())
+    assert len(texts_of(whole)) == count
+    assert len(whole) >= least
+    for index, block in enumerate(whole):
+        place = json.loads(json.dumps(block.following))
+        assert texts_of(source.blocks(place)) == texts_of(whole[index + 1 :])
 
 
 def pack(path: Path, text: bytes) -> None:
@@ -173,7 +254,7 @@ def test_a_packed_file_that_breaks_off_is_named(tmp_path, suffix):
     path = tmp_path / f"rows.jsonl{suffix}"
     pack(path, b"".join(b'{"text": "%d"}\n' % (row * 7919) for row in range(1000)))
     path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(DataError, match=rf"rows\.jsonl{suffix}: line \d+ cannot be read"):
+    with pytest.raises(DataError, match=rf"rows\.jsonl{suffix}: (line \d+|the first row) cannot be read"):
         documents(str(path))
 
 
@@ -182,16 +263,15 @@ def test_the_code_that_reads_the_hub_reads_packed_json(tmp_path):
         pack(tmp_path / f"rows.json.{suffix}", b'{"text": "a"}\n{"text": 3}\n{"text": "b"}\n')
         files = str(tmp_path / f"rows.json.{suffix}")
         source = sources._dataset("x", "", sources.Selection(val_documents=1), "json", data_files=files)
-        assert [document.text for document in source.documents()] == [b"a", None, b"b"]
+        (block,) = source.blocks()
+        assert rows_of(block) == ([b"a", b"b"], {"empty": 0, "not_text": 1, "no_column": 0})
 
 
 def test_a_dataset_whose_column_changes_its_type_late_is_not_read_in_quotes(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "word"}] * 200 + [{"text": 5}])
     source = sources._dataset("some/set", "", sources.Selection(), "json", data_files=path, chunksize=1000)
-    found = source.documents()
-    assert next(found).text == b"word"
     with pytest.raises(DataError, match=r"some/set: reading failed after \d+ documents: .*changed from string"):
-        assert {document.text for document in found} == {b"word"}
+        assert {document.text for document in source.documents()} == {b"word"}
 
 
 def test_a_dataset_that_is_asked_for_what_it_has_not_lists_what_it_has(tmp_path):
@@ -206,7 +286,9 @@ def test_a_dataset_that_is_asked_for_what_it_has_not_lists_what_it_has(tmp_path)
         return list(sources._dataset("x", "", sources.Selection(**options), str(tmp_path), *args).documents())
 
     assert [document.text for document in read("en")] == [b"e", b"n"]
-    assert documents(f"{tmp_path}:de#column=text", val_documents=2) == [("val", "0", b"de")]
+    assert documents(f"{tmp_path}:de#column=text", val_documents=2) == [("val", b"de")]
+    with pytest.raises(ConfigError, match="has several configurations, name one as ID:CONFIG: en, de"):
+        documents(str(tmp_path))
     with pytest.raises(ConfigError, match="x has no configuration 'fr'; it has en, de"):
         read("fr")
     with pytest.raises(ConfigError, match="x has several configurations, name one as ID:CONFIG: en, de"):
@@ -222,9 +304,9 @@ def test_splits_of_json_lines_are_told_by_the_names_of_files(tmp_path):
     write_jsonl(tmp_path / "train-0.jsonl", [{"text": "a"}, {"text": "b"}])
     write_jsonl(tmp_path / "validation" / "0.jsonl", [{"text": "c"}])
     write_jsonl(tmp_path / "test.jsonl", [{"text": "d"}, {"text": "e"}])
-    assert documents(str(tmp_path)) == [("train", "0", b"a"), ("train", "1", b"b"), ("val", "0", b"c")]
-    assert documents(f"{tmp_path}#split=test") == [("val", "0", b"d"), ("train", "1", b"e")]
-    assert documents(str(tmp_path), val_documents=1) == [("val", "0", b"a"), ("train", "1", b"b")]
+    assert documents(str(tmp_path)) == [("train", b"a"), ("train", b"b"), ("val", b"c")]
+    assert documents(f"{tmp_path}#split=test") == [("val", b"d"), ("train", b"e")]
+    assert documents(str(tmp_path), val_documents=1) == [("val", b"a"), ("train", b"b")]
     with pytest.raises(ConfigError, match="has no split 'dev'; it has test, train, validation"):
         documents(str(tmp_path), split="dev")
 
@@ -233,23 +315,23 @@ def test_share_and_number_of_what_is_held_out(tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": str(row)} for row in range(1000)])
     for options, expected in (({"val_share": 0.003}, [0, 333, 666]), ({"val_documents": 2}, [0, 1])):
         found = documents(rows, **options)
-        assert [int(name) for split, name, _ in found if split == "val"] == expected
-    texts = tmp_path / "texts"
-    texts.mkdir()
+        assert [int(text) for split, text in found if split == "val"] == expected
+    folder = tmp_path / "texts"
+    folder.mkdir()
     for name in "abcdefgh":
-        (texts / name).write_text(name * 10)
+        (folder / name).write_text(name * 10)
     for options, expected in (({"val_share": 0.25}, 2), ({"val_documents": 3}, 3), ({}, 1)):
-        assert [split for split, _, _ in documents(str(texts), **options)].count("val") == expected
+        assert [split for split, _ in documents(str(folder), **options)].count("val") == expected
     text = tmp_path / "text.txt"
     text.write_text("some words " * 1000)
-    (_, _, head), (_, _, tail) = documents(str(text), val_share=0.5)
+    (_, head), (_, tail) = documents(str(text), val_share=0.5)
     assert head + tail == text.read_bytes()
     assert abs(len(head) - len(tail)) < 20
 
 
 def test_of_a_single_row_the_end_is_held_out(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "one two three four " * 20}])
-    (train, _, head), (val, _, tail) = documents(path)
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": ""}, {"text": "one two three four " * 20}])
+    (train, head), (val, tail) = documents(path)
     assert (train, val) == ("train", "val")
     assert head + tail == b"one two three four " * 20
     assert tail.startswith(b" ")
@@ -325,6 +407,41 @@ def test_without_network_a_dataset_id_ends_in_one_line(tmp_path):
     assert "JSON-lines or Parquet" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_a_dataset_of_the_hub_is_read_at_the_revision_it_was_begun_at(monkeypatch, script):
+    """Also one that comes as a script: the copy in Parquet that the Hub keeps of it has revisions of its own."""
+    import huggingface_hub
+
+    newest = {None: "main-2", "refs/convert/parquet": "copy-2"}
+
+    def dataset_info(_self, dataset, revision=None, **_):
+        names = ["en/train/0000.parquet", "de/train/0000.parquet"] if str(newest.get(revision, revision)).startswith(
+            "copy") else ["README.md", *(["set.py"] if script else [])]
+        return SimpleNamespace(sha=newest.get(revision, revision), card_data=SimpleNamespace(license=["mit", "x"]),
+                               siblings=[SimpleNamespace(rfilename=name) for name in names])
+
+    asked = []
+
+    def load(source, args, **options):
+        asked.append((args, options))
+        raise LookupError
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setattr(sources, "_load", load)
+    opened = sources.open_source("some/set:en")
+    assert opened.pin is not None
+    for begun, expected in ((None, "copy-2" if script else "main-2"), ("copy-1", "copy-1")):
+        pinned = opened.pin(begun)
+        assert (pinned.version, pinned.licence) == (expected, "mit, x")
+        with pytest.raises(LookupError):
+            next(pinned.blocks())
+        assert asked.pop() == ((("some/set",), {"revision": expected, "data_dir": "en"}) if script else
+                               (("some/set", "en"), {"revision": expected}))
+    if script:
+        with pytest.raises(ConfigError, match="some/set has several configurations, name one as ID:CONFIG: de, en"):
+            sources.open_source("some/set").pin(None)  # pyright: ignore[reportOptionalCall]
 
 
 def test_an_unknown_dataset_id_is_a_usage_error(tmp_path):

@@ -32,7 +32,7 @@ def test_copy_scores_the_second_time_alone():
     assert (min(lengths), max(lengths)) == (32, 62)
 
 
-@pytest.mark.parametrize("source", ["mqar:length=64,pairs=8", "mqar:length=32,pairs=8",
+@pytest.mark.parametrize("source", ["mqar:length=80,pairs=8", "mqar:length=64,pairs=8",
                                     "mqar:length=90,pairs=16,queries=5,vocabulary=64"])
 def test_mqar_asks_for_what_was_said_and_nothing_overwrites_it(source):
     task = tasks.parse(source)
@@ -46,22 +46,21 @@ def test_mqar_asks_for_what_was_said_and_nothing_overwrites_it(source):
         said = dict(zip(keys.tolist(), values.tolist(), strict=True))
         assert weights_L is not None
         at = np.flatnonzero(weights_L)
-        assert len(at) == (task.queries or task.pairs)
+        assert len(at) == (task.queries or 3 * task.pairs)
         assert at.min() > 2 * task.pairs
-        assert len(set(ids_L[at - 1])) == len(at)
         assert [said[key] for key in ids_L[at - 1].tolist()] == ids_L[at].tolist()
         # All else behind the pairs is filler, which is no key and no value.
         rest = np.setdiff1d(np.arange(2 * task.pairs, task.length), np.concatenate([at - 1, at]))
         assert set(ids_L[rest]) <= {tasks.FILLER}
         assert tasks.FILLER not in ids_L[: 2 * task.pairs]
         places |= set(at.tolist())
-    assert places == set(range(2 * task.pairs + 1, task.length)) or task.length == 32
+    assert places == set(range(2 * task.pairs + 1, task.length)) or task.length == 64
 
 
 def test_token_files_are_the_same_every_time_and_of_the_seed(tmp_path):
     def write(name, **settings):
         task = tasks.parse("mqar:" + ",".join(f"{key}={value}" for key, value in (
-            {"length": 16, "pairs": 3, "documents": 20, "val_documents": 4} | settings).items()))
+            {"length": 16, "pairs": 3, "queries": 3, "documents": 20, "val_documents": 4} | settings).items()))
         assert task is not None
         tasks.write(task, tmp_path / name)
         return TokenFiles.open(tmp_path / name), tasks.folder_name(task)
@@ -70,7 +69,7 @@ def test_token_files_are_the_same_every_time_and_of_the_seed(tmp_path):
     assert a.checksum == b.checksum != c.checksum
     assert name == same != other
     assert a.weighted
-    assert a.meta["source"] == "mqar:length=16,pairs=3,queries=0,vocabulary=128,documents=20,val_documents=4,seed=0"
+    assert a.meta["source"] == "mqar:length=16,pairs=3,queries=3,vocabulary=128,documents=20,val_documents=4,seed=0"
     assert a.read("train", 0, 4 * 17).tolist() != a.read("val", 0, 4 * 17).tolist()
     # A document is one window, and its scored targets are the values asked for.
     (batch,) = fixed_batches(a, "val", context=16, batch_size=4, count=1, packing="documents")
@@ -81,7 +80,7 @@ def test_token_files_are_the_same_every_time_and_of_the_seed(tmp_path):
 
 
 def test_a_source_names_a_task_and_is_generated_on_first_use():
-    data = DataConfig(source="mqar:length=16,pairs=3,documents=20,val_documents=4", packing="documents")
+    data = DataConfig(source="mqar:length=16,pairs=3,queries=3,documents=20,val_documents=4", packing="documents")
     directory = ensure(data)
     written = (directory / "meta.json").stat().st_mtime_ns
     assert TokenFiles.open(directory).tokens("train") == 20 * 17
@@ -99,10 +98,9 @@ def test_a_source_names_a_task_and_is_generated_on_first_use():
     ("copy:length=4", "copy:length is 4; expected at least 8"),
     ("copy:symbols=222", "copy:symbols is 222; expected at most 221"),
     ("mqar:pairs=0", "mqar:pairs is 0; expected at least 1"),
-    ("mqar:pairs=4,queries=5", "mqar:queries is 5; expected at most pairs, 4"),
     ("mqar:vocabulary=9", "mqar:vocabulary is 9; expected an even number of at most 222"),
     ("mqar:pairs=9,vocabulary=16", "mqar:pairs is 9; expected at most half the vocabulary, 8"),
-    ("mqar:length=31,pairs=8", "mqar:length is 31; expected at least 32 for 8 pairs and 8 queries"),
+    ("mqar:length=63,pairs=8", "mqar:length is 63; expected at least 64 for 8 pairs and 24 queries"),
 ])
 def test_settings_that_cannot_be(source, message):
     with pytest.raises(ConfigError) as refused:

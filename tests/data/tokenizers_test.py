@@ -1,5 +1,6 @@
 """Tokenizers: byte exactness, names, and what a user without a network is told."""
 
+import json
 import os
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import requests
 import tiktoken
 
 from configs.schema import ConfigError
-from data import DataError, sources, tokenizers
+from data import DataError, texts, tokenizers
+from data.texts import JsonLines, Piece, Pieces
 
 GPT2_FILES = Path(__file__).parents[3] / "shared" / "tiktoken"
 
@@ -48,13 +50,15 @@ def test_gpt2_encodes_as_published_and_reads_special_tokens_as_text(gpt2):
     assert gpt2.decode(tokenizers.encode_document(gpt2, b"a\xff b").tolist()) == "a\ufffd b"
 
 
-def test_fingerprint_tells_vocabularies_apart():
+def test_fingerprint_tells_vocabularies_apart(gpt2):
     def encoding(ranks: dict[bytes, int]) -> tiktoken.Encoding:
         return tiktoken.Encoding("bytes", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
 
     same = encoding({bytes([i]): i for i in range(256)})
     other = encoding({bytes([i]): 255 - i for i in range(256)})
     assert tokenizers.fingerprint(same) == tokenizers.fingerprint(tokenizers.load("bytes"))
+    for name, fingerprint in tokenizers.FINGERPRINTS.items():
+        assert tokenizers.fingerprint(tokenizers.load(name)) == fingerprint
     assert tokenizers.fingerprint(same) != tokenizers.fingerprint(other)
 
 
@@ -75,34 +79,51 @@ def test_without_network_or_copy_the_message_names_the_cache_folder(monkeypatch,
 
 
 def test_pieces_come_back_in_their_order_whatever_the_number_of_processes(gpt2):
-    pieces = [[tokenizers.Piece(f"piece {n} \xff é <|endoftext|> ".encode() * n, n % 3 == 0, n % 2 == 0)] * 2
+    pieces = [Pieces([Piece(f"piece {n} \xff é <|endoftext|> ".encode() * n, n % 3 == 0, n % 2 == 0)] * 2)
               for n in range(12)]
-    expected = [tokenizers.encode_pieces(gpt2, batch) for batch in pieces]
-    assert expected[4].train.dtype == np.dtype("<u2")
-    assert expected[4].train.tolist() == [*gpt2.encode_ordinary(pieces[4][0].text.decode()), 50256] * 2
-    assert len(expected[3].train) == 0
-    assert 50256 not in expected[3].val
+    expected = [tokenizers.encode_texts(gpt2, batch) for batch in pieces]
+    assert expected[4].ids.dtype == np.dtype("<u2")
+    assert expected[4].ids.tolist() == [*gpt2.encode_ordinary(pieces[4].pieces[0].text.decode()), 50256] * 2
+    assert 50256 not in expected[3].ids
     for count in (0, 1, 3):
         with tokenizers.Workers(gpt2, count) as workers:
             found = list(workers.encode((batch, n) for n, batch in enumerate(pieces)))
         assert [n for _, n in found] == list(range(12))
         for (encoded, _), wanted in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(encoded.train, wanted.train)
-            np.testing.assert_array_equal(encoded.val, wanted.val)
-            assert encoded[2:] == wanted[2:]
+            for left, right in zip(encoded, wanted, strict=True):
+                np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_rows_have_the_tokens_that_each_has_alone(gpt2, name, monkeypatch):
+    encoding = tokenizers.load(name)
+    rows = ["first row", " second\n\n", "é 中文 \u2028", "<|endof", "text|>", "a long row of words " * 30]
+    for more in ([], ["with <|endoftext|> in it"]):  # joined, and one by one
+        for piece_bytes in (2**20, 100):
+            monkeypatch.setattr(tokenizers, "PIECE_BYTES", piece_bytes)
+            lines = b"".join(json.dumps({"body": row}).encode() + b"\n" for row in (*rows, *more))
+            found = tokenizers.encode_texts(encoding, JsonLines(lines, "body", "rows.jsonl", 1, 0))
+            alone = [[*tokenizers.encode_document(encoding, row.encode()), encoding.eot_token] for row in rows + more]
+            assert found.ids.tolist() == [token for row in alone for token in row]
+            assert found.tokens_P.tolist() == [*map(len, alone)]
+            assert found.bytes_P.tolist() == [len(row.encode()) for row in rows + more]
+            assert found.ends_P.all()
 
 
 def test_undecodable_places_are_counted_unless_every_byte_is_kept(gpt2):
     text = "é \ufffd".encode() + b"\xff \xc3"
-    assert tokenizers.encode_pieces(gpt2, [tokenizers.Piece(text, False, True)]).replaced == 2
-    assert tokenizers.encode_pieces(tokenizers.load("bytes"), [tokenizers.Piece(text, False, True)]).replaced == 0
+    for texts_ in (Pieces([Piece(text, False, True)]), JsonLines(b'{"text": "%b"}\n' % text, "text", "", 1, 0)):
+        found = tokenizers.encode_texts(gpt2, texts_)
+        assert found.replaced == 2
+        assert gpt2.decode(found.ids.tolist()) == "é \ufffd\ufffd \ufffd<|endoftext|>"
+        assert tokenizers.encode_texts(tokenizers.load("bytes"), texts_).replaced == 0
 
 
 def test_a_process_that_is_killed_ends_in_one_line(monkeypatch):
     encoding = tokenizers.load("bytes")
     with tokenizers.Workers(encoding, 1) as workers:
         # More than are under way at once, so that some are yet to be sent.
-        batches = iter([([tokenizers.Piece(b"text", False, True)], 0)] * 9)
+        batches = iter([(Pieces([Piece(b"text", False, True)]), 0)] * 9)
         found = workers.encode(batches)
         next(found)
         workers._started[0][0].kill()
@@ -132,7 +153,7 @@ def test_a_text_may_be_cut_where_cut_says(pattern):
     cuts = 0
     for _ in range(500):
         text = "".join(random.choice(alphabet, 80)).encode()
-        place = sources.cut(text, 60)
+        place = texts.cut(text, 60)
         if text[place - 1 : place + 2].isascii():  # a cut between any two characters is the last resort
             cuts += 1
             head, tail = (encoding.encode_ordinary(part.decode()) for part in (text[:place], text[place:]))

@@ -154,9 +154,10 @@ def test_import_then_export_gives_every_tensor_back(imported, tmp_path, capsys):
         assert file.metadata() == {"format": "pt"}
     theirs = json.loads((GOLDEN / "gpt2" / "config.json").read_text())
     ours = json.loads((tmp_path / "out" / "config.json").read_text())
-    for name in (*pretrained.COMPUTED, *pretrained.SIZES, "n_inner", "architectures", "tie_word_embeddings"):
+    for name in (*pretrained.COMPUTED, *pretrained.SIZES, *pretrained.END_TOKENS, "n_inner", "architectures",
+                 "tie_word_embeddings"):
         assert ours[name] == theirs[name], name
-    assert ours["eos_token_id"] is None  # the vocabulary has no end-of-text
+    assert ours["eos_token_id"] == 96
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -184,6 +185,12 @@ def test_a_trained_softmax_run_goes_out_and_comes_back(tmp_path, capsys):
     # A vocabulary of 257 is bytes, so that the run can be sampled from, and begun with.
     assert sample.main([str(tmp_path / "back"), "--prompt", "1 times", "--max-new-tokens", "4"]) == 0
     assert tiny.run(recipe, "--run-dir", tmp_path / "linear", "--init-from", tmp_path / "back") == 0
+    # Killed before the first checkpoint: without the flag it would be another run than it is written down to be.
+    shutil.rmtree(tmp_path / "linear" / "checkpoints")
+    before = (tmp_path / "linear" / "environment.json").read_bytes()
+    assert tiny.run(recipe, "--run-dir", tmp_path / "linear") == 2
+    assert f"was begun with --init-from {tmp_path / 'back'} and has no intact" in capsys.readouterr().err
+    assert (tmp_path / "linear" / "environment.json").read_bytes() == before
     assert tiny.run(recipe, "--attention", "softmax", "--run-dir", tmp_path / "back") == 2
     assert f"{tmp_path / 'back'} holds published weights" in capsys.readouterr().err
 

@@ -1,0 +1,178 @@
+"""What the processes that tokenize are given: pieces of texts, or rows as they stand in their file, to be read there.
+
+Each is a plain object that can be sent through a pipe. What it holds depends on the source alone, so that the files do
+not depend on the number of processes, and one that goes on makes what one that was never interrupted makes.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int64
+
+from data import DataError
+
+PIECE_BYTES = 2**20
+"""Of text in a piece, and about so many in what is sent at once: bounds the memory."""
+SKIPPED: tuple[str, ...] = ("empty", "not_text", "no_column")
+"""Why a row is left out."""
+
+
+class Piece(NamedTuple):
+    """A document or a part of one."""
+
+    text: bytes
+    held_out: bool
+    """Whether it belongs to val."""
+    ends_document: bool
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces of texts, in their order."""
+
+    pieces: list[Piece]
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Rows that were left out before them."""
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """Lines of a file that hold a JSON object each."""
+
+    lines: bytes
+    column: str
+    path: str
+    number: int
+    """Of the first line, from 1."""
+    counted_from: int
+    """Byte of the file at which line 1 begins."""
+
+    def read(self) -> tuple[list[bytes], dict[str, int]]:
+        """The texts, and how many rows were left out, by the reasons in :data:`SKIPPED`.
+
+        Raises:
+            DataError: a line is no JSON object.
+        """
+        texts, skipped = [], dict.fromkeys(SKIPPED, 0)
+        for number, line in enumerate(self.lines.split(b"\n"), self.number):
+            if not line or line.isspace():
+                continue
+            try:
+                row = json_object(line)
+            except ValueError as error:
+                after = f" after byte {self.counted_from:,}" if self.counted_from else ""
+                raise DataError(f"{self.path}: line {number}{after} cannot be read: {error}") from error
+            value = row.get(self.column)
+            if isinstance(value, str) and value:
+                texts.append(_utf8(value))
+            elif self.column not in row:
+                skipped["no_column"] += 1
+            else:
+                skipped["empty" if value in (None, "") else "not_text"] += 1
+        return texts, skipped
+
+
+@dataclass(frozen=True)
+class Column:
+    """Rows of a column, as Arrow keeps them: all bytes in one piece, and where each row ends."""
+
+    values: bytes
+    ends_R: Int64[np.ndarray, " R"]
+    as_json: bool = False
+    """Whether each value is written as JSON."""
+    not_text: int = 0
+    """Rows of another type, beside these."""
+
+    def read(self) -> tuple[list[bytes], dict[str, int]]:
+        """The texts, and how many rows were left out, by the reasons in :data:`SKIPPED`."""
+        texts, skipped, start = [], dict.fromkeys(SKIPPED, 0), 0
+        skipped["not_text"] = self.not_text
+        for end in self.ends_R.tolist():
+            value: Any = self.values[start:end]
+            if self.as_json and value:
+                value = json.loads(value.decode(errors="surrogateescape"))
+                value = _utf8(value) if isinstance(value, str) else value
+            if isinstance(value, bytes) and value:
+                texts.append(value)
+            else:
+                skipped["empty" if value in (None, b"") else "not_text"] += 1
+            start = end
+        return texts, skipped
+
+
+def json_object(line: bytes) -> dict[str, Any]:
+    """A row; a string is the text of one. Undecodable bytes are kept as lone surrogates.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    import orjson
+
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        row = json.loads(line.decode(errors="surrogateescape"))
+    if isinstance(row, str):
+        return {"text": row}
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, found {type(row).__name__}")
+    return row
+
+
+def _utf8(text: str) -> bytes:
+    """The bytes of a value of JSON. What was no UTF-8 in the file stands as it was; half of a pair of surrogates is
+    put as a byte that is none, so that tokenizers see it, and count it, as one undecodable place too."""
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return re.sub("[\ud800-\udc7f\udd00-\udfff]", "\udcff", text).encode(errors="surrogateescape")
+
+
+def parts(text: bytes | memoryview, start: int = 0) -> Iterator[tuple[bytes, int]]:
+    """The pieces of a text from a place on, each with the place of its end."""
+    while start < len(text):
+        end = len(text)
+        if end - start > PIECE_BYTES:
+            end = start + (cut(text[start : start + PIECE_BYTES + 2], PIECE_BYTES) or PIECE_BYTES)
+        yield bytes(text[start:end]), end
+        start = end
+
+
+def cut(text: bytes | memoryview, near: int) -> int:
+    """A place at or shortly before ``near`` where a text can be cut so that its tokens do not change.
+
+    That is before a space between two ASCII letters or, where there is none in the last 64 KiB, before white space or
+    punctuation other than an apostrophe after any letter or digit: there every tiktoken encoding starts a new token.
+    Where there is none of these either, it is at least between two UTF-8 characters.
+    """
+    start = max(0, near - 65536)
+    window = bytes(text[start : near + 2])
+    for end in range(window.rfind(b" "), 0, -1):
+        if window[end] == 0x20 and window[end - 1 : end].isalpha() and window[end + 1 : end + 2].isalpha():
+            return start + end
+    characters = window.decode(errors="surrogateescape")
+    for end in range(len(characters) - 1, 0, -1):
+        if _BORDER.match(characters, end - 1):
+            return start + len(characters[:end].encode(errors="surrogateescape"))
+    while 0 < near < len(text) and text[near] & 0xC0 == 0x80:
+        near -= 1
+    return near
+
+
+# Marks and the rest of Unicode are left out: encodings differ in what they join to a word.
+_BORDER = re.compile(r"[^\W_][ \t\n!-&(-/:-@\[-`{-~、。《》「」『』！，．：；？]")
+
+
+def undecodable(text: bytes) -> int:
+    """Number of places that are no UTF-8, each of which is read as U+FFFD."""
+    if text.isascii():
+        return 0
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return text.decode(errors="replace").count("\ufffd") - text.count(b"\xef\xbf\xbd")
+    return 0
