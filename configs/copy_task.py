@@ -2,8 +2,9 @@
 
     python train.py configs/copy_task.py --attention softmax --run-dir runs/copy-softmax
 
-A small model for a CPU: the paper's has 4 layers of width 256. benchmarks/results/mqar.md has the one run that was
-made, at a length of 32, and its losses; whether softmax and chunked solve length 128 in these steps was not tried.
+A small model for a CPU: the paper's has 4 layers of width 256. After 1,000 steps softmax is at a val loss of 0.039 and
+an accuracy of 0.986, chunked at 1.77 and 0.36; a step takes about 0.2 s on two CPU cores
+(benchmarks/results/mqar.md).
 """
 
 from configs.schema import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig

@@ -1,14 +1,13 @@
 """Multi-query associative recall: how many pairs of key and value a model carries in its context.
 
     python train.py configs/mqar.py --attention softmax --run-dir runs/mqar-softmax
-    python train.py configs/mqar.py --data.source mqar:length=64,pairs=16,vocabulary=32 --model.context 64 \\
+    python train.py configs/mqar.py --data.source mqar:length=128,pairs=16,vocabulary=64 --model.context 128 \\
         --attention chunked --model.heads 4
 
-Linear attention carries the pairs in width² / heads numbers a layer: more heads, a smaller state. Each key is asked for
-once, so that a model that recalls nothing can still rule out the values that were given already. What that alone
-reaches is in benchmarks/results/mqar.md, and so are the runs that were made: **none of them went beyond it**, softmax
-neither, in up to 5,000 steps. Until a set-up is found in which softmax recalls, this recipe says nothing of linear
-attention.
+Linear attention carries the pairs in width² / heads numbers a layer: more heads, a smaller state. On two CPU cores
+softmax recalls all of 8 pairs after 400 steps and 20 s; chunked, after 2,000, none (val loss 0.0002 and 1.82, accuracy
+1.0 and 0.25, where guessing among the values given has 1.80 and 0.26). With ``--optimizer.learning-rate 3e-3`` and
+4,000 steps it learns 2 pairs, and half of 4. The runs are in benchmarks/results/mqar.md.
 """
 
 from configs.schema import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
@@ -16,11 +15,12 @@ from configs.schema import CheckpointConfig, Config, DataConfig, ModelConfig, Op
 
 def get_config(attention: str = "chunked") -> Config:
     return Config(
-        model=ModelConfig(layers=2, heads=2, width=64, context=32, positions="rotary", dtype="float32",
-                          attention=tuple(attention.split(","))),
+        model=ModelConfig(layers=2, heads=1, width=64, context=64, positions="rotary", dtype="float32",
+                          initial_scale=0.125, attention=tuple(attention.split(","))),
         # The context is the length of the documents.
-        data=DataConfig(source="mqar:length=32,pairs=8,vocabulary=32", packing="documents"),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50, final_fraction=0.3, weight_decay=0.01),
-        train=TrainConfig(steps=4000, batch_size=64, eval_every=250, eval_batches=8),
+        data=DataConfig(source="mqar:length=64,pairs=8,vocabulary=32", packing="documents"),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=100, final_fraction=0.3, weight_decay=0.01,
+                                  beta2=0.98),
+        train=TrainConfig(steps=1000, batch_size=64, eval_every=100, eval_batches=8),
         checkpoint=CheckpointConfig(every_steps=1000),
     )
