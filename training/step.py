@@ -59,7 +59,7 @@ def make_train_step(graph: Any, config: Config, transform: optax.GradientTransfo
     """``step(state, batch, learning_rate)``: one update; jit it with the state donated.
 
     The batch is taken in ``train.accumulate`` parts, one after the other. The loss is the mean over its scored targets,
-    in whichever part they are.
+    in whichever part they are. Random features and the like are drawn anew here, and nowhere else.
     """
     parts, remat = config.train.accumulate, config.train.remat == "block"
 
@@ -70,6 +70,7 @@ def make_train_step(graph: Any, config: Config, transform: optax.GradientTransfo
 
     def step(state: TrainState, batch: Batch, learning_rate: Array) -> tuple[TrainState, StepMetrics]:
         scored = jnp.maximum(jnp.sum(batch.targets_BT >= 0), 1)
+        state = state._replace(variables=_redrawn(graph, state, config.train.seed))
         differentiate = jax.value_and_grad(loss_sum)
         if parts == 1:
             total, gradients = differentiate(state.parameters, state.variables, batch)
@@ -106,6 +107,23 @@ def make_eval_step(graph: Any, *, accuracy: bool = False) -> Callable[[Any, Any,
         return (*found, count_right(*head)) if accuracy else found
 
     return evaluate
+
+
+def _redrawn(graph: Any, state: TrainState, seed: int) -> Any:
+    """The variables of this update: what is random in them comes from seed and step, the same in a resumed run.
+
+    A module that has something to draw defines ``redraw(step, key)``, and keeps its own schedule.
+    """
+    if not jax.tree.leaves(state.variables):
+        return state.variables
+    model = build(graph, state.parameters, state.variables)
+    step = optax.tree.get(state.optimizer, "count")
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    for number, (_, module) in enumerate(nnx.iter_modules(model)):
+        redraw = getattr(module, "redraw", None)
+        if redraw is not None:
+            redraw(step, jax.random.fold_in(key, number))
+    return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
 
 def _hidden(model: GPT, batch: Batch, *, remat: bool = False) -> Array:

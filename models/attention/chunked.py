@@ -7,29 +7,26 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from kernels.linear_attention import pick_implementation
 from kernels.linear_attention.chunked import default_chunk_size
 from models.attention import linear
-from models.attention.feature_maps import FeatureMap
+from models.attention.feature_maps import SIGNED, FeatureOptions
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(FeatureOptions):
     """Options of chunked linear attention."""
 
-    feature_map: FeatureMap = "elu"
-    """φ, applied to queries and keys."""
-    normalize: bool = True
-    """Divide by the sum of weights."""
     chunk_size: int | None = None
     """Tokens in a chunk; None: what is fastest on this kind of device."""
     kernel: Literal["chunked", "pallas_gpu", "pallas_gpu_serial", "pallas_gpu_parallel"] | None = None
     """Which implementation; None: the fastest on this device."""
 
     def __post_init__(self) -> None:
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"model.modes.chunked.chunk_size is {self.chunk_size}; expected at least 1")
+        super().__post_init__()
+        self.check_least("chunk_size", 1)
 
 
 class Attention(linear.Attention):
@@ -44,10 +41,12 @@ class Attention(linear.Attention):
         return self.config.chunk_size
 
     def flops(self, tokens: int, context: int) -> int:
-        M = D = self.head_width
+        M, D = self.feature_width, self.head_width
         chunk = self.chunk_size or default_chunk_size(context)
-        return tokens * self.heads * (chunk * (M + D) + 4 * M * D)
+        return tokens * self.heads * (chunk * (M + D) + 4 * M * D + self._feature_flops())
 
     def implementation(self, dtype: Any) -> str | None:
-        x_BTHD = jax.ShapeDtypeStruct((1, self.max_length, self.heads, self.head_width), dtype)
-        return self.config.kernel or pick_implementation(x_BTHD, x_BTHD, x_BTHD, chunk_size=self.chunk_size)
+        features_dtype = jnp.float32 if self.config.feature_map in SIGNED else dtype
+        x_BTHM = jax.ShapeDtypeStruct((1, self.max_length, self.heads, self.feature_width), features_dtype)
+        v_BTHD = jax.ShapeDtypeStruct((1, self.max_length, self.heads, self.head_width), dtype)
+        return self.config.kernel or pick_implementation(x_BTHM, x_BTHM, v_BTHD, chunk_size=self.chunk_size)

@@ -1,23 +1,172 @@
-"""Feature maps φ of linear attention: elementwise, at least 0, so that weights and their sums are too."""
+"""Feature maps φ of linear attention, whose weights are φ(q)·φ(k).
 
+``elu``, ``relu``, ``softplus``, ``exp`` and ``performer_relu`` work on each number alone, and are at least 0. The rest
+approximate the weight of softmax attention, exp(q·k / √D), which is exp(q̂·k̂) of q̂ = q D^(−1/4) and k̂ = k D^(−1/4):
+
+- ``favor``: positive random features, exp(w·x̂ − |x̂|²/2) / √R for R random directions w. Choromanski et al., "Rethinking
+  Attention with Performers", 2021 (FAVOR+).
+- ``favor_trigonometric``: exp(|x̂|²/2) (cos w·x̂, sin w·x̂) / √R, of the first FAVOR. The weights have the same mean, and
+  the more variance the smaller they are: sums of them come out near 0 or below it, and what is divided by such a sum
+  is noise. To compare with, not to use.
+- ``taylor``: 1 + q̂·k̂, and + (q̂·k̂)²/2 at order 2, which is never below 1/2. Order 1 can be negative.
+
+Each token's features depend on that token alone, so that prefixes, segments and decoding are exact: there is no maximum
+over keys. Exponents are bounded otherwise:
+
+- A factor on all features of a query cancels in the ratio. With ``normalize``, a query's largest exponent is made 50,
+  so that ε, which does not cancel, counts e^(−50) as much: it draws the output to 0 only where every key that is seen
+  has features below some e^(−60).
+- Exponents of keys, and of queries without ``normalize``, are cut at 20. w·x̂ − |x̂|²/2 is at most (w·x)²/2|x|², half the
+  square of a normal variable, so that a positive feature gets there only if x is as good as parallel to a w.
+
+The estimate of a weight has no bias; the output, a ratio of two estimates, has one that falls with 1 / R.
+"""
+
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
-FeatureMap = Literal["elu", "relu", "softplus", "exp"]
+from configs.schema import ConfigError
 
-FEATURE_MAPS: dict[FeatureMap, Callable[[Array], Array]] = {
+FeatureMap = Literal["elu", "relu", "softplus", "exp", "performer_relu", "favor", "favor_trigonometric", "taylor"]
+
+ELEMENTWISE: dict[FeatureMap, Callable[[Array], Array]] = {
     "elu": lambda x: jax.nn.elu(x) + 1,  # Katharopoulos et al., "Transformers are RNNs", 2020
     "relu": jax.nn.relu,
     "softplus": jax.nn.softplus,  # Buckman and Gelada, "Linear Transformers Are Faster", 2024
     "exp": jnp.exp,
+    "performer_relu": lambda x: jax.nn.relu(x) + 1e-3,  # what Long Range Arena's released Performer computes
 }
+RANDOM: tuple[FeatureMap, ...] = ("favor", "favor_trigonometric")
+SIGNED: tuple[FeatureMap, ...] = ("favor_trigonometric", "taylor")
+"""Their terms cancel in a weight, so their rounding does not; they stay float32."""
+
+QUERY_EXPONENT, KEY_EXPONENT = 50.0, 20.0
+"""The largest, of random features: weights up to e^70, and the sum over a million tokens is within float32's e^88."""
 
 
-def features(name: FeatureMap, x_BTHD: Float[Array, "B T H D"]) -> Float[Array, "B T H M"]:
-    """φ(x), computed in float32 and returned in x's number format."""
-    dtype = jnp.promote_types(jnp.float32, x_BTHD.dtype)
-    return FEATURE_MAPS[name](x_BTHD.astype(dtype)).astype(x_BTHD.dtype)
+@dataclass(frozen=True)
+class RandomFeatures:
+    """Options of the random feature maps."""
+
+    features: int = 256
+    """Random directions of favor, a feature each, and of favor_trigonometric, two each."""
+    orthogonal: bool = True
+    """Random directions at right angles in groups of the head width, of lower variance; otherwise independent ones."""
+    redraw_every: int = 1000
+    """Training steps between draws of random directions; 0: never drawn again. Evaluation and sampling use the last."""
+
+    def __post_init__(self) -> None:
+        self.check_least("features", 1)
+        self.check_least("redraw_every", 0)
+
+    def check_least(self, option: str, least: int) -> None:
+        """Refuse a number below ``least``; None stands for a choice made elsewhere."""
+        value = getattr(self, option)
+        if value is not None and value < least:
+            raise ConfigError(f"{self.flag(option)} is {value}; expected at least {least}")
+
+    def flag(self, option: str) -> str:
+        """How an option is called in messages."""
+        return f"model.modes.{type(self).__module__.rpartition('.')[2]}.{option}"
+
+
+@dataclass(frozen=True)
+class FeatureOptions(RandomFeatures):
+    """Which feature map, and what is done with its weights."""
+
+    feature_map: FeatureMap = "elu"
+    """φ, applied to queries and keys."""
+    normalize: bool = True
+    """Divide by the sum of weights."""
+    order: Literal[1, 2] = 2
+    """Of taylor: the highest power of its sum."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.feature_map == "taylor" and self.order == 1 and self.normalize:
+            raise ConfigError(f"{self.flag('normalize')}: the weights of taylor of order 1 can be negative; expected "
+                              f"False, or {self.flag('order')} 2")
+
+
+def feature_width(options: FeatureOptions, head_width: int) -> int:
+    """M."""
+    D = head_width
+    if options.feature_map == "taylor":
+        return 1 + D + (D * (D + 1) // 2 if options.order == 2 else 0)
+    widths = {"favor": options.features, "favor_trigonometric": 2 * options.features}
+    return widths.get(options.feature_map, D)
+
+
+def draw_directions(key: Array, features: int, head_width: int, *, orthogonal: bool) -> Float[Array, "R D"]:
+    """Random directions w, each standard normal; float32.
+
+    Orthogonal ones are at right angles in groups of D, of which the last may be cut short; their lengths are those of
+    independent normal vectors.
+    """
+    normal_RD = jax.random.normal(key, (features, head_width), jnp.float32)
+    if not orthogonal:
+        return normal_RD
+    groups = -(-features // head_width)
+    q_GDD, r_GDD = jnp.linalg.qr(jax.random.normal(jax.random.fold_in(key, 1), (groups, head_width, head_width),
+                                                   jnp.float32))
+    # The factorisation fixes signs as it likes. With those of R's diagonal, Q has no preferred direction.
+    q_GDD *= jnp.sign(jnp.diagonal(r_GDD, axis1=1, axis2=2))[:, None, :]
+    unit_RD = q_GDD.swapaxes(1, 2).reshape(-1, head_width)[:features]
+    return unit_RD * jnp.linalg.norm(normal_RD, axis=1, keepdims=True)
+
+
+def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], directions_RD: Float[Array, "R D"] | None = None,
+             *, query: bool = False) -> Float[Array, "B T H M"]:
+    """φ(x), computed in float32 or better, and returned in x's number format if φ is never negative.
+
+    Args:
+        options: which φ.
+        x_BTHD: queries or keys.
+        directions_RD: w, of the random maps.
+        query: of queries to be normalised, each one's features have a factor that the normalisation takes away.
+    """
+    x = x_BTHD.astype(jnp.promote_types(jnp.float32, x_BTHD.dtype))
+    if options.feature_map in ELEMENTWISE:
+        y_BTHM = ELEMENTWISE[options.feature_map](x)
+    elif options.feature_map == "taylor":
+        y_BTHM = _taylor(x, options.order)
+    else:
+        assert directions_RD is not None
+        y_BTHM = _favor(x, directions_RD.astype(x.dtype), positive=options.feature_map == "favor",
+                        scaled=query and options.normalize)
+    return y_BTHM if options.feature_map in SIGNED else y_BTHM.astype(x_BTHD.dtype)
+
+
+def _favor(x_BTHD: Array, directions_RD: Array, *, positive: bool, scaled: bool) -> Array:
+    R, D = directions_RD.shape
+    x_BTHD *= D**-0.25
+    # An error in an exponent is a relative one of the weight: no reduced precision here.
+    along_BTHR = jnp.einsum("bthd,rd->bthr", x_BTHD, directions_RD, precision=lax.Precision.HIGHEST)
+    half_BTH1 = 0.5 * jnp.sum(x_BTHD**2, axis=-1, keepdims=True)
+    exponent = along_BTHR - half_BTH1 if positive else half_BTH1
+    if scaled:
+        exponent += QUERY_EXPONENT - lax.stop_gradient(exponent.max(axis=-1, keepdims=True))
+    else:
+        exponent = jnp.minimum(exponent, KEY_EXPONENT)
+    size = jnp.exp(exponent - 0.5 * math.log(R))
+    return size if positive else size * jnp.concatenate([jnp.cos(along_BTHR), jnp.sin(along_BTHR)], axis=-1)
+
+
+def _taylor(x_BTHD: Array, order: int) -> Array:
+    D = x_BTHD.shape[-1]
+    x_BTHD *= D**-0.25
+    terms = [jnp.ones_like(x_BTHD[..., :1]), x_BTHD]
+    if order == 2:
+        # (q̂·k̂)²/2 is a sum over pairs of dimensions, each but the squares twice.
+        i, j = np.triu_indices(D)
+        scale = np.where(i == j, math.sqrt(0.5), 1.0).astype(x_BTHD.dtype)
+        terms.append(x_BTHD[..., i] * x_BTHD[..., j] * scale[None, None, None, :])
+    return jnp.concatenate(terms, axis=-1)

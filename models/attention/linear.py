@@ -3,35 +3,59 @@
 Katharopoulos, Vyas, Pappas, Fleuret: "Transformers are RNNs", 2020. ``chunked`` is the same function computed faster.
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from flax import nnx
+from jax import Array, lax
 
 from kernels.linear_attention import State, linear_attention
-from models.attention.feature_maps import FeatureMap, features
+from models.attention.feature_maps import RANDOM, FeatureOptions, draw_directions, feature_width, features
 from models.attention.self_attention import SelfAttention
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(FeatureOptions):
     """Options of linear attention."""
 
-    feature_map: FeatureMap = "elu"
-    """φ, applied to queries and keys."""
-    normalize: bool = True
-    """Divide by the sum of weights."""
     form: Literal["parallel", "rowwise", "blockwise", "cumsum", "recurrent"] = "blockwise"
     """parallel: masked T × T product; rowwise: a query at a time; blockwise: in blocks, never materialised; cumsum: all
     states at once; recurrent: token by token."""
+
+
+class Directions(nnx.Variable):
+    """Random directions of a feature map: no parameter, and drawn anew by the training step only."""
 
 
 class Attention(SelfAttention):
     """Linear attention: decoding keeps a state of constant size."""
 
     decode_state = "constant"
+
+    def __init__(self, config: FeatureOptions, *, heads: int, head_width: int, width: int, max_length: int,
+                 rngs: nnx.Rngs):
+        super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
+        if config.feature_map == "favor_trigonometric":
+            warnings.warn(f"{self.name}: weights by favor_trigonometric have a variance that is largest where they are "
+                          "smallest, and can be negative; it is there to be compared with favor", stacklevel=2)
+        # The heads of a layer share them.
+        self.directions_RD = Directions(self._draw(rngs())) if config.feature_map in RANDOM else None
+
+    @property
+    def feature_width(self) -> int:
+        """M."""
+        return feature_width(self.config, self.head_width)
+
+    def redraw(self, step: Array, key: Array) -> None:
+        """Draw random directions anew if it is time to; the training step calls it before update ``step``, from 0."""
+        every = self.config.redraw_every
+        if self.directions_RD is not None and every:
+            last_RD = self.directions_RD[...]
+            due = (step > 0) & (step % every == 0)
+            self.directions_RD[...] = lax.cond(due, lambda: self._draw(key), lambda: last_RD)
 
     @property
     def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -54,7 +78,7 @@ class Attention(SelfAttention):
                                 segment_ids_BT=segment_ids_BT, chunk_size=self.chunk_size, implementation=self.form)[0]
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> State:
-        M = D = self.head_width
+        M, D = self.feature_width, self.head_width
         return State(jnp.zeros((batch, self.heads, M, D), jnp.float32), jnp.zeros((batch, self.heads, M), jnp.float32))
 
     def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: State, *, x_BTE: Array,
@@ -66,10 +90,10 @@ class Attention(SelfAttention):
                                 initial_state=cache, segment_ids_BT=segment_ids_BT)
 
     def flops(self, tokens: int, context: int) -> int:
-        M = D = self.head_width
+        M, D = self.feature_width, self.head_width
         if self.form in ("parallel", "rowwise", "blockwise"):
-            return tokens * context * self.heads * (M + D)
-        return 4 * tokens * self.heads * M * D
+            return tokens * self.heads * (context * (M + D) + self._feature_flops())
+        return tokens * self.heads * (4 * M * D + self._feature_flops())
 
     def state_bytes(self, context: int) -> int:
         cache = jax.eval_shape(lambda: self.init_cache(1, context, jnp.float32))
@@ -79,4 +103,12 @@ class Attention(SelfAttention):
         return self.form
 
     def _features(self, q_BTHD: Array, k_BTHD: Array) -> tuple[Array, Array]:
-        return features(self.config.feature_map, q_BTHD), features(self.config.feature_map, k_BTHD)
+        directions_RD = None if self.directions_RD is None else self.directions_RD[...]
+        return (features(self.config, q_BTHD, directions_RD, query=True), features(self.config, k_BTHD, directions_RD))
+
+    def _feature_flops(self) -> int:
+        """Of a token and head: the product of query and key with the random directions."""
+        return 4 * self.config.features * self.head_width if self.config.feature_map in RANDOM else 0
+
+    def _draw(self, key: Array) -> Array:
+        return draw_directions(key, self.config.features, self.head_width, orthogonal=self.config.orthogonal)

@@ -19,7 +19,7 @@ from models.attention.self_attention import SelfAttention
 
 ROOT = Path(__file__).parents[2]
 MODES = sorted(attention.modes())
-PARAMETER_FREE = ["chunked", "linear", "softmax"]
+PARAMETER_FREE = ["chunked", "linear", "performer", "softmax"]
 B, H, D, E = 2, 2, 4, 8
 T, ROOM = 150, 320  # more than two chunks of 64
 
@@ -78,7 +78,7 @@ def masks(module: SelfAttention) -> list[bool]:
     return [causal for causal, can in ((True, module.causal), (False, module.bidirectional)) if can]
 
 
-def test_the_three_modes_are_found_and_helpers_are_not():
+def test_the_modes_are_found_and_helpers_are_not():
     assert set(PARAMETER_FREE) <= set(MODES)
     assert not {"self_attention", "feature_maps", "__init__"} & set(MODES)
 
@@ -93,8 +93,9 @@ def test_flags(mode):
 
 
 @pytest.mark.parametrize(("mode", "decode_state"),
-                         [("softmax", "growing"), ("linear", "constant"), ("chunked", "constant")])
-def test_flags_of_the_three_modes(mode, decode_state):
+                         [("softmax", "growing"), ("linear", "constant"), ("chunked", "constant"),
+                          ("performer", "constant")])
+def test_flags_of_the_modes_without_parameters(mode, decode_state):
     module = build(mode)
     assert (module.causal, module.bidirectional, module.prefix_exact) == (True, True, True)
     assert module.decode_state == decode_state

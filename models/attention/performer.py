@@ -1,0 +1,36 @@
+"""``performer``: softmax attention approximated by random features, and computed as ``chunked`` linear attention.
+
+Choromanski et al., "Rethinking Attention with Performers", 2021; ``models/attention/feature_maps.py`` has the formulas.
+Unlike the released code it takes no maximum over keys, so that it decodes exactly, as a recurrent network, and draws
+its random directions from seed and step, not from the data.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from models.attention import chunked
+from models.attention.feature_maps import RandomFeatures
+
+
+@dataclass(frozen=True)
+class Config(RandomFeatures):
+    """Options of the Performer."""
+
+    phi: Literal["favor", "favor_trigonometric", "performer_relu"] = "favor"
+    """φ. favor: FAVOR+, positive features of the softmax; favor_trigonometric: cosines and sines, to compare with;
+    performer_relu: relu(x) + 0.001 and no random directions, as Long Range Arena's released code has it."""
+    chunk_size: int | None = None
+    """Tokens in a chunk; None: what is fastest on this kind of device."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_least("chunk_size", 1)
+
+
+class Attention(chunked.Attention):
+    """Chunked linear attention of the Performer's features."""
+
+    def __init__(self, config: Config, **sizes: Any):
+        super().__init__(chunked.Config(
+            feature_map=config.phi, features=config.features, orthogonal=config.orthogonal,
+            redraw_every=config.redraw_every, chunk_size=config.chunk_size), **sizes)

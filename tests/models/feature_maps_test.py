@@ -1,0 +1,121 @@
+"""Feature maps against the weights they stand for: the mean over draws, the error, and what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs.schema import ConfigError
+from models.attention.chunked import Config
+from models.attention.feature_maps import FeatureMap, FeatureOptions, draw_directions, feature_width, features
+from models.attention.performer import Config as PerformerConfig
+
+D, KEYS, DRAWS = 8, 6, 4000
+
+
+def vectors(seed: int, tokens: int, norm: float) -> jax.Array:
+    """(1, tokens, 1, D), all of one length."""
+    x = jax.random.normal(jax.random.key(seed), (1, tokens, 1, D))
+    return norm * x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+Q, K = vectors(0, 1, 1.5), vectors(1, KEYS, 1.5)
+EXACT = np.exp(np.einsum("bthd,bshd->s", Q, K) / np.sqrt(D))
+"""The weights of softmax attention."""
+
+
+@functools.cache
+def weights(feature_map: FeatureMap, count: int, *, orthogonal: bool = True) -> np.ndarray:
+    """φ(q)·φ(k) of each key in each of many draws, unscaled."""
+    options = FeatureOptions(feature_map=feature_map, normalize=False, features=count)
+
+    def draw(key):
+        w = draw_directions(key, count, D, orthogonal=orthogonal)
+        return jnp.einsum("bthm,bshm->s", features(options, Q, w, query=True), features(options, K, w))
+
+    return np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(3), DRAWS)), np.float64)
+
+
+def mean_and_doubt(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over draws, and the standard error of that mean."""
+    return x.mean(axis=0), x.std(axis=0) / np.sqrt(len(x))
+
+
+def squared_error(*case, **options) -> float:
+    return float(np.mean((weights(*case, **options) / EXACT - 1) ** 2))
+
+
+@pytest.mark.parametrize(("feature_map", "count", "orthogonal"), [
+    ("favor", 16, True), ("favor", 16, False), ("favor_trigonometric", 16, True)])
+def test_random_weights_have_no_bias(feature_map, count, orthogonal):
+    mean, doubt = mean_and_doubt(weights(feature_map, count, orthogonal=orthogonal))
+    assert np.all(doubt < 0.04 * EXACT)  # or the next line says little
+    np.testing.assert_array_less(np.abs(mean - EXACT), 4 * doubt)
+
+
+def test_their_ratio_has_one():
+    """Here q sees two keys, one twice as heavy: the share of the heavy one comes out too small."""
+    heavy, light = np.argmax(EXACT), np.argmin(EXACT)
+    sampled = weights("favor", 16, orthogonal=False)[:, [heavy, light]]
+    exact = EXACT[heavy] / (EXACT[heavy] + EXACT[light])
+    bias, doubt = mean_and_doubt(sampled[:, 0] / sampled.sum(axis=1) - exact)
+    assert abs(bias) > 10 * doubt
+    less = weights("favor", 256, orthogonal=False)[:, [heavy, light]]
+    assert abs(mean_and_doubt(less[:, 0] / less.sum(axis=1) - exact)[0]) < abs(bias) / 4
+
+
+def test_the_error_falls_with_the_root_of_the_number_of_features():
+    """Of the smallest weight: the estimates of large ones are so skewed that their error needs more draws."""
+    errors = [np.std(weights("favor", count, orthogonal=False)[:, np.argmin(EXACT)]) for count in (16, 256)]
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
+
+
+def test_orthogonal_directions_have_the_smaller_error():
+    assert squared_error("favor", 16) < 0.9 * squared_error("favor", 16, orthogonal=False)
+
+
+def test_orthogonal_directions_are_at_right_angles_and_as_long_as_normal_vectors():
+    w = np.asarray(draw_directions(jax.random.key(0), 1004, D, orthogonal=True), np.float64)
+    assert w.shape == (1004, D)
+    for group in (w[:D], w[-4:]):  # the last one is cut short
+        lengths = np.linalg.norm(group, axis=1)
+        np.testing.assert_allclose(group @ group.T, np.diag(lengths**2), atol=1e-5)
+    assert np.mean(w**2) == pytest.approx(1, rel=0.05)
+    assert np.std(np.sum(w**2, axis=1)) == pytest.approx(np.sqrt(2 * D), rel=0.1)
+
+
+def test_cosines_vary_most_where_the_weight_is_small():
+    cosines, positive = (np.std(weights(name, 16), axis=0) / EXACT for name in ("favor_trigonometric", "favor"))
+    light, heavy = np.argmin(EXACT), np.argmax(EXACT)
+    assert positive[light] < 0.8 * positive[heavy]
+    assert cosines[light] > 2 * cosines[heavy]
+    assert weights("favor_trigonometric", 1).min() < 0 < weights("favor", 16).min()
+
+
+@pytest.mark.parametrize(("order", "width"), [(1, 9), (2, 45)])
+def test_taylor_is_the_exponential_cut_short(order, width):
+    options = FeatureOptions(feature_map="taylor", normalize=False, order=order)
+    q, k = features(options, Q, query=True), features(options, K)
+    assert q.shape[-1] == feature_width(options, D) == width
+    score = np.log(EXACT)
+    expected = 1 + score + (score**2 / 2 if order == 2 else 0)
+    np.testing.assert_allclose(jnp.einsum("bthm,bshm->s", q, k), expected, rtol=1e-5)
+
+
+def test_performer_relu_is_never_zero():
+    y = features(FeatureOptions(feature_map="performer_relu"), jnp.array([-2.0, 0.0, 2.0]).reshape(1, 1, 1, 3))
+    np.testing.assert_allclose(y.ravel(), [1e-3, 1e-3, 2.001], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (lambda: Config(feature_map="taylor", order=1), r"model\.modes\.chunked\.normalize: .*taylor of order 1"),
+    (lambda: Config(features=0), r"model\.modes\.chunked\.features is 0; expected at least 1"),
+    (lambda: PerformerConfig(features=-3), r"model\.modes\.performer\.features is -3"),
+    (lambda: PerformerConfig(redraw_every=-1), r"model\.modes\.performer\.redraw_every is -1; expected at least 0"),
+    (lambda: PerformerConfig(chunk_size=0), r"model\.modes\.performer\.chunk_size is 0"),
+])
+def test_options_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        options()
