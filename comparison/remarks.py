@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from comparison.runs import Run
 
@@ -11,7 +12,16 @@ MAX_NAMES = 3
 
 def remarks(runs: Sequence[Run]) -> list[str]:
     """A sentence each."""
-    return [*(note for run in runs for note in _lines(run)), *_differences(runs)]
+    return [*(note for run in runs for note in _lines(run)), *_same_seeds(runs), *_differences(runs)]
+
+
+def _same_seeds(runs: Sequence[Run]) -> list[str]:
+    """Runs that are one experiment twice."""
+    alike: dict[tuple[str, Any], list[str]] = {}
+    for run in runs:
+        alike.setdefault((run.setup, run.config.get("train", {}).get("seed")), []).append(run.name)
+    return [f"{' and '.join(names)} have the same config and the same seed: no mean is taken of them."
+            for names in alike.values() if len(names) > 1]
 
 
 def _lines(run: Run) -> list[str]:

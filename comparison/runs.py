@@ -1,8 +1,10 @@
 """Runs as their folders tell them, and set-ups: runs that differ in their seed alone."""
 
+import dataclasses
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +15,7 @@ import numpy as np
 
 from comparison.curves import Columns, Curve, read_curves, smooth
 from comparison.flops import flops_per_token
-from configs.schema import ConfigError
+from configs.schema import Config, ConfigError
 
 AXES = {  # what x can be: column, button and axis title
     "step": ("Steps", "steps"),
@@ -99,7 +101,7 @@ class Run:
     @property
     def setup(self) -> str:
         """Equal for runs that differ in nothing that changes a loss but the seed."""
-        fields = {name: value for name, value in self.fields.items()
+        fields = {name: value for name, value in (_defaults(self.config) | self.fields).items()
                   if not any(name == part or name.startswith(f"{part}.") for part in NO_MATTER)}
         checksum = self.environment.get("corpus_checksum")
         if checksum is not None:  # the same tokens may lie elsewhere
@@ -283,14 +285,28 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 def group(runs: Sequence[Run]) -> list[Setup]:
     """The set-ups, in the order of the runs."""
-    setups: dict[str, list[Run]] = {}
+    setups: dict[tuple[str, int], list[Run]] = {}
+    of_seed: Counter[tuple[str, Any]] = Counter()
     for run in runs:
-        setups.setdefault(run.setup, []).append(run)
+        seed = (run.setup, run.config.get("train", {}).get("seed"))
+        # A second run of one seed says nothing of how much seeds differ: it is no member of the mean.
+        setups.setdefault((run.setup, of_seed[seed]), []).append(run)
+        of_seed[seed] += 1
     found = list(setups.values())
     labels = [seeds[0].label for seeds in found]
     names = [_setup_label(seeds, [other[0] for other in found if other[0].label == seeds[0].label]) for seeds in found]
     return [Setup(name if names.count(name) == 1 else f"{label}, {seeds[0].name}", tuple(seeds))
             for seeds, label, name in zip(found, labels, names, strict=True)]
+
+
+def _defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """What every field is where a config does not name it: it may be of an older version, with fewer fields."""
+    from models import attention
+
+    known = set(attention.modes())
+    modes = {mode: dataclasses.asdict(attention.load(mode).Config())
+             for mode in config.get("model", {}).get("modes") or {} if mode in known}
+    return flatten(Config().to_dict() | {"model": Config().to_dict()["model"] | {"modes": modes}})
 
 
 def _setup_label(seeds: Sequence[Run], same_label: Sequence[Run]) -> str:

@@ -53,8 +53,12 @@ def _of_group(setups: Sequence[Setup]) -> list[str]:
         sentences = [_at_equal(axis, known, quantity) for axis in axes]
         single = [setup.label for setup in known if len(setup.runs) == 1]
         if single:
-            seeds = "One seed each" if len(single) == len(known) else f"One seed of {_listed(single)}"
-            sentences.append(f"{seeds}: no interval, for how much the loss varies from seed to seed is not known.")
+            if len(single) == len(known):
+                sentences.append("One seed each: no interval, for how much the loss varies from seed to seed is not "
+                                 "known.")
+            else:
+                sentences.append(f"One seed of {_listed(single)}: its loss is taken to vary as much as that of the "
+                                 "set-up it is compared with.")
     if unknown:
         what = "bits per byte of val tokens" if quantity == "bits_per_byte" else "val loss"
         sentences.append(f"Nothing is claimed of {_listed(unknown)}, without {what}.")
@@ -164,18 +168,22 @@ def _crossing(axis: str, best: Setup, other: Setup, quantity: str) -> tuple[floa
 
 
 def welch_interval(a: Sequence[float], b: Sequence[float], confidence: float) -> tuple[float, float] | None:
-    """The confidence interval of mean(a) − mean(b), with variances that may differ; None where one has fewer than two
-    values.
+    """The confidence interval of mean(a) − mean(b), with variances that may differ; None where neither has two values,
+    or where they do not vary. A single value is taken to vary as much as the others do.
 
     Welch, "The generalization of 'Student's' problem when several different population variances are involved", 1947.
     """
-    if min(len(a), len(b)) < 2:
-        return None
     difference = float(np.mean(a) - np.mean(b))
-    errors = [float(np.var(values, ddof=1)) / len(values) for values in (a, b)]
-    if not sum(errors):
-        return difference, difference
-    freedom = sum(errors) ** 2 / sum(error**2 / (len(values) - 1) for error, values in zip(errors, (a, b), strict=True))
+    several = [values for values in (a, b) if len(values) > 1]
+    variances = [float(np.var(values if len(values) > 1 else several[0], ddof=1)) for values in (a, b) if several]
+    if not sum(variances):
+        return None
+    errors = [variance / len(values) for variance, values in zip(variances, (a, b), strict=True)]
+    if len(several) == 1:
+        freedom = len(several[0]) - 1.0
+    else:
+        freedom = sum(errors) ** 2 / sum(error**2 / (len(values) - 1)
+                                         for error, values in zip(errors, (a, b), strict=True))
     reach = student_quantile(confidence, freedom) * sum(errors) ** 0.5
     return difference - reach, difference + reach
 

@@ -16,6 +16,6 @@ def get_config(attention: str = "chunked") -> Config:
         model=ModelConfig(layers=4, heads=4, width=128, context=4096, positions="rotary",
                           attention=tuple(attention.split(",")), modes={"linear": linear, "chunked": linear}),
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=20, final_fraction=0.05),
-        train=TrainConfig(steps=None, minutes=2.5, batch_size=1, eval_every=25, eval_batches=16),
+        train=TrainConfig(steps=None, minutes=2.5, batch_size=1, eval_every=25, eval_batches=16, sample_every=100),
         checkpoint=CheckpointConfig(every_steps=200),
     )

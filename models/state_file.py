@@ -83,7 +83,9 @@ def load(path: Path, model: GPT) -> Memory:
     if about.pop("sha256", None) != _checksum(tensors, about):
         raise StateError(f"{path}: damaged, it does not have the checksum it was written with; make it again")
     theirs, ours = about["model"], fingerprint(model)
-    differing = [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)]
+    # An option that only one of them has came with another version, in which the other's is the default.
+    differing = [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)
+                 and ((name in theirs and name in ours) or not name.startswith("model.modes."))]
     if differing:
         # What only one of them has follows from another difference, as the parameters do.
         shared = [f"{name} is {ours[name]} here and {value} there" for name, value in theirs.items()

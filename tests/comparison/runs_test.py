@@ -8,6 +8,7 @@ import pytest
 
 from comparison.flops import flops_per_token
 from comparison.reading import Reader
+from comparison.remarks import remarks
 from comparison.runs import RunError, differences, group, load_run, name_runs
 from configs.schema import ConfigError
 from tests.comparison.made import read_lines, write_lines, write_run
@@ -24,6 +25,16 @@ def test_runs_that_differ_in_what_changes_no_loss_are_seeds_of_one_setup(tmp_pat
     assert [setup.label for setup in group(runs)] == ["softmax, learning_rate 0.001", "softmax, learning_rate 0.25"]
     assert differences(runs) == {"optimizer.learning_rate": [0.001, 0.001, 0.25], "train.seed": [0, 1, 0],
                                  "checkpoint.every_steps": [500, 7, 500]}
+
+
+def test_a_copy_is_no_second_seed_and_an_older_config_no_other_setup(tmp_path):
+    first, second, copy = write_run(tmp_path / "a"), write_run(tmp_path / "b", seed=1), write_run(tmp_path / "c")
+    config = json.loads((second / "config.json").read_text())
+    del config["model"]["initial_scale"]
+    (second / "config.json").write_text(json.dumps(config))
+    runs = [load_run(path) for path in (first, second, copy)]
+    assert [[run.name for run in setup.runs] for setup in group(runs)] == [["a", "b"], ["c"]]
+    assert remarks(runs) == ["a and c have the same config and the same seed: no mean is taken of them."]
 
 
 def test_names_say_what_a_run_is(tmp_path):

@@ -98,6 +98,13 @@ def test_one_parameter_is_enough_to_differ(tmp_path):
     assert "but other parameters" in refused(save(tmp_path / "s"), model)
 
 
+def test_a_mode_may_have_gained_an_option_since(tmp_path, monkeypatch):
+    path = save(tmp_path / "s")
+    now = state_file.fingerprint
+    monkeypatch.setattr(state_file, "fingerprint", lambda model: now(model) | {"model.modes.chunked.new": "0"})
+    assert state_file.load(path, make_model()).position == 5
+
+
 def test_the_number_format_of_the_products_may_differ(tmp_path):
     model = make_model(dtype="bfloat16")
     Sampler(model)  # keeps weights in it, for itself
