@@ -133,7 +133,10 @@ def sample(options: Options) -> None:
         memory = converse(sampler, encoding, options, prompt, memory)
     else:
         memory = go_on(sampler, encoding, options, prompt, memory, about=origin)
-    if options.save_state is not None and memory is not None:
+    if options.save_state is not None:
+        if memory is None:
+            note(f"{options.save_state}: not written, for there was no text")
+            return
         state_file.save(options.save_state, memory, run.model, origin=f"{options.run} step {run.step}")
         note(f"{options.save_state}: {memory.position:,} tokens in {options.save_state.stat().st_size:,} bytes")
 

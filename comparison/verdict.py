@@ -21,7 +21,8 @@ def verdict(setups: Sequence[Setup]) -> list[str]:
 
     A difference between means over seeds is claimed where its 95 % interval (Welch's, by Student's t) leaves out zero;
     among more than two set-ups the lowest is compared with each other one at the level that makes all intervals hold
-    together with 95 % (Bonferroni). One seed each carries no interval: then the losses are told, and that.
+    together with 95 % (Bonferroni). A single seed is taken to vary as much as those it is compared with; one seed each
+    carries no interval: then the losses are told, and that.
     """
     groups: dict[tuple[str, str], list[Run]] = {}
     for setup in setups:
@@ -57,8 +58,8 @@ def _of_group(setups: Sequence[Setup]) -> list[str]:
                 sentences.append("One seed each: no interval, for how much the loss varies from seed to seed is not "
                                  "known.")
             else:
-                sentences.append(f"One seed of {_listed(single)}: its loss is taken to vary as much as that of the "
-                                 "set-up it is compared with.")
+                sentences.append(f"One seed of {_listed(single)}: taken to vary as much as the set-up compared with, "
+                                 "where that has several; between two of one seed there is no interval.")
     if unknown:
         what = "bits per byte of val tokens" if quantity == "bits_per_byte" else "val loss"
         sentences.append(f"Nothing is claimed of {_listed(unknown)}, without {what}.")

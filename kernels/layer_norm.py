@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from kernels import device
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def layer_norm(x_BTE: Float[Array, "B T E"], scale_E: Float[Array, " E"], bias_E: Float[Array, " E"],
@@ -33,12 +35,18 @@ def _backward(epsilon, saved, dy_BTE):
     E, dy = x_BTE.shape[2], dy_BTE.astype(mean.dtype)
     normal = (x_BTE.astype(mean.dtype) - mean) * rate
     product = dy * normal
-    # As products with a vector: of a sum, XLA's CPU backend would spread the scale over all tokens first.
-    along = jnp.einsum("bte,e->bt", product, scale_E)[..., None] / E
-    level = jnp.einsum("bte,e->bt", dy, scale_E)[..., None] / E
+    along, level = _weighted_sum(product, scale_E) / E, _weighted_sum(dy, scale_E) / E
     dx = rate * (dy * scale_E[None, None] - level - normal * along)
     dscale, dbias = product.sum(axis=(0, 1)), dy.sum(axis=(0, 1))
     return dx.astype(x_BTE.dtype), dscale.astype(scale_E.dtype), dbias.astype(bias_E.dtype)
+
+
+def _weighted_sum(x_BTE: Array, scale_E: Array) -> Array:
+    """Σ_e x_e scale_e, (B, T, 1). On a CPU as a product with a vector: of a sum, XLA spreads the scale over all tokens
+    first. A GPU makes the sum in one pass, and for a product would write x to memory."""
+    if device.platform() == "cpu":
+        return jnp.einsum("bte,e->bt", x_BTE, scale_E)[..., None]
+    return (x_BTE * scale_E[None, None]).sum(axis=2, keepdims=True)
 
 
 layer_norm.defvjp(_forward, _backward)

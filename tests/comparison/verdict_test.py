@@ -47,7 +47,7 @@ def test_seeds_have_an_interval_and_no_difference_is_shown_where_it_covers_zero(
         "After 100 steps, the lowest val loss is 1.1000 of softmax, against 2.1000 of linear; no difference is shown "
         "from 1.1500 of chunked.")
     # Of one seed the spread is taken to be that of the others, which hides what is closer.
-    assert said(*softmax, higher[0])[-1].startswith("One seed of linear: its loss is taken to vary as much")
+    assert said(*softmax, higher[0])[-1].startswith("One seed of linear: taken to vary as much")
     assert "no difference in val loss is shown" in said(*softmax, alike[0])[0]
     assert "softmax has the lower val loss" in said(*softmax, higher[0])[0]
 

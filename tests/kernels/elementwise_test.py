@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels import device
 from kernels.gelu import gelu
 from kernels.layer_norm import layer_norm
 from kernels.projection import project
@@ -40,7 +41,9 @@ def test_a_projection_and_its_gradients(shape, dtype, tolerance):
             arguments, tolerance)
 
 
-def test_a_layer_norm_and_its_gradients():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_layer_norm_and_its_gradients(platform, monkeypatch):
+    monkeypatch.setattr(device, "platform", lambda: platform)  # the form that it takes there, computed here
     def plain(x, scale, bias):
         centred = x - x.mean(axis=2, keepdims=True)
         variance = (centred**2).mean(axis=2, keepdims=True)
