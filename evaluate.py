@@ -92,7 +92,7 @@ def evaluate(options: Options) -> None:
                           f"{options.run} one of {run.model.vocab_size}; expected the tokens it was trained on")
     if corpora.checksum != run.environment.get("corpus_checksum"):
         note(f"{corpora} is another corpus than {options.run} was trained on")
-    evaluation.check_contexts(run.config.model, corpora, contexts)
+    evaluation.check_contexts(run.model, corpora, contexts)
     train = run.config.train
     batches = train.eval_batches if options.batches is None else options.batches
     tokens = batches * train.batch_size * run.config.model.context

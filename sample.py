@@ -200,7 +200,7 @@ def go_on(sampler: Sampler, encoding: "tiktoken.Encoding", options: Options, pro
         drawn = [stream.tokens + (stream.ended and not stream.stopped) for stream in streams]
         if position + max(drawn) == sampler.max_length and max(drawn) < options.max_new_tokens and not all(
                 stream.ended for stream in streams):
-            note(f"stopped at position {sampler.max_length}: the model has learned positions for no more")
+            note(f"stopped at position {sampler.max_length}: the model has positions for no more")
         seconds = generated - compiled
         note(f"{sum(drawn):,} tokens in {seconds:.2f} s ({sum(drawn) / seconds:,.0f} tokens/s, prompt included; "
              f"compiled in {compiled - started:.2f} s)")
@@ -225,7 +225,7 @@ def converse(sampler: Sampler, encoding: "tiktoken.Encoding", options: Options, 
             except ConfigError as error:
                 note(str(error))
         if memory is not None and memory.position == sampler.max_length:
-            note(f"full: the model has learned positions for {sampler.max_length:,} tokens and no more")
+            note(f"full: the model has positions for {sampler.max_length:,} tokens and no more")
             break
     return memory
 

@@ -36,6 +36,7 @@ from configs.schema import Config, ConfigError, load_recipe
 from data.loader import Corpora, open_corpora
 from models import attention as attentions
 from models import gpt
+from models.block import has_fast_bfloat16
 from models.pretrained import PUBLISHED
 from training import logging, loop, samples
 from training.checkpoint import Checkpoints
@@ -136,7 +137,7 @@ def settle(config: Config) -> Config:
             raise ConfigError(f"{name} is {value}; expected 0 to {most:g}")
     if not 0 <= train.seed < 2**32:
         raise ConfigError(f"train.seed is {train.seed}; expected 0 to {2**32 - 1}")
-    if model.dtype == "bfloat16" and not gpt.has_fast_bfloat16():
+    if model.dtype == "bfloat16" and not has_fast_bfloat16():
         note("model.dtype is float32: this CPU has no fast products of bfloat16")
         model = dataclasses.replace(model, dtype="float32")
     if train.batch_size % train.accumulate:
@@ -224,6 +225,14 @@ def check_not_imported(run_dir: Path) -> None:
                           "another --run-dir")
 
 
+def check_packing(packing: str, model: gpt.GPT) -> None:
+    """Raises :class:`ConfigError` where documents are to stand side by side and a mode cannot keep them apart."""
+    modes = [block.attention.name for block in model.blocks if not block.attention.packs(causal=True)]
+    if packing == "documents" and modes:
+        raise ConfigError(f"data.packing documents: attention mode {modes[0]!r} cannot keep the documents of a row "
+                          "apart; expected stream")
+
+
 def initial_parameters(run_dir: Path, model: gpt.GPT, tokenizer: str, init_from: Path | None,
                        reset: str | None) -> Taken | None:
     """What ``run_dir``, where it is new, takes from ``init_from``.
@@ -263,6 +272,7 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
     make_mesh(config.mesh, config.train, config.model.context)
     model = nnx.eval_shape(lambda: make_model(config, corpora.vocabulary_size))
     samples.check(config.train, model)
+    check_packing(config.data.packing, model)
     # A kernel that cannot do what is asked says so when it is traced.
     tokens_BT = jax.ShapeDtypeStruct((1, config.model.context), jnp.int32)
     segment_ids_BT = tokens_BT if config.data.packing == "documents" else None

@@ -124,7 +124,7 @@ def losses(run_dir: Path, context: int | None, windows: int) -> dict[str, Any]:
     trained = run.config.model.context
     context = context or 16 * trained
     corpora = open_corpora(run.config.data)
-    evaluation.check_contexts(run.config.model, corpora, [context])
+    evaluation.check_contexts(run.model, corpora, [context])
     entry = evaluation.evaluate(run.model, corpora, contexts=[context], windows=(), tokens=windows * context,
                                 tokens_at_once=context, packing=run.config.data.packing,
                                 progress=lambda line: print(f"{run_dir.name}: {line}", file=sys.stderr))[0]

@@ -41,6 +41,38 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class EncoderConfig:
+    """A bidirectional encoder with a classifier: sizes, positions, pooling, and the attention mode of each layer."""
+
+    layers: int = 4
+    """Number of transformer blocks."""
+    heads: int = 4
+    """Attention heads; divides the width where head_width is not given."""
+    width: int = 256
+    """Width E of the residual stream."""
+    head_width: int | None = None
+    """Width of a head; None: width / heads."""
+    mlp_width: int = 1024
+    """Width F of the MLPs, and of the classifier's hidden layer."""
+    context: int = 1024
+    """Tokens of a sequence at most."""
+    positions: Literal["sinusoidal", "learned", "rotary", "none"] = "sinusoidal"
+    """How the model knows where a token stands."""
+    pooling: Literal["cls", "mean"] = "cls"
+    """What the classifier reads. cls: a learned token put before the sequence; mean: the mean over valid tokens."""
+    towers: int = 1
+    """Sequences of an example: 2 share the encoder."""
+    classes: int = 2
+    """Classes to choose from."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of the products; parameters stay float32. auto: bfloat16 where the device is fast at it."""
+    attention: tuple[str, ...] = ("softmax",)
+    """Attention modes, a pattern over layers repeated to the depth."""
+    modes: dict[str, Any] = field(default_factory=dict)
+    """Options of each mode in use; a recipe may give a dict of overrides."""
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Where the tokens come from."""
 

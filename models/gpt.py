@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from configs.schema import ConfigError, ModelConfig
-from kernels import device
-from kernels.gelu import gelu
-from kernels.layer_norm import layer_norm
 from kernels.projection import activation_dtype, rows_for_gpu
 from kernels.segments import positions_of
 from models import attention as attentions
-from models.attention.self_attention import INITIAL_SCALE, Linear
+from models.attention.self_attention import INITIAL_SCALE
+from models.block import Block, LayerNorm, layer_modes, linears, number_format
 
 
 class Cache(NamedTuple):
@@ -26,51 +22,6 @@ class Cache(NamedTuple):
 
     position_B: Array
     layers: tuple[Any, ...]
-
-
-class LayerNorm(nnx.LayerNorm):
-    """``nnx.LayerNorm`` by our own gradient, which moves less memory."""
-
-    def __call__(self, x_BTE: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
-        assert self.scale is not None
-        assert self.bias is not None
-        return layer_norm(x_BTE, self.scale[...], self.bias[...], self.epsilon)
-
-
-class MLP(nnx.Module):
-    """Two projections with a tanh GELU between."""
-
-    def __init__(self, width: int, *, rngs: nnx.Rngs):
-        self.hidden = Linear(width, 4 * width, rngs=rngs)
-        self.output = Linear(4 * width, width, rngs=rngs)
-
-    def __call__(self, x_BTE: Array) -> Array:
-        return self.output(gelu(self.hidden(x_BTE)))
-
-
-class Block(nnx.Module):
-    """Pre-LayerNorm attention and MLP on a float32 residual stream; products in ``dtype``."""
-
-    def __init__(self, config: ModelConfig, mode: str, *, rngs: nnx.Rngs):
-        self.dtype = activation_dtype(config.dtype)
-        self.attention_norm = _layer_norm(config.width, rngs)
-        self.attention = attentions.load(mode).Attention(
-            config.modes[mode], heads=config.heads, head_width=config.width // config.heads, width=config.width,
-            max_length=config.context, rngs=nnx.Rngs(rngs.attention()))
-        self.mlp_norm = _layer_norm(config.width, rngs)
-        self.mlp = MLP(config.width, rngs=rngs)
-
-    def __call__(self, x_BTE: Array, positions_BT: Array | None, segment_ids_BT: Array | None) -> Array:
-        x_BTE += self.attention(self.attention_norm(x_BTE).astype(self.dtype), positions_BT=positions_BT,
-                                segment_ids_BT=segment_ids_BT)
-        return x_BTE + self.mlp(self.mlp_norm(x_BTE).astype(self.dtype))
-
-    def decode(self, x_BTE: Array, cache: Any, positions_BT: Array | None,
-               lengths_B: Array | None) -> tuple[Array, Any]:
-        y_BTE, cache = self.attention.decode(self.attention_norm(x_BTE).astype(self.dtype), cache,
-                                             positions_BT=positions_BT, lengths_B=lengths_B)
-        x_BTE += y_BTE
-        return x_BTE + self.mlp(self.mlp_norm(x_BTE).astype(self.dtype)), cache
 
 
 class GPT(nnx.Module):
@@ -95,16 +46,24 @@ class GPT(nnx.Module):
         self.position_embedding = nnx.data(
             nnx.Embed(config.context, config.width, embedding_init=normal, rngs=rngs)
             if config.positions == "learned" else None)
-        self.blocks = nnx.List([Block(config, mode, rngs=rngs) for mode in layer_modes(config)])
-        self.final_norm = _layer_norm(config.width, rngs)
-        for _, module in nnx.iter_modules(self):
-            if isinstance(module, Linear):
-                module.product_dtype = jnp.dtype(config.dtype)
-                module.kernel[...] *= config.initial_scale / INITIAL_SCALE
+        self.blocks = nnx.List([
+            Block(mode, config.modes[mode], width=config.width, heads=config.heads,
+                  head_width=config.width // config.heads, mlp_width=4 * config.width, max_length=config.context,
+                  dtype=config.dtype, rngs=rngs)
+            for mode in layer_modes(config)])
+        self.final_norm = LayerNorm(config.width, rngs=rngs)
+        for linear in linears(self, config.dtype):
+            linear.kernel[...] *= config.initial_scale / INITIAL_SCALE
         # Each block adds to the residual stream twice: scaled so that its variance does not grow with depth.
         for block in self.blocks:
             for linear in (block.attention.output, block.mlp.output):
                 linear.kernel[...] /= math.sqrt(2 * config.layers)
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of a sequence at most, where positions are learned or an attention mode is bounded; else None."""
+        bounded = self.position_embedding is not None or any(block.attention.bounded for block in self.blocks)
+        return self.config.context if bounded else None
 
     def __call__(self, tokens_BT: Int[Array, "B T"], *,
                  segment_ids_BT: Int[Array, "B T"] | None = None) -> Float[Array, "B T V"]:
@@ -169,11 +128,6 @@ class GPT(nnx.Module):
         return x_BTE + self.position_embedding(jnp.minimum(positions_BT, self.config.context - 1))
 
 
-def layer_modes(config: ModelConfig) -> Sequence[str]:
-    """The attention mode of each layer: the pattern repeated to the depth."""
-    return [config.attention[i % len(config.attention)] for i in range(config.layers)]
-
-
 def check(config: ModelConfig) -> ModelConfig:
     """``config`` with number format and modes resolved.
 
@@ -193,22 +147,4 @@ def check(config: ModelConfig) -> ModelConfig:
     for mode in config.attention:
         if not attentions.load(mode).Attention.causal:
             raise ConfigError(f"--attention {mode}: it sees the whole sequence and cannot be a language model")
-    return attentions.resolve(_with_dtype(config))
-
-
-def has_fast_bfloat16() -> bool:
-    """Whether the device multiplies bfloat16 faster than float32: a CPU does with AMX or AVX-512 BF16 units."""
-    if device.platform() != "cpu":
-        return True
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and bool({"amx_bf16", "avx512_bf16"} & set(cpuinfo.read_text().split()))
-
-
-def _with_dtype(config: ModelConfig) -> ModelConfig:
-    if config.dtype != "auto":
-        return config
-    return dataclasses.replace(config, dtype="bfloat16" if has_fast_bfloat16() else "float32")
-
-
-def _layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return LayerNorm(width, epsilon=1e-5, rngs=rngs)
+    return attentions.resolve(dataclasses.replace(config, dtype=number_format(config.dtype)))

@@ -27,6 +27,7 @@ from flax import nnx
 
 from configs.schema import Config, ConfigError, DataConfig, ModelConfig
 from models import gpt
+from models.block import layer_modes
 from models.gpt import GPT
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -133,7 +134,7 @@ def export_weights(run: Path, out: Path, *, step: int | None = None) -> None:
     _check_free(out)
     loaded = runs.load_model(run, step)
     config = loaded.model.config
-    others = sorted(set(gpt.layer_modes(config)) - {"softmax"})
+    others = sorted(set(layer_modes(config)) - {"softmax"})
     if others:
         raise ConfigError(f"{run}: model.attention has {', '.join(others)}; GPT-2's format can say softmax only")
     if config.positions != "learned":

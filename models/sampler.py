@@ -145,7 +145,7 @@ class Sampler:
     def __init__(self, model: GPT, *, end_of_text: int | None = None):
         jax.eval_shape(lambda: model.init_cache(1, 1))
         self.end_of_text = end_of_text
-        self.max_length = model.config.context if model.config.positions == "learned" else None
+        self.max_length = model.max_length
         """Tokens, prompt included, that the model has positions for; None: no bound."""
         # All that the compiled functions take is put on one device: what merely happens to be there, as a new array
         # does, has them compiled a second time for their own outputs.
@@ -247,7 +247,7 @@ class Sampler:
                               f"0 to {V - 1}")
         if self.max_length is not None and self.max_length < before + T:
             after = f" after {before:,} others" if before else ""
-            raise ConfigError(f"the prompt has {T:,} tokens{after}, and the model has learned positions for "
+            raise ConfigError(f"the prompt has {T:,} tokens{after}, and the model has positions for "
                               f"{self.max_length:,}; shorten the prompt")
         return before + T
 
@@ -322,7 +322,7 @@ class Sampler:
         """
         room = position + calls * TOKENS_PER_CALL
         if self.max_length is not None and self.max_length < room:
-            raise ConfigError(f"{room:,} tokens are more than the {self.max_length:,} learned positions of the model")
+            raise ConfigError(f"{room:,} tokens are more than the {self.max_length:,} that the model has positions for")
 
         def fill() -> Memory:
             key = jax.random.key(0)

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.gpt import GPT, layer_modes
+from models.block import layer_modes
+from models.gpt import GPT
 from models.sampler import Memory
 
 METADATA = "lineargpt-state"

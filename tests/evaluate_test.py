@@ -168,7 +168,7 @@ def test_contexts_that_the_positions_allow(folder, capsys):
     assert min(p["standard_error"] for entry in entries for p in entry["positions"]) > 0
     assert run(folder / "learned", "--context", "16") == 0
     err = refused(capsys, 2, folder / "learned", "--context", "16,33")
-    assert "--context 33: the model has learned positions for 32 tokens" in err
+    assert "--context 33: the model has positions for 32 tokens" in err
     assert [entry["context"] for entry in found(folder / "learned")["evaluations"]] == [16]
 
 

@@ -135,11 +135,11 @@ def test_a_prompt_file_is_the_same_as_the_prompt(runs, tmp_path, capsys):
 
 def test_learned_positions_end_and_it_says_so(runs, capsys):
     assert run(runs / "learned", "--prompt", "x" * 20, "--max-new-tokens", 100, "--temperature", 0) == 0
-    assert "stopped at position 32: the model has learned positions for no more" in capsys.readouterr().err
+    assert "stopped at position 32: the model has positions for no more" in capsys.readouterr().err
     assert run(runs / "learned", "--prompt", "x" * 20, "--max-new-tokens", 12, "--temperature", 0) == 0
     assert "stopped" not in capsys.readouterr().err
     message = refused(capsys, 2, runs / "learned", "--prompt", "x" * 33)
-    assert "prompt has 33 tokens, and the model has learned positions for 32" in message
+    assert "prompt has 33 tokens, and the model has positions for 32" in message
 
 
 def test_no_prompt_starts_after_end_of_text(runs, capsys):
@@ -208,8 +208,8 @@ def test_a_conversation_ends_where_the_positions_do(runs, monkeypatch, capsys):
     too_long = b"y" * 40
     assert converse(monkeypatch, b"\n".join([b"a\\", b"b", too_long, b"c", b"d"]), runs / "learned") == 0
     out, err = capsys.readouterr()
-    assert "the prompt has 40 tokens after 23 others, and the model has learned positions for 32" in err
-    assert err.endswith("full: the model has learned positions for 32 tokens and no more\n")
+    assert "the prompt has 40 tokens after 23 others, and the model has positions for 32" in err
+    assert err.endswith("full: the model has positions for 32 tokens and no more\n")
     assert len(out.splitlines()) >= 2
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from configs.schema import ConfigError, ModelConfig
+from configs.schema import ConfigError
 from data import DataError
 from data.loader import Batch, Corpora, TokenFiles, fixed_batches
 from kernels.cross_entropy import BLOCK_LOGITS
@@ -30,7 +30,7 @@ class Scores(NamedTuple):
 Scorer = Callable[[Batch], Scores]
 
 
-def check_contexts(model: ModelConfig, corpora: Corpora, contexts: Sequence[int]) -> None:
+def check_contexts(model: GPT, corpora: Corpora, contexts: Sequence[int]) -> None:
     """Whether a model can be evaluated at these contexts on these corpora.
 
     Raises:
@@ -49,9 +49,9 @@ def check_contexts(model: ModelConfig, corpora: Corpora, contexts: Sequence[int]
     for context in contexts:
         if context < 1:
             raise ConfigError(f"--context {context}: expected at least 1")
-        if model.positions == "learned" and context > model.context:
-            raise ConfigError(f"--context {context}: the model has learned positions for {model.context} tokens and "
-                              f"none beyond; expected at most {model.context} (rotary or no positions know no end)")
+        if model.max_length is not None and context > model.max_length:
+            raise ConfigError(f"--context {context}: the model has positions for {model.max_length} tokens and none "
+                              f"beyond; expected at most {model.max_length} (rotary or no positions know no end)")
 
 
 def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: Sequence[int], tokens: int,

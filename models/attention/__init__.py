@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from configs.schema import ConfigError, ModelConfig
+from configs.schema import ConfigError, EncoderConfig, ModelConfig
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def load(name: str) -> ModuleType:
     return modes()[name]
 
 
-def resolve(model: ModelConfig) -> ModelConfig:
+def resolve[C: (ModelConfig, EncoderConfig)](model: C) -> C:
     """``model`` with the ``Config`` of each mode it uses in ``modes``, and of no other.
 
     What ``modes`` holds already (a ``Config``, or a dict of overrides) is kept.

@@ -53,6 +53,8 @@ class SelfAttention(nnx.Module):
     """How what decoding keeps grows with the tokens seen; none: the mode has no cached decode."""
     prefix_exact: bool = True
     """An output never depends on later tokens, not even through bucketing."""
+    bounded: bool = False
+    """It has parameters for ``max_length`` tokens, and none beyond."""
 
     def __init__(self, config: Any, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         self.config = config
@@ -61,6 +63,10 @@ class SelfAttention(nnx.Module):
         self.key = Linear(width, heads * head_width, rngs=rngs)
         self.value = Linear(width, heads * head_width, rngs=rngs)
         self.output = Linear(heads * head_width, width, rngs=rngs)
+
+    def packs(self, causal: bool) -> bool:
+        """Whether segments can stand side by side in a row; where not, a row is one segment, and padding after it."""
+        return True
 
     # A mode defines these.
 
@@ -100,7 +106,15 @@ class SelfAttention(nnx.Module):
     def __call__(self, x_BTE: Float[Array, "B T E"], *, causal: bool = True,
                  positions_BT: Int[Array, "B T"] | None = None,
                  segment_ids_BT: Int[Array, "B T"] | None = None) -> Float[Array, "B T E"]:
-        """Attention over a whole sequence; queries and keys are rotated where ``positions_BT`` is given."""
+        """Attention over a whole sequence; queries and keys are rotated where ``positions_BT`` is given.
+
+        Raises:
+            NotImplementedError: a mask that the mode cannot do.
+        """
+        if not (self.causal if causal else self.bidirectional):
+            raise NotImplementedError(f"attention mode {self.name!r} "
+                                      + ("sees the whole sequence and cannot be causal" if causal else
+                                         "sees the past only and cannot look in both directions"))
         q_BTHD, k_BTHD, v_BTHD = self.project(x_BTE, positions_BT)
         y_BTHD = self.mix(q_BTHD, k_BTHD, v_BTHD, x_BTE=x_BTE, causal=causal, segment_ids_BT=segment_ids_BT)
         return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1))

@@ -60,6 +60,22 @@ def run_decode(module: SelfAttention):
     return lambda x_BTE, cache, lengths_B=None: layer(state, x_BTE, cache, lengths_B)
 
 
+def whole(module: SelfAttention):
+    """What decoding has to equal: a token's output in the whole sequence or, where later tokens change that too, at the
+    end of the sequence up to it."""
+    layer = run(module)
+    if module.prefix_exact:
+        return layer
+
+    def last_of_each_prefix(x_BTE):
+        segment_ids_BT = jnp.where(jnp.arange(x_BTE.shape[1])[None] <= jnp.arange(x_BTE.shape[1])[:, None], 0, -1)
+        rows = [layer(jnp.broadcast_to(x_1TE, (len(segment_ids_BT), *x_1TE.shape[1:])), segment_ids_BT)
+                for x_1TE in jnp.split(x_BTE, len(x_BTE))]
+        return jnp.stack([jnp.diagonal(y_BTE).T for y_BTE in rows])
+
+    return last_of_each_prefix
+
+
 def decoder(mode: str) -> SelfAttention:
     module = build(mode)
     if module.decode_state == "none":
@@ -86,7 +102,8 @@ def test_the_modes_are_found_and_helpers_are_not():
 @pytest.mark.parametrize("mode", MODES)
 def test_flags(mode):
     module = build(mode)
-    assert all(type(flag) is bool for flag in (module.causal, module.bidirectional, module.prefix_exact))
+    assert all(type(flag) is bool for flag in (module.causal, module.bidirectional, module.prefix_exact,
+                                               module.packs(True), module.packs(False)))
     assert module.causal or module.bidirectional
     assert module.decode_state in ("none", "constant", "window", "growing")
     assert module.name == mode
@@ -133,8 +150,17 @@ def test_looking_in_both_directions(mode):
     if not module.bidirectional:
         pytest.skip("sees the past only")
     layer, x = run(module), make_x()
-    perturbed = layer(x.at[:, -1].set(make_x(seed=1)[:, -1]), causal=False)
-    assert np.any(perturbed[:, 0] != layer(x, causal=False)[:, 0])
+    y = layer(x, causal=False)
+    perturbed = layer(x.at[:, 1:].set(make_x(seed=1)[:, 1:]), causal=False)
+    assert np.any(perturbed[:, 0] != y[:, 0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mask_that_a_mode_cannot_do_is_refused(mode):
+    module = build(mode)
+    for causal in {True, False} - set(masks(module)):
+        with pytest.raises(NotImplementedError, match=f"attention mode '{mode}'"):
+            module(make_x(), causal=causal)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -147,17 +173,17 @@ def test_extending_in_pieces_is_the_whole(mode):
         y, cache = extend(x[:, start:end], cache)
         pieces.append(y)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache) == structure  # a loop can carry it
-    assert_close(jnp.concatenate(pieces, axis=1), run(module)(x))
+    assert_close(jnp.concatenate(pieces, axis=1), whole(module)(x))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_prompts_of_different_lengths(mode):
     """Row b counts its first lengths_B[b] tokens; then, twice, another one or two."""
     module = decoder(mode)
-    x, extend, whole = make_x(), run_decode(module), run(module)
+    x, extend = make_x(), run_decode(module)
     lengths = np.array([70, 33], np.int32)
     y, cache = extend(x[:, :70], module.init_cache(B, ROOM, jnp.float32), lengths)
-    first = whole(x)
+    first = whole(module)(x)
     for b, n in enumerate(lengths):
         assert_close(y[b, :n], first[b, :n])
     filled = lengths
@@ -184,7 +210,7 @@ def test_segments_are_separate_sequences(mode):
     layer, x = run(module), make_x()
     cuts = range(0, T + 1, 50)
     segment_ids = (jnp.arange(T) // 50)[None].repeat(B, axis=0)
-    for causal in masks(module):
+    for causal in filter(module.packs, masks(module)):
         packed = layer(x, segment_ids, causal=causal)
         for start, end in itertools.pairwise(cuts):
             assert_close(packed[:, start:end], layer(x[:, start:end], causal=causal))
@@ -198,7 +224,10 @@ def test_gradients_are_the_slopes(mode):
     with jax.enable_x64(True):
         parameters = jax.tree.map(lambda p: p.astype(jnp.float64), parameters)
         x = jnp.asarray(make_x(70), jnp.float64)
-        segment_ids = jnp.where(jnp.arange(70) % 30 == 7, -1, jnp.arange(70) // 40)[None].repeat(B, axis=0)
+        segments = jnp.where(jnp.arange(70) % 30 == 7, -1, jnp.arange(70) // 40)
+        if not module.packs(module.causal):
+            segments = jnp.where(jnp.arange(70) < 60, 0, -1)
+        segment_ids = segments[None].repeat(B, axis=0)
         layer = jax.jit(lambda parameters, x: nnx.merge(graph, parameters, rest)(
             x, causal=module.causal, segment_ids_BT=segment_ids.astype(jnp.int32)))
         # Steps small beside initial parameters of 0.02, which inputs of 20 amplify; the tolerance is check_grads' own.

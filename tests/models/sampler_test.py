@@ -256,7 +256,7 @@ def test_weights_are_kept_in_the_number_format_of_the_products():
 
 
 def test_a_continuation_beyond_the_learned_positions_is_refused():
-    with pytest.raises(ConfigError, match="64 tokens are more than the 32 learned positions"):
+    with pytest.raises(ConfigError, match="64 tokens are more than the 32 that the model has positions"):
         Sampler(make_model(positions="learned")).continuation(32, calls=1)
 
 
@@ -294,9 +294,9 @@ def test_learned_positions_bound_the_tokens():
     assert sampler.max_length == 24
     assert tokens_of(sampler, prompt_of(20), GREEDY, max_new_tokens=100).shape == (1, 4)
     assert list(sampler.generate(prompt_of(24), GREEDY, max_new_tokens=100)) == []
-    with pytest.raises(ConfigError, match="prompt has 25 tokens, and the model has learned positions for 24"):
+    with pytest.raises(ConfigError, match="prompt has 25 tokens, and the model has positions for 24"):
         sampler.generate(prompt_of(25), GREEDY, max_new_tokens=1)
-    with pytest.raises(ConfigError, match="prompt has 5 tokens after 20 others, and the model has learned positions"):
+    with pytest.raises(ConfigError, match="prompt has 5 tokens after 20 others, and the model has positions"):
         sampler.generate(prompt_of(5), GREEDY, max_new_tokens=1, memory=sampler.encode(prompt_of(20)))
 
 

@@ -1,0 +1,137 @@
+"""Softmax attention of groups of queries to few keys each: what sparse patterns of blocks come down to.
+
+A pattern lays its tokens out in N groups, each of T queries and the S keys that these may see:
+
+    y_nt = Σ_s w_nts v_ns / Σ_s w_nts      w_nts = exp(q_nt·k_ns / √D) where s is visible to t, else 0
+
+Scores are computed a few groups at a time, and again in the backward pass, so that memory is that of queries and keys.
+The logarithm of the denominator comes with y: what a query sees in several groups, or in several hash rounds, is put
+together by :func:`combine` as if it had been one softmax.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Shaped
+
+from kernels import device
+
+SCORES_AT_ONCE = {"cpu": 2**18, "gpu": 2**26}
+"""Scores, over batch and heads, that are in memory together."""
+_HIDDEN = -1e30  # finite: −∞ less −∞ is no number
+
+
+class Part(NamedTuple):
+    """Attention to some of the keys."""
+
+    y_BHNTD: Float[Array, "B H N T D"]
+    """Float32 whatever the inputs are; 0 where a query sees nothing."""
+    logsumexp_BHNT: Float[Array, "B H N T"]
+    """The logarithm of the sum of weights; −1e30 where a query sees nothing."""
+
+
+def grouped_attention(
+    q_BHNTD: Float[Array, "B H N T D"],
+    k_BHNSD: Float[Array, "B H #N S D"],
+    v_BHNSD: Float[Array, "B H #N S D"],
+    query_tags: Any,
+    key_tags: Any,
+    visible: Callable[[Any, Any], Bool[Array, "B H T S"]],
+) -> Part:
+    """Attention inside every group, with scale 1/√D.
+
+    Args:
+        q_BHNTD: queries.
+        k_BHNSD: keys; with N = 1 every group has the same.
+        v_BHNSD: values.
+        query_tags: a tree of arrays (B, H, N, T), of which B and H may be 1: what ``visible`` has to know of queries.
+        key_tags: the same of keys, (B, H, N, S).
+        visible: from the tags of one group, (B, H, T) and (B, H, S), which key each query sees, to broadcast against
+            (B, H, T, S).
+
+    Raises:
+        ValueError: shapes that do not agree.
+    """
+    (B, H, N, T, D), S = q_BHNTD.shape, k_BHNSD.shape[3]
+    shared = k_BHNSD.shape[2] == 1
+    for name, x in (("k_BHNSD", k_BHNSD), ("v_BHNSD", v_BHNSD)):
+        if x.shape != (B, H, 1 if shared else N, S, D):
+            raise ValueError(f"{name} has shape {x.shape}; expected {(B, H, N, S, D)}, from q_BHNTD of shape "
+                             f"{q_BHNTD.shape}, or one group for all")
+    dtype = jnp.promote_types(jnp.float32, q_BHNTD.dtype)
+
+    def group(q_BHTD: Array, k_BHSD: Array, v_BHSD: Array, query_tags: Any, key_tags: Any) -> tuple[Array, Array]:
+        scores_BHTS = jnp.einsum("bhtd,bhsd->bhts", q_BHTD, k_BHSD, preferred_element_type=dtype) / math.sqrt(D)
+        shown_BHTS = jnp.broadcast_to(visible(query_tags, key_tags), scores_BHTS.shape)
+        scores_BHTS = jnp.where(shown_BHTS, scores_BHTS, _HIDDEN)
+        most_BHT = lax.stop_gradient(scores_BHTS.max(axis=-1))
+        weights_BHTS = jnp.where(shown_BHTS, jnp.exp(scores_BHTS - most_BHT[..., None]), 0)
+        total_BHT = weights_BHTS.sum(axis=-1)
+        sees_BHT = total_BHT > 0
+        y_BHTD = jnp.einsum("bhts,bhsd->bhtd", weights_BHTS.astype(v_BHSD.dtype), v_BHSD, preferred_element_type=dtype)
+        total_BHT = jnp.where(sees_BHT, total_BHT, 1)
+        return y_BHTD / total_BHT[..., None], jnp.where(sees_BHT, most_BHT + jnp.log(total_BHT), _HIDDEN)
+
+    first = _groups_first((q_BHNTD, query_tags), N)
+    keys = (k_BHNSD, v_BHNSD, key_tags)
+    if shared:
+        k_BHSD, v_BHSD, tags = jax.tree.map(lambda x: x[:, :, 0], keys)
+
+        def step(group_xs: Any) -> tuple[Array, Array]:
+            q_BHTD, query_tags = group_xs
+            return group(q_BHTD, k_BHSD, v_BHSD, query_tags, tags)
+    else:
+        first = (*first, *_groups_first(keys, N))
+
+        def step(group_xs: Any) -> tuple[Array, Array]:
+            q_BHTD, query_tags, k_BHSD, v_BHSD, key_tags = group_xs
+            return group(q_BHTD, k_BHSD, v_BHSD, query_tags, key_tags)
+
+    at_once = max(1, SCORES_AT_ONCE.get(device.platform(), SCORES_AT_ONCE["gpu"]) // max(1, B * H * T * S))
+    y_NBHTD, logsumexp_NBHT = lax.map(jax.checkpoint(step), first, batch_size=min(at_once, N))
+    return Part(jnp.moveaxis(y_NBHTD, 0, 2), jnp.moveaxis(logsumexp_NBHT, 0, 2))
+
+
+def combine(parts: Sequence[Part]) -> Float[Array, "B H N T D"]:
+    """One softmax over the keys of all parts; a key that is in two of them counts twice."""
+    logsumexp_PBHNT = jnp.stack([part.logsumexp_BHNT for part in parts])
+    weights_PBHNT = jax.nn.softmax(logsumexp_PBHNT, axis=0)
+    return sum(weight_BHNT[..., None] * part.y_BHNTD
+               for weight_BHNT, part in zip(weights_PBHNT, parts, strict=True))  # pyright: ignore[reportReturnType]
+
+
+def blocks_of(x_BTHD: Shaped[Array, "B T H D"], size: int) -> Shaped[Array, "B H N S D"]:
+    """Blocks of ``size`` tokens in a row; zeros fill the last one."""
+    B, T, H, D = x_BTHD.shape
+    x_BTHD = jnp.pad(x_BTHD, ((0, 0), (0, -T % size), (0, 0), (0, 0)))
+    return x_BTHD.reshape(B, -1, size, H, D).transpose(0, 3, 1, 2, 4)
+
+
+def tag_blocks_of(x_BT: Shaped[Array, "B T"], size: int, fill: int) -> Shaped[Array, "B 1 N S"]:
+    """The same of a number a token, equal in all heads; ``fill`` fills the last block."""
+    B, T = x_BT.shape
+    return jnp.pad(x_BT, ((0, 0), (0, -T % size)), constant_values=fill).reshape(B, 1, -1, size)
+
+
+def tokens_of(x_BHNSD: Shaped[Array, "B H N S D"], tokens: int) -> Shaped[Array, "B T H D"]:
+    """The inverse of :func:`blocks_of`."""
+    B, H, _, _, D = x_BHNSD.shape
+    return x_BHNSD.transpose(0, 2, 3, 1, 4).reshape(B, -1, H, D)[:, :tokens]
+
+
+def with_neighbours(x_BHNS: Shaped[Array, "B H N S *D"], before: int, after: int,
+                    fill: int = 0) -> Shaped[Array, "B H N W *D"]:
+    """Every block with those before and after it, W = (before + 1 + after) S; ``fill`` stands beyond the ends."""
+    N = x_BHNS.shape[2]
+    padding = [(0, 0)] * x_BHNS.ndim
+    padding[2] = (before, after)
+    padded = jnp.pad(x_BHNS, padding, constant_values=fill)
+    return jnp.concatenate([padded[:, :, i:i + N] for i in range(before + 1 + after)], axis=3)
+
+
+def _groups_first(tree: Any, groups: int) -> Any:
+    return jax.tree.map(lambda x: jnp.moveaxis(jnp.broadcast_to(x, (*x.shape[:2], groups, *x.shape[3:])), 2, 0), tree)

@@ -1,0 +1,105 @@
+"""The transformer block that the language model and the encoder are made of."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from configs.schema import EncoderConfig, ModelConfig
+from kernels import device
+from kernels.gelu import gelu
+from kernels.layer_norm import layer_norm
+from kernels.projection import activation_dtype
+from models import attention as attentions
+from models.attention.self_attention import Linear
+
+
+class LayerNorm(nnx.LayerNorm):
+    """``nnx.LayerNorm`` by our own gradient, which moves less memory."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        super().__init__(width, epsilon=1e-5, rngs=rngs)
+
+    def __call__(self, x_BTE: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert self.scale is not None
+        assert self.bias is not None
+        return layer_norm(x_BTE, self.scale[...], self.bias[...], self.epsilon)
+
+
+class MLP(nnx.Module):
+    """Two projections with a tanh GELU between."""
+
+    def __init__(self, width: int, mlp_width: int, *, rngs: nnx.Rngs):
+        self.hidden = Linear(width, mlp_width, rngs=rngs)
+        self.output = Linear(mlp_width, width, rngs=rngs)
+
+    def __call__(self, x_BTE: Array) -> Array:
+        return self.output(gelu(self.hidden(x_BTE)))
+
+
+class Block(nnx.Module):
+    """Pre-LayerNorm attention and MLP on a float32 residual stream; products in ``dtype``.
+
+    Args:
+        mode: name of the attention mode.
+        options: its ``Config``.
+        width: E.
+        heads: H.
+        head_width: D.
+        mlp_width: F.
+        max_length: the longest sequence the model is made for.
+        dtype: ``float32`` or ``bfloat16``.
+        rngs: initial parameters come from its streams ``params`` and ``attention``.
+    """
+
+    def __init__(self, mode: str, options: Any, *, width: int, heads: int, head_width: int, mlp_width: int,
+                 max_length: int, dtype: str, rngs: nnx.Rngs):
+        self.dtype = activation_dtype(dtype)
+        self.attention_norm = LayerNorm(width, rngs=rngs)
+        self.attention = attentions.load(mode).Attention(
+            options, heads=heads, head_width=head_width, width=width, max_length=max_length,
+            rngs=nnx.Rngs(rngs.attention()))
+        self.mlp_norm = LayerNorm(width, rngs=rngs)
+        self.mlp = MLP(width, mlp_width, rngs=rngs)
+
+    def __call__(self, x_BTE: Array, positions_BT: Array | None, segment_ids_BT: Array | None, *,
+                 causal: bool = True) -> Array:
+        x_BTE += self.attention(self.attention_norm(x_BTE).astype(self.dtype), causal=causal, positions_BT=positions_BT,
+                                segment_ids_BT=segment_ids_BT)
+        return x_BTE + self.mlp(self.mlp_norm(x_BTE).astype(self.dtype))
+
+    def decode(self, x_BTE: Array, cache: Any, positions_BT: Array | None,
+               lengths_B: Array | None) -> tuple[Array, Any]:
+        y_BTE, cache = self.attention.decode(self.attention_norm(x_BTE).astype(self.dtype), cache,
+                                             positions_BT=positions_BT, lengths_B=lengths_B)
+        x_BTE += y_BTE
+        return x_BTE + self.mlp(self.mlp_norm(x_BTE).astype(self.dtype)), cache
+
+
+def layer_modes(config: ModelConfig | EncoderConfig) -> Sequence[str]:
+    """The attention mode of each layer: the pattern repeated to the depth."""
+    return [config.attention[i % len(config.attention)] for i in range(config.layers)]
+
+
+def linears(model: nnx.Module, dtype: str) -> Iterator[Linear]:
+    """The projections of a new model, each with its products set to ``dtype``, for their initial scale to be set."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Linear):
+            module.product_dtype = jnp.dtype(dtype)
+            yield module
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether the device multiplies bfloat16 faster than float32: a CPU does with AMX or AVX-512 BF16 units."""
+    if device.platform() != "cpu":
+        return True
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and bool({"amx_bf16", "avx512_bf16"} & set(cpuinfo.read_text().split()))
+
+
+def number_format(dtype: str) -> str:
+    """``dtype`` with ``auto`` resolved: bfloat16 where the device is fast at it."""
+    return dtype if dtype != "auto" else "bfloat16" if has_fast_bfloat16() else "float32"

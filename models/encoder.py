@@ -1,0 +1,169 @@
+"""Bidirectional encoders with any attention, and their classifiers: the models of the Long Range Arena.
+
+Tay et al., "Long Range Arena: A Benchmark for Efficient Transformers", 2021. The blocks are those of the language
+model. Padding is never attended to, never averaged, and changes no output; it stands after the tokens of its row.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from configs.schema import ConfigError, EncoderConfig
+from kernels.projection import activation_dtype
+from models import attention as attentions
+from models.attention.self_attention import INITIAL_SCALE, Linear, angles
+from models.block import Block, LayerNorm, layer_modes, linears, number_format
+
+
+class Encoder(nnx.Module):
+    """Tokens to one vector a sequence.
+
+    Args:
+        config: sizes, positions, pooling, number format and the attention of each layer.
+        vocab_size: V.
+        rngs: initial parameters come from its streams ``params`` and ``attention``.
+
+    Raises:
+        ConfigError: sizes that do not go together, an unknown attention mode, or one that sees the past only.
+    """
+
+    def __init__(self, config: EncoderConfig, vocab_size: int, *, rngs: nnx.Rngs):
+        config = check(config)
+        self.config, self.vocab_size = config, vocab_size
+        E, length = config.width, config.context + (config.pooling == "cls")
+        self.token_embedding = nnx.Embed(vocab_size, E, embedding_init=nnx.initializers.normal(1.0), rngs=rngs)
+        self.position_embedding = nnx.data(
+            nnx.Embed(length, E, embedding_init=nnx.initializers.normal(INITIAL_SCALE), rngs=rngs)
+            if config.positions == "learned" else None)
+        self.cls_E = nnx.data(nnx.Param(jnp.zeros(E)) if config.pooling == "cls" else None)
+        self.blocks = nnx.List([
+            Block(mode, config.modes[mode], width=E, heads=config.heads, head_width=head_width(config),
+                  mlp_width=config.mlp_width, max_length=length, dtype=config.dtype, rngs=rngs)
+            for mode in layer_modes(config)])
+        self.final_norm = LayerNorm(E, rngs=rngs)
+        for linear in linears(self, config.dtype):
+            linear.kernel[...] *= linear.kernel[...].shape[0] ** -0.5 / INITIAL_SCALE
+
+    def __call__(self, tokens_BT: Int[Array, "B T"], *,
+                 valid_BT: Bool[Array, "B T"] | None = None) -> Float[Array, "B E"]:
+        """One vector a sequence, float32: that of the CLS token, or the mean over valid tokens.
+
+        ``valid_BT`` is false on padding, which stands after the valid tokens of its row.
+
+        Raises:
+            ValueError: a sequence longer than ``config.context``.
+        """
+        x_BTE = self.hidden(tokens_BT, valid_BT=valid_BT)
+        if self.config.pooling == "cls":
+            return x_BTE[:, 0]
+        if valid_BT is None:
+            return x_BTE.mean(axis=1)
+        counts_BT1 = valid_BT[..., None].astype(x_BTE.dtype)
+        return (x_BTE * counts_BT1).sum(axis=1) / jnp.maximum(counts_BT1.sum(axis=1), 1)
+
+    def hidden(self, tokens_BT: Int[Array, "B T"], *,
+               valid_BT: Bool[Array, "B T"] | None = None) -> Float[Array, "B S E"]:
+        """Every token's vector, float32; that of the CLS token, where there is one, stands before them."""
+        B, length = tokens_BT.shape
+        if length > self.config.context:
+            raise ValueError(f"tokens_BT has {length} tokens; the encoder is made for model.context, "
+                             f"{self.config.context}")
+        x_BTE = self.token_embedding(tokens_BT)
+        segment_ids_BT = None if valid_BT is None else jnp.where(valid_BT, 0, -1).astype(jnp.int32)
+        if self.cls_E is not None:
+            cls_B1E = jnp.broadcast_to(self.cls_E[...][None, None], (B, 1, x_BTE.shape[2]))
+            x_BTE = jnp.concatenate([cls_B1E, x_BTE], axis=1)
+            if segment_ids_BT is not None:
+                segment_ids_BT = jnp.pad(segment_ids_BT, ((0, 0), (1, 0)))
+        positions_BT = jnp.broadcast_to(jnp.arange(x_BTE.shape[1])[None], x_BTE.shape[:2])
+        if self.config.positions == "sinusoidal":
+            angles_BTD = angles(positions_BT, self.config.width // 2)
+            x_BTE += jnp.concatenate([jnp.sin(angles_BTD), jnp.cos(angles_BTD)], axis=-1)
+        elif self.position_embedding is not None:
+            x_BTE += self.position_embedding(positions_BT)
+        rotations_BT = positions_BT if self.config.positions == "rotary" else None
+        for block in self.blocks:
+            x_BTE = block(x_BTE, rotations_BT, segment_ids_BT, causal=False)
+        return self.final_norm(x_BTE)
+
+
+class Classifier(nnx.Module):
+    """An encoder and two layers on its vector; with two towers, which share the encoder, on the vectors of a pair.
+
+    The pair is told to the head as [a, b, a · b, a − b], as for natural language inference.
+
+    Args:
+        config: of the encoder; ``classes`` and ``towers`` are the head's.
+        vocab_size: V.
+        rngs: as for :class:`Encoder`.
+
+    Raises:
+        ConfigError: as :class:`Encoder`.
+    """
+
+    def __init__(self, config: EncoderConfig, vocab_size: int, *, rngs: nnx.Rngs):
+        self.encoder = Encoder(config, vocab_size, rngs=rngs)
+        self.config = config = self.encoder.config
+        self.head_hidden = Linear(config.width * (4 if config.towers == 2 else 1), config.mlp_width, rngs=rngs)
+        self.head_output = Linear(config.mlp_width, config.classes, rngs=rngs)
+        for linear in (self.head_hidden, self.head_output):
+            linear.product_dtype = jnp.dtype(config.dtype)
+            linear.kernel[...] *= linear.kernel[...].shape[0] ** -0.5 / INITIAL_SCALE
+
+    def __call__(self, *tokens_BT: Int[Array, "B _"],
+                 valid_BT: tuple[Bool[Array, "B _"] | None, ...] | None = None) -> Float[Array, "B classes"]:
+        """Logits, float32.
+
+        Args:
+            tokens_BT: one array a tower; lengths may differ.
+            valid_BT: false on padding, one a tower; None: nothing is padding.
+
+        Raises:
+            ValueError: not one array a tower.
+        """
+        valid = (None,) * len(tokens_BT) if valid_BT is None else valid_BT
+        if len(tokens_BT) != self.config.towers or len(valid) != self.config.towers:
+            raise ValueError(f"{len(tokens_BT)} inputs with {len(valid)} masks; expected model.towers, "
+                             f"{self.config.towers}, of each")
+        a_BE, *others = (self.encoder(tokens, valid_BT=mask) for tokens, mask in zip(tokens_BT, valid, strict=True))
+        x_BE = jnp.concatenate([a_BE, b_BE := others[0], a_BE * b_BE, a_BE - b_BE], axis=-1) if others else a_BE
+        dtype = activation_dtype(self.config.dtype)
+        hidden_BF = nnx.relu(self.head_hidden(x_BE[:, None].astype(dtype)))
+        return self.head_output(hidden_BF)[:, 0].astype(jnp.promote_types(jnp.float32, dtype))
+
+
+def head_width(config: EncoderConfig) -> int:
+    """D: what the config says, or the share of a head in E."""
+    return config.head_width or config.width // config.heads
+
+
+def check(config: EncoderConfig) -> EncoderConfig:
+    """``config`` with number format and modes resolved.
+
+    Raises:
+        ConfigError: sizes that do not go together, an unknown attention mode, or one that sees the past only.
+    """
+    for name in ("layers", "heads", "width", "mlp_width", "context", "classes"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"model.{name} is {getattr(config, name)}; expected at least 1")
+    if config.head_width is None and config.width % config.heads:
+        raise ConfigError(f"model.heads is {config.heads}, which does not divide model.width, {config.width}; give "
+                          "model.head_width")
+    if config.head_width is not None and config.head_width < 1:
+        raise ConfigError(f"model.head_width is {config.head_width}; expected at least 1")
+    if config.positions == "rotary" and head_width(config) % 2:
+        raise ConfigError(f"model.positions rotary turns pairs: the head width, {head_width(config)}, has to be even")
+    if config.positions == "sinusoidal" and config.width % 2:
+        raise ConfigError(f"model.positions sinusoidal come in pairs: model.width, {config.width}, has to be even")
+    if config.towers not in (1, 2):
+        raise ConfigError(f"model.towers is {config.towers}; expected 1 or 2")
+    config = attentions.resolve(dataclasses.replace(config, dtype=number_format(config.dtype)))
+    for mode, options in config.modes.items():
+        module = nnx.eval_shape(lambda mode=mode, options=options: attentions.load(mode).Attention(
+            options, heads=1, head_width=head_width(config), width=config.width, max_length=config.context,
+            rngs=nnx.Rngs(0)))
+        if not module.bidirectional:
+            raise ConfigError(f"--attention {mode}: with these options it sees the past only, and cannot be an encoder")
+    return config

@@ -1,0 +1,114 @@
+"""Encoders: padding, pooling, heads, and what they refuse."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.schema import ConfigError, EncoderConfig
+from models import attention
+from models.encoder import Classifier, Encoder, check
+
+V, T = 11, 37
+BIDIRECTIONAL = sorted(
+    mode for mode, module in attention.modes().items()
+    if module.Attention(module.Config(), heads=2, head_width=4, width=8, max_length=8, rngs=nnx.Rngs(0)).bidirectional)
+
+
+def config(**fields: Any) -> EncoderConfig:
+    given = {"layers": 2, "heads": 2, "width": 16, "mlp_width": 24, "context": 2 * T, "classes": 3, "dtype": "float32"}
+    return EncoderConfig(**given | fields)
+
+
+def tokens(seed: int = 0, rows: int = 3, length: int = T) -> jax.Array:
+    return jax.random.randint(jax.random.key(seed), (rows, length), 0, V)
+
+
+def classify(model: Classifier, *inputs: jax.Array, valid_BT: Any = None) -> np.ndarray:
+    graph, state = nnx.split(model)
+    return np.asarray(jax.jit(lambda state, inputs, valid: nnx.merge(graph, state)(*inputs, valid_BT=valid))(
+        state, inputs, valid_BT))
+
+
+def padded(x_BT: jax.Array, lengths: list[int], length: int) -> tuple[jax.Array, jax.Array]:
+    """Rows cut to ``lengths`` with other tokens, not zeros, in the rest of ``length``."""
+    valid_BT = jnp.arange(length)[None] < jnp.array(lengths)[:, None]
+    rest_BT = tokens(7, len(lengths), length)
+    return jnp.where(valid_BT, jnp.pad(x_BT, ((0, 0), (0, length - x_BT.shape[1]))), rest_BT), valid_BT
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("mode", BIDIRECTIONAL)
+def test_padding_to_twice_the_length_changes_nothing(mode, pooling):
+    """And neither does what stands in the padding, nor the rows beside."""
+    model = Classifier(config(attention=(mode,), pooling=pooling), V, rngs=nnx.Rngs(0))
+    lengths = [T, 20, 1]
+    twice, valid = padded(tokens(), lengths, 2 * T)
+    out = classify(model, twice, valid_BT=(valid,))
+    np.testing.assert_allclose(out[:1], classify(model, tokens()[:1]), atol=2e-5)
+    once, valid = padded(tokens(), lengths, T)
+    np.testing.assert_allclose(out, classify(model, once, valid_BT=(valid,)), atol=2e-5)
+    assert np.ptp(out, axis=0).min() > 1e-3  # it does depend on the input
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "rotary", "none"])
+def test_positions_tell_the_order_of_the_tokens(positions):
+    model = Classifier(config(positions=positions, pooling="mean"), V, rngs=nnx.Rngs(0))
+    difference = np.abs(classify(model, tokens()) - classify(model, tokens()[:, ::-1])).max()
+    assert difference < 1e-5 if positions == "none" else difference > 1e-4
+
+
+def test_sinusoids_are_those_of_the_paper():
+    model = Encoder(config(pooling="mean", layers=1), V, rngs=nnx.Rngs(0))
+    block: Any = model.blocks[0]
+    for linear in (block.attention.output, block.mlp.output):
+        linear.kernel[...] *= 0
+    x = np.asarray(model.token_embedding(tokens()), np.float64)
+    angle = np.arange(T)[:, None] / 10_000 ** (np.arange(8) / 8)[None]
+    x += np.concatenate([np.sin(angle), np.cos(angle)], axis=1)
+    x = (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(x.var(axis=-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(model(tokens()), x.mean(axis=1), atol=1e-5)
+
+
+def test_two_towers_share_an_encoder_and_tell_which_is_which():
+    model = Classifier(config(towers=2), V, rngs=nnx.Rngs(0))
+    a, b = tokens(0), tokens(1, length=T + 5)
+    ab, ba = classify(model, a, b), classify(model, b, a)
+    assert ab.shape == (3, 3)
+    assert np.abs(ab - ba).max() > 1e-3
+    with pytest.raises(ValueError, match=r"1 inputs with 1 masks; expected model\.towers, 2"):
+        model(a)
+
+
+def test_bfloat16_is_close_to_float32():
+    exact, low = (classify(Classifier(config(dtype=dtype), V, rngs=nnx.Rngs(0)), tokens())
+                  for dtype in ("float32", "bfloat16"))
+    assert low.dtype == np.float32
+    np.testing.assert_allclose(low, exact, atol=0.05)
+
+
+def test_heads_may_have_a_width_of_their_own():
+    model = Encoder(config(head_width=3, heads=5), V, rngs=nnx.Rngs(0))
+    assert model.blocks[0].attention.query.kernel[...].shape == (16, 15)
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"mlp_width": 0}, "model.mlp_width is 0"),
+    ({"heads": 3}, "model.heads is 3, which does not divide model.width, 16; give model.head_width"),
+    ({"head_width": 0}, "model.head_width is 0"),
+    ({"head_width": 3, "positions": "rotary"}, "the head width, 3, has to be even"),
+    ({"towers": 3}, "model.towers is 3"),
+    ({"attention": ("linear",), "modes": {"linear": {"form": "cumsum"}}}, "--attention linear: with these options"),
+    ({"attention": ("sofmax",)}, "perhaps you meant softmax"),
+])
+def test_what_does_not_go_together_is_refused(fields, message):
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        check(config(**fields))
+
+
+def test_a_sequence_that_is_too_long_is_refused():
+    with pytest.raises(ValueError, match=r"tokens_BT has 75 tokens; the encoder is made for model\.context, 74"):
+        Encoder(config(), V, rngs=nnx.Rngs(0))(tokens(length=75))
