@@ -42,47 +42,70 @@ def model_graph(config: Config, vocabulary_size: int) -> Any:
     return nnx.split(nnx.eval_shape(lambda: make_model(config, vocabulary_size)))[0]
 
 
-def build(graph: Any, parameters: Any, variables: Any) -> GPT:
+def build(graph: Any, parameters: Any, variables: Any) -> Any:
     """A model from its graph and plain trees."""
     return nnx.merge(graph, _merged(parameters, variables))
 
 
 def initial_state(config: Config, vocabulary_size: int, transform: optax.GradientTransformation) -> TrainState:
     """Before the first update. Jit it: everything is then made where it belongs."""
-    _, parameters, variables = nnx.split(make_model(config, vocabulary_size), nnx.Param, ...)
+    return state_of(make_model(config, vocabulary_size), transform)
+
+
+def state_of(model: nnx.Module, transform: optax.GradientTransformation) -> TrainState:
+    """A new model's, before its first update."""
+    _, parameters, variables = nnx.split(model, nnx.Param, ...)
     parameters = nnx.to_pure_dict(parameters)
     return TrainState(parameters, nnx.to_pure_dict(variables), transform.init(parameters))
 
 
 def make_train_step(graph: Any, config: Config, transform: optax.GradientTransformation,
                     ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, StepMetrics]]:
+    """:func:`make_update` of a language model: the mean loss of the targets that are scored."""
+    remat = config.train.remat == "block"
+
+    def loss_sum(model: GPT, batch: Batch) -> tuple[Array, Array]:
+        x_BTE = _hidden(model, batch, remat=remat)
+        targets_BT = jnp.asarray(batch.targets_BT)
+        return cross_entropy(x_BTE, model.token_embedding.embedding[...], targets_BT), jnp.sum(targets_BT >= 0)
+
+    return make_update(graph, loss_sum, transform, parts=config.train.accumulate, seed=config.train.seed)
+
+
+def make_update(graph: Any, loss_sum: Callable[[Any, Any], tuple[Array, Array]],
+                transform: optax.GradientTransformation, *, seed: int, parts: int = 1,
+                ) -> Callable[[TrainState, Any, Array], tuple[TrainState, StepMetrics]]:
     """``step(state, batch, learning_rate)``: one update; jit it with the state donated.
 
-    The batch is taken in ``train.accumulate`` parts, one after the other. The loss is the mean over its scored targets,
-    in whichever part they are. Random features and the like are drawn anew here, and nowhere else.
+    The loss is the mean over what is scored, in whichever part it is. Random features and the like are drawn anew here,
+    and nowhere else.
+
+    Args:
+        graph: the static half of the model.
+        loss_sum: of a model and a batch: the sum of losses, and of how many.
+        transform: the optimizer, but for the learning rate.
+        seed: of random features, with the step.
+        parts: in which the batch is taken, one after the other.
     """
-    parts, remat = config.train.accumulate, config.train.remat == "block"
 
-    def loss_sum(parameters: Any, variables: Any, batch: Batch) -> Array:
-        model = build(graph, parameters, variables)
-        x_BTE = _hidden(model, batch, remat=remat)
-        return cross_entropy(x_BTE, model.token_embedding.embedding[...], jnp.asarray(batch.targets_BT))
+    def loss_of(parameters: Any, variables: Any, batch: Any) -> tuple[Array, Array]:
+        return loss_sum(build(graph, parameters, variables), batch)
 
-    def step(state: TrainState, batch: Batch, learning_rate: Array) -> tuple[TrainState, StepMetrics]:
-        scored = jnp.maximum(jnp.sum(batch.targets_BT >= 0), 1)
-        state = state._replace(variables=_redrawn(graph, state, config.train.seed))
-        differentiate = jax.value_and_grad(loss_sum)
+    def step(state: TrainState, batch: Any, learning_rate: Array) -> tuple[TrainState, StepMetrics]:
+        state = state._replace(variables=_redrawn(graph, state, seed))
+        differentiate = jax.value_and_grad(loss_of, has_aux=True)
         if parts == 1:
-            total, gradients = differentiate(state.parameters, state.variables, batch)
+            (total, scored), gradients = differentiate(state.parameters, state.variables, batch)
         else:
             # Every part takes each parts-th row, so that it stays spread over the devices as the batch is.
-            split: Batch = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
+            split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
-            def add(carry: Any, part: Batch) -> tuple[Any, None]:
+            def add(carry: Any, part: Any) -> tuple[Any, None]:
                 return jax.tree.map(jnp.add, carry, differentiate(state.parameters, state.variables, part)), None
 
-            nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.parameters))
-            (total, gradients), _ = lax.scan(add, nothing, split)
+            nothing = ((jnp.zeros(()), jnp.zeros((), jnp.int32)), jax.tree.map(jnp.zeros_like, state.parameters))
+            ((total, scored), gradients), _ = lax.scan(add, nothing, split)
+        scored = jnp.maximum(scored, 1)
         gradients = jax.tree.map(lambda x: x / scored, gradients)
         updates, optimizer = transform.update(gradients, state.optimizer, state.parameters)
         parameters = jax.tree.map(lambda x, update: x - learning_rate * update, state.parameters, updates)

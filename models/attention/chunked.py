@@ -37,6 +37,10 @@ class Attention(linear.Attention):
         return self.config.kernel
 
     @property
+    def unmasked_form(self) -> str | None:
+        return self.config.kernel
+
+    @property
     def chunk_size(self) -> int | None:
         return self.config.chunk_size
 

@@ -21,9 +21,9 @@ from models.attention.self_attention import SelfAttention
 class Config(FeatureOptions):
     """Options of linear attention."""
 
-    form: Literal["parallel", "rowwise", "blockwise", "cumsum", "recurrent"] = "blockwise"
+    form: Literal["parallel", "rowwise", "blockwise", "cumsum", "recurrent"] | None = None
     """parallel: masked T × T product; rowwise: a query at a time; blockwise: in blocks, never materialised; cumsum: all
-    states at once; recurrent: token by token."""
+    states at once; recurrent: token by token; None: blockwise, and in both directions two products and no mask."""
 
 
 class Directions(nnx.Variable):
@@ -64,8 +64,13 @@ class Attention(SelfAttention):
 
     @property
     def form(self) -> str | None:
-        """Which implementation; None leaves the choice to the kernel."""
-        return self.config.form
+        """Which implementation, of a causal mask; None leaves the choice to the kernel."""
+        return self.config.form or "blockwise"
+
+    @property
+    def unmasked_form(self) -> str | None:
+        """The same of no mask, where ``chunked`` comes to the two products of the definition."""
+        return self.config.form or "chunked"
 
     @property
     def chunk_size(self) -> int | None:
@@ -75,7 +80,8 @@ class Attention(SelfAttention):
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
         return linear_attention(*self._features(q_BTHD, k_BTHD), v_BTHD, causal=causal, normalize=self.config.normalize,
-                                segment_ids_BT=segment_ids_BT, chunk_size=self.chunk_size, implementation=self.form)[0]
+                                segment_ids_BT=segment_ids_BT, chunk_size=self.chunk_size,
+                                implementation=self.form if causal else self.unmasked_form)[0]
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> State:
         M, D = self.feature_width, self.head_width
