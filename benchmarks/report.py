@@ -208,7 +208,7 @@ def origin(module: str, options: Namespace, more: Sequence[str] = ()) -> dict[st
     """What numbers need beside them: ``device``, ``versions``, ``commit`` (None without git) and ``command``.
 
     Args:
-        module: name of the benchmark's module.
+        module: name of the benchmark's module, and of its subcommand where it has some.
         options: its parsed flags; those that name the files to write are left out, for they say nothing about numbers,
             and those that are None.
         more: words of the command line that were passed on as they are.
@@ -221,7 +221,7 @@ def origin(module: str, options: Namespace, more: Sequence[str] = ()) -> dict[st
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
         "commit": git_commit(),
-        "command": shlex.join(["python", "-m", module, *flags, *more]),
+        "command": shlex.join(["python", "-m", *module.split(), *flags, *more]),
     }
 
 

@@ -79,9 +79,14 @@ class Attention(SelfAttention):
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
-        return linear_attention(*self._features(q_BTHD, k_BTHD), v_BTHD, causal=causal, normalize=self.config.normalize,
-                                segment_ids_BT=segment_ids_BT, chunk_size=self.chunk_size,
-                                implementation=self.form if causal else self.unmasked_form)[0]
+        def attend(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array) -> Array:
+            return linear_attention(*self._features(q_BTHD, k_BTHD), v_BTHD, causal=causal,
+                                    normalize=self.config.normalize, segment_ids_BT=segment_ids_BT,
+                                    chunk_size=self.chunk_size,
+                                    implementation=self.form if causal else self.unmasked_form)[0]
+
+        # Without a mask it is so little work that the backward pass does it again rather than keep the features.
+        return (attend if causal else jax.checkpoint(attend))(q_BTHD, k_BTHD, v_BTHD)
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> State:
         M, D = self.feature_width, self.head_width

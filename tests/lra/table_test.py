@@ -1,0 +1,106 @@
+"""The efficiency table: what a case measures, and what the table says of it."""
+
+import json
+from dataclasses import replace
+
+import jax
+import pytest
+
+from configs.schema import ConfigError
+from lra import efficiency, table
+from lra.efficiency import BYTES, Case, Result, compiled_step, measure
+
+ORIGIN = {"device": "a machine", "versions": {"jax": "1"}, "command": "python -m lra.table efficiency"}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setitem(efficiency.SHAPES, "released", efficiency.Shape(1, 2, 16, 32, 3))
+
+
+def result(row: str, tokens: int, seconds: float | None, gigabytes: float | None, **given) -> Result:
+    return Result(row, tokens, sequences=1, peak_bytes=None if gigabytes is None else int(gigabytes * 1e9),
+                  steps_per_second=None if seconds is None else 1 / seconds, **given)
+
+
+def test_a_case_is_a_training_step(small):
+    """Parameters change and the loss of a batch seen again and again falls."""
+    case = Case("linear", 40, "released", steps=4)
+    found = measure(case)
+    assert (found.sequences, len(found.samples)) == (3, 4)
+    assert found.steps_per_second
+    assert found.quartiles
+    assert found.quartiles[0] <= 1 / found.steps_per_second <= found.quartiles[1]
+    compiled, initial, examples = compiled_step(case.config(), 3)
+    state, losses = initial(), []
+    for _ in range(20):
+        state, metrics = compiled(state, examples, jax.numpy.float32(1e-2))
+        losses.append(float(metrics.loss))
+    assert losses[-1] < 0.2 < losses[0]
+    assert 0 < int(examples.tokens_BT.min()) <= int(examples.tokens_BT.max()) < BYTES
+
+
+def test_memory_alone_runs_nothing(small, monkeypatch):
+    monkeypatch.setattr(efficiency, "_time_steps", None)
+    found = measure(Case("softmax:materialised", 40, "released", memory_only=True))
+    assert found.peak_bytes
+    assert found.steps_per_second is None
+
+
+def test_linear_and_performer_need_under_a_ninth_of_materialised_softmax():
+    """At 4,000 tokens, two layers of the paper's shape, one sequence, as published."""
+    base, *others = (measure(Case(row, 4000, "paper", layers=2, batch=1, memory_only=True)).peak_bytes
+                     for row in ("softmax:materialised", "linear", "chunked", "performer"))
+    assert base
+    assert all(other and 9 * other < base for other in others)
+
+
+def test_every_row_of_the_table_is_a_classifier():
+    for row in efficiency.ROWS:
+        config = Case(row, 100).config()
+        assert config.attention == (row.partition(":")[0],)
+    assert Case("performer", 100).config().modes["performer"].features == 64
+
+
+def test_the_table_says_what_was_measured():
+    rows = [result("softmax:materialised", 1000, 0.1, 1.0), result("linear", 1000, 0.05, 0.5),
+            result("softmax:materialised", 4000, None, None, error="MemoryError: needs 99 GiB"),
+            result("linear", 4000, 0.2, 2.0)]
+    text = table.markdown(rows, ORIGIN)
+    assert "| `softmax:materialised` | 10 (1.0×) | out of memory | 1.4 (1.0×) |" in text
+    assert "| `linear` | 20 (2.0×) | 5 | 7.8 (5.6×) |" in text
+    assert "| `linear` | 0.50 (2.0×) | 2.00 | 1.03 (9.2×) |" in text
+    assert "| `linear` | 1.00 |" in text  # the exponent
+    assert "- `linear`: padding not masked." in text
+    slow = replace(rows[3], steps_per_second=None, peak_bytes=None, error="not done after 600 s")
+    assert "| `linear` | 20 (2.0×) | too long |" in table.markdown([*rows[:3], slow], ORIGIN)
+
+
+def test_the_command_writes_the_table(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(table, "in_process", lambda case, limit: measure(case))
+    out = tmp_path / "folder" / "efficiency"
+    command = ["efficiency", "--out", str(out), "--rows", "softmax,linear", "--lengths", "32,64", "--shape", "released",
+               "--steps", "1"]
+    assert table.main(command) == 0
+    written = json.loads(out.with_suffix(".json").read_text())
+    assert [(row["row"], row["tokens"]) for row in written["rows"]] == [
+        ("softmax", 32), ("linear", 32), ("softmax", 64), ("linear", 64)]
+    assert written["command"].startswith("python -m lra.table efficiency --rows softmax,linear")
+    assert str(tmp_path) not in json.dumps(written)
+    assert capsys.readouterr().out.strip() == out.with_suffix(".md").read_text().strip()
+    assert out.with_suffix(".png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--rows", "softmacks"], "--rows softmacks: expected one of softmax:materialised"),
+    (["--shape", "papers"], "--shape papers: expected one of paper, released"),
+])
+def test_wrong_flags_are_refused_before_any_work(tmp_path, capsys, flags, message):
+    assert table.main(["efficiency", "--out", str(tmp_path / "x"), *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_case_says_what_is_wrong_with_it():
+    with pytest.raises(ConfigError, match="expected one of"):
+        Case("linear", 10, "other").config()
