@@ -6,7 +6,8 @@
 
 The page is one file and opens without network; its first sentences say what the runs show. Runs whose configs differ
 in nothing but their seed are seeds of one set-up: the table adds their mean and standard deviation. --watch draws all
-anew whenever a run has grown, until Ctrl-C; of a pattern in quotes, also runs that come later.
+anew whenever a run has grown, until Ctrl-C; of a pattern in quotes, also runs that come later. Until then a page that
+is open in a browser reloads itself.
 """
 # ruff: noqa: E402
 
@@ -35,6 +36,8 @@ from configs.schema import ConfigError
 __all__ = ["RunError", "load_run", "main"]
 WATCH_SECONDS = 2.0
 """Between two looks at the runs."""
+RELOAD_SECONDS = 5.0
+"""Between two loads of a page that is watched."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Options:
     """The command line."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of runs, as train.py made them; others among them are passed over."""
+    """Folders of runs, as train.py made them, or models.pretrained and evaluate.py; others are passed over."""
     out: Path = Path("report.html")
     """The page."""
     csv: Path | None = None
@@ -58,7 +61,7 @@ class Options:
     note: str = ""
     """A sentence of your own on the page."""
     watch: bool = False
-    """Draw again whenever a run has grown, until Ctrl-C."""
+    """Draw again whenever a run has grown, until Ctrl-C; the page, where it is open, reloads itself."""
 
 
 def check(options: Options) -> None:
@@ -74,18 +77,16 @@ def check(options: Options) -> None:
             raise ConfigError(f"{path}: named for two outputs; name one file each")
 
 
-def compare(options: Options, reader: Reader, said: set[str], *, table: bool = True) -> int:
-    """Read the runs, compare them, print the table, write the files. Returns 1 if a run had to be left out, else 0.
+def compare(reader: Reader, said: set[str]) -> tuple[comparison.Comparison, int]:
+    """Read the runs and compare them. Returns how many had to be left out, too.
 
     Args:
         reader: of the runs.
         said: notes that were printed before; the new ones are added.
-        table: print it.
 
     Raises:
-        ConfigError: a folder that is not there, none that is a run, or none named; nothing was written.
+        ConfigError: a folder that is not there, none that is a run, or none named.
         RunError: none of the runs can be drawn.
-        OSError: an output cannot be written.
     """
     found = reader.read()
     if not found.runs:
@@ -95,10 +96,23 @@ def compare(options: Options, reader: Reader, said: set[str], *, table: bool = T
         if note not in said:
             print(note, file=sys.stderr)
             said.add(note)
-    if table:
-        print_table(compared.rows, compared.columns)
-        print("\n".join([*compared.verdict, table_note(compared.rows, compared.runs)]))
-    write(options.out, page(compared, title=options.title, note=options.note).encode())
+    return compared, len(found.damaged)
+
+
+def show(compared: comparison.Comparison) -> None:
+    """Print the table, and what the runs show."""
+    print_table(compared.rows, compared.columns)
+    print("\n".join(filter(None, [*compared.verdict, table_note(compared.rows, compared.runs)])))
+
+
+def write_page(options: Options, compared: comparison.Comparison, *, watched: bool) -> None:
+    """Write the page; one that is watched reloads itself."""
+    text = page(compared, title=options.title, note=options.note, reload_seconds=RELOAD_SECONDS if watched else None)
+    write(options.out, text.encode())
+
+
+def write_others(options: Options, compared: comparison.Comparison) -> None:
+    """Write the files that were asked for beside the page."""
     if options.csv:
         write(options.csv, as_csv(compared.rows, compared.columns).encode())
     if options.json:
@@ -106,22 +120,36 @@ def compare(options: Options, reader: Reader, said: set[str], *, table: bool = T
     for path in (options.png, options.svg):
         if path is not None:
             write(path, picture(compared, path.suffix[1:].lower(), options.title))
-    steps = max(row.figures["steps"] or 0 for row in compared.rows)
-    print(f"page: {options.out}" + ("" if table else f", {len(compared.runs):,} run(s), up to step {steps:,.0f}"))
-    return 1 if found.damaged else 0
+
+
+def once(options: Options) -> int:
+    """Compare the runs, print the table, write the files; nothing is written where no run can be drawn. Returns 1 if a
+    run had to be left out, else 0."""
+    compared, left_out = compare(Reader(options.runs), set())
+    show(compared)
+    write_page(options, compared, watched=False)
+    write_others(options, compared)
+    print(f"page: {options.out}")
+    return 1 if left_out else 0
 
 
 def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int:
-    """:func:`compare` whenever the runs have changed, until Ctrl-C."""
-    reader, said, seen, drawn = Reader(options.runs, awaited=True), set[str](), None, False
+    """The same whenever the runs have changed, until Ctrl-C; the table once. The last page does not reload itself."""
+    reader, said, seen, drawn = Reader(options.runs, awaited=True), set[str](), None, None
     try:
         while True:
             took = time.monotonic()
             if (state := reader.state()) != seen:
                 seen = state
                 try:
-                    compare(options, reader, said, table=not drawn)
-                    drawn = True
+                    compared, _ = compare(reader, said)
+                    if drawn is None:
+                        show(compared)
+                    drawn = compared
+                    write_page(options, drawn, watched=True)
+                    write_others(options, drawn)
+                    steps = max(row.figures["steps"] or 0 for row in drawn.rows)
+                    print(f"page: {options.out}, {len(drawn.runs):,} run(s), up to step {steps:,.0f}")
                 except RunError as error:
                     if str(error) not in said:
                         print(f"waiting: {error}", file=sys.stderr)
@@ -130,6 +158,9 @@ def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int
     except KeyboardInterrupt:
         print("stopped watching", file=sys.stderr)
         return 0
+    finally:
+        if drawn is not None:
+            write_page(options, drawn, watched=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = tyro.cli(Options, args=argv, prog="compare.py", description=__doc__)
     try:
         check(options)
-        return watch(options) if options.watch else compare(options, Reader(options.runs), set())
+        return watch(options) if options.watch else once(options)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -17,7 +17,7 @@
   const payload = JSON.parse(byId("payload").textContent, decode);
   const { axes: AXES, runs, setups } = payload;
   const state = { axis: "train_seconds", metric: "loss", x: "linear", y: "linear", smoothing: 2, context: null,
-                  size: null, hidden: new Set() };
+                  size: null, hidden: new Set(), zoom: null };
 
   // --- The payload -------------------------------------------------------------------------------------------------
 
@@ -28,6 +28,7 @@
     return new { i4: Int32Array, f4: Float32Array, f8: Float64Array }[value.type](bytes.buffer);
   }
 
+  const hasCurve = (run) => Boolean(run.means || run.val);
   const selected = (run) => ["context", "size"].every((name) => state[name] === null || run[name] === state[name]);
   const shown = (run) => selected(run) && !state.hidden.has(run);
   const runsOf = (setup) => setup.runs.map((index) => runs[index]);
@@ -184,16 +185,18 @@
       // A finger on the figure scrolls the page.
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       // What the user zoomed to stays until another quantity is drawn.
-      uirevision: [xaxis.title.text, xaxis.type, yaxis.title.text, yaxis.type].join(),
+      uirevision: quantities(xaxis, yaxis),
     };
     Plotly.react(id, traces, layout, { responsive: true, displaylogo: false, displayModeBar: narrow() ? false : "hover",
                                        modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] });
   }
 
+  const quantities = (xaxis, yaxis) => [xaxis.title.text, xaxis.type, yaxis.title.text, yaxis.type].join();
   const xAxis = () => ({ type: state.x, title: { text: AXES.find(({ key }) => key === state.axis).title } });
   const shownSetups = () => setups.map((setup) => [setup, runsOf(setup).filter(shown)]).filter(([, of]) => of.length);
 
   function drawLoss() {
+    if (!runs.some(hasCurve)) return;
     const { title: text } = METRICS.find(({ key }) => key === state.metric);
     const drawn = shownSetups();
     const traces = [
@@ -203,8 +206,20 @@
       ...drawn.flatMap(([setup, members]) => points(setup, members)),
     ];
     const range = state.y === "linear" ? lossRange(traces) : null;
-    plot("loss", traces, xAxis(), { type: state.y, title: { text }, ...(range ? { range } : { autorange: true }) });
+    const [xaxis, yaxis] = [xAxis(), { type: state.y, title: { text }, ...(range ? { range } : { autorange: true }) }];
+    const zoom = state.zoom?.of === quantities(xaxis, yaxis) ? state.zoom : null;
+    plot("loss", traces, { ...xaxis, ...zoom?.x }, { ...yaxis, ...zoom?.y });
     byId("reading").textContent = reading();
+  }
+
+  /** Keep what the user zoomed to, for the next load. */
+  function keepZoom() {
+    byId("loss").on("plotly_relayout", (change) => {
+      if (!Object.keys(change).some((key) => /^[xy]axis/.test(key))) return;
+      const { xaxis, yaxis } = byId("loss").layout;
+      const [x, y] = [xaxis, yaxis].map(({ range, autorange }) => ({ range: [...range], autorange: Boolean(autorange) }));
+      state.zoom = { of: quantities(xaxis, yaxis), x, y };
+    });
   }
 
   /** Losses to show at first: from the lowest to where the first 3 % of a run have brought it, so that the fall of the
@@ -221,7 +236,7 @@
 
   function reading() {
     const known = (run, key) => ["means", "val"].some((curve) => column(run, curve, key));
-    const lacking = (key) => runs.filter((run) => shown(run) && !known(run, key)).map((run) => run.name).join(", ");
+    const lacking = (key) => runs.filter((run) => shown(run) && hasCurve(run) && !known(run, key)).map((run) => run.name).join(", ");
     const [axis, metric] = [lacking(state.axis), lacking(state.metric)];
     const { title: text } = AXES.find(({ key }) => key === state.axis);
     return ["Lines: train loss, smoothed; faint: of single steps. Points: val loss.",
@@ -306,6 +321,7 @@
   }
 
   function buildControls() {
+    for (const id of ["controls", "loss", "reading"]) byId(id).hidden = !runs.some(hasCurve);
     const known = (key) => runs.some((run) => ["means", "val"].some((curve) => column(run, curve, key)));
     const axes = AXES.filter(({ key }) => known(key));
     const metrics = METRICS.filter(({ key }) => known(key));
@@ -462,7 +478,46 @@
     }
   }
 
+  // --- A page that is written again while runs grow -----------------------------------------------------------------
+
+  /** Reload when the reader has not touched the page for a while; the less often, the longer ago it was written. */
+  function reload() {
+    let timer = null;
+    const age = Date.now() - Date.parse(document.lastModified);
+    const wait = Math.max(1000 * payload.reload_seconds, Math.min(age / 10 || 0, 60_000));
+    const again = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => {
+        if (document.hidden) return again();
+        history.replaceState(view(), "");
+        location.reload();
+      }, wait);
+    };
+    for (const event of ["pointermove", "pointerdown", "keydown", "input", "scroll"]) {
+      addEventListener(event, again, { capture: true, passive: true });
+    }
+    again();
+  }
+
+  /** What was chosen, in words that hold on the page as it is written next. */
+  function view() {
+    return { ...state, hidden: Array.from(state.hidden, (run) => run.name) };
+  }
+
+  /** Choose what was chosen before the page reloaded itself, as far as it is still there. */
+  function restore() {
+    const { hidden = [], ...chosen } = history.state ?? {};
+    history.replaceState(null, "");
+    Object.assign(state, chosen, { hidden: new Set(runs.filter((run) => hidden.includes(run.name))) });
+    for (const name of ["context", "size"]) {
+      if (!runs.some((run) => run[name] === state[name])) state[name] = null;
+    }
+  }
+
   function build() {
+    restore();
+    const { zoom } = state;
+    state.zoom = null;
     byId("verdict").append(...payload.verdict.map((sentence) => element("p", {}, sentence)));
     byId("warnings").append(...payload.warnings.map((warning) => element("li", {}, "⚠ " + warning)));
     byId("warnings").hidden = !payload.warnings.length;
@@ -474,6 +529,12 @@
     byId("times-note").textContent = payload.times.note;
     byId("note").textContent = payload.note;
     refresh();
+    if (runs.some(hasCurve)) keepZoom();
+    if (zoom) {  // after the first drawing, to which a double click goes back
+      state.zoom = zoom;
+      drawLoss();
+    }
+    if (payload.reload_seconds) reload();
     addEventListener("beforeprint", () => resize(680));
     addEventListener("afterprint", () => resize(null));
   }

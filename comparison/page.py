@@ -23,19 +23,22 @@ MAX_SAMPLE = 4000
 """Characters shown of a sample."""
 
 
-def page(comparison: Comparison, *, title: str = "", note: str = "") -> str:
+def page(comparison: Comparison, *, title: str = "", note: str = "", reload_seconds: float | None = None) -> str:
     """The whole page as HTML, plotly.js included: the same comparison gives the same text.
 
     Args:
         title: its heading; empty: the modes compared.
         note: a text at its end.
+        reload_seconds: for a page that is written again: after as many without a touch of the reader's, it reloads
+            itself, with what was chosen on it; None: it stays as it is.
     """
     from plotly.offline import get_plotlyjs
 
     part = {kind: Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8")
             for kind in ("html", "css", "js")}
     # A run's name could hold "</script>".
-    as_json = json.dumps(payload(comparison) | {"note": note}, separators=(",", ":"), allow_nan=False)
+    as_json = json.dumps(payload(comparison) | {"note": note, "reload_seconds": reload_seconds},
+                         separators=(",", ":"), allow_nan=False)
     return string.Template(part["html"]).substitute(
         title=html.escape(title or comparison.default_title), style=part["css"], plotly=get_plotlyjs(),
         payload=as_json.replace("<", "\\u003c"), script=part["js"])

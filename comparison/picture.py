@@ -8,7 +8,7 @@ import numpy as np
 from comparison import Comparison
 from comparison.curves import mean_curve
 from comparison.remarks import tokenizers_differ
-from comparison.runs import AXES, Run
+from comparison.runs import AXES, Run, RunError
 from comparison.style import DASHES, colour, dashes
 
 
@@ -19,11 +19,16 @@ def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
     Args:
         kind: ``png`` or ``svg``; the same comparison gives the same bytes.
         title: of the whole.
+
+    Raises:
+        RunError: no run has a curve.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    runs, setups = comparison.runs, comparison.setups
+    runs, setups = [run for run in comparison.runs if run.has_curve], comparison.setups
+    if not runs:
+        raise RunError(f"the {kind} picture is not drawn, for no run has a curve")
     split = "val" if all(run.val for run in runs) else "train"
     quantity = "bits_per_byte" if split == "val" and tokenizers_differ(runs) else "loss"
     unit = "bits per byte" if quantity == "bits_per_byte" else "loss (nats per token)"

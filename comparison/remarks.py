@@ -27,7 +27,9 @@ def _same_seeds(runs: Sequence[Run]) -> list[str]:
 def _lines(run: Run) -> list[str]:
     """What is wrong with a run's lines."""
     notes = []
-    if not run.val:
+    if not run.has_curve:
+        notes.append(f"{run.name} was evaluated and has no curves: nothing was logged of its training.")
+    elif not run.val:
         notes.append(f"{run.name} has no val points: its train loss is used, averaged over 2 % of the run.")
     for split, curve in (("train", run.train), ("val", run.val)):
         if curve.not_finite:
@@ -45,14 +47,14 @@ def _lines(run: Run) -> list[str]:
 
 def _differences(runs: Sequence[Run]) -> list[str]:
     """In what the runs were made differently."""
-    notes = []
+    notes, trained = [], [run for run in runs if run.has_curve]
     if tokenizers_differ(runs):
         notes.append(f"Different tokenizers ({_values(runs, tokenizer)}): losses per token cannot be compared; bits "
                      "per byte can, where the text is the same.")
-    if data_differs(runs):
-        notes.append(f"Different data ({_values(runs, corpus)}): their losses cannot be compared.")
-    if devices_differ(runs):
-        notes.append(f"Different devices ({_values(runs, devices)}): their times cannot be compared.")
+    if data_differs(trained):
+        notes.append(f"Different data ({_values(trained, corpus)}): their losses cannot be compared.")
+    if devices_differ(trained):
+        notes.append(f"Different devices ({_values(trained, devices)}): their times cannot be compared.")
     for what, value_of in (("number formats", dtype), ("versions of the code", commit)):
         if text := _values(runs, value_of):
             notes.append(f"Different {what} ({text}).")

@@ -109,6 +109,11 @@ class Run:
         return json.dumps([self.label, fields], sort_keys=True)
 
     @property
+    def has_curve(self) -> bool:
+        """Whether anything was logged; else the run has an evaluation alone, such as one of published weights."""
+        return bool(self.train or self.val)
+
+    @property
     def split(self) -> str:
         """The loss by which the run is judged: val, or train where it was never evaluated."""
         return "val" if self.val else "train"
@@ -151,7 +156,7 @@ class Run:
         return np.maximum.accumulate(columns[axis][known]), columns[quantity][known]
 
     def end(self, axis: str) -> float:
-        """Where on an axis the loss by which the run is judged was last known."""
+        """Where on an axis the loss by which the run is judged was last known; of a run that has a curve."""
         return float(self.curve(axis, self.split)[0][-1])
 
     def loss_at(self, axis: str, where: float, split: str, quantity: str = "loss") -> float | None:
@@ -193,7 +198,7 @@ def load_run(path: Path) -> Run:
 
     Raises:
         NotARunError: the folder does not exist or is no run.
-        RunError: nothing was measured yet, or a file of the run is damaged.
+        RunError: nothing was logged yet nor evaluated, or a file of the run is damaged.
     """
     if not path.exists():
         raise NotARunError(f"{path}: there is no such folder; name run folders, such as runs/quickstart-chunked")
@@ -213,12 +218,13 @@ def load_run(path: Path) -> Run:
             missing = ["step"]
         if missing:
             raise RunError(f"{metrics}: the {split} lines have no {missing[0]}; train.py writes it")
-    if not (train or val):
-        raise RunError(f"{metrics}: no step was logged yet; train the run first")
+    evaluations = load_evaluations(path / "evaluation.json")
+    if not (train or val or evaluations):
+        raise RunError(f"{metrics}: no step was logged yet; train the run first, or evaluate it with evaluate.py")
     per_token = flops_per_token(config, environment)
     sample_step, sample = newest_sample(path / "samples")
     return Run(path.resolve().name, path, config, environment, with_flops(train, per_token), with_flops(val, per_token),
-               load_evaluations(path / "evaluation.json"), sample, sample_step)
+               evaluations, sample, sample_step)
 
 
 def with_flops(curve: Curve, per_token: float | None) -> Curve:

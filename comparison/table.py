@@ -146,12 +146,12 @@ def rows(runs: Sequence[Run], setups: Sequence[Setup], times: TimesToLoss | None
     return table
 
 
-def shortest(runs: Sequence[Run], axis: str) -> float:
-    """Where on an axis the first of the runs ends: as far as all can be compared."""
-    return min(run.end(axis) for run in runs)
+def shortest(runs: Sequence[Run], axis: str) -> float | None:
+    """Where on an axis the first of the runs ends: as far as all can be compared. None where no run has a curve."""
+    return min((run.end(axis) for run in runs if run.has_curve), default=None)
 
 
-def figures(run: Run, end_of_shortest: float, times: TimesToLoss | None) -> dict[str, float | None]:
+def figures(run: Run, end_of_shortest: float | None, times: TimesToLoss | None) -> dict[str, float | None]:
     """A run's values; ``end_of_shortest`` is in seconds of training."""
 
     def last(name: str) -> float | None:
@@ -177,7 +177,8 @@ def figures(run: Run, end_of_shortest: float, times: TimesToLoss | None) -> dict
         "best_val_loss": float(np.nanmin(val)) if np.isfinite(val).any() else None,
         "bits_per_byte": last_val("bits_per_byte"),
         "accuracy": last_val("accuracy"),
-        "loss_at_shortest": run.loss_at("train_seconds", end_of_shortest, run.split),
+        "loss_at_shortest": None if end_of_shortest is None else run.loss_at(
+            "train_seconds", end_of_shortest, run.split),
     } | ({} if times is None else dict(zip(map(_key, times.levels), times.seconds[run.name], strict=True)))
 
 
@@ -188,10 +189,12 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
 
 def table_note(rows: Sequence[Row], runs: Sequence[Run]) -> str:
     """What the table's columns and its spreads mean."""
-    note = f"The shortest run ended after {shortest(runs, 'train_seconds'):,.1f} s of training."
+    end, notes = shortest(runs, "train_seconds"), []
+    if end is not None:
+        notes.append(f"The shortest run ended after {end:,.1f} s of training.")
     if any(row.seeds > 1 for row in rows):
-        note += " Runs that differ only in their seed are averaged; ± is the standard deviation over them."
-    return note
+        notes.append("Runs that differ only in their seed are averaged; ± is the standard deviation over them.")
+    return " ".join(notes)
 
 
 def headings(columns: Sequence[Column]) -> list[str]:

@@ -1,6 +1,6 @@
 """The sentences on top of the page: what the runs show, and no more."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,13 @@ from comparison.runs import Run, Setup, group
 CONFIDENCE = 0.95
 SCHEDULES_ALIKE = 0.1
 """Learning rates, as shares of their peaks, that differ by no more are not mentioned."""
-PLACES = {"step": ("steps", "{:,.0f} steps"), "train_seconds": ("training time", "{:,.1f} s of training")}
+PLACES = {  # name, and how a place on the axis is told, at length and in short
+    "step": ("steps", "{:,.0f} steps", "{:,.0f} steps"),
+    "train_seconds": ("training time", "{:,.1f} s of training", "{:,.1f} s"),
+}
+LASTING_SEED, LASTING_SETUP = 0.9, 0.5
+"""How far a run has to come, as a share of how far the set-up's furthest seed came, and a set-up, of how far the set-up
+in the middle came, to have a say in where all are compared."""
 
 
 def verdict(setups: Sequence[Setup]) -> list[str]:
@@ -23,10 +29,19 @@ def verdict(setups: Sequence[Setup]) -> list[str]:
     among more than two set-ups the lowest is compared with each other one at the level that makes all intervals hold
     together with 95 % (Bonferroni). A single seed is taken to vary as much as those it is compared with; one seed each
     carries no interval: then the losses are told, and that.
+
+    All are compared where the shortest of them ends, save that what ended early, or has just begun, does not hold the
+    others back. A run has ended early where another seed of its set-up came further by more than a tenth, and, among
+    three set-ups or more, a whole set-up where it did not come half as far as the one in the middle (of an even number,
+    the further of the two): in steps and in training time alike, for runs of equal length in one may well differ in the
+    other. Such a set-up is left out, and so is such a run where it did not come as far as the comparison; they are
+    named. A run that still goes on counts as it is.
     """
+    runs = [run for setup in setups for run in setup.runs]
+    measured, unmeasured = [run for run in runs if run.val], [run.name for run in runs if not run.val]
     groups: dict[tuple[str, str], list[Run]] = {}
-    for setup in setups:
-        groups.setdefault((f"size {setup.size}", f"context {setup.context}"), []).extend(setup.runs)
+    for run in measured:
+        groups.setdefault((f"size {run.size}", f"context {run.context}"), []).append(run)
     sentences = []
     for key, runs in groups.items():
         of_group = group(runs)
@@ -34,13 +49,15 @@ def verdict(setups: Sequence[Setup]) -> list[str]:
             of_which = [part for part, parts in zip(key, zip(*groups, strict=True), strict=True) if len(set(parts)) > 1]
             said = _of_group(of_group)
             sentences += [f"With {' and '.join(of_which)}: {' '.join(said)}"] if of_which else said
-    if not sentences and len(setups) > 1:
-        return ["Nothing is claimed: no two set-ups have the same size and context."]
+    if not sentences and len(group(measured)) > 1:
+        sentences.append("Nothing is claimed: no two set-ups have the same size and context.")
+    if unmeasured and len(setups) > 1:
+        sentences.append(f"Nothing is claimed of {_listed(unmeasured)}, without val loss.")
     return sentences
 
 
 def _of_group(setups: Sequence[Setup]) -> list[str]:
-    """The sentences of set-ups of one context and size."""
+    """The sentences of set-ups of one context and size, all of whose runs have val points."""
     runs = [run for setup in setups for run in setup.runs]
     if data_differs(runs):
         return ["Nothing is claimed: these runs read different data."]
@@ -51,38 +68,77 @@ def _of_group(setups: Sequence[Setup]) -> list[str]:
     sentences = []
     if len(known) > 1:
         axes = [axis for axis in PLACES if axis == "step" or not devices_differ(runs)]
-        sentences = [_at_equal(axis, known, quantity) for axis in axes]
-        single = [setup.label for setup in known if len(setup.runs) == 1]
+        counted = {axis: _counted(axis, known) for axis in axes}
+        sentences = [_at_equal(axis, *counted[axis], quantity) for axis in axes]
+        sentences += _left_out(known, {axis: of_axis for axis, (of_axis, _) in counted.items()})
+        single = list(dict.fromkeys(setup.label for of_axis, _ in counted.values() for setup in of_axis
+                                    if len(setup.runs) == 1))
         if single:
-            if len(single) == len(known):
+            if len(single) == len(counted["step"][0]):
                 sentences.append("One seed each: no interval, for how much the loss varies from seed to seed is not "
                                  "known.")
             else:
                 sentences.append(f"One seed of {_listed(single)}: taken to vary as much as the set-up compared with, "
                                  "where that has several; between two of one seed there is no interval.")
     if unknown:
-        what = "bits per byte of val tokens" if quantity == "bits_per_byte" else "val loss"
-        sentences.append(f"Nothing is claimed of {_listed(unknown)}, without {what}.")
+        sentences.append(f"Nothing is claimed of {_listed(unknown)}, without bits per byte of val tokens.")
     return sentences
 
 
-def _at_equal(axis: str, setups: Sequence[Setup], quantity: str) -> str:
-    """Who is lower at the largest number of steps, or training time, that all have reached."""
+def _counted(axis: str, setups: Sequence[Setup]) -> tuple[list[Setup], float]:
+    """The set-ups compared on an axis, of the runs that came as far as the comparison, and how far that is: see
+    :func:`verdict`."""
+    if len(setups) > 2:
+        furthest = np.array([[max(run.end(axis) for run in setup.runs) for axis in PLACES] for setup in setups])
+        lasting = (furthest >= LASTING_SETUP * np.quantile(furthest, 0.5, axis=0, method="higher")).any(axis=1)
+        setups = [setup for setup, lasts in zip(setups, lasting, strict=True) if lasts]
+    where = np.inf
+    for setup in setups:
+        ends = np.array([[run.end(axis) for axis in PLACES] for run in setup.runs])
+        lasting = (ends >= LASTING_SEED * ends.max(axis=0)).any(axis=1)
+        where = min([where, *(run.end(axis) for run, lasts in zip(setup.runs, lasting, strict=True) if lasts)])
+    return [Setup(setup.label, tuple(run for run in setup.runs if run.end(axis) >= where)) for setup in setups], where
+
+
+def _left_out(setups: Sequence[Setup], counted: Mapping[str, Sequence[Setup]]) -> list[str]:
+    """What of the set-ups does not count, where anything does not; ``counted``: what does, by axis."""
+    axes_of: dict[str, list[str]] = {}
+    for axis, of_axis in counted.items():
+        kept = {setup.label: {run.name for run in setup.runs} for setup in of_axis}
+        for setup in setups:
+            seeds = [(_seed_of(setup, run), run.end("step")) for run in setup.runs
+                     if run.name not in kept.get(setup.label, ())]
+            whole = [(setup.label, max(run.end("step") for run in setup.runs))]
+            for name, end in seeds if setup.label in kept else whole:
+                axes_of.setdefault(f"{name} (last evaluated at step {end:,.0f})", []).append(axis)
+    everywhere = [text for text, axes in axes_of.items() if len(axes) == len(counted)]
+    sentences = [f"Left out, for others came further: {_listed(everywhere)}."] if everywhere else []
+    for axis in counted:
+        if here := [text for text, axes in axes_of.items() if axis in axes and text not in everywhere]:
+            sentences.append(f"Left out at equal {PLACES[axis][0]}, for others came further: {_listed(here)}.")
+    return sentences
+
+
+def _seed_of(setup: Setup, run: Run) -> str:
+    seed = run.config["train"].get("seed")
+    return run.name if seed is None else f"seed {seed} of {setup.label}"
+
+
+def _at_equal(axis: str, setups: Sequence[Setup], where: float, quantity: str) -> str:
+    """Who is lower at a number of steps, or training time, that all have reached."""
     what = "val loss" if quantity == "loss" else "val bits per byte"
-    name, style = PLACES[axis]
-    runs = [run for setup in setups for run in setup.runs]
-    where = min(run.curve(axis, "val", quantity)[0][-1] for run in runs)
-    losses = {run.name: run.loss_at(axis, where, "val", quantity) for run in runs}
+    name, style, short = PLACES[axis]
+    place = style.format(where)
+    losses = {run.name: run.loss_at(axis, where, "val", quantity) for setup in setups for run in setup.runs}
     none = [name for name, loss in losses.items() if loss is None]
     if none:
-        return f"At equal {name} nothing is claimed: no {what} of {_listed(none)} is known at {style.format(where)}."
-    found = sorted((Losses(setup, tuple(loss for run in setup.runs if (loss := losses[run.name]) is not None))
-                    for setup in setups), key=lambda losses: losses.mean)
-    place, caveat = style.format(where), _schedules(axis, where, setups)
-    if len(found) == 2:
-        best, other = found
-        return _of_two(best, other, what, place, _crossing(axis, best.setup, other.setup, quantity), style) + caveat
-    return _of_many(found, what, place) + caveat
+        return f"At equal {name} nothing is claimed: no {what} of {_listed(none)} is known at {place}."
+    best, *others = sorted((Losses(setup, tuple(loss for run in setup.runs if (loss := losses[run.name]) is not None))
+                            for setup in setups), key=lambda losses: losses.mean)
+    crossings = [_crossing(axis, where, best.setup, other.setup, quantity) for other in others]
+    if len(others) == 1:
+        return _of_two(best, others[0], what, place, crossings[0], style) + _schedules(axis, where, setups)
+    return _of_many(best, others, what, place, crossings, short) + _schedules(axis, where, setups)
 
 
 def _schedules(axis: str, where: float, setups: Sequence[Setup]) -> str:
@@ -115,8 +171,21 @@ class Losses(NamedTuple):
         return f"{self.mean:.4f} of {self.setup.label}"
 
 
-def _of_two(best: Losses, other: Losses, what: str, place: str, crossing: tuple[float, int] | None, style: str) -> str:
-    """``place`` is where; ``crossing`` where and how often the curves cross, in the same ``style``."""
+class Crossing(NamedTuple):
+    """Of two curves that cross."""
+
+    where: float
+    """The last time."""
+    times: int
+    """How often."""
+
+    def told(self, style: str) -> str:
+        last = f" (the last of {self.times} crossings)" if self.times > 1 else ""
+        return f"after {style.format(self.where)}{last}"
+
+
+def _of_two(best: Losses, other: Losses, what: str, place: str, crossing: Crossing | None, style: str) -> str:
+    """``place`` is where; a crossing is told in the same ``style``."""
     interval = welch_interval(other.values, best.values, CONFIDENCE)
     told = interval and f"{_range(interval)} over {len(best.values)} and {len(other.values)} seeds"
     if not _is_lower(best, other, CONFIDENCE):
@@ -126,21 +195,23 @@ def _of_two(best: Losses, other: Losses, what: str, place: str, crossing: tuple[
     lower, higher = best.setup.label, other.setup.label
     if crossing is None:
         return f"After {place}, {lower} has the lower {what}: {numbers}."
-    at, count = crossing
-    passes = f"{lower} passes {higher} after {style.format(at)}" + (
-        f" (the last of {count} crossings)" if count > 1 else "")
-    return f"{passes} and is {other.mean - best.mean:.4f} lower at {place}: {what} {numbers}."
+    return (f"{lower} passes {higher} {crossing.told(style)} and is {other.mean - best.mean:.4f} lower at {place}: "
+            f"{what} {numbers}.")
 
 
-def _of_many(found: Sequence[Losses], what: str, place: str) -> str:
-    """The lowest against each other one."""
-    best, *others = found
+def _of_many(best: Losses, others: Sequence[Losses], what: str, place: str, crossings: Sequence[Crossing | None],
+             style: str) -> str:
+    """The lowest against each other one; ``crossings`` are those with it."""
     confidence = 1 - (1 - CONFIDENCE) / len(others)
-    higher = [str(other) for other in others if _is_lower(best, other, confidence)]
-    alike = [str(other) for other in others if not _is_lower(best, other, confidence)]
+    lower = [_is_lower(best, other, confidence) for other in others]
+    higher = [str(other) for other, is_lower in zip(others, lower, strict=True) if is_lower]
+    alike = [str(other) for other, is_lower in zip(others, lower, strict=True) if not is_lower]
     text = f"After {place}, the lowest {what} is {best}"
     text += f", against {_listed(higher)}" if higher else ""
-    return text + (f"; no difference is shown from {_listed(alike)}." if alike else ".")
+    text += f"; no difference is shown from {_listed(alike)}." if alike else "."
+    passed = [f"{other.setup.label} {crossing.told(style)}"
+              for other, crossing, is_lower in zip(others, crossings, lower, strict=True) if crossing and is_lower]
+    return text + (f" {best.setup.label} passes {_listed(passed)}." if passed else "")
 
 
 def _is_lower(best: Losses, other: Losses, confidence: float) -> bool:
@@ -149,15 +220,14 @@ def _is_lower(best: Losses, other: Losses, confidence: float) -> bool:
     return best.mean < other.mean if interval is None else interval[0] > 0
 
 
-def _crossing(axis: str, best: Setup, other: Setup, quantity: str) -> tuple[float, int] | None:
-    """Where ``best``, lower at the end, last went below ``other``, and how often their mean curves cross; None where
-    they do not within what both have."""
+def _crossing(axis: str, where: float, best: Setup, other: Setup, quantity: str) -> Crossing | None:
+    """Where ``best``, lower at ``where``, last went below ``other`` before; None where their mean curves do not cross
+    within what both have."""
     curves = [mean_curve([run.curve(axis, "val", quantity) for run in setup.runs])[:2] for setup in (best, other)]
     if not all(len(x) for x, _ in curves):
         return None
-    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
-    x = np.unique(np.concatenate([x for x, _ in curves]))
-    x = x[(x >= first) & (x <= last)]
+    x = np.unique(np.concatenate([*(x for x, _ in curves), [where]]))
+    x = x[(x >= max(x[0] for x, _ in curves)) & (x <= where)]
     ahead = np.interp(x, *curves[1]) - np.interp(x, *curves[0])
     differs = np.isfinite(ahead) & (ahead != 0)
     x, ahead = x[differs], ahead[differs]
@@ -165,7 +235,7 @@ def _crossing(axis: str, best: Setup, other: Setup, quantity: str) -> tuple[floa
     if not len(changes):
         return None
     i = changes[-1]
-    return float(x[i] + (x[i + 1] - x[i]) * ahead[i] / (ahead[i] - ahead[i + 1])), len(changes)
+    return Crossing(float(x[i] + (x[i + 1] - x[i]) * ahead[i] / (ahead[i] - ahead[i + 1])), len(changes))
 
 
 def welch_interval(a: Sequence[float], b: Sequence[float], confidence: float) -> tuple[float, float] | None:

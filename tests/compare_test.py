@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import compare
-from tests.comparison.made import read_lines, write_lines, write_run
+from tests.comparison.made import read_lines, write_evaluated, write_lines, write_run
 
 ROOT = Path(compare.__file__).parent
 
@@ -18,6 +18,11 @@ ROOT = Path(compare.__file__).parent
 def two(tmp_path):
     return [write_run(tmp_path / "softmax", form="blockwise"),
             write_run(tmp_path / "chunked", "chunked", steps=400, seconds=0.25, loss=2.1, slope=0.004)]
+
+
+def reloads(page):
+    """Whether a page, where there is one, reloads itself."""
+    return page.exists() and f'"reload_seconds":{compare.RELOAD_SECONDS}' in page.read_text()
 
 
 def figures(path):
@@ -138,9 +143,12 @@ def test_watch_draws_what_has_changed_until_it_is_interrupted(tmp_path, capsys):
 
     def wait(_):
         pages.append(out.stat().st_mtime_ns if out.exists() else None)
+        assert out.exists() == reloads(out)
         events.pop(0)()
 
     assert compare.watch(options, wait) == 0
+    assert out.exists()
+    assert not reloads(out)
     # Nothing to draw twice; then a run, the same run unchanged, the run grown, another run.
     assert pages[:2] == [None, None]
     assert pages[2] == pages[3] < pages[4] < pages[5]
@@ -150,6 +158,29 @@ def test_watch_draws_what_has_changed_until_it_is_interrupted(tmp_path, capsys):
     assert "waiting: there is no run yet" in output.err
     assert "passed over: " in output.err
     assert output.err.splitlines()[-1] == "stopped watching"
+
+
+def test_watching_that_ends_in_an_error_leaves_a_page_that_does_not_reload(two, tmp_path):
+    out = tmp_path / "page.html"
+    options = compare.Options(tuple(two), out=out, csv=two[0], watch=True)  # a folder where the file should go
+    with pytest.raises(OSError, match="cannot be written"):
+        compare.watch(options)
+    assert out.exists()
+    assert not reloads(out)
+
+
+def test_a_run_that_was_only_evaluated_is_on_the_page(two, tmp_path, capsys):
+    evaluated = write_evaluated(tmp_path / "published")
+    arguments = ["--out", str(tmp_path / "page.html"), "--json", str(tmp_path / "page.json")]
+    assert compare.main([*map(str, (*two, evaluated)), *arguments]) == 0
+    assert figures(tmp_path / "page.json")["published"]["val_loss"] is None
+    output = capsys.readouterr()
+    assert output.err == "published was evaluated and has no curves: nothing was logged of its training.\n"
+    assert "Nothing is claimed of published, without val loss." in output.out
+    assert compare.main([str(evaluated), *arguments]) == 0
+    assert list(figures(tmp_path / "page.json")) == ["published"]
+    assert compare.main([str(evaluated), *arguments, "--png", str(tmp_path / "picture.png")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "the png picture is not drawn, for no run has a curve"
 
 
 def test_markup_in_names_is_printed_as_it_is(tmp_path, capsys):

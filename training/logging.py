@@ -27,6 +27,8 @@ from configs.schema import Config, ConfigError, LoggingConfig
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """What each flag needs; the extra that installs it is called as the flag."""
+HINTS = {"wandb": ". Without a network, set WANDB_MODE=offline"}
+"""What may help where a log fails."""
 TAIL_BYTES = 65_536
 """Of a metrics file; they hold its last lines."""
 
@@ -85,7 +87,7 @@ class Logs:
                 with contextlib.suppress(Exception):
                     log.close(failed=True)
             warnings.warn(f"--logging.{flag}: {type(error).__name__}: {str(error).rstrip('.')}. Training goes on "
-                          "without it; metrics.jsonl has every line", stacklevel=2)
+                          f"without it; metrics.jsonl has every line{HINTS.get(flag, '')}", stacklevel=2)
 
     def __enter__(self) -> Self:
         return self

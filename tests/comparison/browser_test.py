@@ -21,6 +21,7 @@ from comparison import compare
 from comparison.page import page
 from comparison.runs import load_run
 from tests import tiny
+from tests.comparison.made import write_evaluated
 
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync")
@@ -93,8 +94,13 @@ class Browser:
         self.send("Emulation.setTouchEmulationEnabled", enabled=touch)
         self._loaded = False
         self.send("Page.navigate", url=path.as_uri())
+        self.await_load()
+
+    def await_load(self) -> None:
+        """Until a page is drawn that was not there at the last call of :meth:`open`."""
         while not self._loaded:
             self._receive()
+        self._loaded = False
 
     def value(self, script: str) -> Any:
         """The JSON value of a JavaScript expression."""
@@ -110,6 +116,15 @@ class Browser:
         for count in range(1, times + 1):
             for kind in ("mousePressed", "mouseReleased"):
                 self.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=count, **place)
+
+    def drag(self, element: str) -> None:
+        """Drag the mouse over the middle of an element, a JavaScript expression."""
+        left, top, width, height = self.value(f"(() => {{ const e = {element}; e.scrollIntoView({{block: 'center'}}); "
+                                              "const {left, top, width, height} = e.getBoundingClientRect(); "
+                                              "return [left, top, width, height]; })()")
+        for kind, part in (("mousePressed", 0.4), ("mouseMoved", 0.5), ("mouseMoved", 0.6), ("mouseReleased", 0.6)):
+            self.send("Input.dispatchMouseEvent", type=kind, button="left", buttons=1, clickCount=1,
+                      x=left + part * width, y=top + part * height)
 
     def choose(self, name: str, label: str) -> None:
         """Click the button with this label among those of a choice."""
@@ -293,6 +308,82 @@ def test_slider_smooths_the_curves_and_not_the_points(browser, runs):
     assert np.abs(np.diff(smooth, 2)).sum() < 0.5 * np.abs(np.diff(rough, 2)).sum()
     assert smooth[15:17] == pytest.approx([np.mean(rough[12:19]), np.mean(rough[13:20])])
     assert (browser.drawn("raw"), browser.drawn("val")) == (raw, points)
+
+
+# Long timers stand until the test ends them.
+TIMERS = """{ const set = setTimeout, clear = clearTimeout; let number = -1;
+  window.timers = new Map();
+  window.setTimeout = (act, wait) => wait < 3000 ? set(act, wait) : (timers.set(--number, {act, wait}), number);
+  window.clearTimeout = (number) => timers.delete(number) || clear(number); }"""
+
+
+def test_a_page_that_is_watched_reloads_itself_and_keeps_the_view(browser, runs, tmp_path):
+    path = tmp_path / "watched.html"
+
+    def write(*names: str, reload_seconds: float | None) -> None:
+        path.write_text(page(compare([load_run(runs[name]) for name in names]), reload_seconds=reload_seconds))
+
+    def view() -> dict[str, Any]:
+        return browser.value(
+            "({smoothing: document.querySelector('output').value, scrolled: scrollY > 100, "
+            "x: document.getElementById('loss').layout.xaxis.range, "
+            "y: document.getElementById('loss').layout.yaxis.range, "
+            "chosen: Object.fromEntries([...document.querySelectorAll('.choice')].map("
+            "e => [e.dataset.name, e.querySelector('[aria-pressed=true]').innerText]))})")
+
+    hook = browser.send("Page.addScriptToEvaluateOnNewDocument", source=TIMERS)["identifier"]
+    try:
+        write("chunked-0", "copy", reload_seconds=5.0)
+        browser.open(path)
+        first = view()
+        for name, label in (("axis", "Steps"), ("x", "Log")):
+            browser.choose(name, label)
+        browser.value("(slider => { slider.value = 11; slider.dispatchEvent(new Event('input')); })"
+                      "(document.querySelector('input[type=range]'))")
+        browser.click("document.querySelector('#legend button')")
+        assert list(browser.drawn("train")) == ["copy"]
+        browser.drag("document.querySelector('#loss .nsewdrag')")
+        browser.value("new Promise(done => { scrollTo(0, 200); requestAnimationFrame(() => setTimeout(done, 0)); })")
+        before = view()
+        assert (before["smoothing"], before["scrolled"]) == ("11 %", True)
+        assert before["chosen"] == {"context": "All", "axis": "Steps", "x": "Log", "y": "Linear", "metric": "Loss"}
+        assert np.ptp(before["y"]) < 0.5 * np.ptp(first["y"])  # zoomed
+        write("copy", "chunked-1", "chunked-0", reload_seconds=None)  # the last page: watching has ended
+        assert browser.value("[...timers.values()].map(timer => timer.wait)") == [5000]  # one, however often it began
+        browser.value("void [...timers.values()][0].act()")
+        browser.await_load()
+        assert view() == before
+        assert list(browser.drawn("train")) == ["copy", "chunked-1"]  # chunked-0 is hidden, the other is new
+        browser.click("document.querySelector('#loss .nsewdrag')", times=2)
+        assert np.ptp(view()["y"]) > 0.9 * np.ptp(first["y"])
+        assert browser.value("timers.size") == 0
+        browser.open(path)
+        assert view()["chosen"]["axis"] == "Training time"  # opened anew it is as it was made
+    finally:
+        browser.send("Page.removeScriptToEvaluateOnNewDocument", identifier=hook)
+
+
+def test_a_run_that_was_only_evaluated_is_drawn_by_position_alone(browser, runs, tmp_path):
+    evaluated = load_run(write_evaluated(tmp_path / "published", "linear"))
+    path = tmp_path / "page.html"
+
+    def drawn() -> list[bool]:
+        return browser.value("['controls', 'loss', 'throughput', 'legend', 'positions', 'figures'].map("
+                             "id => Boolean(document.getElementById(id).offsetParent))")
+
+    path.write_text(page(compare([load_run(runs["copy"]), evaluated])))
+    browser.open(path, width=390, height=844, touch=True)
+    keep(browser, tmp_path, "evaluated")
+    assert drawn() == [True] * 6
+    assert list(browser.drawn("positions", "positions")) == ["copy", "published"]
+    assert list(browser.drawn("val")) == ["copy"]
+    assert browser.value("document.getElementById('reading').innerText").endswith("leaves it alone.")
+    path.write_text(page(compare([evaluated])))
+    browser.open(path, width=390, height=844, touch=True)
+    keep(browser, tmp_path, "evaluated-alone")
+    assert drawn() == [False, False, False, True, True, True]
+    assert browser.value("document.documentElement.scrollWidth") == 390
+    browser.pdf(tmp_path / "evaluated.pdf")
 
 
 def test_on_a_phone_and_on_paper(browser, report, tmp_path):

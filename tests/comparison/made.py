@@ -13,12 +13,14 @@ TOKENS_PER_STEP = 64
 def write_run(path: Path, mode: str = "softmax", *, seed: int = 0, steps: int = 100, seconds: float = 1.0,
               loss: float = 2.0, slope: float = 0.01, every: int = 20, tokenizer: str = "bytes",
               form: str | None = None, context: int = 32, learning_rate: float = 1e-3, decay_steps: int | None = None,
-              **environment: Any) -> Path:
+              planned: int | None = None, **environment: Any) -> Path:
     """A run whose val loss is ``loss - slope * step``, evaluated at every ``every`` steps, and train loss 0.5 lower;
-    the learning rate is constant, or falls to nothing in ``decay_steps``."""
+    the learning rate is constant, or falls to nothing in ``decay_steps``. The config names ``planned`` steps, or those
+    there are."""
     path.mkdir(parents=True)
     config = Config(model=ModelConfig(attention=(mode,), context=context), data=DataConfig(tokenizer=tokenizer),
-                    optimizer=OptimizerConfig(learning_rate=learning_rate), train=TrainConfig(seed=seed, steps=steps))
+                    optimizer=OptimizerConfig(learning_rate=learning_rate),
+                    train=TrainConfig(seed=seed, steps=planned or steps))
     (path / "config.json").write_text(json.dumps(config.to_dict()))
     (path / "environment.json").write_text(json.dumps(
         {"implementations": {mode: form or mode}, "parameters": 1234} | environment))
@@ -33,6 +35,19 @@ def write_run(path: Path, mode: str = "softmax", *, seed: int = 0, steps: int = 
             lines.append(at | {"split": "val", "loss": val, "bits_per_byte": val / math.log(2) / (
                 1 if tokenizer == "bytes" else 4)})
     write_lines(path, lines)
+    return path
+
+
+def write_evaluated(path: Path, mode: str = "softmax", *, source: str = "python-stdlib", context: int = 32) -> Path:
+    """A run as models.pretrained imports it and evaluate.py evaluates it: nothing was logged of its training."""
+    path.mkdir(parents=True)
+    config = Config(model=ModelConfig(attention=(mode,), context=context), data=DataConfig(source=source))
+    (path / "config.json").write_text(json.dumps(config.to_dict()))
+    (path / "environment.json").write_text(json.dumps(
+        {"parameters": 1234, "tokenizer": config.data.tokenizer, "corpus_checksum": None, "devices": ["cuda:0"]}))
+    positions = [{"first": 1, "last": 1, "loss": 3.0}, {"first": 2, "last": 3, "loss": 2.5}]
+    (path / "evaluation.json").write_text(json.dumps({"evaluations": [
+        {"context": context, "corpus": "a book", "positions": positions}]}))
     return path
 
 

@@ -67,6 +67,13 @@ def test_a_run_lacks_only_what_it_lacks():
         None, None, None, None, None, []]
 
 
+def test_a_page_reloads_itself_only_where_it_is_told_to():
+    comparison = compare([run("one")])
+    assert payload(page(comparison))["reload_seconds"] is None
+    assert payload(page(comparison, reload_seconds=2.5))["reload_seconds"] == 2.5
+    assert 'http-equiv="refresh"' not in page(comparison)
+
+
 def test_texts_are_escaped_and_nothing_is_loaded():
     comparison = compare([run(HOSTILE, sample=HOSTILE * 1000, sample_step=3), run("other", "softmax")])
     text = page(comparison, title=HOSTILE, note=HOSTILE)

@@ -98,5 +98,8 @@ def test_a_run_that_has_just_begun_says_so(tmp_path):
         (path / "metrics.jsonl").unlink() if remains is None else (path / "metrics.jsonl").write_text(remains)
         with pytest.raises(RunError, match="no step was logged yet"):
             load_run(path)
+    (path / "evaluation.json").write_text('{"evaluations": []}')
+    with pytest.raises(RunError, match="no step was logged yet"):
+        load_run(path)
     with pytest.raises(ConfigError, match="there is no such folder"):
         load_run(Path("nowhere"))

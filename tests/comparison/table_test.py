@@ -7,9 +7,10 @@ import math
 import pytest
 
 import comparison
-from comparison.runs import load_run
-from comparison.table import as_csv
-from tests.comparison.made import write_run
+from comparison.picture import picture
+from comparison.runs import RunError, load_run
+from comparison.table import as_csv, table_note
+from tests.comparison.made import write_evaluated, write_run
 
 
 def compared(*paths):
@@ -50,6 +51,22 @@ def test_loss_at_the_end_of_the_shortest_run_is_interpolated_in_time(tmp_path):
     assert [row.figures["loss_at_shortest"] for row in rows] == [pytest.approx(1.5), None]
     rows = compared(short, write_run(tmp_path / "often", "chunked", seconds=2.0)).rows
     assert rows[1].figures["loss_at_shortest"] == pytest.approx(2.0 - 0.01 * 25)
+
+
+def test_a_run_of_which_there_is_an_evaluation_alone_has_dashes(tmp_path, two):
+    evaluated = write_evaluated(tmp_path / "evaluated", source="elsewhere")
+    found = compared(*two, evaluated)
+    alone = found.rows[-1].cells(found.columns)
+    assert {name for name, cell in alone.items() if cell != "–"} == {"run", "attention", "context", "parameters"}
+    # The others' figures, place of comparison and warnings are as without it.
+    assert found.rows[:2] == compared(*two).rows
+    assert found.remarks == ("evaluated was evaluated and has no curves: nothing was logged of its training.",)
+    assert table_note(found.rows, found.runs) == "The shortest run ended after 100.0 s of training."
+    assert picture(found, "svg") == picture(compared(*two), "svg")
+    lone = compared(evaluated)
+    assert (lone.verdict, table_note(lone.rows, lone.runs)) == ((), "")
+    with pytest.raises(RunError, match="no run has a curve"):
+        picture(lone, "svg")
 
 
 def test_seeds_of_one_setup_are_averaged_in_every_form(tmp_path):

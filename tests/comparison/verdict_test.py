@@ -4,7 +4,7 @@ import pytest
 
 from comparison.runs import group, load_run
 from comparison.verdict import student_quantile, verdict, welch_interval
-from tests.comparison.made import write_run
+from tests.comparison.made import write_evaluated, write_run
 
 
 def said(*paths):
@@ -52,6 +52,79 @@ def test_seeds_have_an_interval_and_no_difference_is_shown_where_it_covers_zero(
     assert "softmax has the lower val loss" in said(*softmax, higher[0])[0]
 
 
+def test_a_seed_that_ended_early_does_not_count_and_is_named(tmp_path):
+    softmax = seeds(tmp_path, "softmax", [2.0, 2.1])
+    chunked = seeds(tmp_path, "chunked", [3.0, 3.1, 3.2])
+    died = write_run(tmp_path / "died", seed=2, loss=1.0, steps=40, planned=100)
+    found = said(*softmax, died, *chunked)
+    assert found[0].startswith(
+        "After 100 steps, softmax has the lower val loss: 1.0500, against 2.1000 of chunked (95 % interval")
+    assert "over 2 and 3 seeds" in found[0]
+    assert "After 100.0 s of training, softmax has the lower val loss: 1.0500" in found[1]
+    assert found[2:] == ["Left out, for others came further: seed 2 of softmax (last evaluated at step 40)."]
+    # Where the other set-up goes no further than that, it counts.
+    assert said(*softmax, died, *seeds(tmp_path / "short", "chunked", [3.0, 3.1], steps=40))[0].startswith(
+        "After 40 steps, no difference in val loss is shown: 1.3000 of softmax")
+    one_left = said(softmax[0], died, *chunked)
+    assert one_left[2].startswith("Left out, for others came further: seed 2 of softmax")
+    assert one_left[3].startswith("One seed of softmax: taken to vary")
+
+
+def test_seeds_of_one_length_all_count_however_fast_they_were(tmp_path):
+    # The same steps in other times, and about the same time with other steps.
+    by_steps = [write_run(tmp_path / f"a{seed}", seed=seed, loss=2 + 0.1 * seed, seconds=1 + 0.3 * seed)
+                for seed in range(3)]
+    by_time = [write_run(tmp_path / f"b{seed}", "chunked", seed=seed, loss=4 + 0.1 * seed, every=10, steps=steps,
+                         planned=1000, seconds=150 / steps) for seed, steps in enumerate((100, 120, 150))]
+    found = said(*by_steps, *by_time)
+    assert found[0].startswith("After 100 steps, softmax")
+    assert found[1].startswith("After 100.0 s of training, softmax")
+    assert len(found) == 2
+    assert all("over 3 and 3 seeds" in text for text in found)
+
+
+def test_a_setup_that_ended_far_before_the_others_does_not_hold_them_back(tmp_path):
+    runs = [write_run(tmp_path / "softmax"), write_run(tmp_path / "chunked", "chunked", loss=2.5)]
+    died = [write_run(tmp_path / f"linear-{seed}", "linear", seed=seed, steps=steps, every=10,
+                      planned=100) for seed, steps in enumerate((30, 40))]
+    assert said(*runs, *died) == [
+        "After 100 steps, softmax has the lower val loss: 1.0000, against 1.5000 of chunked.",
+        "After 100.0 s of training, softmax has the lower val loss: 1.0000, against 1.5000 of chunked.",
+        "Left out, for others came further: linear (last evaluated at step 40).",
+        "One seed each: no interval, for how much the loss varies from seed to seed is not known."]
+    # Two that ended early leave the other two; between two alone there is nothing to leave out.
+    another = write_run(tmp_path / "local", "local", steps=20)
+    found = said(*runs, died[1], another)
+    assert found[0].startswith("After 100 steps, softmax")
+    assert found[2] == ("Left out, for others came further: linear (last evaluated at step 40) and local (last "
+                        "evaluated at step 20).")
+    assert said(runs[0], died[1])[0].startswith("After 40 steps")
+    # As long in time as the others, only slower: it counts, and the steps are its own.
+    slow = write_run(tmp_path / "slow", "linear", steps=20, seconds=5.0)
+    found = said(*runs, slow)
+    assert found[0].startswith("After 20 steps, the lowest val loss")
+    assert found[1].startswith("After 100.0 s of training, the lowest val loss")
+    assert len(found) == 3
+
+
+def test_of_many_it_is_told_whom_the_lowest_passed_and_where(tmp_path):
+    runs = [write_run(tmp_path / "chunked", "chunked", loss=2.4, steps=200, every=10),
+            write_run(tmp_path / "softmax", loss=2.2, slope=0.005, steps=200, every=10),  # meets it at step 40
+            write_run(tmp_path / "linear", "linear", loss=1.9, slope=0.00375, steps=200, every=10),  # at step 80
+            write_run(tmp_path / "local", "local", loss=2.5, slope=0.004, steps=200, every=10)]  # never
+    assert said(*runs)[:2] == [
+        "After 200 steps, the lowest val loss is 0.4000 of chunked, against 1.1500 of linear, 1.2000 of softmax and "
+        "1.7000 of local. chunked passes linear after 80 steps and softmax after 40 steps.",
+        "After 200.0 s of training, the lowest val loss is 0.4000 of chunked, against 1.1500 of linear, 1.2000 of "
+        "softmax and 1.7000 of local. chunked passes linear after 80.0 s and softmax after 40.0 s."]
+    # Only what lies before the place of comparison: here before linear and softmax are passed.
+    short = write_run(tmp_path / "short", "local", loss=2.5, slope=0.004, steps=60, seconds=10.0, every=10)
+    assert "passes" not in said(*runs[::2], short)[0]
+    assert said(*runs[:3], short)[0].endswith(
+        "After 60 steps, the lowest val loss is 1.6750 of linear, against 1.8000 of chunked, 1.9000 of softmax and "
+        "2.2600 of local.")
+
+
 def test_the_interval_is_welchs():
     # Student's t tables; 2.353 freedom is between the rows of 2 and 3.
     for freedom, quantile in ((1, 12.7062), (2, 4.3027), (4, 2.7764), (30, 2.0423), (1e4, 1.9602)):
@@ -71,6 +144,12 @@ def test_nothing_is_claimed_that_the_data_do_not_carry(tmp_path):
     softmax = write_run(tmp_path / "softmax", corpus_checksum="a")
     never = write_run(tmp_path / "never", "chunked", every=0, corpus_checksum="a")
     assert said(softmax, never) == ["Nothing is claimed of never, without val loss."]
+    evaluated = write_evaluated(tmp_path / "evaluated", "chunked", source="elsewhere")
+    assert said(softmax, evaluated) == ["Nothing is claimed of evaluated, without val loss."]
+    higher = write_run(tmp_path / "higher", "chunked", loss=3.0, corpus_checksum="a")
+    assert said(softmax, higher, evaluated)[::3] == [
+        "After 100 steps, softmax has the lower val loss: 1.0000, against 2.0000 of chunked.",
+        "Nothing is claimed of evaluated, without val loss."]
     late = write_run(tmp_path / "late", "chunked", every=100, steps=100, seconds=2.0, corpus_checksum="a")
     assert said(softmax, late)[1] == (
         "At equal training time nothing is claimed: no val loss of late is known at 100.0 s of training.")

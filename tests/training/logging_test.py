@@ -31,12 +31,15 @@ def start(run_dir: Path, *, after: int, through: int) -> None:
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> Path:
     """A run that came to step 4, and went on from its checkpoint of step 2 to step 5."""
+    import wandb
+
     folder = tmp_path_factory.mktemp("resumed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_SILENT", "true")
         start(folder, after=0, through=4)
         start(folder, after=2, through=5)
+        wandb.teardown()  # waits for its process, which may still write after the runs are finished
     return folder
 
 
@@ -122,6 +125,19 @@ def test_a_log_that_fails_is_told_once_and_left(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="--logging.tensorboard: OSError: .*No space left on device. Training goes on"
                       ) as told:
         write_lines(tmp_path)
+    assert len(told) == 1
+
+
+def test_where_wandb_fails_its_offline_mode_is_named(tmp_path, monkeypatch):
+    import wandb
+
+    def init(**_):
+        raise wandb.errors.CommError("Network error")
+
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.warns(UserWarning, match="--logging.wandb: CommError: Network error. Training goes on without it; .* "
+                      "Without a network, set WANDB_MODE=offline$") as told:
+        Logs(Config(logging=LoggingConfig(wandb=True)), tmp_path, step=0)
     assert len(told) == 1
 
 
