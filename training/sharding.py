@@ -45,18 +45,19 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def state_shardings(mesh: Mesh, state: Any) -> Any:
     """Of parameters, and of the optimizer's moments, which have the parameters' names and shapes.
 
-    ``tensor`` splits heads and MLP width: the last dimension of a projection into them, the first of one out of them.
-    ``fsdp`` splits the largest dimension that is left.
+    ``tensor`` splits heads and MLP width: the last dimension of a projection into them, the first of one out of them,
+    and of a table that each head has for itself. ``fsdp`` splits the largest dimension that is left.
     """
 
     def spec(path: Any, leaf: Any) -> NamedSharding:
         axes: list[str | None] = [None] * leaf.ndim
         names = {str(getattr(key, "key", getattr(key, "name", key))) for key in path}
-        if leaf.ndim == 2:
-            split = 0 if names & {"output", "token_embedding"} else 1
-            if names & {"query", "key", "value", "hidden", "output", "token_embedding"}:
-                _split(axes, leaf.shape, split, "tensor", mesh)
-            largest = max((i for i in range(2) if axes[i] is None), key=lambda i: leaf.shape[i])
+        out_of = any(name.endswith(("output", "token_embedding")) for name in names)
+        into = any(name.endswith(("query", "key", "value", "hidden")) for name in names)
+        if leaf.ndim > 1:
+            if leaf.ndim == 3 or out_of or into:
+                _split(axes, leaf.shape, 0 if leaf.ndim == 3 or out_of else 1, "tensor", mesh)
+            largest = max((i for i in range(leaf.ndim) if axes[i] is None), key=lambda i: leaf.shape[i])
             _split(axes, leaf.shape, largest, "fsdp", mesh)
         return NamedSharding(mesh, P(*axes))
 

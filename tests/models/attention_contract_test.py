@@ -19,7 +19,7 @@ from models.attention.self_attention import SelfAttention
 
 ROOT = Path(__file__).parents[2]
 MODES = sorted(attention.modes())
-PARAMETER_FREE = ["chunked", "linear", "performer", "softmax"]
+PARAMETER_FREE = ["bigbird", "chunked", "linear", "local", "performer", "softmax", "sparse"]
 B, H, D, E = 2, 2, 4, 8
 T, ROOM = 150, 320  # more than two chunks of 64
 

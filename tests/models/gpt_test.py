@@ -12,6 +12,7 @@ from flax import nnx
 
 from configs.schema import ConfigError, ModelConfig
 from models import attention
+from models.attention.self_attention import Linear
 from models.gpt import GPT, check
 
 VOCABULARY = 31
@@ -27,8 +28,9 @@ def build(seed: int = 0, **changes) -> GPT:
 def sharpened(model: GPT) -> GPT:
     """``model`` with larger projections: at the start attention is so near to uniform that mistakes would not show."""
     for block in model.blocks:
-        for projection in (block.attention.query, block.attention.key, block.attention.value, block.attention.output):
-            projection.kernel[...] *= 20
+        for _, projection in nnx.iter_modules(block.attention):
+            if isinstance(projection, Linear):
+                projection.kernel[...] *= 20
     return model
 
 

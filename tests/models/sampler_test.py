@@ -21,6 +21,7 @@ from models.sampler import TOKENS_PER_CALL, Sampler, Sampling, Settings, draw, l
 V = 13
 MODES = tuple(name for name, mode in attentions.modes().items()
               if mode.Attention.causal and mode.Attention.decode_state != "none")
+UNBOUNDED = tuple(name for name in MODES if not attentions.load(name).Attention.bounded)
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -238,7 +239,7 @@ def test_end_of_text_ends_each_sample(platform, monkeypatch):
 
 
 def test_a_continuation_needs_no_prompt():
-    sampler = Sampler(make_model(*MODES, positions="none"))
+    sampler = Sampler(make_model(*UNBOUNDED, positions="none"))
     draw_piece = sampler.continuation(5000, calls=3, samples=2)
     pieces = [np.asarray(draw_piece()) for _ in range(3)]
     assert [piece.shape for piece in pieces] == [(2, TOKENS_PER_CALL)] * 3
@@ -266,7 +267,7 @@ def test_pieces_come_while_the_rest_is_still_to_be_drawn():
 
 
 def test_other_lengths_and_settings_compile_nothing():
-    sampler = Sampler(make_model(*MODES, context=64))
+    sampler = Sampler(make_model(*UNBOUNDED, context=64))
     sampler.warm_up(5, 3)
     assert sampler.max_length is None  # rotary: the last prompt and what follows it lie beyond the context
     compiled: list[str] = []

@@ -1,0 +1,179 @@
+"""How far the approximations are from softmax attention: against FAVOR's features, Linformer's k, Reformer's rounds.
+
+    python -m lra.approximation --out lra/results/approximation
+
+Outputs are compared with those of exact attention on the same queries, keys and values, drawn from normal distributions
+that make the weights of a query neither equal nor all on one key: RMS(error) / RMS(exact), median over draws of what is
+random in the approximation. Of FAVOR, random directions are orthogonal or independent, and the cosine features of the
+paper before it stand beside. Reformer is compared with softmax attention of its own kind, whose keys are its queries'
+directions. NAME.json has the numbers, NAME.png the curves.
+
+The last panel shows what the mean over many draws comes to: the matrix of weights exp(q·k/√D) estimated by FAVOR is
+unbiased, so that its error falls with the draws for ever; the output, a ratio of two estimates, is biased, and its
+error stays.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from benchmarks import report
+from benchmarks.picture import Panel, draw_panels
+from models import attention
+from models.attention.feature_maps import FeatureOptions, draw_directions, features
+from models.attention.self_attention import SelfAttention
+from training.environment import write_json
+
+B, T, H, D = 1, 512, 4, 32
+FEATURES = (16, 32, 64, 128, 256, 512, 1024)
+K = (16, 32, 64, 128, 256, 512)
+ROUNDS = (1, 2, 4, 8, 16)
+BIAS_FEATURES = 32
+BIAS_DRAWS = (1, 4, 16, 64, 256, 1024)
+FAVOR = {"orthogonal": ("favor", True), "independent": ("favor", False), "cosines": ("favor_trigonometric", True)}
+"""Curves of FAVOR: feature map, and whether directions are orthogonal."""
+
+
+def inputs(seed: int) -> tuple[Array, Array, Array]:
+    """q, k and v (B, T, H, D), normal."""
+    q, k, v = jax.random.normal(jax.random.key(seed), (3, B, T, H, D))
+    return q, k, v
+
+
+def softmax(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, own: bool = True) -> Array:
+    """Exact attention in both directions; without ``own`` a query does not see its own key."""
+    scores_BHTS = jnp.einsum("bthd,bshd->bhts", q_BTHD, k_BTHD) / np.sqrt(D)
+    if not own:
+        scores_BHTS = jnp.where(jnp.eye(T, dtype=bool)[None, None], -1e30, scores_BHTS)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores_BHTS), v_BTHD)
+
+
+def error(found: Any, exact: Any) -> float:
+    """RMS(found − exact) / RMS(exact)."""
+    found, exact = np.asarray(found, np.float64), np.asarray(exact, np.float64)
+    return float(np.sqrt(np.mean((found - exact) ** 2) / np.mean(exact**2)))
+
+
+def mode(name: str, seed: int, **options: Any) -> SelfAttention:
+    """A mode for these inputs, its parameters and random numbers drawn from ``seed``."""
+    module = attention.load(name)
+    return module.Attention(module.Config(**options), heads=H, head_width=D, width=H * D, max_length=T,
+                            rngs=nnx.Rngs(seed))
+
+
+def mixed(module: SelfAttention, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array) -> Array:
+    """The mode's attention in both directions."""
+    x_BTE = jnp.zeros((B, T, H * D))
+    return jax.jit(lambda *qkv: module.mix(*qkv, x_BTE=x_BTE, causal=False, segment_ids_BT=None))(
+        q_BTHD, k_BTHD, v_BTHD)
+
+
+def over_draws(measure: Callable[[int], float], draws: int) -> float:
+    """The median over seeds."""
+    return median(measure(seed) for seed in range(draws))
+
+
+def favor(draws: int) -> dict[str, dict[int, float]]:
+    """Error of the output against the number of features: cosines are twice as many as their directions."""
+    q, k, v = inputs(0)
+    exact = softmax(q, k, v)
+
+    def measure(phi: str, orthogonal: bool, count: int, seed: int) -> float:
+        directions = count // 2 if phi == "favor_trigonometric" else count
+        module = mode("performer", seed, phi=phi, orthogonal=orthogonal, features=directions)
+        return error(mixed(module, q, k, v), exact)
+
+    return {name: {count: over_draws(lambda seed: measure(phi, orthogonal, count, seed), draws)  # noqa: B023
+                   for count in FEATURES} for name, (phi, orthogonal) in FAVOR.items()}
+
+
+def linformer(draws: int) -> dict[str, dict[int, float]]:
+    """Error against k, with E as it is drawn and before any training."""
+    q, k, v = inputs(0)
+    exact = softmax(q, k, v)
+    return {"linformer": {count: over_draws(lambda seed: error(
+        mixed(mode("linformer", seed, k=count), q, k, v), exact), draws) for count in K}}  # noqa: B023
+
+
+def reformer(draws: int) -> dict[str, dict[int, float]]:
+    """Error against hash rounds, for chunks of 32 and of 64 tokens; exact attention has Reformer's keys."""
+    q, _, v = inputs(0)
+    k = np.sqrt(D) * q / jnp.linalg.norm(q, axis=-1, keepdims=True)
+    exact = softmax(q, k, v, own=False)
+    return {f"chunks of {size}": {rounds: over_draws(lambda seed: error(
+        mixed(mode("reformer", seed, rounds=rounds, chunk_size=size), q, k, v), exact), draws)  # noqa: B023
+        for rounds in ROUNDS} for size in (32, 64)}
+
+
+def bias() -> dict[str, dict[int, float]]:
+    """Error of the mean over draws, of the matrix of weights and of the output."""
+    q, k, v = inputs(0)
+    options = FeatureOptions(feature_map="favor", features=BIAS_FEATURES, normalize=False)
+    exact_BHTS = jnp.exp(jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D))
+
+    @jax.jit
+    def estimate(key: Array) -> tuple[Array, Array]:
+        directions_RD = draw_directions(key, BIAS_FEATURES, D, orthogonal=True)
+        weights_BHTS = jnp.einsum("bthm,bshm->bhts", features(options, q, directions_RD),
+                                  features(options, k, directions_RD))
+        y_BTHD = jnp.einsum("bhts,bshd->bthd", weights_BHTS / weights_BHTS.sum(axis=-1, keepdims=True), v)
+        return weights_BHTS, y_BTHD
+
+    exact_y, found = softmax(q, k, v), {"matrix of weights": {}, "output": {}}
+    sums = [np.zeros(exact_BHTS.shape), np.zeros(exact_y.shape)]
+    for number, key in enumerate(jax.random.split(jax.random.key(1), BIAS_DRAWS[-1]), start=1):
+        for total, drawn in zip(sums, estimate(key), strict=True):
+            total += np.asarray(drawn)
+        if number in BIAS_DRAWS:
+            for name, total, exact in zip(found, sums, (exact_BHTS, exact_y), strict=True):
+                found[name][number] = error(total / number, exact)
+    return found
+
+
+PARTS: Mapping[str, tuple[Callable[..., dict[str, dict[int, float]]], str]] = {
+    "favor": (favor, "features"),
+    "linformer": (linformer, "k"),
+    "reformer": (reformer, "hash rounds"),
+}
+"""What is approximated, and by how much of what."""
+
+
+@report.stoppable
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m lra.approximation", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="NAME of the files to write, without a suffix")
+    parser.add_argument("--draws", type=report.positive, default=9, help="seeds of each point (%(default)s)")
+    options = parser.parse_args(argv)
+    contents = report.origin("lra.approximation", options) | {"shape": {"B": B, "T": T, "H": H, "D": D}}
+    curves = {}
+    for name, (measure, _) in PARTS.items():
+        print(f"{name} …", file=sys.stderr)
+        curves[name] = measure(options.draws)
+    print("bias …", file=sys.stderr)
+    curves["bias"] = bias()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(options.out.with_suffix(".json"), contents | {"curves": curves})
+    for name, of_name in curves.items():
+        for label, points in of_name.items():
+            print(f"{name}, {label}: " + ", ".join(f"{x:,}: {y:.3g}" for x, y in points.items()))
+    if report.has_matplotlib():
+        label = "RMS error over RMS of softmax"
+        panels = [Panel(curves[name], title=name, x=x, y=label) for name, (_, x) in PARTS.items()]
+        panels.append(Panel(curves["bias"], title=f"mean over draws, {BIAS_FEATURES} features", x="draws", y=label))
+        draw_panels(options.out.with_suffix(".png"), panels, title="Approximations of softmax attention")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""``bigbird``: every block of tokens sees its neighbours, the first and the last block, and a few random ones.
+
+Zaheer et al., "Big Bird: Transformers for Longer Sequences", 2020, with global tokens from the sequence itself (ITC):
+block i of b tokens sees the blocks i − 1, i and i + 1, the first and the last, and random others; the first and the
+last see all. The last block is that of a row's last valid token. Causal, every token sees of the blocks i − 1 and i, of
+the first, and of random ones before i − 1 what is not after it, and no block sees all.
+
+Random blocks differ from all others that a block sees. They follow from head, block and the number of blocks in the row
+alone, causal not even from that number: neither padding nor, causal, later tokens change an output. All layers have the
+same.
+
+Long Range Arena's released code sees everything before a token, T × T scores, where it is asked for the causal mask.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from configs.schema import ConfigError
+from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of
+from models.attention.key_values import KeyValues
+from models.attention.self_attention import SelfAttention
+
+PARTS = 8
+"""Queries are taken in so many parts, so that the keys laid out for them, which are J times those that there are, are
+never together in memory. Each adds to the gradient of all keys."""
+SEED = 0
+"""Of the random blocks: not of the run, so that weights of one run mean the same in another."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of BigBird."""
+
+    block_size: int = 64
+    """Tokens in a block."""
+    random_blocks: int = 3
+    """Random blocks that a block sees, in every head others; fewer where there are not so many."""
+
+    def __post_init__(self) -> None:
+        for option, least in (("block_size", 1), ("random_blocks", 0)):
+            if getattr(self, option) < least:
+                raise ConfigError(f"model.modes.bigbird.{option} is {getattr(self, option)}; expected at least {least}")
+
+
+class Attention(SelfAttention):
+    """Attention to a window, to global and to random blocks: decoding keeps every key and value."""
+
+    bidirectional = True
+    decode_state = "growing"
+
+    def packs(self, causal: bool) -> bool:
+        """Blocks are counted from the beginning of a row."""
+        return False
+
+    def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
+            segment_ids_BT: Array | None) -> Array:
+        b, (B, T, H, D) = self.config.block_size, q_BTHD.shape
+        lengths_B1 = jnp.full((B, 1), T) if segment_ids_BT is None else jnp.sum(segment_ids_BT >= 0, axis=1)[:, None]
+        last_B1 = jnp.maximum(lengths_B1 - 1, 0) // b
+        t_1T = jnp.arange(T)[None]
+        # The last position that a query sees, of the blocks listed for it; −1: none.
+        limits_BT = jnp.where(t_1T < lengths_B1, t_1T if causal else lengths_B1 - 1, -1)
+        k_BHCSD, v_BHCSD = blocks_of(k_BTHD, b), blocks_of(v_BTHD, b)
+        N = -(-k_BHCSD.shape[2] // PARTS)
+
+        def part(xs: tuple[Array, Array, Array]) -> Array:
+            q_BHTD, limits_B1T, p = xs
+            blocks_BN = jnp.broadcast_to(p * N + jnp.arange(N)[None], (B, N))
+            seen_BHNJ = self.past_blocks(blocks_BN) if causal else self.all_blocks(blocks_BN, last_B1)
+            q_BHNTD, limits_B1NT = q_BHTD.reshape(B, H, N, b, D), limits_B1T.reshape(B, 1, N, b)
+            return _attend(q_BHNTD, limits_B1NT, k_BHCSD, v_BHCSD, seen_BHNJ).reshape(B, H, N * b, D)
+
+        q_BHPTD, limits_B1PT = blocks_of(q_BTHD, N * b), tag_blocks_of(limits_BT, N * b, fill=-1)
+        P = q_BHPTD.shape[2]
+        y_PBHTD = lax.map(jax.checkpoint(part),
+                          (jnp.moveaxis(q_BHPTD, 2, 0), jnp.moveaxis(limits_B1PT, 2, 0), jnp.arange(P)))
+        y_BTHD = tokens_of(jnp.moveaxis(y_PBHTD, 0, 2), T)
+        if not causal:
+            y_BTHD = _with_global_blocks(y_BTHD, q_BTHD, limits_BT, k_BHCSD, v_BHCSD, last_B1)
+        return y_BTHD.astype(v_BTHD.dtype)
+
+    def init_cache(self, batch: int, max_length: int, dtype: Any) -> KeyValues:
+        b = self.config.block_size
+        return KeyValues.empty(batch, self.heads, -(-max_length // b) * b, self.head_width, dtype)
+
+    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: KeyValues, *, x_BTE: Array,
+               lengths_B: Array | None = None) -> tuple[Array, KeyValues]:
+        b, (B, T) = self.config.block_size, q_BTHD.shape[:2]
+        extended = cache.append(k_BTHD, v_BTHD, lengths_B)
+        # A row's new tokens begin anywhere in a block. They are laid out in groups that stand where the blocks do; a
+        # single token is a group by itself.
+        size = 1 if T == 1 else b
+        N = (T + 2 * size - 2) // size
+        begun_B1 = cache.filled_B[:, None] % size
+        from_BT = jnp.arange(N * size)[None] - begun_B1
+        limits_BT = jnp.where((from_BT >= 0) & (from_BT < T), cache.filled_B[:, None] + from_BT, -1)
+        q_BTHD = jnp.take_along_axis(q_BTHD, from_BT[:, :, None, None], axis=1, mode="clip")
+        blocks_BN = (cache.filled_B[:, None] - begun_B1 + size * jnp.arange(N)[None]) // b
+        y_BHNTD = _attend(blocks_of(q_BTHD, size), limits_BT.reshape(B, 1, N, size),
+                          extended.k_BHSD.reshape(B, self.heads, -1, b, self.head_width),
+                          extended.v_BHSD.reshape(B, self.heads, -1, b, self.head_width), self.past_blocks(blocks_BN))
+        place_BT = begun_B1 + jnp.arange(T)[None]
+        y_BTHD = jnp.take_along_axis(tokens_of(y_BHNTD, N * size), place_BT[:, :, None, None], axis=1)
+        return y_BTHD.astype(v_BTHD.dtype), extended
+
+    def flops(self, tokens: int, context: int) -> int:
+        # Causal: half of the own block, the one before, the first and the random ones, or half of all tokens.
+        keys_twice = min((5 + 2 * self.config.random_blocks) * self.config.block_size, context)
+        return 2 * tokens * keys_twice * self.heads * self.head_width
+
+    def state_bytes(self, context: int) -> int:
+        return 2 * 4 * context * self.heads * self.head_width
+
+    def past_blocks(self, blocks_BN: Array) -> Array:
+        """The blocks that each of these sees where it sees the past only, (B, H, N, J); −1 where there are fewer."""
+        i_B1N = blocks_BN[:, None]
+        listed = [i_B1N, i_B1N - 1, jnp.zeros_like(i_B1N)]
+        return self._with_random(listed, blocks_BN, jnp.maximum(i_B1N - 2, 0), jnp.zeros_like(i_B1N))
+
+    def all_blocks(self, blocks_BN: Array, last_B1: Array) -> Array:
+        """The blocks that each of these sees in both directions, (B, H, N, J), of ``last_B1`` + 1; −1 as above."""
+        i_B1N, last_B1N = blocks_BN[:, None], jnp.broadcast_to(last_B1[:, None], blocks_BN[:, None].shape)
+        listed = [i_B1N - 1, i_B1N, i_B1N + 1, jnp.zeros_like(i_B1N), last_B1N]
+        return self._with_random(listed, blocks_BN, jnp.maximum(i_B1N - 2, 0), jnp.maximum(last_B1N - i_B1N - 2, 0))
+
+    def _with_random(self, listed: list[Array], blocks_BN: Array, below_B1N: Array, above_B1N: Array) -> Array:
+        """Blocks listed, each once, and random ones of 1 … ``below`` and of the ``above`` many from i + 2 on."""
+        shape = blocks_BN.shape[0], self.heads, blocks_BN.shape[1]
+        seen: list[Array] = []
+        for block_B1N in listed:
+            seen.append(_unless_in(seen, jnp.broadcast_to(block_B1N, shape), jnp.full(shape, -1)))
+
+        R, key = self.config.random_blocks, jax.random.key(SEED, impl="threefry2x32")
+        bits_BNHR = jax.vmap(jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(key, i), (self.heads, R),
+                                                                jnp.uint32)))(blocks_BN)
+        drawn: list[Array] = []
+        for r in range(R):
+            # Floyd's draw without replacement: of the candidates 0 … top one or, if that has been drawn, top. Bentley,
+            # "Programming Pearls: A Sample of Brilliance", 1987.
+            top_BHN = jnp.broadcast_to(below_B1N + above_B1N - R + r, shape)
+            one_BHN = bits_BNHR[..., r].swapaxes(1, 2) % (jnp.maximum(top_BHN, 0) + 1).astype(jnp.uint32)
+            drawn.append(jnp.where(top_BHN < 0, -1, _unless_in(drawn, one_BHN.astype(top_BHN.dtype), top_BHN)))
+        for x_BHN in drawn:
+            block_BHN = jnp.where(x_BHN < below_B1N, x_BHN + 1, x_BHN - below_B1N + blocks_BN[:, None] + 2)
+            seen.append(jnp.where(x_BHN < 0, -1, block_BHN))
+        return jnp.stack(seen, axis=-1)
+
+
+def _unless_in(earlier: list[Array], x: Array, otherwise: Array) -> Array:
+    """x, or ``otherwise`` where it is one of those earlier."""
+    return functools.reduce(lambda result, other: jnp.where(x == other, otherwise, result), earlier, x)
+
+
+def _attend(q_BHNTD: Array, limits_B1NT: Array, k_BHCSD: Array, v_BHCSD: Array, seen_BHNJ: Array) -> Array:
+    """Attention of each group of queries to the blocks listed for it, up to each query's last visible position."""
+    B, H, N, J = seen_BHNJ.shape
+    b = k_BHCSD.shape[3]
+
+    def listed(x_BHCSD: Array) -> Array:
+        x_BHNSD = jnp.take_along_axis(x_BHCSD, seen_BHNJ.reshape(B, H, N * J)[..., None, None], axis=2, mode="clip")
+        return x_BHNSD.reshape(B, H, N, J * b, -1)
+
+    start_BHNJ1 = seen_BHNJ[..., None] * b
+    positions_BHNJS = jnp.where(start_BHNJ1 >= 0, start_BHNJ1 + jnp.arange(b)[None, None, None, None], -1)
+    positions_BHNS = positions_BHNJS.reshape(B, H, N, J * b)
+    return grouped_attention(q_BHNTD, listed(k_BHCSD), listed(v_BHCSD), limits_B1NT, positions_BHNS, _up_to).y_BHNTD
+
+
+def _with_global_blocks(y_BTHD: Array, q_BTHD: Array, limits_BT: Array, k_BHCSD: Array, v_BHCSD: Array,
+                        last_B1: Array) -> Array:
+    """y, where the first and the last block see all keys."""
+    B, H, C, b, D = k_BHCSD.shape
+    global_BN = jnp.concatenate([jnp.zeros_like(last_B1), last_B1], axis=1)
+    q_BHNTD, limits_B1NT = blocks_of(q_BTHD, b), tag_blocks_of(limits_BT, b, fill=-1)
+    part = grouped_attention(jnp.take_along_axis(q_BHNTD, global_BN[:, None, :, None, None], axis=2),
+                             k_BHCSD.reshape(B, H, 1, C * b, D), v_BHCSD.reshape(B, H, 1, C * b, D),
+                             jnp.take_along_axis(limits_B1NT, global_BN[:, None, :, None], axis=2),
+                             jnp.arange(C * b)[None, None, None], _up_to)
+    y_BHNTD = blocks_of(y_BTHD, b).at[:, :, 0].set(part.y_BHNTD[:, :, 0])
+    is_last_BN = jnp.arange(C)[None] == last_B1
+    y_BHNTD = jnp.where(is_last_BN[:, None, :, None, None], part.y_BHNTD[:, :, 1:], y_BHNTD)
+    return tokens_of(y_BHNTD, y_BTHD.shape[1])
+
+
+def _up_to(limits_BHT: Array, positions_BHS: Array) -> Array:
+    return (positions_BHS[..., None, :] >= 0) & (positions_BHS[..., None, :] <= limits_BHT[..., None])

@@ -1,0 +1,76 @@
+"""``linformer``: softmax attention to k learned sums of the keys and values, in place of the tokens' own.
+
+    y = softmax(Q (E K)ᵀ / √D) (E V)      E ∈ R^{k × L}, L the model's longest sequence
+
+Wang et al., "Linformer: Self-Attention with Linear Complexity", 2020, with one E for keys and values and for all heads
+of a layer (its key-value and headwise sharing). A shorter sequence takes the first columns of E. Every sum mixes tokens
+from the whole sequence, so the mode can be neither causal nor decoded.
+
+Long Range Arena's released code projects padding like any token and has k = 16 in all tasks, since it never passes the
+rank of its configs on; here padding enters no sum.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from configs.schema import ConfigError
+from kernels.grouped_attention import blocks_of, grouped_attention, tokens_of
+from models.attention.self_attention import SelfAttention
+
+QUERY_BLOCK = 128
+"""Queries in a group: the k scores of each are in memory a few groups at a time."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the Linformer."""
+
+    k: int = 256
+    """Learned sums that stand for the keys and values of a sequence."""
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigError(f"model.modes.linformer.k is {self.k}; expected at least 1")
+
+
+class Attention(SelfAttention):
+    """Attention to k learned sums of keys and values; it sees the whole sequence."""
+
+    causal = False
+    bidirectional = True
+    prefix_exact = False
+    bounded = True
+
+    def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
+        super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
+        # E, of the variance in the paper's proof.
+        normal = nnx.initializers.normal(1 / math.sqrt(config.k))
+        self.projection_KS = nnx.Param(normal(rngs.params(), (config.k, max_length)))
+
+    def packs(self, causal: bool) -> bool:
+        """E has no columns for a second segment."""
+        return False
+
+    def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
+            segment_ids_BT: Array | None) -> Array:
+        if (T := v_BTHD.shape[1]) > self.max_length:
+            raise ConfigError(f"attention mode 'linformer' has a projection of {self.max_length} tokens and was given "
+                              f"{T}; expected model.context to be that of the longest sequence")
+        valid_BT11 = jnp.bool_(True) if segment_ids_BT is None else (segment_ids_BT >= 0)[:, :, None, None]
+
+        def project_tokens(x_BTHD: Array) -> Array:
+            x_BTHD = jnp.where(valid_BT11, x_BTHD, 0)
+            sums_BHKD = jnp.einsum("kt,bthd->bhkd", self.projection_KS[:, :T].astype(x_BTHD.dtype), x_BTHD,
+                                   preferred_element_type=jnp.promote_types(jnp.float32, x_BTHD.dtype))
+            return sums_BHKD.astype(x_BTHD.dtype)[:, :, None]
+
+        part = grouped_attention(blocks_of(q_BTHD, min(T, QUERY_BLOCK)), project_tokens(k_BTHD), project_tokens(v_BTHD),
+                                 (), (), lambda _queries, _keys: jnp.ones((1, 1, 1, 1), bool))
+        return jnp.where(valid_BT11, tokens_of(part.y_BHNTD, T).astype(v_BTHD.dtype), 0)
+
+    def flops(self, tokens: int, context: int) -> int:
+        return 8 * tokens * self.config.k * self.heads * self.head_width  # two projections and two products

@@ -1,0 +1,95 @@
+"""``local``: softmax attention inside blocks of tokens, each block on its own.
+
+Liu et al., "Generating Wikipedia by Summarizing Long Sequences", 2018 (local attention). The Long Range Arena's
+released code cuts a sequence into strided groups, every n-th token in one, under masks made for blocks of neighbours.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from configs.schema import ConfigError
+from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of, with_neighbours
+from kernels.segments import runs_of, visible
+from models.attention.self_attention import SelfAttention
+from models.attention.window import Window
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of local attention."""
+
+    block_size: int = 64
+    """Tokens in a block, which see each other and nothing else."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ConfigError(f"model.modes.local.block_size is {self.block_size}; expected at least 1")
+
+
+class Attention(SelfAttention):
+    """Local attention: token t of a segment is in its block t // ``block_size``; padding inside a segment has a place
+    in it. Decoding keeps the last block."""
+
+    bidirectional = True
+    decode_state = "window"
+
+    def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
+            segment_ids_BT: Array | None) -> Array:
+        (B, T), size = q_BTHD.shape[:2], min(self.config.block_size, q_BTHD.shape[1])
+        t_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+        # Groups of queries are cut from the row's start. Blocks begun by a segment lie across two of them.
+        before = after = 0
+        blocks_BT = t_BT // size
+        if segment_ids_BT is not None:
+            before, after = 1, 0 if causal else 1
+            blocks_BT = _blocks_in_segments(segment_ids_BT, self.config.block_size)
+        k_BHNSD, v_BHNSD = (with_neighbours(blocks_of(x, size), before, after) for x in (k_BTHD, v_BTHD))
+        tags = tag_blocks_of(t_BT, size, fill=-1), tag_blocks_of(blocks_BT, size, fill=-1)
+        key_tags = tuple(with_neighbours(x, before, after, fill=-1) for x in tags)
+        part = grouped_attention(blocks_of(q_BTHD, size), k_BHNSD, v_BHNSD, tags, key_tags,
+                                 _same_block_up_to if causal else _same_block)
+        return tokens_of(part.y_BHNTD, T).astype(v_BTHD.dtype)
+
+    def init_cache(self, batch: int, max_length: int, dtype: Any) -> Window:
+        return Window.empty(batch, self.heads, self.config.block_size, self.head_width, dtype)
+
+    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Window, *, x_BTE: Array,
+               lengths_B: Array | None = None) -> tuple[Array, Window]:
+        T, size = q_BTHD.shape[1], self.config.block_size
+        # Counted from the start of a block, so that no text is too long for the count.
+        keys, cache = cache._replace(seen_B=cache.seen_B % size).append(k_BTHD, v_BTHD, lengths_B)
+        query_tags, key_tags = ((x[:, None, None], x[:, None, None] // size) for x in (keys.t_BT, keys.s_BS))
+        part = grouped_attention(blocks_of(q_BTHD, T), keys.k_BHSD[:, :, None], keys.v_BHSD[:, :, None],
+                                 query_tags, key_tags, _same_block_up_to)
+        return tokens_of(part.y_BHNTD, T).astype(v_BTHD.dtype), cache
+
+    def flops(self, tokens: int, context: int) -> int:
+        size = self.config.block_size
+        whole, rest = divmod(context, size)
+        pairs = (whole * size * (size + 1) + rest * (rest + 1)) // 2
+        return 4 * tokens * pairs * self.heads * self.head_width // context
+
+    def state_bytes(self, context: int) -> int:
+        return 2 * 4 * self.config.block_size * self.heads * self.head_width
+
+
+def _same_block(query_tags: tuple[Array, Array], key_tags: tuple[Array, Array]) -> Array:
+    """Tags are places in the row and numbers of blocks, the latter below 0 where there is no token."""
+    return visible(query_tags[1], key_tags[1])
+
+
+def _same_block_up_to(query_tags: tuple[Array, Array], key_tags: tuple[Array, Array]) -> Array:
+    return _same_block(query_tags, key_tags) & (key_tags[0][..., None, :] <= query_tags[0][..., :, None])
+
+
+def _blocks_in_segments(segment_ids_BT: Array, size: int) -> Array:
+    """Blocks numbered along each row, begun anew by every segment; −1 on padding."""
+    runs_BT = runs_of(segment_ids_BT)
+    latest_BT = lax.cummax(runs_BT, axis=1)
+    starts_BT = latest_BT != jnp.pad(latest_BT, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    t_1T = jnp.arange(runs_BT.shape[1])[None]
+    place_BT = t_1T - lax.cummax(jnp.where(starts_BT, t_1T, 0), axis=1)
+    return jnp.where(runs_BT >= 0, jnp.cumsum(place_BT % size == 0, axis=1), -1)

@@ -1,0 +1,253 @@
+"""``longformer``: a sliding window, and a few global tokens that see everything and are seen by everybody.
+
+Beltagy, Peters, Cohan: "Longformer: The Long-Document Transformer", 2020. The Long Range Arena's released code computes
+all T × T scores and masks them, and has no global tokens: not even CLS is one.
+
+Of t, the place of a token, and s, that of another one, t sees s
+
+- in the window: t − ``window`` < s ≤ t when causal, |t − s| ≤ ``window`` / 2, rounded down, otherwise;
+- as a global token: s < ``global_tokens``, and s ≤ t when causal.
+
+The first ``global_tokens`` tokens themselves see all tokens, when causal those up to their own, by queries, keys and
+values of their own projections. These begin equal to the ordinary ones, as in the paper. Decoding keeps the last
+``window`` keys and values, and those of the global tokens by either projection.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from configs.schema import ConfigError
+from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of, with_neighbours
+from kernels.segments import runs_of, visible
+from models.attention.key_values import KeyValues
+from models.attention.self_attention import Linear, SelfAttention, rotate
+from models.attention.window import Window
+
+type Tags = tuple[Array, Array]
+"""Places in the row, and numbers of the segments, the latter below 0 where there is nothing to see."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the Longformer."""
+
+    window: int = 512
+    """Tokens in the window: with the own one when causal; half on each side of it otherwise."""
+    global_tokens: int = 1
+    """How many tokens, the first of a sequence, see everything and are seen by everybody."""
+
+    def __post_init__(self) -> None:
+        for option, least in (("window", 1), ("global_tokens", 0)):
+            if (value := getattr(self, option)) < least:
+                raise ConfigError(f"model.modes.longformer.{option} is {value}; expected at least {least}")
+
+
+class Cache(NamedTuple):
+    """What decoding keeps."""
+
+    window: Window
+    globals: KeyValues
+    """The global tokens as everybody sees them."""
+    among_globals: KeyValues
+    """The global tokens as they see each other."""
+
+
+class Attention(SelfAttention):
+    """Window and global tokens. ``mix`` and ``extend`` compute all tokens as ordinary ones; the rows of the global ones
+    are then replaced."""
+
+    bidirectional = True
+    decode_state = "window"
+
+    def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
+        super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
+        if config.global_tokens:
+            self.global_query, self.global_key, self.global_value = (
+                Linear(width, heads * head_width, rngs=rngs) for _ in range(3))
+            for ours, ordinary in ((self.global_query, self.query), (self.global_key, self.key),
+                                   (self.global_value, self.value)):
+                ours.kernel[...] = ordinary.kernel[...]
+
+    def packs(self, causal: bool) -> bool:
+        """Without global tokens: these are the first of a row."""
+        return self.config.global_tokens == 0
+
+    def __call__(self, x_BTE: Float[Array, "B T E"], *, causal: bool = True,
+                 positions_BT: Int[Array, "B T"] | None = None,
+                 segment_ids_BT: Int[Array, "B T"] | None = None) -> Float[Array, "B T E"]:
+        y_BTE = super().__call__(x_BTE, causal=causal, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT)
+        B, T = x_BTE.shape[:2]
+        early = min(T, self.config.global_tokens)
+        if early == 0:
+            return y_BTE
+        seen = early if causal else T
+        tags = _tags(B, T, segment_ids_BT)
+        q_BTHD = self._heads(self.global_query, x_BTE[:, :early], positions_BT)
+        k_BSHD, v_BSHD = self._global_key_values(x_BTE[:, :seen], positions_BT)
+        rows_BTHD = _one_group(q_BTHD, k_BSHD.swapaxes(1, 2), v_BSHD.swapaxes(1, 2), _first(tags, early),
+                               _first(tags, seen), _sees_past if causal else _sees_segment)
+        return jnp.concatenate([self._output(rows_BTHD, x_BTE), y_BTE[:, early:]], axis=1)
+
+    def decode(self, x_BTE: Float[Array, "B T E"], cache: Cache, *, positions_BT: Int[Array, "B T"] | None = None,
+               lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"], Cache]:
+        y_BTE, extended = super().decode(x_BTE, cache, positions_BT=positions_BT, lengths_B=lengths_B)
+        B, T = x_BTE.shape[:2]
+        seen_B, early = cache.window.seen_B, min(T, self.config.global_tokens)
+        if early == 0:
+            return y_BTE, extended
+
+        def with_global_rows() -> tuple[Array, KeyValues]:
+            x_first_BTE = x_BTE[:, :early]
+            kept = self._append_global(cache.among_globals, *self._global_key_values(x_first_BTE, positions_BT), seen_B,
+                                       lengths_B)
+            t_BT = seen_B[:, None] + jnp.arange(early)[None]
+            rows_BTHD = _one_group(self._heads(self.global_query, x_first_BTE, positions_BT), kept.k_BHSD, kept.v_BHSD,
+                                   (t_BT, jnp.zeros_like(t_BT)), _tags(B, self.config.global_tokens, None), _sees_past)
+            is_global_BT1 = (t_BT < self.config.global_tokens)[..., None]
+            rows_BTE = jnp.where(is_global_BT1, self._output(rows_BTHD, x_BTE), y_BTE[:, :early])
+            return jnp.concatenate([rows_BTE, y_BTE[:, early:]], axis=1), kept
+
+        y_BTE, kept = lax.cond(jnp.any(seen_B < self.config.global_tokens), with_global_rows,
+                               lambda: (y_BTE, cache.among_globals))
+        return y_BTE, extended._replace(among_globals=kept)
+
+    def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
+            segment_ids_BT: Array | None) -> Array:
+        (B, T), config = q_BTHD.shape[:2], self.config
+        block = min(T, -(-config.window // 2))
+        blocks = -(-T // block)
+        before, after = (min(-(-reach // block), blocks - 1) for reach in self._reach(causal))
+
+        def keys(x_BTHD: Array) -> Array:
+            """The blocks around each block, then the global tokens."""
+            return _with_globals(with_neighbours(blocks_of(x_BTHD, block), before, after),
+                                 x_BTHD[:, :config.global_tokens].swapaxes(1, 2))
+
+        def tagged(x_BT: Array, in_window_BT: Array) -> Array:
+            return _with_globals(with_neighbours(tag_blocks_of(in_window_BT, block, fill=-1), before, after, fill=-1),
+                                 x_BT[:, None, :config.global_tokens])
+
+        t_BT, runs_BT = tags = _tags(B, T, segment_ids_BT)
+        part = grouped_attention(
+            blocks_of(q_BTHD, block), keys(k_BTHD), keys(v_BTHD),
+            tuple(tag_blocks_of(x_BT, block, fill=-1) for x_BT in tags),
+            (tagged(t_BT, t_BT), tagged(runs_BT, self._but_globals(t_BT, runs_BT))), self._sees(causal))
+        return tokens_of(part.y_BHNTD, T).astype(v_BTHD.dtype)
+
+    def init_cache(self, batch: int, max_length: int, dtype: Any) -> Cache:
+        heads, width, globals_ = self.heads, self.head_width, self.config.global_tokens
+        return Cache(Window.empty(batch, heads, self.config.window, width, dtype),
+                     KeyValues.empty(batch, heads, globals_, width, dtype),
+                     KeyValues.empty(batch, heads, globals_, width, dtype))
+
+    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Cache, *, x_BTE: Array,
+               lengths_B: Array | None = None) -> tuple[Array, Cache]:
+        B, seen_B = q_BTHD.shape[0], cache.window.seen_B
+        everybodys = self._append_global(cache.globals, k_BTHD, v_BTHD, seen_B, lengths_B)
+        keys, window = cache.window.append(k_BTHD, v_BTHD, lengths_B)
+        early_s_BS, early_runs_BS = _tags(B, self.config.global_tokens, None)
+        runs_BS = self._but_globals(keys.s_BS, jnp.where(keys.s_BS < 0, -1, 0))
+        key_tags = (jnp.concatenate([early_s_BS, keys.s_BS], axis=1),
+                    jnp.concatenate([early_runs_BS, runs_BS], axis=1))
+        y_BTHD = _one_group(q_BTHD, jnp.concatenate([everybodys.k_BHSD, keys.k_BHSD], axis=2),
+                            jnp.concatenate([everybodys.v_BHSD, keys.v_BHSD], axis=2),
+                            (keys.t_BT, jnp.zeros_like(keys.t_BT)), key_tags, self._sees(causal=True))
+        # No global token is in the window of what comes after so many: no text is too long for the count.
+        seen_B = jnp.minimum(window.seen_B, self.config.window + self.config.global_tokens)
+        return y_BTHD.astype(v_BTHD.dtype), cache._replace(window=window._replace(seen_B=seen_B), globals=everybodys)
+
+    def flops(self, tokens: int, context: int) -> int:
+        window, globals_ = min(self.config.window, context), self.config.global_tokens
+        pairs = (_pairs(context, window) + _pairs(context - window, globals_)  # in the window, and before it
+                 + _pairs(min(context, globals_), globals_))
+        return 4 * tokens * pairs * self.heads * self.head_width // context
+
+    def state_bytes(self, context: int) -> int:
+        return 2 * 4 * (self.config.window + 2 * self.config.global_tokens) * self.heads * self.head_width
+
+    def _reach(self, causal: bool) -> tuple[int, int]:
+        """How far a token sees back, and ahead."""
+        return (self.config.window - 1, 0) if causal else (self.config.window // 2,) * 2
+
+    def _sees(self, causal: bool) -> Callable[[Tags, Tags], Array]:
+        """What an ordinary token sees."""
+        back, ahead = self._reach(causal)
+
+        def sees(query: Tags, key: Tags) -> Array:
+            t, s = query[0][..., :, None], key[0][..., None, :]
+            near = (t - back <= s) & (s <= t + ahead)
+            is_global = s < self.config.global_tokens
+            if causal:
+                is_global &= s <= t
+            return _sees_segment(query, key) & (near | is_global)
+
+        return sees
+
+    def _but_globals(self, t_BT: Array, runs_BT: Array) -> Array:
+        """Global tokens hidden: they stand beside the window, and would count twice."""
+        return jnp.where(t_BT < self.config.global_tokens, -1, runs_BT)
+
+    def _append_global(self, kept: KeyValues, k_BTHD: Array, v_BTHD: Array, seen_B: Array,
+                       lengths_B: Array | None) -> KeyValues:
+        """With those of T more tokens that are global."""
+        early = min(k_BTHD.shape[1], self.config.global_tokens)
+        count_B = jnp.clip(self.config.global_tokens - seen_B, 0, early)
+        return kept.append(k_BTHD[:, :early], v_BTHD[:, :early],
+                           count_B if lengths_B is None else jnp.minimum(count_B, lengths_B))
+
+    def _global_key_values(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array]:
+        return self._heads(self.global_key, x_BTE, positions_BT), self._heads(self.global_value, x_BTE, None)
+
+    def _heads(self, projection: Linear, x_BTE: Array, positions_BT: Array | None) -> Array:
+        """A projection of the first tokens, turned where positions are given."""
+        B, T = x_BTE.shape[:2]
+        x_BTHD = projection(x_BTE).reshape(B, T, self.heads, self.head_width)
+        return x_BTHD if positions_BT is None else rotate(x_BTHD, positions_BT[:, :T])
+
+    def _output(self, y_BTHD: Array, x_BTE: Array) -> Array:
+        return self.output(y_BTHD.reshape(*y_BTHD.shape[:2], -1).astype(x_BTE.dtype))
+
+
+def _tags(batch: int, tokens: int, segment_ids_BT: Array | None) -> Tags:
+    t_BT = jnp.broadcast_to(jnp.arange(tokens)[None], (batch, tokens))
+    return t_BT, jnp.zeros_like(t_BT) if segment_ids_BT is None else runs_of(segment_ids_BT)
+
+
+def _first(tags: Tags, tokens: int) -> Tags:
+    return tags[0][:, :tokens], tags[1][:, :tokens]
+
+
+def _sees_segment(query: Tags, key: Tags) -> Array:
+    return visible(query[1], key[1])
+
+
+def _sees_past(query: Tags, key: Tags) -> Array:
+    return _sees_segment(query, key) & (key[0][..., None, :] <= query[0][..., :, None])
+
+
+def _with_globals(x_BHNS: Array, early_BHS: Array) -> Array:
+    """Every group, and after it the global tokens."""
+    early_BHNS = jnp.broadcast_to(early_BHS[:, :, None], (*x_BHNS.shape[:3], *early_BHS.shape[2:]))
+    return jnp.concatenate([x_BHNS, early_BHNS], axis=3)
+
+
+def _one_group(q_BTHD: Array, k_BHSD: Array, v_BHSD: Array, query_tags: Tags, key_tags: Tags,
+               sees: Callable[[Tags, Tags], Array]) -> Array:
+    """All queries to all keys: y_BTHD, in float32 at least. Tags are (B, T) and (B, S)."""
+    T = q_BTHD.shape[1]
+    query_tags, key_tags = jax.tree.map(lambda x: x[:, None, None], (query_tags, key_tags))
+    part = grouped_attention(blocks_of(q_BTHD, T), k_BHSD[:, :, None], v_BHSD[:, :, None], query_tags, key_tags, sees)
+    return tokens_of(part.y_BHNTD, T)
+
+
+def _pairs(tokens: int, reach: int) -> int:
+    """Σ min(t, ``reach``) for t from 1 to ``tokens``."""
+    reach = min(tokens, reach)
+    return reach * tokens - reach * (reach - 1) // 2

@@ -1,0 +1,278 @@
+"""``reformer``: softmax attention among tokens that share a hash bucket, as those with large weights are likely to.
+
+Kitaev, Kaiser, Levskaya, "Reformer: The Efficient Transformer", 2020. Queries make the keys, k_j = √D q_j / |q_j|, and
+scores are q_i·k_j / √D (the paper's text leaves √D out for clarity; its authors' code has both). In every round
+
+- a token's bucket is the argmax of [qR; −qR] for a random R of the round's own: near directions share it, likely;
+- tokens are sorted by bucket, then by position, and cut into chunks;
+- a token sees those of its bucket that are in its chunk or the one before.
+
+Rounds are put together by their sums of weights, in which a pair that N rounds show has 1/N of its weight in each: one
+softmax over all tokens that some round shows. Here such a pair has its whole weight in the first of them, which is the
+same sum. A token does not see itself, unless it sees nothing else.
+
+Where chunks are cut depends on all tokens, so that outputs depend on later ones through it. Decoding gives a token what
+it has as the last one of the sequence up to it; the paper too sorts anew for every token. Segments are sorted one after
+the other, and each is cut from its own start. Memory is linear in the tokens.
+
+Long Range Arena's released Reformer has one round, ever the same R, and 10 chunks at any length, so that its cost is
+quadratic; it multiplies scores by √D, leaves keys as long as queries, and masks neither padding, nor other buckets, nor
+the token itself.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from configs.schema import ConfigError
+from kernels.grouped_attention import Part, combine, grouped_attention, with_neighbours
+from kernels.projection import project
+from kernels.segments import runs_of
+from models.attention.key_values import KeyValues
+from models.attention.self_attention import SelfAttention, rotate
+
+UNFACTORED = 64
+"""Buckets that are hashed by one argmax at most; more are pairs of two, so that their cost grows as their root."""
+_NOWHERE = -2  # a place that no token's is next to
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the Reformer."""
+
+    rounds: int = 2
+    """Times that tokens are hashed, each by a rotation of its own."""
+    chunk_size: int = 64
+    """Tokens in a chunk."""
+    buckets: int | None = None
+    """Buckets in a round: an even number up to 64, or a power of two; None: about two for each chunk of the
+    longest sequence."""
+    redraw_every: int = 1
+    """Training steps between draws of rotations; 0: never drawn again. Evaluation and sampling use the last."""
+
+    def __post_init__(self) -> None:
+        for option, least in (("rounds", 1), ("chunk_size", 1), ("redraw_every", 0)):
+            if (value := getattr(self, option)) < least:
+                raise ConfigError(f"model.modes.reformer.{option} is {value}; expected at least {least}")
+        n = self.buckets
+        if n is not None and (n < 2 or n % 2 or (n > UNFACTORED and n & (n - 1))):
+            raise ConfigError(f"model.modes.reformer.buckets is {n}; expected an even number up to {UNFACTORED}, or a "
+                              "power of two")
+
+
+class Rotations(nnx.Variable):
+    """What tokens are hashed by: no parameter, and drawn anew by the training step only."""
+
+
+class Cache(NamedTuple):
+    """What decoding keeps: all keys and values, and the bucket of each key in each round R."""
+
+    past: KeyValues
+    buckets_BHSR: Array
+    """Whole numbers in float32: integers in a cache are counts."""
+
+
+class Attention(SelfAttention):
+    """Attention by locality-sensitive hashing; decoding keeps every key and value."""
+
+    bidirectional = True
+    decode_state = "growing"
+    prefix_exact = False
+
+    def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
+        super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
+        del self.key  # keys are made of queries
+        # The heads of a layer share them.
+        self.rotations_DRM = Rotations(self._draw(rngs()))
+
+    @property
+    def buckets(self) -> int:
+        """Buckets in a round."""
+        if self.config.buckets is not None:
+            return self.config.buckets
+        wanted = 2 * self.max_length / self.config.chunk_size
+        return max(2, 2 * round(wanted / 2)) if wanted <= UNFACTORED else 2 ** round(math.log2(wanted))
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """What a bucket's number is made of: one argmax, or two, whose pairs are the buckets."""
+        power = self.buckets.bit_length() - 1
+        return (self.buckets,) if self.buckets <= UNFACTORED else (2 ** (power - power // 2), 2 ** (power // 2))
+
+    def redraw(self, step: Array, key: Array) -> None:
+        """Draw rotations anew if it is time to; the training step calls it before update ``step``, from 0."""
+        every = self.config.redraw_every
+        if every:
+            last_DRM = self.rotations_DRM[...]
+            due = (step > 0) & (step % every == 0)
+            self.rotations_DRM[...] = lax.cond(due, lambda: self._draw(key), lambda: last_DRM)
+
+    def project(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array, Array]:
+        """q_BTHD, rotated where positions are given, k_BTHD of length √D, and v_BTHD.
+
+        Queries are made, and keys from them, in float32 or better: rounded, some would fall into another bucket.
+        """
+        assert self.query.bias is not None
+        shape = (*x_BTE.shape[:2], self.heads, self.head_width)
+        dtype = jnp.promote_types(jnp.float32, x_BTE.dtype)
+        q_BTHD = project(x_BTE.astype(dtype), self.query.kernel[...], self.query.bias[...], dtype).reshape(shape)
+        if positions_BT is not None:
+            q_BTHD = rotate(q_BTHD, positions_BT)
+        k_BTHD = q_BTHD * lax.rsqrt(jnp.mean(q_BTHD**2, axis=-1, keepdims=True) + 1e-6)
+        return q_BTHD, k_BTHD, self.value(x_BTE).reshape(shape)
+
+    def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
+            segment_ids_BT: Array | None) -> Array:
+        B, T = v_BTHD.shape[:2]
+        runs_BT = jnp.zeros((B, T), jnp.int32) if segment_ids_BT is None else runs_of(segment_ids_BT)
+        order_RBHT, slot_RBHT, place_RBHT = sort(self._hash(q_BTHD), runs_BT, self.config.chunk_size)
+        # A segment's chunks start at any slot, not where blocks of slots do: what a token sees lies in its own block or
+        # the two before or, if later tokens can be seen, in the one after.
+        before, after = (1, 0) if segment_ids_BT is None else (2, 0 if causal else 1)
+        size = min(self.config.chunk_size, T)
+
+        def attend(this: tuple[Array, ...]) -> Part:
+            """One round, without what earlier ones show."""
+            number, order_BHT, slot_BHT, place_BHT = this
+
+            def blocks(x_BHT: Array, fill: int = 0) -> Array:
+                x_BHT = permute(x_BHT, order_BHT, slot_BHT)
+                padding = [(0, 0), (0, 0), (0, -T % size)] + [(0, 0)] * (x_BHT.ndim - 3)
+                x_BHT = jnp.pad(x_BHT, padding, constant_values=fill)
+                return x_BHT.reshape(*x_BHT.shape[:2], -1, size, *x_BHT.shape[3:])
+
+            def tokens(x_BHNT: Array) -> Array:
+                x_BHT = x_BHNT.reshape(*x_BHNT.shape[:2], -1, *x_BHNT.shape[4:])[:, :, :T]
+                return permute(x_BHT, slot_BHT, order_BHT)
+
+            def visible(query: Any, key: Any) -> Array:
+                pairs = jax.tree.map(lambda t_BHT, s_BHS: (t_BHT[..., :, None], s_BHS[..., None, :]), query, key)
+                (t_BHT1, s_BH1S), place, places = pairs
+                shown_BHTS = _near(*place) & (s_BH1S < t_BHT1 if causal else s_BH1S != t_BHT1)
+                for other, other_place in enumerate(places):
+                    shown_BHTS &= (other >= number) | ~_near(*other_place)
+                return shown_BHTS
+
+            positions_BHT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, None], order_BHT.shape)
+            tags = (blocks(positions_BHT), blocks(place_BHT, _NOWHERE), [blocks(x, _NOWHERE) for x in place_RBHT[:-1]])
+            key_tags = jax.tree.map(lambda x: with_neighbours(x, before, after, _NOWHERE), tags)
+            k_BHNSD, v_BHNSD = (with_neighbours(blocks(x), before, after) for x in (k_BHTD, v_BHTD))
+            part = grouped_attention(blocks(q_BHTD), k_BHNSD, v_BHNSD, tags, key_tags, visible)
+            return Part(tokens(part.y_BHNTD)[:, :, None], tokens(part.logsumexp_BHNT)[:, :, None])
+
+        q_BHTD, k_BHTD, v_BHTD = (x.astype(v_BTHD.dtype).swapaxes(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
+        # One after the other, and again in the backward pass: there is one sorted copy at a time.
+        rounds = len(order_RBHT)
+        stacked = lax.map(jax.checkpoint(attend), (jnp.arange(rounds), order_RBHT, slot_RBHT, place_RBHT))
+        parts = [Part(*(x[number] for x in stacked)) for number in range(rounds)]
+        y_BTHD = _or_itself(parts, v_BHTD[:, :, None])[:, :, 0].swapaxes(1, 2)
+        return jnp.where((runs_BT >= 0)[..., None, None], y_BTHD, 0).astype(v_BTHD.dtype)
+
+    def init_cache(self, batch: int, max_length: int, dtype: Any) -> Cache:
+        return Cache(KeyValues.empty(batch, self.heads, max_length, self.head_width, dtype),
+                     jnp.zeros((batch, self.heads, max_length, self.config.rounds), jnp.float32))
+
+    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Cache, *, x_BTE: Array,
+               lengths_B: Array | None = None) -> tuple[Array, Cache]:
+        T, chunk_size = v_BTHD.shape[1], self.config.chunk_size
+        buckets_RBHT = self._hash(q_BTHD).astype(jnp.float32)
+        buckets_BTHR = jnp.moveaxis(buckets_RBHT, 0, 3).swapaxes(1, 2)
+        filled_B, old = cache.past.filled_B, cache.buckets_BHSR
+        past = cache.past.append(k_BTHD, v_BTHD, lengths_B)
+        buckets_BHSR = KeyValues(old, old, filled_B).append(buckets_BTHR, buckets_BTHR, lengths_B).k_BHSD
+
+        def visible(query: Any, key_buckets_RBHS: Any) -> Array:
+            """Tokens before the query, sorted in every round as if the query were the last."""
+            position_BHT, query_buckets_RBHT = query
+            s_S = jnp.arange(buckets_BHSR.shape[2])[None, None, None]
+            before_BHTS = s_S < position_BHT[..., None]
+            shown_BHTS = jnp.zeros_like(before_BHTS)
+            for query_BHT, key_BHS in zip(query_buckets_RBHT, key_buckets_RBHS, strict=True):
+                query_BHT1, key_BH1S = query_BHT[..., None], key_BHS[..., None, :]
+                own_BHTS = before_BHTS & (key_BH1S == query_BHT1)
+                start_BHT1 = jnp.sum(before_BHTS & (key_BH1S < query_BHT1), axis=-1, keepdims=True)
+                rank_BHTS = start_BHT1 + jnp.cumsum(own_BHTS, axis=-1) - 1  # of those in its bucket
+                chunk_BHT1 = (rank_BHTS[..., -1:] + 1) // chunk_size  # the query comes after them
+                shown_BHTS |= own_BHTS & (rank_BHTS // chunk_size >= chunk_BHT1 - 1)
+            return shown_BHTS
+
+        position_B1T1 = (filled_B[:, None] + jnp.arange(T, dtype=jnp.int32)[None])[:, None, :, None]
+        q_BHTD, v_BHTD = (x.astype(v_BTHD.dtype).swapaxes(1, 2) for x in (q_BTHD, v_BTHD))
+        part = grouped_attention(q_BHTD[:, :, :, None], past.k_BHSD[:, :, None], past.v_BHSD[:, :, None],
+                                 (position_B1T1, [x_BHT[..., None] for x_BHT in buckets_RBHT]),
+                                 list(jnp.moveaxis(buckets_BHSR, 3, 0)[:, :, :, None]), visible)
+        y_BTHD = _or_itself([part], v_BHTD[:, :, :, None])[:, :, :, 0].swapaxes(1, 2)
+        return y_BTHD.astype(v_BTHD.dtype), Cache(past, buckets_BHSR)
+
+    def flops(self, tokens: int, context: int) -> int:
+        keys = min(2 * self.config.chunk_size, context)
+        return tokens * self.heads * self.config.rounds * self.head_width * (4 * keys + sum(self.factors))
+
+    def state_bytes(self, context: int) -> int:
+        return 4 * context * self.heads * (2 * self.head_width + self.config.rounds)
+
+    def _draw(self, key: Array) -> Array:
+        return jax.random.normal(key, (self.head_width, self.config.rounds, sum(self.factors) // 2), jnp.float32)
+
+    def _hash(self, q_BTHD: Array) -> Array:
+        """Each token's bucket in each round, buckets_RBHT."""
+        q_BTHD = lax.stop_gradient(q_BTHD.astype(jnp.promote_types(jnp.float32, q_BTHD.dtype)))
+        turned_RBHTM = jnp.einsum("bthd,drm->rbhtm", q_BTHD, self.rotations_DRM[...].astype(q_BTHD.dtype),
+                                  precision=lax.Precision.HIGHEST)
+        bucket_RBHT, start = jnp.zeros(turned_RBHTM.shape[:-1], jnp.int32), 0
+        for factor in self.factors:
+            half = turned_RBHTM[..., start:(start := start + factor // 2)]
+            bucket_RBHT = factor * bucket_RBHT + lax.argmax(jnp.concatenate([half, -half], axis=-1), 4, jnp.int32)
+        return bucket_RBHT
+
+
+def sort(buckets_RBHT: Array, runs_BT: Array, chunk_size: int) -> tuple[Array, Array, Array]:
+    """Tokens by run, bucket and position, padding last, each run in chunks of its own.
+
+    Returns, of shape (R, B, H, T):
+        which token is in each slot;
+        the slot of each token;
+        the place of each token, a number such that a key's is the query's or one less where it is in the query's run
+        and bucket, and in its chunk or the one before, and nowhere else.
+    """
+    R, B, H, T = buckets_RBHT.shape
+    slots_RBHT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, None, None], (R, B, H, T))
+    runs_RBHT = jnp.broadcast_to(jnp.where(runs_BT < 0, T, runs_BT)[None, :, None], (R, B, H, T))
+    runs_RBHT, buckets_RBHT, order_RBHT = lax.sort((runs_RBHT, buckets_RBHT, slots_RBHT), num_keys=2, is_stable=True)
+    starts_RBHT = _changes(runs_RBHT)
+    rank_RBHT = slots_RBHT - lax.cummax(jnp.where(starts_RBHT, slots_RBHT, 0), axis=3)
+    steps_RBHT = jnp.where(starts_RBHT | _changes(buckets_RBHT), 2, rank_RBHT % chunk_size == 0)
+    places_RBHT = jnp.cumsum(steps_RBHT.astype(jnp.int32), axis=3)
+    _, slot_RBHT, place_RBHT = lax.sort((order_RBHT, slots_RBHT, places_RBHT), num_keys=1)
+    return order_RBHT, slot_RBHT, place_RBHT
+
+
+@jax.custom_vjp
+def permute(x_BHT: Array, order_BHT: Array, slot_BHT: Array) -> Array:
+    """x_BHT… in another order, whose inverse is ``slot_BHT``: the gradient is gathered too, not scattered."""
+    return jax.vmap(jax.vmap(lambda x, order: x[order]))(x_BHT, order_BHT)
+
+
+permute.defvjp(lambda x_BHT, order_BHT, slot_BHT: (permute(x_BHT, order_BHT, slot_BHT), (order_BHT, slot_BHT)),
+               lambda saved, dy_BHT: (permute(dy_BHT, *saved[::-1]), None, None))
+
+
+def _changes(x_RBHT: Array) -> Array:
+    """Where a number is not the one before it; the first is not."""
+    return jnp.pad(x_RBHT[..., 1:] != x_RBHT[..., :-1], ((0, 0), (0, 0), (0, 0), (1, 0)), constant_values=True)
+
+
+def _near(query_place: Array, key_place: Array) -> Array:
+    """Whether a key is in the query's bucket, and in its chunk or the one before."""
+    return (query_place == key_place) | (query_place == key_place + 1)
+
+
+def _or_itself(parts: list[Part], v_BHNTD: Array) -> Array:
+    """One softmax over all parts; a token that sees nothing in any of them sees itself."""
+    alone_BHNT = jnp.stack([part.logsumexp_BHNT for part in parts]).max(axis=0) < -1e29
+    return jnp.where(alone_BHNT[..., None], v_BHNTD, combine(parts))

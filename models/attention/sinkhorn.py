@@ -1,0 +1,138 @@
+"""``sinkhorn``: softmax attention inside blocks, and inside blocks of keys and values that a learned sort brings there.
+
+Tay et al., "Sparse Sinkhorn Attention", 2020. The tokens of a block are summed, and a linear layer makes of the sum the
+block's scores r for every block of the model's longest sequence, in each head. Sinkhorn normalisation of r / τ, in
+turns over columns and rows, makes them a matrix P whose rows and columns sum to 1: a soft permutation of the blocks.
+
+    y_i = attention(q_i; k_i, v_i) + attention(q_i; Σ_j P_ij k_j, Σ_j P_ij v_j)      of blocks i and j
+
+- The last turn is over rows, so that the weights of what comes to a block sum to 1 after any number of turns.
+- The paper adds Gumbel noise to r while it trains. Here there is none: modes have no source of noise in training that
+  evaluation is without, and outputs are to depend on nothing but the input.
+- Blocks of nothing but padding are no rows or columns of P. In a block that has some, a padded slot brings nothing:
+  slot s of the sorted block has weight w_is = Σ_j P_ij over the blocks j whose slot s is a token; its key and value are
+  the means over these, and w_is multiplies its weight in the softmax. For whole blocks w is 1; where P is a
+  permutation, w is 0 exactly on the padding of the block that comes.
+
+The sort sees sums of the whole sequence, so the mode is neither causal nor decoded. Long Range Arena's released code
+sorts nothing: its product with the permutation sums over the blocks of keys and over the rows of P separately, so that
+every block gets the sum of all blocks; its blocks, besides, are made of every n-th token.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from configs.schema import ConfigError
+from kernels.grouped_attention import blocks_of, tag_blocks_of, tokens_of
+from models.attention.self_attention import Linear, SelfAttention
+
+LEAST_WEIGHT = 1e-6
+"""A slot of a sorted block with less is not seen: means over so little have no gradient to speak of in float32."""
+_HIDDEN = -1e30  # finite: −∞ less −∞ is no number
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of Sinkhorn attention."""
+
+    block_size: int = 64
+    """Tokens in a block."""
+    iterations: int = 8
+    """Times that columns and rows are normalised."""
+    temperature: float = 0.75
+    """τ, which divides the scores of the sort: the lower, the closer to a permutation."""
+
+    def __post_init__(self) -> None:
+        for option in ("block_size", "iterations"):
+            if getattr(self, option) < 1:
+                raise ConfigError(f"model.modes.sinkhorn.{option} is {getattr(self, option)}; expected at least 1")
+        if not 0 < self.temperature < math.inf:
+            raise ConfigError(f"model.modes.sinkhorn.temperature is {self.temperature}; expected a number above 0")
+
+
+class Attention(SelfAttention):
+    """Attention inside blocks and sorted blocks; it sees the whole sequence."""
+
+    causal = False
+    bidirectional = True
+    prefix_exact = False
+    bounded = True
+
+    def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
+        super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
+        self.sort = Linear(width, heads * -(-max_length // config.block_size), rngs=rngs)
+
+    def packs(self, causal: bool) -> bool:
+        """A block may lie in two segments."""
+        return False
+
+    def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
+            segment_ids_BT: Array | None) -> Array:
+        (B, T, H, _), size = v_BTHD.shape, self.config.block_size
+        if v_BTHD.shape[1] > self.max_length:
+            raise ConfigError(f"attention mode 'sinkhorn' sorts the blocks of {self.max_length} tokens and was given "
+                              f"{T}; expected model.context to be that of the longest sequence")
+        dtype = jnp.promote_types(jnp.float32, x_BTE.dtype)
+        valid_BT = jnp.ones((B, T), bool) if segment_ids_BT is None else segment_ids_BT >= 0
+        valid_BT11 = valid_BT[:, :, None, None]
+        x_BNSE = blocks_of(jnp.where(valid_BT11, x_BTE[:, :, None], 0), size)[:, 0]
+        q_BHNSD = blocks_of(q_BTHD, size)
+        k_BHNSD, v_BHNSD = (blocks_of(jnp.where(valid_BT11, x_BTHD, 0), size) for x_BTHD in (k_BTHD, v_BTHD))
+        valid_B1NS = tag_blocks_of(valid_BT, size, 0)
+
+        N = x_BNSE.shape[1]
+        scores_BNHK = self.sort(x_BNSE.sum(axis=2, dtype=dtype)).reshape(B, N, H, -1)[..., :N]
+        p_BHNK = normalised(scores_BNHK.swapaxes(1, 2) / self.config.temperature, valid_B1NS[:, 0].any(axis=-1),
+                            self.config.iterations)
+        weights_BHNS = jnp.einsum("bhnk,bks->bhns", p_BHNK, valid_B1NS[:, 0].astype(dtype))
+        shown_BHNS = weights_BHNS > LEAST_WEIGHT
+        weights_BHNS = jnp.where(shown_BHNS, weights_BHNS, 1)
+
+        def sort(x_BHKSD: Array) -> Array:
+            sum_BHNSD = jnp.einsum("bhnk,bhksd->bhnsd", p_BHNK.astype(x_BHKSD.dtype), x_BHKSD,
+                                   preferred_element_type=dtype)
+            return (sum_BHNSD / weights_BHNS[..., None]).astype(x_BHKSD.dtype)
+
+        attend = jax.checkpoint(_attend)  # scores are computed again in the backward pass
+        y_BHNSD = attend(q_BHNSD, k_BHNSD, v_BHNSD, jnp.where(valid_B1NS, 0, _HIDDEN).astype(dtype))
+        y_BHNSD += attend(q_BHNSD, sort(k_BHNSD), sort(v_BHNSD), jnp.where(shown_BHNS, jnp.log(weights_BHNS), _HIDDEN))
+        return jnp.where(valid_BT11, tokens_of(y_BHNSD, T).astype(v_BTHD.dtype), 0)
+
+    def flops(self, tokens: int, context: int) -> int:
+        H, D, size = self.heads, self.head_width, self.config.block_size
+        N = -(-context // size)
+        # Four products inside blocks, the soft permutation of keys and values, and the linear layer.
+        return tokens * H * (8 * size * D + 4 * N * D) + 2 * tokens * H * N * self.width // size
+
+
+def normalised(scores_BHNK: Float[Array, "B H N N"], present_BN: Bool[Array, "B N"],
+               iterations: int) -> Float[Array, "B H N N"]:
+    """The exponentials of scores, columns and rows divided by their sums in turn, rows last; computed as logarithms.
+
+    Rows and columns of blocks that are not present are 0. Sinkhorn, "A relationship between arbitrary positive matrices
+    and doubly stochastic matrices", 1964.
+    """
+    shown_B1NK = (present_BN[:, :, None] & present_BN[:, None, :])[:, None]
+
+    def turn(_: Array, log_BHNK: Array) -> Array:
+        for axis in (2, 3):
+            log_BHNK -= jax.nn.logsumexp(log_BHNK, axis=axis, keepdims=True)
+            log_BHNK = jnp.where(shown_B1NK, log_BHNK, _HIDDEN)
+        return log_BHNK
+
+    return jnp.exp(lax.fori_loop(0, iterations, turn, jnp.where(shown_B1NK, scores_BHNK, _HIDDEN)))
+
+
+def _attend(q_BHNTD: Float[Array, "B H N T D"], k_BHNSD: Float[Array, "B H N S D"], v_BHNSD: Float[Array, "B H N S D"],
+            log_weights_BHNS: Float[Array, "B _ N S"]) -> Float[Array, "B H N T D"]:
+    """Softmax attention inside every block, to keys of given weights; float32 or better."""
+    scores_BHNTS = jnp.einsum("bhntd,bhnsd->bhnts", q_BHNTD, k_BHNSD, preferred_element_type=log_weights_BHNS.dtype)
+    scores_BHNTS = scores_BHNTS / math.sqrt(q_BHNTD.shape[-1]) + log_weights_BHNS[..., None, :]
+    weights_BHNTS = jax.nn.softmax(scores_BHNTS, axis=-1).astype(v_BHNSD.dtype)
+    return jnp.einsum("bhnts,bhnsd->bhntd", weights_BHNTS, v_BHNSD, preferred_element_type=scores_BHNTS.dtype)

@@ -1,0 +1,157 @@
+"""``synthesizer``: softmax attention whose scores are learned, not products of queries and keys.
+
+    y_t = Σ_s softmax_s(R_ts) v_s, of every head
+
+Tay et al., "Synthesizer: Rethinking Self-Attention in Transformer Models", 2020. With L the model's longest sequence,
+its kinds are
+
+- ``random``: R ∈ R^{L × L}, a parameter that starts as standard normal numbers;
+- ``factorised``: R = R₁ R₂ᵀ with R₁ and R₂ ∈ R^{L × k};
+- ``dense``: R_t = W₂ relu(W₁ x_t + b₁) + b₂, W₂ ∈ R^{L × D}, where W₁ and b₁ are the query projection.
+
+What a kind does not use of the query and key projections it does not have, and rotary positions have nothing to turn.
+Time and memory are quadratic, as in the paper.
+
+The default is the kind of Long Range Arena's row, random; its released code however *adds* R to the products of queries
+and keys, and leaves out of its text task the factorised kind with k = 32 that the configs ask for.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from configs.schema import ConfigError
+from kernels.segments import positions_of, runs_of, visible
+from models.attention.key_values import KeyValues
+from models.attention.self_attention import SelfAttention
+
+Kind = Literal["random", "factorised", "dense"]
+_HIDDEN = -1e30  # finite: a softmax over nothing but −∞ is no number
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the Synthesizer."""
+
+    kind: Kind = "random"
+    """random: scores are parameters; factorised: a product of two thin matrices of parameters; dense: two layers make
+    the scores of a query from its token."""
+    k: int = 32
+    """Of factorised: the width of the two matrices."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ConfigError(f"model.modes.synthesizer.kind is {self.kind!r}; expected one of "
+                              f"{', '.join(get_args(Kind))}")
+        if self.k < 1:
+            raise ConfigError(f"model.modes.synthesizer.k is {self.k}; expected at least 1")
+
+
+class Attention(SelfAttention):
+    """Attention by learned scores: decoding keeps every value. L is ``max_length``."""
+
+    bidirectional = True
+    decode_state = "growing"
+    bounded = True
+
+    def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
+        super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
+
+        def normal(*shape: int, deviation: float) -> nnx.Param:
+            return nnx.Param(nnx.initializers.normal(deviation)(rngs.params(), shape))
+
+        H, L, K = heads, max_length, config.k
+        del self.key
+        if config.kind == "dense":
+            self.scores_HLD = normal(H, L, head_width, deviation=head_width**-0.5)
+            self.bias_HL = nnx.Param(jnp.zeros((H, L)))
+            return
+        del self.query
+        if config.kind == "factorised":
+            self.rows_HLK, self.columns_HLK = (normal(H, L, K, deviation=K**-0.25) for _ in range(2))
+        else:
+            self.scores_HLL = normal(H, L, L, deviation=1.0)
+
+    def packs(self, causal: bool) -> bool:
+        """Causal rows look their scores up by the positions within a segment; encoders are spared the look-up."""
+        return causal
+
+    def project(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array, Array]:
+        """The hidden layer of ``dense`` for queries, or vectors of no width; keys of no width; and the values."""
+        B, T = x_BTE.shape[:2]
+        v_BTHD = self.value(x_BTE).reshape(B, T, self.heads, self.head_width)
+        nothing_BTHD = v_BTHD[..., :0]
+        if self.config.kind != "dense":
+            return nothing_BTHD, nothing_BTHD, v_BTHD
+        return jax.nn.relu(self.query(x_BTE)).reshape(v_BTHD.shape), nothing_BTHD, v_BTHD
+
+    def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
+            segment_ids_BT: Array | None) -> Array:
+        if (T := v_BTHD.shape[1]) > self.max_length:
+            raise ConfigError(f"attention mode 'synthesizer' has scores of {self.max_length} tokens and was given {T}; "
+                              "expected model.context to be that of the longest sequence")
+        seen_BTS = jnp.ones((1, T, T), bool)
+        if causal:
+            seen_BTS = jnp.tril(seen_BTS)
+        if segment_ids_BT is None:
+            return _attend(self._scores(q_BTHD, None, None, T), seen_BTS, v_BTHD.swapaxes(1, 2))
+        runs_BT = runs_of(segment_ids_BT)
+        seen_BTS &= visible(runs_BT, runs_BT)
+        positions_BT = positions_of(segment_ids_BT) if causal else None
+        y_BTHD = _attend(self._scores(q_BTHD, positions_BT, positions_BT, T), seen_BTS, v_BTHD.swapaxes(1, 2))
+        return jnp.where((runs_BT >= 0)[:, :, None, None], y_BTHD, 0)
+
+    def init_cache(self, batch: int, max_length: int, dtype: Any) -> KeyValues:
+        cache = KeyValues.empty(batch, self.heads, max_length, self.head_width, dtype)
+        return cache._replace(k_BHSD=cache.k_BHSD[..., :0])
+
+    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: KeyValues, *, x_BTE: Array,
+               lengths_B: Array | None = None) -> tuple[Array, KeyValues]:
+        extended = cache.append(k_BTHD, v_BTHD, lengths_B)
+        v_BHSD = extended.v_BHSD[:, :, :self.max_length]
+        S = v_BHSD.shape[2]
+        positions_BT = cache.filled_B[:, None] + jnp.arange(v_BTHD.shape[1])[None]
+        seen_BTS = jnp.arange(S)[None, None] <= positions_BT[:, :, None]
+        y_BTHD = _attend(self._scores(q_BTHD, positions_BT, None, S), seen_BTS, v_BHSD)
+        return y_BTHD.astype(v_BTHD.dtype), extended
+
+    def flops(self, tokens: int, context: int) -> int:
+        scores = {"random": 0, "factorised": self.config.k, "dense": self.head_width}[self.config.kind]
+        return tokens * context * self.heads * (self.head_width + scores)  # half of each product above the diagonal
+
+    def state_bytes(self, context: int) -> int:
+        return 4 * context * self.heads * self.head_width
+
+    def _scores(self, hidden_BTHD: Array, rows_BT: Array | None, columns_BS: Array | None, count: int) -> Array:
+        """R at the given rows and columns, (B or 1, H, T, S); None: the first ``count``."""
+        if self.config.kind == "random":
+            scores_BHTL = _at(self.scores_HLL[...], rows_BT, count)
+            if columns_BS is None:
+                return scores_BHTL[..., :count]
+            return jnp.take_along_axis(scores_BHTL, columns_BS[:, None, None, :], axis=3)
+        if self.config.kind == "factorised":
+            return jnp.einsum("bhtk,bhsk->bhts", _at(self.rows_HLK[...], rows_BT, count),
+                              _at(self.columns_HLK[...], columns_BS, count))
+        bias_BH1S = _at(self.bias_HL[...][..., None], columns_BS, count).swapaxes(2, 3)
+        columns_BHSD = _at(self.scores_HLD[...], columns_BS, count).astype(hidden_BTHD.dtype)
+        return bias_BH1S + jnp.einsum("bthd,bhsd->bhts", hidden_BTHD, columns_BHSD,
+                                      preferred_element_type=bias_BH1S.dtype)
+
+
+def _at(table_HLK: Float[Array, "H L K"], positions_BT: Int[Array, "B T"] | None,
+        count: int) -> Float[Array, "_ H _ K"]:
+    """The table at the positions of each row, or at the first ``count`` of them, one for all rows."""
+    return table_HLK[None, :, :count] if positions_BT is None else table_HLK[:, positions_BT].swapaxes(0, 1)
+
+
+def _attend(scores_BHTS: Float[Array, "_ H T S"], seen_BTS: Bool[Array, "_ T S"],
+            v_BHSD: Float[Array, "B H S D"]) -> Float[Array, "B T H D"]:
+    """Values weighted by the softmax of the scores of what is seen, both of which may be one for all rows."""
+    weights_BHTS = jax.nn.softmax(jnp.where(seen_BTS[:, None], scores_BHTS, _HIDDEN), axis=-1)
+    y_BTHD = jnp.einsum("bhts,bhsd->bthd", weights_BHTS.astype(v_BHSD.dtype), v_BHSD,
+                        preferred_element_type=weights_BHTS.dtype)
+    return y_BTHD.astype(v_BHSD.dtype)

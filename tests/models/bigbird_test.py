@@ -1,0 +1,162 @@
+"""BigBird against its definition over all pairs, in small blocks, and what its random blocks depend on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.schema import ConfigError
+from models.attention.bigbird import Attention, Config
+
+B, T, H, D = 2, 38, 2, 4
+SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": 64}
+
+
+def module(**options: int) -> Attention:
+    return Attention(Config(**({"block_size": 3, "random_blocks": 2} | options)), **SIZES, rngs=nnx.Rngs(0))
+
+
+def inputs(tokens: int = T) -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (3, B, tokens, H, D))
+
+
+def mix(attention: Attention, qkv: jax.Array, causal: bool, lengths: tuple[int, int] | None = None) -> jax.Array:
+    tokens = qkv.shape[2]
+    segment_ids_BT = None if lengths is None else \
+        jnp.where(jnp.arange(tokens)[None] < jnp.array(lengths)[:, None], 0, -1).astype(jnp.int32)
+    return attention.mix(*qkv, x_BTE=jnp.zeros((B, tokens, H * D)), causal=causal, segment_ids_BT=segment_ids_BT)
+
+
+def pattern(attention: Attention, blocks: int, causal: bool) -> np.ndarray:
+    """Which blocks each block of a row of so many lists, in every head, −1 for none: (H, N, J)."""
+    blocks_1N = jnp.arange(blocks)[None]
+    listed = jax.jit(lambda: attention.past_blocks(blocks_1N) if causal else
+                     attention.all_blocks(blocks_1N, jnp.array([[blocks - 1]])))
+    return np.asarray(listed()[0])
+
+
+def visible(attention: Attention, causal: bool, lengths: tuple[int, int]) -> np.ndarray:
+    """As the paper has it, pair by pair, (B, H, T, S); only the random blocks are the module's."""
+    b = attention.config.block_size
+    shown_BHTS = np.zeros((B, H, T, T), bool)
+    for row, length in enumerate(lengths):
+        last = (length - 1) // b
+        listed = pattern(attention, last + 1, causal)
+        for (h, t, s), _ in np.ndenumerate(shown_BHTS[row, :, :length, :length]):
+            i, j = t // b, s // b
+            if causal:
+                shown_BHTS[row, h, t, s] = s <= t and (j in (i, i - 1, 0) or j in listed[h, i])
+            else:
+                shown_BHTS[row, h, t, s] = abs(i - j) <= 1 or {i, j} & {0, last} or j in listed[h, i]
+    return shown_BHTS
+
+
+def dense(qkv: jax.Array, shown_BHTS: np.ndarray) -> jax.Array:
+    q, k, v = qkv
+    scores_BHTS = jnp.where(shown_BHTS, jnp.einsum("bthd,bshd->bhts", q, k) / D**0.5, -1e9)
+    return jnp.einsum("bhts,bshd->bthd", jnp.where(shown_BHTS, jax.nn.softmax(scores_BHTS, axis=-1), 0), v)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_it_is_attention_to_the_blocks_listed_and_of_global_blocks_to_all(causal):
+    """Outputs and gradients, one row half as long as the other; what stands in its padding gives 0."""
+    attention, lengths = module(), (T, T // 2)
+    shown_BHTS = visible(attention, causal, lengths)
+
+    def results(attend: Callable[[jax.Array], jax.Array]) -> Any:
+        def both(x: jax.Array) -> Any:
+            y, pull = jax.vjp(attend, x)
+            return y, pull(jnp.cos(y))[0]
+
+        return jax.jit(both)(inputs())
+
+    actual = results(lambda x: mix(attention, x, causal, lengths))
+    for one, other in zip(actual, results(lambda x: dense(x, shown_BHTS)), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+    assert np.all(actual[0][1, lengths[1]:] == 0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_random_blocks_are_distinct_and_as_many_as_there_can_be(causal):
+    R, blocks = 3, 11
+    listed_HNJ = pattern(module(random_blocks=R), blocks, causal)
+    for h, i in np.ndindex(H, blocks):
+        near = {i - 1, i, i + 1, 0, blocks - 1} & set(range(blocks)) if not causal else {max(i - 1, 0), i, 0}
+        others = set(range(i if causal else blocks)) - near
+        seen = [j for j in listed_HNJ[h, i].tolist() if 0 <= j < blocks]
+        assert len(seen) == len(set(seen)) == len(near) + min(R, len(others))
+        assert near <= set(seen) <= near | others
+    assert np.any(listed_HNJ[0] != listed_HNJ[1])
+    if causal:  # the blocks to come have no part in it
+        np.testing.assert_array_equal(pattern(module(random_blocks=R), 6, causal), listed_HNJ[:, :6])
+
+
+def test_every_candidate_is_drawn_equally_often():
+    """By 2,000 heads, of the 7 blocks that the 10th can draw from; the bound is five standard deviations."""
+    attention = Attention(Config(random_blocks=3), **(SIZES | {"heads": 2000}), rngs=nnx.Rngs(0))
+    listed_HNJ = pattern(attention, 10, causal=True)
+    counts = np.bincount(listed_HNJ[:, 9, 3:].ravel(), minlength=8)
+    assert counts[0] == 0
+    share = 3 / 7
+    assert np.abs(counts[1:] / 2000 - share).max() < 5 * (share * (1 - share) / 2000) ** 0.5
+
+
+def test_a_lone_token_sees_itself():
+    attention, x = module(), inputs(1)
+    np.testing.assert_allclose(jax.jit(lambda x: mix(attention, x, causal=False))(x), x[2], rtol=1e-6)
+
+
+def test_rows_extended_by_pieces_of_their_own_lengths():
+    attention, x = module(), inputs()
+    extend = jax.jit(lambda q, k, v, cache, lengths_B: attention.extend(
+        q, k, v, cache, x_BTE=jnp.zeros((B, 1, H * D)), lengths_B=lengths_B))
+    expected = jax.jit(lambda x: mix(attention, x, causal=True))(x)
+    cache, seen_B = attention.init_cache(B, T, jnp.float32), np.zeros(B, np.int32)
+    for pieces in ((14, 4), (0, 14), (14, 8), (1, 0), (1, 1), (1, 1), (5, 5)):
+        size = 1 if max(pieces) == 1 else 14
+        take_BT = np.minimum(seen_B[:, None] + np.arange(size), T - 1)
+        y, cache = extend(*jnp.take_along_axis(x, take_BT[None, :, :, None, None], axis=2), cache,
+                          jnp.array(pieces, jnp.int32))
+        for row, n in enumerate(pieces):
+            np.testing.assert_allclose(y[row, :n], expected[row, seen_B[row]:seen_B[row] + n], atol=2e-6)
+        seen_B = seen_B + np.array(pieces, np.int32)
+    np.testing.assert_array_equal(cache.filled_B, seen_B)
+
+
+def test_a_token_costs_the_same_to_decode_whatever_the_room():
+    attention = module()
+
+    def flops(room: int) -> float:
+        x = jax.ShapeDtypeStruct((1, 1, H, D), jnp.float32)
+        cache = jax.eval_shape(lambda: attention.init_cache(1, room, jnp.float32))
+        extend = jax.jit(lambda x, cache: attention.extend(x, x, x, cache, x_BTE=jnp.zeros((1, 1, 1))))
+        costs: Any = extend.lower(x, cache).compile().cost_analysis()
+        return costs["flops"]
+
+    assert flops(3000) < 1.01 * flops(300)
+
+
+def test_memory_of_the_gradient_is_linear_in_the_tokens():
+    attention = Attention(Config(), heads=4, head_width=32, width=128, max_length=16_384, rngs=nnx.Rngs(0))
+
+    def temporary(tokens: int) -> int:
+        x = jax.ShapeDtypeStruct((1, tokens, 4, 32), jnp.float32)
+        gradient = jax.grad(lambda q, k, v: attention.mix(q, k, v, x_BTE=jnp.zeros((1, tokens, 1)), causal=False,
+                                                          segment_ids_BT=None).sum(), argnums=(0, 1, 2))
+        analysis: Any = jax.jit(gradient).lower(x, x, x).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    assert temporary(16_384) < 2.2 * temporary(8_192)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"block_size": 0}, "model.modes.bigbird.block_size is 0; expected at least 1"),
+    ({"random_blocks": -1}, "model.modes.bigbird.random_blocks is -1; expected at least 0"),
+])
+def test_options_that_make_no_pattern_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        Config(**options)

@@ -1,0 +1,81 @@
+"""The Linformer: what it computes, with padding, beyond its length, and in how much memory."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.schema import ConfigError
+from models.attention.linformer import Attention, Config
+
+B, H, D, E = 2, 2, 4, 8
+
+
+def build(k: int, max_length: int, **sizes: Any) -> Attention:
+    return Attention(Config(k=k), **{"heads": H, "head_width": D, "width": E} | sizes, max_length=max_length,
+                     rngs=nnx.Rngs(0))
+
+
+def inputs(tokens: int) -> jax.Array:
+    return 0.5 * jax.random.normal(jax.random.key(0), (3, B, tokens, H, D))
+
+
+def mix(module: Attention, qkv: jax.Array, segment_ids_BT: jax.Array | None = None) -> jax.Array:
+    graph, state = nnx.split(module)
+    x_BTE = jnp.zeros((*qkv.shape[1:3], E))
+    return jax.jit(lambda state: nnx.merge(graph, state).mix(*qkv, x_BTE=x_BTE, causal=False,
+                                                             segment_ids_BT=segment_ids_BT))(state)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    weights = np.exp(x - x.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("tokens", [5, 150, 160])
+def test_it_is_attention_to_the_projected_keys_and_values(tokens):
+    """The paper's formula, a row at a time; shorter rows are the sequence cut off there."""
+    module = build(7, 160)
+    qkv, lengths = inputs(tokens), (tokens, tokens // 2)
+    segment_ids_BT = jnp.where(jnp.arange(tokens)[None] < jnp.array(lengths)[:, None], 0, -1)
+    y = mix(module, qkv, segment_ids_BT)
+    e_KS = np.asarray(module.projection_KS[...], np.float64)
+    for b, n in enumerate(lengths):
+        for h in range(H):
+            q, k, v = np.asarray(qkv, np.float64)[:, b, :n, h]
+            expected = softmax(q @ (e_KS[:, :n] @ k).T / np.sqrt(D)) @ (e_KS[:, :n] @ v)
+            np.testing.assert_allclose(y[b, :n, h], expected, atol=1e-5)
+        np.testing.assert_array_equal(y[b, n:], 0)
+
+
+def test_with_the_identity_for_a_projection_it_is_softmax_attention():
+    module, qkv = build(40, 40), inputs(40)
+    module.projection_KS[...] = jnp.eye(40)
+    np.testing.assert_allclose(mix(module, qkv), jax.nn.dot_product_attention(*qkv), atol=1e-5)
+
+
+def test_a_sequence_beyond_its_length_is_refused():
+    with pytest.raises(ConfigError, match="'linformer' has a projection of 40 tokens and was given 41"):
+        mix(build(3, 40), inputs(41))
+
+
+def test_no_sums_at_all_are_refused():
+    with pytest.raises(ConfigError, match=r"model\.modes\.linformer\.k is 0; expected at least 1"):
+        Config(k=0)
+
+
+def test_memory_is_linear():
+    """Of output and gradients, in the compiled program."""
+
+    def size(tokens: int) -> int:
+        module = nnx.eval_shape(lambda: build(64, tokens))
+        graph, state = nnx.split(module)
+        x_BTE = jax.ShapeDtypeStruct((1, tokens, E), jnp.float32)
+        gradient = jax.grad(lambda state, x_BTE: nnx.merge(graph, state)(x_BTE, causal=False).sum(), argnums=(0, 1))
+        compiled: Any = jax.jit(gradient).lower(state, x_BTE).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert size(16384) < 2.1 * size(8192)

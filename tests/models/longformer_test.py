@@ -1,0 +1,147 @@
+"""The Longformer against the definition, over all pairs of tokens."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.schema import ConfigError
+from models.attention import softmax
+from models.attention.longformer import Attention, Config
+from models.attention.self_attention import rotate
+
+B, T, H, D = 2, 23, 2, 4
+POSITIONS = jnp.arange(T)[None].repeat(B, axis=0)
+PADDED = jnp.where(jnp.arange(T)[None] < jnp.array([[T], [9]]), 0, -1)
+SHORT = jnp.where(jnp.arange(T)[None] < jnp.array([[15], [1]]), 0, -1)
+PACKED = jnp.repeat(jnp.array([0, 1, -1, 2]), jnp.array([5, 9, 2, 7]))[None].repeat(B, axis=0)
+
+
+def build(window: int, global_tokens: int) -> Attention:
+    """With global projections that differ from the ordinary ones."""
+    module = Attention(Config(window=window, global_tokens=global_tokens), heads=H, head_width=D, width=H * D,
+                       max_length=T, rngs=nnx.Rngs(0))
+    keys = iter(jax.random.split(jax.random.key(0), 20))
+    for _, parameter in nnx.iter_graph(module):
+        if isinstance(parameter, nnx.Param):
+            parameter[...] = 0.7 * jax.random.normal(next(keys), parameter.shape)
+    return module
+
+
+def inputs() -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (B, T, H * D))
+
+
+def masks(window: int, global_tokens: int, causal: bool, segment_ids: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    """(B, T, S): what ordinary tokens see, and what global ones do."""
+    t, s = np.arange(T)[:, None], np.arange(T)[None]
+    near = (s > t - window) & (s <= t) if causal else abs(t - s) <= window // 2
+    past = (s <= t) | (not causal)
+    ids = np.zeros((B, T)) if segment_ids is None else np.asarray(segment_ids)
+    same = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, None]
+    return same & (near | (s < global_tokens) & past), same & past
+
+
+def dense(module: Attention, x: jax.Array, causal: bool, positions: Any, segment_ids: Any) -> jax.Array:
+    def attention(query, key, value, shown_BTS):
+        q, k, v = (projection(x).reshape(B, T, H, D) for projection in (query, key, value))
+        if positions is not None:
+            q, k = rotate(q, positions), rotate(k, positions)
+        scores = jnp.where(shown_BTS[:, None], jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D), -1e9)
+        weights = jnp.where(shown_BTS[:, None], jax.nn.softmax(scores), 0)
+        return jnp.einsum("bhts,bshd->bthd", weights, v)
+
+    g = module.config.global_tokens
+    ordinary, everything = masks(module.config.window, g, causal, segment_ids)
+    y = attention(module.query, module.key, module.value, ordinary)
+    if g:
+        rows = attention(module.global_query, module.global_key, module.global_value, everything)
+        y = jnp.concatenate([rows[:, :g], y[:, g:]], axis=1)
+    return module.output(y.reshape(B, T, H * D))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("window", "global_tokens", "positions", "segment_ids"), [
+    (7, 3, None, PADDED), (5, 0, POSITIONS, PACKED), (1, 1, None, SHORT), (4, 40, POSITIONS, SHORT)])
+def test_it_is_attention_to_the_window_and_the_global_tokens(window, global_tokens, positions, segment_ids, causal):
+    module = build(window, global_tokens)
+    y = jax.jit(lambda: module(inputs(), causal=causal, positions_BT=positions, segment_ids_BT=segment_ids))()
+    np.testing.assert_allclose(y, dense(module, inputs(), causal, positions, segment_ids), atol=1e-5)
+
+
+def test_gradients_are_those_of_the_definition():
+    """Of inputs and parameters, in both directions, where the past alone is no different."""
+    graph, state = nnx.split(build(6, 2))
+    weights = jax.random.normal(jax.random.key(1), (B, T, H * D))
+
+    def gradients(layer: Any) -> Any:
+        return jax.vjp(lambda state, x: layer(nnx.merge(graph, state), x), state, inputs())[1](weights)
+
+    actual = jax.jit(lambda: gradients(lambda module, x: module(
+        x, causal=False, positions_BT=POSITIONS, segment_ids_BT=PADDED)))()
+    expected = gradients(lambda module, x: dense(module, x, False, POSITIONS, PADDED))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
+
+
+@pytest.mark.parametrize(("window", "global_tokens"), [(6, 3), (4, 0), (1, 5)])
+def test_decoding_in_pieces(window, global_tokens):
+    """The rows at different places, with tokens in each piece that do not count, and pieces that end among the global
+    tokens; rotary positions."""
+    module = build(window, global_tokens)
+    graph, state = nnx.split(module)
+    x = inputs()
+    expected = dense(module, x, True, POSITIONS, None)
+    decode = jax.jit(lambda x, cache, positions, lengths: nnx.merge(graph, state).decode(
+        x, cache, positions_BT=positions, lengths_B=lengths))
+    cache, at = module.init_cache(B, T, jnp.float32), np.zeros(B, np.int32)
+    for lengths in ([1, 0], [1, 2], [4, 8], [0, 1], [8, 1], [8, 8]):
+        piece = jnp.stack([jnp.pad(x[b, n:], ((0, T), (0, 0)))[:8] for b, n in enumerate(at)])
+        y, cache = decode(piece, cache, jnp.arange(8)[None] + at[:, None], jnp.array(lengths))
+        for b, (n, more) in enumerate(zip(at, lengths, strict=True)):
+            np.testing.assert_allclose(y[b, :more], expected[b, n:n + more], atol=1e-5)
+        at += lengths
+    # What is counted is bounded, however long the text.
+    assert max(int(leaf.max()) for leaf in jax.tree.leaves(cache) if leaf.dtype == jnp.int32) <= window + global_tokens
+
+
+def test_a_new_one_whose_window_holds_all_is_softmax():
+    sizes: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": T}
+    longformer, other = Attention(Config(), **sizes, rngs=nnx.Rngs(3)), softmax.Attention(
+        softmax.Config(), **sizes, rngs=nnx.Rngs(3))
+    y, expected = jax.jit(lambda: (longformer(20 * inputs()), other(20 * inputs())))()
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("global_tokens", [0, 2])
+def test_rows_of_several_segments_and_global_tokens_exclude_each_other(global_tokens):
+    module = build(4, global_tokens)
+    assert {module.packs(True), module.packs(False)} == {global_tokens == 0}
+    assert hasattr(module, "global_query") == (global_tokens > 0)
+
+
+def test_memory_of_the_gradient_is_that_of_no_dense_mask():
+    graph, state = nnx.split(build(128, 2))
+    tokens = 16_384
+    x = jax.ShapeDtypeStruct((1, tokens, H * D), jnp.float32)
+    gradient = jax.grad(lambda state, x: nnx.merge(graph, state)(x, causal=False).sum(), argnums=(0, 1))
+    memory = jax.jit(gradient).lower(state, x).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 64 * x.size * 4 < tokens**2
+
+
+@pytest.mark.parametrize(("window", "global_tokens"), [(6, 0), (6, 3), (2, 9), (60, 2)])
+def test_flops_are_those_of_the_pairs_that_are_seen(window, global_tokens):
+    ordinary, everything = (mask[0].sum(axis=1) for mask in masks(window, global_tokens, causal=True))
+    pairs = ordinary.sum() + everything[:global_tokens].sum()
+    assert build(window, global_tokens).flops(3 * T, T) == 3 * 4 * H * D * pairs
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"window": 0}, "window is 0; expected at least 1"),
+    ({"global_tokens": -1}, "global_tokens is -1; expected at least 0")])
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=rf"model\.modes\.longformer\.{message}"):
+        Config(**options)

@@ -1,0 +1,182 @@
+"""The Reformer against the paper's formulas over all pairs, its decoding, its rotations and its memory."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.schema import ConfigError
+from models.attention.reformer import Attention, Config
+
+B, T, H, D = 2, 45, 2, 4
+SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": T}
+
+
+def build(**options: Any) -> Attention:
+    return Attention(Config(**options), **SIZES, rngs=nnx.Rngs(0))
+
+
+def inputs(tokens: int = T, norm: float = 3.0) -> list[jax.Array]:
+    """Queries, keys made of them, and values."""
+    q, v = jax.random.normal(jax.random.key(0), (2, B, tokens, H, D))
+    k = D**0.5 * q / jnp.linalg.norm(q, axis=-1, keepdims=True)
+    return [norm * q, k, v]
+
+
+def mix(module: Attention, segment_ids_BT: Any = None, *, causal: bool, qkv: Any = None) -> np.ndarray:
+    segment_ids_BT = None if segment_ids_BT is None else jnp.asarray(segment_ids_BT, jnp.int32)
+    return np.asarray(jax.jit(lambda q, k, v: module.mix(
+        q, k, v, x_BTE=jnp.zeros(()), causal=causal, segment_ids_BT=segment_ids_BT))(*(qkv or inputs())))
+
+
+def buckets_of(module: Attention, q_TD: np.ndarray) -> np.ndarray:
+    """In each round, as a row of tokens."""
+    rows = []
+    for r in range(module.config.rounds):
+        start, bucket_T = 0, np.zeros(len(q_TD), int)
+        for factor in module.factors:
+            x = q_TD @ np.asarray(module.rotations_DRM[...], np.float64)[:, r, start:start + factor // 2]
+            bucket_T = factor * bucket_T + np.concatenate([x, -x], axis=1).argmax(axis=1)
+            start += factor // 2
+        rows.append(bucket_T)
+    return np.stack(rows)
+
+
+def by_the_paper(module: Attention, q_TD: np.ndarray, v_TD: np.ndarray, *, causal: bool) -> np.ndarray:
+    """One head of one sequence: o_i = Σ_r exp(z(i, P_i^r) − z(i, P_i)) o_i^r, log N_ij and 10^5 off for itself."""
+    tokens, chunk_size = len(q_TD), module.config.chunk_size
+    scores_TT = q_TD @ (q_TD / np.linalg.norm(q_TD, axis=1, keepdims=True)).T  # keys are √D long
+    scores_TT -= 1e5 * np.eye(tokens)
+    rounds = []
+    for bucket_T in buckets_of(module, q_TD):
+        chunk_T = np.empty(tokens, int)
+        for rank, i in enumerate(sorted(range(tokens), key=lambda i, bucket_T=bucket_T: (bucket_T[i], i))):
+            chunk_T[i] = rank // chunk_size
+        back_TT = chunk_T[:, None] - chunk_T[None]
+        rounds.append((bucket_T[:, None] == bucket_T[None]) & (back_TT >= 0) & (back_TT <= 1))
+    shown_RTT = np.stack(rounds) & (np.tri(tokens, dtype=bool) | (not causal))
+    with np.errstate(divide="ignore"):
+        logits_RTT = np.where(shown_RTT, scores_TT - np.log(shown_RTT.sum(axis=0)), -np.inf)
+    z_RT = np.logaddexp.reduce(logits_RTT, axis=2)
+    o_RTD = np.exp(logits_RTT - z_RT[..., None]) @ v_TD
+    return np.sum(np.exp(z_RT - np.logaddexp.reduce(z_RT, axis=0))[..., None] * o_RTD, axis=0)
+
+
+def expected(module: Attention, segment_ids_T: np.ndarray, *, causal: bool) -> np.ndarray:
+    """Every segment for itself; 0 for padding."""
+    q, _, v = (np.asarray(x, np.float64) for x in inputs())
+    y = np.zeros_like(v)
+    for b, h, segment in np.ndindex(B, H, segment_ids_T.max() + 1):
+        mine = segment_ids_T == segment
+        y[b, mine, h] = by_the_paper(module, q[b, mine, h], v[b, mine, h], causal=causal)
+    return y
+
+
+ONE = np.zeros(T, int)
+PACKED = np.repeat([0, 1, 2, -1], [20, 3, 18, 4])
+PACKED[7] = -1  # padding within a segment
+
+
+@pytest.mark.parametrize(("causal", "segment_ids_T", "options"), [
+    (True, ONE, {"rounds": 3, "chunk_size": 4, "buckets": 6}),
+    (False, ONE, {"rounds": 3, "chunk_size": 3, "buckets": 2}),  # many chunks to a bucket
+    (True, PACKED, {"rounds": 2, "chunk_size": 4, "buckets": 2}),
+    (False, PACKED, {"rounds": 2, "chunk_size": 5, "buckets": 4}),
+])
+def test_it_is_what_the_paper_defines(causal, segment_ids_T, options):
+    module = build(**options)
+    segment_ids_BT = None if segment_ids_T is ONE else segment_ids_T[None].repeat(B, axis=0)
+    y = mix(module, segment_ids_BT, causal=causal)
+    np.testing.assert_allclose(y, expected(module, segment_ids_T, causal=causal), atol=1e-5)
+
+
+def test_a_token_that_sees_no_other_sees_itself():
+    """The first one of a causal sequence does; with many buckets, hashed in two factors, so do others."""
+    module = build(rounds=2, chunk_size=4, buckets=128)
+    y, v = mix(module, causal=True), inputs()[2]
+    np.testing.assert_array_equal(y[:, 0], v[:, 0])
+    assert 0.2 < np.mean(np.all(y == v, axis=-1)) < 0.8
+    np.testing.assert_allclose(y, expected(module, ONE, causal=True), atol=1e-5)
+
+
+def test_rounds_bring_it_nearer_to_full_attention():
+    q, k, v = (np.asarray(x, np.float64) for x in inputs())
+    weights_BHTT = np.exp(np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D)) * ~np.eye(T, dtype=bool)
+    full = np.einsum("bhts,bshd->bthd", weights_BHTT / weights_BHTT.sum(axis=-1, keepdims=True), v)
+    error, *fewer = [np.std(mix(build(rounds=rounds, chunk_size=16, buckets=4), causal=False) - full) / np.std(full)
+                     for rounds in (1, 3, 9)]
+    assert error > 1.5 * fewer[0] > 1.5 * 1.5 * fewer[1], (error, *fewer)
+
+
+def test_decoding_sorts_every_prefix_anew():
+    """A token is given what it has at the end of the sequence up to it, here with many chunks to a bucket."""
+    module = build(rounds=3, chunk_size=3, buckets=4)
+    prefixes_TT = np.where(np.tri(T, dtype=bool), 0, -1)
+    y_TTHD = mix(module, prefixes_TT, causal=True, qkv=[x[:1].repeat(T, axis=0) for x in inputs()])
+    last_THD = y_TTHD[range(T), range(T)]
+    extend = jax.jit(lambda cache, *qkv: module.extend(*qkv, cache, x_BTE=jnp.zeros(())))
+    cache, start = module.init_cache(B, T, jnp.float32), 0
+    for tokens in (20, *[1] * (T - 20)):
+        y_BTHD, cache = extend(cache, *(x[:, start:start + tokens] for x in inputs()))
+        np.testing.assert_allclose(y_BTHD[0], last_THD[start:start + tokens], atol=1e-5)
+        start += tokens
+
+
+def test_rotations_are_no_parameters_and_there_is_no_key_projection():
+    module = build()
+    assert set(nnx.to_pure_dict(nnx.state(module, nnx.Param))) == {"query", "value", "output"}
+    x = 100 * jax.random.normal(jax.random.key(0), (B, T, H * D))
+    q, k, _ = module.project(x, jnp.arange(T)[None].repeat(B, axis=0))
+    np.testing.assert_allclose(k, D**0.5 * q / jnp.linalg.norm(q, axis=-1, keepdims=True), atol=1e-3)
+
+
+@pytest.mark.parametrize(("every", "changes"), [(0, []), (2, [2, 4])])
+def test_rotations_are_drawn_anew_on_schedule(every, changes):
+    module = build(redraw_every=every)
+    last, changed = np.asarray(module.rotations_DRM[...]), []
+    for step in range(5):
+        module.redraw(jnp.int32(step), jax.random.key(step))
+        if not np.array_equal(module.rotations_DRM[...], last):
+            changed.append(step)
+        last = np.asarray(module.rotations_DRM[...])
+    assert changed == changes
+
+
+@pytest.mark.parametrize(("max_length", "chunk_size", "factors"), [
+    (10, 64, (2,)), (320, 64, (10,)), (1000, 64, (32,)), (4000, 64, (16, 8)), (16_384, 64, (32, 16)),
+])
+def test_there_are_about_two_buckets_for_each_chunk(max_length, chunk_size, factors):
+    module = Attention(Config(chunk_size=chunk_size), **SIZES | {"max_length": max_length}, rngs=nnx.Rngs(0))
+    assert module.factors == factors
+    assert np.prod(factors) == module.buckets
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"rounds": 0}, "rounds is 0; expected at least 1"),
+    ({"chunk_size": 0}, "chunk_size is 0; expected at least 1"),
+    ({"redraw_every": -1}, "redraw_every is -1; expected at least 0"),
+    ({"buckets": 0}, "buckets is 0; expected an even number up to 64, or a power of two"),
+    ({"buckets": 7}, "buckets is 7; expected an even number"),
+    ({"buckets": 100}, "buckets is 100; expected an even number"),
+])
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=rf"model\.modes\.reformer\.{message}"):
+        Config(**options)
+
+
+def test_memory_of_the_gradient_is_linear_in_the_tokens():
+    module = Attention(Config(), heads=2, head_width=16, width=32, max_length=16_384, rngs=nnx.Rngs(0))
+
+    def loss(q, k, v, segment_ids_BT):
+        return module.mix(q, k, v, x_BTE=jnp.zeros(()), causal=False, segment_ids_BT=segment_ids_BT).sum()
+
+    def temporary(tokens: int) -> int:
+        x = jax.ShapeDtypeStruct((1, tokens, 2, 16), jnp.float32)
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(
+            x, x, x, jax.ShapeDtypeStruct((1, tokens), jnp.int32)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(16_384) < 2.2 * temporary(8_192)

@@ -1,0 +1,116 @@
+"""Fixed sparse attention against its definition over all pairs, in small blocks, whole and piece by piece."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.schema import ConfigError
+from models.attention.softmax import Attention as Softmax
+from models.attention.softmax import Config as SoftmaxConfig
+from models.attention.sparse import Attention, Config
+
+B, T, H, D = 2, 23, 2, 4
+SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": 64}
+
+
+def module(**options: int) -> Attention:
+    return Attention(Config(**({"block_size": 5, "summary": 2} | options)), **SIZES, rngs=nnx.Rngs(0))
+
+
+def inputs(tokens: int = T) -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (3, B, tokens, H, D))
+
+
+def mix(attention: Attention, qkv: jax.Array, causal: bool, lengths_B: jax.Array | None = None) -> jax.Array:
+    tokens = qkv.shape[2]
+    segment_ids_BT = None if lengths_B is None else \
+        jnp.where(jnp.arange(tokens)[None] < lengths_B[:, None], 0, -1).astype(jnp.int32)
+    return attention.mix(*qkv, x_BTE=jnp.zeros((B, tokens, H * D)), causal=causal, segment_ids_BT=segment_ids_BT)
+
+
+def dense(qkv: jax.Array, causal: bool, lengths: tuple[int, int], b: int, c: int) -> jax.Array:
+    """As the paper has it: softmax over the keys that are visible, all pairs of tokens tried."""
+    tokens = qkv.shape[2]
+    shown_BTS = np.zeros((B, tokens, tokens), bool)
+    for (row, t, s), _ in np.ndenumerate(shown_BTS):
+        valid = max(s, t) < lengths[row] and (s <= t or not causal)
+        shown_BTS[row, t, s] = valid and (s // b == t // b or s % b == 0 or s % b >= b - c)
+    q, k, v = qkv
+    scores_BHTS = jnp.where(shown_BTS[:, None], jnp.einsum("bthd,bshd->bhts", q, k) / D**0.5, -1e9)
+    weights_BHTS = jnp.where(shown_BTS[:, None], jax.nn.softmax(scores_BHTS, axis=-1), 0)
+    return jnp.einsum("bhts,bshd->bthd", weights_BHTS, v)
+
+
+@pytest.mark.parametrize(("causal", "tokens", "b", "c"), [(True, T, 5, 2), (False, 14, 3, 2)])
+def test_it_is_attention_to_the_block_and_the_summary_columns(causal, tokens, b, c):
+    """Outputs and gradients, one row half as long as the other; what stands in its padding gives 0."""
+    attention, lengths = module(block_size=b, summary=c), (tokens, tokens // 2)
+
+    def results(attend: Callable[[jax.Array], jax.Array]) -> Any:
+        def both(x: jax.Array) -> Any:
+            y, pull = jax.vjp(attend, x)
+            return y, pull(jnp.cos(y))[0]
+
+        return jax.jit(both)(inputs(tokens))
+
+    actual = results(lambda x: mix(attention, x, causal, jnp.array(lengths)))
+    for one, other in zip(actual, results(lambda x: dense(x, causal, lengths, b, c)), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+    assert np.all(actual[0][1, lengths[1]:] == 0)
+
+
+def test_a_lone_token_sees_itself():
+    attention, x = module(), inputs(1)
+    np.testing.assert_allclose(jax.jit(lambda x: mix(attention, x, causal=False))(x), x[2], rtol=1e-6)
+
+
+def test_rows_extended_by_pieces_of_their_own_lengths():
+    attention, x = module(), inputs()
+    extend = jax.jit(lambda q, k, v, cache, lengths_B: attention.extend(
+        q, k, v, cache, x_BTE=jnp.zeros((B, 1, H * D)), lengths_B=lengths_B))
+    expected = jax.jit(lambda x: mix(attention, x, causal=True))(x)
+    cache, seen_B = attention.init_cache(B, T, jnp.float32), np.zeros(B, np.int32)
+    for pieces in ((12, 3), (0, 12), (1, 0), (1, 1), (1, 1), (5, 5)):
+        size = 1 if max(pieces) == 1 else 12
+        take_BT = np.minimum(seen_B[:, None] + np.arange(size), T - 1)
+        y, cache = extend(*jnp.take_along_axis(x, take_BT[None, :, :, None, None], axis=2), cache,
+                          jnp.array(pieces, jnp.int32))
+        for row, n in enumerate(pieces):
+            np.testing.assert_allclose(y[row, :n], expected[row, seen_B[row]:seen_B[row] + n], atol=2e-6)
+        seen_B = seen_B + np.array(pieces, np.int32)
+    np.testing.assert_array_equal(cache.seen_B, seen_B)
+
+
+def test_decoding_keeps_a_small_share_of_keys_and_values():
+    attention = Attention(Config(), **SIZES, rngs=nnx.Rngs(0))
+    softmax = Softmax(SoftmaxConfig(), **SIZES, rngs=nnx.Rngs(0))
+    assert attention.state_bytes(16_384) < softmax.state_bytes(16_384) / 6
+
+
+def test_memory_of_the_gradient_is_linear_in_the_tokens():
+    attention = Attention(Config(), heads=4, head_width=32, width=128, max_length=16_384, rngs=nnx.Rngs(0))
+
+    def temporary(tokens: int) -> int:
+        x = jax.ShapeDtypeStruct((1, tokens, 4, 32), jnp.float32)
+        gradient = jax.grad(lambda q, k, v: attention.mix(q, k, v, x_BTE=jnp.zeros((1, tokens, 1)), causal=False,
+                                                          segment_ids_BT=None).sum(), argnums=(0, 1, 2))
+        analysis: Any = jax.jit(gradient).lower(x, x, x).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    assert temporary(16_384) < 2.2 * temporary(8_192)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"block_size": 1}, "model.modes.sparse.block_size is 1; expected at least 2"),
+    ({"block_size": 8, "summary": 8}, "model.modes.sparse.summary is 8; expected at least 1, and less than "
+                                      "model.modes.sparse.block_size, 8"),
+    ({"summary": 0}, "model.modes.sparse.summary is 0; expected at least 1"),
+])
+def test_options_that_make_no_pattern_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        Config(**options)
