@@ -158,11 +158,27 @@ def test_every_form_trains(recipe, tmp_path, mode, form):
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["implementations"] == {mode: form}
 
 
-@pytest.mark.parametrize("mode", sorted(name for name, mode in attentions.modes().items() if mode.Attention.causal))
-def test_every_mode_trains_as_it_is(recipe, tmp_path, mode):
-    assert tiny.run(recipe, "--attention", mode, "--run-dir", tmp_path / "run", "--model.layers", 1) == 0
+def test_every_mode_trains_as_it_is(recipe, tmp_path):
+    """A layer of each that can be a language model."""
+    modes = [name for name, mode in attentions.modes().items() if mode.Attention.causal]
+    assert tiny.run(recipe, "--attention", ",".join(modes), "--run-dir", tmp_path / "run", "--model.layers",
+                    len(modes)) == 0
     first, second = tiny.lines(tmp_path / "run", "train")
     assert second["loss"] < first["loss"]
+    assert set(json.loads((tmp_path / "run" / "config.json").read_text())["model"]["modes"]) == set(modes)
+
+
+def test_documents_side_by_side_need_a_mode_that_keeps_them_apart(recipe, tmp_path, capsys):
+    message = refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", "--attention", "softmax,bigbird",
+                      "--data.packing", "documents")
+    assert "data.packing documents: attention mode 'bigbird' cannot keep the documents of a row apart" in message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("mode", sorted(name for name, mode in attentions.modes().items() if not mode.Attention.causal))
+def test_what_sees_the_whole_sequence_is_no_language_model(recipe, tmp_path, capsys, mode):
+    message = refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", "--attention", mode)
+    assert f"--attention {mode}: it sees the whole sequence and cannot be a language model" in message
 
 
 def test_a_new_file_is_a_mode_without_another_edit(recipe, tmp_path):
@@ -201,7 +217,7 @@ class Attention(SelfAttention):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--attention", "chunkd"], "--attention chunkd: no such mode; perhaps you meant chunked. There are chunked"),
+    (["--attention", "chunkd"], "--attention chunkd: no such mode; perhaps you meant chunked. There are bigbird"),
     (["--model.widht", 3], "Unrecognized options: --model.widht"),
     (["--model.widht", 3], "Perhaps you meant: --model.width"),
     (["--model.width", "wide"], "Error parsing --model.width: invalid literal for int"),

@@ -88,10 +88,9 @@ class Attention(SelfAttention):
         return tokens_of(y_BHNTD, T).astype(v_BTHD.dtype)
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> Cache:
-        b = self.config.block_size
-        window = jnp.zeros((batch, self.heads, b, self.head_width), dtype)
-        summary = jnp.zeros((batch, self.heads, self._summaries_of(max_length), self.head_width), dtype)
-        return Cache(window, window, summary, summary, jnp.zeros(batch, jnp.int32))
+        b, summaries = self.config.block_size, self._summaries_of(max_length)
+        return Cache(*(jnp.zeros((batch, self.heads, size, self.head_width), dtype)
+                       for size in (b, b, summaries, summaries)), jnp.zeros(batch, jnp.int32))
 
     def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Cache, *, x_BTE: Array,
                lengths_B: Array | None = None) -> tuple[Array, Cache]:

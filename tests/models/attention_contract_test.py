@@ -168,6 +168,8 @@ def test_extending_in_pieces_is_the_whole(mode):
     module = decoder(mode)
     x, extend = make_x(), run_decode(module)
     cache, pieces = module.init_cache(B, ROOM, jnp.float32), []
+    buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache) if leaf.size]
+    assert len(set(buffers)) == len(buffers)  # or they could not be given away, as a sampler does
     structure = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache)
     for start, end in itertools.pairwise((0, 1, 71, 72, 73, 143, T)):
         y, cache = extend(x[:, start:end], cache)

@@ -40,8 +40,7 @@ def padded(x_BT: jax.Array, lengths: list[int], length: int) -> tuple[jax.Array,
     return jnp.where(valid_BT, jnp.pad(x_BT, ((0, 0), (0, length - x_BT.shape[1]))), rest_BT), valid_BT
 
 
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-@pytest.mark.parametrize("mode", BIDIRECTIONAL)
+@pytest.mark.parametrize(("mode", "pooling"), [*((mode, "cls") for mode in BIDIRECTIONAL), ("softmax", "mean")])
 def test_padding_to_twice_the_length_changes_nothing(mode, pooling):
     """And neither does what stands in the padding, nor the rows beside."""
     model = Classifier(config(attention=(mode,), pooling=pooling), V, rngs=nnx.Rngs(0))

@@ -21,7 +21,8 @@ from models.sampler import TOKENS_PER_CALL, Sampler, Sampling, Settings, draw, l
 V = 13
 MODES = tuple(name for name, mode in attentions.modes().items()
               if mode.Attention.causal and mode.Attention.decode_state != "none")
-UNBOUNDED = tuple(name for name in MODES if not attentions.load(name).Attention.bounded)
+EACH_STATE = ("chunked", "local", "softmax")
+"""A mode of every kind of state."""
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -73,11 +74,12 @@ def tokens_of(sampler: Sampler, prompt_T: np.ndarray, sampling: Sampling, **opti
     return np.concatenate(list(sampler.generate(prompt_T, sampling, **options)), axis=1)
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_token_by_token_is_the_parallel_model(positions, monkeypatch):
-    """Logits and greedy text, of a layer of every mode, after a prompt in pieces, the last of which are added later."""
+@pytest.mark.parametrize(("positions", "modes"), [("learned", EACH_STATE), ("rotary", MODES)],
+                         ids=["learned", "rotary, every mode"])
+def test_token_by_token_is_the_parallel_model(positions, modes, monkeypatch):
+    """Logits and greedy text, of a layer of each mode, after a prompt in pieces, the last of which are added later."""
     monkeypatch.setattr(sampler_module, "PREFILL_TOKENS", (4, 8))
-    model = make_model(*MODES, positions=positions, context=40)
+    model = make_model(*modes, positions=positions, context=40)
     sampler, prompt_T = Sampler(model), np.where(prompt_of(19) == 0, 7, prompt_of(19))  # 0 fills up pieces
     first = sampler.encode(prompt_T[:11])
     added = sampler.encode(prompt_T[11:], first)
@@ -239,7 +241,7 @@ def test_end_of_text_ends_each_sample(platform, monkeypatch):
 
 
 def test_a_continuation_needs_no_prompt():
-    sampler = Sampler(make_model(*UNBOUNDED, positions="none"))
+    sampler = Sampler(make_model(*EACH_STATE, positions="none"))
     draw_piece = sampler.continuation(5000, calls=3, samples=2)
     pieces = [np.asarray(draw_piece()) for _ in range(3)]
     assert [piece.shape for piece in pieces] == [(2, TOKENS_PER_CALL)] * 3
@@ -267,7 +269,7 @@ def test_pieces_come_while_the_rest_is_still_to_be_drawn():
 
 
 def test_other_lengths_and_settings_compile_nothing():
-    sampler = Sampler(make_model(*UNBOUNDED, context=64))
+    sampler = Sampler(make_model(*EACH_STATE, context=64))
     sampler.warm_up(5, 3)
     assert sampler.max_length is None  # rotary: the last prompt and what follows it lie beyond the context
     compiled: list[str] = []
