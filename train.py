@@ -150,21 +150,18 @@ def settle(config: Config) -> Config:
         note(f"optimizer.warmup_steps is {warmup}, not {optimizer.warmup_steps}: a tenth of the run")
         optimizer = dataclasses.replace(optimizer, warmup_steps=warmup)
     for name, mode in model.modes.items():
-        chunk = getattr(mode, "chunk_size", None)
-        if chunk is not None and chunk > model.context:
-            note(f"model.modes.{name}.chunk_size is {model.context}, not {chunk}: the sequence is no longer")
-            mode = dataclasses.replace(mode, chunk_size=model.context)
-            model = dataclasses.replace(model, modes=model.modes | {name: mode})
+        for option in ("chunk_size", "block_size", "window"):
+            size = getattr(mode, option, None)
+            if size is not None and size > model.context:
+                note(f"model.modes.{name}.{option} is {model.context}, not {size}: the sequence is no longer")
+                mode = dataclasses.replace(mode, **{option: model.context})
+                model = dataclasses.replace(model, modes=model.modes | {name: mode})
     return dataclasses.replace(config, model=model, train=train, optimizer=optimizer)
 
 
 def note(text: str) -> None:
     """A line for the person at the terminal."""
     print(f"note: {text}", file=sys.stderr)
-
-
-COMPUTED_BY = {"form", "kernel", "chunk_size"}
-"""Options of a mode that change how its function is computed, and nothing else."""
 
 
 def check_same_run(config: Config, run_dir: Path) -> None:
@@ -194,7 +191,7 @@ def _identity(config: dict[str, Any]) -> dict[str, Any]:
     """What may not change from one start of a run to the next."""
     model = {f"model.{name}": value for name, value in config["model"].items() if name != "modes"}
     modes = {f"model.modes.{mode}.{name}": value for mode, options in config["model"]["modes"].items()
-             for name, value in options.items() if name not in COMPUTED_BY}
+             for name, value in options.items() if name not in attentions.load(mode).Attention.computed_by}
     return model | modes | {"data.tokenizer": config["data"]["tokenizer"], "train.seed": config["train"]["seed"],
                             "data.packing": config["data"].get("packing", "stream"),
                             "train.batch_size": config["train"]["batch_size"]}

@@ -21,15 +21,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from benchmarks import report
 from benchmarks.target import REMEDY, ROOT, Target, can_compile, cuda_folder
 from benchmarks.train_step import implementation, mode_config
-from configs.schema import ConfigError, TrainConfig, load_recipe
+from configs.schema import ConfigError, EncoderConfig, TrainConfig, load_recipe
 from kernels.linear_attention import State, linear_attention, tuning
 from kernels.linear_attention.state import zero_state
 from kernels.softmax_attention import cached_attention
 from models import attention, gpt
+from models.encoder import Classifier
 
 OURS = ("linear_attention_", "softmax_decode_")
 """How the names of our kernels begin."""
@@ -227,9 +229,13 @@ def cases(target: Target) -> Iterator[Case]:
         yield Case(shape.name, lambda shape=shape: lower_attention(target, shape), True)
     for decode in DECODES:
         yield Case(decode.name, lambda decode=decode: lower_decode(target, decode), True)
-    forms = [mode for mode in attention.modes() if not any(form.startswith(f"{mode}:") for form in STEP_FORMS)]
+    causal = [mode for mode, module in attention.modes().items() if module.Attention.causal]
+    forms = [mode for mode in causal if not any(form.startswith(f"{mode}:") for form in STEP_FORMS)]
     for form in [*forms, *STEP_FORMS]:
         yield Case(f"training step, {form}", lambda form=form: lower_step(target, form), form.endswith("pallas_gpu"))
+    for mode in attention.modes():
+        if mode not in causal:
+            yield Case(f"encoder, {mode}", lambda mode=mode: lower_encoder(target, mode), False)
 
 
 def _table_shapes(kind: str) -> list[Shape]:
@@ -286,7 +292,21 @@ def lower_step(target: Target, form: str) -> jax.stages.Lowered:
         taken = implementation(config, VOCABULARY)
         if computed and taken != computed:
             raise NotImplementedError(f"{form}: the layers take {taken}")
+        if taken is None:  # no kernel to choose from: two layers of it tell as much as twelve, and compile sooner
+            config = replace(config, model=replace(config.model, layers=2))
     return target.lower_step(config, VOCABULARY)
+
+
+def lower_encoder(target: Target, mode: str) -> jax.stages.Lowered:
+    """Forward and backward pass of a classifier of byte text, 8 sequences with padding."""
+    with target.tracing():
+        config = EncoderConfig(width=512, heads=8, mlp_width=2048, context=4096, dtype="bfloat16", attention=(mode,))
+        graph, state = nnx.split(nnx.eval_shape(lambda: Classifier(config, 257, rngs=nnx.Rngs(0))))
+
+    def loss(state: Any, tokens_BT: Any, valid_BT: Any) -> Any:
+        return jnp.sum(nnx.merge(graph, state)(tokens_BT, valid_BT=(valid_BT,)) ** 2)
+
+    return target.lower(jax.grad(loss), state, *(jax.ShapeDtypeStruct((8, 4096), dtype) for dtype in (jnp.int32, bool)))
 
 
 def check(case: Case, target: Target) -> tuple[list[Kernel], list[str]]:

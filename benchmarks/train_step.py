@@ -191,11 +191,13 @@ def model_config(mode: str, context: int, size: Size, *, dtype: Any, features: s
 
 
 def model_flops(config: Config, vocabulary_size: int) -> float:
-    """Floating-point operations of a step: 6 a parameter and token, positions left out, and the attention's own."""
+    """Floating-point operations of a step: 6 a parameter and token, and the attention's own; positions, and what a mode
+    has beside projections, are left out of the former."""
     model = nnx.eval_shape(lambda: make_model(config, vocabulary_size))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     if model.position_embedding is not None:
         parameters -= config.model.context * config.model.width
+    parameters -= sum(block.attention.own_parameters for block in model.blocks)
     tokens = config.train.batch_size * config.model.context
     return 6 * parameters * tokens + 3 * sum(block.attention.flops(tokens, config.model.context)
                                              for block in model.blocks)

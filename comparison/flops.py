@@ -6,8 +6,9 @@ from typing import Any
 
 
 def flops_per_token(config: dict[str, Any], environment: dict[str, Any]) -> float | None:
-    """Operations a token of forward and backward pass: 6 a parameter (positions left out) and three times those of the
-    attention's forward pass, as ``benchmarks.train_step`` counts them; recomputed ones do not count.
+    """Operations a token of forward and backward pass: 6 a parameter (positions, and what an attention mode has beside
+    projections, left out) and three times those of the attention's forward pass, as ``benchmarks.train_step`` counts
+    them; recomputed ones do not count.
 
     None where the number of parameters is not known, or this version does not have the attention mode.
     """
@@ -20,15 +21,17 @@ def flops_per_token(config: dict[str, Any], environment: dict[str, Any]) -> floa
             parameters -= context * width
         pattern = model["attention"]
         layers = [pattern[layer % len(pattern)] for layer in range(model["layers"])]
-        mixing = sum(_mixing(mode, json.dumps(model["modes"].get(mode, {})), heads, width, context) for mode in layers)
+        of_layers = [_attention(mode, json.dumps(model["modes"].get(mode, {})), heads, width, context)
+                     for mode in layers]
+        mixing, own = (sum(figures) for figures in zip(*of_layers, strict=True))
     except Exception:  # another version's config, a mode that is not here, or one that counts nothing
         return None
-    return 6.0 * parameters + 3.0 * mixing
+    return 6.0 * (parameters - own) + 3.0 * mixing
 
 
 @cache
-def _mixing(mode: str, options: str, heads: int, width: int, context: int) -> float:
-    """Operations a token of one layer's attention, forward; no parameters are made."""
+def _attention(mode: str, options: str, heads: int, width: int, context: int) -> tuple[float, int]:
+    """Operations a token of one layer's attention, forward, and the parameters that these count; none are made."""
     from flax import nnx
 
     from models import attention
@@ -37,4 +40,4 @@ def _mixing(mode: str, options: str, heads: int, width: int, context: int) -> fl
     layer = nnx.eval_shape(lambda: module.Attention(
         module.Config(**json.loads(options)), heads=heads, head_width=width // heads, width=width, max_length=context,
         rngs=nnx.Rngs(0)))
-    return layer.flops(context, context) / context
+    return layer.flops(context, context) / context, layer.own_parameters

@@ -21,7 +21,9 @@ from jaxtyping import Array, Bool, Float, Shaped
 from kernels import device
 
 SCORES_AT_ONCE = {"cpu": 2**18, "gpu": 2**26}
-"""Scores, over batch and heads, that are in memory together."""
+"""Scores, over batch and heads, that are in memory together, where groups are no larger."""
+LARGEST = 64
+"""Times as many as a group may have before its queries are taken in pieces."""
 _HIDDEN = -1e30  # finite: −∞ less −∞ is no number
 
 
@@ -64,7 +66,9 @@ def grouped_attention(
                              f"{q_BHNTD.shape}, or one group for all")
     dtype = jnp.promote_types(jnp.float32, q_BHNTD.dtype)
 
-    def group(q_BHTD: Array, k_BHSD: Array, v_BHSD: Array, query_tags: Any, key_tags: Any) -> tuple[Array, Array]:
+    limit = SCORES_AT_ONCE.get(device.platform(), SCORES_AT_ONCE["gpu"])
+
+    def whole(q_BHTD: Array, k_BHSD: Array, v_BHSD: Array, query_tags: Any, key_tags: Any) -> tuple[Array, Array]:
         scores_BHTS = jnp.einsum("bhtd,bhsd->bhts", q_BHTD, k_BHSD, preferred_element_type=dtype) / math.sqrt(D)
         shown_BHTS = jnp.broadcast_to(visible(query_tags, key_tags), scores_BHTS.shape)
         scores_BHTS = jnp.where(shown_BHTS, scores_BHTS, _HIDDEN)
@@ -76,14 +80,31 @@ def grouped_attention(
         total_BHT = jnp.where(sees_BHT, total_BHT, 1)
         return y_BHTD / total_BHT[..., None], jnp.where(sees_BHT, most_BHT + jnp.log(total_BHT), _HIDDEN)
 
+    rows = max(1, LARGEST * limit // max(1, B * H * S))
+
+    def group(q_BHTD: Array, k_BHSD: Array, v_BHSD: Array, query_tags: Any, key_tags: Any) -> tuple[Array, Array]:
+        if rows >= T:
+            return whole(q_BHTD, k_BHSD, v_BHSD, query_tags, key_tags)
+
+        def pieces(x: Array, axis: int) -> Array:
+            x = jnp.pad(x, [(0, -T % rows if i == axis else 0) for i in range(x.ndim)])
+            return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, rows, *x.shape[axis + 1:]), axis, 0)
+
+        of_pieces = lax.map(jax.checkpoint(lambda xs: whole(xs[0], k_BHSD, v_BHSD, xs[1], key_tags)), (
+            pieces(q_BHTD, 2), jax.tree.map(lambda x: pieces(x, 2), query_tags)))
+        y_BHTD, logsumexp_BHT = (
+            jnp.moveaxis(x, 0, 2).reshape(B, H, -1, *x.shape[4:])[:, :, :T] for x in of_pieces)
+        return y_BHTD, logsumexp_BHT
+
     first = _groups_first((q_BHNTD, query_tags), N)
     keys = (k_BHNSD, v_BHNSD, key_tags)
     if shared:
         k_BHSD, v_BHSD, tags = jax.tree.map(lambda x: x[:, :, 0], keys)
+        k_BHSD, v_BHSD = k_BHSD.astype(dtype), v_BHSD.astype(dtype)  # their gradient is a sum over groups
 
         def step(group_xs: Any) -> tuple[Array, Array]:
             q_BHTD, query_tags = group_xs
-            return group(q_BHTD, k_BHSD, v_BHSD, query_tags, tags)
+            return group(q_BHTD, k_BHSD.astype(q_BHTD.dtype), v_BHSD.astype(v_BHNSD.dtype), query_tags, tags)
     else:
         first = (*first, *_groups_first(keys, N))
 
@@ -91,7 +112,7 @@ def grouped_attention(
             q_BHTD, query_tags, k_BHSD, v_BHSD, key_tags = group_xs
             return group(q_BHTD, k_BHSD, v_BHSD, query_tags, key_tags)
 
-    at_once = max(1, SCORES_AT_ONCE.get(device.platform(), SCORES_AT_ONCE["gpu"]) // max(1, B * H * T * S))
+    at_once = max(1, limit // max(1, B * H * T * S))
     y_NBHTD, logsumexp_NBHT = lax.map(jax.checkpoint(step), first, batch_size=min(at_once, N))
     return Part(jnp.moveaxis(y_NBHTD, 0, 2), jnp.moveaxis(logsumexp_NBHT, 0, 2))
 

@@ -7,7 +7,6 @@ time is the median of steps after three that warm up.
 
 import argparse
 import json
-import os
 import resource
 import sys
 import time
@@ -62,8 +61,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "chunked": ("chunked", {}),
     "performer": ("performer", {"features": None}),
 }
-"""Rows of the table: mode and options, Long Range Arena's where it has them; features None: as many as a head is wide.
-``softmax`` is fused: cuDNN's kernel on a GPU, elsewhere ours."""
+"""Rows of the table: mode and options; features None: as many as a head is wide. ``softmax`` is fused: cuDNN's kernel
+on a GPU, elsewhere ours. Blocks are Long Range Arena's for ``local`` and ``sparse``, the rest are the modes' own."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +102,7 @@ class Case:
                    for name, value in options.items()}
         return check(EncoderConfig(
             layers=self.layers or shape.layers, heads=shape.heads, width=shape.width, mlp_width=shape.mlp_width,
+            pooling="mean" if mode == "local" else "cls",  # CLS sees its own block alone
             context=self.tokens, classes=2, dtype=self.dtype, attention=(mode,), modes={mode: options}))
 
 
@@ -156,11 +156,10 @@ def compiled_step(config: EncoderConfig, batch: int) -> tuple[Any, Any, Examples
 
 
 def measure(case: Case) -> Result:
-    """Compile a case, run it, and say what it took.
+    """Compile a case, run it, and say what it took. What does not fit has its planned memory, and an ``error``.
 
     Raises:
         ConfigError: as :meth:`Case.config`.
-        MemoryError, jax.errors.JaxRuntimeError: it does not fit.
     """
     config = case.config()
     sequences = case.batch or SHAPES[case.shape].batch
@@ -169,8 +168,11 @@ def measure(case: Case) -> Result:
     planned = report.peak_bytes(compiled)
     if case.memory_only:
         return Result(**given, peak_bytes=planned)
-    report.check_memory(planned)
-    samples = _time_steps(compiled, initial(), examples, case)
+    try:
+        report.check_memory(planned)
+        samples = _time_steps(compiled, initial(), examples, case)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        return Result(**given, peak_bytes=planned, error=f"{type(error).__name__}: {error}".partition("\n")[0])
     low, middle, high = (float(x) for x in np.quantile(samples, (0.25, 0.5, 0.75)))
     stats = jax.devices()[0].memory_stats() or {}
     on_cpu = jax.default_backend() == "cpu"
@@ -209,7 +211,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("--case", required=True, type=json.loads, help="a case, as JSON")
     case: Mapping[str, Any] = parser.parse_args(argv).case
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     print(json.dumps(asdict(measure(Case(**case)))))
     return 0
 

@@ -13,10 +13,12 @@ takes too long, says so in its place.
 import argparse
 import json
 import math
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import linear_regression, median
 from typing import Any
 
 from benchmarks import report
@@ -39,36 +41,43 @@ def efficiency(cases: Mapping[int, Sequence[Case]], options: argparse.Namespace)
         for case in of_length:
             print(f"{case.row} at {tokens:,} …", file=sys.stderr)
             results.append(in_process(case, options.limit))
-        contents = origin | {"rows": [asdict(result) for result in results]}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.out.with_suffix(".json"), contents)
-        write_text(options.out.with_suffix(".md"), markdown(results, origin))
-        report.kept(options.out.with_suffix(".json"), f"{len(results)} rows")
-    if report.has_matplotlib():
-        draw(options.out.with_suffix(".png"), results, origin["device"])
+        write_json(named(options.out, ".json"), origin | {"rows": [asdict(result) for result in results]})
+        write_text(named(options.out, ".md"), markdown(results, origin))
+        report.kept(named(options.out, ".json"), f"{len(results)} rows")
+        if report.has_matplotlib():
+            draw(named(options.out, ".png"), results, origin["device"])
     return results
 
 
+def named(path: Path, suffix: str) -> Path:
+    """NAME.suffix, whatever dots are in NAME."""
+    return path.with_name(path.name + suffix)
+
+
 def markdown(results: Sequence[Result], origin: Mapping[str, Any]) -> str:
-    """The table: rows as published, a column a length, ours and then what was published."""
+    """The table, ours and then as published."""
     published = json.loads(PUBLISHED.read_text())["efficiency"]
     lengths = list(dict.fromkeys(result.tokens for result in results))
     found = {(result.row, result.tokens): result for result in results}
     rows = list(dict.fromkeys(result.row for result in results))
-    first = results[0]
+    others = {row: entry for row in rows if (entry := _published(published, row)) is not None}
+    first, base = results[0], published["rows"]["softmax"]
     shape = SHAPES[first.shape]
     text = [f"# Long Range Arena: efficiency, {first.shape} shape", "",
             f"Measured on {origin['device']}, jax {origin['versions']['jax']}, {first.dtype}; sequences a step: "
             f"{first.sequences}; {first.layers or shape.layers} layers of {shape.heads} heads, width {shape.width}, "
             f"MLP {shape.mlp_width}:", "", f"    {origin['command']} --out NAME", "",
             f"Published: {published['source']}. {published['notes']}", ""]
-    headings = ["", *(f"{tokens:,}" for tokens in lengths), f"published, {published['tokens']:,}"]
-    base = published["rows"]["softmax"]
 
-    def lines(cell: Any, others: Any) -> list[str]:
-        body = [[f"`{row}`", *(cell(found[row, tokens]) for tokens in lengths),
-                 "" if (entry := _published(published, row)) is None else others(entry)] for row in rows]
-        return ["| " + " | ".join(line) + " |" for line in (headings, ["---", *["---:"] * (len(headings) - 1)], *body)]
+    def ours(cell: Any) -> list[str]:
+        return _lines(["", *(f"{tokens:,}" for tokens in lengths)],
+                      [[f"`{row}`", *(cell(found[row, tokens]) for tokens in lengths)] for row in rows])
+
+    def theirs(quantity: str, style: str, *, inverse: bool) -> list[str]:
+        body = [[f"`{row}`", *(
+            f"{value:{style}} ({(base[quantity][at] / value) if inverse else (value / base[quantity][at]):.1f}×)"
+            for at, value in entry[quantity].items())] for row, entry in others.items()]
+        return _lines(["published", *(f"{int(at):,}" for at in base[quantity])], body)
 
     def speed(result: Result) -> str:
         if result.steps_per_second is None:
@@ -81,21 +90,38 @@ def markdown(results: Sequence[Result], origin: Mapping[str, Any]) -> str:
         return f"{result.peak_bytes / 1e9:.2f}{times(smaller(result, found))}"
 
     if not first.memory_only:
-        text += ["## Steps a second (times materialised softmax)", "", *lines(speed, lambda row: (
-            f"{row['steps_per_second']:.1f} ({row['steps_per_second'] / base['steps_per_second']:.1f}×)")), ""]
-    text += ["## Memory of a step, GB (times less than materialised softmax)", "", *lines(memory, lambda row: (
-        f"{row['gigabytes']:.2f} ({base['gigabytes'] / row['gigabytes']:.1f}×)")), ""]
+        text += ["## Steps a second (times materialised softmax)", "", *ours(speed), "",
+                 *theirs("steps_per_second", ".1f", inverse=False), ""]
+        spreads = [(result.quartiles[1] - result.quartiles[0]) * result.steps_per_second for result in results
+                   if result.quartiles is not None and result.steps_per_second is not None]
+        if spreads:
+            text += [f"Of the median step; the middle half of a case's steps spans {100 * median(spreads):.0f} % of it "
+                     f"in the median case, {100 * max(spreads):.0f} % at most.", ""]
+    text += ["## Memory of a step, GB (times less than materialised softmax)", "",
+             "What the compiler plans for arguments, outputs and temporaries, also where that does not fit.", "",
+             *ours(memory), "", *theirs("gigabytes", ".2f", inverse=True), ""]
     slopes = {row: slope([found[row, tokens] for tokens in lengths]) for row in rows}
     if any(value is not None for value in slopes.values()):
-        text += ["## How memory grows", "", "The exponent of the length between the two longest that are known: 1 is "
-                 "linear, 2 quadratic.", "", "| | exponent |", "| --- | ---: |",
-                 *(f"| `{row}` | {value:.2f} |" for row, value in slopes.items() if value is not None), ""]
-    faults = [f"- `{row}`: {entry['faulty']}." for row in rows
-              if (entry := _published(published, row)) is not None and "faulty" in entry]
-    if faults:
-        text += ["Published rows that were measured with released code that differs from the paper it names:", "",
-                 *faults, ""]
+        text += ["## How memory grows", "", "The slope of its logarithm over that of the length: 1 is linear, 2 "
+                 "quadratic, less where parameters weigh more than what grows.", "",
+                 *_lines(["", "exponent"], [[f"`{row}`", f"{x:.2f}"] for row, x in slopes.items() if x is not None]),
+                 ""]
+    text += ["## Options of the rows", "", *(f"- `{row}`: {_options_of(found[row, lengths[0]])}." for row in rows), ""]
+    if any("released" in entry for entry in others.values()):
+        text += ["Released code that differs from the paper it names; whether published figures came from it is not "
+                 "known:", "", *(f"- `{row}`: {entry['released']}." for row, entry in others.items()
+                                 if "released" in entry), ""]
     return "\n".join(text)
+
+
+def _lines(headings: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table."""
+    return ["| " + " | ".join(line) + " |" for line in (headings, ["---", *["---:"] * (len(headings) - 1)], *body)]
+
+
+def _options_of(case: Case) -> str:
+    (options,) = case.config().modes.values()
+    return ", ".join(f"{name} {value}" for name, value in vars(options).items())
 
 
 def _published(published: Mapping[str, Any], row: str) -> dict[str, Any] | None:
@@ -118,12 +144,11 @@ def smaller(result: Result, found: Mapping[tuple[str, int], Result]) -> float | 
 
 
 def slope(results: Sequence[Result]) -> float | None:
-    """The exponent with which memory grows between the two longest lengths that it is known of."""
-    known = sorted((result.tokens, result.peak_bytes) for result in results if result.peak_bytes)
+    """The exponent with which memory grows: a straight line through its logarithms, by least squares."""
+    known = [(math.log(result.tokens), math.log(result.peak_bytes)) for result in results if result.peak_bytes]
     if len(known) < 2:
         return None
-    (a, before), (b, after) = known[-2:]
-    return math.log(after / before) / math.log(b / a)
+    return linear_regression(*zip(*known, strict=True)).slope
 
 
 def times(value: float | None) -> str:
@@ -140,18 +165,29 @@ def reason(result: Result) -> str:
 
 
 def draw(path: Path, results: Sequence[Result], device: str) -> None:
-    """Speed and memory against length."""
-    def curves(value: Any) -> dict[str, dict[Any, float | None]]:
-        found: dict[str, dict[Any, float | None]] = {}
-        for result in results:
-            found.setdefault(result.row, {})[result.tokens] = value(result)
-        return {row: curve for row, curve in found.items() if any(y is not None for y in curve.values())}
+    """Speed and memory against length, and both as times those of materialised softmax, the published ones dashed."""
+    published = json.loads(PUBLISHED.read_text())["efficiency"]["rows"]
+    found = {(result.row, result.tokens): result for result in results}
+    rows = list(dict.fromkeys(result.row for result in results))
 
-    panels = [Panel(curves(lambda result: result.peak_bytes and result.peak_bytes / 1e9), x="length (tokens)",
-                    y="memory of a step (GB)")]
+    def curves(value: Callable[[Result], float | None]) -> dict[str, dict[Any, float | None]]:
+        drawn = {row: {result.tokens: value(result) for result in results if result.row == row} for row in rows}
+        return {row: curve for row, curve in drawn.items() if any(y is not None for y in curve.values())}
+
+    def others(quantity: str, *, inverse: bool) -> dict[str, dict[Any, float | None]]:
+        base = published["softmax"][quantity]
+        return {row: {int(at): base[at] / y if inverse else y / base[at] for at, y in published[row][quantity].items()}
+                for row in rows if row in published and row != "softmax"}
+
+    label = "length (tokens)"
+    panels = [Panel(curves(lambda result: result.peak_bytes and result.peak_bytes / 1e9), x=label,
+                    y="memory of a step (GB)"),
+              Panel(curves(lambda result: smaller(result, found)), x=label, y="times less than materialised softmax",
+                    published=others("gigabytes", inverse=True))]
     if not results[0].memory_only:
-        panels.insert(0, Panel(curves(lambda result: result.steps_per_second), x="length (tokens)",
-                               y="steps a second"))
+        panels = [Panel(curves(lambda result: result.steps_per_second), x=label, y="steps a second"),
+                  Panel(curves(lambda result: faster(result, found)), x=label, y="times materialised softmax",
+                        published=others("steps_per_second", inverse=False)), *panels]
     draw_panels(path, panels, title=f"Long Range Arena: a step on byte text, {results[0].shape} shape, {device}")
 
 
@@ -159,9 +195,11 @@ def draw(path: Path, results: Sequence[Result], device: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
     options = _options(argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the memory is for the processes that measure
     report.use_whole_memory()
     try:
-        report.check_output(options.out.with_suffix(".json"), "--out") if options.out.parent.is_dir() else None
+        report.make_folder(options.out.parent)
+        report.check_output(named(options.out, ".json"), "--out")
         cases = {tokens: [Case(row, tokens, options.shape, options.layers, options.batch, options.dtype, options.steps,
                                options.seconds, options.memory_only) for row in options.rows]
                  for tokens in options.lengths}
@@ -175,11 +213,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(report.message(error), file=sys.stderr)
         return 1
-    print(options.out.with_suffix(".md").read_text())
+    print(named(options.out, ".md").read_text())
     for result in results:
         if result.error is not None:
             print(f"{result.row} at {result.tokens:,}: {result.error}", file=sys.stderr)
     return 0 if any(result.error is None for result in results) else 1
+
+
+def positive_seconds(text: str) -> float:
+    """A flag's value: a number above 0."""
+    if not 0 < float(text) < math.inf:
+        raise ValueError(text)
+    return float(text)
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -197,9 +242,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     part.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
                       help="number format of the products (%(default)s)")
     part.add_argument("--steps", type=report.positive, default=20, help="steps timed of each case (%(default)s)")
-    part.add_argument("--seconds", type=float, default=60.0,
+    part.add_argument("--seconds", type=positive_seconds, default=60.0,
                       help="about how long they may take: slow ones are fewer (%(default)g)")
-    part.add_argument("--limit", type=float, default=600.0, help="seconds a case may take in all (%(default)g)")
+    part.add_argument("--limit", type=positive_seconds, default=600.0,
+                      help="seconds a case may take in all (%(default)g)")
     part.add_argument("--memory-only", action="store_true", help="compile, and run nothing")
     return parser.parse_args(argv)
 

@@ -160,10 +160,13 @@ def check(config: EncoderConfig) -> EncoderConfig:
     if config.towers not in (1, 2):
         raise ConfigError(f"model.towers is {config.towers}; expected 1 or 2")
     config = attentions.resolve(dataclasses.replace(config, dtype=number_format(config.dtype)))
-    for mode, options in config.modes.items():
-        module = nnx.eval_shape(lambda mode=mode, options=options: attentions.load(mode).Attention(
-            options, heads=1, head_width=head_width(config), width=config.width, max_length=config.context,
-            rngs=nnx.Rngs(0)))
-        if not module.bidirectional:
-            raise ConfigError(f"--attention {mode}: with these options it sees the past only, and cannot be an encoder")
+    layers = [attentions.abstract(mode, options, head_width=head_width(config), width=config.width,
+                                  max_length=config.context) for mode, options in config.modes.items()]
+    for layer in layers:
+        if not layer.bidirectional:
+            raise ConfigError(f"--attention {layer.name}: with these options it sees the past only, and cannot be an "
+                              "encoder")
+    if config.pooling == "cls" and all(layer.separate for layer in layers):
+        raise ConfigError(f"model.pooling is cls, to which --attention {','.join(config.modes)} shows its own block "
+                          "alone; expected mean, or another mode in some layer")
     return config

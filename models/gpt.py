@@ -144,7 +144,9 @@ def check(config: ModelConfig) -> ModelConfig:
     if config.positions == "rotary" and config.width // config.heads % 2:
         raise ConfigError(f"model.positions rotary turns pairs: the head width, {config.width // config.heads}, "
                           "has to be even")
-    for mode in config.attention:
-        if not attentions.load(mode).Attention.causal:
+    config = attentions.resolve(dataclasses.replace(config, dtype=number_format(config.dtype)))
+    for mode, options in config.modes.items():
+        if not attentions.abstract(mode, options, head_width=config.width // config.heads, width=config.width,
+                                   max_length=config.context).causal:
             raise ConfigError(f"--attention {mode}: it sees the whole sequence and cannot be a language model")
-    return attentions.resolve(dataclasses.replace(config, dtype=number_format(config.dtype)))
+    return config

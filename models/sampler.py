@@ -395,7 +395,7 @@ def _with_product_weights(model: GPT) -> GPT:
     the bytes to read, and the same tokens."""
     model = nnx.clone(model)  # merging what was split would share its variables
     for _, module in nnx.iter_modules(model):
-        if isinstance(module, Linear) and module.product_dtype is not None:
+        if isinstance(module, Linear) and module.product_dtype is not None and not module.exact:
             module.kernel.set_value(module.kernel[...].astype(module.product_dtype))  # [...] = would keep the format
     dtype = activation_dtype(model.config.dtype)
     if dtype != model.token_embedding.embedding.dtype:

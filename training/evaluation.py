@@ -51,7 +51,7 @@ def check_contexts(model: GPT, corpora: Corpora, contexts: Sequence[int]) -> Non
             raise ConfigError(f"--context {context}: expected at least 1")
         if model.max_length is not None and context > model.max_length:
             raise ConfigError(f"--context {context}: the model has positions for {model.max_length} tokens and none "
-                              f"beyond; expected at most {model.max_length} (rotary or no positions know no end)")
+                              f"beyond; expected at most {model.max_length}")
 
 
 def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: Sequence[int], tokens: int,

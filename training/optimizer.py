@@ -1,6 +1,7 @@
 """AdamW as GPT-2's successors use it, and the learning rate as a function of how far a run has come."""
 
 import math
+from typing import Any
 
 import jax
 import optax
@@ -19,8 +20,13 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.scale_by_adam(config.beta1, config.beta2),
-        optax.add_decayed_weights(config.weight_decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim >= 2, tree)),
+        optax.add_decayed_weights(config.weight_decay, mask=lambda tree: jax.tree.map_with_path(_decays, tree)),
     )
+
+
+def _decays(path: Any, x: jax.Array) -> bool:
+    """Matrices, but for biases that each head has its own of."""
+    return x.ndim >= 2 and not str(getattr(path[-1], "key", "")).startswith("bias")
 
 
 def learning_rate(config: OptimizerConfig, step: int, share: float, *, by_steps: bool) -> float:

@@ -121,12 +121,16 @@ def take_parameters(run: Path, model: GPT, tokenizer: str, *, reset: str | None 
 
     taken: dict[str, jax.Array] = {}
     for name, leaf in here.items():
-        attention = name.split(".")[2:3] == ["attention"]
-        if attention and (reset == "attention" or name not in there):
+        parts = name.split(".")
+        attention, source_name = parts[2:3] == ["attention"], name
+        if attention and name not in there:  # what begins as a copy does so here too
+            copied = model.blocks[int(parts[1])].attention.copies.get(parts[3], parts[3])
+            source_name = ".".join([*parts[:3], copied, *parts[4:]])
+        if attention and (reset == "attention" or source_name not in there):
             continue
-        if name not in there:
+        if source_name not in there:
             raise refuse(f"it has no {name}, which this model has")
-        value = there[name][...]
+        value = there[source_name][...]
         if name == "position_embedding.embedding" and value.shape[1] == leaf.shape[1]:
             if value.shape[0] < leaf.shape[0]:
                 raise refuse(f"{name} has shape {value.shape} there and {leaf.shape} here: there are learned positions "

@@ -54,9 +54,11 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
         names = {str(getattr(key, "key", getattr(key, "name", key))) for key in path}
         out_of = any(name.endswith(("output", "token_embedding")) for name in names)
         into = any(name.endswith(("query", "key", "value", "hidden")) for name in names)
+        # Such as scores_HLL.
+        of_heads = leaf.ndim == 3 and any(name.partition("_")[2].startswith("H") for name in names)
         if leaf.ndim > 1:
-            if leaf.ndim == 3 or out_of or into:
-                _split(axes, leaf.shape, 0 if leaf.ndim == 3 or out_of else 1, "tensor", mesh)
+            if of_heads or out_of or into:
+                _split(axes, leaf.shape, 0 if of_heads or out_of else 1, "tensor", mesh)
             largest = max((i for i in range(leaf.ndim) if axes[i] is None), key=lambda i: leaf.shape[i])
             _split(axes, leaf.shape, largest, "fsdp", mesh)
         return NamedSharding(mesh, P(*axes))

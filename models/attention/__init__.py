@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flax import nnx
+
 from configs.schema import ConfigError, EncoderConfig, ModelConfig
 
 
@@ -48,6 +50,12 @@ def resolve[C: (ModelConfig, EncoderConfig)](model: C) -> C:
         raise ConfigError("model.attention is empty; expected a mode or a pattern of modes")
     return dataclasses.replace(
         model, modes={name: _mode_config(name, model.modes.get(name, {})) for name in dict.fromkeys(model.attention)})
+
+
+def abstract(name: str, options: Any, *, head_width: int, width: int, max_length: int) -> Any:
+    """A layer of a mode, with one head, without its numbers: for its flags, which may depend on the options."""
+    return nnx.eval_shape(lambda: load(name).Attention(
+        options, heads=1, head_width=head_width, width=width, max_length=max_length, rngs=nnx.Rngs(0)))
 
 
 def _mode_config(name: str, options: Any) -> Any:

@@ -65,7 +65,8 @@ class Attention(SelfAttention):
         t_1T = jnp.arange(T)[None]
         # The last position that a query sees, of the blocks listed for it; −1: none.
         limits_BT = jnp.where(t_1T < lengths_B1, t_1T if causal else lengths_B1 - 1, -1)
-        k_BHCSD, v_BHCSD = blocks_of(k_BTHD, b), blocks_of(v_BTHD, b)
+        dtype = jnp.promote_types(jnp.float32, v_BTHD.dtype)  # gradients are sums over the parts
+        k_BHCSD, v_BHCSD = blocks_of(k_BTHD.astype(dtype), b), blocks_of(v_BTHD.astype(dtype), b)
         N = -(-k_BHCSD.shape[2] // PARTS)
 
         def part(xs: tuple[Array, Array, Array]) -> Array:
@@ -73,7 +74,8 @@ class Attention(SelfAttention):
             blocks_BN = jnp.broadcast_to(p * N + jnp.arange(N)[None], (B, N))
             seen_BHNJ = self.past_blocks(blocks_BN) if causal else self.all_blocks(blocks_BN, last_B1)
             q_BHNTD, limits_B1NT = q_BHTD.reshape(B, H, N, b, D), limits_B1T.reshape(B, 1, N, b)
-            return _attend(q_BHNTD, limits_B1NT, k_BHCSD, v_BHCSD, seen_BHNJ).reshape(B, H, N * b, D)
+            keys = k_BHCSD.astype(k_BTHD.dtype), v_BHCSD.astype(v_BTHD.dtype)
+            return _attend(q_BHNTD, limits_B1NT, *keys, seen_BHNJ).reshape(B, H, N * b, D)
 
         q_BHPTD, limits_B1PT = blocks_of(q_BTHD, N * b), tag_blocks_of(limits_BT, N * b, fill=-1)
         P = q_BHPTD.shape[2]
@@ -81,7 +83,8 @@ class Attention(SelfAttention):
                           (jnp.moveaxis(q_BHPTD, 2, 0), jnp.moveaxis(limits_B1PT, 2, 0), jnp.arange(P)))
         y_BTHD = tokens_of(jnp.moveaxis(y_PBHTD, 0, 2), T)
         if not causal:
-            y_BTHD = _with_global_blocks(y_BTHD, q_BTHD, limits_BT, k_BHCSD, v_BHCSD, last_B1)
+            y_BTHD = _with_global_blocks(y_BTHD, q_BTHD, limits_BT, k_BHCSD.astype(k_BTHD.dtype),
+                                         v_BHCSD.astype(v_BTHD.dtype), last_B1)
         return y_BTHD.astype(v_BTHD.dtype)
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> KeyValues:

@@ -32,13 +32,15 @@ class Config(FeatureOptions):
 class Attention(linear.Attention):
     """Linear attention in chunks."""
 
+    computed_by = ("kernel", "chunk_size")
+
     @property
     def form(self) -> str | None:
         return self.config.kernel
 
     @property
     def unmasked_form(self) -> str | None:
-        return self.config.kernel
+        return "chunked" if self.config.kernel is not None else None  # the others are made for the mask
 
     @property
     def chunk_size(self) -> int | None:

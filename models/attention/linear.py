@@ -33,6 +33,7 @@ class Directions(nnx.Variable):
 class Attention(SelfAttention):
     """Linear attention: decoding keeps a state of constant size."""
 
+    computed_by = ("form",)
     decode_state = "constant"
 
     def __init__(self, config: FeatureOptions, *, heads: int, head_width: int, width: int, max_length: int,

@@ -34,6 +34,7 @@ class Attention(SelfAttention):
     in it. Decoding keeps the last block."""
 
     bidirectional = True
+    separate = True
     decode_state = "window"
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,

@@ -15,6 +15,7 @@ values of their own projections. These begin equal to the ordinary ones, as in t
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +65,7 @@ class Attention(SelfAttention):
     are then replaced."""
 
     bidirectional = True
+    copies = MappingProxyType({"global_query": "query", "global_key": "key", "global_value": "value"})
     decode_state = "window"
 
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
@@ -71,9 +73,8 @@ class Attention(SelfAttention):
         if config.global_tokens:
             self.global_query, self.global_key, self.global_value = (
                 Linear(width, heads * head_width, rngs=rngs) for _ in range(3))
-            for ours, ordinary in ((self.global_query, self.query), (self.global_key, self.key),
-                                   (self.global_value, self.value)):
-                ours.kernel[...] = ordinary.kernel[...]
+            for ours, ordinary in self.copies.items():
+                getattr(self, ours).kernel[...] = getattr(self, ordinary).kernel[...]
 
     def packs(self, causal: bool) -> bool:
         """Without global tokens: these are the first of a row."""

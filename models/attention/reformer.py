@@ -31,7 +31,6 @@ from jax import Array, lax
 
 from configs.schema import ConfigError
 from kernels.grouped_attention import Part, combine, grouped_attention, with_neighbours
-from kernels.projection import project
 from kernels.segments import runs_of
 from models.attention.key_values import KeyValues
 from models.attention.self_attention import SelfAttention, rotate
@@ -87,6 +86,7 @@ class Attention(SelfAttention):
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         del self.key  # keys are made of queries
+        self.query.exact = True
         # The heads of a layer share them.
         self.rotations_DRM = Rotations(self._draw(rngs()))
 
@@ -120,7 +120,9 @@ class Attention(SelfAttention):
         assert self.query.bias is not None
         shape = (*x_BTE.shape[:2], self.heads, self.head_width)
         dtype = jnp.promote_types(jnp.float32, x_BTE.dtype)
-        q_BTHD = project(x_BTE.astype(dtype), self.query.kernel[...], self.query.bias[...], dtype).reshape(shape)
+        q_BTF = jnp.einsum("bte,ef->btf", x_BTE.astype(dtype), self.query.kernel[...].astype(dtype),
+                           precision=lax.Precision.HIGHEST)
+        q_BTHD = (q_BTF + self.query.bias[...].astype(dtype)[None, None]).reshape(shape)
         if positions_BT is not None:
             q_BTHD = rotate(q_BTHD, positions_BT)
         k_BTHD = q_BTHD * lax.rsqrt(jnp.mean(q_BTHD**2, axis=-1, keepdims=True) + 1e-6)

@@ -1,5 +1,7 @@
 """What every attention mode shares: the q, k, v and output projections, heads, and rotary positions."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -22,6 +24,8 @@ class Linear(nnx.Linear):
 
     product_dtype: jnp.dtype | None = None
     """Number format of the product; None: that of the input. The model sets it."""
+    exact: bool = False
+    """Its weights are never kept in a shorter format than they are trained in."""
 
     def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs):
         super().__init__(inputs, outputs, kernel_init=nnx.initializers.normal(INITIAL_SCALE), rngs=rngs)
@@ -53,6 +57,12 @@ class SelfAttention(nnx.Module):
     """How what decoding keeps grows with the tokens seen; none: the mode has no cached decode."""
     prefix_exact: bool = True
     """An output never depends on later tokens, not even through bucketing."""
+    separate: bool = False
+    """It cuts a sequence into parts that never see each other, in however many layers."""
+    computed_by: tuple[str, ...] = ()
+    """Options that change how its function is computed, and nothing else."""
+    copies: Mapping[str, str] = MappingProxyType({})
+    """Projections that begin as another one's copy: taken from it where a run to begin with does not have them."""
     bounded: bool = False
     """It has parameters for ``max_length`` tokens, and none beyond."""
 
@@ -97,6 +107,12 @@ class SelfAttention(nnx.Module):
         return None
 
     # The rest is shared.
+
+    @property
+    def own_parameters(self) -> int:
+        """How many the mode has beside the projections that all share: :meth:`flops` counts what is done with them."""
+        shared = ("query", "key", "value", "output")
+        return sum(leaf.size for path, leaf in nnx.to_flat_state(nnx.state(self, nnx.Param)) if path[0] not in shared)
 
     @property
     def name(self) -> str:

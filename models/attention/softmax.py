@@ -26,6 +26,7 @@ class Attention(SelfAttention):
     """Softmax attention: decoding keeps every key and value."""
 
     bidirectional = True
+    computed_by = ("form",)
     decode_state = "growing"
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,

@@ -89,8 +89,8 @@ class Attention(SelfAttention):
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> Cache:
         b, summaries = self.config.block_size, self._summaries_of(max_length)
-        return Cache(*(jnp.zeros((batch, self.heads, size, self.head_width), dtype)
-                       for size in (b, b, summaries, summaries)), jnp.zeros(batch, jnp.int32))
+        zeros = [jnp.zeros((batch, self.heads, size, self.head_width), dtype) for size in (b, b, summaries, summaries)]
+        return Cache(zeros[0], zeros[1], zeros[2], zeros[3], jnp.zeros(batch, jnp.int32))
 
     def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Cache, *, x_BTE: Array,
                lengths_B: Array | None = None) -> tuple[Array, Cache]:

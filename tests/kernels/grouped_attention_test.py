@@ -46,9 +46,11 @@ def windowed(q_BTHD, k_BTHD, v_BTHD, size: int = 6):
     return grouped_attention(q, k, v, positions(size), with_neighbours(positions(size), 1, 0, fill=-1), sees)
 
 
-@pytest.mark.parametrize("at_once", [1, 2**30])
-def test_it_is_attention_to_what_is_visible(monkeypatch, at_once):
+@pytest.mark.parametrize(("at_once", "largest"), [(1, 10**6), (2**30, 1), (3 * B * H * 6 * 12, 1), (B * H * 12 * 4, 1)],
+                         ids=["each group", "all", "three, and one left", "groups in pieces"])
+def test_it_is_attention_to_what_is_visible(monkeypatch, at_once, largest):
     monkeypatch.setitem(grouped.SCORES_AT_ONCE, "cpu", at_once)
+    monkeypatch.setattr(grouped, "LARGEST", largest)
     t, s = np.arange(T)[:, None], np.arange(T)[None]
     part = jax.jit(windowed)(*inputs())
     y = np.asarray(tokens_of(part.y_BHNTD, T))

@@ -95,12 +95,12 @@ def test_projections_are_split_by_heads_and_back_together():
     matrix = jax.ShapeDtypeStruct((8, 8), np.float32)
     state = {"attention": {name: {"kernel": matrix, "bias": jax.ShapeDtypeStruct((8,), np.float32)}
                            for name in ("query", "global_key", "output")},
-             "table": jax.ShapeDtypeStruct((4, 6, 6), np.float32),
+             "scores_HLL": jax.ShapeDtypeStruct((4, 6, 6), np.float32),
              "odd": {"query": {"kernel": jax.ShapeDtypeStruct((8, 7), np.float32)}}}
     specs = jax.tree.map(lambda sharding: sharding.spec, state_shardings(mesh, state))
     assert specs["attention"]["query"]["kernel"] == P(None, "tensor")
     assert specs["attention"]["global_key"]["kernel"] == P(None, "tensor")
-    assert specs["table"] == P("tensor", None, None)
+    assert specs["scores_HLL"] == P("tensor", None, None)
     assert specs["attention"]["output"]["kernel"] == P("tensor", None)
     assert specs["attention"]["query"]["bias"] == P(None)
     assert specs["odd"]["query"]["kernel"] == P(None, None)  # seven do not split in two

@@ -1,0 +1,28 @@
+"""The curves of the approximations, on fewer points: what they are said to show."""
+
+import json
+
+import pytest
+
+from lra import approximation
+
+
+@pytest.fixture
+def few(monkeypatch):
+    for name, value in (("T", 64), ("H", 1), ("D", 8), ("FEATURES", (8, 128)), ("K", (8, 64)), ("ROUNDS", (1, 8)),
+                        ("BIAS_DRAWS", (64, 1024)), ("FIT_STEPS", 100)):
+        monkeypatch.setattr(approximation, name, value)
+
+
+def test_more_of_everything_is_nearer(few, tmp_path):
+    assert approximation.main(["--out", str(tmp_path / "a"), "--draws", "3"]) == 0
+    curves = json.loads((tmp_path / "a.json").read_text())["curves"]
+    for name in ("orthogonal", "independent"):
+        assert curves["favor"][name]["128"] < 0.7 * curves["favor"][name]["8"]
+    assert curves["linformer"]["linformer"]["64"] < 0.7 * curves["linformer"]["linformer"]["8"] < 0.7
+    for size in ("32", "64"):
+        assert curves["reformer"][f"chunks of {size}"]["8"] < curves["reformer"][f"chunks of {size}"]["1"]
+    # 16 times the draws: an unbiased estimate is some four times nearer, a biased one stays.
+    assert curves["bias"]["matrix of weights"]["1024"] < 0.35 * curves["bias"]["matrix of weights"]["64"]
+    assert curves["bias"]["output"]["1024"] > 0.5 * curves["bias"]["output"]["64"]
+    assert (tmp_path / "a.png").stat().st_size > 10_000
