@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -202,8 +202,12 @@ def _time_steps(compiled: Any, state: Any, examples: Examples, case: Case) -> li
 
 def in_process(case: Case, limit: float) -> Result:
     """:func:`measure` in a process of its own that may take ``limit`` seconds; what goes wrong is in ``error``."""
-    found: dict[str, Any] = {"sequences": case.batch or SHAPES[case.shape].batch}
-    return Result(**found | asdict(case) | report.in_process(MODULE, asdict(case), limit))
+    found: dict[str, Any] = {"sequences": case.batch or SHAPES[case.shape].batch} | asdict(case)
+    measured = report.in_process(MODULE, asdict(case), limit)
+    if "peak_bytes" not in measured and not case.memory_only:  # too long, or killed: what was planned tells the memory
+        planned = report.in_process(MODULE, asdict(replace(case, memory_only=True)), limit)
+        measured = {"peak_bytes": planned.get("peak_bytes")} | measured
+    return Result(**found | measured)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from configs.schema import ConfigError
 from lra import efficiency, table
-from lra.efficiency import BYTES, Case, Result, compiled_step, measure
+from lra.efficiency import BYTES, Case, Result, compiled_step, in_process, measure
 
 ORIGIN = {"device": "a machine", "versions": {"jax": "1"}, "command": "python -m lra.table efficiency"}
 
@@ -64,31 +64,58 @@ def test_every_row_of_the_table_is_a_classifier():
 
 def test_the_table_says_what_was_measured():
     rows = [result("softmax:materialised", 1000, 0.1, 1.0), result("linear", 1000, 0.05, 0.5),
-            result("softmax:materialised", 4000, None, None, error="MemoryError: needs 99 GiB"),
+            result("softmax:materialised", 4000, None, 20.0, error="MemoryError: needs 99 GiB"),
             result("linear", 4000, 0.2, 2.0)]
     text = table.markdown(rows, ORIGIN)
-    assert "| `softmax:materialised` | 10 (1.0×) | out of memory | 1.4 (1.0×) |" in text
-    assert "| `linear` | 20 (2.0×) | 5 | 7.8 (5.6×) |" in text
-    assert "| `linear` | 0.50 (2.0×) | 2.00 | 1.03 (9.2×) |" in text
+    assert "| `softmax:materialised` | 10 (1.0×) | out of memory |" in text
+    assert "| `linear` | 20 (2.0×) | 5 |" in text
+    assert "| `linear` | 9.1 (1.1×) | 9.3 (1.9×) | 8.6 (3.7×) | 7.8 (5.6×) |" in text  # published
+    assert "| `linear` | 0.50 (2.0×) | 2.00 (10.0×) |" in text  # the plan of what did not fit
+    assert "| `linear` | 0.37 (2.3×) | 0.57 (4.6×) | 0.80 (6.9×) | 1.03 (9.2×) |" in text
     assert "| `linear` | 1.00 |" in text  # the exponent
     assert "- `linear`: padding not masked." in text
-    slow = replace(rows[3], steps_per_second=None, peak_bytes=None, error="not done after 600 s")
+    slow = replace(rows[3], steps_per_second=None, error="not done after 600 s")
     assert "| `linear` | 20 (2.0×) | too long |" in table.markdown([*rows[:3], slow], ORIGIN)
 
 
 def test_the_command_writes_the_table(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(table, "in_process", lambda case, limit: measure(case))
-    out = tmp_path / "folder" / "efficiency"
+    out = tmp_path / "folder" / "v1.2"
     command = ["efficiency", "--out", str(out), "--rows", "softmax,linear", "--lengths", "32,64", "--shape", "released",
                "--steps", "1"]
     assert table.main(command) == 0
-    written = json.loads(out.with_suffix(".json").read_text())
+    written = json.loads(table.named(out, ".json").read_text())
     assert [(row["row"], row["tokens"]) for row in written["rows"]] == [
         ("softmax", 32), ("linear", 32), ("softmax", 64), ("linear", 64)]
     assert written["command"].startswith("python -m lra.table efficiency --rows softmax,linear")
     assert str(tmp_path) not in json.dumps(written)
-    assert capsys.readouterr().out.strip() == out.with_suffix(".md").read_text().strip()
-    assert out.with_suffix(".png").stat().st_size > 10_000
+    assert capsys.readouterr().out.strip() == table.named(out, ".md").read_text().strip()
+    assert table.named(out, ".png").stat().st_size > 10_000
+
+
+def test_a_case_in_a_process_of_its_own_keeps_its_plan_where_it_does_not_fit(monkeypatch):
+    case = Case("linear", 16, "released", layers=1, batch=1, steps=1, seconds=0.1)
+    found = in_process(case, 120)
+    assert found.steps_per_second
+    assert found.peak_bytes
+    assert found.resident_bytes
+    assert found.peak_bytes < found.resident_bytes
+    monkeypatch.setattr(efficiency.report, "check_memory", raise_memory_error)
+    full = measure(case)
+    assert (full.peak_bytes, full.error) == (found.peak_bytes, "MemoryError: needs more")
+
+
+def raise_memory_error(needed: int | None) -> None:
+    raise MemoryError("needs more")
+
+
+def test_a_case_that_takes_too_long_has_its_planned_memory(monkeypatch):
+    def late(module, case, limit, python=None):
+        return {"peak_bytes": 5} if case["memory_only"] else {"error": "not done after 1 s"}
+
+    monkeypatch.setattr(efficiency.report, "in_process", late)
+    found = in_process(Case("linear", 16), 1)
+    assert (found.peak_bytes, found.error, table.reason(found)) == (5, "not done after 1 s", "too long")
 
 
 @pytest.mark.parametrize(("flags", "message"), [

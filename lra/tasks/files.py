@@ -1,0 +1,208 @@
+"""What the tasks share: files of the official release and of datasets, rows to leave out, examples to choose."""
+
+import contextlib
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Integer, UInt16
+
+from configs.schema import ConfigError
+from data import DataError
+
+BYTES = 257
+"""Tokens of bytes: each byte + 1, and 0 for padding."""
+
+
+def check_length(task: str, max_length: int | None, least: int, most: int) -> None:
+    """Raises :class:`ConfigError` unless it is a length that the task can have."""
+    if max_length is not None and not least <= max_length <= most:
+        raise ConfigError(f"--data.max-length {max_length}: {task} can have from {least:,} to {most:,} tokens")
+
+
+def find(folder: Path, inside: str, names: Mapping[str, str], otherwise: str) -> dict[str, Path]:
+    """The files of some names, in a folder of the release or in the folder itself.
+
+    Raises:
+        DataError: they are in neither.
+    """
+    for place in (folder / inside, folder):
+        paths = {key: place / name for key, name in names.items()}
+        if all(path.is_file() for path in paths.values()):
+            return paths
+    raise missing(folder, f"{', '.join(names.values())} in it or in its folder {inside}", otherwise)
+
+
+def missing(folder: Path, expected: str, otherwise: str) -> DataError:
+    """What to raise where a folder lacks files."""
+    if not folder.is_dir():
+        return DataError(f"--data-dir {folder}: there is no such folder; expected {expected}; {otherwise}")
+    names = sorted(path.name for path in folder.iterdir())
+    has = ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "") if names else "nothing"
+    return DataError(f"--data-dir {folder}: expected {expected}; found {has}; {otherwise}")
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns what goes wrong in reading a file into a :class:`DataError`."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+class Broken:
+    """The rows of a source that are left out."""
+
+    def __init__(self, source: object):
+        self._source, self._count, self._first = source, 0, ""
+
+    def add(self, place: str) -> None:
+        """Counts a row, as ``line 3``."""
+        self._count += 1
+        self._first = self._first or place
+
+    def notes(self, total: int) -> tuple[str, ...]:
+        """What to say of ``total`` rows.
+
+        Raises:
+            DataError: more than one in a thousand is broken, or there are none.
+        """
+        if not total:
+            raise DataError(f"{self._source} holds no rows; fetch it anew")
+        said = f"{self._source}: {self._count:,} of {total:,} rows are broken, the first is {self._first}"
+        if self._count * 1000 > total:
+            raise DataError(f"{said}; more than one in a thousand is too many: fetch it anew")
+        return (f"{said}; they are left out",) if self._count else ()
+
+
+def check_label(source: object, place: str, label: float, classes: int) -> None:
+    """Raises :class:`DataError` unless a row's label is one of the classes."""
+    if label not in range(classes):
+        raise DataError(f"{source}: {place} has the label {label:g}; expected 0 to {classes - 1}")
+
+
+def choose(task: str, split: str, available: int, wanted: int | None, seed: int) -> Integer[np.ndarray, " N"]:
+    """Which examples of a split to take, in an order by the seed; None: all.
+
+    Raises:
+        ConfigError: there are fewer.
+        DataError: there are none.
+    """
+    if not available:
+        raise DataError(f"{task}: there are no examples for {split}")
+    if wanted is not None and wanted > available:
+        flag = "train-examples" if split == "train" else "val-examples"
+        raise ConfigError(f"--data.{flag} {wanted}: {split} of {task} has {available:,}; expected no more")
+    return np.random.default_rng([seed, *split.encode()]).permutation(available)[:wanted]
+
+
+def majority(train: Integer[np.ndarray, " M"], test: Integer[np.ndarray, " N"]) -> float:
+    """Accuracy on ``test`` of the most frequent label of ``train``."""
+    return float((test == np.bincount(train).argmax()).mean())
+
+
+def put(text: bytes, tokens_T: UInt16[np.ndarray, " T"]) -> int:
+    """Writes the tokens of a text, a byte each, into a row of zeros, as far as it goes; how many they are."""
+    length = min(len(text), len(tokens_T))
+    tokens_T[:length] = np.frombuffer(text, np.uint8, length)
+    tokens_T[:length] += 1
+    return length
+
+
+def parquet_tables(folder: Path, columns: Sequence[str]) -> dict[str, Any] | None:
+    """Arrow tables of ``train`` and ``test`` from Parquet files, as a copy of a dataset of the Hub has them, in the
+    folder or in its folder ``plain_text``; None where there are none.
+
+    Raises:
+        DataError: they cannot be read, or lack a column.
+    """
+    for place in (folder, folder / "plain_text"):
+        paths = {name: sorted(place.glob(f"{name}*.parquet")) for name in ("train", "test")}
+        if all(paths.values()):
+            break
+    else:
+        return None
+    import pyarrow
+    import pyarrow.parquet
+
+    tables = {}
+    for name, found in paths.items():
+        parts = []
+        for path in found:
+            try:
+                with pyarrow.parquet.ParquetFile(path) as file:
+                    part = file.read()
+            except (pyarrow.ArrowException, OSError) as error:
+                raise DataError(f"{path} cannot be read: {_one_line(error)}; fetch it anew") from error
+            if absent := set(columns) - set(part.column_names):
+                raise DataError(f"{path} has no column {min(absent)!r}; it has {', '.join(part.column_names)}")
+            parts.append(part.select(columns))
+        tables[name] = pyarrow.concat_tables(parts)
+    return tables
+
+
+def hub_tables(dataset: str, columns: Sequence[str], expected: str) -> dict[str, Any]:
+    """Arrow tables of ``train`` and ``test`` of a dataset of the Hugging Face Hub, which ``datasets`` keeps.
+
+    Args:
+        expected: what ``--data-dir`` may name instead.
+
+    Raises:
+        DataError: it cannot be fetched.
+    """
+    import datasets
+    import huggingface_hub
+    from datasets import config
+
+    offline, reason = config.HF_HUB_OFFLINE, None
+    try:
+        if not Path(dataset).is_dir():
+            try:  # asked once: load_dataset would try for half a minute before it looks for what it kept
+                huggingface_hub.HfApi().dataset_info(dataset, timeout=20)
+            except Exception as error:
+                config.HF_HUB_OFFLINE, reason = True, error
+        found: Any = datasets.load_dataset(dataset)
+        return {name: found[name].select_columns(list(columns)).with_format("arrow")[:] for name in ("train", "test")}
+    except Exception as error:
+        raise DataError(f"the dataset {dataset} cannot be fetched from the Hugging Face Hub "
+                        f"({_one_line(reason or error)}) and is not kept here: name a folder as --data-dir, with "
+                        f"{expected}") from error
+    finally:
+        config.HF_HUB_OFFLINE = offline
+
+
+def read_npz(path: Path | None, names: Sequence[str]) -> dict[str, np.ndarray] | None:
+    """Arrays that :func:`write_npz` wrote; None where they are not there, or damaged."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file, np.load(file) as found:
+            return {name: found[name] for name in names}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        return None
+
+
+def write_npz(path: Path | None, arrays: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+    """Keeps arrays, where a file is named; a note where it cannot be written."""
+    if path is None:
+        return ()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{os.getpid()}.{path.name}")
+        try:
+            np.savez(temporary, **arrays)  # pyright: ignore[reportArgumentType]
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        return (f"{path} cannot be written ({error.strerror or error}): the data are generated anew next time",)
+    return ()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,125 @@
+"""Image: what a small photograph shows, from its pixels one after the other.
+
+CIFAR-10 (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009) in shades of grey, as Long Range
+Arena has it (Tay et al., 2020, section 2.2.4): 32 × 32 pixels row by row, so 1,024 tokens. Here a token is the shade
++ 1, since 0 is padding and black pixels are not: 257 tokens, where Long Range Arena has 256. The last tenth of train is
+val.
+"""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32, UInt8
+
+from configs.schema import ConfigError
+from data import DataError
+from lra.tasks import Dataset, Split, checksum, files
+
+VOCABULARY = 257
+CLASSES = 10
+SIDE = 32
+HUB = "uoft-cs/cifar10"
+FILES = {"train": tuple(f"data_batch_{number}.bin" for number in range(1, 6)), "test": ("test_batch.bin",)}
+HELD_OUT = 0.1
+"""Of train, for val."""
+
+_COLUMNS = ("img", "label")
+_RECORD = 1 + 3 * SIDE**2
+_EXPECTED = (f"cifar-10-batches-bin with {FILES['train'][0]} to {FILES['train'][-1]} and {FILES['test'][0]}, or "
+             "train*.parquet and test*.parquet with the columns img and label")
+
+
+def load(*, folder: Path | None, max_length: int | None, train_examples: int | None, val_examples: int | None,
+         seed: int, cache: Path | None = None) -> Dataset:
+    """CIFAR-10, from the Hugging Face Hub or from a folder, in its binary form or as the Hub has it; see
+    :func:`lra.tasks.load`. ``datasets`` keeps what it fetched: ``cache`` is not used.
+
+    ``max_length`` is 1,024, or 256 or 64: the means of squares of pixels."""
+    side = {None: SIDE, 1024: 32, 256: 16, 64: 8}.get(max_length)
+    if side is None:
+        raise ConfigError(f"--data.max-length {max_length}: image can have 1,024, 256 or 64 tokens")
+    shades, labels = {}, {}
+    for name, (pixels, found) in _pixels(folder).items():
+        shades[name], labels[name] = shrink(grey(pixels), side), found
+        if not len(found):
+            raise DataError(f"{folder or HUB}: {name} holds no images; fetch it anew")
+        if found.min() < 0 or found.max() >= CLASSES:
+            row = int(np.flatnonzero((found < 0) | (found >= CLASSES))[0])
+            files.check_label(f"{name} of {folder or HUB}", f"image {row + 1:,}", int(found[row]), CLASSES)
+    border = len(labels["train"]) - max(1, round(HELD_OUT * len(labels["train"])))
+    parts = {"train": ("train", slice(border)), "val": ("train", slice(border, None)), "test": ("test", slice(None))}
+    splits = {}
+    for name, (source, part) in parts.items():
+        wanted = train_examples if name == "train" else val_examples
+        chosen = files.choose("image", name, len(labels[source][part]), wanted, seed)
+        tokens_NT = shades[source][part][chosen].astype(np.uint16) + np.uint16(1)
+        lengths_N = np.full(len(chosen), side**2, np.int32)
+        splits[name] = Split((tokens_NT,), (lengths_N,), labels[source][part][chosen])
+    baselines = {"majority class": files.majority(splits["train"].labels, splits["test"].labels)}
+    return Dataset(splits, VOCABULARY, CLASSES, baselines, checksum(splits), ())
+
+
+def grey(pixels_NYXC: UInt8[np.ndarray, "N Y X 3"]) -> UInt8[np.ndarray, "N Y X"]:
+    """Shades of red, green and blue, with TensorFlow's weights, and rounded as it does."""
+    red, green, blue = (pixels_NYXC[..., channel].astype(np.float32) for channel in range(3))
+    return ((0.2989 * red + 0.587 * green + 0.114 * blue) * np.float32(255.5 / 255)).astype(np.uint8)
+
+
+def shrink(shades_NYX: UInt8[np.ndarray, "N Y X"], side: int) -> UInt8[np.ndarray, "N T"]:
+    """Images of side² pixels, each the mean of a square, row by row."""
+    square = shades_NYX.shape[1] // side
+    if square == 1:
+        return shades_NYX.reshape(len(shades_NYX), -1)
+    means = shades_NYX.reshape(-1, side, square, side, square).mean((2, 4))
+    return np.rint(means).astype(np.uint8).reshape(-1, side**2)
+
+
+def _pixels(folder: Path | None) -> dict[str, tuple[UInt8[np.ndarray, "N 32 32 3"], Int32[np.ndarray, " N"]]]:
+    """Colours and labels of ``train`` and ``test``."""
+    if folder is None:
+        return {split: _decoded(f"{split} of {HUB}", table)
+                for split, table in files.hub_tables(HUB, _COLUMNS, _EXPECTED).items()}
+    for place in (folder / "cifar-10-batches-bin", folder):
+        paths = {split: [place / name for name in names] for split, names in FILES.items()}
+        if all(path.is_file() for found in paths.values() for path in found):
+            return {split: _records(found) for split, found in paths.items()}
+    tables = files.parquet_tables(folder, _COLUMNS)
+    if tables is None:
+        pickled = any((folder / name).exists() for name in ("cifar-10-batches-py", FILES["train"][0][:-4]))
+        raise files.missing(folder, _EXPECTED, "fetch https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz (pickled "
+                            "batches are not read)" if pickled else "leave out --data-dir to fetch it from the Hugging "
+                            "Face Hub")
+    return {split: _decoded(f"{split} of {folder}", table) for split, table in tables.items()}
+
+
+def _records(paths: list[Path]) -> tuple[UInt8[np.ndarray, "N 32 32 3"], Int32[np.ndarray, " N"]]:
+    """A byte for the label, then all of red, of green, of blue."""
+    parts = []
+    for path in paths:
+        with files.reading(path):
+            part = np.fromfile(path, np.uint8)
+        if len(part) % _RECORD or not len(part):
+            raise DataError(f"{path} has {len(part):,} bytes; expected a multiple of {_RECORD:,}: fetch it anew")
+        parts.append(part.reshape(-1, _RECORD))
+    records = np.concatenate(parts)
+    return records[:, 1:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1), records[:, 0].astype(np.int32)
+
+
+def _decoded(source: str, table: Any) -> tuple[UInt8[np.ndarray, "N 32 32 3"], Int32[np.ndarray, " N"]]:
+    """Images in a file format, as rows ``{"bytes": …}``."""
+    import PIL.Image
+
+    labels = table.column("label").to_pylist()
+    pixels_NYXC = np.zeros((len(labels), SIDE, SIDE, 3), np.uint8)
+    row = 0
+    try:
+        for row, (image, label) in enumerate(zip(table.column("img").to_pylist(), labels, strict=True)):
+            with PIL.Image.open(io.BytesIO(image["bytes"])) as opened:
+                pixels_NYXC[row] = np.asarray(opened.convert("RGB"))
+            labels[row] = int(label)
+    except (OSError, TypeError, KeyError, ValueError) as error:
+        raise DataError(f"{source}: image {row + 1:,} cannot be read ({' '.join(str(error).split())}); expected "
+                        f"{SIDE} × {SIDE} pixels and a label: fetch it anew") from error
+    return pixels_NYXC, np.array(labels, np.int32)

@@ -1,0 +1,706 @@
+"""Pathfinder (32 x 32) and Path-X (128 x 128): do two dots lie on the same dashed path?
+
+Images are generated here or read from the official release. Both sizes are "hard" (contours of 14 paddles), as in Long
+Range Arena (Tay et al., 2020, arXiv 2011.04006); the task is that of Linsley et al. (2018, arXiv 1805.08315) and Kim et
+al. (2020, arXiv 1906.01558). The generator follows theirs (github.com/drewlinsley/pathfinder) step by step but works on
+many images at once, for whatever a paddle can look like is drawn beforehand. A *snake* is a chain of paddles (short
+strokes), a *contour* one of the two long snakes, a *distractor* a short one.
+
+What differs from the original: labels are balanced exactly (there each is a coin), an image depends on its seed and
+number alone, and markers near the border are not cut before they are scaled down. What looks odd and is the original's:
+distractors at 32 x 32 are brighter than the contours, few of the five find a place (1.2 on average), and the last
+paddle of the first contour does not keep them away. Results on such images are those of "regenerated Pathfinder".
+
+    python -m lra.tasks.pathfinder --out docs/pathfinder.png
+"""
+
+import contextlib
+import copy
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+import zipfile
+import zlib
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from configs.schema import ConfigError
+from data import DataError
+from lra.tasks import Dataset, Split, checksum
+
+
+@dataclass(frozen=True)
+class Level:
+    """What the images of a level look like; lengths are in pixels."""
+
+    side: int
+    seed_distance: int
+    """Between the tails of the two contours; they begin at least twice as far from the border."""
+    marker_radius: float
+    paddle_length: int
+    thickness: float
+    margins: tuple[int, ...]
+    """Space around a paddle; one of these for each image."""
+    continuity: float
+    """How straight snakes are."""
+    contrast: float
+    """Of the paddles of contours; that of markers is 1."""
+    distractor_contrast: float
+    distractors: int
+    """At most: one that finds no place is left out."""
+    distractor_length: int = 4
+    """Paddles."""
+    contour_length: int = 14
+    """Paddles."""
+
+    def reduced(self, side: int) -> "Level":
+        """The same on a smaller image: contours get shorter with its side, and fewer distractors with its area."""
+        return replace(self, side=side, seed_distance=self.seed_distance * side // self.side,
+                       contour_length=self.contour_length * side // self.side,
+                       distractors=self.distractors * side**2 // self.side**2)
+
+
+PATHFINDER = Level(side=32, seed_distance=7, marker_radius=1.5, paddle_length=2, thickness=0.5, margins=(1,),
+                   continuity=1.0, contrast=1.5, distractor_contrast=2.0, distractors=5)
+PATHX = Level(side=128, seed_distance=20, marker_radius=3.0, paddle_length=5, thickness=1.5, margins=(2, 3),
+              continuity=1.8, contrast=0.9, distractor_contrast=0.9, distractors=8)
+LEVELS = {"pathfinder": PATHFINDER, "pathx": PATHX}
+
+SCALE = 2
+"""Strokes and markers are drawn so many times larger, and then scaled down."""
+DEFAULT_EXAMPLES = {"train": 160_000, "val": 20_000, "test": 20_000}
+VERSION = 1
+"""Part of the names of kept files: count it up when the same numbers come to give other images."""
+EXTENSION_TRIALS = 3
+DISTRACTOR_TRIALS = 5
+OVERLAP = 459
+"""Two masks of 0 to 255 that add up to so much (1.8 of 2) somewhere are too close."""
+OCCUPIED = 76
+"""A mask above it (0.3 of 1) leaves no place for a new snake."""
+BATCH = 1024
+"""Images that are worked on at once."""
+CHUNK = 2**22
+"""Pixels that a process is asked for at once."""
+MOST_BROKEN = 1 / 1000
+"""Share of the release's images that may be missing or damaged."""
+
+
+class Scenes(NamedTuple):
+    """Where everything lies in N images: rows and columns are counted from the upper left pixel.
+
+    A paddle is (row, column, direction): the tip at the far end of its snake (of a snake's first paddle: at the
+    beginning), and the number of the stamp to draw there.
+    """
+
+    labels: np.ndarray
+    """(N,) int32: 1 where both markers are on one contour."""
+    margins: np.ndarray
+    """(N,)"""
+    contours: np.ndarray
+    """(N, 2, contour length, 3)"""
+    distractors: np.ndarray
+    """(N, distractors, distractor length, 3)"""
+    has_distractor: np.ndarray
+    """(N, distractors): whether it found a place."""
+    markers: np.ndarray
+    """(N, 2, 2)"""
+
+
+class _Streams:
+    """Random numbers for the rows of a batch, each from a stream of its own: SplitMix64 (Steele et al., 2014).
+
+    Args:
+        numbers: (A,) of the images.
+        purpose: (A,) or the same for all; of one image, each purpose has its stream.
+    """
+
+    def __init__(self, seed: int, numbers: np.ndarray, purpose: int | np.ndarray):
+        self._states = _mix(np.array([seed % 2**64], np.uint64))
+        for key in (numbers, np.broadcast_to(purpose, numbers.shape)):
+            self._states = _mix(self._states + key.astype(np.uint64) * _STEP)
+
+    def uniform(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """A number in [0, 1) for each of these rows, float64."""
+        self._states[rows] += _STEP
+        return (_mix(self._states[rows]) >> np.uint64(11)) * 2.0**-53
+
+    def below(self, bounds: int | np.ndarray) -> np.ndarray:
+        """An integer in [0, bound) for each row, int64."""
+        return (self.uniform() * bounds).astype(np.int64)
+
+
+_LABEL, _LAYOUT, _DISTRACTOR, _CONTOURS = 0, 1, 2, 1000
+"""Purposes; trials count up from the last two."""
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class _Stamps(NamedTuple):
+    """What paddles of a margin can look like. Directions 0 to 359 are those of first paddles, in degrees from -180,
+    drawn from the tail on; the others are those of further paddles, drawn from the head back."""
+
+    line: np.ndarray
+    """(directions, w, w) uint8: the stroke, around its tip."""
+    mask: np.ndarray
+    """(directions, w, w) uint8: the stroke and the margin around it."""
+    grown: np.ndarray
+    """(directions, w', w') uint8: the mask and another margin around it, where no head may be."""
+    first_pivot: np.ndarray
+    """(360, 2): from the tail of a first paddle to its pivot."""
+    step: np.ndarray
+    """(directions, 2): from pivot to pivot."""
+    reach: np.ndarray
+    """(K, 2): from a pivot to the heads that the next paddle may have."""
+    turn: np.ndarray
+    """(directions, K): weight of each head after a paddle of that direction."""
+    footprints: tuple[np.ndarray | None, ...]
+    """For each direction of first paddles, (C, 2): where, from the tail, there must be space; None: not allowed."""
+
+
+@functools.cache
+def _stamps(length: int, thickness: float, margin: int, continuity: float) -> _Stamps:
+    radius = length + margin
+    arc = np.arange(0, 360, 180 / (radius * np.pi)) * np.pi / 180  # a pixel from one to the next
+    reach = np.unique(np.floor(64 + radius * _towards(arc)).astype(int) - 64, axis=0)
+    angles = np.concatenate([np.arange(-180, 180) * np.pi / 180, np.arctan2(reach[:, 0], reach[:, 1])])
+    drawn = np.where(np.arange(len(angles)) < 360, angles, angles + np.pi)
+
+    size = length + math.ceil(thickness) + margin
+    line = np.stack([_stroke(SCALE * size, _translate(angle, SCALE * length), round(SCALE * thickness))
+                     for angle in drawn])
+    small = 2 * size + 1
+    mask = _shrink(_dilate(line, SCALE * margin), small)
+
+    turned = np.abs(angles[:, None] - angles[360:])
+    turned = np.minimum(np.minimum(turned, 2 * np.pi - turned) * continuity, np.pi / 2)
+    return _Stamps(
+        line=_shrink(line, small), mask=mask,
+        grown=_dilate(np.pad(mask, ((0, 0), (margin, margin), (margin, margin))), margin),
+        first_pivot=_translate(angles[:360], length) + _translate(angles[:360] + np.pi, radius),
+        step=_translate(angles, length + 2 * margin), reach=reach, turn=np.cos(turned) ** 2,
+        footprints=tuple(_footprint(stamp, radius) for stamp in mask[:360]))
+
+
+def _towards(angle: np.ndarray) -> np.ndarray:
+    """Rows and columns of a unit vector."""
+    return np.stack([np.sin(angle), np.cos(angle)], -1)
+
+
+def _translate(angle: np.ndarray, distance: float) -> np.ndarray:
+    """Whole pixels, rounded up; the summand does away with what floating point makes of zeros."""
+    return np.ceil(64 + distance * _towards(angle)).astype(int) - 64
+
+
+def _stroke(radius: int, head: np.ndarray, width: int) -> np.ndarray:
+    """A line of 255 from the centre of a square to ``head`` pixels from it, pixel for pixel as Pillow draws it: by
+    Bresenham's algorithm, or where it is wider as a rectangle whose corners are whole pixels."""
+    image = np.zeros((2 * radius + 1, 2 * radius + 1), np.uint8)
+    if width == 1:
+        n = np.abs(head).max()
+        points = np.sign(head) * ((2 * np.arange(n + 1)[:, None] * np.abs(head) + n) // (2 * n))
+        image[tuple((radius + points).T)] = 255
+        return image
+    across = head * (width - 1) / 2 / np.hypot(*head)
+    more = (np.sign(across) * np.floor(np.abs(across) + 0.5)).astype(int)
+    less = (np.sign(across) * np.ceil(np.abs(across) - 0.5)).astype(int)
+    one, other = np.array([more[1], -less[0]]), np.array([-less[1], more[0]])
+    corners = [one, head + one, head + other, other]
+    borders: dict[int, list[float]] = {}
+    for (y0, x0), (y1, x1) in zip(corners, [*corners[1:], one], strict=True):
+        for y in range(min(y0, y1), max(y0, y1) + 1):
+            borders.setdefault(y, []).extend([x0, x1] if y0 == y1 else [x0 + (y - y0) * (x1 - x0) / (y1 - y0)])
+    for y, xs in borders.items():
+        image[radius + y, radius + math.floor(min(xs) + 0.5) : radius + math.ceil(max(xs) - 0.5) + 1] = 255
+    return image
+
+
+def _dilate(images: np.ndarray, radius: int) -> np.ndarray:
+    """The largest value in a disk around each pixel of (N, H, W)."""
+    padded = np.pad(images, ((0, 0), (radius, radius), (radius, radius)))
+    _, height, width = images.shape
+    offsets = range(2 * radius + 1)
+    return np.max([padded[:, y : y + height, x : x + width] for y in offsets for x in offsets
+                   if (y - radius) ** 2 + (x - radius) ** 2 <= radius**2], axis=0)
+
+
+def _shrink(images: np.ndarray, side: int) -> np.ndarray:
+    """Square images (N, H, H) scaled down to ``side`` by Lanczos' filter with three lobes, as Pillow does it: in
+    whole numbers of 0 to 255 after columns and after rows."""
+    scale = images.shape[-1] / side
+    centres = (np.arange(side)[:, None] + 0.5) * scale
+    distance = (np.arange(images.shape[-1]) + 0.5 - centres) / scale
+    weights = np.where(np.abs(distance) < 3, np.sinc(distance) * np.sinc(distance / 3), 0)
+    weights /= weights.sum(1, keepdims=True)
+    columns = np.clip(np.rint(images @ weights.T), 0, 255)
+    return np.clip(np.rint(weights @ columns), 0, 255).astype(np.uint8)
+
+
+def _marker(radius: float) -> np.ndarray:
+    """(w, w) uint8: a disk, as it looks scaled down; the pixel at which it lies is the middle one."""
+    size = math.ceil(radius) + 3
+    y, x = np.mgrid[-SCALE * size : SCALE * (size + 1), -SCALE * size : SCALE * (size + 1)]
+    return _shrink(np.where(y**2 + x**2 <= (SCALE * radius) ** 2, 255, 0)[None], 2 * size + 1)[0]
+
+
+def _footprint(mask: np.ndarray, radius: int) -> np.ndarray | None:
+    """Where a first paddle needs space, (C, 2); None: it is never drawn in this direction.
+
+    As in the original it lies one pixel further right and down than the paddle, whence at one of the image's corners
+    all of it may be outside. There the original finds a maximum over nothing, and gives up the direction.
+    """
+    places = np.argwhere(mask == 255) - len(mask) // 2 + 1
+    places = places[(np.abs(places) <= radius).all(1)]
+    corners = [(places * quadrant >= 0).all(1).any() for quadrant in ((1, 1), (1, -1), (-1, 1), (-1, -1))]
+    return places if all(corners) else None
+
+
+class _Canvas:
+    """What is occupied in some images, with an edge around them so that nothing falls out."""
+
+    def __init__(self, count: int, level: Level, stamps: _Stamps, margin: int):
+        self.stamps, self.side = stamps, level.side
+        self.edge = 2 * level.paddle_length + 3 * margin + 1
+        size = level.side + 2 * self.edge
+        first, last = self.edge, self.edge + level.side - 1
+        self.mask = np.zeros((count, size, size), np.uint8)
+        self.mask[:, (first, last), first : last + 1] = self.mask[:, first : last + 1, (first, last)] = 255
+        self.grown = np.full((count, size, size), 255, np.uint8)
+        inner = slice(first + margin + 1, last - margin)
+        self.grown[:, inner, inner] = 0
+
+    def add(self, rows: np.ndarray, paddles: np.ndarray) -> None:
+        """Occupies what a paddle (row, column, direction) takes in each of these images."""
+        _stamp(self.mask, self.edge, rows, paddles, self.stamps.mask)
+        _stamp(self.grown, self.edge, rows, paddles, self.stamps.grown)
+
+    def overlaps(self, rows: np.ndarray, paddles: np.ndarray) -> np.ndarray:
+        """Whether a paddle would come too close to another, or to the border."""
+        masks = self.stamps.mask[paddles[:, 2]]
+        there = _window(self.mask, self.edge, rows, paddles, masks.shape[-1])
+        return (there.astype(np.uint16) + masks).max((1, 2)) >= OVERLAP
+
+    def copy(self, rows: np.ndarray) -> "_Canvas":
+        """A canvas of these images alone."""
+        canvas = copy.copy(self)
+        canvas.mask, canvas.grown = self.mask[rows], self.grown[rows]
+        return canvas
+
+    def places(self, row: int | np.intp, direction: int | np.int64) -> np.ndarray:
+        """Where in one image a first paddle of a direction may have its tail, as row * side + column."""
+        footprint = self.stamps.footprints[direction]
+        if footprint is None:
+            return np.zeros(0, np.int64)
+        occupied = self.mask[row] > OCCUPIED
+        taken = np.zeros((self.side, self.side), bool)
+        for y, x in footprint + self.edge:
+            taken |= occupied[y : y + self.side, x : x + self.side]
+        return np.flatnonzero(~taken)
+
+
+def _window(images: np.ndarray, edge: int, rows: np.ndarray, places: np.ndarray, width: int) -> np.ndarray:
+    views = sliding_window_view(images, (width, width), axis=(1, 2))
+    corner = edge - width // 2
+    return views[rows, places[:, 0] + corner, places[:, 1] + corner]
+
+
+def _stamp(images: np.ndarray, edge: int, rows: np.ndarray, paddles: np.ndarray, stamps: np.ndarray) -> None:
+    """Draws one stamp into each of the images named by ``rows``, which differ; the brighter pixel stays."""
+    width = stamps.shape[-1]
+    views = sliding_window_view(images, (width, width), axis=(1, 2), writeable=True)
+    corner = edge - width // 2
+    at = (rows, paddles[:, 0] + corner, paddles[:, 1] + corner)
+    views[at] = np.maximum(views[at], stamps[paddles[:, 2]])
+
+
+def _extend(canvas: _Canvas, streams: _Streams, rows: np.ndarray, first: np.ndarray,
+            length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lengthens snakes by paddles, each in turn where there are two, until all are done or one has nowhere to go.
+
+    Args:
+        rows: of the canvas and its streams, those in which snakes are drawn.
+        first: (A, S, 3) the first paddles of S snakes in each of the A rows of the canvas.
+
+    Returns:
+        the rows where all went well, and (A, S, length, 3) paddles, whole in these rows.
+    """
+    paddles = np.zeros((*first.shape[:2], length, 3), np.int64)
+    paddles[:, :, 0] = first
+    pivots = first[:, :, :2] + canvas.stamps.first_pivot[first[:, :, 2]]
+    for n in range(1, length):
+        for snake in range(first.shape[1]):
+            pivots[rows, snake] += canvas.stamps.step[paddles[rows, snake, n - 1, 2]]
+            rows = _add_paddle(canvas, streams, rows, pivots[:, snake], paddles[:, snake], n)
+            # Only now: a paddle may touch the one before it.
+            canvas.add(rows, paddles[rows, snake, n - 1])
+    canvas.add(rows, paddles[rows, -1, -1])
+    return rows, paddles
+
+
+def _add_paddle(canvas: _Canvas, streams: _Streams, rows: np.ndarray, pivots: np.ndarray, paddles: np.ndarray,
+                n: int) -> np.ndarray:
+    """Draws paddle ``n`` of a snake by lot, into ``paddles`` (A, length, 3); returns the rows where it has a place."""
+    heads = pivots[rows, None] + canvas.stamps.reach
+    free = 255 - canvas.grown[rows[:, None], heads[:, :, 0] + canvas.edge, heads[:, :, 1] + canvas.edge]
+    chances = np.cumsum(free * canvas.stamps.turn[paddles[rows, n - 1, 2]], axis=1)
+    open_ = chances[:, -1] >= 255e-4
+    rows, heads, chances = rows[open_], heads[open_], chances[open_]
+    done = []
+    for _ in range(EXTENSION_TRIALS):
+        choice = (chances <= (streams.uniform(rows) * chances[:, -1])[:, None]).sum(1)
+        paddles[rows, n, :2] = heads[np.arange(len(rows)), choice]
+        paddles[rows, n, 2] = 360 + choice
+        again = canvas.overlaps(rows, paddles[rows, n])
+        done.append(rows[~again])
+        rows, heads, chances = rows[again], heads[again], chances[again]
+    return np.concatenate(done)
+
+
+def _contours(level: Level, stamps: _Stamps, margin: int, seed: int, numbers: np.ndarray) -> np.ndarray:
+    """(A, 2, contour length, 3): both contours of each image; where one has nowhere to go, both begin anew."""
+    centre = _Canvas(1, level, stamps, margin)
+    inner = slice(centre.edge + 2 * level.seed_distance, centre.edge + level.side - 2 * level.seed_distance)
+    centre.mask[:] = 255
+    centre.mask[:, inner, inner] = 0
+    # Of the first contour's tail and direction. The original takes a direction first, and another where it finds none.
+    places = {direction: found for direction in range(360) if len(found := centre.places(0, direction))}
+    directions, counts = np.array([*places]), np.array([*map(len, places.values())])
+
+    contours = np.zeros((len(numbers), 2, level.contour_length, 3), np.int64)
+    pending, tried = np.arange(len(numbers)), np.zeros(len(numbers), np.int64)
+    while len(pending):
+        # Few succeed: when not many images are left, each is tried several times at once, and the first success counts.
+        at_once = -(-BATCH // len(pending))
+        images = np.repeat(pending[:BATCH], at_once)
+        attempts = tried[images] + np.tile(np.arange(at_once), len(images) // at_once)
+        tried[pending[:BATCH]] += at_once
+        streams = _Streams(seed, numbers[images], _CONTOURS + attempts)
+
+        first = np.zeros((len(images), 2, 3), np.int64)
+        which = streams.below(len(directions))
+        lots = streams.below(counts[which])
+        first[:, 0, 2] = directions[which]
+        tails = np.array([places[direction][lot] for direction, lot in zip(first[:, 0, 2], lots, strict=True)])
+        first[:, 0, :2] = np.stack(np.divmod(tails, level.side), -1)
+        first[:, 1, 2] = streams.below(360)
+        around = streams.below(360) * np.pi / 180
+        first[:, 1, :2] = np.rint(first[:, 0, :2] + level.seed_distance * _towards(around))
+        canvas = _Canvas(len(images), level, stamps, margin)
+        rows, paddles = _extend(canvas, streams, np.arange(len(images)), first, level.contour_length)
+        rows = np.sort(rows)
+        done, earliest = np.unique(images[rows], return_index=True)
+        contours[done] = paddles[rows[earliest]]
+        pending = np.setdiff1d(pending, done)
+    return contours
+
+
+def _distractors(level: Level, canvas: _Canvas, seed: int, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(A, distractors, length, 3) paddles and (A, distractors) whether they have found a place."""
+    paddles = np.zeros((len(numbers), level.distractors, level.distractor_length, 3), np.int64)
+    found = np.zeros((len(numbers), level.distractors), bool)
+    for n in range(level.distractors):
+        for trial in range(DISTRACTOR_TRIALS):
+            rows = np.flatnonzero(~found[:, n])
+            streams = _Streams(seed, numbers[rows], _DISTRACTOR + n * DISTRACTOR_TRIALS + trial)
+            directions, lots = streams.below(360), streams.uniform()
+            first = np.zeros((len(rows), 1, 3), np.int64)
+            has_place = np.zeros(len(rows), bool)
+            for i, row in enumerate(rows):
+                places = canvas.places(row, directions[i])
+                if len(places):
+                    first[i, 0] = *divmod(places[int(lots[i] * len(places))], level.side), directions[i]
+                    has_place[i] = True
+            tried = canvas.copy(rows)
+            done, snakes = _extend(tried, streams, np.flatnonzero(has_place), first, level.distractor_length)
+            canvas.mask[rows[done]], canvas.grown[rows[done]] = tried.mask[done], tried.grown[done]
+            paddles[rows[done], n], found[rows[done], n] = snakes[done, 0], True
+    return paddles, found
+
+
+def scenes(level: Level, seed: int, numbers: np.ndarray) -> Scenes:
+    """Lays out the images of these numbers (N,), each of which depends on the seed and its own number alone."""
+    streams = _Streams(seed, numbers, _LAYOUT)
+    margins = np.array(level.margins)[streams.below(len(level.margins))]
+    contours = np.zeros((len(numbers), 2, level.contour_length, 3), np.int64)
+    distractors = np.zeros((len(numbers), level.distractors, level.distractor_length, 3), np.int64)
+    has_distractor = np.zeros((len(numbers), level.distractors), bool)
+    for margin in level.margins:
+        stamps = _stamps(level.paddle_length, level.thickness, margin, level.continuity)
+        images = np.flatnonzero(margins == margin)
+        contours[images] = _contours(level, stamps, margin, seed, numbers[images])
+        for start in range(0, len(images), BATCH):
+            batch = images[start : start + BATCH]
+            canvas = _Canvas(len(batch), level, stamps, margin)
+            # All but the last paddle of the first contour, as in the original.
+            for snake, length in ((0, level.contour_length - 1), (1, level.contour_length)):
+                for n in range(length):
+                    canvas.add(np.arange(len(batch)), contours[batch, snake, n])
+            distractors[batch], has_distractor[batch] = _distractors(level, canvas, seed, numbers[batch])
+    labels_N = labels(seed, numbers)
+    origins = streams.below(2)
+    terminals = np.where(labels_N == 1, origins, 1 - origins)
+    everything = np.arange(len(numbers))
+    markers = np.stack([contours[everything, origins, 0, :2], contours[everything, terminals, -1, :2]], 1)
+    return Scenes(labels_N, margins, contours, distractors, has_distractor, markers)
+
+
+def labels(seed: int, numbers: np.ndarray) -> np.ndarray:
+    """(N,) int32; of numbers 2n and 2n + 1 one is 0, the other 1."""
+    return (_Streams(seed, numbers // 2, _LABEL).below(2) ^ (numbers & 1)).astype(np.int32)
+
+
+def draw(level: Level, scenes: Scenes) -> np.ndarray:
+    """(N, side, side) uint8: strokes and markers, the brightest pixel of each image being 255."""
+    marker = _marker(level.marker_radius)
+    drawn = np.zeros((len(scenes.labels), level.side, level.side), np.uint8)
+    for margin in level.margins:
+        line = _stamps(level.paddle_length, level.thickness, margin, level.continuity).line
+        edge = max(line.shape[-1], marker.shape[-1])
+        for batch in np.array_split(images := np.flatnonzero(scenes.margins == margin), -(-len(images) // BATCH) or 1):
+            rows = np.arange(len(batch))
+            canvas = np.zeros((len(batch), level.side + 2 * edge, level.side + 2 * edge), np.float32)
+            for snake in np.moveaxis(scenes.contours[batch].reshape(len(batch), -1, 3), 1, 0):
+                _stamp(canvas, edge, rows, snake, line * np.float32(level.contrast))
+            for n in range(level.distractors):
+                there = rows[scenes.has_distractor[batch, n]]
+                for paddle in np.moveaxis(scenes.distractors[batch[there], n], 1, 0):
+                    _stamp(canvas, edge, there, paddle, line * np.float32(level.distractor_contrast))
+            for place in np.moveaxis(scenes.markers[batch], 1, 0):
+                _stamp(canvas, edge, rows, np.pad(place, ((0, 0), (0, 1))), marker[None].astype(np.float32))
+            inner = canvas[:, edge:-edge, edge:-edge]
+            drawn[batch] = inner * (255 / inner.max((1, 2), keepdims=True)) + 0.5
+    return drawn
+
+
+def load(*, folder: Path | None, max_length: int | None, train_examples: int | None, val_examples: int | None,
+         seed: int, cache: Path | None = None, task: str = "pathfinder") -> Dataset:
+    """Pathfinder, or with ``task="pathx"`` Path-X: pixels row by row, a token each, which is its grey value + 1.
+
+    Args:
+        folder: the release's ``lra_release``: shuffled by ``seed``, 8 tenths are train, one val and one test; None:
+            images are generated.
+        max_length: below an image's pixels, images of fewer pixels are generated, with shorter contours.
+        train_examples: None: 160,000, as in the release.
+        val_examples: of val and of test; None: 20,000.
+        cache: where generated images are kept.
+
+    Raises:
+        ConfigError: no image has so few pixels, or the release has not so many.
+        DataError: files that are missing or damaged.
+    """
+    level, pixels = LEVELS[task], LEVELS[task].side ** 2
+    if max_length is not None and max_length < pixels:
+        least = (level.side // 2) ** 2
+        if folder is not None or max_length < least:
+            smaller = "" if folder is not None else f", or {least} and more for smaller images with shorter contours"
+            raise ConfigError(f"--data.max-length {max_length}: expected {pixels}, as an image of {task} has so many "
+                              f"pixels and cannot be cut{smaller}")
+        level = level.reduced(math.isqrt(max_length))
+    asked = {"train": train_examples, "val": val_examples, "test": val_examples}
+    if folder is None:
+        counts = {split: DEFAULT_EXAMPLES[split] if count is None else count for split, count in asked.items()}
+        notes = [f"regenerated {task}: {level.side} x {level.side} pixels, contours of {level.contour_length} paddles, "
+                 f"seed {seed}"]
+        found = {split: _generated(task, level, split, seed, count, cache, notes) for split, count in counts.items()}
+    else:
+        found, notes = _released(task, folder, level.side, asked, seed)
+    splits = {split: Split((images.reshape(len(images), -1).astype(np.uint16) + np.uint16(1),),
+                           (np.full(len(images), level.side**2, np.int32),), labels_N)
+              for split, (images, labels_N) in found.items()}
+    return Dataset(splits, 257, 2, _baselines(splits), checksum(splits), tuple(notes))
+
+
+def _baselines(splits: dict[str, Split]) -> dict[str, float]:
+    """Accuracy on test of guessers that learn from train: by how often the classes are, and by how bright images are
+    (the majority in each tenth of the images)."""
+    train, test = splits["train"], splits["test"]
+    majority = np.bincount(train.labels).argmax()
+    ink = {name: splits[name].tokens[0].mean(1) for name in ("train", "test")}
+    edges = np.quantile(ink["train"], np.arange(1, 10) / 10)
+    tenth = {name: np.searchsorted(edges, values) for name, values in ink.items()}
+    ones = np.bincount(tenth["train"], train.labels, 10) * 2 > np.bincount(tenth["train"], minlength=10)
+    return {"majority class": float((test.labels == majority).mean()),
+            "brightness": float((test.labels == ones[tenth["test"]]).mean())}
+
+
+def _generated(task: str, level: Level, split: str, seed: int, count: int, cache: Path | None,
+               notes: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """(count, side, side) uint8 images and (count,) labels; read from ``cache`` if they are there and whole, else kept
+    there."""
+    start = list(DEFAULT_EXAMPLES).index(split) * 2**40
+    labels_N = labels(seed, np.arange(start, start + count))
+    path = None if cache is None else cache / f"{task}-{level.side}-{split}-{count}-seed{seed}-v{VERSION}.npz"
+    if path is None:
+        return generate(level, seed, start, count, f"{task} {split}"), labels_N
+    damaged = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
+    with contextlib.suppress(*damaged), path.open("rb") as file, np.load(file) as kept:
+        return kept["images"], labels_N
+    images = generate(level, seed, start, count, f"{task} {split}")
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside.open("wb") as file:
+            np.savez_compressed(file, images=images)
+        beside.replace(path)
+    except OSError as error:
+        notes.append(f"{path}: the images of {split} cannot be kept ({error.strerror}) and will be generated again")
+        with contextlib.suppress(OSError):
+            beside.unlink()
+    return images, labels_N
+
+
+def generate(level: Level, seed: int, start: int, count: int, title: str = "images") -> np.ndarray:
+    """(count, side, side) uint8: images ``start`` and following, drawn by a process for each core.
+
+    Raises:
+        DataError: one of the processes failed.
+    """
+    size = CHUNK // level.side**2
+    chunks = [(at, min(at + size, start + count)) for at in range(start, start + count, size)]
+    if len(chunks) < 2:
+        numbers = np.arange(start, start + count)
+        return draw(level, scenes(level, seed, numbers))
+    from rich.console import Console
+    from rich.progress import track
+
+    images = np.empty((count, level.side, level.side), np.uint8)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        drawn = pool.map(functools.partial(_in_process, level, seed), chunks)
+        try:
+            for (first, last), chunk in zip(
+                    chunks, track(drawn, f"generating {title}", len(chunks), console=Console(stderr=True),
+                                  transient=True), strict=True):
+                images[first - start : last - start] = chunk
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return images
+
+
+_CODE = "import sys; sys.path.insert(0, sys.argv[1]); from lra.tasks import pathfinder; pathfinder._serve(sys.argv[2])"
+
+
+def _in_process(level: Level, seed: int, chunk: tuple[int, int]) -> np.ndarray:
+    # Not multiprocessing, which would import the script that runs in each process, and with it jax and a model.
+    work = json.dumps({"level": asdict(level), "seed": seed, "chunk": chunk})
+    ended = subprocess.run([sys.executable, "-P", "-c", _CODE, str(Path(__file__).parents[2]), work],
+                           capture_output=True, check=False, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
+    if ended.returncode:
+        said = ended.stderr.decode(errors="replace").strip().splitlines()
+        raise DataError(f"a process that generates images ended (exit code {ended.returncode}"
+                        f"{': ' + said[-1] if said else ''}); with more memory, or fewer cores, it may do")
+    return np.frombuffer(ended.stdout, np.uint8).reshape(-1, level.side, level.side)
+
+
+def _serve(work: str) -> None:
+    """What a process does for :func:`generate`: writes the bytes of the images that it is asked for."""
+    task = json.loads(work)
+    level = Level(**task["level"] | {"margins": tuple(task["level"]["margins"])})
+    sys.stdout.buffer.write(draw(level, scenes(level, task["seed"], np.arange(*task["chunk"]))).tobytes())
+
+
+def _released(task: str, folder: Path, side: int, asked: dict[str, int | None],
+              seed: int) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], list[str]]:
+    """Images and labels of each split, and remarks. A broken image is left out."""
+    root = folder / f"pathfinder{side}" / "curv_contour_length_14"
+    listed = _listed(root)
+    order = np.random.default_rng(seed).permutation(len(listed))
+    bounds = [0, len(listed) * 8 // 10, len(listed) * 9 // 10, len(listed)]
+    found, broken, read = {}, [], 0
+    for split, first, last in zip(asked, bounds[:-1], bounds[1:], strict=True):
+        count = asked[split]
+        if count is not None and count > last - first:
+            flag = "train-examples" if split == "train" else "val-examples"
+            raise ConfigError(f"--data.{flag} {count}: {split} of {task} has {last - first:,}; expected no more")
+        rows = [listed[i] for i in order[first:last][:count]]
+        images = np.empty((len(rows), side, side), np.uint8)
+        whole = np.ones(len(rows), bool)
+        for i, (path, _label) in enumerate(rows):
+            image = _grey(path, side)
+            if image is None:
+                whole[i] = False
+                broken.append(path)
+            else:
+                images[i] = image
+        read += len(rows)
+        found[split] = images[whole], np.array([label for _path, label in rows], np.int32)[whole]
+    if len(broken) > MOST_BROKEN * read:
+        raise DataError(f"{broken[0]}: expected a PNG image of {side} x {side} pixels; {len(broken):,} of {read:,} "
+                        f"images in {root} are missing, empty or damaged: unpack lra_release.gz again")
+    notes = [f"{len(broken):,} of {read:,} images are missing, empty or damaged and left out"] if broken else []
+    return found, notes
+
+
+def _listed(root: Path) -> list[tuple[Path, int]]:
+    """The images and labels that the metadata name: text in spite of its suffix, a line ``subpath file index label …``
+    for each image."""
+    files = sorted((root / "metadata").glob("*.npy"))
+    if not files:
+        raise DataError(f"{root}: expected metadata/*.npy and imgs/*/sample_*.png there, as lra_release.gz of Long "
+                        "Range Arena has them; name its unpacked folder lra_release with --data-dir, or leave "
+                        "--data-dir out and images are generated")
+    listed = []
+    for file in files:
+        for number, line in enumerate(file.read_bytes().decode(errors="replace").splitlines(), 1):
+            fields = line.split()
+            if len(fields) < 4 or fields[3] not in ("0", "1"):
+                raise DataError(f"{file}: line {number}: expected text, 'subpath file index label …' with a label of 0 "
+                                f"or 1, found {line[:60]!r}: unpack lra_release.gz again")
+            listed.append((root / fields[0] / fields[1], int(fields[3])))
+    return listed
+
+
+def _grey(path: Path, side: int) -> np.ndarray | None:
+    """(side, side) uint8 of a PNG file; None where there is no such image."""
+    from matplotlib.image import imread
+
+    try:
+        image = imread(path, format="png")
+    except (OSError, SyntaxError, ValueError):
+        return None
+    image = image[:, :, 0] if image.ndim == 3 else image
+    return np.rint(image * 255).astype(np.uint8) if image.shape == (side, side) else None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draws examples of both tasks and both labels."""
+    from matplotlib.figure import Figure
+
+    parser = ArgumentParser(prog="python -m lra.tasks.pathfinder", description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, required=True, help="PNG to draw")
+    parser.add_argument("--seed", type=int, default=0, help="of the images (%(default)s)")
+    options = parser.parse_args(argv)
+    if not os.access(options.out.parent, os.W_OK):
+        parser.error(f"--out {options.out}: cannot be written; name a file in a folder that can be written to")
+    columns = 6
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    axes = figure.subplots(4, columns)
+    for i, (name, level) in enumerate((("Pathfinder", PATHFINDER), ("Path-X", PATHX))):
+        drawn = scenes(level, options.seed, np.arange(2 * columns))
+        images = draw(level, drawn)
+        for label, said in ((1, "one path"), (0, "two paths")):
+            row = axes[2 * i + 1 - label]
+            row[0].set_ylabel(f"{name}\n{said}")
+            for axis, image in zip(row, images[drawn.labels == label], strict=True):
+                axis.imshow(image, cmap="gray")
+                axis.set(xticks=[], yticks=[])
+    figure.savefig(options.out, format="png", dpi=100)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,7 @@
+"""Path-X: Pathfinder on images of 128 x 128 pixels; see :mod:`lra.tasks.pathfinder`."""
+
+import functools
+
+from lra.tasks import pathfinder
+
+load = functools.partial(pathfinder.load, task="pathx")

@@ -1,0 +1,81 @@
+"""Retrieval: whether one of two papers cites the other, from the bytes of each.
+
+Radev et al., "The ACL Anthology Network Corpus", 2013, in the pairs of Long Range Arena (Tay et al., 2020, section
+2.2.3). A token is a byte + 1; texts are cut to 10,000 bytes, and then to 4,000 tokens. A model sees each text by
+itself, in a tower of its own.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from configs.schema import ConfigError
+from data import DataError
+from lra.tasks import Dataset, Split, checksum, files
+
+VOCABULARY = files.BYTES
+CLASSES = 2
+MAX_LENGTH = 4000
+MAX_BYTES = 10_000
+FILES = {"train": "new_aan_pairs.train.tsv", "val": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
+
+_RELEASE = "https://storage.googleapis.com/long-range-arena/lra_release.gz"
+
+
+def load(*, folder: Path | None, max_length: int | None, train_examples: int | None, val_examples: int | None,
+         seed: int, cache: Path | None = None) -> Dataset:
+    """The pairs of the official release, whose folder has to be named; see :func:`lra.tasks.load`. ``cache`` is not
+    used, for nothing is generated."""
+    if folder is None:
+        raise ConfigError("--data-dir: retrieval cannot be generated; name the folder lra_release, unpacked from "
+                          f"{_RELEASE}, with tsv_data/{FILES['train']} and its two neighbours")
+    files.check_length("retrieval", max_length, 1, MAX_BYTES)
+    splits, notes = {}, ()
+    for name, path in files.find(folder, "tsv_data", FILES, f"unpack {_RELEASE} there").items():
+        wanted = train_examples if name == "train" else val_examples
+        splits[name], remarks = _read(path, name, max_length or MAX_LENGTH, wanted, seed)
+        notes += remarks
+    baselines = {"majority class": files.majority(splits["train"].labels, splits["test"].labels)}
+    return Dataset(splits, VOCABULARY, CLASSES, baselines, checksum(splits), notes)
+
+
+def _read(path: Path, name: str, max_length: int, count: int | None, seed: int) -> tuple[Split, tuple[str, ...]]:
+    """Rows of label, id, id, text, text, with tabs between and neither heading nor quotes. Looked through once for
+    the rows that are whole, and again for the texts of those that are chosen: gigabytes are not held twice."""
+    offsets, labels, offset, total, broken = [], [], 0, 0, files.Broken(path)
+    with files.reading(path), path.open("rb") as file:
+        for total, line in enumerate(file, 1):
+            columns = _columns(line)
+            if columns is None:
+                broken.add(f"line {total:,}")
+            else:
+                files.check_label(path, f"line {total:,}", columns[0], CLASSES)
+                offsets.append(offset)
+                labels.append(int(columns[0]))
+            offset += len(line)
+        notes = broken.notes(total)
+        chosen = files.choose("retrieval", name, len(offsets), count, seed)
+        tokens = tuple(np.zeros((len(chosen), max_length), np.uint16) for _ in range(2))
+        lengths = tuple(np.zeros(len(chosen), np.int32) for _ in range(2))
+        places = np.argsort(chosen)  # read in the order of the file
+        for place in places:
+            file.seek(offsets[chosen[place]])
+            columns = _columns(file.readline())
+            if columns is None:
+                raise DataError(f"{path} has changed while it was read; start again")
+            for tower, text in enumerate(columns[1:]):
+                lengths[tower][place] = files.put(text, tokens[tower][place])
+    return Split(tokens, lengths, np.array(labels, np.int32)[chosen]), notes
+
+
+def _columns(line: bytes) -> tuple[float, bytes, bytes] | None:
+    """The label and the texts of a row; None where it is broken."""
+    columns = line.rstrip(b"\r\n").split(b"\t")
+    if len(columns) != 5 or not columns[3] or not columns[4]:
+        return None
+    try:
+        label = float(columns[0])
+    except ValueError:
+        return None
+    return (label, columns[3], columns[4]) if math.isfinite(label) else None

@@ -1,0 +1,89 @@
+"""Text: whether a film review praises, from its bytes.
+
+Maas et al., "Learning Word Vectors for Sentiment Analysis", 2011 (IMDb), as Long Range Arena uses it (Tay et al., 2020,
+section 2.2.2): a token is a byte + 1, and what is longer than 4,000 is cut. Long Range Arena has the test set for val;
+here val is a tenth of train.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lra.tasks import Dataset, Split, checksum, files
+
+VOCABULARY = files.BYTES
+CLASSES = 2
+MAX_LENGTH = 4000
+HUB = "stanfordnlp/imdb"
+HELD_OUT = 0.1
+"""Of train, for val."""
+
+_COLUMNS = ("text", "label")
+_EXPECTED = "aclImdb/{train,test}/{neg,pos}/*.txt, or train*.parquet and test*.parquet with the columns text and label"
+
+
+def load(*, folder: Path | None, max_length: int | None, train_examples: int | None, val_examples: int | None,
+         seed: int, cache: Path | None = None) -> Dataset:
+    """IMDb, from the Hugging Face Hub or from a folder, as its authors or as the Hub lay it out; see
+    :func:`lra.tasks.load`. ``datasets`` keeps what it fetched: ``cache`` is not used."""
+    files.check_length("text", max_length, 1, 2**16)
+    found, notes = _reviews(folder)
+    train, test = found["train"], found["test"]
+    order = files.choose("text", "train", len(train), None, seed)
+    held_out = max(1, round(HELD_OUT * len(train)))
+    reviews = {"train": [train[i] for i in order[held_out:]], "val": [train[i] for i in order[:held_out]], "test": test}
+    splits = {}
+    for name, rows in reviews.items():
+        wanted = train_examples if name == "train" else val_examples
+        chosen = [rows[i] for i in files.choose("text", name, len(rows), wanted, seed)]
+        tokens_NT = np.zeros((len(chosen), max_length or MAX_LENGTH), np.uint16)
+        lengths_N = np.array([files.put(text, row_T) for (text, _), row_T in zip(chosen, tokens_NT, strict=True)],
+                             np.int32)
+        splits[name] = Split((tokens_NT,), (lengths_N,), np.array([label for _, label in chosen], np.int32))
+    baselines = {"majority class": files.majority(splits["train"].labels, splits["test"].labels)}
+    return Dataset(splits, VOCABULARY, CLASSES, baselines, checksum(splits), notes)
+
+
+def _reviews(folder: Path | None) -> tuple[dict[str, list[tuple[bytes, int]]], tuple[str, ...]]:
+    """The text and the label of each review of ``train`` and ``test``."""
+    tables = files.hub_tables(HUB, _COLUMNS, _EXPECTED) if folder is None else files.parquet_tables(folder, _COLUMNS)
+    if tables is not None:
+        rows = {split: zip(*(table.column(name).to_pylist() for name in _COLUMNS), strict=True)
+                for split, table in tables.items()}
+    else:
+        assert folder is not None
+        rows = {split: _files(paths) for split, paths in _paths(folder).items()}
+    reviews, notes = {}, ()
+    for split, found in rows.items():
+        reviews[split], remarks = _checked(f"{split} of {folder or HUB}", found)
+        notes += remarks
+    return reviews, notes
+
+
+def _paths(folder: Path) -> dict[str, list[tuple[Path, int]]]:
+    for place in (folder / "aclImdb", folder):
+        paths = {split: [(path, label) for label, kind in enumerate(("neg", "pos"))
+                         for path in sorted((place / split / kind).glob("*.txt"))] for split in ("train", "test")}
+        if all(paths.values()):
+            return paths
+    raise files.missing(folder, _EXPECTED, "leave out --data-dir to fetch it from the Hugging Face Hub")
+
+
+def _files(paths: list[tuple[Path, int]]) -> Iterator[tuple[bytes, int]]:
+    for path, label in paths:
+        with files.reading(path):
+            yield path.read_bytes(), label
+
+
+def _checked(source: str, rows: Iterable[tuple[Any, Any]]) -> tuple[list[tuple[bytes, int]], tuple[str, ...]]:
+    """The rows that hold a text and a label."""
+    found, total, broken = [], 0, files.Broken(source)
+    for total, (text, label) in enumerate(rows, 1):
+        if not text or not isinstance(text, str | bytes) or not isinstance(label, int):
+            broken.add(f"row {total:,}")
+            continue
+        files.check_label(source, f"row {total:,}", label, CLASSES)
+        found.append((text.encode() if isinstance(text, str) else text, label))
+    return found, broken.notes(total)
