@@ -3,8 +3,9 @@
 // draws everything anew from it.
 (() => {
   const METRICS = [
-    { key: "loss", button: "Loss", title: "loss (nats per token)" },
-    { key: "bits", button: "Bits per byte", title: "bits per byte" },
+    { key: "loss", button: "Loss", name: "loss" },
+    { key: "bits", button: "Bits per byte", name: "bits per byte" },
+    { key: "accuracy", button: "Accuracy", name: "accuracy" },
   ];
   const SCALES = [{ key: "linear", button: "Linear" }, { key: "log", button: "Log" }];
   const INK = "#1f2328";
@@ -163,7 +164,8 @@
                                              ...hover(curve, title(setup, of), "val " + quantityText()) })];
   }
 
-  const quantityText = () => (state.metric === "bits" ? "bits per byte" : "loss") + " %{y:.4f}";
+  const metricName = () => METRICS.find(({ key }) => key === state.metric).name;
+  const quantityText = () => `${metricName()} %{y:.4f}`;
 
   function title(setup, members) {
     return setup.label + (members.length > 1 ? `, mean of ${members.length} seeds`
@@ -197,7 +199,7 @@
 
   function drawLoss() {
     if (!runs.some(hasCurve)) return;
-    const { title: text } = METRICS.find(({ key }) => key === state.metric);
+    const text = { loss: `loss (nats per ${payload.scored})`, accuracy: "val accuracy" }[state.metric] ?? metricName();
     const drawn = shownSetups();
     const traces = [
       ...drawn.flatMap(([setup, members]) => members.flatMap((run) => faint(setup, run, state.metric))),
@@ -205,7 +207,7 @@
                                                    "train " + quantityText())),
       ...drawn.flatMap(([setup, members]) => points(setup, members)),
     ];
-    const range = state.y === "linear" ? lossRange(traces) : null;
+    const range = state.y === "linear" && state.metric !== "accuracy" ? lossRange(traces) : null;
     const [xaxis, yaxis] = [xAxis(), { type: state.y, title: { text }, ...(range ? { range } : { autorange: true }) }];
     const zoom = state.zoom?.of === quantities(xaxis, yaxis) ? state.zoom : null;
     plot("loss", traces, { ...xaxis, ...zoom?.x }, { ...yaxis, ...zoom?.y });
@@ -239,15 +241,16 @@
     const lacking = (key) => runs.filter((run) => shown(run) && hasCurve(run) && !known(run, key)).map((run) => run.name).join(", ");
     const [axis, metric] = [lacking(state.axis), lacking(state.metric)];
     const { title: text } = AXES.find(({ key }) => key === state.axis);
-    return ["Lines: train loss, smoothed; faint: of single steps. Points: val loss.",
+    return [state.metric === "accuracy" ? "Points: val accuracy."
+              : "Lines: train loss, smoothed; faint: of single steps. Points: val loss.",
             shownSetups().some(([, of]) => of.length > 1) &&
               "Bands and bars: one standard deviation over the seeds, to each side.",
-            state.y === "linear" && "The first steps lie above the figure: a double click in it, or the logarithmic " +
-              "scale, shows all.",
+            state.y === "linear" && state.metric !== "accuracy" &&
+              "The first steps lie above the figure: a double click in it, or the logarithmic scale, shows all.",
             state.metric === "bits" && "Train loss is converted by the bytes per token of the val text.",
             "A click in the legend hides a run everywhere, a double click leaves it alone.",
             axis && `Not known in ${text}: ${axis}.`,
-            metric && `Not known in bits per byte: ${metric}.`].filter(Boolean).join(" ");
+            metric && `Not known in ${metricName()}: ${metric}.`].filter(Boolean).join(" ");
   }
 
   /** A column of the train lines, over the x axis of the main figure. */

@@ -13,11 +13,12 @@ import numpy as np
 
 from comparison import Comparison
 from comparison.curves import Columns
-from comparison.runs import AXES, Run
+from comparison.runs import AXES, Run, scored
 from comparison.style import DASHES, colour, dashes
 from comparison.table import TimesToLoss, table_note
 
-COLUMNS = ("step", "tokens", "train_seconds", "wall_seconds", "loss", "learning_rate", "gradient_norm", "lines")
+COLUMNS = ("step", "tokens", "train_seconds", "wall_seconds", "loss", "learning_rate", "gradient_norm", "accuracy",
+           "lines")
 """What is drawn of a curve. Operations are tokens, and bits per byte losses, by a factor: the page multiplies."""
 MAX_SAMPLE = 4000
 """Characters shown of a sample."""
@@ -57,6 +58,7 @@ def payload(comparison: Comparison) -> dict[str, Any]:
                     "colour": colour(setup.attention), "dash": lines[i], "symbol": symbols[(i + i // 4) % 4]}
                    for i, setup in enumerate(setups)],
         "runs": [run_payload(run) for run in runs],
+        "scored": scored(runs),
         "verdict": comparison.verdict,
         "warnings": comparison.remarks,
         "figures": figures_table(comparison, index),

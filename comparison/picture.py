@@ -8,7 +8,7 @@ import numpy as np
 from comparison import Comparison
 from comparison.curves import mean_curve
 from comparison.remarks import tokenizers_differ
-from comparison.runs import AXES, Run, RunError
+from comparison.runs import AXES, Run, RunError, scored
 from comparison.style import DASHES, colour, dashes
 
 
@@ -31,7 +31,7 @@ def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
         raise RunError(f"the {kind} picture is not drawn, for no run has a curve")
     split = "val" if all(run.val for run in runs) else "train"
     quantity = "bits_per_byte" if split == "val" and tokenizers_differ(runs) else "loss"
-    unit = "bits per byte" if quantity == "bits_per_byte" else "loss (nats per token)"
+    unit = "bits per byte" if quantity == "bits_per_byte" else f"loss (nats per {scored(runs)})"
     with matplotlib.rc_context({"svg.hashsalt": "lineargpt", "axes.spines.top": False, "axes.spines.right": False}):
         drawing = Figure(figsize=(10, 4.2), layout="constrained")
         panels = drawing.subplots(1, 2, sharey=True)

@@ -67,7 +67,8 @@ def _differences(runs: Sequence[Run]) -> list[str]:
 
 def tokenizer(run: Run) -> str | None:
     """The tokenizer's name."""
-    return run.environment.get("tokenizer") or run.config.get("data", {}).get("tokenizer")
+    data = run.config.get("data", {})
+    return run.environment.get("tokenizer") or data.get("tokenizer") or ("a task's own" if "task" in data else None)
 
 
 def corpus(run: Run) -> str | None:

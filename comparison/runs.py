@@ -15,7 +15,7 @@ import numpy as np
 
 from comparison.curves import Columns, Curve, read_curves, smooth
 from comparison.flops import flops_per_token
-from configs.schema import Config, ConfigError
+from configs.schema import ConfigError, LraConfig, config_class
 
 AXES = {  # what x can be: column, button and axis title
     "step": ("Steps", "steps"),
@@ -269,6 +269,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def scored(runs: Sequence[Run]) -> str:
+    """What a loss is of: a token, or an example of a task."""
+    return " or ".join(sorted({"example" if config_class(run.config) is LraConfig else "token" for run in runs}))
+
+
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of nested dicts by their dotted names."""
     flat = {}
@@ -312,7 +317,8 @@ def _defaults(config: dict[str, Any]) -> dict[str, Any]:
     known = set(attention.modes())
     modes = {mode: dataclasses.asdict(attention.load(mode).Config())
              for mode in config.get("model", {}).get("modes") or {} if mode in known}
-    return flatten(Config().to_dict() | {"model": Config().to_dict()["model"] | {"modes": modes}})
+    defaults = config_class(config)().to_dict()
+    return flatten(defaults | {"model": defaults["model"] | {"modes": modes}})
 
 
 def _setup_label(seeds: Sequence[Run], same_label: Sequence[Run]) -> str:

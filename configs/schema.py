@@ -1,15 +1,17 @@
 """The typed configuration of a run: plain frozen dataclasses, one group a concern.
 
-A recipe (``configs/NAME.py``) returns a :class:`Config`; every field becomes a flag of ``train.py``; the resolved
-config is written to ``RUN/config.json`` and read back from there. This module imports nothing of the project.
+A recipe (``configs/NAME.py``) returns a :class:`Config`, one of Long Range Arena (``configs/lra/NAME.py``) an
+:class:`LraConfig`; every field becomes a flag of ``train.py`` or ``lra.train``; the resolved config is written to
+``RUN/config.json`` and read back from there. This module imports nothing of the project.
 """
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 
 class ConfigError(ValueError):
@@ -64,6 +66,8 @@ class EncoderConfig:
     """Sequences of an example: 2 share the encoder."""
     classes: int = 2
     """Classes to choose from."""
+    dropout: float = 0.0
+    """Share of the embeddings, and of what a layer adds to the residual stream, that training leaves out."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the products; parameters stay float32. auto: bfloat16 where the device is fast at it."""
     attention: tuple[str, ...] = ("softmax",)
@@ -91,23 +95,45 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class TaskConfig:
+    """A task of Long Range Arena, and how much of it."""
+
+    task: str = "listops"
+    """Name of the task; the recipe's."""
+    dir: str | None = None
+    """Folder of its files, such as the official release's; None: generated, or fetched. --data-dir is the short way to
+    say it."""
+    max_length: int | None = None
+    """Tokens of a sequence at most, to which the model's context is shortened too; None: the task's own length."""
+    train_examples: int | None = None
+    """Examples to train on; None: the task's own number."""
+    val_examples: int | None = None
+    """Examples to validate on, and to test on; None: the task's own numbers."""
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay."""
+    """AdamW with linear warm-up and a decay of the learning rate."""
 
     learning_rate: float = 1e-3
-    """Peak learning rate."""
+    """Peak learning rate; with inverse_sqrt, the factor of the schedule."""
+    schedule: Literal["cosine", "inverse_sqrt"] = "cosine"
+    """After the warm-up. cosine: to final_fraction at the end of the run; inverse_sqrt: one over the root of the step,
+    which peaks at one over the root of warmup_steps, and ends nowhere."""
     final_fraction: float = 0.1
-    """Learning rate at the end of the run, as a fraction of the peak."""
+    """Learning rate at the end of a cosine, as a fraction of the peak."""
     warmup_steps: int = 100
-    """Steps of linear warm-up; shortened, with a note, to a tenth of a run given in steps."""
+    """Steps of linear warm-up; with cosine shortened, with a note, to a tenth of a run given in steps."""
     weight_decay: float = 0.1
     """Decoupled weight decay, on matrices only."""
     beta1: float = 0.9
     """Decay of the gradient's running mean."""
     beta2: float = 0.95
     """Decay of the squared gradient's running mean."""
-    clip_norm: float = 1.0
-    """Gradients are scaled down to this global norm."""
+    epsilon: float = 1e-8
+    """Added to the root of the squared gradient's mean, which divides."""
+    clip_norm: float | None = 1.0
+    """Gradients are scaled down to this global norm; None: never."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +157,8 @@ class TrainConfig:
     eval_every: int = 100
     """Updates between evaluations."""
     eval_batches: int = 8
-    """Batches of the val split in an evaluation, always the same ones."""
+    """Batches of the val split in an evaluation, always the same ones; that of a task of Long Range Arena is taken
+    whole where it has no more than 2,000 examples."""
     sample_every: int = 0
     """Updates between samples of text, RUN/samples/STEP.txt, with one at the end; 0: none."""
 
@@ -171,21 +198,12 @@ class LoggingConfig:
     network. Its own variables, such as WANDB_PROJECT, count."""
 
 
-@dataclass(frozen=True)
-class Config:
-    """A whole run."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
+class _Groups:
+    """A dataclass of groups of fields, to and from the dicts of ``config.json``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers, as in ``config.json``."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        return json.loads(json.dumps(dataclasses.asdict(self)))  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -194,7 +212,7 @@ class Config:
         Raises:
             ConfigError: a group or field that this version does not know.
         """
-        groups = {group.name: group.default_factory for group in dataclasses.fields(cls)}
+        groups = {group.name: group.default_factory for group in dataclasses.fields(cls)}  # pyright: ignore
         built = {}
         for name, fields in values.items():
             if name not in groups:
@@ -204,24 +222,72 @@ class Config:
             if unknown:
                 raise ConfigError(f"config: unknown field {name}.{sorted(unknown)[0]}; this version of lineargpt has "
                                   f"{', '.join(sorted(known))}")
-            built[name] = groups[name](**fields)  # pyright: ignore[reportCallIssue]
-        config = cls(**built)
-        model = dataclasses.replace(config.model, attention=tuple(config.model.attention))
-        mixture = tuple((source, weight) for source, weight in config.data.mixture)
-        return dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, mixture=mixture))
+            built[name] = groups[name](  # pyright: ignore[reportCallIssue]
+                **{field: _tuples(value) for field, value in fields.items()})
+        return cls(**built)
 
 
-def load_recipe(path: str | Path, attention: str | None = None) -> Config:
+def _tuples(value: Any) -> Any:
+    """JSON has lists where a config has tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Config(_Groups):
+    """A whole run of a language model."""
+
+    COMMAND: ClassVar[str] = "train.py"
+    """What trains it."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+@dataclass(frozen=True)
+class LraConfig(_Groups):
+    """A whole run of a classifier on a task of Long Range Arena."""
+
+    COMMAND: ClassVar[str] = "lra.train"
+    """What trains it."""
+
+    model: EncoderConfig = field(default_factory=EncoderConfig)
+    data: TaskConfig = field(default_factory=TaskConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+def config_class(values: dict[str, Any]) -> type[Config] | type[LraConfig]:
+    """The kind of run that a ``config.json`` is of."""
+    return LraConfig if "task" in values.get("data", {}) else Config
+
+
+def load_recipe[C: (Config, LraConfig)](path: str | Path, attention: str | None = None, kind: type[C] = Config,
+                                        **given: Any) -> C:
     """The config that a recipe file returns, for an attention mode or a comma-separated pattern of modes.
 
+    Args:
+        path: the file.
+        attention: None: the recipe's own.
+        kind: what it has to return.
+        given: other arguments of its ``get_config``.
+
     Raises:
-        ConfigError: there is no such file, it has no ``get_config``, or it fails.
+        ConfigError: there is no such file, it has no ``get_config``, it fails, or is one of another command.
     """
     path = Path(path)
     if not path.is_file():
         root = Path(__file__).parent
         recipes = ", ".join(f"configs/{p.relative_to(root)}" for p in sorted(root.rglob("*.py"))
-                            if "\ndef get_config(" in p.read_text())
+                            if "\ndef get_config(" in (text := p.read_text())
+                            and ("LraConfig" in text) == (kind is LraConfig))
         raise ConfigError(f"{path}: no such recipe. There are: {recipes}")
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     if spec is None or spec.loader is None:
@@ -231,8 +297,15 @@ def load_recipe(path: str | Path, attention: str | None = None) -> Config:
         spec.loader.exec_module(module)
         if not hasattr(module, "get_config"):
             raise ConfigError(f"{path}: a recipe defines get_config(attention) -> Config; this file does not")
-        return module.get_config() if attention is None else module.get_config(attention)
+        if unknown := given.keys() - inspect.signature(module.get_config).parameters.keys():
+            raise ConfigError(f"{path}: not a recipe of {kind.COMMAND}: its get_config takes no {', '.join(unknown)}")
+        config = module.get_config(**given) if attention is None else module.get_config(attention, **given)
     except ConfigError:
         raise
     except Exception as error:  # a recipe is the user's own code
         raise ConfigError(f"{path}: the recipe fails: {type(error).__name__}: {error}") from error
+    if not isinstance(config, kind):
+        command = getattr(config, "COMMAND", None)
+        raise ConfigError(f"{path}: not a recipe of {kind.COMMAND}, "
+                          + (f"but of {command}" if command else f"whose get_config returns a {kind.__name__}"))
+    return config

@@ -134,7 +134,7 @@ class Examples(NamedTuple):
     labels_B: Int[Array, " B"]
 
 
-def loss_sum(model: Classifier, batch: Examples) -> tuple[Array, Array]:
+def loss_sum(model: Classifier, batch: Examples, _: Array) -> tuple[Array, Array]:
     """The sum of cross-entropies in nats, and of how many examples."""
     losses_B = optax.softmax_cross_entropy_with_integer_labels(model(batch.tokens_BT), batch.labels_B)
     return losses_B.sum(), jnp.int32(len(losses_B))

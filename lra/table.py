@@ -3,11 +3,14 @@
     python -m lra.table efficiency --out lra/results/efficiency_cpu --layers 2 --batch 1
     python -m lra.table efficiency --out efficiency --rows softmax,linear --lengths 1000,4000 --shape released
     python -m lra.table efficiency --out memory --lengths 1000,4000,16000 --memory-only
+    python -m lra.table accuracy runs/listops-* --out lra/results/accuracy
 
 ``efficiency``: steps a second and memory of a whole training step on byte text, a process a case, written as NAME.json,
 NAME.md and, where matplotlib is installed, NAME.png after every length. Cases are compared with materialised softmax,
 which the published table has, at the same length; ``softmax`` alone is fused. A case that does not fit into memory, or
 takes too long, says so in its place.
+
+``accuracy``: that of runs of ``lra.train`` on the test split (lra.accuracy), written as the same files.
 """
 
 import argparse
@@ -24,6 +27,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.picture import Panel, draw_panels
 from configs.schema import ConfigError
+from lra import accuracy
 from lra.efficiency import ROWS, SHAPES, Case, Result, in_process
 from training.environment import write_json, write_text
 
@@ -195,6 +199,8 @@ def draw(path: Path, results: Sequence[Result], device: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
     options = _options(argv)
+    if options.part == "accuracy":
+        return _accuracy(options)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the memory is for the processes that measure
     report.use_whole_memory()
     try:
@@ -227,11 +233,40 @@ def positive_seconds(text: str) -> float:
     return float(text)
 
 
+def _accuracy(options: argparse.Namespace) -> int:
+    try:
+        report.make_folder(options.out.parent)
+        report.check_output(named(options.out, ".json"), "--out")
+        runs, left_out = accuracy.load_all(options.runs)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    accuracy.say_left_out(left_out)
+    if not runs:
+        return 1
+    published = json.loads(PUBLISHED.read_text())["accuracy"]
+    origin = report.origin("lra.table accuracy", argparse.Namespace(), [str(path) for path in options.runs])
+    text = accuracy.markdown(runs, published, origin)
+    try:
+        write_json(named(options.out, ".json"), accuracy.contents(runs, origin) | {"published": published})
+        write_text(named(options.out, ".md"), text)
+        if report.has_matplotlib():
+            accuracy.draw(named(options.out, ".png"), runs, published)
+    except OSError as error:
+        print(report.message(error), file=sys.stderr)
+        return 1
+    print(text)
+    return 1 if left_out else 0
+
+
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lra.table", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    part = parser.add_subparsers(dest="part", required=True, metavar="efficiency").add_parser(
-        "efficiency", allow_abbrev=False, help="speed and memory against length")
+    parts = parser.add_subparsers(dest="part", required=True, metavar="efficiency|accuracy")
+    part = parts.add_parser("accuracy", allow_abbrev=False, help="accuracy of runs of lra.train")
+    part.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
+    part.add_argument("--out", type=Path, required=True, help="NAME of the files to write, without a suffix")
+    part = parts.add_parser("efficiency", allow_abbrev=False, help="speed and memory against length")
     part.add_argument("--out", type=Path, required=True, help="NAME of the files to write, without a suffix")
     part.add_argument("--rows", type=report.names, default=tuple(ROWS), help=f"of {','.join(ROWS)} (all)")
     part.add_argument("--lengths", type=report.positives, default=LENGTHS,

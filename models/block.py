@@ -1,6 +1,6 @@
 """The transformer block that the language model and the encoder are made of."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,11 @@ class Block(nnx.Module):
         self.mlp = MLP(width, mlp_width, rngs=rngs)
 
     def __call__(self, x_BTE: Array, positions_BT: Array | None, segment_ids_BT: Array | None, *,
-                 causal: bool = True) -> Array:
-        x_BTE += self.attention(self.attention_norm(x_BTE).astype(self.dtype), causal=causal, positions_BT=positions_BT,
-                                segment_ids_BT=segment_ids_BT)
-        return x_BTE + self.mlp(self.mlp_norm(x_BTE).astype(self.dtype))
+                 causal: bool = True, drop: Callable[[Array], Array] = lambda y_BTE: y_BTE) -> Array:
+        """``drop`` is applied to what attention and MLP add to the residual stream, in this order."""
+        x_BTE += drop(self.attention(self.attention_norm(x_BTE).astype(self.dtype), causal=causal,
+                                     positions_BT=positions_BT, segment_ids_BT=segment_ids_BT))
+        return x_BTE + drop(self.mlp(self.mlp_norm(x_BTE).astype(self.dtype)))
 
     def decode(self, x_BTE: Array, cache: Any, positions_BT: Array | None,
                lengths_B: Array | None) -> tuple[Array, Any]:

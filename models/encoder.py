@@ -5,10 +5,14 @@ model. Padding is never attended to, never averaged, and changes no output; it s
 """
 
 import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from configs.schema import ConfigError, EncoderConfig
 from kernels.projection import activation_dtype
@@ -46,16 +50,20 @@ class Encoder(nnx.Module):
         for linear in linears(self, config.dtype):
             linear.kernel[...] *= linear.kernel[...].shape[0] ** -0.5 / INITIAL_SCALE
 
-    def __call__(self, tokens_BT: Int[Array, "B T"], *,
-                 valid_BT: Bool[Array, "B T"] | None = None) -> Float[Array, "B E"]:
+    def __call__(self, tokens_BT: Int[Array, "B T"], *, valid_BT: Bool[Array, "B T"] | None = None,
+                 dropout: Key[Array, ""] | None = None, remat: bool = False) -> Float[Array, "B E"]:
         """One vector a sequence, float32: that of the CLS token, or the mean over valid tokens.
 
-        ``valid_BT`` is false on padding, which stands after the valid tokens of its row.
+        Args:
+            tokens_BT: at most ``config.context`` of them.
+            valid_BT: false on padding, which stands after the valid tokens of its row.
+            dropout: what is left out is drawn from it; None: nothing is, as in evaluation.
+            remat: keep only the blocks' inputs and compute the rest again in the backward pass.
 
         Raises:
             ValueError: a sequence longer than ``config.context``.
         """
-        x_BTE = self.hidden(tokens_BT, valid_BT=valid_BT)
+        x_BTE = self.hidden(tokens_BT, valid_BT=valid_BT, dropout=dropout, remat=remat)
         if self.config.pooling == "cls":
             return x_BTE[:, 0]
         if valid_BT is None:
@@ -63,8 +71,8 @@ class Encoder(nnx.Module):
         counts_BT1 = valid_BT[..., None].astype(x_BTE.dtype)
         return (x_BTE * counts_BT1).sum(axis=1) / jnp.maximum(counts_BT1.sum(axis=1), 1)
 
-    def hidden(self, tokens_BT: Int[Array, "B T"], *,
-               valid_BT: Bool[Array, "B T"] | None = None) -> Float[Array, "B S E"]:
+    def hidden(self, tokens_BT: Int[Array, "B T"], *, valid_BT: Bool[Array, "B T"] | None = None,
+               dropout: Key[Array, ""] | None = None, remat: bool = False) -> Float[Array, "B S E"]:
         """Every token's vector, float32; that of the CLS token, where there is one, stands before them."""
         B, length = tokens_BT.shape
         if length > self.config.context:
@@ -84,9 +92,36 @@ class Encoder(nnx.Module):
         elif self.position_embedding is not None:
             x_BTE += self.position_embedding(positions_BT)
         rotations_BT = positions_BT if self.config.positions == "rotary" else None
-        for block in self.blocks:
-            x_BTE = block(x_BTE, rotations_BT, segment_ids_BT, causal=False)
+        x_BTE = dropping(self.config.dropout, _fold_in(dropout, 0))(x_BTE)
+        for number, block in enumerate(self.blocks, 1):
+            graph, state = nnx.split(block)
+
+            def apply(state: Any, x_BTE: Array, key: Array | None, graph: Any = graph) -> Array:
+                return nnx.merge(graph, state)(x_BTE, rotations_BT, segment_ids_BT, causal=False,
+                                               drop=dropping(self.config.dropout, key))
+
+            x_BTE = (jax.checkpoint(apply) if remat else apply)(state, x_BTE, _fold_in(dropout, number))
         return self.final_norm(x_BTE)
+
+
+def dropping(rate: float, key: Key[Array, ""] | None) -> Callable[[Array], Array]:
+    """Leaves out a share of an array at random and scales up the rest: each call by another draw from the key.
+
+    Srivastava et al.: "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", 2014.
+    """
+    if key is None or rate == 0:
+        return lambda x: x
+    numbers = itertools.count()
+
+    def drop(x: Array) -> Array:
+        kept = jax.random.bernoulli(jax.random.fold_in(key, next(numbers)), 1 - rate, x.shape)
+        return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+
+    return drop
+
+
+def _fold_in(key: Array | None, number: int) -> Array | None:
+    return None if key is None else jax.random.fold_in(key, number)
 
 
 class Classifier(nnx.Module):
@@ -112,13 +147,14 @@ class Classifier(nnx.Module):
             linear.product_dtype = jnp.dtype(config.dtype)
             linear.kernel[...] *= linear.kernel[...].shape[0] ** -0.5 / INITIAL_SCALE
 
-    def __call__(self, *tokens_BT: Int[Array, "B _"],
-                 valid_BT: tuple[Bool[Array, "B _"] | None, ...] | None = None) -> Float[Array, "B classes"]:
+    def __call__(self, *tokens_BT: Int[Array, "B _"], valid_BT: tuple[Bool[Array, "B _"] | None, ...] | None = None,
+                 dropout: Key[Array, ""] | None = None, remat: bool = False) -> Float[Array, "B classes"]:
         """Logits, float32.
 
         Args:
             tokens_BT: one array a tower; lengths may differ.
             valid_BT: false on padding, one a tower; None: nothing is padding.
+            dropout, remat: as for :class:`Encoder`.
 
         Raises:
             ValueError: not one array a tower.
@@ -127,7 +163,9 @@ class Classifier(nnx.Module):
         if len(tokens_BT) != self.config.towers or len(valid) != self.config.towers:
             raise ValueError(f"{len(tokens_BT)} inputs with {len(valid)} masks; expected model.towers, "
                              f"{self.config.towers}, of each")
-        a_BE, *others = (self.encoder(tokens, valid_BT=mask) for tokens, mask in zip(tokens_BT, valid, strict=True))
+        a_BE, *others = (
+            self.encoder(tokens, valid_BT=mask, dropout=_fold_in(dropout, tower), remat=remat)
+            for tower, (tokens, mask) in enumerate(zip(tokens_BT, valid, strict=True)))
         x_BE = jnp.concatenate([a_BE, b_BE := others[0], a_BE * b_BE, a_BE - b_BE], axis=-1) if others else a_BE
         dtype = activation_dtype(self.config.dtype)
         hidden_BF = nnx.relu(self.head_hidden(x_BE[:, None].astype(dtype)))
@@ -157,6 +195,8 @@ def check(config: EncoderConfig) -> EncoderConfig:
         raise ConfigError(f"model.positions rotary turns pairs: the head width, {head_width(config)}, has to be even")
     if config.positions == "sinusoidal" and config.width % 2:
         raise ConfigError(f"model.positions sinusoidal come in pairs: model.width, {config.width}, has to be even")
+    if not 0 <= config.dropout < 1:
+        raise ConfigError(f"model.dropout is {config.dropout}; expected at least 0, and less than 1")
     if config.towers not in (1, 2):
         raise ConfigError(f"model.towers is {config.towers}; expected 1 or 2")
     config = attentions.resolve(dataclasses.replace(config, dtype=number_format(config.dtype)))

@@ -72,6 +72,11 @@ class Checkpoints:
         names = [path.name for path in self.directory.iterdir() if path.is_dir()]
         return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
+    def best(self) -> int | None:
+        """The step of the checkpoint with the lowest val loss among those there are; None where none has one."""
+        losses = {step: loss for step in self.steps() if (loss := _loss(self.directory / str(step))) is not None}
+        return min(losses, key=losses.__getitem__, default=None)
+
     def save(self, step: int, items: dict[str, Any], *, loss: float | None = None) -> None:
         """Write a checkpoint in the background; one of the same step is replaced.
 

@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from models.encoder import Encoder
 from models.gpt import GPT
 
 
-def environment(model: GPT, *, parameters: int, tokenizer: str, checksum: str,
+def environment(model: GPT | Encoder, *, parameters: int, tokenizer: str | None, checksum: str,
                 command: Sequence[str] | None = None) -> dict[str, Any]:
     """Versions, commit, devices, command line, corpus checksum, and which form computes each attention mode."""
     attention = {block.attention.name: block.attention for block in model.blocks}

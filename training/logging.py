@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from configs.schema import Config, ConfigError, LoggingConfig
+from configs.schema import Config, ConfigError, LoggingConfig, LraConfig
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """What each flag needs; the extra that installs it is called as the flag."""
@@ -55,7 +55,7 @@ class Logs:
         step: the run goes on from here.
     """
 
-    def __init__(self, config: Config, run_dir: Path, *, step: int):
+    def __init__(self, config: Config | LraConfig, run_dir: Path, *, step: int):
         self._logs: dict[str, _Log] = {}
         for flag, make in (("tensorboard", _TensorBoard), ("wandb", _WandB)):
             if getattr(config.logging, flag):
@@ -111,7 +111,7 @@ class _TensorBoard:
     here the same records are written at once.
     """
 
-    def __init__(self, config: Config, run_dir: Path, step: int):
+    def __init__(self, config: Config | LraConfig, run_dir: Path, step: int):
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.record_writer import RecordWriter
         from tensorboardX.summary import text
@@ -143,7 +143,7 @@ class _TensorBoard:
 class _WandB:
     """A run of Weights & Biases, the same one whenever the run goes on: its id is in ``RUN/wandb/id.txt``."""
 
-    def __init__(self, config: Config, run_dir: Path, step: int):
+    def __init__(self, config: Config | LraConfig, run_dir: Path, step: int):
         import wandb
 
         folder = run_dir / "wandb"

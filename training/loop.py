@@ -5,28 +5,25 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from configs.schema import Config
-from data.loader import Batch, Corpora, TokenFiles, batches, fixed_batches
+from configs.schema import Config, LraConfig
 from training import step as steps
 from training.checkpoint import CheckpointError, Checkpoints
 from training.environment import add_to_environment, peak_bytes
 from training.logging import Logs
 from training.metrics import MetricsWriter
 from training.optimizer import learning_rate, make_optimizer
-from training.samples import Samples
 from training.sharding import batch_sharding, make_mesh, state_shardings
 
 
@@ -45,6 +42,45 @@ class Position:
     """Time spent on updates: no compilation, evaluation or checkpoints."""
     wall_seconds: float = 0.0
     """All time."""
+
+
+class Samples(Protocol):
+    """Writes what a model makes up."""
+
+    def write(self, step: int, model: Any) -> None: ...
+
+
+class Work(Protocol):
+    """What is trained, on what: all that the loop does not know."""
+
+    @property
+    def graph(self) -> Any:
+        """Of the model."""
+        ...
+
+    def initial(self, transform: optax.GradientTransformation) -> steps.TrainState:
+        """Before the first update; jitted by the loop."""
+        ...
+
+    def update(self, transform: optax.GradientTransformation) -> Callable[..., tuple[steps.TrainState, Any]]:
+        """As :func:`training.step.make_update` gives it."""
+        ...
+
+    def batch_shape(self, sharding: NamedSharding) -> Any:
+        """The shapes of a batch."""
+        ...
+
+    def batches(self, *, start: int, sharding: NamedSharding) -> AbstractContextManager[Iterator[Any]]:
+        """Batches without end, after ``start`` that were consumed before; batch n depends on seed and n alone."""
+        ...
+
+    def evaluator(self, sharding: NamedSharding) -> Callable[[steps.TrainState], dict[str, float]]:
+        """The figures of a val line, ``loss`` among them."""
+        ...
+
+    def samples(self, folder: Path, *, keep_through: int) -> Samples | None:
+        """What writes samples into ``folder``; None where there is none."""
+        ...
 
 
 class Outcome(NamedTuple):
@@ -90,10 +126,11 @@ class _Clock:
         self.position.wall_seconds = self._before + time.perf_counter() - self.started
 
 
-def train(config: Config, corpora: Corpora, run_dir: Path, *, started: float, quiet: bool = False) -> Outcome:
+def train(config: Config | LraConfig, work: Work, run_dir: Path, *, started: float, quiet: bool = False) -> Outcome:
     """Train in ``run_dir`` from its newest intact checkpoint, or from the start, to the end that the config sets.
 
     Args:
+        work: what is trained, such as :class:`training.language.LanguageModelling` is.
         started: ``time.perf_counter()`` when the command began, for the wall clock.
         quiet: no progress bar.
 
@@ -105,10 +142,9 @@ def train(config: Config, corpora: Corpora, run_dir: Path, *, started: float, qu
     """
     mesh = make_mesh(config.mesh, config.train, config.model.context)
     transform = make_optimizer(config.optimizer)
-    graph = steps.model_graph(config, corpora.vocabulary_size)
 
     def initial() -> steps.TrainState:
-        return steps.initial_state(config, corpora.vocabulary_size, transform)
+        return work.initial(transform)
 
     shapes = jax.eval_shape(initial)
     shardings = state_shardings(mesh, shapes)
@@ -121,29 +157,18 @@ def train(config: Config, corpora: Corpora, run_dir: Path, *, started: float, qu
             state, position = restored
         logs = stack.enter_context(Logs(config, run_dir, step=position.step))
         writer = stack.enter_context(MetricsWriter(run_dir / "metrics.jsonl", keep_through=position.step))
-        samples = Samples(run_dir / "samples", corpora.tokenizer, keep_through=position.step)
+        samples = work.samples(run_dir / "samples", keep_through=position.step)
         clock = _Clock(position, started)
         data_sharding = batch_sharding(mesh)
-        data = stack.enter_context(batches(
-            corpora, "train", context=config.model.context, batch_size=config.train.batch_size, seed=config.train.seed,
-            start=position.batches, sharding=data_sharding, packing=config.data.packing))
-        # As many sequences at once as in training, and no more, for they have to fit into memory.
-        val = [[_put(batch, data_sharding) for batch in fixed_batches(
-            files, "val", context=config.model.context, batch_size=config.train.batch_size // config.train.accumulate,
-            count=config.train.eval_batches * config.train.accumulate, packing=config.data.packing)]
-            for files in corpora.files]
-        tokens_BT: Any = jax.ShapeDtypeStruct((config.train.batch_size, config.model.context), jnp.int32,
-                                              sharding=data_sharding)
-        update = jax.jit(steps.make_train_step(graph, config, transform), donate_argnums=0,
-                         out_shardings=(shardings, None))
-        segment_ids_BT = tokens_BT if config.data.packing == "documents" else None
-        update = update.lower(state, Batch(tokens_BT, tokens_BT, segment_ids_BT), jnp.float32(0)).compile()
+        data = stack.enter_context(work.batches(start=position.batches, sharding=data_sharding))
+        evaluate = work.evaluator(data_sharding)
+        update = jax.jit(work.update(transform), donate_argnums=0, out_shardings=(shardings, None))
+        update = update.lower(state, work.batch_shape(data_sharding), jnp.float32(0)).compile()
         add_to_environment(run_dir, step_bytes=peak_bytes(update))
-        evaluate = jax.jit(steps.make_eval_step(graph, accuracy=corpora.weighted))
         stop = stack.enter_context(_stop_signals())
         bar = stack.enter_context(_progress(config, position, quiet))
-        run = _Run(config, corpora, graph, clock, writer, logs, samples, checkpoints, evaluate,
-                   jax.jit(optax.tree.norm), val, bar)
+        run = _Run(config, work.graph, clock, writer, logs, samples, checkpoints, evaluate, jax.jit(optax.tree.norm),
+                   bar)
 
         pending: _Pending | None = None
         clock.resume()
@@ -183,19 +208,17 @@ def train(config: Config, corpora: Corpora, run_dir: Path, *, started: float, qu
 class _Run:
     """What the loop does between steps."""
 
-    config: Config
-    corpora: Corpora
+    config: Config | LraConfig
     graph: Any
     """Of the model."""
     clock: _Clock
     writer: MetricsWriter
     logs: Logs
-    samples: Samples
+    samples: Samples | None
     checkpoints: Checkpoints
-    evaluate_batch: Any
+    figures: Callable[[steps.TrainState], dict[str, float]]
+    """Those of a val line."""
     parameter_norm: Any
-    val: list[list[Batch]]
-    """Of each corpus."""
     bar: Any
     val_loss: float | None = None
     evaluated_at: int = -1
@@ -220,29 +243,18 @@ class _Run:
         """The val line of the present step, unless there is one."""
         if self.evaluated_at == self.clock.position.step:
             return
-        sums = [[self.evaluate_batch(state.parameters, state.variables, batch) for batch in of_corpus]
-                for of_corpus in self.val]
-        each = [_figures(files, found) for files, found in zip(self.corpora.files, jax.device_get(sums), strict=True)]
-        self.val_loss = self.corpora.mean([figures["loss"] for figures in each])
+        values = self.figures(state)
+        self.val_loss = values["loss"]
         self.evaluated_at = self.clock.position.step
         self.clock.read()
         self._check(self.evaluated_at, **{"val loss": self.val_loss})
-        values = {"loss": self.val_loss}
-        if self.corpora.weighted:
-            values["accuracy"] = self.corpora.mean([figures["accuracy"] for figures in each])
-        else:
-            bytes_per_token = self.corpora.mean([files.bytes_per_token("val") for files in self.corpora.files])
-            values["bits_per_byte"] = self.val_loss / math.log(2) / bytes_per_token
-        if len(each) > 1:
-            values |= {f"{name}/{corpus}": value for corpus, figures in zip(self.corpora.names, each, strict=True)
-                       for name, value in figures.items()}
         self._write(self.clock.position.step, split="val", **values)
         self.bar.evaluated(self.clock.position, self.val_loss)
 
     def sample(self, state: steps.TrainState) -> None:
         """Text of the model of the present step, where samples are asked for, unless there is one."""
         step = self.clock.position.step
-        if self.config.train.sample_every and self.sampled_at != step:
+        if self.samples is not None and self.config.train.sample_every and self.sampled_at != step:
             self.samples.write(step, steps.build(self.graph, state.parameters, state.variables))
             self.sampled_at = step
 
@@ -283,27 +295,6 @@ class _Run:
         self.logs.write(record)
 
 
-def _figures(files: TokenFiles, sums: Sequence[tuple[np.ndarray, ...]]) -> dict[str, float]:
-    """What evaluation found on the val split of one corpus."""
-    losses, counts, *right = zip(*sums, strict=True)
-    loss = float(sum(losses)) / int(sum(counts))
-    figures = {"loss": loss}
-    if not files.weighted:  # of a text of which parts do not count they would mean nothing
-        figures["bits_per_byte"] = loss / math.log(2) / files.bytes_per_token("val")
-    if right:
-        figures["accuracy"] = int(sum(right[0])) / int(sum(counts))
-    return figures
-
-
-def _put(batch: Batch, sharding: NamedSharding) -> Batch:
-    """A batch on the devices: spread over them where it can be, a whole copy on each where it is too small."""
-    mesh = sharding.mesh
-    rows = mesh.shape["data"] * mesh.shape["fsdp"]
-    if len(batch.inputs_BT) % rows:
-        sharding = NamedSharding(mesh, PartitionSpec())
-    return jax.device_put(batch, sharding)
-
-
 def _restore(checkpoints: Checkpoints, shapes: Any, shardings: Any, run_dir: Path) -> tuple[Any, Position] | None:
     abstract = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes,
                             shardings)
@@ -318,17 +309,17 @@ def _restore(checkpoints: Checkpoints, shapes: Any, shardings: Any, run_dir: Pat
             Position(**items["position"]))
 
 
-def is_finished(config: Config, position: dict[str, Any]) -> bool:
+def is_finished(config: Config | LraConfig, position: dict[str, Any]) -> bool:
     """Whether a run at this position has nothing left to do."""
     return _finished(config, Position(**position))
 
 
-def _finished(config: Config, position: Position) -> bool:
+def _finished(config: Config | LraConfig, position: Position) -> bool:
     steps_done = config.train.steps is not None and position.step >= config.train.steps
     return steps_done or (config.train.minutes is not None and position.train_seconds >= 60 * config.train.minutes)
 
 
-def _share(config: Config, position: Position) -> float:
+def _share(config: Config | LraConfig, position: Position) -> float:
     """How much of the run is over: of its steps where they are given, else of its minutes."""
     if config.train.steps is not None:
         return position.step / config.train.steps
@@ -357,7 +348,7 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def _progress(config: Config, position: Position, quiet: bool) -> Iterator[Any]:
+def _progress(config: Config | LraConfig, position: Position, quiet: bool) -> Iterator[Any]:
     """A bar on a terminal; elsewhere a line at each evaluation."""
     bar = _Bar(config)
     if quiet or not sys.stderr.isatty():
@@ -377,7 +368,7 @@ def _progress(config: Config, position: Position, quiet: bool) -> Iterator[Any]:
 
 @dataclass
 class _Bar:
-    config: Config
+    config: Config | LraConfig
     progress: Any = None
     task: Any = None
     lines: bool = False

@@ -18,8 +18,8 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     Loshchilov, Hutter: "Decoupled Weight Decay Regularization", 2019.
     """
     return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(config.beta1, config.beta2),
+        optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm),
+        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
         optax.add_decayed_weights(config.weight_decay, mask=lambda tree: jax.tree.map_with_path(_decays, tree)),
     )
 
@@ -30,7 +30,10 @@ def _decays(path: Any, x: jax.Array) -> bool:
 
 
 def learning_rate(config: OptimizerConfig, step: int, share: float, *, by_steps: bool) -> float:
-    """Linear warm-up, then a cosine to ``final_fraction`` of the peak.
+    """Linear warm-up, then a cosine to ``final_fraction`` of the peak, or the inverse root of the step.
+
+    The latter is min(1, t / w) / sqrt(max(t, w)) times ``learning_rate``, after w steps of warm-up: Vaswani et al.,
+    "Attention Is All You Need", 2017, but for a factor. It depends on the step t alone, from 1, and not on the share.
 
     Args:
         step: updates made so far.
@@ -38,6 +41,8 @@ def learning_rate(config: OptimizerConfig, step: int, share: float, *, by_steps:
         by_steps: whether the share is one of steps.
     """
     warm = (step + 1) / max(1, config.warmup_steps)
+    if config.schedule == "inverse_sqrt":
+        return config.learning_rate * min(1.0, warm) / math.sqrt(max(step + 1, config.warmup_steps))
     if not by_steps:
         warm = max(warm, share / _WARMUP_SHARE)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, share)))

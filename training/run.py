@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from configs.schema import Config, ConfigError
+from configs.schema import Config, ConfigError, config_class
 from models.gpt import GPT
 from training.checkpoint import CheckpointError, Checkpoints
 
@@ -69,6 +69,9 @@ def load_model(directory: Path, step: int | None = None) -> LoadedRun:
     values = _read_json(directory / "config.json")
     if not all(isinstance(group, dict) for group in values.values()):
         raise RunError(f"{directory}/config.json: not a config that train.py writes")
+    if (kind := config_class(values)) is not Config:
+        raise ConfigError(f"{directory} is a run of {kind.COMMAND}, with a classifier in it; name a run of "
+                          f"{Config.COMMAND}, with a language model")
     config = Config.from_dict(values)
 
     graph, parameters, variables = nnx.split(

@@ -15,6 +15,9 @@ from data.loader import Batch
 from kernels.cross_entropy import count_right, cross_entropy
 from models.gpt import GPT
 
+_OF_LOSS = 2**32 - 1
+"""What the loss draws from, beside the numbers of the modules that draw for themselves."""
+
 
 class TrainState(NamedTuple):
     """All that an update reads and writes, as plain trees of arrays."""
@@ -64,7 +67,7 @@ def make_train_step(graph: Any, config: Config, transform: optax.GradientTransfo
     """:func:`make_update` of a language model: the mean loss of the targets that are scored."""
     remat = config.train.remat == "block"
 
-    def loss_sum(model: GPT, batch: Batch) -> tuple[Array, Array]:
+    def loss_sum(model: GPT, batch: Batch, _: Array) -> tuple[Array, Array]:
         x_BTE = _hidden(model, batch, remat=remat)
         targets_BT = jnp.asarray(batch.targets_BT)
         return cross_entropy(x_BTE, model.token_embedding.embedding[...], targets_BT), jnp.sum(targets_BT >= 0)
@@ -72,39 +75,44 @@ def make_train_step(graph: Any, config: Config, transform: optax.GradientTransfo
     return make_update(graph, loss_sum, transform, parts=config.train.accumulate, seed=config.train.seed)
 
 
-def make_update(graph: Any, loss_sum: Callable[[Any, Any], tuple[Array, Array]],
+def make_update(graph: Any, loss_sum: Callable[[Any, Any, Array], tuple[Array, Array]],
                 transform: optax.GradientTransformation, *, seed: int, parts: int = 1,
                 ) -> Callable[[TrainState, Any, Array], tuple[TrainState, StepMetrics]]:
     """``step(state, batch, learning_rate)``: one update; jit it with the state donated.
 
     The loss is the mean over what is scored, in whichever part it is. Random features and the like are drawn anew here,
-    and nowhere else.
+    and nowhere else. All that is random comes from seed and step, and so is the same in a resumed run.
 
     Args:
         graph: the static half of the model.
-        loss_sum: of a model and a batch: the sum of losses, and of how many.
+        loss_sum: of a model, a batch and a random key: the sum of losses, and of how many.
         transform: the optimizer, but for the learning rate.
-        seed: of random features, with the step.
+        seed: of random features and keys, with the step.
         parts: in which the batch is taken, one after the other.
     """
 
-    def loss_of(parameters: Any, variables: Any, batch: Any) -> tuple[Array, Array]:
-        return loss_sum(build(graph, parameters, variables), batch)
+    def loss_of(parameters: Any, variables: Any, batch: Any, key: Array) -> tuple[Array, Array]:
+        return loss_sum(build(graph, parameters, variables), batch, key)
 
     def step(state: TrainState, batch: Any, learning_rate: Array) -> tuple[TrainState, StepMetrics]:
-        state = state._replace(variables=_redrawn(graph, state, seed))
+        count = optax.tree.get(state.optimizer, "count")
+        key = jax.random.fold_in(jax.random.key(seed), count)
+        state = state._replace(variables=_redrawn(graph, state, count, key))
+        key = jax.random.fold_in(key, _OF_LOSS)
         differentiate = jax.value_and_grad(loss_of, has_aux=True)
         if parts == 1:
-            (total, scored), gradients = differentiate(state.parameters, state.variables, batch)
+            (total, scored), gradients = differentiate(state.parameters, state.variables, batch, key)
         else:
             # Every part takes each parts-th row, so that it stays spread over the devices as the batch is.
             split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
             def add(carry: Any, part: Any) -> tuple[Any, None]:
-                return jax.tree.map(jnp.add, carry, differentiate(state.parameters, state.variables, part)), None
+                number, batch = part
+                found = differentiate(state.parameters, state.variables, batch, jax.random.fold_in(key, number))
+                return jax.tree.map(jnp.add, carry, found), None
 
             nothing = ((jnp.zeros(()), jnp.zeros((), jnp.int32)), jax.tree.map(jnp.zeros_like, state.parameters))
-            ((total, scored), gradients), _ = lax.scan(add, nothing, split)
+            ((total, scored), gradients), _ = lax.scan(add, nothing, (jnp.arange(parts), split))
         scored = jnp.maximum(scored, 1)
         gradients = jax.tree.map(lambda x: x / scored, gradients)
         updates, optimizer = transform.update(gradients, state.optimizer, state.parameters)
@@ -132,16 +140,14 @@ def make_eval_step(graph: Any, *, accuracy: bool = False) -> Callable[[Any, Any,
     return evaluate
 
 
-def _redrawn(graph: Any, state: TrainState, seed: int) -> Any:
-    """The variables of this update: what is random in them comes from seed and step, the same in a resumed run.
+def _redrawn(graph: Any, state: TrainState, step: Array, key: Array) -> Any:
+    """The variables of this update.
 
     A module that has something to draw defines ``redraw(step, key)``, and keeps its own schedule.
     """
     if not jax.tree.leaves(state.variables):
         return state.variables
     model = build(graph, state.parameters, state.variables)
-    step = optax.tree.get(state.optimizer, "count")
-    key = jax.random.fold_in(jax.random.key(seed), step)
     for number, (_, module) in enumerate(nnx.iter_modules(model)):
         redraw = getattr(module, "redraw", None)
         if redraw is not None:

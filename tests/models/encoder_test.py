@@ -10,7 +10,7 @@ from flax import nnx
 
 from configs.schema import ConfigError, EncoderConfig
 from models import attention
-from models.encoder import Classifier, Encoder, check
+from models.encoder import Classifier, Encoder, check, dropping
 
 V, T = 11, 37
 SMALL: dict[str, dict[str, Any]] = {
@@ -89,6 +89,45 @@ def test_two_towers_share_an_encoder_and_tell_which_is_which():
         model(a)
 
 
+@pytest.mark.parametrize("towers", [1, 2])
+def test_dropout_leaves_out_by_its_key_alone_and_keeps_the_mean(towers):
+    model = Classifier(config(towers=towers, dropout=0.5, layers=1), V, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    inputs = (tokens(),) * towers
+
+    @jax.jit
+    def classify(state, key):
+        return nnx.merge(graph, state)(*inputs, dropout=key)
+
+    whole = np.asarray(jax.jit(lambda state: nnx.merge(graph, state)(*inputs))(state))
+    keys = jax.random.split(jax.random.key(0), 3)
+    first, again, other = (np.asarray(classify(state, key)) for key in (keys[0], keys[0], keys[1]))
+    np.testing.assert_array_equal(first, again)
+    assert min(np.abs(first - other).max(), np.abs(first - whole).max()) > 1e-2
+
+
+def test_what_is_dropped_is_a_share_and_other_at_every_call():
+    x = jnp.ones((100, 100))
+    drop = dropping(0.25, jax.random.key(0))
+    first, second = np.asarray(drop(x)), np.asarray(drop(x))
+    assert set(np.unique(first)) == {0, np.float32(1 / 0.75)}
+    for dropped in (first, second):
+        assert (dropped == 0).mean() == pytest.approx(0.25, abs=0.02)
+    assert ((first == 0) & (second == 0)).mean() == pytest.approx(0.25**2, abs=0.02)
+    assert dropping(0.25, None)(x) is dropping(0.0, jax.random.key(0))(x) is x
+
+
+def test_recomputed_blocks_give_the_same_gradients_dropout_included():
+    model = Classifier(config(dropout=0.5), V, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+
+    def gradient(remat):
+        return jax.jit(jax.grad(lambda state: nnx.merge(graph, state)(
+            tokens(), dropout=jax.random.key(0), remat=remat).sum()))(state)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradient(True), gradient(False))
+
+
 def test_bfloat16_is_close_to_float32():
     exact, low = (classify(Classifier(config(dtype=dtype), V, rngs=nnx.Rngs(0)), tokens())
                   for dtype in ("float32", "bfloat16"))
@@ -107,6 +146,7 @@ def test_heads_may_have_a_width_of_their_own():
     ({"head_width": 0}, "model.head_width is 0"),
     ({"head_width": 3, "positions": "rotary"}, "the head width, 3, has to be even"),
     ({"towers": 3}, "model.towers is 3"),
+    ({"dropout": -0.1}, "model.dropout is -0.1; expected at least 0, and less than 1"),
     ({"attention": ("linear",), "modes": {"linear": {"form": "cumsum"}}}, "--attention linear: with these options"),
     ({"attention": ("sofmax",)}, "perhaps you meant softmax"),
     ({"attention": ("local",)}, "model.pooling is cls, to which --attention local shows its own block alone"),

@@ -21,7 +21,7 @@ from models.gpt import GPT
 from models.sampler import Sampler, Sampling
 from models.text_stream import TextStream
 from tests import tiny
-from training import loop
+from training import language, loop
 from training.checkpoint import Checkpoints
 from training.run import load_model
 from training.samples import SAMPLE_TOKENS, check
@@ -233,7 +233,7 @@ def test_the_time_of_samples_is_not_training_and_logs_get_every_line(recipe, tmp
             next(clock)
 
     monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    monkeypatch.setattr(loop.Samples, "write", write)
+    monkeypatch.setattr(language.Samples, "write", write)
     monkeypatch.setattr(loop.Logs, "write", lambda self, record: logged.append(record))
     assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--train.sample-every", 1) == 0
     assert logged == tiny.lines(tmp_path / "run")

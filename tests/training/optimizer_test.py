@@ -54,5 +54,21 @@ def test_a_run_in_minutes_follows_the_share_and_is_warm_after_a_tenth_of_it():
     assert learning_rate(CONFIG, 100, 1.2, by_steps=False) == pytest.approx(0.5)
 
 
+def test_the_inverse_root_follows_the_step_alone():
+    lra = OptimizerConfig(learning_rate=0.05, schedule="inverse_sqrt", warmup_steps=1000)
+    rates = [learning_rate(lra, t - 1, share, by_steps=True) for t, share in ((1, 0), (500, 0.9), (1000, 0), (4000, 1))]
+    # S(w) = min(1, t / w) / sqrt(max(t, w)), 1.6e-3 at the end of the warm-up.
+    assert rates == pytest.approx([0.05 / 1000**1.5, 0.025 / 1000**0.5, 0.05 / 1000**0.5, 0.05 / 4000**0.5])
+    assert rates[2] == pytest.approx(1.58e-3, rel=1e-3)
+    assert learning_rate(lra, 499, 0.5, by_steps=False) == pytest.approx(rates[1])
+
+
+def test_epsilon_is_beside_the_root_and_clipping_may_be_left_out():
+    transform = make_optimizer(OptimizerConfig(epsilon=3.0, clip_norm=None, weight_decay=0.0))
+    parameters = {"a": jnp.zeros(2)}
+    updates: Any = transform.update({"a": jnp.array([30.0, 40.0])}, transform.init(parameters), parameters)[0]
+    np.testing.assert_allclose(updates["a"], [30 / 33, 40 / 43], rtol=1e-5)
+
+
 def test_no_warmup_starts_at_the_peak():
     assert learning_rate(OptimizerConfig(warmup_steps=0, learning_rate=3.0), 0, 0.0, by_steps=True) == 3.0

@@ -24,7 +24,7 @@ from configs.schema import Config, MeshConfig, ModelConfig, OptimizerConfig, Tra
 from data.loader import Batch
 from models.gpt import check
 from training import step as steps
-from training.loop import _put as put
+from training.language import put
 from training.optimizer import make_optimizer
 from training.sharding import batch_sharding, make_mesh, state_shardings
 

@@ -10,12 +10,22 @@ import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from configs.schema import Config, ModelConfig, OptimizerConfig, TrainConfig
 from data.loader import Batch
 from models.gpt import check
 from training.optimizer import make_optimizer
-from training.step import TrainState, build, initial_state, make_eval_step, make_train_step, model_graph
+from training.step import (
+    TrainState,
+    build,
+    initial_state,
+    make_eval_step,
+    make_train_step,
+    make_update,
+    model_graph,
+    state_of,
+)
 
 VOCABULARY = 31
 
@@ -133,6 +143,31 @@ def test_parameters_start_equal_in_every_mode_and_follow_the_seed():
                      initial().parameters)
     embedding, other = (initial(seed).parameters["token_embedding"]["embedding"] for seed in (0, 1))
     assert (np.asarray(embedding) != np.asarray(other)).all()
+
+
+def test_what_a_loss_draws_comes_from_seed_and_step_and_is_another_in_each_part():
+    class One(nnx.Module):
+        def __init__(self):
+            self.x = nnx.Param(jnp.ones(()))
+
+    def loss_sum(model, batch, key):
+        return model.x[...] * jax.random.uniform(key), jnp.int32(1)
+
+    transform = make_optimizer(OptimizerConfig())
+
+    def losses(parts, seed=0, count=2):
+        state, found = state_of(One(), transform), []
+        step = jax.jit(make_update(nnx.split(One())[0], loss_sum, transform, seed=seed, parts=parts))
+        for _ in range(count):
+            state, metrics = step(state, jnp.zeros(4), jnp.float32(0))
+            found.append(float(metrics.loss))
+        return found
+
+    assert losses(1) == losses(1)
+    assert len({*losses(1), *losses(1, seed=1)}) == 4
+    # The mean of four draws that are one would be among what one draw can be; of four that differ it is near a half.
+    means = np.array([losses(4, seed, count=8) for seed in range(4)])
+    assert means.std() == pytest.approx(np.sqrt(1 / 12 / 4), rel=0.35)
 
 
 DOCUMENTS = ((3, 9, 20), (15, 10), (20, 12), (30,))

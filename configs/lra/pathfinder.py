@@ -1,0 +1,40 @@
+"""Pathfinder: whether a path of dashes joins two points, in pictures of 32 × 32 pixels; generated.
+
+    python -m lra.train configs/lra/pathfinder.py --attention softmax
+    python -m lra.train configs/lra/pathfinder.py --attention performer --preset released
+    python -m lra.train configs/lra/pathfinder.py --attention linear --data-dir lra_release
+
+In ``released`` the sizes are those that the released code gives each mode; for the Performer its authors name those of
+``linear`` as the ones that reproduce the paper's figure.
+"""
+
+from configs.lra.presets import Preset, Sizes, cosine, published, tuned
+from configs.schema import LraConfig
+
+PAPER = Sizes(4, 8, 128, 128, 128, "mean")
+RELEASED = Sizes(4, 4, 32, 16, 32, "mean")
+OF_MODE = {
+    "local": Sizes(2, 4, 64, 32, 64, "mean"),
+    "sparse": Sizes(1, 8, 32, 16, 32, "mean"),
+    "longformer": Sizes(2, 2, 32, 16, 32, "mean"),
+    "linformer": Sizes(1, 2, 32, 16, 32, "mean"),
+    "reformer": Sizes(2, 8, 64, 32, 64, "mean"),
+    "sinkhorn": Sizes(2, 4, 32, 16, 64, "mean"),
+    "synthesizer": Sizes(2, 4, 64, 32, 64, "mean"),
+    "bigbird": Sizes(4, 2, 64, 32, 64, "mean"),
+    "linear": Sizes(1, 2, 128, 64, 128, "mean"),
+    "chunked": Sizes(1, 2, 128, 64, 128, "mean"),
+    "performer": Sizes(4, 8, 32, 16, 32, "mean"),
+}
+"""Those that are not ``RELEASED``."""
+
+
+def get_config(attention: str = "softmax", preset: Preset = "tuned") -> LraConfig:
+    if preset == "tuned":
+        return tuned("pathfinder", attention, context=1024, classes=2, steps=20_000, batch=64)
+    if preset == "paper":
+        sizes, optimizer = PAPER, cosine(0.01, 312)
+    else:
+        sizes, optimizer = OF_MODE.get(attention, RELEASED), cosine(1e-3, 312)
+    return published("pathfinder", attention, preset, sizes, optimizer, context=1024, classes=2, batch=512,
+                     steps=62_400, dropout=0.2)

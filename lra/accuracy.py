@@ -1,0 +1,246 @@
+"""Long Range Arena's table of accuracies: what ``lra.train`` left in RUN/test.json, for ``lra.table accuracy``.
+
+One row a mode, with the mean and the standard deviation over seeds; one column a task, or more where runs had different
+data of it. Beside it stand what guessing reaches on the same test examples, and the published rows.
+"""
+
+import json
+import math
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.schema import ConfigError
+from data import DataError
+
+TASKS = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image", "pathfinder": "Pathfinder",
+         "pathx": "Path-X"}
+"""In the order of the table."""
+SAME = ("checkpoint", "logging")
+"""Groups of a config in which seeds of one set-up may differ."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that was scored."""
+
+    name: str
+    """The folder's."""
+    task: str
+    attention: str
+    seed: int
+    accuracy: float
+    examples: int
+    """Of the test split."""
+    trained_on: int
+    """Examples of the train split."""
+    context: int
+    """Tokens of an example at most."""
+    step: int
+    """Updates of the parameters that were scored."""
+    parameters: int
+    baselines: dict[str, float]
+    """Accuracy of guessers."""
+    command: str
+    checksum: str
+    """Of the data."""
+    setup: str
+    """Equal for runs that differ in their seed alone."""
+
+    @property
+    def standard_error(self) -> float:
+        """Of the accuracy, for the test examples are a sample."""
+        return math.sqrt(self.accuracy * (1 - self.accuracy) / self.examples)
+
+    @property
+    def beyond(self) -> str:
+        """The best guesser that the run is better than by two standard errors; ``nothing`` where there is none."""
+        below = {name: value for name, value in self.baselines.items()
+                 if value < self.accuracy - 2 * self.standard_error}
+        return max(below, key=below.__getitem__, default="nothing")
+
+
+def load(path: Path) -> Run:
+    """A run.
+
+    Raises:
+        ConfigError: there is no such folder, or it is no run of ``lra.train``.
+        DataError: the run is not scored yet, or a file is damaged.
+    """
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path}: not a run, it has no config.json; name the --run-dir of an lra.train run")
+    try:
+        config = json.loads((path / "config.json").read_text())
+        if "task" not in config["data"]:
+            raise ConfigError(f"{path}: a run of train.py, which has no task; name runs of lra.train")
+        if not (path / "test.json").is_file():
+            raise DataError(f"{path}: not scored yet, it has no test.json; the command that began the run goes on to "
+                            "its end and writes it")
+        found = json.loads((path / "test.json").read_text())
+        config = {name: group for name, group in config.items() if name not in SAME}
+        config["train"].pop("seed")
+        config["data"].pop("dir")  # the same data may lie elsewhere
+        return Run(path.resolve().name, found["task"], ",".join(found["attention"]), found["seed"], found["accuracy"],
+                   found["examples"], found["train_examples"], found["context"], found["step"], found["parameters"],
+                   found["baselines"], shlex.join(found["command"]), found["corpus_checksum"],
+                   json.dumps([config, found["corpus_checksum"]], sort_keys=True))
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise DataError(f"{path}: config.json or test.json is damaged ({error}); bring them back") from error
+
+
+def load_all(paths: Sequence[Path]) -> tuple[list[Run], list[DataError]]:
+    """The runs, in the order of tasks, and why others are left out.
+
+    Raises:
+        ConfigError: a folder that is no run of ``lra.train``, or two runs of one set-up and seed.
+    """
+    runs, left_out, seen = [], [], {}
+    for path in paths:
+        try:
+            run = load(path)
+        except DataError as error:
+            left_out.append(error)
+            continue
+        if (other := seen.setdefault((run.setup, run.seed), path)) is not path:
+            raise ConfigError(f"{other} and {path} have the same set-up and the same seed: name one of them")
+        runs.append(run)
+    return sorted(runs, key=lambda run: [*TASKS, run.task].index(run.task)), left_out
+
+
+def table(runs: Sequence[Run]) -> tuple[list[Run], dict[str, dict[str, list[Run]]]]:
+    """The columns, each as one of its runs; and the rows: by their name, the runs of each column's data, a run a seed.
+
+    A mode is one row, but where it has two set-ups on the same data: they are rows of their own, told by a run's name.
+    """
+    columns = list({run.checksum: run for run in runs}.values())
+    setups: dict[str, list[Run]] = {}
+    for run in runs:
+        setups.setdefault(run.setup, []).append(run)
+    of_mode: dict[tuple[str, str], list[list[Run]]] = {}
+    for seeds in setups.values():
+        of_mode.setdefault((seeds[0].attention, seeds[0].checksum), []).append(seeds)
+    rows: dict[str, dict[str, list[Run]]] = {}
+    for (mode, data), found in of_mode.items():
+        for seeds in found:
+            name = mode if len(found) == 1 else f"{mode} ({seeds[0].name})"
+            rows.setdefault(name, {})[data] = seeds
+    return columns, rows
+
+
+def markdown(runs: Sequence[Run], published: Mapping[str, Any], origin: Mapping[str, Any]) -> str:
+    """The tables."""
+    columns, rows = table(runs)
+    # Tasks without a run have a column for what was published.
+    tasks: list[tuple[str, Run | None]] = [
+        (task, column) for task in TASKS
+        for column in ([column for column in columns if column.task == task] or [None])]
+    tasks += [(column.task, column) for column in columns if column.task not in TASKS]
+
+    def cell(seeds: Sequence[Run] | None) -> str:
+        return "–" if seeds is None else percent(*mean_and_deviation(seeds))
+
+    def others(row: Mapping[str, Any]) -> list[str]:
+        return ["✗" if (value := row.get(task)) == "failed" else "–" if value is None else f"{value:.2f}"
+                for task in (*(task for task, _ in tasks), "average")]
+
+    marks = [(row, ("**" if row.get("anchor") else "", "†" if row.get("unverified") else "",
+                    "*" if row.get("tasks") == 5 else "")) for row in published["rows"]]
+    lines = [["", *(TASKS.get(task, task) for task, _ in tasks), "average"],
+             ["---", *["---:"] * (len(tasks) + 1)],
+             *([f"`{name}`", *(cell(None if column is None else row.get(column.checksum)) for _, column in tasks), "–"]
+               for name, row in rows.items()),
+             *([f"{bold}{row['name']}{bold}{unverified}", *others(row)[:-1], others(row)[-1] + five.replace("*", "\\*")]
+               for row, (bold, unverified, five) in marks)]
+    text = ["# Long Range Arena: accuracy", "",
+            f"Accuracy on the test split in per cent; several seeds as mean ± standard deviation. Measured on "
+            f"{origin['device']}, jax {origin['versions']['jax']}; the rows in code letters are ours:", "",
+            f"    {origin['command']} --out NAME", "", *("| " + " | ".join(line) + " |" for line in lines), "",
+            f"Published: {published['source']}. {published['notes']} **Bold**: what there is to beat. †: not checked "
+            "against the paper. \\*: an average of five tasks.", "", "## What our columns are of, and what guessing "
+            "reaches", "", "What guessers know they learned from the same training examples; they are scored on the "
+            "same test examples.", "", "| task | tokens at most | train | test | guessing |",
+            "| --- | ---: | ---: | ---: | --- |"]
+    for column in columns:
+        guesses = ", ".join(f"{name} {100 * value:.1f}" for name, value in column.baselines.items())
+        text.append(f"| {TASKS.get(column.task, column.task)} | {column.context:,} | {column.trained_on:,} | "
+                    f"{column.examples:,} | {guesses} |")
+    text += ["", "## Runs", "", "Beyond: the best guesser that a run is better than by two standard errors of its "
+             "accuracy.", "", "| task | mode | seed | accuracy | beyond | updates | parameters |",
+             "| --- | --- | ---: | ---: | --- | ---: | ---: |",
+             *(f"| {TASKS.get(run.task, run.task)} | `{run.attention}` | {run.seed} | "
+               f"{percent(run.accuracy, run.standard_error)} | {run.beyond} | {run.step:,} | {run.parameters:,} |"
+               for run in runs), "", *(f"    {run.command}" for run in runs), ""]
+    return "\n".join(text)
+
+
+def mean_and_deviation(seeds: Sequence[Run]) -> tuple[float, float | None]:
+    """Of the accuracies; one seed has no deviation."""
+    values = [run.accuracy for run in seeds]
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def percent(value: float, spread: float | None) -> str:
+    """``37.2 ± 0.4``."""
+    return f"{100 * value:.1f}" + ("" if spread is None else f" ± {100 * spread:.1f}")
+
+
+def contents(runs: Sequence[Run], origin: Mapping[str, Any]) -> dict[str, Any]:
+    """What the JSON file holds."""
+    _, rows = table(runs)
+    return {**origin, "rows": [
+        {"row": name, "task": seeds[0].task, "seeds": [run.seed for run in seeds], "accuracy": mean,
+         "deviation": deviation, "baselines": seeds[0].baselines}
+        for name, row in rows.items() for seeds in row.values() for mean, deviation in [mean_and_deviation(seeds)]],
+        "runs": [{name: value for name, value in asdict(run).items() if name != "setup"}
+                 | {"standard_error": run.standard_error, "beyond": run.beyond} for run in runs]}
+
+
+def draw(path: Path, runs: Sequence[Run], published: Mapping[str, Any]) -> None:
+    """A panel a column: bars of the modes, and lines where guessers and the Transformer of the benchmark come to."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from comparison.style import colour
+
+    columns, rows = table(runs)
+    across = min(len(columns), 2)
+    down = -(-len(columns) // across)
+    figure, grid = pyplot.subplots(down, across, figsize=(7 * across, (1.6 + 0.35 * len(rows)) * down), squeeze=False,
+                                   layout="constrained")
+    for axes, column in zip(grid.flat, columns, strict=False):
+        bars = {name: row[column.checksum] for name, row in reversed(rows.items()) if column.checksum in row}
+        for place, seeds in enumerate(bars.values()):
+            mean, deviation = mean_and_deviation(seeds)
+            axes.barh(place, 100 * mean, xerr=None if deviation is None else 100 * deviation,
+                      color=colour(seeds[0].attention), alpha=0.6)
+        axes.set_yticks(range(len(bars)), bars)
+        transformer = published["rows"][0].get(column.task)
+        lines = [(f"{name}, {100 * value:.1f}", 100 * value, {"color": f"{0.7 - 0.7 * i / len(column.baselines):.2f}"})
+                 for i, (name, value) in enumerate(column.baselines.items())]
+        if isinstance(transformer, float):
+            look = {"color": "#a40000", "linestyle": "--"}
+            lines.append((f"Transformer, published\nof the whole task, {transformer:.1f}", transformer, look))
+        for name, value, look in lines:
+            axes.axvline(value, label=name, **look)
+        axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+        axes.set(title=f"{TASKS.get(column.task, column.task)}, up to {column.context:,} tokens, "
+                       f"{column.trained_on:,} examples", xlabel="accuracy on test (%)", xlim=(0, 100))
+    for axes in grid.flat[len(columns):]:
+        axes.remove()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def say_left_out(left_out: Sequence[DataError]) -> None:
+    """Which runs are not in the table, and why."""
+    for error in left_out:
+        print(f"left out: {error}", file=sys.stderr)

@@ -1,0 +1,181 @@
+"""Training classifiers: what the loop of ``training`` needs of a config and a task's data."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Int
+
+from configs.schema import ConfigError, LraConfig
+from lra.tasks import Dataset, Split
+from models.encoder import Classifier
+from training import step as steps
+
+WHOLE_SPLIT = 2000
+"""Examples of a val split that is always evaluated whole."""
+
+
+class Examples(NamedTuple):
+    """A batch; padding stands after the valid tokens of a row."""
+
+    tokens: tuple[Int[Array | np.ndarray, "B T"], ...]
+    """One a tower."""
+    valid: tuple[Bool[Array | np.ndarray, "B T"], ...]
+    """False on padding, one a tower."""
+    labels_B: Int[Array | np.ndarray, " B"]
+    """−1 where a row only fills up a batch."""
+
+
+class Classification:
+    """A :class:`training.loop.Work`: an encoder with a classifier on the examples of a task.
+
+    Every epoch has an order of its own, and a batch may begin in one and end in the next. An evaluation takes the whole
+    val split where it has at most ``WHOLE_SPLIT`` examples, else ``train.eval_batches`` batches evenly spaced over it;
+    the test split is taken whole.
+
+    Args:
+        config: settled.
+        dataset: of the config's task.
+
+    Raises:
+        ConfigError: model and data do not fit each other.
+    """
+
+    def __init__(self, config: LraConfig, dataset: Dataset):
+        check_data(config, dataset)
+        self._config, self._dataset = config, dataset
+        self.graph = nnx.split(nnx.eval_shape(self.make_model))[0]
+
+    def make_model(self) -> Classifier:
+        """The classifier, its parameters drawn from ``train.seed``."""
+        return Classifier(self._config.model, self._dataset.vocabulary, rngs=nnx.Rngs(self._config.train.seed))
+
+    def initial(self, transform: optax.GradientTransformation) -> steps.TrainState:
+        return steps.state_of(self.make_model(), transform)
+
+    def update(self, transform: optax.GradientTransformation) -> Callable[..., tuple[steps.TrainState, Any]]:
+        train = self._config.train
+
+        def loss_sum(model: Classifier, batch: Examples, key: Array) -> tuple[Array, Array]:
+            logits_BC = _logits(model, batch, dropout=key, remat=train.remat == "block")
+            losses_B = optax.softmax_cross_entropy_with_integer_labels(logits_BC, jnp.asarray(batch.labels_B))
+            return losses_B.sum(), jnp.int32(len(losses_B))
+
+        return steps.make_update(self.graph, loss_sum, transform, parts=train.accumulate, seed=train.seed)
+
+    def batch_shape(self, sharding: NamedSharding) -> Examples:
+        config = self._config
+        shape, towers = (config.train.batch_size, config.model.context), config.model.towers
+        tokens_BT: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+        valid_BT: Any = jax.ShapeDtypeStruct(shape, jnp.bool, sharding=sharding)
+        labels_B: Any = jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=_of_rows(sharding))
+        return Examples((tokens_BT,) * towers, (valid_BT,) * towers, labels_B)
+
+    @contextmanager
+    def batches(self, *, start: int, sharding: NamedSharding) -> Iterator[Iterator[Examples]]:
+        train = self._dataset.splits["train"]
+        yield (self._put(take(train, rows_B, self._config.model.context), sharding) for rows_B in order(
+            len(train.labels), self._config.train.batch_size, self._config.train.seed, start=start))
+
+    def evaluator(self, sharding: NamedSharding) -> Callable[[steps.TrainState], dict[str, float]]:
+        val, train = self._dataset.splits["val"], self._config.train
+        count = len(val.labels)
+        if count > WHOLE_SPLIT:
+            count = min(count, train.eval_batches * train.batch_size)
+        rows_N = np.arange(count) * len(val.labels) // count
+        return lambda state: self._figures(state.parameters, state.variables, val, rows_N, sharding)
+
+    def test(self, parameters: Any, variables: Any, sharding: NamedSharding) -> dict[str, float]:
+        """``loss`` and ``accuracy`` on the whole test split."""
+        test = self._dataset.splits["test"]
+        return self._figures(parameters, variables, test, np.arange(len(test.labels)), sharding)
+
+    def samples(self, folder: Path, *, keep_through: int) -> None:
+        """There are none."""
+
+    def _figures(self, parameters: Any, variables: Any, split: Split, rows_N: np.ndarray,
+                 sharding: NamedSharding) -> dict[str, float]:
+        train = self._config.train
+        # As many at once as in training, and no more, for they have to fit into memory.
+        size, sums = train.batch_size // train.accumulate, []
+        for first in range(0, len(rows_N), size):
+            rows_B = rows_N[first : first + size]
+            batch = take(split, np.resize(rows_B, size), self._config.model.context)
+            batch = batch._replace(labels_B=np.where(np.arange(size) < len(rows_B), batch.labels_B, -1))
+            sums.append(self._evaluate(parameters, variables, self._put(batch, sharding)))
+        loss, right = np.sum(jax.device_get(sums), axis=0, dtype=np.float64) / len(rows_N)
+        return {"loss": float(loss), "accuracy": float(right)}
+
+    @functools.cached_property
+    def _evaluate(self) -> Callable[[Any, Any, Examples], tuple[Array, Array]]:
+        """The sum of losses in nats, and how many labels have the highest logit."""
+
+        @jax.jit
+        def evaluate(parameters: Any, variables: Any, batch: Examples) -> tuple[Array, Array]:
+            logits_BC = _logits(steps.build(self.graph, parameters, variables), batch)
+            losses_B = optax.softmax_cross_entropy_with_integer_labels(logits_BC, jnp.maximum(batch.labels_B, 0))
+            right_B = jnp.argmax(logits_BC, axis=1) == batch.labels_B
+            return jnp.where(batch.labels_B >= 0, losses_B, 0).sum(), right_B.sum()
+
+        return evaluate
+
+    def _put(self, batch: Examples, sharding: NamedSharding) -> Examples:
+        tokens, valid = jax.device_put((batch.tokens, batch.valid), sharding)
+        return Examples(tokens, valid, jax.device_put(batch.labels_B, _of_rows(sharding)))
+
+
+def check_data(config: LraConfig, dataset: Dataset) -> None:
+    """Raises :class:`ConfigError` where the model is made for other data than there are."""
+    model, task, (train, *_) = config.model, config.data.task, dataset.splits.values()
+    longest = max(tokens.shape[1] for split in dataset.splits.values() for tokens in split.tokens)
+    for name, value, expected in (("classes", model.classes, dataset.classes),
+                                  ("towers", model.towers, len(train.tokens))):
+        if value != expected:
+            raise ConfigError(f"model.{name} is {value}; expected {expected}, those of the task {task}")
+    if longest > model.context:
+        raise ConfigError(f"model.context is {model.context}, and sequences of the task {task} have up to {longest:,} "
+                          f"tokens; give --data.max-length, to which the context is set")
+
+
+def order(count: int, size: int, seed: int, *, start: int = 0) -> Iterator[Int[np.ndarray, " B"]]:
+    """The rows of each batch from batch ``start`` on: a permutation an epoch, that of ``seed`` and the epoch."""
+
+    @functools.lru_cache(maxsize=2)
+    def epoch_rows(epoch: int) -> np.ndarray:
+        return np.random.default_rng([seed, epoch]).permutation(count)
+
+    number = start
+    while True:
+        place_B = np.arange(number * size, (number + 1) * size)
+        yield np.concatenate([epoch_rows(epoch)[place_B[place_B // count == epoch] % count]
+                              for epoch in range(place_B[0] // count, place_B[-1] // count + 1)])
+        number += 1
+
+
+def take(split: Split, rows_B: Int[np.ndarray, " B"], context: int) -> Examples:
+    """Examples in host memory, padded to the context."""
+    def padded(tokens_NT: np.ndarray) -> np.ndarray:
+        tokens_BT = np.zeros((len(rows_B), context), np.int32)
+        tokens_BT[:, : tokens_NT.shape[1]] = tokens_NT[rows_B]
+        return tokens_BT
+
+    valid = tuple(np.arange(context)[None] < lengths_N[rows_B, None] for lengths_N in split.lengths)
+    return Examples(tuple(map(padded, split.tokens)), valid, split.labels[rows_B])
+
+
+def _logits(model: Classifier, batch: Examples, **options: Any) -> Array:
+    tokens, valid = (tuple(map(jnp.asarray, arrays)) for arrays in (batch.tokens, batch.valid))
+    return model(*tokens, valid_BT=valid, **options)
+
+
+def _of_rows(sharding: NamedSharding) -> NamedSharding:
+    """That of one number a row, from that of tokens."""
+    return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))

@@ -1,0 +1,183 @@
+"""Train a classifier on a task of Long Range Arena, and score it.
+
+    python -m lra.train configs/lra/listops.py --attention performer --preset paper
+    python -m lra.train configs/lra/retrieval.py --data-dir lra_release --train.seed 1
+
+The same --run-dir goes on where that run stopped. A run writes what ``train.py`` writes, and at its end the accuracy on
+the test split into RUN/test.json, with what guessing reaches beside it. Every field of the config is a flag.
+"""
+# ruff: noqa: E402
+
+import time
+
+_STARTED = time.perf_counter()
+
+from configs import bootstrap
+
+# Before any other import: under a Python without the packages this ends in one sentence.
+bootstrap.require_packages()
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+
+from configs.schema import ConfigError, LraConfig, load_recipe
+from lra import tasks
+from lra.classification import Classification
+from models import attention as attentions
+from models import encoder
+from training import launch, logging, loop
+from training.checkpoint import Checkpoints
+from training.environment import environment, write_json
+from training.launch import note
+from training.sharding import batch_sharding, make_mesh, state_shardings
+
+DATA_SEED = 0
+"""Of what is generated, and of the choice where a task is shortened: runs of all seeds see the same data."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch(launch.Launch):
+    """The flags that are not fields of the config."""
+
+    preset: Literal["paper", "released", "tuned"] = "tuned"
+    """Sizes and optimizer: the paper's, those of its released code, or ours."""
+    data_dir: str | None = None
+    """Folder of the task's files, such as the official release's: --data.dir."""
+
+
+USAGE = """usage: python -m lra.train RECIPE [--attention MODE[,MODE…]] [--preset paper|released|tuned] [--run-dir DIR]
+       [--data-dir DIR] [--GROUP.FIELD VALUE …]
+
+for example: python -m lra.train configs/lra/listops.py --attention performer --preset paper
+all fields:  python -m lra.train configs/lra/listops.py --help"""
+
+
+def parse(arguments: Sequence[str]) -> tuple[LraConfig, Path]:
+    """The config of a command line, every field settled, and the run's folder."""
+    recipe, flags, rest = launch.parse_launch(Launch, arguments, USAGE)
+    config = load_recipe(recipe, flags.attention, LraConfig, preset=flags.preset)
+    if flags.data_dir is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=flags.data_dir))
+    config = launch.parse_fields(config, flags, rest, prog=f"python -m lra.train {recipe}", description=(
+        "Train one run. Beside the flags below: --attention MODE[,MODE…] (there are "
+        f"{', '.join(attentions.modes())}), --preset paper, released or tuned, --run-dir DIR, and --data-dir DIR, the "
+        "folder of the task's files."))
+    config = settle(config)
+    return config, flags.folder(recipe, config.model)
+
+
+def settle(config: LraConfig) -> LraConfig:
+    """:func:`training.launch.settle` of a classifier, whose context follows ``data.max_length``."""
+    if config.train.sample_every:
+        raise ConfigError(f"train.sample_every is {config.train.sample_every}: a classifier writes no text; expected 0")
+    model, length = config.model, config.data.max_length
+    if length is not None and length >= 1:  # less is refused with the data
+        model = dataclasses.replace(model, context=length)
+    return launch.settle(config, encoder.check(model))
+
+
+def train(config: LraConfig, run_dir: Path, command: Sequence[str]) -> int:
+    """Prepare, write down what this run is, train, score, and say how it went."""
+    # What does not fit stops before anything is written.
+    launch.check_same_run(config, run_dir)
+    logging.check(config.logging)
+    mesh = make_mesh(config.mesh, config.train, config.model.context)
+    dataset = load(config)
+    launch.check_same_corpus(dataset.checksum, f"this one of {config.data.task}", run_dir)
+    work = Classification(config, dataset)
+    model = nnx.eval_shape(work.make_model)
+    # A kernel that cannot do what is asked says so when it is traced.
+    batch = work.batch_shape(batch_sharding(mesh))
+    nnx.eval_shape(lambda model, batch: model(*batch.tokens, valid_BT=batch.valid), model, batch)
+    with launch.locked(run_dir):
+        newest, finished = launch.newest_step(config, run_dir)
+        if finished and _scored_step(run_dir) == newest:
+            return 0
+        if not finished:
+            parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+            write_json(run_dir / "config.json", config.to_dict())
+            write_json(run_dir / "environment.json", environment(
+                model.encoder, parameters=parameters, tokenizer=None, checksum=dataset.checksum, command=command))
+            print(f"{run_dir}: {config.data.task}, {parameters:,} parameters, {','.join(config.model.attention)} "
+                  f"attention, context {config.model.context:,}, {config.model.dtype}, "
+                  f"{len(dataset.splits['train'].labels):,} examples", file=sys.stderr)
+            outcome = loop.train(config, work, run_dir, started=_STARTED)
+            if code := launch.tell(run_dir, outcome):
+                return code
+        score(config, work, dataset, run_dir)
+    return 0
+
+
+def load(config: LraConfig) -> tasks.Dataset:
+    """The data of a config; what is generated is kept in ``$XDG_CACHE_HOME/lineargpt/lra`` (``~/.cache``).
+
+    Raises:
+        ConfigError: no such task, or settings that it cannot be had with.
+        DataError: files that are missing or damaged, or a dataset that cannot be fetched.
+    """
+    data = config.data
+    dataset = tasks.load(data.task, folder=None if data.dir is None else Path(data.dir).expanduser(),
+                         max_length=data.max_length, train_examples=data.train_examples,
+                         val_examples=data.val_examples, seed=DATA_SEED,
+                         cache=Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineargpt" / "lra")
+    for text in dataset.notes:
+        note(text)
+    return dataset
+
+
+def score(config: LraConfig, work: Classification, dataset: tasks.Dataset, run_dir: Path) -> None:
+    """Write ``test.json``: the accuracy on the test split of the checkpoint with the lowest val loss among those kept,
+    and beside it what guessing reaches.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    mesh = make_mesh(config.mesh, config.train, config.model.context)
+    _, parameters, variables = nnx.split(nnx.eval_shape(work.make_model), nnx.Param, ...)
+    abstract = {"parameters": nnx.to_pure_dict(parameters), "variables": nnx.to_pure_dict(variables)}
+    abstract = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract,
+                            state_shardings(mesh, abstract))
+    with Checkpoints(run_dir / "checkpoints") as checkpoints:
+        last, restored = checkpoints.steps()[-1], checkpoints.restore(abstract, checkpoints.best())
+    assert restored is not None  # a finished run has a checkpoint
+    step, items = restored
+    figures = work.test(items["parameters"], items["variables"], batch_sharding(mesh))
+    chosen = "last" if step == last else "best by val loss"
+    made_with = json.loads((run_dir / "environment.json").read_text())
+    write_json(run_dir / "test.json", {
+        "task": config.data.task, "attention": list(config.model.attention), "seed": config.train.seed,
+        "step": step, "checkpoint": chosen, "trained_steps": last,
+        **figures, "examples": len(dataset.splits["test"].labels), "baselines": dataset.baselines,
+        "train_examples": len(dataset.splits["train"].labels), "context": config.model.context,
+        "notes": list(dataset.notes),
+        **{name: made_with.get(name) for name in ("command", "commit", "devices", "versions", "parameters",
+                                                  "corpus_checksum")}})
+    print(f"{run_dir}: test accuracy {figures['accuracy']:.4f} at step {step:,} ({chosen}); guessing: "
+          + ", ".join(f"{name} {value:.4f}" for name, value in dataset.baselines.items()), file=sys.stderr)
+
+
+def _scored_step(run_dir: Path) -> int | None:
+    """How far the run had come that ``test.json`` is of; None where there is none, or a damaged one."""
+    try:
+        values: Any = json.loads((run_dir / "test.json").read_text())
+        return values["trained_steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`training.launch.main`."""
+    return launch.main("lra.train", lambda given: train(*parse(given), ["python", "-m", "lra.train", *given]),
+                       arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

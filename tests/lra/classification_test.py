@@ -1,0 +1,130 @@
+"""A classifier's batches, update and evaluation."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs.schema import EncoderConfig, LraConfig, OptimizerConfig, TaskConfig, TrainConfig
+from lra.classification import Classification, order, take
+from models.encoder import check
+from tests.lra import fake
+from training.optimizer import make_optimizer
+from training.sharding import batch_sharding, make_mesh
+from training.step import build
+
+CONTEXT = 16
+
+
+@pytest.fixture(autouse=True)
+def settings():
+    """Layers broadcast their biases."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def config(*, dropout: float = 0.0, towers: int = 1, **train: Any) -> LraConfig:
+    model = check(EncoderConfig(layers=1, heads=2, width=8, mlp_width=8, context=CONTEXT, dtype="float32",
+                                pooling="mean", dropout=dropout, towers=towers, attention=("softmax",)))
+    return LraConfig(model=model, data=TaskConfig(task="fake"), optimizer=OptimizerConfig(weight_decay=0.0),
+                     train=TrainConfig(batch_size=8, **train))
+
+
+def sharding(config: LraConfig) -> Any:
+    return batch_sharding(make_mesh(config.mesh, config.train, CONTEXT))
+
+
+@functools.cache
+def initial(towers: int = 1) -> Any:
+    """What dropout and the like do not change."""
+    work = Classification(config(towers=towers), fake.dataset(towers))
+    return jax.jit(lambda: work.initial(make_optimizer(OptimizerConfig())))()
+
+
+@functools.cache
+def after_one_update(**given: Any) -> tuple[float, float]:
+    """Loss and gradient norm of the first."""
+    work, transform = Classification(config(**given), fake.dataset()), make_optimizer(OptimizerConfig())
+    state = initial()
+    with work.batches(start=0, sharding=sharding(config())) as batches:
+        metrics = jax.jit(work.update(transform))(state, next(batches), jnp.float32(0.01))[1]
+    return float(metrics.loss), float(metrics.gradient_norm)
+
+
+@pytest.mark.parametrize(("count", "size"), [(10, 4), (3, 8), (6, 6)])
+def test_every_epoch_has_every_example_once_in_an_order_of_its_own(count, size):
+    found = np.concatenate(list(itertools.islice(order(count, size, 0), 2 * count)))
+    epochs = found[: len(found) // count * count].reshape(-1, count)
+    np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(count), (len(epochs), 1)))
+    assert len(np.unique(epochs, axis=0)) > 1
+    other = np.concatenate(list(itertools.islice(order(count, size, 1), 2 * count)))
+    assert (found != other).any()
+
+
+def test_a_batch_depends_on_seed_and_number_alone():
+    straight = list(itertools.islice(order(10, 4, 7), 9))
+    for start in (1, 5):
+        np.testing.assert_array_equal(list(itertools.islice(order(10, 4, 7, start=start), 4)),
+                                      straight[start : start + 4])
+
+
+def test_a_batch_is_padded_to_the_context_with_its_masks():
+    split, rows_B = fake.split(0, 20, towers=2), np.array([3, 3, 17])
+    batch = take(split, rows_B, CONTEXT)
+    for tower in range(2):
+        assert batch.tokens[tower].shape == batch.valid[tower].shape == (3, CONTEXT)
+        for row, tokens_T, valid_T in zip(rows_B, batch.tokens[tower], batch.valid[tower], strict=True):
+            length = split.lengths[tower][row]
+            np.testing.assert_array_equal(tokens_T[:length], split.tokens[tower][row, :length])
+            np.testing.assert_array_equal(valid_T, np.arange(CONTEXT) < length)
+            assert not tokens_T[length:].any()
+    np.testing.assert_array_equal(batch.labels_B, split.labels[rows_B])
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_evaluation_is_of_the_whole_val_split_without_dropout(towers):
+    """21 examples in batches of 8: the last is not full."""
+    dataset = fake.dataset(towers)
+    work, given = Classification(config(dropout=0.9, towers=towers), dataset), config(towers=towers)
+    state = initial(towers)
+    val = dataset.splits["val"]
+    valid = tuple(jnp.arange(fake.LENGTH)[None] < lengths_N[:, None] for lengths_N in val.lengths)
+    logits = jax.jit(lambda state, tokens, valid: build(work.graph, state.parameters, state.variables)(
+        *tokens, valid_BT=valid))(state, tuple(jnp.asarray(x, jnp.int32) for x in val.tokens), valid)
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, val.labels).mean()
+    found = work.evaluator(sharding(given))(state)
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert found["accuracy"] == pytest.approx((np.argmax(logits, axis=1) == val.labels).mean())
+    test = work.test(state.parameters, state.variables, sharding(given))
+    assert (19 * test["accuracy"]) % 1 == pytest.approx(0, abs=1e-6)
+    assert test != found
+
+
+def test_a_large_val_split_is_evaluated_in_evenly_spaced_examples(monkeypatch):
+    dataset, seen = fake.dataset(val=100), []
+    monkeypatch.setattr("lra.classification.WHOLE_SPLIT", 50)
+    work = Classification(config(eval_batches=4), dataset)
+    monkeypatch.setattr(work, "_figures", lambda parameters, variables, split, rows_N, sharding: seen.append(rows_N))
+    work.evaluator(sharding(config()))(make_state())
+    assert len(seen[0]) == 32
+    assert set(np.diff(seen[0])) == {3, 4}
+    assert (seen[0][0], seen[0][-1]) == (0, 96)
+
+
+def make_state() -> Any:
+    return type("State", (), {"parameters": {}, "variables": {}})()
+
+
+def test_an_accumulated_update_is_that_of_the_whole_batch():
+    np.testing.assert_allclose(after_one_update(accumulate=2), after_one_update(), rtol=1e-4)
+
+
+def test_training_drops_and_recomputes_what_it_dropped():
+    dropped = after_one_update(dropout=0.5)
+    assert dropped[0] != pytest.approx(after_one_update()[0], rel=1e-3)
+    np.testing.assert_allclose(after_one_update(dropout=0.5, remat="block"), dropped, rtol=1e-5)

@@ -1,0 +1,257 @@
+"""``python -m lra.train`` as a user runs it: what it writes, how it goes on, and what it says to bad input."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import compare
+import train as train_command
+from comparison.remarks import remarks
+from comparison.runs import group, load_run, scored
+from data import DataError
+from lra import tasks
+from lra import train as lra_train
+from tests import tiny
+from tests.comparison.made import write_run
+from tests.lra import fake
+from training import loop
+from training.run import load_model
+
+STEPS = 6
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settings():
+    with tiny.settings(), pytest.MonkeyPatch.context() as patch:
+        fake.install(patch, fake=fake.dataset(), other=fake.dataset(), smaller=fake.dataset(train=40))
+        yield
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    return fake.make(tmp_path_factory.mktemp("fake"))
+
+
+@pytest.fixture(scope="module")
+def finished(recipe, tmp_path_factory) -> Path:
+    """A run that nothing interrupts, only to be read."""
+    folder = tmp_path_factory.mktemp("finished") / "softmax"
+    assert fake.run(recipe, "--run-dir", folder) == 0
+    return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path, finished) -> Path:
+    """A copy of the finished run."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def refused(capsys, code: int, *arguments: object) -> str:
+    """Standard error of a command that stops with ``code`` and one message."""
+    capsys.readouterr()
+    assert fake.run(*arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    return " ".join(err.replace("│", " ").split())
+
+
+def assert_same_run(folder: Path, straight: Path) -> None:
+    """Parameters and optimizer state bit for bit, and every step with the same figures."""
+    expected, found = tiny.arrays(straight, STEPS), tiny.arrays(folder, STEPS)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+    figures = ("step", "split", "tokens", "loss")
+    assert ([[line[name] for name in figures] for line in tiny.lines(folder)]
+            == [[line[name] for name in figures] for line in tiny.lines(straight)])
+
+
+def test_a_run_writes_what_a_language_model_writes(finished):
+    found = tiny.lines(finished)
+    assert [(line["split"], line["step"]) for line in found] == [
+        ("train", 1), ("train", 2), ("val", 2), ("train", 3), ("train", 4), ("val", 4), ("train", 5), ("train", 6),
+        ("val", 6)]
+    assert all(line["tokens"] == line["step"] * 8 * 16 for line in found)  # examples times context
+    for line in tiny.lines(finished, "val"):
+        assert list(line)[5:] == ["loss", "accuracy"]
+        assert (21 * line["accuracy"]) % 1 == pytest.approx(0, abs=1e-6)
+    environment = read(finished / "environment.json")
+    assert environment["command"][:3] == ["python", "-m", "lra.train"]
+    assert environment["corpus_checksum"] == fake.dataset().checksum
+    assert environment["vocabulary_size"] == fake.VOCABULARY
+    assert environment["parameters"] == sum(
+        x.size for name, x in tiny.arrays(finished, STEPS).items() if name.startswith("parameters"))
+    config = read(finished / "config.json")
+    assert (config["data"]["task"], config["model"]["dropout"]) == ("fake", 0.25)
+
+
+def test_a_run_ends_with_the_accuracy_on_test_and_what_guessing_reaches(finished):
+    found = read(finished / "test.json")
+    assert (found["task"], found["attention"], found["seed"], found["examples"]) == ("fake", ["softmax"], 0, 19)
+    assert found["baselines"] == {"majority class": 0.625}
+    assert (19 * found["accuracy"]) % 1 == pytest.approx(0, abs=1e-6)
+    losses = {line["step"]: line["loss"] for line in tiny.lines(finished, "val")}
+    assert losses[found["step"]] == min(losses.values())
+    assert found["trained_steps"] == STEPS
+
+
+def test_the_best_checkpoint_by_val_loss_is_scored_where_training_got_worse(recipe, run_dir, capsys):
+    before = read(run_dir / "test.json")
+    assert fake.run(recipe, "--run-dir", run_dir, "--train.steps", 8, "--optimizer.learning-rate", 30) == 0
+    val = tiny.lines(run_dir, "val")
+    assert val[-1]["loss"] > val[-2]["loss"]
+    found = read(run_dir / "test.json")
+    assert (found["step"], found["trained_steps"], found["checkpoint"]) == (before["step"], 8, "best by val loss")
+    assert found["accuracy"] == before["accuracy"]
+    assert "(best by val loss); guessing: majority class 0.6250" in capsys.readouterr().err
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on_to_what_the_uninterrupted_run_is(
+        recipe, finished, tmp_path, monkeypatch, capsys):
+    record, command = loop._Run.record, (recipe, "--run-dir", tmp_path / "run")
+
+    def interrupted(self, pending, step):
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+        record(self, pending, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "record", interrupted)
+        assert fake.run(*command) == 128 + signal.SIGINT
+    assert "stopped and saved at step 4; the same command goes on" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "test.json").exists()
+    assert fake.run(*command) == 0
+    assert_same_run(tmp_path / "run", finished)
+    assert read(tmp_path / "run" / "test.json")["accuracy"] == read(finished / "test.json")["accuracy"]
+
+
+def test_a_finished_run_says_so_and_is_scored_where_it_is_not_yet(recipe, finished, run_dir, capsys):
+    before = contents(run_dir)
+    assert fake.run(recipe, "--run-dir", run_dir) == 0
+    err = capsys.readouterr().err
+    assert f"{run_dir} is finished: step {STEPS}" in err
+    assert "test accuracy" not in err  # it is not computed again
+    assert contents(run_dir) == before
+    (run_dir / "test.json").unlink()
+    assert fake.run(recipe, "--run-dir", run_dir) == 0
+    assert read(run_dir / "test.json") == read(finished / "test.json")
+
+
+def test_a_run_is_named_after_recipe_and_attention_and_its_preset_reaches_the_recipe(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, folder = lra_train.parse([str(recipe), "--attention", "linear,softmax", "--preset", "paper", "--data-dir",
+                                      "here", "--data.max-length", "13"])
+    assert folder == Path("runs/fake-linear-softmax")
+    assert (config.model.dropout, config.model.context, config.data.dir) == (0.5, 13, "here")
+    assert set(config.model.modes) == {"linear", "softmax"}
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--attention", "sofmax"], "--attention sofmax: no such mode; perhaps you meant softmax"),
+    (["--attention", "linear", "--model.modes.linear.form", "cumsum"], "it sees the past only, and cannot be an enc"),
+    (["--preset", "best"], "--preset"),
+    (["--model.widht", 3], "Perhaps you meant: --model.width"),
+    (["--model.dropout", 1], "model.dropout is 1.0; expected at least 0, and less than 1"),
+    (["--model.classes", 3], "model.classes is 3; expected 2, those of the task fake"),
+    (["--model.towers", 2], "model.towers is 2; expected 1, those of the task fake"),
+    (["--model.context", 9], "sequences of the task fake have up to 12 tokens; give --data.max-length"),
+    (["--train.sample-every", 1], "train.sample_every is 1: a classifier writes no text; expected 0"),
+    (["--optimizer.epsilon", 0], "optimizer.epsilon is 0.0; expected a number above 0"),
+    (["--mesh.fsdp", 64], "mesh.fsdp × mesh.tensor × mesh.context is 64; there are"),
+])
+def test_what_cannot_be_run_stops_before_any_work(recipe, tmp_path, capsys, arguments, message):
+    assert message in refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", *arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_that_cannot_be_had_end_in_their_message(recipe, tmp_path, capsys, monkeypatch):
+    def load(task, **settings):
+        raise DataError(f"{settings['folder']}: there is no such folder")
+
+    monkeypatch.setattr(tasks, "load", load)
+    assert refused(capsys, 1, recipe, "--run-dir", tmp_path / "run", "--data-dir", "nowhere") == (
+        "lra.train: nowhere: there is no such folder")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--data.task", "other"], "is a run with data.task fake, not other; give another --run-dir"),
+    (["--model.width", 16], "is a run with model.width 8, not 16; give another --run-dir"),
+    (["--model.dropout", 0], "is a run with model.dropout 0.25, not 0.0; give another --run-dir"),
+    (["--train.seed", 1], "is a run with train.seed 0, not 1; give another --run-dir"),
+])
+def test_the_run_of_another_task_or_model_is_left_alone(recipe, run_dir, capsys, arguments, message):
+    before = contents(run_dir)
+    assert f"{run_dir} {message}" in refused(capsys, 2, recipe, "--run-dir", run_dir, *arguments)
+    assert contents(run_dir) == before
+
+
+def test_a_run_does_not_go_on_with_other_examples(recipe, run_dir, capsys, monkeypatch):
+    fake.install(monkeypatch, fake=fake.dataset(train=40))
+    assert "was trained on another corpus than this one of fake" in refused(
+        capsys, 2, recipe, "--run-dir", run_dir, "--train.steps", 9)
+
+
+def test_each_command_names_the_other_where_recipe_or_run_are_of_that(recipe, finished, tmp_path, capsys):
+    assert "quickstart.py: not a recipe of lra.train: its get_config takes no preset" in refused(
+        capsys, 2, f"{tiny.ROOT}/configs/quickstart.py")
+    message = refused(capsys, 2, "configs/nothing.py")
+    assert "configs/lra/listops.py" in message
+    assert "configs/quickstart.py" not in message
+    assert tiny.run(recipe) == 2
+    assert "not a recipe of train.py, but of lra.train" in capsys.readouterr().err
+    language = tiny.make(tmp_path)
+    assert tiny.run(language, "--run-dir", finished) == 2
+    assert f"{finished} is a run of lra.train, not of train.py" in capsys.readouterr().err
+    with pytest.raises(train_command.ConfigError, match=r"is a run of lra\.train, with a classifier in it"):
+        load_model(finished)
+
+
+def test_seeds_of_a_task_are_one_set_up_and_an_older_config_no_other(finished, run_dir):
+    config = read(run_dir / "config.json")
+    config["train"]["seed"] = 1
+    del config["model"]["head_width"]
+    (run_dir / "config.json").write_text(json.dumps(config))
+    assert [len(setup.runs) for setup in group([load_run(finished), load_run(run_dir)])] == [2]
+
+
+def test_a_classifier_beside_a_language_model_is_told_apart(finished, tmp_path):
+    runs = [load_run(finished), load_run(write_run(tmp_path / "language"))]
+    assert remarks(runs)[0].startswith("Different tokenizers (a task's own: softmax; bytes: language): losses per")
+    assert scored(runs) == "example or token"
+
+
+def test_runs_of_two_modes_are_compared(finished, tmp_path, capsys):
+    """The other is a copy with other losses, under another mode's name."""
+    linear, files = tmp_path / "linear", {flag: tmp_path / f"found.{flag}" for flag in ("json", "png")}
+    shutil.copytree(finished, linear)
+    (linear / "config.json").write_text((finished / "config.json").read_text().replace('"softmax"', '"linear"'))
+    lines = [line | {"loss": line["loss"] + 1} for line in tiny.lines(finished)]
+    (linear / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert compare.main([str(finished), str(linear), "--out", str(tmp_path / "page.html"),
+                         *(word for flag, path in files.items() for word in (f"--{flag}", str(path)))]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "val accuracy" in out
+    assert "After 6 steps, softmax (blockwise) has the lower val loss" in out
+    rows = read(files["json"])["rows"]
+    assert [row["tokens"] for row in rows] == [STEPS * 8 * 16] * 2
+    assert rows[0]["accuracy"] == tiny.lines(finished, "val")[-1]["accuracy"]
+    assert '"scored":"example"' in (tmp_path / "page.html").read_text()
+    # 6 a parameter but for those of 5 embeddings and of the head, and the attention three times.
+    parameters = read(finished / "environment.json")["parameters"] - 5 * 8 - 8 * (8 + 2)
+    per_token = 6 * parameters + 3 * 2 * 16 * 8
+    np.testing.assert_allclose(load_run(finished).train.points["flops"][-1], STEPS * 8 * 16 * per_token)

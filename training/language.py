@@ -1,0 +1,91 @@
+"""Training language models: what the loop needs of a config and its corpora."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from configs.schema import Config
+from data.loader import Batch, Corpora, TokenFiles, batches, fixed_batches
+from training import step as steps
+from training.samples import Samples
+
+
+class LanguageModelling:
+    """A :class:`training.loop.Work`: a GPT on the windows of corpora."""
+
+    def __init__(self, config: Config, corpora: Corpora):
+        self._config, self._corpora = config, corpora
+        self.graph = steps.model_graph(config, corpora.vocabulary_size)
+
+    def initial(self, transform: optax.GradientTransformation) -> steps.TrainState:
+        return steps.initial_state(self._config, self._corpora.vocabulary_size, transform)
+
+    def update(self, transform: optax.GradientTransformation) -> Callable[..., tuple[steps.TrainState, Any]]:
+        return steps.make_train_step(self.graph, self._config, transform)
+
+    def batch_shape(self, sharding: NamedSharding) -> Batch:
+        shape = (self._config.train.batch_size, self._config.model.context)
+        tokens_BT: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+        return Batch(tokens_BT, tokens_BT, tokens_BT if self._config.data.packing == "documents" else None)
+
+    def batches(self, *, start: int, sharding: NamedSharding) -> AbstractContextManager[Iterator[Batch]]:
+        config = self._config
+        return batches(self._corpora, "train", context=config.model.context, batch_size=config.train.batch_size,
+                       seed=config.train.seed, start=start, sharding=sharding, packing=config.data.packing)
+
+    def evaluator(self, sharding: NamedSharding) -> Callable[[steps.TrainState], dict[str, float]]:
+        train, corpora = self._config.train, self._corpora
+        # As many sequences at once as in training, and no more, for they have to fit into memory.
+        val = [[put(batch, sharding) for batch in fixed_batches(
+            files, "val", context=self._config.model.context, batch_size=train.batch_size // train.accumulate,
+            count=train.eval_batches * train.accumulate, packing=self._config.data.packing)]
+            for files in corpora.files]
+        evaluate = jax.jit(steps.make_eval_step(self.graph, accuracy=corpora.weighted))
+
+        def figures(state: steps.TrainState) -> dict[str, float]:
+            sums = [[evaluate(state.parameters, state.variables, batch) for batch in of_corpus] for of_corpus in val]
+            each = [_figures(files, found) for files, found in zip(corpora.files, jax.device_get(sums), strict=True)]
+            values = {"loss": corpora.mean([figures["loss"] for figures in each])}
+            if corpora.weighted:
+                values["accuracy"] = corpora.mean([figures["accuracy"] for figures in each])
+            else:
+                bytes_per_token = corpora.mean([files.bytes_per_token("val") for files in corpora.files])
+                values["bits_per_byte"] = values["loss"] / math.log(2) / bytes_per_token
+            if len(each) > 1:
+                values |= {f"{name}/{corpus}": value for corpus, figures in zip(corpora.names, each, strict=True)
+                           for name, value in figures.items()}
+            return values
+
+        return figures
+
+    def samples(self, folder: Path, *, keep_through: int) -> Samples:
+        return Samples(folder, self._corpora.tokenizer, keep_through=keep_through)
+
+
+def _figures(files: TokenFiles, sums: Sequence[tuple[np.ndarray, ...]]) -> dict[str, float]:
+    """What evaluation found on the val split of one corpus."""
+    losses, counts, *right = zip(*sums, strict=True)
+    loss = float(sum(losses)) / int(sum(counts))
+    figures = {"loss": loss}
+    if not files.weighted:  # of a text of which parts do not count they would mean nothing
+        figures["bits_per_byte"] = loss / math.log(2) / files.bytes_per_token("val")
+    if right:
+        figures["accuracy"] = int(sum(right[0])) / int(sum(counts))
+    return figures
+
+
+def put(batch: Batch, sharding: NamedSharding) -> Batch:
+    """A batch on the devices: spread over them where it can be, a whole copy on each where it is too small."""
+    mesh = sharding.mesh
+    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    if len(batch.inputs_BT) % rows:
+        sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.device_put(batch, sharding)
