@@ -46,7 +46,7 @@ FIT_STEPS = 300
 FIT_RATE = 3e-3
 """Adam's, of Linformer's E."""
 BIAS_FEATURES = 8
-BIAS_SCALE = 0.6
+FAVOR_SCALE = 0.6
 BIAS_DRAWS = (1, 4, 16, 64, 256, 1024, 4096)
 FAVOR = {"orthogonal": ("favor", True), "independent": ("favor", False), "cosines": ("favor_trigonometric", True)}
 """Curves of FAVOR: feature map, and whether directions are orthogonal."""
@@ -56,6 +56,12 @@ def inputs(seed: int) -> tuple[Array, Array, Array]:
     """q, k and v (B, T, H, D), normal."""
     q, k, v = jax.random.normal(jax.random.key(seed), (3, B, T, H, D))
     return q, k, v
+
+
+def shorter_inputs() -> tuple[Array, Array, Array]:
+    """For FAVOR: the variance of its largest weights grows with the exponential of their keys' and queries' squares."""
+    q, k, v = inputs(0)
+    return FAVOR_SCALE * q, FAVOR_SCALE * k, v
 
 
 def softmax(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, own: bool = True) -> Array:
@@ -95,7 +101,7 @@ def over_draws(measure: Callable[[int], float], draws: int) -> float:
 
 def favor(draws: int) -> dict[str, dict[int, float]]:
     """Error of the output against the number of features: cosines are twice as many as their directions."""
-    q, k, v = inputs(0)
+    q, k, v = shorter_inputs()
     exact = softmax(q, k, v)
 
     def measure(phi: str, orthogonal: bool, count: int, seed: int) -> float:
@@ -147,9 +153,7 @@ def reformer(draws: int) -> dict[str, dict[int, float]]:
 
 def bias() -> dict[str, dict[int, float]]:
     """Error of the mean over draws, of the matrix of weights and of the output."""
-    q, k, v = inputs(0)
-    # Shorter ones: the variance of the largest weights grows with the exponential of their square.
-    q, k = BIAS_SCALE * q, BIAS_SCALE * k
+    q, k, v = shorter_inputs()
     options = FeatureOptions(feature_map="favor", features=BIAS_FEATURES, normalize=False)
     exact_BHTS = jnp.exp(jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D))
 

@@ -206,7 +206,7 @@ def in_process(case: Case, limit: float) -> Result:
     measured = report.in_process(MODULE, asdict(case), limit)
     if "peak_bytes" not in measured and not case.memory_only:  # too long, or killed: what was planned tells the memory
         planned = report.in_process(MODULE, asdict(replace(case, memory_only=True)), limit)
-        measured = {"peak_bytes": planned.get("peak_bytes")} | measured
+        found["peak_bytes"] = planned.get("peak_bytes")
     return Result(**found | measured)
 
 
