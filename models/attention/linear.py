@@ -78,12 +78,18 @@ class Attention(SelfAttention):
         """C, where the form has chunks."""
         return None
 
+    def packs(self, causal: bool) -> bool:
+        """With a mask only. Without one all tokens share one state, from which padding alone is kept out."""
+        return causal
+
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
         def attend(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array) -> Array:
-            return linear_attention(*self._features(q_BTHD, k_BTHD), v_BTHD, causal=causal,
-                                    normalize=self.config.normalize, segment_ids_BT=segment_ids_BT,
-                                    chunk_size=self.chunk_size,
+            q_BTHM, k_BTHM = self._features(q_BTHD, k_BTHD)
+            if not causal and segment_ids_BT is not None:
+                k_BTHM = jnp.where(segment_ids_BT[..., None, None] >= 0, k_BTHM, 0)
+            return linear_attention(q_BTHM, k_BTHM, v_BTHD, causal=causal, normalize=self.config.normalize,
+                                    segment_ids_BT=segment_ids_BT if causal else None, chunk_size=self.chunk_size,
                                     implementation=self.form if causal else self.unmasked_form)[0]
 
         # Without a mask it is so little work that the backward pass does it again rather than keep the features.
