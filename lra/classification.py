@@ -28,8 +28,8 @@ class Examples(NamedTuple):
 
     tokens: tuple[Int[Array | np.ndarray, "B T"], ...]
     """One a tower."""
-    valid: tuple[Bool[Array | np.ndarray, "B T"], ...]
-    """False on padding, one a tower."""
+    valid: tuple[Bool[Array | np.ndarray, "B T"] | None, ...]
+    """False on padding, one a tower; None where a task has no padding, for which some kernels are faster."""
     labels_B: Int[Array | np.ndarray, " B"]
     """−1 where a row only fills up a batch."""
 
@@ -52,6 +52,8 @@ class Classification:
     def __init__(self, config: LraConfig, dataset: Dataset):
         check_data(config, dataset)
         self._config, self._dataset = config, dataset
+        self._padded = tuple(any((split.lengths[tower] < config.model.context).any()
+                                 for split in dataset.splits.values()) for tower in range(config.model.towers))
         self.graph = nnx.split(nnx.eval_shape(self.make_model))[0]
 
     def make_model(self) -> Classifier:
@@ -77,12 +79,13 @@ class Classification:
         tokens_BT: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
         valid_BT: Any = jax.ShapeDtypeStruct(shape, jnp.bool, sharding=sharding)
         labels_B: Any = jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=_of_rows(sharding))
-        return Examples((tokens_BT,) * towers, (valid_BT,) * towers, labels_B)
+        valid = tuple(valid_BT if padded else None for padded in self._padded)
+        return Examples((tokens_BT,) * towers, valid, labels_B)
 
     @contextmanager
     def batches(self, *, start: int, sharding: NamedSharding) -> Iterator[Iterator[Examples]]:
         train = self._dataset.splits["train"]
-        yield (self._put(take(train, rows_B, self._config.model.context), sharding) for rows_B in order(
+        yield (self._put(self._take(train, rows_B), sharding) for rows_B in order(
             len(train.labels), self._config.train.batch_size, self._config.train.seed, start=start))
 
     def evaluator(self, sharding: NamedSharding) -> Callable[[steps.TrainState], dict[str, float]]:
@@ -108,7 +111,7 @@ class Classification:
         size, sums = train.batch_size // train.accumulate, []
         for first in range(0, len(rows_N), size):
             rows_B = rows_N[first : first + size]
-            batch = take(split, np.resize(rows_B, size), self._config.model.context)
+            batch = self._take(split, np.resize(rows_B, size))
             batch = batch._replace(labels_B=np.where(np.arange(size) < len(rows_B), batch.labels_B, -1))
             sums.append(self._evaluate(parameters, variables, self._put(batch, sharding)))
         loss, right = np.sum(jax.device_get(sums), axis=0, dtype=np.float64) / len(rows_N)
@@ -126,6 +129,11 @@ class Classification:
             return jnp.where(batch.labels_B >= 0, losses_B, 0).sum(), right_B.sum()
 
         return evaluate
+
+    def _take(self, split: Split, rows_B: np.ndarray) -> Examples:
+        batch = take(split, rows_B, self._config.model.context)
+        return batch._replace(valid=tuple(valid_BT if padded else None
+                                          for valid_BT, padded in zip(batch.valid, self._padded, strict=True)))
 
     def _put(self, batch: Examples, sharding: NamedSharding) -> Examples:
         tokens, valid = jax.device_put((batch.tokens, batch.valid), sharding)
@@ -172,7 +180,7 @@ def take(split: Split, rows_B: Int[np.ndarray, " B"], context: int) -> Examples:
 
 
 def _logits(model: Classifier, batch: Examples, **options: Any) -> Array:
-    tokens, valid = (tuple(map(jnp.asarray, arrays)) for arrays in (batch.tokens, batch.valid))
+    tokens, valid = jax.tree.map(jnp.asarray, (batch.tokens, batch.valid))
     return model(*tokens, valid_BT=valid, **options)
 
 

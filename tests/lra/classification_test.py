@@ -77,8 +77,9 @@ def test_a_batch_is_padded_to_the_context_with_its_masks():
     split, rows_B = fake.split(0, 20, towers=2), np.array([3, 3, 17])
     batch = take(split, rows_B, CONTEXT)
     for tower in range(2):
-        assert batch.tokens[tower].shape == batch.valid[tower].shape == (3, CONTEXT)
-        for row, tokens_T, valid_T in zip(rows_B, batch.tokens[tower], batch.valid[tower], strict=True):
+        valid_BT = np.asarray(batch.valid[tower])
+        assert batch.tokens[tower].shape == valid_BT.shape == (3, CONTEXT)
+        for row, tokens_T, valid_T in zip(rows_B, batch.tokens[tower], valid_BT, strict=True):
             length = split.lengths[tower][row]
             np.testing.assert_array_equal(tokens_T[:length], split.tokens[tower][row, :length])
             np.testing.assert_array_equal(valid_T, np.arange(CONTEXT) < length)
@@ -128,3 +129,23 @@ def test_training_drops_and_recomputes_what_it_dropped():
     dropped = after_one_update(dropout=0.5)
     assert dropped[0] != pytest.approx(after_one_update()[0], rel=1e-3)
     np.testing.assert_allclose(after_one_update(dropout=0.5, remat="block"), dropped, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shorter", [0, 1])
+def test_masks_are_given_only_where_something_is_padding(shorter):
+    dataset = fake.dataset()
+    splits = {name: split._replace(lengths=(np.full_like(split.lengths[0], CONTEXT),))
+              for name, split in dataset.splits.items()}
+    splits["test"].lengths[0][-1] -= shorter
+    work, given = Classification(config(), dataset._replace(splits=splits)), config()
+    shape = work.batch_shape(sharding(given))
+    with work.batches(start=0, sharding=sharding(given)) as batches:
+        batch = next(batches)
+    assert (shape.valid[0] is not None) == (batch.valid[0] is not None) == bool(shorter)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), batch) == jax.tree.map(lambda x: (x.shape, x.dtype), shape)
+    assert set(work.test(*initial_parameters(work), sharding(given))) == {"loss", "accuracy"}
+
+
+def initial_parameters(work: Classification) -> tuple[Any, Any]:
+    state = work.initial(optax.identity())
+    return state.parameters, state.variables
