@@ -103,7 +103,8 @@ def evaluate(options: Options) -> None:
         tokens_at_once=train.batch_size // train.accumulate * run.config.model.context,
         packing=run.config.data.packing, progress=note)
     made_with = environment(run.model, parameters=sum(x.size for x in jax.tree.leaves(run.model)),
-                            tokenizer=corpora.tokenizer, checksum=corpora.checksum)
+                            tokenizer=corpora.tokenizer, checksum=corpora.checksum,
+                            segments=run.config.data.packing == "documents")
     write_json(options.run / "evaluation.json", {
         "step": run.step, "attention": list(run.config.model.attention), "context": run.config.model.context,
         "packing": run.config.data.packing,

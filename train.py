@@ -158,7 +158,8 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
                               "yet; give the flag again, or another --run-dir")
         write_json(run_dir / "config.json", config.to_dict())
         write_json(run_dir / "environment.json", environment(
-            model, parameters=parameters, tokenizer=corpora.tokenizer, checksum=corpora.checksum)
+            model, parameters=parameters, tokenizer=corpora.tokenizer, checksum=corpora.checksum,
+            segments=config.data.packing == "documents")
             | ({} if begun_with is None else {"init_from": begun_with}))
         print(f"{run_dir}: {parameters:,} parameters, {','.join(config.model.attention)} attention, context "
               f"{config.model.context:,}, {config.model.dtype}, {corpora.tokens('train'):,} tokens", file=sys.stderr)

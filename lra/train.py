@@ -105,7 +105,8 @@ def train(config: LraConfig, run_dir: Path, command: Sequence[str]) -> int:
             parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
             write_json(run_dir / "config.json", config.to_dict())
             write_json(run_dir / "environment.json", environment(
-                model.encoder, parameters=parameters, tokenizer=None, checksum=dataset.checksum, command=command))
+                model.encoder, parameters=parameters, tokenizer=None, checksum=dataset.checksum, command=command,
+                segments=any(mask is not None for mask in batch.valid)))
             print(f"{run_dir}: {config.data.task}, {parameters:,} parameters, {','.join(config.model.attention)} "
                   f"attention, context {config.model.context:,}, {config.model.dtype}, "
                   f"{len(dataset.splits['train'].labels):,} examples", file=sys.stderr)

@@ -18,9 +18,13 @@ from models.gpt import GPT
 
 
 def environment(model: GPT | Encoder, *, parameters: int, tokenizer: str | None, checksum: str,
-                command: Sequence[str] | None = None) -> dict[str, Any]:
-    """Versions, commit, devices, command line, corpus checksum, and which form computes each attention mode."""
+                command: Sequence[str] | None = None, segments: bool = False) -> dict[str, Any]:
+    """Versions, commit, devices, command line, corpus checksum, and which form computes each attention mode.
+
+    ``segments``: whether rows are of several documents, or padded.
+    """
     attention = {block.attention.name: block.attention for block in model.blocks}
+    dtype, causal = jnp.dtype(model.config.dtype), isinstance(model, GPT)
     return {
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")},
@@ -33,8 +37,9 @@ def environment(model: GPT | Encoder, *, parameters: int, tokenizer: str | None,
         "vocabulary_size": model.vocab_size,
         "parameters": parameters,
         "dtype": model.config.dtype,
-        "implementations": {name: form for name, layer in attention.items()
-                            if (form := layer.implementation(jnp.dtype(model.config.dtype))) is not None},
+        "implementations": {
+            name: form for name, layer in attention.items()
+            if (form := layer.implementation(dtype, causal=causal, segments=segments)) is not None},
     }
 
 

@@ -51,8 +51,9 @@ class Attention(linear.Attention):
         chunk = self.chunk_size or default_chunk_size(context)
         return tokens * self.heads * (chunk * (M + D) + 4 * M * D + self._feature_flops())
 
-    def implementation(self, dtype: Any) -> str | None:
+    def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
         features_dtype = jnp.float32 if self.config.feature_map in SIGNED else dtype
         x_BTHM = jax.ShapeDtypeStruct((1, self.max_length, self.heads, self.feature_width), features_dtype)
         v_BTHD = jax.ShapeDtypeStruct((1, self.max_length, self.heads, self.head_width), dtype)
-        return self.config.kernel or pick_implementation(x_BTHM, x_BTHM, v_BTHD, chunk_size=self.chunk_size)
+        return super().implementation(dtype, causal=causal) or pick_implementation(
+            x_BTHM, x_BTHM, v_BTHD, causal=causal, chunk_size=self.chunk_size)

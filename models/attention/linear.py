@@ -117,8 +117,8 @@ class Attention(SelfAttention):
         cache = jax.eval_shape(lambda: self.init_cache(1, context, jnp.float32))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
-    def implementation(self, dtype: Any) -> str | None:
-        return self.form
+    def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
+        return self.form if causal else self.unmasked_form
 
     def _features(self, q_BTHD: Array, k_BTHD: Array) -> tuple[Array, Array]:
         directions_RD = None if self.directions_RD is None else self.directions_RD[...]

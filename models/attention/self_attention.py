@@ -102,8 +102,11 @@ class SelfAttention(nnx.Module):
         """Bytes per sequence, at float32, that decoding keeps after ``context`` tokens."""
         raise NotImplementedError(f"attention mode {self.name!r} has no cached decode")
 
-    def implementation(self, dtype: Any) -> str | None:
-        """Which form computes :meth:`mix` on this device, for pages and tables; None where there is only one."""
+    def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
+        """Which form computes :meth:`mix` on this device, for pages and tables; None where there is only one.
+
+        ``segments``: whether the rows have any, or padding.
+        """
         return None
 
     # The rest is shared.

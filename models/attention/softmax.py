@@ -49,5 +49,5 @@ class Attention(SelfAttention):
     def state_bytes(self, context: int) -> int:
         return 2 * 4 * context * self.heads * self.head_width
 
-    def implementation(self, dtype: Any) -> str | None:
-        return self.config.form or pick_implementation(dtype, self.head_width)
+    def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
+        return self.config.form or pick_implementation(dtype, self.head_width, segments=segments)

@@ -8,7 +8,8 @@ import jax
 import pytest
 from flax import nnx
 
-from configs.schema import ModelConfig
+from configs.schema import EncoderConfig, ModelConfig
+from models.encoder import Encoder
 from models.gpt import GPT
 from training import environment
 
@@ -36,6 +37,18 @@ def test_it_says_what_a_run_was_made_with(model):
     # Which form computes each mode: a page must not call the materialised softmax a flash kernel.
     assert found["implementations"] == {"softmax": "blockwise", "linear": "cumsum"}
     assert json.loads(json.dumps(found)) == found
+
+
+def test_the_form_is_that_of_the_mask_and_the_rows_there_are(model, monkeypatch):
+    """cuDNN takes neither segments nor padding, and what is not causal has products of its own."""
+    monkeypatch.setattr("kernels.device.platform", lambda: "gpu")
+    encoder = nnx.eval_shape(lambda: Encoder(EncoderConfig(
+        layers=2, heads=2, width=16, mlp_width=8, context=16, dtype="bfloat16", pooling="mean",
+        attention=("softmax", "linear")), 5, rngs=nnx.Rngs(0)))
+    made = {segments: environment.environment(encoder, parameters=1, tokenizer=None, checksum="", segments=segments)
+            for segments in (False, True)}
+    assert made[False]["implementations"] == {"softmax": "cudnn", "linear": "chunked"}
+    assert made[True]["implementations"] == {"softmax": "blockwise", "linear": "chunked"}
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
