@@ -1,15 +1,16 @@
 """Long Range Arena's table of accuracies: what ``lra.train`` left in RUN/test.json, for ``lra.table accuracy``.
 
-One row a mode, with the mean and the standard deviation over seeds; one column a task, or more where runs had different
-data of it. Beside it stand what guessing reaches on the same test examples, and the published rows.
+One row a mode, with the mean and the standard deviation over seeds, and under it what was published of that mode; one
+column a task, or more where runs had different data of it. Beside it stands what guessing reaches on the same test
+examples.
 """
 
 import json
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class Run:
     """A run that was scored."""
 
     name: str
-    """The folder's."""
+    """The folder's, with as many of those above it as tell it from other runs."""
     task: str
     attention: str
     seed: int
@@ -101,7 +102,7 @@ def load_all(paths: Sequence[Path]) -> tuple[list[Run], list[DataError]]:
     Raises:
         ConfigError: a folder that is no run of ``lra.train``, or two runs of one set-up and seed.
     """
-    runs, left_out, seen = [], [], {}
+    runs, left_out, seen = {}, [], {}
     for path in paths:
         try:
             run = load(path)
@@ -110,8 +111,15 @@ def load_all(paths: Sequence[Path]) -> tuple[list[Run], list[DataError]]:
             continue
         if (other := seen.setdefault((run.setup, run.seed), path)) is not path:
             raise ConfigError(f"{other} and {path} have the same set-up and the same seed: name one of them")
-        runs.append(run)
-    return sorted(runs, key=lambda run: [*TASKS, run.task].index(run.task)), left_out
+        runs[path.resolve()] = run
+    named = [replace(run, name=_name(path, runs)) for path, run in runs.items()]
+    return sorted(named, key=lambda run: [*TASKS, run.task].index(run.task)), left_out
+
+
+def _name(path: Path, paths: Iterable[Path]) -> str:
+    """The last folders of a path, as many as tell it from the others."""
+    return next(Path(*path.parts[-count:]).as_posix() for count in range(1, len(path.parts) + 1)
+                if all(other == path or other.parts[-count:] != path.parts[-count:] for other in paths))
 
 
 def table(runs: Sequence[Run]) -> tuple[list[Run], dict[str, dict[str, list[Run]]]]:
@@ -134,6 +142,17 @@ def table(runs: Sequence[Run]) -> tuple[list[Run], dict[str, dict[str, list[Run]
     return columns, rows
 
 
+def counterparts(published: Mapping[str, Any], mode: str) -> list[Mapping[str, Any]]:
+    """The published rows of a mode; that of the benchmark comes first."""
+    return [row for row in published["rows"] if row.get("mode") == mode]
+
+
+def average(row: Mapping[str, Any]) -> tuple[float, int]:
+    """Of a published row, a failed task counted as guessing between two classes; and of how many tasks."""
+    values = [50.0 if row[task] == "failed" else row[task] for task in TASKS if task in row]
+    return float(np.mean(values)), len(values)
+
+
 def markdown(runs: Sequence[Run], published: Mapping[str, Any], origin: Mapping[str, Any]) -> str:
     """The tables."""
     columns, rows = table(runs)
@@ -146,26 +165,34 @@ def markdown(runs: Sequence[Run], published: Mapping[str, Any], origin: Mapping[
     def cell(seeds: Sequence[Run] | None) -> str:
         return "–" if seeds is None else percent(*mean_and_deviation(seeds))
 
-    def others(row: Mapping[str, Any]) -> list[str]:
-        return ["✗" if (value := row.get(task)) == "failed" else "–" if value is None else f"{value:.2f}"
-                for task in (*(task for task, _ in tasks), "average")]
+    def theirs(row: Mapping[str, Any]) -> list[str]:
+        bold, unverified = "**" if row.get("anchor") else "", "†" if row.get("unverified") else ""
+        mean, count = average(row)
+        return [f"{bold}{row['name']}{bold}{unverified}",
+                *("✗" if (value := row.get(task)) == "failed" else "–" if value is None else f"{value:.2f}"
+                  for task, _ in tasks), f"{mean:.2f}" + ("\\*" if count < len(TASKS) else "")]
 
-    marks = [(row, ("**" if row.get("anchor") else "", "†" if row.get("unverified") else "",
-                    "*" if row.get("tasks") == 5 else "")) for row in published["rows"]]
+    of_mode: dict[str, list[list[str]]] = {}
+    for name, row in rows.items():
+        (mode, *_) = (seeds[0].attention for seeds in row.values())
+        of_mode.setdefault(mode, []).append(
+            [f"`{name}`", *(cell(None if column is None else row.get(column.checksum)) for _, column in tasks), "–"])
     lines = [["", *(TASKS.get(task, task) for task, _ in tasks), "average"],
              ["---", *["---:"] * (len(tasks) + 1)],
-             *([f"`{name}`", *(cell(None if column is None else row.get(column.checksum)) for _, column in tasks), "–"]
-               for name, row in rows.items()),
-             *([f"{bold}{row['name']}{bold}{unverified}", *others(row)[:-1], others(row)[-1] + five.replace("*", "\\*")]
-               for row, (bold, unverified, five) in marks)]
+             *(line for mode, ours in of_mode.items()
+               for line in (*ours, *map(theirs, counterparts(published, mode)))),
+             *(theirs(row) for row in published["rows"] if row.get("mode") not in of_mode)]
     text = ["# Long Range Arena: accuracy", "",
             f"Accuracy on the test split in per cent; several seeds as mean ± standard deviation. Measured on "
-            f"{origin['device']}, jax {origin['versions']['jax']}; the rows in code letters are ours:", "",
+            f"{origin['device']}, jax {origin['versions']['jax']}; the rows in code letters are ours, and under those "
+            "of a mode stands what was published of it:", "",
             f"    {origin['command']} --out NAME", "", *("| " + " | ".join(line) + " |" for line in lines), "",
             f"Published: {published['source']}. {published['notes']} **Bold**: what there is to beat. †: not checked "
-            "against the paper. \\*: an average of five tasks.", "", "## What our columns are of, and what guessing "
-            "reaches", "", "What guessers know they learned from the same training examples; they are scored on the "
-            "same test examples.", "", "| task | tokens at most | train | test | guessing |",
+            "against the paper. \\*: an average of the five tasks that are given.", "",
+            "## What our columns are of, and what guessing reaches", "",
+            "What guessers know they learned from the same training examples, on ListOps from the first 20,000 at most "
+            "(the majority class from all); they are scored on the same test examples.", "",
+            "| task | tokens at most | train | test | guessing |",
             "| --- | ---: | ---: | ---: | --- |"]
     for column in columns:
         guesses = ", ".join(f"{name} {100 * value:.1f}" for name, value in column.baselines.items())
@@ -203,7 +230,8 @@ def contents(runs: Sequence[Run], origin: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def draw(path: Path, runs: Sequence[Run], published: Mapping[str, Any]) -> None:
-    """A panel a column: bars of the modes, and lines where guessers and the Transformer of the benchmark come to."""
+    """A panel a column: bars of the modes, a diamond on each where the benchmark's own of that mode came to, and lines
+    where guessers and the Transformer of the benchmark come to."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -222,8 +250,13 @@ def draw(path: Path, runs: Sequence[Run], published: Mapping[str, Any]) -> None:
             mean, deviation = mean_and_deviation(seeds)
             axes.barh(place, 100 * mean, xerr=None if deviation is None else 100 * deviation,
                       color=colour(seeds[0].attention), alpha=0.6)
+        theirs = [(row[column.task], place) for place, seeds in enumerate(bars.values())
+                  for row in counterparts(published, seeds[0].attention)[:1] if isinstance(row.get(column.task), float)]
+        if theirs:
+            axes.plot(*zip(*theirs, strict=True), "D", color="#a40000", markersize=5, zorder=3,
+                      label="the mode, published\nof the whole task")
         axes.set_yticks(range(len(bars)), bars)
-        transformer = published["rows"][0].get(column.task)
+        transformer = counterparts(published, "softmax")[0].get(column.task)
         lines = [(f"{name}, {100 * value:.1f}", 100 * value, {"color": f"{0.7 - 0.7 * i / len(column.baselines):.2f}"})
                  for i, (name, value) in enumerate(column.baselines.items())]
         if isinstance(transformer, float):

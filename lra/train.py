@@ -102,6 +102,7 @@ def train(config: LraConfig, run_dir: Path, command: Sequence[str]) -> int:
         if finished and _scored_step(run_dir) == newest:
             return 0
         if not finished:
+            (run_dir / "test.json").unlink(missing_ok=True)  # of another end
             parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
             write_json(run_dir / "config.json", config.to_dict())
             write_json(run_dir / "environment.json", environment(

@@ -50,8 +50,9 @@ def dataset(towers: int = 1, **sizes: int) -> Dataset:
 
 
 def install(patch: pytest.MonkeyPatch, **loaded: Dataset) -> None:
-    """These tasks, and no others, whatever the settings."""
-    patch.setattr(tasks, "load", lambda task, **settings: loaded[task])
+    """These tasks, whatever the settings, beside the real ones."""
+    load = tasks.load
+    patch.setattr(tasks, "load", lambda task, **settings: loaded.get(task) or load(task, **settings))
 
 
 def make(folder: Path) -> Path:

@@ -13,8 +13,9 @@ import train as train_command
 from comparison.remarks import remarks
 from comparison.runs import group, load_run, scored
 from data import DataError
-from lra import tasks
+from lra import accuracy, tasks
 from lra import train as lra_train
+from lra.tasks import listops
 from tests import tiny
 from tests.comparison.made import write_run
 from tests.lra import fake
@@ -66,6 +67,20 @@ def refused(capsys, code: int, *arguments: object) -> str:
     assert out == ""
     assert "Traceback" not in err
     return " ".join(err.replace("│", " ").split())
+
+
+def run_interrupted(at: int, *arguments: object) -> int:
+    """The exit code of a command that gets a Ctrl-C when it records step ``at``."""
+    record = loop._Run.record
+
+    def interrupted(self, pending, step):
+        if step == at:
+            signal.raise_signal(signal.SIGINT)
+        record(self, pending, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop._Run, "record", interrupted)
+        return fake.run(*arguments)
 
 
 def assert_same_run(folder: Path, straight: Path) -> None:
@@ -120,17 +135,9 @@ def test_the_best_checkpoint_by_val_loss_is_scored_where_training_got_worse(reci
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on_to_what_the_uninterrupted_run_is(
-        recipe, finished, tmp_path, monkeypatch, capsys):
-    record, command = loop._Run.record, (recipe, "--run-dir", tmp_path / "run")
-
-    def interrupted(self, pending, step):
-        if step == 3:
-            signal.raise_signal(signal.SIGINT)
-        record(self, pending, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "record", interrupted)
-        assert fake.run(*command) == 128 + signal.SIGINT
+        recipe, finished, tmp_path, capsys):
+    command = (recipe, "--run-dir", tmp_path / "run")
+    assert run_interrupted(3, *command) == 128 + signal.SIGINT
     assert "stopped and saved at step 4; the same command goes on" in capsys.readouterr().err
     assert not (tmp_path / "run" / "test.json").exists()
     assert fake.run(*command) == 0
@@ -148,6 +155,48 @@ def test_a_finished_run_says_so_and_is_scored_where_it_is_not_yet(recipe, finish
     (run_dir / "test.json").unlink()
     assert fake.run(recipe, "--run-dir", run_dir) == 0
     assert read(run_dir / "test.json") == read(finished / "test.json")
+
+
+def test_a_run_that_goes_on_has_no_score_until_its_new_end(recipe, run_dir):
+    longer = (recipe, "--run-dir", run_dir, "--train.steps", 12)
+    assert accuracy.load(run_dir).accuracy == read(run_dir / "test.json")["accuracy"]
+    assert run_interrupted(8, *longer) == 128 + signal.SIGINT
+    with pytest.raises(DataError, match="not scored yet"):
+        accuracy.load(run_dir)
+    assert fake.run(*longer) == 0
+    assert read(run_dir / "test.json")["trained_steps"] == 12
+
+
+def test_the_flags_of_the_data_reach_the_task_and_another_seed_does_not(recipe, tmp_path, monkeypatch):
+    asked = []
+
+    def load(task, **settings):
+        asked.append({"task": task} | settings)
+        return fake.dataset()
+
+    monkeypatch.setattr(tasks, "load", load)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for seed in ("1", "2"):
+        config, _ = lra_train.parse([str(recipe), "--data.max-length", "13", "--data.train-examples", "40",
+                                     "--data.val-examples", "20", "--train.seed", seed])
+        assert config.train.seed == int(seed)
+        lra_train.load(config)
+    assert asked == [{"task": "fake", "folder": None, "max_length": 13, "train_examples": 40, "val_examples": 20,
+                      "seed": 0, "cache": tmp_path / "lineargpt" / "lra"}] * 2
+
+
+def test_a_shortened_listops_is_trained_on_and_scored_beside_its_guessers(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flags = {"data.max-length": 16, "data.train-examples": 64, "data.val-examples": 32, "model.layers": 1,
+             "model.heads": 2, "model.width": 8, "model.mlp-width": 8, "train.steps": 2, "train.batch-size": 4}
+    assert fake.run(tiny.ROOT / "configs" / "lra" / "listops.py", "--run-dir", tmp_path / "run",
+                    *(word for name, value in flags.items() for word in (f"--{name}", value))) == 0
+    found = read(tmp_path / "run" / "test.json")
+    assert (found["task"], found["context"], found["train_examples"], found["examples"]) == ("listops", 16, 64, 32)
+    data = listops.load(folder=None, max_length=16, train_examples=64, val_examples=32, seed=0)
+    assert found["corpus_checksum"] == data.checksum
+    assert found["baselines"] == data.baselines
+    assert found["baselines"].keys() > {"majority class", "root operator"}
 
 
 def test_a_run_is_named_after_recipe_and_attention_and_its_preset_reaches_the_recipe(recipe, tmp_path, monkeypatch):
