@@ -123,11 +123,15 @@ def settle[C: (Config, LraConfig)](config: C, model: ModelConfig | EncoderConfig
         note(f"optimizer.warmup_steps is {warmup}, not {optimizer.warmup_steps}: a tenth of the run")
         optimizer = dataclasses.replace(optimizer, warmup_steps=warmup)
     for name, mode in model.modes.items():
-        for option in ("chunk_size", "block_size", "window"):
+        limits: dict[str, tuple[int, str]] = dict.fromkeys(
+            ("chunk_size", "block_size", "window"), (model.context, "the sequence is no longer"))
+        if name == "linformer" and mode.k == type(mode)().k:  # what was asked for stays
+            limits["k"] = max(1, model.context // 4), "a quarter of the context, of which these are the sums"
+        for option, (most, why) in limits.items():
             size = getattr(mode, option, None)
-            if size is not None and size > model.context:
-                note(f"model.modes.{name}.{option} is {model.context}, not {size}: the sequence is no longer")
-                mode = dataclasses.replace(mode, **{option: model.context})
+            if size is not None and size > most:
+                note(f"model.modes.{name}.{option} is {most}, not {size}: {why}")
+                mode = dataclasses.replace(mode, **{option: most})
                 model = dataclasses.replace(model, modes=model.modes | {name: mode})
     settled: Any = model
     return dataclasses.replace(config, model=settled, train=train, optimizer=optimizer)
@@ -265,6 +269,11 @@ def main(prog: str, command: Callable[[Sequence[str]], int], arguments: Sequence
     except OSError as error:
         remedy = ". Make room on the disk; the same command goes on" if error.errno == errno.ENOSPC else ""
         print(f"{prog}: {error}{remedy}", file=sys.stderr)
+        return 1
+    except MemoryError as error:
+        said = f" ({error})" if str(error) else ""
+        print(f"{prog}: out of memory{said}; fewer examples, shorter sequences or smaller batches need less",
+              file=sys.stderr)
         return 1
     except RuntimeError as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):

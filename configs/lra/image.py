@@ -3,7 +3,7 @@
     python -m lra.train configs/lra/image.py --attention softmax
     python -m lra.train configs/lra/image.py --attention performer --preset released
 
-In ``released`` the sizes are those that the released code gives each mode.
+In ``released`` sizes and dropout are those that the released code gives each mode.
 """
 
 from configs.lra.presets import Preset, Sizes, cosine, published, tuned
@@ -15,7 +15,7 @@ OF_MODE = {
     "local": Sizes(1, 2, 128, 64, 128, "mean"),
     "longformer": Sizes(4, 4, 128, 64, 128, "mean"),
     "reformer": Sizes(4, 8, 64, 32, 64),
-    "sinkhorn": Sizes(1, 1, 32, 32, 64),
+    "sinkhorn": Sizes(1, 1, 32, 32, 64, dropout=0.1),
     "bigbird": Sizes(1, 1, 128, 64, 128),
 }
 """Those that are not ``RELEASED``."""

@@ -4,8 +4,10 @@
     python -m lra.train configs/lra/pathfinder.py --attention performer --preset released
     python -m lra.train configs/lra/pathfinder.py --attention linear --data-dir lra_release
 
-In ``released`` the sizes are those that the released code gives each mode; for the Performer its authors name those of
-``linear`` as the ones that reproduce the paper's figure.
+In ``released`` sizes and dropout are those that the released code gives each mode. As those of the Performer that
+reproduce the paper's figure, its authors name others:
+
+    --model.layers 1 --model.heads 8 --model.head-width 8 --model.width 128 --model.mlp-width 128
 """
 
 from configs.lra.presets import Preset, Sizes, cosine, published, tuned
@@ -14,9 +16,9 @@ from configs.schema import LraConfig
 PAPER = Sizes(4, 8, 128, 128, 128, "mean")
 RELEASED = Sizes(4, 4, 32, 16, 32, "mean")
 OF_MODE = {
-    "local": Sizes(2, 4, 64, 32, 64, "mean"),
+    "local": Sizes(2, 4, 64, 32, 64, "mean", dropout=0.1),
     "sparse": Sizes(1, 8, 32, 16, 32, "mean"),
-    "longformer": Sizes(2, 2, 32, 16, 32, "mean"),
+    "longformer": Sizes(2, 2, 32, 16, 32, "mean", dropout=0.1),
     "linformer": Sizes(1, 2, 32, 16, 32, "mean"),
     "reformer": Sizes(2, 8, 64, 32, 64, "mean"),
     "sinkhorn": Sizes(2, 4, 32, 16, 64, "mean"),
@@ -37,4 +39,4 @@ def get_config(attention: str = "softmax", preset: Preset = "tuned") -> LraConfi
     else:
         sizes, optimizer = OF_MODE.get(attention, RELEASED), cosine(1e-3, 312)
     return published("pathfinder", attention, preset, sizes, optimizer, context=1024, classes=2, batch=512,
-                     steps=62_400, dropout=0.2)
+                     steps=62_400, dropout=0.2, block=64)

@@ -2,11 +2,13 @@
 
 ``paper``: the sizes of the paper's appendix (Tay et al., 2021); what it leaves open is as in the released code.
 ``released``: the released code's, which differ from mode to mode on Image and Pathfinder. ``tuned``: ours, the same for
-every mode: rotary positions where a mode has queries and keys of single tokens, mean over valid tokens.
+every mode: rotary positions where a mode has queries and keys of single tokens, mean over valid tokens or, where the
+place of a token counts, a CLS token.
 
 The modes are what their papers say, with Long Range Arena's block sizes; in ``released`` also its 16 sums of the
-Linformer and its features of the Performer. Two things are not as there: attention weights have no dropout, and weights
-decay in matrices only.
+Linformer and its features of the Performer. Three things are not as there: attention weights have no dropout, weights
+decay in matrices only, and where no layer leaves its blocks, so that a CLS token would see the first one alone, every
+recipe takes the mean, as there local attention does on Image and Pathfinder.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -21,8 +23,11 @@ from configs.schema import (
 )
 
 Preset = Literal["paper", "released", "tuned"]
+Pooling = Literal["cls", "mean"]
 NOT_ROTATED = {"linformer", "synthesizer"}
 """Modes that mix tokens by parameters of their places."""
+SEPARATE = {"local"}
+"""Modes whose blocks never see each other."""
 EVALUATED = 2048
 """Examples of a large val split in an evaluation."""
 
@@ -36,7 +41,9 @@ class Sizes(NamedTuple):
     qkv: int
     """Width of all heads together."""
     mlp: int
-    pooling: Literal["cls", "mean"] = "cls"
+    pooling: Pooling = "cls"
+    dropout: float | None = None
+    """None: the task's."""
 
 
 def inverse_sqrt(factor: float, warmup: int) -> OptimizerConfig:
@@ -58,29 +65,38 @@ def published(task: str, attention: str, preset: Preset, sizes: Sizes, optimizer
 
     Args:
         learned: positions, in place of sinusoids.
-        block: tokens in a block of local and sparse attention.
+        block: tokens in a block of local and Sinkhorn attention.
         modes: options of modes in ``released`` that are the task's own.
     """
-    options: dict[str, Any] = {"local": {"block_size": block}, "sparse": {"block_size": block, "summary": 10}}
+    options: dict[str, Any] = {"local": {"block_size": block}, "sinkhorn": {"block_size": block},
+                               "sparse": {"block_size": 50, "summary": 10}}
     if preset == "released":
         options |= {"linformer": {"k": 16}, "performer": {"phi": "performer_relu"}} | modes
+    layers = tuple(attention.split(","))
     return _recipe(EncoderConfig(
         layers=sizes.layers, heads=sizes.heads, width=sizes.emb, head_width=sizes.qkv // sizes.heads,
-        mlp_width=sizes.mlp, context=context, positions="learned" if learned else "sinusoidal", pooling=sizes.pooling,
-        towers=towers, classes=classes, dropout=dropout, attention=tuple(attention.split(",")), modes=options),
+        mlp_width=sizes.mlp, context=context, positions="learned" if learned else "sinusoidal",
+        pooling=_pooling(sizes.pooling, layers), towers=towers, classes=classes,
+        dropout=dropout if sizes.dropout is None else sizes.dropout, attention=layers, modes=options),
         TaskConfig(task=task, max_length=max_length), optimizer, batch, steps)
 
 
 def tuned(task: str, attention: str, *, context: int, classes: int, steps: int, layers: int = 4, width: int = 128,
-          batch: int = 32, towers: int = 1, learning_rate: float = 1e-3, dropout: float = 0.1) -> LraConfig:
+          batch: int = 32, towers: int = 1, learning_rate: float = 1e-3, dropout: float = 0.1,
+          pooling: Pooling = "mean") -> LraConfig:
     """A recipe of our own, small enough for a CPU where the task is shortened."""
     modes = tuple(attention.split(","))
     return _recipe(EncoderConfig(
         layers=layers, heads=4, width=width, mlp_width=2 * width, context=context,
-        positions="sinusoidal" if NOT_ROTATED & {*modes} else "rotary", pooling="mean", towers=towers, classes=classes,
-        dropout=dropout, attention=modes), TaskConfig(task=task),
+        positions="sinusoidal" if NOT_ROTATED & {*modes} else "rotary", pooling=_pooling(pooling, modes),
+        towers=towers, classes=classes, dropout=dropout, attention=modes), TaskConfig(task=task),
         OptimizerConfig(learning_rate=learning_rate, warmup_steps=500, final_fraction=0.05, weight_decay=0.05,
                         beta2=0.98), batch, steps)
+
+
+def _pooling(wanted: Pooling, modes: tuple[str, ...]) -> Pooling:
+    """The mean where a CLS token would see its own block alone."""
+    return "mean" if {*modes} <= SEPARATE else wanted
 
 
 def _recipe(model: EncoderConfig, data: TaskConfig, optimizer: OptimizerConfig, batch: int, steps: int) -> LraConfig:

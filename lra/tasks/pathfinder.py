@@ -493,23 +493,18 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
     Args:
         folder: the release's ``lra_release``: shuffled by ``seed``, 8 tenths are train, one val and one test; None:
             images are generated.
-        max_length: below an image's pixels, images of fewer pixels are generated, with shorter contours.
+        max_length: a square below an image's pixels: smaller images are generated, with shorter contours.
         train_examples: None: 160,000, as in the release.
         val_examples: of val and of test; None: 20,000.
         cache: where generated images are kept.
 
     Raises:
-        ConfigError: no image has so few pixels, or the release has not so many.
+        ConfigError: no image has so many pixels, or the release has not so many examples.
         DataError: files that are missing or damaged.
     """
-    level, pixels = LEVELS[task], LEVELS[task].side ** 2
-    if max_length is not None and max_length < pixels:
-        least = (level.side // 2) ** 2
-        if folder is not None or max_length < least:
-            smaller = "" if folder is not None else f", or {least} and more for smaller images with shorter contours"
-            raise ConfigError(f"--data.max-length {max_length}: expected {pixels}, as an image of {task} has so many "
-                              f"pixels and cannot be cut{smaller}")
-        level = level.reduced(math.isqrt(max_length))
+    level = LEVELS[task]
+    if max_length is not None:
+        level = level.reduced(_side(max_length, level.side, task, generated=folder is None))
     asked = {"train": train_examples, "val": val_examples, "test": val_examples}
     if folder is None:
         counts = {split: DEFAULT_EXAMPLES[split] if count is None else count for split, count in asked.items()}
@@ -518,10 +513,26 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
         found = {split: _generated(task, level, split, seed, count, cache, notes) for split, count in counts.items()}
     else:
         found, notes = _released(task, folder, level.side, asked, seed)
-    splits = {split: Split((images.reshape(len(images), -1).astype(np.uint16) + np.uint16(1),),
-                           (np.full(len(images), level.side**2, np.int32),), labels_N)
-              for split, (images, labels_N) in found.items()}
+    splits = {}
+    for split in asked:
+        images, labels_N = found.pop(split)  # gigabytes, not to be held twice
+        tokens_NT = images.reshape(len(images), -1).astype(np.uint16)
+        tokens_NT += 1
+        splits[split] = Split((tokens_NT,), (np.full(len(images), level.side**2, np.int32),), labels_N)
     return Dataset(splits, 257, 2, _baselines(splits), checksum(splits), tuple(notes))
+
+
+def _side(pixels: int, most: int, task: str, *, generated: bool) -> int:
+    """The side of an image of so many pixels; one that is generated can have from half to all of its task's side."""
+    sides = range(most // 2 if generated else most, most + 1)
+    root = math.isqrt(pixels)
+    if root in sides and root**2 == pixels:
+        return root
+    near = dict.fromkeys(min(max(side, sides[0]), most) for side in (root, root + 1))
+    squares = " or ".join(f"{side**2} ({side} x {side})" for side in near)
+    why = (f"images of {task} are squares of {sides[0]} to {most} pixels a side" if generated else
+           f"images of {task} in --data-dir have {most} pixels a side and cannot be cut")
+    raise ConfigError(f"--data.max-length {pixels}: {why}; expected {squares}")
 
 
 def _baselines(splits: dict[str, Split]) -> dict[str, float]:

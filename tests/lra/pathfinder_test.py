@@ -1,5 +1,6 @@
 """Pathfinder and Path-X: what their images show, where they come from, and what is said of files that are not right."""
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -208,17 +209,40 @@ def test_checksum_tells_data_apart(generated):
 
 
 def test_fewer_tokens_are_smaller_images():
-    data = load(max_length=600, train_examples=4, val_examples=2)
+    data = load(max_length=576, train_examples=4, val_examples=2)
     assert data.splits["train"].tokens[0].shape == (4, 24 * 24)
     assert "24 x 24 pixels, contours of 10 paddles" in data.notes[0]
-    assert load(max_length=5000, train_examples=4, val_examples=2).splits["train"].tokens[0].shape == (4, 1024)
+    assert load(max_length=1024, train_examples=4, val_examples=2).splits["train"].tokens[0].shape == (4, 1024)
 
 
-@pytest.mark.parametrize(("options", "expected"), [({"max_length": 255}, "or 256 and more for smaller images"),
-                                                   ({"max_length": 600, "folder": Path("lra")}, "cannot be cut$")])
-def test_images_cannot_be_cut(options, expected):
-    with pytest.raises(ConfigError, match=f"--data.max-length {options['max_length']}: expected 1024, .*{expected}"):
-        load(**options)
+@pytest.mark.parametrize(("task", "max_length", "folder", "expected"), [
+    (pathfinder, 600, None, r"are squares of 16 to 32 pixels a side; expected 576 \(24 x 24\) or 625 \(25 x 25\)$"),
+    (pathfinder, 255, None, r"expected 256 \(16 x 16\)$"),
+    (pathfinder, 225, None, r"expected 256 \(16 x 16\)$"),
+    (pathfinder, 1000, None, r"expected 961 \(31 x 31\) or 1024 \(32 x 32\)$"),
+    (pathfinder, 4900, None, r"expected 1024 \(32 x 32\)$"),
+    (pathx, 4000, None, r"are squares of 64 to 128 pixels a side; expected 4096 \(64 x 64\)$"),
+    (pathx, 16_385, None, r"expected 16384 \(128 x 128\)$"),
+    (pathfinder, 576, Path("lra"), r"have 32 pixels a side and cannot be cut; expected 1024 \(32 x 32\)$"),
+    (pathfinder, 5000, Path("lra"), r"cannot be cut; expected 1024 \(32 x 32\)$"),
+])
+def test_a_length_that_is_no_image_is_refused_with_the_nearest_that_are(task, max_length, folder, expected):
+    with pytest.raises(ConfigError, match=rf"--data\.max-length {max_length}: images of .*{expected}"):
+        task.load(folder=folder, max_length=max_length, train_examples=2, val_examples=2, seed=0)
+
+
+def test_images_are_not_held_beside_all_their_tokens(monkeypatch):
+    """Three splits of images, of a byte a pixel, come to two bytes a token, and their tokens are made one by one."""
+    size = 2**20
+    monkeypatch.setattr(pathfinder, "_generated", lambda *_: (
+        np.zeros((size // 1024, 32, 32), np.uint8), np.arange(size // 1024, dtype=np.int32) % 2))
+    tracemalloc.start()
+    try:
+        load()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * size  # the last images and all tokens: 7
 
 
 def release(folder: Path, side: int, count: int) -> Path:

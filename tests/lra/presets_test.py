@@ -1,0 +1,75 @@
+"""The recipes of Long Range Arena: that each can be run in every mode, and where the modes' options come from."""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import configs.schema
+from configs.lra import pathfinder
+from configs.schema import EncoderConfig
+from lra.train import parse
+from models import attention
+
+LRA = Path(configs.schema.__file__).parent / "lra"
+TASKS = ("listops", "text", "retrieval", "image", "pathfinder", "pathx")
+BLOCKS = {task: 64 if task in ("image", "pathfinder") else 50 for task in TASKS}
+
+
+def model(task: str, mode: str, preset: str, *flags: object) -> EncoderConfig:
+    """As it would be trained."""
+    return parse([str(LRA / f"{task}.py"), "--attention", mode, "--preset", preset, *map(str, flags)])[0].model
+
+
+@pytest.mark.parametrize("preset", ["paper", "released", "tuned"])
+@pytest.mark.parametrize("task", TASKS)
+def test_every_mode_can_be_run_without_notes(task, preset, capsys):
+    for mode in attention.modes():
+        found = model(task, mode, preset, "--model.dtype", "float32")
+        options: Any = found.modes[mode]
+        if preset != "tuned" and mode in ("local", "sinkhorn"):
+            assert options.block_size == BLOCKS[task], mode
+        if preset != "tuned" and mode == "sparse":
+            assert (options.block_size, options.summary) == (50, 10)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_cls_token_stands_where_it_was_published_and_in_listops_but_not_where_it_sees_its_block_alone():
+    for preset, cls in (("paper", TASKS[:4]), ("released", TASKS[:4]), ("tuned", TASKS[:1])):
+        for task in TASKS:
+            pooling = "cls" if task in cls else "mean"
+            assert model(task, "softmax", preset).pooling == pooling, (task, preset)
+            assert model(task, "local,softmax", preset).pooling == pooling, (task, preset)
+            assert model(task, "local", preset).pooling == "mean", (task, preset)
+
+
+@pytest.mark.parametrize(("task", "mode", "dropout"), [
+    ("pathfinder", "local", 0.1), ("pathfinder", "longformer", 0.1), ("pathfinder", "sinkhorn", 0.2),
+    ("image", "sinkhorn", 0.1), ("image", "local", 0.3), ("pathx", "softmax", 0.1), ("listops", "local", 0.1)])
+def test_released_dropout_is_that_of_the_mode(task, mode, dropout):
+    assert model(task, mode, "released").dropout == dropout
+
+
+def test_the_flags_named_for_the_performer_on_pathfinder_give_the_sizes_its_authors_name():
+    flags = re.findall(r"(--model\.\S+) (\d+)", inspect.getdoc(pathfinder) or "")
+    found = model("pathfinder", "performer", "released", *(word for flag in flags for word in flag))
+    assert (found.layers, found.heads, found.width, found.heads * (found.head_width or 0), found.mlp_width) == (
+        1, 8, 128, 64, 128)
+    assert model("pathfinder", "performer", "released").layers == 4
+
+
+@pytest.mark.parametrize(("length", "k"), [(None, 256), (1024, 256), (1000, 250), (200, 50), (3, 1)])
+def test_the_linformer_keeps_a_quarter_of_a_short_sequence_at_most(length, k, capsys):
+    flags = () if length is None else ("--data.max-length", length)
+    for preset in ("tuned", "paper"):
+        options: Any = model("listops", "linformer", preset, "--model.dtype", "float32", *flags).modes["linformer"]
+        assert options.k == k
+        said = capsys.readouterr().err
+        assert said == ("" if k == 256 else f"note: model.modes.linformer.k is {k}, not 256: a quarter of the context, "
+                                            "of which these are the sums\n")
+    for asked in (2, 100):
+        flags = "--model.modes.linformer.k", asked, "--data.max-length", 200
+        options = model("listops", "linformer", "tuned", *flags).modes["linformer"]
+        assert options.k == asked
