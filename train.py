@@ -93,10 +93,11 @@ def check_not_imported(run_dir: Path) -> None:
 
 def check_packing(packing: str, model: gpt.GPT) -> None:
     """Raises :class:`ConfigError` where documents are to stand side by side and a mode cannot keep them apart."""
-    modes = [block.attention.name for block in model.blocks if not block.attention.packs(causal=True)]
-    if packing == "documents" and modes:
-        raise ConfigError(f"data.packing documents: attention mode {modes[0]!r} cannot keep the documents of a row "
-                          "apart; expected stream")
+    layers = [block.attention for block in model.blocks if not block.attention.packs(causal=True)]
+    if packing == "documents" and layers:
+        flags = layers[0].packs_with
+        raise ConfigError(f"data.packing documents: attention mode {layers[0].name!r} cannot keep the documents of a "
+                          f"row apart; expected stream{'' if flags is None else f', or {flags}'}")
 
 
 def initial_parameters(run_dir: Path, model: gpt.GPT, tokenizer: str, init_from: Path | None,

@@ -6,8 +6,8 @@ last see all. The last block is that of a row's last valid token. Causal, every 
 the first, and of random ones before i − 1 what is not after it, and no block sees all.
 
 Random blocks differ from all others that a block sees. They follow from head, block and the number of blocks in the row
-alone, causal not even from that number: neither padding nor, causal, later tokens change an output. All layers have the
-same.
+alone, causal not even from that number: neither padding nor, causal, later tokens change an output. All rows have the
+same, and all layers; the authors' code draws by the layer's number too.
 
 Long Range Arena's released code sees everything before a token, T × T scores, where it is asked for the causal mask.
 """
@@ -23,6 +23,7 @@ from jax import Array, lax
 from configs.schema import ConfigError
 from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of
 from models.attention.key_values import KeyValues
+from models.attention.one_segment import valid_tokens
 from models.attention.self_attention import SelfAttention
 
 PARTS = 8
@@ -60,7 +61,8 @@ class Attention(SelfAttention):
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
         b, (B, T, H, D) = self.config.block_size, q_BTHD.shape
-        lengths_B1 = jnp.full((B, 1), T) if segment_ids_BT is None else jnp.sum(segment_ids_BT >= 0, axis=1)[:, None]
+        lengths_B1 = (jnp.full((B, 1), T) if segment_ids_BT is None else
+                      jnp.sum(valid_tokens(segment_ids_BT, self.name), axis=1)[:, None])
         last_B1 = jnp.maximum(lengths_B1 - 1, 0) // b
         t_1T = jnp.arange(T)[None]
         # The last position that a query sees, of the blocks listed for it; −1: none.
@@ -70,17 +72,18 @@ class Attention(SelfAttention):
         N = -(-k_BHCSD.shape[2] // PARTS)
 
         def part(xs: tuple[Array, Array, Array]) -> Array:
-            q_BHTD, limits_B1T, p = xs
-            blocks_BN = jnp.broadcast_to(p * N + jnp.arange(N)[None], (B, N))
-            seen_BHNJ = self.past_blocks(blocks_BN) if causal else self.all_blocks(blocks_BN, last_B1)
+            q_BHTD, limits_B1T, seen_BHNJ = xs
             q_BHNTD, limits_B1NT = q_BHTD.reshape(B, H, N, b, D), limits_B1T.reshape(B, 1, N, b)
             keys = k_BHCSD.astype(k_BTHD.dtype), v_BHCSD.astype(v_BTHD.dtype)
             return _attend(q_BHNTD, limits_B1NT, *keys, seen_BHNJ).reshape(B, H, N * b, D)
 
         q_BHPTD, limits_B1PT = blocks_of(q_BTHD, N * b), tag_blocks_of(limits_BT, N * b, fill=-1)
         P = q_BHPTD.shape[2]
+        blocks_1N = jnp.arange(P * N)[None]
+        seen_BHNJ = self.past_blocks(blocks_1N) if causal else self.all_blocks(blocks_1N, last_B1)
+        seen_BHPNJ = jnp.broadcast_to(seen_BHNJ, (B, *seen_BHNJ.shape[1:])).reshape(B, H, P, N, -1)
         y_PBHTD = lax.map(jax.checkpoint(part),
-                          (jnp.moveaxis(q_BHPTD, 2, 0), jnp.moveaxis(limits_B1PT, 2, 0), jnp.arange(P)))
+                          tuple(jnp.moveaxis(x, 2, 0) for x in (q_BHPTD, limits_B1PT, seen_BHPNJ)))
         y_BTHD = tokens_of(jnp.moveaxis(y_PBHTD, 0, 2), T)
         if not causal:
             y_BTHD = _with_global_blocks(y_BTHD, q_BTHD, limits_BT, k_BHCSD.astype(k_BTHD.dtype),
@@ -120,20 +123,23 @@ class Attention(SelfAttention):
         return 2 * 4 * context * self.heads * self.head_width
 
     def past_blocks(self, blocks_BN: Array) -> Array:
-        """The blocks that each of these sees where it sees the past only, (B, H, N, J); −1 where there are fewer."""
+        """The blocks that each of these sees where it sees the past only, (B, H, N, J); −1 where there are fewer.
+
+        One row of blocks stands for all rows, here and below.
+        """
         i_B1N = blocks_BN[:, None]
         listed = [i_B1N, i_B1N - 1, jnp.zeros_like(i_B1N)]
         return self._with_random(listed, blocks_BN, jnp.maximum(i_B1N - 2, 0), jnp.zeros_like(i_B1N))
 
     def all_blocks(self, blocks_BN: Array, last_B1: Array) -> Array:
         """The blocks that each of these sees in both directions, (B, H, N, J), of ``last_B1`` + 1; −1 as above."""
-        i_B1N, last_B1N = blocks_BN[:, None], jnp.broadcast_to(last_B1[:, None], blocks_BN[:, None].shape)
-        listed = [i_B1N - 1, i_B1N, i_B1N + 1, jnp.zeros_like(i_B1N), last_B1N]
-        return self._with_random(listed, blocks_BN, jnp.maximum(i_B1N - 2, 0), jnp.maximum(last_B1N - i_B1N - 2, 0))
+        i_B1N, last_B11 = blocks_BN[:, None], last_B1[:, None]
+        listed = [i_B1N - 1, i_B1N, i_B1N + 1, jnp.zeros_like(i_B1N), last_B11]
+        return self._with_random(listed, blocks_BN, jnp.maximum(i_B1N - 2, 0), jnp.maximum(last_B11 - i_B1N - 2, 0))
 
     def _with_random(self, listed: list[Array], blocks_BN: Array, below_B1N: Array, above_B1N: Array) -> Array:
         """Blocks listed, each once, and random ones of 1 … ``below`` and of the ``above`` many from i + 2 on."""
-        shape = blocks_BN.shape[0], self.heads, blocks_BN.shape[1]
+        shape = above_B1N.shape[0], self.heads, above_B1N.shape[2]
         seen: list[Array] = []
         for block_B1N in listed:
             seen.append(_unless_in(seen, jnp.broadcast_to(block_B1N, shape), jnp.full(shape, -1)))

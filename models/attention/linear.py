@@ -10,10 +10,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 
 from kernels.linear_attention import State, linear_attention
+from models.attention.directions import Directions
 from models.attention.feature_maps import RANDOM, FeatureOptions, draw_directions, feature_width, features
+from models.attention.one_segment import valid_tokens
 from models.attention.self_attention import SelfAttention
 
 
@@ -24,10 +26,6 @@ class Config(FeatureOptions):
     form: Literal["parallel", "rowwise", "blockwise", "cumsum", "recurrent"] | None = None
     """parallel: masked T × T product; rowwise: a query at a time; blockwise: in blocks, never materialised; cumsum: all
     states at once; recurrent: token by token; None: blockwise, and in both directions two products and no mask."""
-
-
-class Directions(nnx.Variable):
-    """Random directions of a feature map: no parameter, and drawn anew by the training step only."""
 
 
 class Attention(SelfAttention):
@@ -42,7 +40,6 @@ class Attention(SelfAttention):
         if config.feature_map == "favor_trigonometric":
             warnings.warn(f"{self.name}: weights by favor_trigonometric have a variance that is largest where they are "
                           "smallest, and can be negative; it is there to be compared with favor", stacklevel=2)
-        # The heads of a layer share them.
         self.directions_RD = Directions(self._draw(rngs())) if config.feature_map in RANDOM else None
 
     @property
@@ -51,12 +48,9 @@ class Attention(SelfAttention):
         return feature_width(self.config, self.head_width)
 
     def redraw(self, step: Array, key: Array) -> None:
-        """Draw random directions anew if it is time to; the training step calls it before update ``step``, from 0."""
-        every = self.config.redraw_every
-        if self.directions_RD is not None and every:
-            last_RD = self.directions_RD[...]
-            due = (step > 0) & (step % every == 0)
-            self.directions_RD[...] = lax.cond(due, lambda: self._draw(key), lambda: last_RD)
+        """:meth:`Directions.redraw` of random directions; the training step calls it."""
+        if self.directions_RD is not None:
+            self.directions_RD.redraw(step, self.config.redraw_every, lambda: self._draw(key))
 
     @property
     def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -87,7 +81,7 @@ class Attention(SelfAttention):
         def attend(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array) -> Array:
             q_BTHM, k_BTHM = self._features(q_BTHD, k_BTHD)
             if not causal and segment_ids_BT is not None:
-                k_BTHM = jnp.where(segment_ids_BT[..., None, None] >= 0, k_BTHM, 0)
+                k_BTHM = jnp.where(valid_tokens(segment_ids_BT, self.name)[..., None, None], k_BTHM, 0)
             return linear_attention(q_BTHM, k_BTHM, v_BTHD, causal=causal, normalize=self.config.normalize,
                                     segment_ids_BT=segment_ids_BT if causal else None, chunk_size=self.chunk_size,
                                     implementation=self.form if causal else self.unmasked_form)[0]

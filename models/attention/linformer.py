@@ -19,6 +19,7 @@ from jax import Array
 
 from configs.schema import ConfigError
 from kernels.grouped_attention import blocks_of, grouped_attention, tokens_of
+from models.attention.one_segment import valid_tokens
 from models.attention.self_attention import SelfAttention
 
 QUERY_BLOCK = 128
@@ -60,7 +61,8 @@ class Attention(SelfAttention):
         if (T := v_BTHD.shape[1]) > self.max_length:
             raise ConfigError(f"attention mode 'linformer' has a projection of {self.max_length} tokens and was given "
                               f"{T}; expected model.context to be that of the longest sequence")
-        valid_BT11 = jnp.bool_(True) if segment_ids_BT is None else (segment_ids_BT >= 0)[:, :, None, None]
+        valid_BT11 = (jnp.bool_(True) if segment_ids_BT is None else
+                      valid_tokens(segment_ids_BT, self.name)[:, :, None, None])
 
         def project_tokens(x_BTHD: Array) -> Array:
             x_BTHD = jnp.where(valid_BT11, x_BTHD, 0)

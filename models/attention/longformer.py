@@ -67,6 +67,7 @@ class Attention(SelfAttention):
     bidirectional = True
     copies = MappingProxyType({"global_query": "query", "global_key": "key", "global_value": "value"})
     decode_state = "window"
+    packs_with = "--model.modes.longformer.global-tokens 0"
 
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)

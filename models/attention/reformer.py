@@ -32,6 +32,7 @@ from jax import Array, lax
 from configs.schema import ConfigError
 from kernels.grouped_attention import Part, combine, grouped_attention, with_neighbours
 from kernels.segments import runs_of
+from models.attention.directions import Directions
 from models.attention.key_values import KeyValues
 from models.attention.self_attention import SelfAttention, rotate
 
@@ -64,10 +65,6 @@ class Config:
                               "power of two")
 
 
-class Rotations(nnx.Variable):
-    """What tokens are hashed by: no parameter, and drawn anew by the training step only."""
-
-
 class Cache(NamedTuple):
     """What decoding keeps: all keys and values, and the bucket of each key in each round R."""
 
@@ -87,8 +84,7 @@ class Attention(SelfAttention):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         del self.key  # keys are made of queries
         self.query.exact = True
-        # The heads of a layer share them.
-        self.rotations_DRM = Rotations(self._draw(rngs()))
+        self.rotations_DRM = Directions(self._draw(rngs()))
 
     @property
     def buckets(self) -> int:
@@ -105,12 +101,8 @@ class Attention(SelfAttention):
         return (self.buckets,) if self.buckets <= UNFACTORED else (2 ** (power - power // 2), 2 ** (power // 2))
 
     def redraw(self, step: Array, key: Array) -> None:
-        """Draw rotations anew if it is time to; the training step calls it before update ``step``, from 0."""
-        every = self.config.redraw_every
-        if every:
-            last_DRM = self.rotations_DRM[...]
-            due = (step > 0) & (step % every == 0)
-            self.rotations_DRM[...] = lax.cond(due, lambda: self._draw(key), lambda: last_DRM)
+        """:meth:`Directions.redraw` of the rotations; the training step calls it."""
+        self.rotations_DRM.redraw(step, self.config.redraw_every, lambda: self._draw(key))
 
     def project(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array, Array]:
         """q_BTHD, rotated where positions are given, k_BTHD of length √D, and v_BTHD.

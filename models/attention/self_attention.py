@@ -65,6 +65,8 @@ class SelfAttention(nnx.Module):
     """Projections that begin as another one's copy: taken from it where a run to begin with does not have them."""
     bounded: bool = False
     """It has parameters for ``max_length`` tokens, and none beyond."""
+    packs_with: str | None = None
+    """Flags of ``train.py`` with which it packs, where it could and does not."""
 
     def __init__(self, config: Any, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         self.config = config

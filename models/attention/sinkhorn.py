@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float
 
 from configs.schema import ConfigError
 from kernels.grouped_attention import blocks_of, tag_blocks_of, tokens_of
+from models.attention.one_segment import valid_tokens
 from models.attention.self_attention import Linear, SelfAttention
 
 LEAST_WEIGHT = 1e-6
@@ -79,7 +80,7 @@ class Attention(SelfAttention):
             raise ConfigError(f"attention mode 'sinkhorn' sorts the blocks of {self.max_length} tokens and was given "
                               f"{T}; expected model.context to be that of the longest sequence")
         dtype = jnp.promote_types(jnp.float32, x_BTE.dtype)
-        valid_BT = jnp.ones((B, T), bool) if segment_ids_BT is None else segment_ids_BT >= 0
+        valid_BT = jnp.ones((B, T), bool) if segment_ids_BT is None else valid_tokens(segment_ids_BT, self.name)
         valid_BT11 = valid_BT[:, :, None, None]
         x_BNSE = blocks_of(jnp.where(valid_BT11, x_BTE[:, :, None], 0), size)[:, 0]
         q_BHNSD = blocks_of(q_BTHD, size)

@@ -218,6 +218,14 @@ def test_segments_are_separate_sequences(mode):
             assert_close(packed[:, start:end], layer(x[:, start:end], causal=causal))
 
 
+@pytest.mark.parametrize("mode", ["bigbird", "linformer", "sinkhorn", "sparse"])
+@pytest.mark.parametrize("ids", [[0, 0, 1, -1], [-1, 0, 0, 0]])
+def test_rows_that_are_not_one_segment_are_refused_where_ids_are_known(mode, ids):
+    module, x = build(mode), make_x(4)
+    with pytest.raises(NotImplementedError, match=f"attention mode '{mode}' cannot keep the segments of a row apart"):
+        module(x, causal=False, segment_ids_BT=jnp.array([[0, 0, 0, -1], ids], jnp.int32))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_the_slopes(mode):
     """Of inputs and parameters, against finite differences in float64."""

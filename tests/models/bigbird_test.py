@@ -95,6 +95,14 @@ def test_random_blocks_are_distinct_and_as_many_as_there_can_be(causal):
         np.testing.assert_array_equal(pattern(module(random_blocks=R), 6, causal), listed_HNJ[:, :6])
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_all_rows_have_the_same_random_blocks(causal):
+    attention = module()
+    x = jnp.broadcast_to(inputs()[:, :1], (3, B, T, H, D))
+    y = jax.jit(lambda x: mix(attention, x, causal))(x)
+    np.testing.assert_array_equal(y[0], y[1])
+
+
 def test_every_candidate_is_drawn_equally_often():
     """By 2,000 heads, of the 7 blocks that the 10th can draw from; the bound is five standard deviations."""
     attention = Attention(Config(random_blocks=3), **(SIZES | {"heads": 2000}), rngs=nnx.Rngs(0))
@@ -140,12 +148,13 @@ def test_a_token_costs_the_same_to_decode_whatever_the_room():
     assert flops(3000) < 1.01 * flops(300)
 
 
-def test_memory_of_the_gradient_is_linear_in_the_tokens():
+@pytest.mark.parametrize("causal", [True, False])
+def test_memory_of_the_gradient_is_linear_in_the_tokens(causal):
     attention = Attention(Config(), heads=4, head_width=32, width=128, max_length=16_384, rngs=nnx.Rngs(0))
 
     def temporary(tokens: int) -> int:
         x = jax.ShapeDtypeStruct((1, tokens, 4, 32), jnp.float32)
-        gradient = jax.grad(lambda q, k, v: attention.mix(q, k, v, x_BTE=jnp.zeros((1, tokens, 1)), causal=False,
+        gradient = jax.grad(lambda q, k, v: attention.mix(q, k, v, x_BTE=jnp.zeros((1, tokens, 1)), causal=causal,
                                                           segment_ids_BT=None).sum(), argnums=(0, 1, 2))
         analysis: Any = jax.jit(gradient).lower(x, x, x).compile().memory_analysis()
         return analysis.temp_size_in_bytes

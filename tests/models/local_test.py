@@ -83,13 +83,14 @@ def test_decoding_in_pieces_across_blocks(size):
     assert int(cache.seen_B.max()) < size + 20  # what is counted is bounded, however long the text
 
 
-def test_memory_of_the_gradient_is_that_of_no_dense_mask():
+@pytest.mark.parametrize("causal", [True, False])
+def test_memory_of_the_gradient_is_that_of_no_dense_mask(causal):
     module, tokens = build(64), 16_384
     x = jax.ShapeDtypeStruct((1, tokens, H, D), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
 
     def loss(q: Any, k: Any, v: Any, ids: Any) -> Any:
-        return module.mix(q, k, v, x_BTE=jnp.zeros((1, tokens, 1)), causal=False, segment_ids_BT=ids).sum()
+        return module.mix(q, k, v, x_BTE=jnp.zeros((1, tokens, 1)), causal=causal, segment_ids_BT=ids).sum()
 
     memory = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x, ids).compile().memory_analysis()
     assert memory is not None

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ConfigError
+from configs.schema import ConfigError, ModelConfig
 from models.attention import softmax
 from models.attention.longformer import Attention, Config
 from models.attention.self_attention import rotate
+from models.gpt import GPT
+from train import check_packing
 
 B, T, H, D = 2, 23, 2, 4
 POSITIONS = jnp.arange(T)[None].repeat(B, axis=0)
@@ -122,11 +124,23 @@ def test_rows_of_several_segments_and_global_tokens_exclude_each_other(global_to
     assert hasattr(module, "global_query") == (global_tokens > 0)
 
 
-def test_memory_of_the_gradient_is_that_of_no_dense_mask():
+def test_packed_documents_are_refused_with_the_way_out():
+    def model(**options: int) -> GPT:
+        config = ModelConfig(layers=1, heads=2, width=8, context=8, attention=("longformer",),
+                             modes={"longformer": options})
+        return nnx.eval_shape(lambda: GPT(config, 5, rngs=nnx.Rngs(0)))
+
+    with pytest.raises(ConfigError, match=r"expected stream, or --model\.modes\.longformer\.global-tokens 0$"):
+        check_packing("documents", model())
+    check_packing("documents", model(global_tokens=0))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_memory_of_the_gradient_is_that_of_no_dense_mask(causal):
     graph, state = nnx.split(build(128, 2))
     tokens = 16_384
     x = jax.ShapeDtypeStruct((1, tokens, H * D), jnp.float32)
-    gradient = jax.grad(lambda state, x: nnx.merge(graph, state)(x, causal=False).sum(), argnums=(0, 1))
+    gradient = jax.grad(lambda state, x: nnx.merge(graph, state)(x, causal=causal).sum(), argnums=(0, 1))
     memory = jax.jit(gradient).lower(state, x).compile().memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < 64 * x.size * 4 < tokens**2

@@ -10,15 +10,28 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import Config, ModelConfig, TrainConfig
+from configs.schema import (
+    Config,
+    EncoderConfig,
+    LraConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TaskConfig,
+    TrainConfig,
+)
 from data.loader import Batch
+from lra.classification import Classification
+from models import encoder
 from models.attention.chunked import Attention as Chunked
 from models.attention.chunked import Config as ChunkedConfig
 from models.attention.performer import Attention
 from models.attention.performer import Config as PerformerConfig
 from models.attention.self_attention import SelfAttention
 from models.gpt import check
+from tests.lra import fake
 from training.optimizer import make_optimizer
+from training.sharding import batch_sharding, make_mesh
 from training.step import TrainState, build, initial_state, make_train_step, model_graph
 
 B, T, H, D = 2, 40, 2, 4
@@ -156,3 +169,39 @@ def test_a_schedule_of_0_draws_nothing():
     begun_RD = module.directions_RD[...]
     module.redraw(jnp.int32(1000), jax.random.key(0))
     np.testing.assert_array_equal(module.directions_RD[...], begun_RD)
+
+
+def test_a_classifier_has_them_drawn_anew_in_training_and_scored_as_they_are():
+    """By the update and the evaluation that ``lra.train`` runs."""
+    model = encoder.check(EncoderConfig(layers=1, heads=2, width=8, mlp_width=8, context=12, dtype="float32",
+                                        attention=("performer",),
+                                        modes={"performer": {"features": 8, "redraw_every": 1}}))
+    config = LraConfig(model=model, data=TaskConfig(task="fake"), train=TrainConfig(batch_size=8))
+    work, transform = Classification(config, fake.dataset(val=8)), make_optimizer(OptimizerConfig())
+    sharding = batch_sharding(make_mesh(MeshConfig(), config.train, 12))
+    with jax.numpy_rank_promotion("allow"), work.batches(start=0, sharding=sharding) as batches:
+        update, evaluate = jax.jit(work.update(transform)), work.evaluator(sharding)
+        states = [jax.jit(lambda: work.initial(transform))()]
+        for _ in range(3):
+            states.append(update(states[-1], next(batches), jnp.float32(0.01))[0])
+        drawn = [directions(state.variables)[0] for state in states]
+        assert [np.array_equal(a, b) for a, b in itertools.pairwise(drawn)] == [True, False, False]
+        # Evaluation takes those of the last update: it repeats itself, and others give another loss.
+        scored = evaluate(states[-1])
+        assert evaluate(states[-1]) == scored
+        assert evaluate(states[-1]._replace(variables=states[0].variables))["loss"] != scored["loss"]
+        np.testing.assert_array_equal(directions(states[-1].variables)[0], drawn[-1])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_memory_of_the_gradient_is_linear_in_the_tokens(causal):
+    module = Attention(PerformerConfig(features=16), **SIZES, rngs=nnx.Rngs(0))
+
+    def temporary(tokens: int) -> int:
+        x = jax.ShapeDtypeStruct((1, tokens, H, D), jnp.float32)
+        gradient = jax.grad(lambda *qkv: module.mix(*qkv, x_BTE=jnp.zeros((1, tokens, 1)), causal=causal,
+                                                    segment_ids_BT=None).sum(), argnums=(0, 1, 2))
+        analysis: Any = jax.jit(gradient).lower(x, x, x).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    assert temporary(16_384) < 2.2 * temporary(8_192)

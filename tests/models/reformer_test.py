@@ -167,11 +167,12 @@ def test_wrong_options_are_refused(options, message):
         Config(**options)
 
 
-def test_memory_of_the_gradient_is_linear_in_the_tokens():
+@pytest.mark.parametrize("causal", [True, False])
+def test_memory_of_the_gradient_is_linear_in_the_tokens(causal):
     module = Attention(Config(), heads=2, head_width=16, width=32, max_length=16_384, rngs=nnx.Rngs(0))
 
     def loss(q, k, v, segment_ids_BT):
-        return module.mix(q, k, v, x_BTE=jnp.zeros(()), causal=False, segment_ids_BT=segment_ids_BT).sum()
+        return module.mix(q, k, v, x_BTE=jnp.zeros(()), causal=causal, segment_ids_BT=segment_ids_BT).sum()
 
     def temporary(tokens: int) -> int:
         x = jax.ShapeDtypeStruct((1, tokens, 2, 16), jnp.float32)

@@ -92,12 +92,13 @@ def test_decoding_keeps_a_small_share_of_keys_and_values():
     assert attention.state_bytes(16_384) < softmax.state_bytes(16_384) / 6
 
 
-def test_memory_of_the_gradient_is_linear_in_the_tokens():
+@pytest.mark.parametrize("causal", [True, False])
+def test_memory_of_the_gradient_is_linear_in_the_tokens(causal):
     attention = Attention(Config(), heads=4, head_width=32, width=128, max_length=16_384, rngs=nnx.Rngs(0))
 
     def temporary(tokens: int) -> int:
         x = jax.ShapeDtypeStruct((1, tokens, 4, 32), jnp.float32)
-        gradient = jax.grad(lambda q, k, v: attention.mix(q, k, v, x_BTE=jnp.zeros((1, tokens, 1)), causal=False,
+        gradient = jax.grad(lambda q, k, v: attention.mix(q, k, v, x_BTE=jnp.zeros((1, tokens, 1)), causal=causal,
                                                           segment_ids_BT=None).sum(), argnums=(0, 1, 2))
         analysis: Any = jax.jit(gradient).lower(x, x, x).compile().memory_analysis()
         return analysis.temp_size_in_bytes
