@@ -42,22 +42,22 @@ def make_x(tokens: int = T, seed: int = 0) -> jax.Array:
 def run(module: SelfAttention):
     """The whole layer, compiled, since a mode may override more than ``mix``."""
     graph, state = nnx.split(module)
+    return lambda x_BTE, segment_ids_BT=None, causal=module.causal: _layer(graph, state, x_BTE, segment_ids_BT, causal)
 
-    @jax.jit(static_argnames="causal")
-    def layer(state, x_BTE, segment_ids_BT, causal):
-        return nnx.merge(graph, state)(x_BTE, causal=causal, segment_ids_BT=segment_ids_BT)
 
-    return lambda x_BTE, segment_ids_BT=None, causal=module.causal: layer(state, x_BTE, segment_ids_BT, causal)
+@jax.jit(static_argnames=("graph", "causal"))  # once for all tests that build the same
+def _layer(graph, state, x_BTE, segment_ids_BT, causal):
+    return nnx.merge(graph, state)(x_BTE, causal=causal, segment_ids_BT=segment_ids_BT)
 
 
 def run_decode(module: SelfAttention):
     graph, state = nnx.split(module)
+    return lambda x_BTE, cache, lengths_B=None: _decode(graph, state, x_BTE, cache, lengths_B)
 
-    @jax.jit
-    def layer(state, x_BTE, cache, lengths_B):
-        return nnx.merge(graph, state).decode(x_BTE, cache, lengths_B=lengths_B)
 
-    return lambda x_BTE, cache, lengths_B=None: layer(state, x_BTE, cache, lengths_B)
+@jax.jit(static_argnames="graph")
+def _decode(graph, state, x_BTE, cache, lengths_B):
+    return nnx.merge(graph, state).decode(x_BTE, cache, lengths_B=lengths_B)
 
 
 def whole(module: SelfAttention):

@@ -1,5 +1,6 @@
 """Encoders: padding, pooling, heads, and what they refuse."""
 
+import functools
 from typing import Any
 
 import jax
@@ -32,9 +33,13 @@ def tokens(seed: int = 0, rows: int = 3, length: int = T) -> jax.Array:
 
 
 def classify(model: Classifier, *inputs: jax.Array, valid_BT: Any = None) -> np.ndarray:
-    graph, state = nnx.split(model)
-    return np.asarray(jax.jit(lambda state, inputs, valid: nnx.merge(graph, state)(*inputs, valid_BT=valid))(
-        state, inputs, valid_BT))
+    return np.asarray(_compiled(model)(nnx.state(model), inputs, valid_BT))
+
+
+@functools.lru_cache(maxsize=1)  # for all the calls of a test
+def _compiled(model: Classifier) -> Any:
+    graph = nnx.graphdef(model)
+    return jax.jit(lambda state, inputs, valid_BT: nnx.merge(graph, state)(*inputs, valid_BT=valid_BT))
 
 
 def padded(x_BT: jax.Array, lengths: list[int], length: int) -> tuple[jax.Array, jax.Array]:
