@@ -47,11 +47,6 @@ def make_model(*attention: str, positions: Any = "rotary", context: int = 32, se
     return nnx.merge(graph, jax.tree.map_with_path(value, parameters))
 
 
-@jax.jit(static_argnames="graph")  # once for all models alike
-def _logits(graph: Any, parameters: Any, tokens_BT: jax.Array) -> jax.Array:
-    return nnx.merge(graph, parameters)(tokens_BT)
-
-
 @functools.cache
 def linear_sampler() -> Sampler:
     """One that several tests share, so that it is compiled once."""
@@ -60,8 +55,9 @@ def linear_sampler() -> Sampler:
 
 def parallel_logits(model: GPT, text_BT: np.ndarray) -> np.ndarray:
     """Of the token after each token, from the forward pass."""
+    graph, parameters = nnx.split(model)
     padded_BT = np.pad(text_BT, [(0, 0), (0, 40 - text_BT.shape[1])])  # one shape to compile; later tokens are not seen
-    logits_BTV = _logits(*nnx.split(model), jnp.asarray(padded_BT))
+    logits_BTV = jax.jit(lambda parameters: nnx.merge(graph, parameters)(jnp.asarray(padded_BT)))(parameters)
     return np.asarray(logits_BTV)[:, :text_BT.shape[1]]
 
 
