@@ -198,12 +198,24 @@ class LoggingConfig:
     network. Its own variables, such as WANDB_PROJECT, count."""
 
 
-class _Groups:
-    """A dataclass of groups of fields, to and from the dicts of ``config.json``."""
+@dataclass(frozen=True)
+class _Run:
+    """A whole run; what is trained, and on what, is the subclass's."""
+
+    COMMAND: ClassVar[str]
+    """What trains it."""
+
+    model: Any = None
+    data: Any = None
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers, as in ``config.json``."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))  # pyright: ignore[reportArgumentType]
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -212,7 +224,7 @@ class _Groups:
         Raises:
             ConfigError: a group or field that this version does not know.
         """
-        groups = {group.name: group.default_factory for group in dataclasses.fields(cls)}  # pyright: ignore
+        groups = {group.name: group.default_factory for group in dataclasses.fields(cls)}
         built = {}
         for name, fields in values.items():
             if name not in groups:
@@ -233,35 +245,23 @@ def _tuples(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Config(_Groups):
+class Config(_Run):
     """A whole run of a language model."""
 
     COMMAND: ClassVar[str] = "train.py"
-    """What trains it."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
 
 
 @dataclass(frozen=True)
-class LraConfig(_Groups):
+class LraConfig(_Run):
     """A whole run of a classifier on a task of Long Range Arena."""
 
     COMMAND: ClassVar[str] = "lra.train"
-    """What trains it."""
 
     model: EncoderConfig = field(default_factory=EncoderConfig)
     data: TaskConfig = field(default_factory=TaskConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
 
 
 def config_class(values: dict[str, Any]) -> type[Config] | type[LraConfig]:

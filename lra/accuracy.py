@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from comparison.curves import read_curves
 from configs.schema import ConfigError
 from data import DataError
 
@@ -45,6 +46,8 @@ class Run:
     step: int
     """Updates of the parameters that were scored."""
     parameters: int
+    train_seconds: float | None
+    """Of training, from start to end; None where its metrics are not there."""
     baselines: dict[str, float]
     """Accuracy of guessers."""
     command: str
@@ -88,12 +91,17 @@ def load(path: Path) -> Run:
         config["data"].pop("dir")  # the same data may lie elsewhere
         return Run(path.resolve().name, found["task"], ",".join(found["attention"]), found["seed"], found["accuracy"],
                    found["examples"], found["train_examples"], found["context"], found["step"], found["parameters"],
-                   found["baselines"], shlex.join(found["command"]), found["corpus_checksum"],
-                   json.dumps([config, found["corpus_checksum"]], sort_keys=True))
+                   _train_seconds(path / "metrics.jsonl"), found["baselines"], shlex.join(found["command"]),
+                   found["corpus_checksum"], json.dumps([config, found["corpus_checksum"]], sort_keys=True))
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise DataError(f"{path}: config.json or test.json is damaged ({error}); bring them back") from error
+
+
+def _train_seconds(metrics: Path) -> float | None:
+    val = read_curves(metrics)[1] if metrics.is_file() else None
+    return float(val.points["train_seconds"][-1]) if val else None
 
 
 def load_all(paths: Sequence[Path]) -> tuple[list[Run], list[DataError]]:
@@ -199,10 +207,12 @@ def markdown(runs: Sequence[Run], published: Mapping[str, Any], origin: Mapping[
         text.append(f"| {TASKS.get(column.task, column.task)} | {column.context:,} | {column.trained_on:,} | "
                     f"{column.examples:,} | {guesses} |")
     text += ["", "## Runs", "", "Beyond: the best guesser that a run is better than by two standard errors of its "
-             "accuracy.", "", "| task | mode | seed | accuracy | beyond | updates | parameters |",
-             "| --- | --- | ---: | ---: | --- | ---: | ---: |",
+             "accuracy. Seconds: of training.", "",
+             "| task | mode | seed | accuracy | beyond | updates | seconds | parameters |",
+             "| --- | --- | ---: | ---: | --- | ---: | ---: | ---: |",
              *(f"| {TASKS.get(run.task, run.task)} | `{run.attention}` | {run.seed} | "
-               f"{percent(run.accuracy, run.standard_error)} | {run.beyond} | {run.step:,} | {run.parameters:,} |"
+               f"{percent(run.accuracy, run.standard_error)} | {run.beyond} | {run.step:,} | "
+               f"{'–' if run.train_seconds is None else f'{run.train_seconds:,.0f}'} | {run.parameters:,} |"
                for run in runs), "", *(f"    {run.command}" for run in runs), ""]
     return "\n".join(text)
 

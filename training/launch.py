@@ -123,15 +123,11 @@ def settle[C: (Config, LraConfig)](config: C, model: ModelConfig | EncoderConfig
         note(f"optimizer.warmup_steps is {warmup}, not {optimizer.warmup_steps}: a tenth of the run")
         optimizer = dataclasses.replace(optimizer, warmup_steps=warmup)
     for name, mode in model.modes.items():
-        limits: dict[str, tuple[int, str]] = dict.fromkeys(
-            ("chunk_size", "block_size", "window"), (model.context, "the sequence is no longer"))
-        if name == "linformer" and mode.k == type(mode)().k:  # what was asked for stays
-            limits["k"] = max(1, model.context // 4), "a quarter of the context, of which these are the sums"
-        for option, (most, why) in limits.items():
+        for option in ("chunk_size", "block_size", "window"):
             size = getattr(mode, option, None)
-            if size is not None and size > most:
-                note(f"model.modes.{name}.{option} is {most}, not {size}: {why}")
-                mode = dataclasses.replace(mode, **{option: most})
+            if size is not None and size > model.context:
+                note(f"model.modes.{name}.{option} is {model.context}, not {size}: the sequence is no longer")
+                mode = dataclasses.replace(mode, **{option: model.context})
                 model = dataclasses.replace(model, modes=model.modes | {name: mode})
     settled: Any = model
     return dataclasses.replace(config, model=settled, train=train, optimizer=optimizer)

@@ -30,11 +30,11 @@ QUERY_BLOCK = 128
 class Config:
     """Options of the Linformer."""
 
-    k: int = 256
-    """Learned sums that stand for the keys and values of a sequence."""
+    k: int | None = None
+    """Learned sums that stand for the keys and values of a sequence; None: 256, or a quarter of a shorter one."""
 
     def __post_init__(self) -> None:
-        if self.k < 1:
+        if self.k is not None and self.k < 1:
             raise ConfigError(f"model.modes.linformer.k is {self.k}; expected at least 1")
 
 
@@ -49,8 +49,13 @@ class Attention(SelfAttention):
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         # E, of the variance in the paper's proof.
-        normal = nnx.initializers.normal(1 / math.sqrt(config.k))
-        self.projection_KS = nnx.Param(normal(rngs.params(), (config.k, max_length)))
+        normal = nnx.initializers.normal(1 / math.sqrt(self.k))
+        self.projection_KS = nnx.Param(normal(rngs.params(), (self.k, max_length)))
+
+    @property
+    def k(self) -> int:
+        """Sums."""
+        return self.config.k or max(1, min(256, self.max_length // 4))
 
     def packs(self, causal: bool) -> bool:
         """E has no columns for a second segment."""
@@ -75,4 +80,4 @@ class Attention(SelfAttention):
         return jnp.where(valid_BT11, tokens_of(part.y_BHNTD, T).astype(v_BTHD.dtype), 0)
 
     def flops(self, tokens: int, context: int) -> int:
-        return 8 * tokens * self.config.k * self.heads * self.head_width  # two projections and two products
+        return 8 * tokens * self.k * self.heads * self.head_width  # two projections and two products

@@ -58,18 +58,3 @@ def test_the_flags_named_for_the_performer_on_pathfinder_give_the_sizes_its_auth
     assert (found.layers, found.heads, found.width, found.heads * (found.head_width or 0), found.mlp_width) == (
         1, 8, 128, 64, 128)
     assert model("pathfinder", "performer", "released").layers == 4
-
-
-@pytest.mark.parametrize(("length", "k"), [(None, 256), (1024, 256), (1000, 250), (200, 50), (3, 1)])
-def test_the_linformer_keeps_a_quarter_of_a_short_sequence_at_most(length, k, capsys):
-    flags = () if length is None else ("--data.max-length", length)
-    for preset in ("tuned", "paper"):
-        options: Any = model("listops", "linformer", preset, "--model.dtype", "float32", *flags).modes["linformer"]
-        assert options.k == k
-        said = capsys.readouterr().err
-        assert said == ("" if k == 256 else f"note: model.modes.linformer.k is {k}, not 256: a quarter of the context, "
-                                            "of which these are the sums\n")
-    for asked in (2, 100):
-        flags = "--model.modes.linformer.k", asked, "--data.max-length", 200
-        options = model("listops", "linformer", "tuned", *flags).modes["linformer"]
-        assert options.k == asked

@@ -79,3 +79,11 @@ def test_memory_is_linear():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert size(16384) < 2.1 * size(8192)
+
+
+@pytest.mark.parametrize(("k", "context", "sums"), [(None, 4000, 256), (None, 200, 50), (None, 3, 1), (100, 200, 100)])
+def test_there_are_256_sums_or_a_quarter_of_a_short_sequence(k, context, sums):
+    layer = nnx.eval_shape(lambda: Attention(Config(k=k), heads=2, head_width=4, width=8, max_length=context,
+                                             rngs=nnx.Rngs(0)))
+    assert layer.projection_KS.shape == (sums, context)
+    assert layer.flops(10, context) == 8 * 10 * sums * 8
