@@ -304,3 +304,22 @@ def test_runs_of_two_modes_are_compared(finished, tmp_path, capsys):
     parameters = read(finished / "environment.json")["parameters"] - 5 * 8 - 8 * (8 + 2)
     per_token = 6 * parameters + 3 * 2 * 16 * 8
     np.testing.assert_allclose(load_run(finished).train.points["flops"][-1], STEPS * 8 * 16 * per_token)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_what_computes_attention_is_asked_for_rows_as_they_are(recipe, tmp_path, monkeypatch, padded):
+    """cuDNN takes no padding: environment.json must not name it where rows have some."""
+    asked, data = [], fake.dataset()
+    if not padded:
+        splits = {name: fake.split(0, len(split.labels), length=16) for name, split in data.splits.items()}
+        data = data._replace(splits={name: split._replace(lengths=tuple(map(lambda n: n * 0 + 16, split.lengths)))
+                                     for name, split in splits.items()})
+    monkeypatch.setattr(tasks, "load", lambda task, **settings: data)
+
+    def environment(*_, segments, **__):
+        asked.append(segments)
+        raise DataError("that is enough")
+
+    monkeypatch.setattr(lra_train, "environment", environment)
+    assert fake.run(recipe, "--run-dir", tmp_path / "run") != 0
+    assert asked == [padded]
