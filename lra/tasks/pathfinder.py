@@ -25,7 +25,7 @@ import sys
 import zipfile
 import zlib
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -64,9 +64,10 @@ class Level:
     """Paddles."""
 
     def reduced(self, side: int) -> "Level":
-        """The same on a smaller image: contours get shorter with its side, and fewer distractors with its area."""
+        """The same on a smaller image, as crowded as the whole one: contours get shorter, and distractors fewer, with
+        its area."""
         return replace(self, side=side, seed_distance=self.seed_distance * side // self.side,
-                       contour_length=self.contour_length * side // self.side,
+                       contour_length=round(self.contour_length * side**2 / self.side**2),
                        distractors=self.distractors * side**2 // self.side**2)
 
 
@@ -79,7 +80,7 @@ LEVELS = {"pathfinder": PATHFINDER, "pathx": PATHX}
 SCALE = 2
 """Strokes and markers are drawn so many times larger, and then scaled down."""
 DEFAULT_EXAMPLES = {"train": 160_000, "val": 20_000, "test": 20_000}
-VERSION = 1
+VERSION = 2
 """Part of the names of kept files: count it up when the same numbers come to give other images."""
 EXTENSION_TRIALS = 3
 DISTRACTOR_TRIALS = 5
@@ -91,6 +92,8 @@ BATCH = 1024
 """Images that are worked on at once."""
 CHUNK = 2**22
 """Pixels that a process is asked for at once."""
+MEASURED = 10_000
+"""Images of a split, at most, that guessers look at."""
 MOST_BROKEN = 1 / 1000
 """Share of the release's images that may be missing or damaged."""
 
@@ -519,12 +522,12 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
         tokens_NT = images.reshape(len(images), -1).astype(np.uint16)
         tokens_NT += 1
         splits[split] = Split((tokens_NT,), (np.full(len(images), level.side**2, np.int32),), labels_N)
-    return Dataset(splits, 257, 2, _baselines(splits), checksum(splits), tuple(notes))
+    return Dataset(splits, 257, 2, _baselines(splits, level), checksum(splits), tuple(notes))
 
 
 def _side(pixels: int, most: int, task: str, *, generated: bool) -> int:
-    """The side of an image of so many pixels; one that is generated can have from half to all of its task's side."""
-    sides = range(most // 2 if generated else most, most + 1)
+    """The side of an image of so many pixels; three eighths of its task's at least where it is generated."""
+    sides = range(most * 3 // 8 if generated else most, most + 1)
     root = math.isqrt(pixels)
     if root in sides and root**2 == pixels:
         return root
@@ -535,17 +538,39 @@ def _side(pixels: int, most: int, task: str, *, generated: bool) -> int:
     raise ConfigError(f"--data.max-length {pixels}: {why}; expected {squares}")
 
 
-def _baselines(splits: dict[str, Split]) -> dict[str, float]:
-    """Accuracy on test of guessers that learn from train: by how often the classes are, and by how bright images are
-    (the majority in each tenth of the images)."""
+def _baselines(splits: dict[str, Split], level: Level) -> dict[str, float]:
+    """Accuracy on test of guessers that learn from train: by how often the classes are; by how bright images are, and
+    by how far apart their markers seem to be (the majority in each tenth of the images)."""
     train, test = splits["train"], splits["test"]
     majority = np.bincount(train.labels).argmax()
-    ink = {name: splits[name].tokens[0].mean(1) for name in ("train", "test")}
-    edges = np.quantile(ink["train"], np.arange(1, 10) / 10)
-    tenth = {name: np.searchsorted(edges, values) for name, values in ink.items()}
-    ones = np.bincount(tenth["train"], train.labels, 10) * 2 > np.bincount(tenth["train"], minlength=10)
+
+    def by_tenths(measure: Callable[[np.ndarray], np.ndarray]) -> float:
+        learned_from, asked = (measure(split.tokens[0][:MEASURED]) for split in (train, test))
+        edges = np.unique(np.quantile(learned_from, np.arange(1, 10) / 10))
+        tenths = np.searchsorted(edges, learned_from)
+        ones = np.bincount(tenths, train.labels[:MEASURED], 10) * 2 > np.bincount(tenths, minlength=10)
+        return float((test.labels[:MEASURED] == ones[np.searchsorted(edges, asked)]).mean())
+
     return {"majority class": float((test.labels == majority).mean()),
-            "brightness": float((test.labels == ones[tenth["test"]]).mean())}
+            "brightness": by_tenths(lambda tokens_NT: tokens_NT.mean(1)),
+            "marker distance": by_tenths(functools.partial(_distances, level))}
+
+
+def _distances(level: Level, tokens_NT: np.ndarray) -> np.ndarray:
+    """(N,) pixels between the two brightest squares of each image, which are as wide as markers and do not overlap."""
+    width, at_once = 2 * int(level.marker_radius) + 1, max(1, 2**16 // level.side**2)
+    found = []
+    for first in range(0, len(tokens_NT), at_once):
+        images = tokens_NT[first : first + at_once].reshape(-1, level.side, level.side).astype(np.int32)
+        for axis in (1, 2):
+            images = sliding_window_view(images, width, axis=axis).sum(-1)
+        places = []
+        for _ in range(2):
+            places.append(np.stack(np.divmod(images.reshape(len(images), -1).argmax(1), images.shape[2]), -1))
+            covered = (abs(np.indices(images.shape[1:])[:, None] - places[-1].T[:, :, None, None]) < width).all(0)
+            images[covered] = -1
+        found.append(np.hypot(*(places[0] - places[1]).T))
+    return np.concatenate(found)
 
 
 def _generated(task: str, level: Level, split: str, seed: int, count: int, cache: Path | None,
