@@ -56,4 +56,4 @@ class Attention(linear.Attention):
         x_BTHM = jax.ShapeDtypeStruct((1, self.max_length, self.heads, self.feature_width), features_dtype)
         v_BTHD = jax.ShapeDtypeStruct((1, self.max_length, self.heads, self.head_width), dtype)
         return super().implementation(dtype, causal=causal) or pick_implementation(
-            x_BTHM, x_BTHM, v_BTHD, causal=causal, chunk_size=self.chunk_size)
+            x_BTHM, x_BTHM, v_BTHD, chunk_size=self.chunk_size)

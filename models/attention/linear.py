@@ -112,7 +112,9 @@ class Attention(SelfAttention):
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
     def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
-        return self.form if causal else self.unmasked_form
+        if causal:
+            return self.form
+        return "two products" if self.unmasked_form in (None, "chunked") else self.unmasked_form
 
     def _features(self, q_BTHD: Array, k_BTHD: Array) -> tuple[Array, Array]:
         directions_RD = None if self.directions_RD is None else self.directions_RD[...]
