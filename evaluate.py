@@ -32,6 +32,7 @@ import tyro
 from configs.schema import ConfigError, DataConfig
 from data import DataError, tokenizers
 from data.loader import open_corpora
+from kernels import device
 from models.pretrained import PUBLISHED
 from training import evaluation
 from training.checkpoint import CheckpointError
@@ -208,6 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = tyro.cli(Options, args=argv, prog="evaluate.py", description=__doc__)
     try:
         enable_compilation_cache()
+        device.keep_memory()
         evaluate(options)
     except (ConfigError, NotImplementedError) as error:
         note(str(error))

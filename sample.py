@@ -37,6 +37,7 @@ import tyro
 
 from configs.schema import ConfigError
 from data import DataError, tokenizers
+from kernels import device
 from models import state_file
 from models.sampler import Memory, Sampler, Sampling
 from models.text_stream import TextStream
@@ -307,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = tyro.cli(Options, args=argv, prog="sample.py", description=__doc__)
         enable_compilation_cache()
+        device.keep_memory()
         sample(options)
     except (ConfigError, NotImplementedError) as error:
         note(str(error))

@@ -1,7 +1,6 @@
 """The transformer block that the language model and the encoder are made of."""
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -93,14 +92,6 @@ def linears(model: nnx.Module, dtype: str) -> Iterator[Linear]:
             yield module
 
 
-def has_fast_bfloat16() -> bool:
-    """Whether the device multiplies bfloat16 faster than float32: a CPU does with AMX or AVX-512 BF16 units."""
-    if device.platform() != "cpu":
-        return True
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and bool({"amx_bf16", "avx512_bf16"} & set(cpuinfo.read_text().split()))
-
-
 def number_format(dtype: str) -> str:
     """``dtype`` with ``auto`` resolved: bfloat16 where the device is fast at it."""
-    return dtype if dtype != "auto" else "bfloat16" if has_fast_bfloat16() else "float32"
+    return dtype if dtype != "auto" else "bfloat16" if device.has_fast_bfloat16() else "float32"

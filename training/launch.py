@@ -17,8 +17,8 @@ import jax
 import tyro
 
 from configs.schema import Config, ConfigError, EncoderConfig, LraConfig, ModelConfig, config_class
+from kernels import device
 from models import attention as attentions
-from models.block import has_fast_bfloat16
 from training import loop
 from training.checkpoint import Checkpoints
 from training.run import enable_compilation_cache
@@ -108,7 +108,7 @@ def settle[C: (Config, LraConfig)](config: C, model: ModelConfig | EncoderConfig
             raise ConfigError(f"{name} is {value}; expected 0 to {most:g}")
     if not 0 <= train.seed < 2**32:
         raise ConfigError(f"train.seed is {train.seed}; expected 0 to {2**32 - 1}")
-    if model.dtype == "bfloat16" and not has_fast_bfloat16():
+    if model.dtype == "bfloat16" and not device.has_fast_bfloat16():
         note("model.dtype is float32: this CPU has no fast products of bfloat16")
         model = dataclasses.replace(model, dtype="float32")
     if train.batch_size % train.accumulate:
@@ -256,6 +256,7 @@ def main(prog: str, command: Callable[[Sequence[str]], int], arguments: Sequence
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         enable_compilation_cache()
+        device.keep_memory()
         return command(sys.argv[1:] if arguments is None else arguments)
     except (ConfigError, NotImplementedError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
