@@ -10,11 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from configs.schema import Config, ConfigError
+if TYPE_CHECKING:
+    from configs.schema import Config
 
 
 class PeerError(RuntimeError):
@@ -27,6 +28,8 @@ def find(peer: str) -> Path:
     Raises:
         ConfigError: another name, or no such file.
     """
+    from configs.schema import ConfigError
+
     name, _, path = peer.partition("=")
     found = Path(path, "model.py") if Path(path).is_dir() else Path(path)
     if name != "nanogpt" or not path or not found.is_file():
@@ -48,7 +51,7 @@ class Peer:
         PeerError: torch is not installed, or the model does not run.
     """
 
-    def __init__(self, model: Path, config: Config, vocabulary_size: int, python: str = sys.executable):
+    def __init__(self, model: Path, config: "Config", vocabulary_size: int, python: str = sys.executable):
         case = {"model": str(model), "layers": config.model.layers, "heads": config.model.heads,
                 "width": config.model.width, "context": config.model.context, "vocabulary": vocabulary_size,
                 "batch": config.train.batch_size, "dtype": config.model.dtype,
