@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kernels.mixed_precision import product, rounded
+
 BLOCK_LOGITS = 1 << 24
 """Logits that may exist at once: a block is as many tokens as that allows."""
 
@@ -64,11 +66,9 @@ def _summed(x_NE, embedding_VE, targets_N, block):
 
 
 def _logits(x_NE, embedding_VE, targets_N, block, i):
-    dtype = jnp.promote_types(jnp.float32, x_NE.dtype)
     x = lax.dynamic_slice_in_dim(x_NE, i * block, block)
     targets = lax.dynamic_slice_in_dim(targets_N, i * block, block)
-    logits = lax.dot_general(x, embedding_VE.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-    return x, targets, logits
+    return x, targets, product("ne,ve->nv", x, embedding_VE.astype(x.dtype))
 
 
 def _block(x_NE, embedding_VE, targets_N, block, i):
@@ -78,7 +78,8 @@ def _block(x_NE, embedding_VE, targets_N, block, i):
     scored = (targets >= 0)[:, None]
     loss = jnp.sum(jnp.where(scored, logsumexp - at_target, 0))
     is_target = jnp.arange(logits.shape[1])[None, :] == targets[:, None]
-    dlogits = jnp.where(scored, jnp.exp(logits - logsumexp) - is_target, 0).astype(x.dtype)
+    dlogits = jnp.where(scored, jnp.exp(logits - logsumexp) - is_target, 0)
+    dlogits = rounded(dlogits, x.dtype)
     return loss, x, dlogits
 
 
@@ -88,9 +89,8 @@ def _summed_forward(x_NE, embedding_VE, targets_N, block):
     def add(carry, i):
         total, dembedding_VE = carry
         loss, x, dlogits = _block(x_NE, embedding_VE, targets_N, block, i)
-        dx = lax.dot_general(dlogits, embedding_VE.astype(x.dtype), (((1,), (0,)), ((), ())),
-                             preferred_element_type=dtype)
-        dembedding_VE += lax.dot_general(dlogits, x, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
+        dx = product("nv,ve->ne", dlogits, embedding_VE.astype(x.dtype))
+        dembedding_VE += product("nv,ne->ve", dlogits, x)
         return (total + loss, dembedding_VE), dx.astype(x_NE.dtype)
 
     start = (jnp.zeros((), dtype), jnp.zeros(embedding_VE.shape, dtype))

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kernels import device
+from kernels.mixed_precision import product, rounded
 
 
 def activation_dtype(dtype: jnp.dtype | str) -> jnp.dtype:
@@ -45,23 +46,20 @@ def _project_on_cpu(x_BTE, w_EF, bias_F, dtype):
 
 
 def _project_forward(x_BTE, w_EF, bias_F, dtype):
-    x = x_BTE.astype(dtype)
-    product_BTF = jnp.einsum("bte,ef->btf", x, w_EF.astype(dtype), preferred_element_type=jnp.float32)
+    x = rounded(x_BTE, dtype)
+    product_BTF = product("bte,ef->btf", x, w_EF.astype(dtype))
     return product_BTF.astype(x_BTE.dtype) + bias_F[None, None].astype(x_BTE.dtype), (x, w_EF, bias_F)
 
 
 def _project_backward(dtype, saved, dy_BTF):
     x, w_EF, bias_F = saved
-    x, dy = lax.optimization_barrier((x, dy_BTF.astype(dtype)))
-    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    x, dy = lax.optimization_barrier((x, rounded(dy_BTF, dtype)))
     x_NE, dy_NF = x.reshape(-1, x.shape[2]), dy.reshape(-1, dy.shape[2])
     dx_BTE = product("nf,ef->ne", dy_NF, w_EF.astype(dtype)).reshape(x.shape)
-    if dtype != jnp.bfloat16:
+    if dtype != jnp.bfloat16 or x.shape[2] <= dy.shape[2]:  # the first, narrower one is copied
         dw_EF = product("ne,nf->ef", x_NE, dy_NF)
-    elif x.shape[2] <= dy.shape[2]:  # the narrower one is copied
-        dw_EF = product("bte,btf->ef", x, dy)
     else:
-        dw_EF = lax.optimization_barrier(product("btf,bte->fe", dy, x)).T
+        dw_EF = lax.optimization_barrier(product("nf,ne->fe", dy_NF, x_NE)).T
     dbias_F = dy_NF.sum(axis=0, dtype=jnp.float32)
     return dx_BTE.astype(dy_BTF.dtype), dw_EF.astype(w_EF.dtype), dbias_F.astype(bias_F.dtype)
 

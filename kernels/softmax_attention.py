@@ -19,12 +19,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kernels import device, softmax_decode
+from kernels.mixed_precision import product, rounded
 from kernels.segments import runs_of, visible
 
 IMPLEMENTATIONS = ("materialised", "blockwise", "cudnn")
-QUERY_BLOCK = KEY_BLOCK = 128
-"""Tokens in a block: its scores stay in a CPU's second-level cache. Of 128 to 1,024 the fastest forward and backward
-at contexts 1,024 and 4,096 on two CPU cores."""
+BLOCK = 256
+"""Queries, and keys, of a block at most. Of 64 to 1,024 the fastest forward and backward on two CPU cores, at contexts
+256 to 4,096 and 16 to 96 heads in a batch."""
+BLOCK_OF_FEW_HEADS = 512
+"""The same where a block of all heads has at most ``FEW_SCORES`` scores: there a step of the loop is short."""
+FEW_SCORES = 2**20
 CACHE_BLOCK = 512
 """Keys of a cache read at once, where a block meets one query and is cheap."""
 CACHE_BLOCK_CPU = 256
@@ -97,7 +101,7 @@ def cached_attention(
         raise ValueError(f"k_BHSD has room for {S} keys; expected a multiple of {CACHE_BLOCK}")
     if device.platform() == "gpu" and softmax_decode.refuses(q_BTHD, k_BHSD, v_BHSD) is None:
         return softmax_decode.softmax_decode(q_BTHD, k_BHSD, v_BHSD, position_B)
-    rows = min(T, QUERY_BLOCK)
+    rows = _block_size(T, B * H)
     block = min(S, CACHE_BLOCK_CPU) if device.platform() == "cpu" else min(S, CACHE_BLOCK)
     if S % block:  # a cache below CACHE_BLOCK may have any size
         block = S
@@ -145,14 +149,19 @@ def _materialised(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, runs_BT: Array | 
 
 
 def _blockwise(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, runs_BT: Array | None, causal: bool) -> Array:
-    T = q_BTHD.shape[1]
-    rows, block = min(T, QUERY_BLOCK), min(T, KEY_BLOCK)
-    q_BHTD = _pad(q_BTHD.swapaxes(1, 2), rows)
-    k_BHSD, v_BHSD = (_pad(x.swapaxes(1, 2), block) for x in (k_BTHD, v_BTHD))
-    query_runs_BT, key_runs_BS = (None, None) if runs_BT is None else (
-        jnp.pad(runs_BT, ((0, 0), (0, padded - T)), constant_values=-1)
-        for padded in (q_BHTD.shape[2], k_BHSD.shape[2]))
-    return _flash(q_BHTD, k_BHSD, v_BHSD, query_runs_BT, key_runs_BS, causal, T, rows, block)[:, :, :T].swapaxes(1, 2)
+    B, T, H, _ = q_BTHD.shape
+    block = _block_size(T, B * H)
+    q_BHTD, k_BHSD, v_BHSD = (_pad(x.swapaxes(1, 2), block) for x in (q_BTHD, k_BTHD, v_BTHD))
+    if runs_BT is not None:
+        runs_BT = jnp.pad(runs_BT, ((0, 0), (0, -T % block)), constant_values=-1)
+    return _flash(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block)[:, :, :T].swapaxes(1, 2)
+
+
+def _block_size(tokens: int, heads: int) -> int:
+    """Blocks of one size that are padded little; ``heads``: those of all rows of the batch."""
+    most = BLOCK_OF_FEW_HEADS if heads * BLOCK_OF_FEW_HEADS**2 <= FEW_SCORES else BLOCK
+    blocks = -(-tokens // most)
+    return tokens if blocks == 1 else -(-tokens // (8 * blocks)) * 8
 
 
 def _pad(x_BHTD: Array, multiple: int) -> Array:
@@ -163,35 +172,30 @@ def _take(x: Array, i: Array, size: int, axis: int = 2) -> Array:
     return lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
 
-def _mask(query_runs_BT: Array | None, key_runs_BS: Array | None, causal: bool,
-          T: int) -> Callable[[Array, Array], Array]:
-    """mask(t_T, s_S) for the positions of a block, to broadcast against (B, H, rows, block)."""
+def _mask(runs_BT: Array | None, causal: bool, T: int) -> Callable[[Array, Array], Array]:
+    """mask(t_T, s_S) for the positions of a block, to broadcast against (B, H, block, block)."""
 
     def mask(t_T, s_S):
         shown = (s_S[None, :] <= t_T[:, None]) if causal else (s_S[None, :] < T)
         shown = shown[None, None]
-        if query_runs_BT is not None and key_runs_BS is not None:
-            shown &= visible(lax.dynamic_slice_in_dim(query_runs_BT, t_T[0], t_T.shape[0], 1),
-                             lax.dynamic_slice_in_dim(key_runs_BS, s_S[0], s_S.shape[0], 1))[:, None]
+        if runs_BT is not None:
+            shown &= visible(*(lax.dynamic_slice_in_dim(runs_BT, x[0], x.shape[0], 1) for x in (t_T, s_S)))[:, None]
         return shown
 
     return mask
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
-def _flash(q_BHTD, k_BHSD, v_BHSD, query_runs_BT, key_runs_BS, causal, T, rows, block):
-    return _flash_forward(q_BHTD, k_BHSD, v_BHSD, query_runs_BT, key_runs_BS, causal, T, rows, block)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _flash(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block):
+    return _flash_forward(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block)[0]
 
 
-def _flash_forward(q_BHTD, k_BHSD, v_BHSD, query_runs_BT, key_runs_BS, causal, T, rows, block):
-    blocks = k_BHSD.shape[2] // block
-
+def _flash_forward(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block):
     def key_blocks(i):
-        return 0, ((i + 1) * rows - 1) // block + 1 if causal else blocks
+        return 0, i + 1 if causal else k_BHSD.shape[2] // block
 
-    mask = _mask(query_runs_BT, key_runs_BS, causal, T)
-    y_BHTD, logsumexp_BHT = _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block)
-    return y_BHTD, (q_BHTD, k_BHSD, v_BHSD, query_runs_BT, key_runs_BS, y_BHTD, logsumexp_BHT)
+    y_BHTD, logsumexp_BHT = _forward(q_BHTD, k_BHSD, v_BHSD, _mask(runs_BT, causal, T), key_blocks, block, block)
+    return y_BHTD, (q_BHTD, k_BHSD, v_BHSD, runs_BT, y_BHTD, logsumexp_BHT)
 
 
 def _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block):
@@ -199,40 +203,43 @@ def _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block):
     B, H, T, D = q_BHTD.shape
     dtype = jnp.promote_types(jnp.float32, q_BHTD.dtype)
     scale = 1 / math.sqrt(D)
+    # A column of ones: the product with v sums the weights too, as they are after rounding.
+    ones_BHSD = jnp.concatenate([v_BHSD, jnp.ones_like(v_BHSD[..., :1])], axis=-1)
 
     def query_block(i):
         q_BHtD = _take(q_BHTD, i, rows)
         t_T = i * rows + jnp.arange(rows)
 
         def key_block(j, carry):
-            y_BHtD, total_BHt, most_BHt = carry
-            scores_BHts = jnp.einsum("bhtd,bhsd->bhts", q_BHtD, _take(k_BHSD, j, block), preferred_element_type=dtype)
+            y_BHtD, most_BHt = carry
+            scores_BHts = product("bhtd,bhsd->bhts", q_BHtD, _take(k_BHSD, j, block))
             scores_BHts = jnp.where(mask(t_T, j * block + jnp.arange(block)), scores_BHts * scale, _HIDDEN)
             new_most_BHt = jnp.maximum(most_BHt, scores_BHts.max(axis=-1))
-            weights_BHts = jnp.exp(scores_BHts - new_most_BHt[..., None])
-            shrink_BHt = jnp.exp(most_BHt - new_most_BHt)
-            added_BHtD = jnp.einsum("bhts,bhsd->bhtd", weights_BHts.astype(v_BHSD.dtype), _take(v_BHSD, j, block),
-                                    preferred_element_type=dtype)
-            return (y_BHtD * shrink_BHt[..., None] + added_BHtD, total_BHt * shrink_BHt + weights_BHts.sum(axis=-1),
-                    new_most_BHt)
+            weights_BHts = rounded(jnp.exp(scores_BHts - new_most_BHt[..., None]), v_BHSD.dtype)
+            added_BHtD = product("bhts,bhsd->bhtd", weights_BHts, _take(ones_BHSD, j, block))
+            return y_BHtD * jnp.exp(most_BHt - new_most_BHt)[..., None] + added_BHtD, new_most_BHt
 
-        start = (jnp.zeros((B, H, rows, D), dtype), jnp.zeros((B, H, rows), dtype),
-                 jnp.full((B, H, rows), _HIDDEN, dtype))
+        start = jnp.zeros((B, H, rows, v_BHSD.shape[3] + 1), dtype), jnp.full((B, H, rows), _HIDDEN, dtype)
         first, end = key_blocks(i)
-        y_BHtD, total_BHt, most_BHt = lax.fori_loop(first, end, key_block, start)
+        y_BHtD, most_BHt = lax.fori_loop(first, end, key_block, start)
+        y_BHtD, total_BHt = y_BHtD[..., :-1], y_BHtD[..., -1]
         return (y_BHtD / total_BHt[..., None]).astype(v_BHSD.dtype), most_BHt + jnp.log(total_BHt)
 
     y_NBHtD, logsumexp_NBHt = lax.map(query_block, jnp.arange(T // rows))
     return (jnp.moveaxis(y_NBHtD, 0, 2).reshape(B, H, T, -1), jnp.moveaxis(logsumexp_NBHt, 0, 2).reshape(B, H, T))
 
 
-def _flash_backward(causal, T, rows, block, saved, dy_BHTD):
-    """Key blocks outside, query blocks inside, so that only dq is added up in memory."""
-    q_BHTD, k_BHSD, v_BHSD, query_runs_BT, key_runs_BS, y_BHTD, logsumexp_BHT = saved
+def _flash_backward(causal, T, block, saved, dy_BHTD):
+    """Key blocks outside, query blocks inside, so that only dq is added up in memory.
+
+    dk and dv are summed over queries, and are computed with their two axes exchanged: then no block of T × S is turned
+    round for a product, only blocks of T × D.
+    """
+    q_BHTD, k_BHSD, v_BHSD, runs_BT, y_BHTD, logsumexp_BHT = saved
     dtype = logsumexp_BHT.dtype
     scale = 1 / math.sqrt(q_BHTD.shape[3])
-    mask = _mask(query_runs_BT, key_runs_BS, causal, T)
-    query_blocks = q_BHTD.shape[2] // rows
+    mask = _mask(runs_BT, causal, T)
+    blocks = q_BHTD.shape[2] // block
     dot_BHT = jnp.sum(dy_BHTD.astype(dtype) * y_BHTD.astype(dtype), axis=-1)
 
     def key_block(dq_BHTD, j):
@@ -240,29 +247,31 @@ def _flash_backward(causal, T, rows, block, saved, dy_BHTD):
         s_S = j * block + jnp.arange(block)
 
         def query_block(i, carry):
-            dq_BHTD, dk_BHsD, dv_BHsD = carry
-            q_BHtD, dy_BHtD = _take(q_BHTD, i, rows), _take(dy_BHTD, i, rows)
-            scores_BHts = jnp.einsum("bhtd,bhsd->bhts", q_BHtD, k_BHsD, preferred_element_type=dtype) * scale
-            weights_BHts = jnp.where(mask(i * rows + jnp.arange(rows), s_S),
-                                     jnp.exp(scores_BHts - _take(logsumexp_BHT, i, rows)[..., None]), 0)
-            dweights_BHts = jnp.einsum("bhtd,bhsd->bhts", dy_BHtD, v_BHsD, preferred_element_type=dtype)
-            dscores_BHts = (weights_BHts * (dweights_BHts - _take(dot_BHT, i, rows)[..., None])).astype(q_BHTD.dtype)
-            dq_BHtD = jnp.einsum("bhts,bhsd->bhtd", dscores_BHts, k_BHsD, preferred_element_type=dtype)
-            dk_BHsD += jnp.einsum("bhts,bhtd->bhsd", dscores_BHts, q_BHtD, preferred_element_type=dtype)
-            dv_BHsD += jnp.einsum("bhts,bhtd->bhsd", weights_BHts.astype(dy_BHTD.dtype), dy_BHtD,
-                                  preferred_element_type=dtype)
-            dq_BHTD = lax.dynamic_update_slice_in_dim(dq_BHTD, _take(dq_BHTD, i, rows) + dq_BHtD, i * rows, 2)
-            return dq_BHTD, dk_BHsD, dv_BHsD
+            dq_BHTD, dk_BHDs, dv_BHDs = carry
+            q_BHtD, dy_BHtD = _take(q_BHTD, i, block), _take(dy_BHTD, i, block)
+            scores_BHts = product("bhtd,bhsd->bhts", q_BHtD, k_BHsD) * scale
+            weights_BHts = jnp.where(mask(i * block + jnp.arange(block), s_S),
+                                     jnp.exp(scores_BHts - _take(logsumexp_BHT, i, block)[..., None]), 0)
+            # Else the exponential is computed twice, once for each product.
+            weights_BHts = lax.optimization_barrier(rounded(weights_BHts, dy_BHTD.dtype))
+            dweights_BHts = product("bhtd,bhsd->bhts", dy_BHtD, v_BHsD)
+            dscores_BHts = rounded(weights_BHts.astype(dtype) * (dweights_BHts - _take(dot_BHT, i, block)[..., None]),
+                                   q_BHTD.dtype)
+            dq_BHtD = product("bhts,bhsd->bhtd", dscores_BHts, k_BHsD)
+            dk_BHDs += product("bhdt,bhts->bhds", _take(q_BHDT, i, block, 3), dscores_BHts)
+            dv_BHDs += product("bhdt,bhts->bhds", _take(dy_BHDT, i, block, 3),
+                                  weights_BHts)
+            dq_BHTD = lax.dynamic_update_slice_in_dim(dq_BHTD, _take(dq_BHTD, i, block) + dq_BHtD, i * block, 2)
+            return dq_BHTD, dk_BHDs, dv_BHDs
 
-        start = (dq_BHTD, jnp.zeros(k_BHsD.shape, dtype), jnp.zeros(v_BHsD.shape, dtype))
-        first = j * block // rows if causal else 0
-        dq_BHTD, dk_BHsD, dv_BHsD = lax.fori_loop(first, query_blocks, query_block, start)
-        return dq_BHTD, ((dk_BHsD * scale).astype(k_BHSD.dtype), dv_BHsD.astype(v_BHSD.dtype))
+        start = (dq_BHTD, *(jnp.zeros(x.swapaxes(2, 3).shape, dtype) for x in (k_BHsD, v_BHsD)))
+        dq_BHTD, dk_BHDs, dv_BHDs = lax.fori_loop(j if causal else 0, blocks, query_block, start)
+        return dq_BHTD, ((dk_BHDs * scale).astype(k_BHSD.dtype), dv_BHDs.astype(v_BHSD.dtype))
 
-    dq_BHTD, (dk_NBHsD, dv_NBHsD) = lax.scan(key_block, jnp.zeros(q_BHTD.shape, dtype),
-                                             jnp.arange(k_BHSD.shape[2] // block))
-    dk_BHSD, dv_BHSD = (jnp.moveaxis(x, 0, 2).reshape(k_BHSD.shape) for x in (dk_NBHsD, dv_NBHsD))
-    return (dq_BHTD * scale).astype(q_BHTD.dtype), dk_BHSD, dv_BHSD, None, None
+    q_BHDT, dy_BHDT = q_BHTD.swapaxes(2, 3), dy_BHTD.swapaxes(2, 3)
+    dq_BHTD, (dk_NBHDs, dv_NBHDs) = lax.scan(key_block, jnp.zeros(q_BHTD.shape, dtype), jnp.arange(blocks))
+    dk_BHSD, dv_BHSD = (x.transpose(1, 2, 0, 4, 3).reshape(k_BHSD.shape) for x in (dk_NBHDs, dv_NBHDs))
+    return (dq_BHTD * scale).astype(q_BHTD.dtype), dk_BHSD, dv_BHSD, None
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels.linear_attention.state import State, divide, final_state, from_initial, level, sum_dtype
+from kernels.linear_attention.state import State, divide, final_state, from_initial, level
+from kernels.mixed_precision import product
 from kernels.segments import visible
 
 
@@ -90,11 +91,6 @@ def _inside(scores_NBHCS: Array, runs_NBC: Array | None, causal: bool = True) ->
     return scores_NBHCS if runs_NBC is None else jnp.where(visible(runs_NBC, runs_NBC)[:, :, None], scores_NBHCS, 0)
 
 
-def _product(formula: str, x: Array, y: Array) -> Array:
-    """A product of chunks in the inputs' format, summed in float32 or better."""
-    return jnp.einsum(formula, x, y, preferred_element_type=sum_dtype(x, y))
-
-
 def _carry(updates: State, keeps_NB: Array | None, initial: State, *, reverse: bool = False) -> tuple[State, State]:
     """The state before each chunk (after it, in reverse) and the one at the end: the recurrent half of the hybrid."""
 
@@ -113,7 +109,7 @@ def _carry(updates: State, keeps_NB: Array | None, initial: State, *, reverse: b
 def _updates(k_NBHCM: Array, v_NBHCD: Array, writes_NBC: Array | None, dtype: jnp.dtype) -> State:
     """What each chunk adds to the state."""
     k_NBHCM = _only(writes_NBC, k_NBHCM)
-    return State(_product("nbhcm,nbhcd->nbhmd", k_NBHCM, v_NBHCD), k_NBHCM.sum(axis=3, dtype=dtype))
+    return State(product("nbhcm,nbhcd->nbhmd", k_NBHCM, v_NBHCD), k_NBHCM.sum(axis=3, dtype=dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -126,10 +122,10 @@ def _causal_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize):
     q, k, v = (_split(x, C) for x in (q_BTHM, k_BTHM, v_BTHD))
     chunks = _Chunks() if runs_BT is None else _Chunks.of(_split(runs_BT, C, fill=-1))
     before, end = _carry(_updates(k, v, chunks.writes_NBC, dtype), chunks.keeps_NB, initial)
-    scores_NBHCS = _inside(_product("nbhcm,nbhsm->nbhcs", q, k), chunks.runs_NBC)
+    scores_NBHCS = _inside(product("nbhcm,nbhsm->nbhcs", q, k), chunks.runs_NBC)
     reading = _only(chunks.reads_NBC, q)
-    numerator_NBHCD = (_product("nbhcs,nbhsd->nbhcd", scores_NBHCS.astype(v.dtype), v)
-                       + _product("nbhcm,nbhmd->nbhcd", reading, before.s_BHMD.astype(q.dtype)))
+    numerator_NBHCD = (product("nbhcs,nbhsd->nbhcd", scores_NBHCS.astype(v.dtype), v)
+                       + product("nbhcm,nbhmd->nbhcd", reading, before.s_BHMD.astype(q.dtype)))
     denominator_NBHC = None
     if normalize:
         denominator_NBHC = (scores_NBHCS.sum(axis=4)
@@ -152,27 +148,27 @@ def _causal_backward(C, normalize, saved, gradients):
     ddenominator_NBHC = jnp.zeros(dy.shape[:-1], dtype)
     if normalize:
         # From the gradient as the products see it, rounded: what the two have in common cancels in dq.
-        ddenominator_NBHC = -_product("nbhcd,nbhcd->nbhc", dnumerator, _split(y_BTHD, C))
+        ddenominator_NBHC = -product("nbhcd,nbhcd->nbhc", dnumerator, _split(y_BTHD, C))
 
     # Gradients of the state run backwards in time.
-    dbefore = State(_product("nbhcm,nbhcd->nbhmd", reading, dnumerator),
+    dbefore = State(product("nbhcm,nbhcd->nbhmd", reading, dnumerator),
                     jnp.einsum("nbhcm,nbhc->nbhm", reading.astype(dtype), ddenominator_NBHC))
     dafter, dinitial = _carry(dbefore, chunks.keeps_NB, dend, reverse=True)
 
-    scores_NBHCS = _inside(_product("nbhcm,nbhsm->nbhcs", q, k), chunks.runs_NBC).astype(v.dtype)
-    dscores_NBHCS = _inside(_product("nbhcd,nbhsd->nbhcs", dnumerator, v) + ddenominator_NBHC[..., None],
+    scores_NBHCS = _inside(product("nbhcm,nbhsm->nbhcs", q, k), chunks.runs_NBC).astype(v.dtype)
+    dscores_NBHCS = _inside(product("nbhcd,nbhsd->nbhcs", dnumerator, v) + ddenominator_NBHC[..., None],
                             chunks.runs_NBC).astype(q.dtype)
-    dq_state = (_product("nbhcd,nbhmd->nbhcm", dnumerator, before.s_BHMD.astype(v.dtype))
+    dq_state = (product("nbhcd,nbhmd->nbhcm", dnumerator, before.s_BHMD.astype(v.dtype))
                 + ddenominator_NBHC[..., None] * before.z_BHM[..., None, :])
-    dk_state = _product("nbhcd,nbhmd->nbhcm", v, dafter.s_BHMD.astype(v.dtype)) + dafter.z_BHM[..., None, :]
-    dq = _product("nbhcs,nbhsm->nbhcm", dscores_NBHCS, k) + _only(chunks.reads_NBC, dq_state)
+    dk_state = product("nbhcd,nbhmd->nbhcm", v, dafter.s_BHMD.astype(v.dtype)) + dafter.z_BHM[..., None, :]
+    dq = product("nbhcs,nbhsm->nbhcm", dscores_NBHCS, k) + _only(chunks.reads_NBC, dq_state)
     if normalize and v.dtype != dtype:
         after_NBHM = jnp.concatenate([before.z_BHM[1:], end.z_BHM[None]])
         within_NBHC = None if chunks.writes_NBC is None else chunks.writes_NBC[:, :, None]
         dq = level(dq, q.astype(dtype), after_NBHM[..., None, :], ddenominator_NBHC, denominator_NBHC, within_NBHC)
-    dk = _product("nbhcs,nbhcm->nbhsm", dscores_NBHCS, q) + _only(chunks.writes_NBC, dk_state)
-    dv = (_product("nbhcs,nbhcd->nbhsd", scores_NBHCS, dnumerator)
-          + _product("nbhcm,nbhmd->nbhcd", writing, dafter.s_BHMD.astype(k.dtype)))
+    dk = product("nbhcs,nbhcm->nbhsm", dscores_NBHCS, q) + _only(chunks.writes_NBC, dk_state)
+    dv = (product("nbhcs,nbhcd->nbhsd", scores_NBHCS, dnumerator)
+          + product("nbhcm,nbhmd->nbhcd", writing, dafter.s_BHMD.astype(k.dtype)))
     return (_join(dq, T).astype(q_BTHM.dtype), _join(dk, T).astype(k_BTHM.dtype), _join(dv, T).astype(v_BTHD.dtype),
             dinitial, None)
 
@@ -186,8 +182,8 @@ def _bidirectional(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize):
     T, dtype = q_BTHM.shape[1], initial.s_BHMD.dtype
     q, k, v = (_split(x, C) for x in (q_BTHM, k_BTHM, v_BTHD))
     runs_NBC = _split(runs_BT, C, fill=-1)
-    scores_NBHCS = _inside(_product("nbhcm,nbhsm->nbhcs", q, k), runs_NBC, causal=False)
-    numerator_NBHCD = _product("nbhcs,nbhsd->nbhcd", scores_NBHCS.astype(v.dtype), v)
+    scores_NBHCS = _inside(product("nbhcm,nbhsm->nbhcs", q, k), runs_NBC, causal=False)
+    numerator_NBHCD = product("nbhcs,nbhsd->nbhcd", scores_NBHCS.astype(v.dtype), v)
     denominator_NBHC = scores_NBHCS.sum(axis=4)
     # From the right is from the left with time, and the numbers of the runs, turned round.
     turned_NBC = jnp.where(runs_NBC >= 0, runs_BT.max(axis=1)[None, :, None] - runs_NBC, -1)
@@ -196,7 +192,7 @@ def _bidirectional(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize):
     for chunks, reverse in ((_Chunks.of(runs_NBC), False), (right, True)):
         outside, _ = _carry(_updates(k, v, chunks.writes_NBC, dtype), chunks.keeps_NB, nothing, reverse=reverse)
         reading = _only(chunks.reads_NBC, q)
-        numerator_NBHCD += _product("nbhcm,nbhmd->nbhcd", reading, outside.s_BHMD.astype(q.dtype))
+        numerator_NBHCD += product("nbhcm,nbhmd->nbhcd", reading, outside.s_BHMD.astype(q.dtype))
         denominator_NBHC += jnp.einsum("nbhcm,nbhm->nbhc", reading.astype(dtype), outside.z_BHM)
     initial_BTHD, initial_BTH = from_initial(q_BTHM, initial, runs_BT)
     y_BTHD = divide(_join(numerator_NBHCD, T) + initial_BTHD,

@@ -155,6 +155,11 @@ class SelfAttention(nnx.Module):
             q_BTHD, k_BTHD = rotate(q_BTHD, positions_BT), rotate(k_BTHD, positions_BT)
         return q_BTHD, k_BTHD, v_BTHD
 
+    def in_product_format(self, *xs: Array) -> tuple[Array, ...]:
+        """xs in the number format of the products: a CPU keeps float32 between them, and a mode whose kernel is faster
+        in bfloat16 asks for it."""
+        return tuple(x.astype(self.query.product_dtype or x.dtype) for x in xs)
+
 
 def rotate(x_BTHD: Float[Array, "B T H D"], positions_BT: Int[Array, "B T"]) -> Float[Array, "B T H D"]:
     """Rotary positions, D even: pairs (x_d, x_{d + D/2}) turned by t · 10000^(−2d/D). Su et al., "RoFormer", 2021.

@@ -26,7 +26,6 @@ class Case(NamedTuple):
     """What is computed, and in which blocks."""
 
     T: int
-    rows: int = 16
     block: int = 16
     causal: bool = True
     segments: bool = False
@@ -37,19 +36,18 @@ CASES = {
     "less than a block": Case(T=13),
     "one more than a block": Case(T=17, segments=True),
     "many blocks": Case(T=100),
-    "wide key blocks": Case(T=75, rows=8, block=32, segments=True),
-    "wide query blocks": Case(T=75, rows=32, block=8, segments=True),
-    "both directions": Case(T=75, rows=32, block=16, causal=False),
+    "segments": Case(T=75, block=32, segments=True),
+    "both directions": Case(T=75, causal=False),
     "both directions, segments": Case(T=50, causal=False, segments=True),
 }
 
 
 @pytest.fixture
 def blocks(monkeypatch):
-    def use(rows: int, block: int) -> None:
-        monkeypatch.setattr(kernel, "QUERY_BLOCK", rows)
-        monkeypatch.setattr(kernel, "KEY_BLOCK", block)
-        monkeypatch.setattr(kernel, "CACHE_BLOCK", block)
+    def use(block: int) -> None:
+        monkeypatch.setattr(kernel, "BLOCK", block)
+        monkeypatch.setattr(kernel, "BLOCK_OF_FEW_HEADS", block)
+        monkeypatch.setattr(kernel, "CACHE_BLOCK", 16)
 
     return use
 
@@ -116,7 +114,7 @@ def definition(case: Case) -> np.ndarray:
     return y
 
 
-@pytest.mark.parametrize("name", ["many blocks", "wide key blocks", "both directions", "both directions, segments"])
+@pytest.mark.parametrize("name", ["many blocks", "segments", "both directions", "both directions, segments"])
 def test_the_materialised_form_is_the_definition(name):
     assert_close(materialised(CASES[name]), {"y": definition(CASES[name])}, FLOAT64_TOLERANCE)
 
@@ -133,7 +131,7 @@ def test_gradients_of_the_materialised_form_are_its_derivatives():
 @pytest.mark.parametrize("name", CASES)
 def test_blockwise_is_materialised_in_float64(name, blocks):
     case = CASES[name]
-    blocks(case.rows, case.block)
+    blocks(case.block)
     with jax.enable_x64(True):
         actual = outputs_and_gradients(case, "blockwise", *make_inputs(case))
     assert all(np.all(np.isfinite(x)) for x in actual.values())
@@ -143,11 +141,23 @@ def test_blockwise_is_materialised_in_float64(name, blocks):
         assert np.all(actual["y"] == make_inputs(case)[0][2])
 
 
+def test_blocks_are_larger_where_heads_are_few_and_padded_little():
+    def score_shapes(B, T):
+        x = jax.ShapeDtypeStruct((B, T, H, D), jnp.float32)
+        jaxpr = str(jax.make_jaxpr(lambda q: softmax_attention(q, q, q, implementation="blockwise"))(x))
+        return {shape for shape in (f"f32[{B},{H},{n},{n}]" for n in range(1, 600)) if shape in jaxpr}
+
+    assert score_shapes(1, 2048) == {f"f32[1,{H},512,512]"}
+    assert score_shapes(32, 2048) == {f"f32[32,{H},256,256]"}
+    assert score_shapes(32, 300) == {f"f32[32,{H},152,152]"}  # not 256, with 212 of 512 for nothing
+    assert score_shapes(32, 196) == {f"f32[32,{H},196,196]"}
+
+
 @pytest.mark.parametrize("implementation", ["materialised", "blockwise"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", FLOAT32_TOLERANCE), ("bfloat16", BFLOAT16_TOLERANCE)])
 def test_lower_precision(implementation, dtype, tolerance, blocks):
     case = Case(T=300)
-    blocks(128, 64)
+    blocks(64)
     qkv, segments = make_inputs(case, dtype)
     actual = outputs_and_gradients(case, implementation, qkv, segments)
     assert {x.dtype for x in actual.values()} == {jnp.dtype(dtype)}
@@ -159,7 +169,7 @@ def test_lower_precision(implementation, dtype, tolerance, blocks):
 
 @pytest.mark.parametrize("implementation", ["materialised", "blockwise"])
 def test_padding_gives_zero_and_takes_no_gradient(implementation, blocks):
-    blocks(16, 16)
+    blocks(16)
     case = Case(T=50, segments=True)
     qkv, segments = make_inputs(case, "float32")
     assert segments is not None
@@ -178,7 +188,7 @@ def test_very_large_scores_stay_finite(implementation):
 
 @pytest.mark.parametrize(("implementation", "growth"), [("materialised", 4), ("blockwise", 2)])
 def test_memory_of_a_gradient_grows_with_the_sequence(implementation, growth, blocks):
-    blocks(64, 64)
+    blocks(64)
 
     def temporary_bytes(T):
         x = jax.ShapeDtypeStruct((1, T, 1, 16), jnp.float32)
@@ -192,7 +202,7 @@ def test_memory_of_a_gradient_grows_with_the_sequence(implementation, growth, bl
                                                    (64, 40, (0, 24, 7)), (64, 16, (48, 0, 5))])
 def test_a_cache_filled_differently_in_each_row(room, T, filled, blocks):
     """Row b holds filled[b] keys, to which T are added: the same as those T rows of the full form."""
-    blocks(16, 16)
+    blocks(8)  # of queries; of keys 16
     (q, k, v), _ = make_inputs(Case(T=room), "float32")
     queries = np.stack([q[b, n:n + T] for b, n in enumerate(filled)])
     k_cache, v_cache = k.copy(), v.copy()
@@ -206,7 +216,7 @@ def test_a_cache_filled_differently_in_each_row(room, T, filled, blocks):
 
 
 def test_a_cache_has_whole_blocks(blocks):
-    blocks(16, 16)
+    blocks(16)
     keys = jnp.ones((1, 1, 20, 4))
     with pytest.raises(ValueError, match="k_BHSD has room for 20 keys; expected a multiple of 16"):
         cached_attention(jnp.ones((1, 1, 1, 4)), keys, keys, jnp.zeros(1, jnp.int32))
