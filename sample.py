@@ -202,6 +202,10 @@ def go_on(sampler: Sampler, encoding: "tiktoken.Encoding", options: Options, pro
         if position + max(drawn) == sampler.max_length and max(drawn) < options.max_new_tokens and not all(
                 stream.ended for stream in streams):
             note(f"stopped at position {sampler.max_length}: the model has positions for no more")
+        ended = sum(stream.ended and not stream.stopped for stream in streams)
+        if ended:
+            note("ended by the token for the end of a text"
+                 + (f": {ended} of {len(streams)}" if len(streams) > 1 else ""))
         seconds = generated - compiled
         note(f"{sum(drawn):,} tokens in {seconds:.2f} s ({sum(drawn) / seconds:,.0f} tokens/s, prompt included; "
              f"compiled in {compiled - started:.2f} s)")

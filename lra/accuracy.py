@@ -89,6 +89,9 @@ def load(path: Path) -> Run:
         config = {name: group for name, group in config.items() if name not in SAME}
         config["train"].pop("seed")
         config["data"].pop("dir")  # the same data may lie elsewhere
+        for number in (found["accuracy"], *found["baselines"].values()):
+            if not 0 <= number <= 1:
+                raise ValueError(f"{number} is no accuracy")
         return Run(path.resolve().name, found["task"], ",".join(found["attention"]), found["seed"], found["accuracy"],
                    found["examples"], found["train_examples"], found["context"], found["step"], found["parameters"],
                    _train_seconds(path / "metrics.jsonl"), found["baselines"], shlex.join(found["command"]),
@@ -96,7 +99,8 @@ def load(path: Path) -> Run:
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise DataError(f"{path}: config.json or test.json is damaged ({error}); bring them back") from error
+        raise DataError(f"{path}: config.json or test.json is damaged ({type(error).__name__}: {error}); bring them "
+                        "back") from error
 
 
 def _train_seconds(metrics: Path) -> float | None:

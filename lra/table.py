@@ -66,6 +66,7 @@ def markdown(results: Sequence[Result], origin: Mapping[str, Any]) -> str:
     rows = list(dict.fromkeys(result.row for result in results))
     others = {row: entry for row in rows if (entry := _published(published, row)) is not None}
     first, base = results[0], published["rows"]["softmax"]
+    compared = f" ({{}} {BASELINE})" if BASELINE in rows else ""
     shape = SHAPES[first.shape]
     text = [f"# Long Range Arena: efficiency, {first.shape} shape", "",
             f"Measured on {origin['device']}, jax {origin['versions']['jax']}, {first.dtype}; sequences a step: "
@@ -94,14 +95,14 @@ def markdown(results: Sequence[Result], origin: Mapping[str, Any]) -> str:
         return f"{result.peak_bytes / 1e9:.2f}{times(smaller(result, found))}"
 
     if not first.memory_only:
-        text += ["## Steps a second (times materialised softmax)", "", *ours(speed), "",
+        text += [f"## Steps a second{compared.format('times')}", "", *ours(speed), "",
                  *theirs("steps_per_second", ".1f", inverse=False), ""]
         spreads = [(result.quartiles[1] - result.quartiles[0]) * result.steps_per_second for result in results
                    if result.quartiles is not None and result.steps_per_second is not None]
         if spreads:
             text += [f"Of the median step; the middle half of a case's steps spans {100 * median(spreads):.0f} % of it "
                      f"in the median case, {100 * max(spreads):.0f} % at most.", ""]
-    text += ["## Memory of a step, GB (times less than materialised softmax)", "",
+    text += [f"## Memory of a step, GB{compared.format('times less than')}", "",
              "What the compiler plans for arguments, outputs and temporaries, also where that does not fit.", "",
              *ours(memory), "", *theirs("gigabytes", ".2f", inverse=True), ""]
     slopes = {row: slope([found[row, tokens] for tokens in lengths]) for row in rows}

@@ -66,10 +66,15 @@ def parse(arguments: Sequence[str]) -> tuple[LraConfig, Path]:
     config = load_recipe(recipe, flags.attention, LraConfig, preset=flags.preset)
     if flags.data_dir is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=flags.data_dir))
+    known = config.model.context
     config = launch.parse_fields(config, flags, rest, prog=f"python -m lra.train {recipe}", description=(
         "Train one run. Beside the flags below: --attention MODE[,MODE…] (there are "
         f"{', '.join(attentions.modes())}), --preset paper, released or tuned, --run-dir DIR, and --data-dir DIR, the "
         "folder of the task's files."))
+    length = config.data.max_length
+    if length is not None and config.model.context not in (length, known):
+        raise ConfigError(f"model.context is {config.model.context}, and data.max_length {length}; "
+                          "give the second alone")
     config = settle(config)
     return config, flags.folder(recipe, config.model)
 
@@ -91,7 +96,8 @@ def train(config: LraConfig, run_dir: Path, command: Sequence[str]) -> int:
     logging.check(config.logging)
     mesh = make_mesh(config.mesh, config.train, config.model.context)
     dataset = load(config)
-    launch.check_same_corpus(dataset.checksum, f"this one of {config.data.task}", run_dir)
+    launch.check_same_corpus(dataset.checksum, f"this one of {config.data.task} (with its data.max_length, "
+                             "train_examples and val_examples)", run_dir)
     work = Classification(config, dataset)
     model = nnx.eval_shape(work.make_model)
     # A kernel that cannot do what is asked says so when it is traced.

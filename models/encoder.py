@@ -205,7 +205,7 @@ def check(config: EncoderConfig) -> EncoderConfig:
     for layer in layers:
         if not layer.bidirectional:
             raise ConfigError(f"--attention {layer.name}: with these options it sees the past only, and cannot be an "
-                              "encoder")
+                              "encoder; leave out form, kernel and chunk_size")
     if config.pooling == "cls" and all(layer.separate for layer in layers):
         raise ConfigError(f"model.pooling is cls, to which --attention {','.join(config.modes)} shows its own block "
                           "alone; expected mean, or another mode in some layer")

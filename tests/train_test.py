@@ -138,6 +138,25 @@ def test_more_steps_go_on_from_the_end(recipe, run_dir):
     assert [(line["split"], line["step"]) for line in found[len(before):]] == [("train", 8), ("train", 9), ("val", 9)]
 
 
+def test_a_run_says_that_it_goes_on_and_does_not_go_back(recipe, run_dir, capsys):
+    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 8) == 0
+    assert f"note: {run_dir} goes on from step 7\n" in capsys.readouterr().err
+    before = contents(run_dir)
+    message = refused(capsys, 2, recipe, "--run-dir", run_dir, "--train.steps", 5)
+    assert f"{run_dir} is at step 8, beyond train.steps, 5; give at least as many" in message
+    assert contents(run_dir) == before
+
+
+def test_a_run_without_an_intact_checkpoint_is_left_as_it_is(recipe, run_dir, capsys):
+    for path in (run_dir / "checkpoints").glob("*/SHA256SUMS"):
+        path.write_text("x")
+    before = contents(run_dir)
+    with pytest.warns(UserWarning, match="was truncated or altered"):
+        message = refused(capsys, 1, recipe, "--run-dir", run_dir, "--train.steps", 9)
+    assert f"{run_dir}: every checkpoint is damaged. Move the folder away to start over" in message
+    assert contents(run_dir) == before
+
+
 def test_without_run_dir_a_run_is_named_after_recipe_and_attention(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert tiny.run(recipe, "--attention", "chunked,softmax") == 0
@@ -317,6 +336,8 @@ def test_an_id_beyond_the_vocabulary_is_named(recipe, tokens, tmp_path, capsys):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--model.width", 32], "is a run with model.width 16, not 32; give another --run-dir"),
     (["--attention", "softmax"], "is a run with model.attention ['chunked'], not ['softmax']; give another --run-dir"),
+    (["--model.width", 32, "--train.seed", 3],
+     "is a run with model.width 16, not 32; train.seed 0, not 3; give another --run-dir"),
 ])
 def test_the_run_of_another_model_is_left_alone(recipe, run_dir, capsys, arguments, message):
     before = contents(run_dir)

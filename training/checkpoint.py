@@ -164,6 +164,18 @@ class Checkpoints:
             self._damaged.add(remaining[-1])
         return None
 
+    def resume(self, abstract: dict[str, Any], *, verify: Iterable[str] = ()) -> tuple[int, dict[str, Any]] | None:
+        """:meth:`restore` for a run that goes on from there; None only where it has no checkpoint yet.
+
+        Raises:
+            CheckpointError: every checkpoint is damaged, or of another model.
+        """
+        found = self.restore(abstract, verify=verify)
+        if found is None and self.steps():
+            raise CheckpointError(f"{self.directory.parent}: every checkpoint is damaged. Move the folder away to "
+                                  "start over")
+        return found
+
     def _finish(self, step: int, response: Any, loss: float | None) -> None:
         """On the background thread: when Orbax is done, checksum the checkpoint, put it in place, remove old ones."""
         with self._one_clear_error(step):
@@ -285,6 +297,8 @@ def _damage(folder: Path, items: set[str]) -> str | None:
         lines = (folder / CHECKSUMS).read_text(errors="replace").splitlines()
     except OSError as error:
         return f"{CHECKSUMS} cannot be read ({error.strerror})"
+    if not all(len(line.partition("  ")[0]) == 64 and line.partition("  ")[2] for line in lines):
+        return f"{CHECKSUMS} was truncated or altered"
     checksums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
     present = _files(folder) - {CHECKSUMS}
     for name in sorted(present | checksums.keys()):

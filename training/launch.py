@@ -123,6 +123,10 @@ def settle[C: (Config, LraConfig)](config: C, model: ModelConfig | EncoderConfig
         note(f"optimizer.warmup_steps is {warmup}, not {optimizer.warmup_steps}: a tenth of the run")
         optimizer = dataclasses.replace(optimizer, warmup_steps=warmup)
     for name, mode in model.modes.items():
+        kernel = getattr(mode, "kernel", None) or ""
+        if kernel.startswith("pallas_gpu") and device.platform() != "gpu":
+            note(f"model.modes.{name}.kernel {kernel} is interpreted on a {device.platform()}: slow, and there "
+                 "for tests")
         for option in ("chunk_size", "block_size", "window"):
             size = getattr(mode, option, None)
             if size is not None and size > model.context:
@@ -159,9 +163,10 @@ def check_same_run(config: Config | LraConfig, run_dir: Path) -> None:
         raise loop.TrainingError(f"{path} is damaged ({error}); bring it back, or give another --run-dir") from error
     if kind is not type(config):
         raise ConfigError(f"{run_dir} is a run of {kind.COMMAND}, not of {config.COMMAND}; give another --run-dir")
-    for name, value in _identity(config.to_dict()).items():
-        if name in before and before[name] != value:
-            raise ConfigError(f"{run_dir} is a run with {name} {before[name]}, not {value}; give another --run-dir")
+    differing = [f"{name} {before[name]}, not {value}" for name, value in _identity(config.to_dict()).items()
+                 if name in before and before[name] != value]
+    if differing:
+        raise ConfigError(f"{run_dir} is a run with {'; '.join(differing)}; give another --run-dir")
 
 
 def _identity(config: dict[str, Any]) -> dict[str, Any]:
@@ -221,15 +226,25 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def newest_step(config: Config | LraConfig, run_dir: Path) -> tuple[int | None, bool]:
-    """The step of the newest intact checkpoint, and whether nothing is left to do, which is said."""
+    """The step of the newest intact checkpoint, and whether nothing is left to do; what there is, is said.
+
+    Raises:
+        ConfigError: the run is beyond the steps asked for.
+        CheckpointError: no checkpoint is intact.
+    """
     with Checkpoints(run_dir / "checkpoints") as checkpoints:
-        newest = checkpoints.restore({"position": None}, verify=("parameters", "variables", "optimizer"))
+        newest = checkpoints.resume({"position": None}, verify=("parameters", "variables", "optimizer"))
     if newest is None:
         return None, False
+    if config.train.steps is not None and newest[0] > config.train.steps:
+        raise ConfigError(f"{run_dir} is at step {newest[0]:,}, beyond train.steps, {config.train.steps:,}; give at "
+                          "least as many")
     finished = loop.is_finished(config, newest[1]["position"])
     if finished:
         print(f"{run_dir} is finished: step {newest[0]:,}. More --train.steps or --train.minutes go on from there.",
               file=sys.stderr)
+    else:
+        note(f"{run_dir} goes on from step {newest[0]:,}")
     return newest[0], finished
 
 
@@ -262,6 +277,7 @@ def main(prog: str, command: Callable[[Sequence[str]], int], arguments: Sequence
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except OSError as error:
         remedy = ". Make room on the disk; the same command goes on" if error.errno == errno.ENOSPC else ""

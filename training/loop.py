@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from configs.schema import Config, LraConfig
 from training import step as steps
-from training.checkpoint import CheckpointError, Checkpoints
+from training.checkpoint import Checkpoints
 from training.environment import add_to_environment, peak_bytes
 from training.logging import Logs
 from training.metrics import MetricsWriter
@@ -150,7 +150,7 @@ def train(config: Config | LraConfig, work: Work, run_dir: Path, *, started: flo
     shardings = state_shardings(mesh, shapes)
     with ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep))
-        restored = _restore(checkpoints, shapes, shardings, run_dir)
+        restored = _restore(checkpoints, shapes, shardings)
         if restored is None:
             state, position = jax.jit(initial, out_shardings=shardings)(), Position()
         else:
@@ -295,14 +295,12 @@ class _Run:
         self.logs.write(record)
 
 
-def _restore(checkpoints: Checkpoints, shapes: Any, shardings: Any, run_dir: Path) -> tuple[Any, Position] | None:
+def _restore(checkpoints: Checkpoints, shapes: Any, shardings: Any) -> tuple[Any, Position] | None:
     abstract = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes,
                             shardings)
-    found = checkpoints.restore({"parameters": abstract.parameters, "variables": abstract.variables,
-                                 "optimizer": abstract.optimizer, "position": None})
+    found = checkpoints.resume({"parameters": abstract.parameters, "variables": abstract.variables,
+                                "optimizer": abstract.optimizer, "position": None})
     if found is None:
-        if checkpoints.steps():
-            raise CheckpointError(f"{run_dir}: every checkpoint is damaged. Move the folder away to start over")
         return None
     _, items = found
     return (steps.TrainState(items["parameters"], items["variables"], items["optimizer"]),

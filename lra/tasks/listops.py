@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -179,6 +180,7 @@ def _generated(max_length: int, counts: dict[str, int], seed: int,
 def _draw(max_length: int, count: int, seed: int) -> tuple[list[UInt8[np.ndarray, " T"]], np.ndarray]:
     """So many different expressions and what they come to. They do not depend on the number of threads, which compute
     side by side, for NumPy leaves the interpreter's lock."""
+    print(f"generating {count:,} expressions …", file=sys.stderr)
     rows, labels, seen = [], [], set()
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(threads) as pool:

@@ -613,12 +613,13 @@ def generate(level: Level, seed: int, start: int, count: int, title: str = "imag
     from rich.console import Console
     from rich.progress import track
 
+    print(f"generating {count:,} {title} …", file=sys.stderr)
     images = np.empty((count, level.side, level.side), np.uint8)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         drawn = pool.map(functools.partial(_in_process, level, seed), chunks)
         try:
             for (first, last), chunk in zip(
-                    chunks, track(drawn, f"generating {title}", len(chunks), console=Console(stderr=True),
+                    chunks, track(drawn, title, len(chunks), console=Console(stderr=True),
                                   transient=True), strict=True):
                 images[first - start : last - start] = chunk
         except BaseException:

@@ -46,6 +46,8 @@ def resolve[C: (ModelConfig, EncoderConfig)](model: C) -> C:
     Raises:
         ConfigError: an unknown mode, or an override of an option that the mode does not have.
     """
+    if not all(model.attention):
+        raise ConfigError(f"model.attention {','.join(model.attention)!r}: expected modes with one comma between each")
     if not model.attention:
         raise ConfigError("model.attention is empty; expected a mode or a pattern of modes")
     return dataclasses.replace(

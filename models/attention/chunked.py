@@ -36,6 +36,11 @@ class Attention(linear.Attention):
     computed_by = ("kernel", "chunk_size")
 
     @property
+    def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Without options of what the mask needs: an encoder's linear attention is two products, and has no chunks."""
+        return self.config.kernel in (None, "chunked") and self.config.chunk_size is None
+
+    @property
     def form(self) -> str | None:
         return self.config.kernel
 

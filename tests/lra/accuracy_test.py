@@ -147,7 +147,11 @@ def test_what_is_no_scored_run_is_named(tmp_path, capsys):
     assert code == 1
     assert "| `softmax` | 40.0 |" in text
     assert f"left out: {begun}: not scored yet, it has no test.json; the command" in err
-    assert f"left out: {damaged}: config.json or test.json is damaged ('task')" in err
+    assert f"left out: {damaged}: config.json or test.json is damaged (KeyError: 'accuracy')" in err
+    found = json.loads((run / "test.json").read_text())
+    (damaged / "test.json").write_text(json.dumps(found | {"accuracy": "x"}))
+    assert made(tmp_path, run, damaged)[0] == 1
+    assert f"left out: {damaged}: config.json or test.json is damaged (TypeError: " in capsys.readouterr().err
     copy, language = write_run(tmp_path / "d"), write_run(tmp_path / "e")
     (language / "config.json").write_text(json.dumps(Config().to_dict()))
     for runs, message in (((run, tmp_path / "x"), f"{tmp_path / 'x'}: not a run, it has no config.json"),

@@ -249,6 +249,10 @@ def test_without_any_intact_checkpoint_there_is_none(tmp_path):
     (tmp_path / "10" / CHECKSUMS).unlink()
     with pytest.warns(UserWarning, match="/10"):
         assert Checkpoints(tmp_path).restore(SMALL) is None
+    with (pytest.warns(UserWarning, match="/10"),
+          pytest.raises(CheckpointError, match="every checkpoint is damaged")):
+        Checkpoints(tmp_path).resume(SMALL)
+    assert Checkpoints(tmp_path / "empty").resume(SMALL) is None
 
 
 @pytest.mark.parametrize(("other", "message"), [
