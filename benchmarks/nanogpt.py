@@ -2,6 +2,8 @@
 
 ``benchmarks.train_step --peer nanogpt=PATH`` starts it. The model, its initialisation, its AdamW and its clipping of
 gradients are those of the ``model.py`` that PATH leads to; the attention is torch's fused one.
+
+What runs in that process imports nothing of this project: the Python that has torch may be older than ours.
 """
 
 import importlib.util

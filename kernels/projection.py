@@ -36,8 +36,7 @@ def rows_for_gpu(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B S E"]:
 
 
 # XLA's CPU backend has fast products for operands as they lie in memory. What leads to an operand it would compute
-# again for each use, number by number where the use is transposed: hence the barriers. It multiplies the transpose of a
-# bfloat16 matrix slowly; where the sum goes over two dimensions it makes a transposed copy, which is fast.
+# again for each use, number by number where the use is transposed: hence the barrier.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -59,7 +58,7 @@ def _project_backward(dtype, saved, dy_BTF):
     if dtype != jnp.bfloat16 or x.shape[2] <= dy.shape[2]:  # the first, narrower one is copied
         dw_EF = product("ne,nf->ef", x_NE, dy_NF)
     else:
-        dw_EF = lax.optimization_barrier(product("nf,ne->fe", dy_NF, x_NE)).T
+        dw_EF = product("nf,ne->fe", dy_NF, x_NE).T
     dbias_F = dy_NF.sum(axis=0, dtype=jnp.float32)
     return dx_BTE.astype(dy_BTF.dtype), dw_EF.astype(w_EF.dtype), dbias_F.astype(bias_F.dtype)
 

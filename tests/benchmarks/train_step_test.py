@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 import time
 
 import jax
@@ -9,6 +11,7 @@ import pytest
 
 from benchmarks import report, train_step
 from configs.schema import Config, ModelConfig, TrainConfig
+from tests import tiny
 
 TINY = ["--tokens", "64", "--width", "16", "--layers", "1", "--heads", "2", "--repeats", "2", "--dtype", "float32"]
 
@@ -156,3 +159,11 @@ def test_runs_take_turns():
     calls = []
     report.time_by_turns({name: lambda name=name: calls.append(name) for name in "ab"}, 3, sample_seconds=0)
     assert calls == [*"aabb", *"ab" * 3]
+
+
+def test_the_peers_process_imports_nothing_of_ours():
+    """Its Python may be too old for it."""
+    found = subprocess.run([sys.executable, "-c", "import benchmarks.nanogpt, sys; print(*sys.modules)"], check=True,
+                           capture_output=True, text=True, cwd=tiny.ROOT).stdout.split()
+    ours = {name.partition(".")[0] for name in found} & {"configs", "kernels", "models", "training", "jax"}
+    assert not ours
