@@ -205,8 +205,8 @@ def model_flops(config: Config, vocabulary_size: int) -> float:
 
 def implementation(config: Config, vocabulary_size: int) -> str | None:
     """Which form the first layer's attention takes on this device; None where its mode has only one."""
-    block = nnx.eval_shape(lambda: make_model(config, vocabulary_size)).blocks[0]
-    return block.attention.implementation(block.dtype)
+    model = nnx.eval_shape(lambda: make_model(config, vocabulary_size))
+    return model.blocks[0].attention.implementation(jnp.dtype(model.config.dtype))
 
 
 def measure(configs: dict[str, Config], vocabulary_size: int, repeats: int, *, seconds: float = CASE_SECONDS,

@@ -4,8 +4,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
+
+from kernels.mixed_precision import rounded, wide
 
 _RATE, _CUBE = math.sqrt(2 / math.pi), 0.044715
 
@@ -16,7 +17,7 @@ def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
     Saved for the backward pass is x; autodiff would keep the tanh too, as large as a hidden layer.
     """
-    return jax.nn.gelu(x, approximate=True)
+    return rounded(jax.nn.gelu(wide(x), approximate=True), x.dtype)
 
 
 def _forward(x):
@@ -24,11 +25,11 @@ def _forward(x):
 
 
 def _backward(x, dy):
-    # Without the barrier XLA finds the tanh of the forward pass, and keeps it.
-    x, dtype = lax.optimization_barrier(x), x.dtype
-    x, dy = x.astype(jnp.promote_types(jnp.float32, dtype)), dy.astype(jnp.promote_types(jnp.float32, dtype))
-    t = jnp.tanh(_RATE * (x + _CUBE * x**3))
-    return ((0.5 * (1 + t) + 0.5 * x * (1 - t * t) * _RATE * (1 + 3 * _CUBE * x * x)) * dy).astype(dtype),
+    # (1 + tanh u) / 2 as 1 / (1 + exp(−2u)): a tanh XLA would find in the forward pass, and keep.
+    dtype, x, dy = x.dtype, wide(x), wide(dy)
+    share = 1 / (1 + jnp.exp(-2 * _RATE * x * (1 + _CUBE * x * x)))
+    slope = share + x * share * (1 - share) * (2 * _RATE) * (1 + 3 * _CUBE * x * x)
+    return rounded(slope * dy, dtype),
 
 
 gelu.defvjp(_forward, _backward)

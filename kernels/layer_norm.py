@@ -1,6 +1,7 @@
 """LayerNorm with its gradient written out. Ba, Kiros, Hinton: "Layer Normalization", 2016."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,29 +9,30 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kernels import device
+from kernels.mixed_precision import rounded, wide
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def layer_norm(x_BTE: Float[Array, "B T E"], scale_E: Float[Array, " E"], bias_E: Float[Array, " E"],
-               epsilon: float) -> Float[Array, "B T E"]:
-    """(x − mean) / √(variance + ε) · scale + bias over the last axis, computed in float32 or better.
+               epsilon: float, dtype: Any) -> Float[Array, "B T E"]:
+    """(x − mean) / √(variance + ε) · scale + bias over the last axis, computed in float32 or better, left in ``dtype``.
 
     Saved for the backward pass are x and two numbers a token; autodiff would keep what lies between, and the scale
     spread over all tokens.
     """
-    return _forward(x_BTE, scale_E, bias_E, epsilon)[0]
+    return _forward(x_BTE, scale_E, bias_E, epsilon, dtype)[0]
 
 
-def _forward(x_BTE, scale_E, bias_E, epsilon):
-    x = x_BTE.astype(jnp.promote_types(jnp.float32, x_BTE.dtype))
+def _forward(x_BTE, scale_E, bias_E, epsilon, dtype):
+    x = wide(x_BTE)
     mean = x.mean(axis=2, keepdims=True)
     variance = jnp.maximum((x * x).mean(axis=2, keepdims=True) - mean * mean, 0)
     rate = lax.rsqrt(variance + epsilon)
     y = (x - mean) * rate * scale_E[None, None] + bias_E[None, None]
-    return y.astype(x_BTE.dtype), (x_BTE, mean, rate, scale_E, bias_E)
+    return rounded(y, dtype), (x_BTE, mean, rate, scale_E, bias_E)
 
 
-def _backward(epsilon, saved, dy_BTE):
+def _backward(epsilon, dtype, saved, dy_BTE):
     x_BTE, mean, rate, scale_E, bias_E = saved
     E, dy = x_BTE.shape[2], dy_BTE.astype(mean.dtype)
     normal = (x_BTE.astype(mean.dtype) - mean) * rate

@@ -9,15 +9,15 @@ from jaxtyping import Array, Float
 from kernels import device
 
 
-def product(formula: str, x: Float[Array, "*x"], y: Float[Array, "*y"]) -> Float[Array, "*z"]:
-    """``jnp.einsum(formula, x, y)``, summed, and left, in float32 or better.
+def product(formula: str, x: Float[Array, "*x"], y: Float[Array, "*y"], dtype: Any = None) -> Float[Array, "*z"]:
+    """``jnp.einsum(formula, x, y)``, summed in float32 or better, and left so where no ``dtype`` is given.
 
     XLA's CPU backend makes float32 of the operands of a bfloat16 product, and does not always find back to its units
     for bfloat16; and where the sum does not go over x's last dimension it reads a transpose, number by number. A sum
     over two dimensions, of which one may have size 1, it leaves in bfloat16, and makes the transposed copy first: two
     to six times as fast. Such a product must meet no transposes that could be folded into it, hence the barriers.
     """
-    dtype = jnp.promote_types(jnp.float32, jnp.result_type(x, y))
+    dtype = dtype or jnp.promote_types(jnp.float32, jnp.result_type(x, y))
     (x_names, y_names), z_names = formula.split("->")[0].split(","), formula.split("->")[1]
     summed = set(x_names) & set(y_names) - set(z_names)
     whole = x.dtype == y.dtype == jnp.bfloat16 and len(summed) == 1
@@ -29,13 +29,18 @@ def product(formula: str, x: Float[Array, "*x"], y: Float[Array, "*y"]) -> Float
     return lax.optimization_barrier(jnp.einsum(formula.replace(name, f"Z{name}"), x, y, preferred_element_type=dtype))
 
 
+def wide(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """x in float32 or better."""
+    return x.astype(jnp.promote_types(jnp.float32, x.dtype))
+
+
 def rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
     """``x.astype(dtype)``, with ties away from zero where that makes bfloat16 of float32.
 
-    There it adds half a step to the bits and cuts them off: on a CPU, XLA converts what an exponential comes to number
+    On a CPU. There it adds half a step to the bits and cuts them off: XLA converts what an exponential comes to number
     by number, at twice the cost of both. It has no derivative.
     """
-    if (x.dtype, jnp.dtype(dtype)) != (jnp.float32, jnp.bfloat16):
+    if device.platform() != "cpu" or (x.dtype, jnp.dtype(dtype)) != (jnp.float32, jnp.bfloat16):
         return x.astype(dtype)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(((bits + jnp.uint32(0x8000)) >> 16).astype(jnp.uint16), jnp.bfloat16)

@@ -1,6 +1,4 @@
-"""Products of activations with a weight matrix, in the number format that is fast on this device."""
-
-import functools
+"""Products of activations with a weight matrix, in the number format of the activations."""
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +9,13 @@ from kernels import device
 from kernels.mixed_precision import product, rounded
 
 
-def activation_dtype(dtype: jnp.dtype | str) -> jnp.dtype:
-    """Number format between products of ``dtype``: float32 on a CPU, whose units multiply bfloat16 but do nothing else
-    with it, ``dtype`` elsewhere."""
-    dtype = jnp.dtype(dtype)
-    return jnp.promote_types(dtype, jnp.float32) if device.platform() == "cpu" else dtype
-
-
-def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Float[Array, " F"],
-            dtype: jnp.dtype) -> Float[Array, "B T F"]:
-    """x w + bias, the product's operands in ``dtype``, summed in float32 or better, in x's number format."""
-    if device.platform() == "cpu" and dtype in (jnp.bfloat16, jnp.float32):
-        return _project_on_cpu(x_BTE, w_EF, bias_F, dtype)
+def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"],
+            bias_F: Float[Array, " F"]) -> Float[Array, "B T F"]:
+    """x w + bias in x's number format, summed in float32 or better."""
+    if device.platform() == "cpu" and x_BTE.dtype in (jnp.bfloat16, jnp.float32):
+        return _project_on_cpu(x_BTE, w_EF, bias_F)
     B, T = x_BTE.shape[:2]
-    product_BTF = (rows_for_gpu(x_BTE.astype(dtype)) @ w_EF.astype(dtype))[:B, :T].astype(x_BTE.dtype)
-    return product_BTF + bias_F[None, None].astype(x_BTE.dtype)
+    return (rows_for_gpu(x_BTE) @ w_EF.astype(x_BTE.dtype))[:B, :T] + bias_F[None, None].astype(x_BTE.dtype)
 
 
 def rows_for_gpu(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B S E"]:
@@ -39,28 +29,27 @@ def rows_for_gpu(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B S E"]:
 # again for each use, number by number where the use is transposed: hence the barrier.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _project_on_cpu(x_BTE, w_EF, bias_F, dtype):
-    return _project_forward(x_BTE, w_EF, bias_F, dtype)[0]
+@jax.custom_vjp
+def _project_on_cpu(x_BTE, w_EF, bias_F):
+    return _project_forward(x_BTE, w_EF, bias_F)[0]
 
 
-def _project_forward(x_BTE, w_EF, bias_F, dtype):
-    x = rounded(x_BTE, dtype)
-    product_BTF = product("bte,ef->btf", x, w_EF.astype(dtype))
-    return product_BTF.astype(x_BTE.dtype) + bias_F[None, None].astype(x_BTE.dtype), (x, w_EF, bias_F)
+def _project_forward(x_BTE, w_EF, bias_F):
+    product_BTF = product("bte,ef->btf", x_BTE, w_EF.astype(x_BTE.dtype), x_BTE.dtype)
+    return rounded(product_BTF + bias_F[None, None], x_BTE.dtype), (x_BTE, w_EF, bias_F)
 
 
-def _project_backward(dtype, saved, dy_BTF):
-    x, w_EF, bias_F = saved
-    x, dy = lax.optimization_barrier((x, rounded(dy_BTF, dtype)))
+def _project_backward(saved, dy_BTF):
+    x_BTE, w_EF, bias_F = saved
+    x, dy = lax.optimization_barrier((x_BTE, dy_BTF))
     x_NE, dy_NF = x.reshape(-1, x.shape[2]), dy.reshape(-1, dy.shape[2])
-    dx_BTE = product("nf,ef->ne", dy_NF, w_EF.astype(dtype)).reshape(x.shape)
-    if dtype != jnp.bfloat16 or x.shape[2] <= dy.shape[2]:  # the first, narrower one is copied
+    dx_BTE = product("nf,ef->ne", dy_NF, w_EF.astype(dy.dtype), dy.dtype).reshape(x.shape)
+    if dy.dtype != jnp.bfloat16 or x.shape[2] <= dy.shape[2]:  # the first, narrower one is copied
         dw_EF = product("ne,nf->ef", x_NE, dy_NF)
     else:
         dw_EF = product("nf,ne->fe", dy_NF, x_NE).T
     dbias_F = dy_NF.sum(axis=0, dtype=jnp.float32)
-    return dx_BTE.astype(dy_BTF.dtype), dw_EF.astype(w_EF.dtype), dbias_F.astype(bias_F.dtype)
+    return dx_BTE, dw_EF.astype(w_EF.dtype), dbias_F.astype(bias_F.dtype)
 
 
 _project_on_cpu.defvjp(_project_forward, _project_backward)

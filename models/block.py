@@ -11,21 +11,20 @@ from configs.schema import EncoderConfig, ModelConfig
 from kernels import device
 from kernels.gelu import gelu
 from kernels.layer_norm import layer_norm
-from kernels.projection import activation_dtype
 from models import attention as attentions
 from models.attention.self_attention import Linear
 
 
 class LayerNorm(nnx.LayerNorm):
-    """``nnx.LayerNorm`` by our own gradient, which moves less memory."""
+    """``nnx.LayerNorm`` by our own gradient, which moves less memory; its output has the number format ``dtype``."""
 
-    def __init__(self, width: int, *, rngs: nnx.Rngs):
-        super().__init__(width, epsilon=1e-5, rngs=rngs)
+    def __init__(self, width: int, dtype: str = "float32", *, rngs: nnx.Rngs):
+        super().__init__(width, epsilon=1e-5, dtype=jnp.dtype(dtype), rngs=rngs)
 
     def __call__(self, x_BTE: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert self.scale is not None
         assert self.bias is not None
-        return layer_norm(x_BTE, self.scale[...], self.bias[...], self.epsilon)
+        return layer_norm(x_BTE, self.scale[...], self.bias[...], self.epsilon, self.dtype)
 
 
 class MLP(nnx.Module):
@@ -40,7 +39,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-LayerNorm attention and MLP on a float32 residual stream; products in ``dtype``.
+    """Pre-LayerNorm attention and MLP on a float32 residual stream; between sums to it, all is ``dtype``.
 
     Args:
         mode: name of the attention mode.
@@ -56,27 +55,26 @@ class Block(nnx.Module):
 
     def __init__(self, mode: str, options: Any, *, width: int, heads: int, head_width: int, mlp_width: int,
                  max_length: int, dtype: str, rngs: nnx.Rngs):
-        self.dtype = activation_dtype(dtype)
-        self.attention_norm = LayerNorm(width, rngs=rngs)
+        self.attention_norm = LayerNorm(width, dtype, rngs=rngs)
         self.attention = attentions.load(mode).Attention(
             options, heads=heads, head_width=head_width, width=width, max_length=max_length,
             rngs=nnx.Rngs(rngs.attention()))
-        self.mlp_norm = LayerNorm(width, rngs=rngs)
+        self.mlp_norm = LayerNorm(width, dtype, rngs=rngs)
         self.mlp = MLP(width, mlp_width, rngs=rngs)
 
     def __call__(self, x_BTE: Array, positions_BT: Array | None, segment_ids_BT: Array | None, *,
                  causal: bool = True, drop: Callable[[Array], Array] = lambda y_BTE: y_BTE) -> Array:
         """``drop`` is applied to what attention and MLP add to the residual stream, in this order."""
-        x_BTE += drop(self.attention(self.attention_norm(x_BTE).astype(self.dtype), causal=causal,
+        x_BTE += drop(self.attention(self.attention_norm(x_BTE), causal=causal,
                                      positions_BT=positions_BT, segment_ids_BT=segment_ids_BT))
-        return x_BTE + drop(self.mlp(self.mlp_norm(x_BTE).astype(self.dtype)))
+        return x_BTE + drop(self.mlp(self.mlp_norm(x_BTE)))
 
     def decode(self, x_BTE: Array, cache: Any, positions_BT: Array | None,
                lengths_B: Array | None) -> tuple[Array, Any]:
-        y_BTE, cache = self.attention.decode(self.attention_norm(x_BTE).astype(self.dtype), cache,
+        y_BTE, cache = self.attention.decode(self.attention_norm(x_BTE), cache,
                                              positions_BT=positions_BT, lengths_B=lengths_B)
         x_BTE += y_BTE
-        return x_BTE + self.mlp(self.mlp_norm(x_BTE).astype(self.dtype)), cache
+        return x_BTE + self.mlp(self.mlp_norm(x_BTE)), cache
 
 
 def layer_modes(config: ModelConfig | EncoderConfig) -> Sequence[str]:
@@ -84,11 +82,10 @@ def layer_modes(config: ModelConfig | EncoderConfig) -> Sequence[str]:
     return [config.attention[i % len(config.attention)] for i in range(config.layers)]
 
 
-def linears(model: nnx.Module, dtype: str) -> Iterator[Linear]:
-    """The projections of a new model, each with its products set to ``dtype``, for their initial scale to be set."""
+def linears(model: nnx.Module) -> Iterator[Linear]:
+    """The projections of a model."""
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
-            module.product_dtype = jnp.dtype(dtype)
             yield module
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from configs.schema import ConfigError, EncoderConfig
-from kernels.projection import activation_dtype
+from kernels.mixed_precision import wide
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE, Linear, angles
 from models.block import Block, LayerNorm, layer_modes, linears, number_format
@@ -47,7 +47,7 @@ class Encoder(nnx.Module):
                   mlp_width=config.mlp_width, max_length=length, dtype=config.dtype, rngs=rngs)
             for mode in layer_modes(config)])
         self.final_norm = LayerNorm(E, rngs=rngs)
-        for linear in linears(self, config.dtype):
+        for linear in linears(self):
             linear.kernel[...] *= linear.kernel[...].shape[0] ** -0.5 / INITIAL_SCALE
 
     def __call__(self, tokens_BT: Int[Array, "B T"], *, valid_BT: Bool[Array, "B T"] | None = None,
@@ -144,7 +144,6 @@ class Classifier(nnx.Module):
         self.head_hidden = Linear(config.width * (4 if config.towers == 2 else 1), config.mlp_width, rngs=rngs)
         self.head_output = Linear(config.mlp_width, config.classes, rngs=rngs)
         for linear in (self.head_hidden, self.head_output):
-            linear.product_dtype = jnp.dtype(config.dtype)
             linear.kernel[...] *= linear.kernel[...].shape[0] ** -0.5 / INITIAL_SCALE
 
     def __call__(self, *tokens_BT: Int[Array, "B _"], valid_BT: tuple[Bool[Array, "B _"] | None, ...] | None = None,
@@ -167,9 +166,8 @@ class Classifier(nnx.Module):
             self.encoder(tokens, valid_BT=mask, dropout=_fold_in(dropout, tower), remat=remat)
             for tower, (tokens, mask) in enumerate(zip(tokens_BT, valid, strict=True)))
         x_BE = jnp.concatenate([a_BE, b_BE := others[0], a_BE * b_BE, a_BE - b_BE], axis=-1) if others else a_BE
-        dtype = activation_dtype(self.config.dtype)
-        hidden_BF = nnx.relu(self.head_hidden(x_BE[:, None].astype(dtype)))
-        return self.head_output(hidden_BF)[:, 0].astype(jnp.promote_types(jnp.float32, dtype))
+        hidden_BF = nnx.relu(self.head_hidden(x_BE[:, None].astype(self.config.dtype)))
+        return wide(self.head_output(hidden_BF)[:, 0])
 
 
 def head_width(config: EncoderConfig) -> int:

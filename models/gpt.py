@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from configs.schema import ConfigError, ModelConfig
-from kernels.projection import activation_dtype, rows_for_gpu
+from kernels.projection import rows_for_gpu
 from kernels.segments import positions_of
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE
@@ -51,8 +51,8 @@ class GPT(nnx.Module):
                   head_width=config.width // config.heads, mlp_width=4 * config.width, max_length=config.context,
                   dtype=config.dtype, rngs=rngs)
             for mode in layer_modes(config)])
-        self.final_norm = LayerNorm(config.width, rngs=rngs)
-        for linear in linears(self, config.dtype):
+        self.final_norm = LayerNorm(config.width, config.dtype, rngs=rngs)
+        for linear in linears(self):
             linear.kernel[...] *= config.initial_scale / INITIAL_SCALE
         # Each block adds to the residual stream twice: scaled so that its variance does not grow with depth.
         for block in self.blocks:
@@ -87,7 +87,7 @@ class GPT(nnx.Module):
                     x, rotations_BT, segment_ids_BT))(state, x_BTE)
             else:
                 x_BTE = block(x_BTE, rotations_BT, segment_ids_BT)
-        return self.final_norm(x_BTE).astype(activation_dtype(self.config.dtype))
+        return self.final_norm(x_BTE)
 
     def logits(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """The head, tied to the token embedding; float32."""
@@ -102,7 +102,7 @@ class GPT(nnx.Module):
         Raises:
             NotImplementedError: a layer's attention mode has no cached decode; the message names it.
         """
-        dtype = activation_dtype(self.config.dtype)
+        dtype = jnp.dtype(self.config.dtype)
         layers = tuple(block.attention.init_cache(batch, max_length, dtype) for block in self.blocks)
         return Cache(jnp.zeros(batch, jnp.int32), layers)
 
@@ -118,7 +118,7 @@ class GPT(nnx.Module):
             x_BTE, layer_cache = block.decode(x_BTE, layer_cache, rotations_BT, lengths_B)
             layers.append(layer_cache)
         position_B = cache.position_B + (T if lengths_B is None else lengths_B)
-        return self.final_norm(x_BTE).astype(activation_dtype(self.config.dtype)), Cache(position_B, tuple(layers))
+        return self.final_norm(x_BTE), Cache(position_B, tuple(layers))
 
     def _embed(self, tokens_BT: Array, positions_BT: Array) -> Array:
         x_BTE = self.token_embedding(tokens_BT)

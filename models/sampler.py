@@ -14,8 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import ConfigError
 from kernels import device
-from kernels.projection import activation_dtype
-from models.attention.self_attention import Linear
+from models.block import linears
 from models.gpt import GPT, Cache
 
 PREFILL_TOKENS = (256, 1024)
@@ -394,10 +393,10 @@ def _with_product_weights(model: GPT) -> GPT:
     """The same model, its projections' weights and the head's in the number format in which they are multiplied: half
     the bytes to read, and the same tokens."""
     model = nnx.clone(model)  # merging what was split would share its variables
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, Linear) and module.product_dtype is not None and not module.exact:
-            module.kernel.set_value(module.kernel[...].astype(module.product_dtype))  # [...] = would keep the format
-    dtype = activation_dtype(model.config.dtype)
+    dtype = jnp.dtype(model.config.dtype)
+    for linear in linears(model):
+        if not linear.exact:
+            linear.kernel.set_value(linear.kernel[...].astype(dtype))  # [...] = would keep the format
     if dtype != model.token_embedding.embedding.dtype:
         model.head_weight = nnx.data(nnx.Variable(model.token_embedding.embedding[...].astype(dtype)))
     return model

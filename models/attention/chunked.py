@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from kernels.linear_attention import pick_implementation
 from kernels.linear_attention.chunked import default_chunk_size
@@ -51,12 +50,6 @@ class Attention(linear.Attention):
     @property
     def chunk_size(self) -> int | None:
         return self.config.chunk_size
-
-    def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
-            segment_ids_BT: Array | None) -> Array:
-        if causal:
-            q_BTHD, k_BTHD, v_BTHD = self.in_product_format(q_BTHD, k_BTHD, v_BTHD)
-        return super().mix(q_BTHD, k_BTHD, v_BTHD, x_BTE=x_BTE, causal=causal, segment_ids_BT=segment_ids_BT)
 
     def flops(self, tokens: int, context: int) -> int:
         M, D = self.feature_width, self.head_width

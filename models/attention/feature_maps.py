@@ -22,10 +22,11 @@ over keys. Exponents are bounded otherwise:
 The estimate of a weight has no bias; the output, a ratio of two estimates, has one that falls with 1 / R.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +35,29 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from configs.schema import ConfigError
+from kernels.mixed_precision import rounded, wide
 
 FeatureMap = Literal["elu", "relu", "softplus", "exp", "performer_relu", "favor", "favor_trigonometric", "taylor"]
 
-ELEMENTWISE: dict[FeatureMap, Callable[[Array], Array]] = {
-    "elu": lambda x: jax.nn.elu(x) + 1,  # Katharopoulos et al., "Transformers are RNNs", 2020
-    "relu": jax.nn.relu,
-    "softplus": jax.nn.softplus,  # Buckman and Gelada, "Linear Transformers Are Faster", 2024
-    "exp": jnp.exp,
-    "performer_relu": lambda x: jax.nn.relu(x) + 1e-3,  # what Long Range Arena's released Performer computes
+_LEAST = 1e-3
+
+
+class _Elementwise(NamedTuple):
+    """A map of each number alone, and its slope from what it comes to: the backward pass needs nothing else."""
+
+    of: Callable[[Array], Array]
+    slope: Callable[[Array], Array]
+
+
+ELEMENTWISE: dict[FeatureMap, _Elementwise] = {
+    # elu(x) + 1; Katharopoulos et al., "Transformers are RNNs", 2020
+    "elu": _Elementwise(lambda x: jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0))), lambda y: jnp.minimum(y, 1)),
+    "relu": _Elementwise(jax.nn.relu, lambda y: y > 0),
+    # Buckman and Gelada, "Linear Transformers Are Faster", 2024
+    "softplus": _Elementwise(jax.nn.softplus, lambda y: -jnp.expm1(-wide(y))),
+    "exp": _Elementwise(jnp.exp, lambda y: y),
+    # what Long Range Arena's released Performer computes
+    "performer_relu": _Elementwise(lambda x: jax.nn.relu(x) + _LEAST, lambda y: y > jnp.asarray(_LEAST, y.dtype)),
 }
 RANDOM: tuple[FeatureMap, ...] = ("favor", "favor_trigonometric")
 SIGNED: tuple[FeatureMap, ...] = ("favor_trigonometric", "taylor")
@@ -133,16 +148,33 @@ def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], direction
         directions_RD: w, of the random maps.
         query: of queries to be normalised, each one's features have a factor that the normalisation takes away.
     """
-    x = x_BTHD.astype(jnp.promote_types(jnp.float32, x_BTHD.dtype))
     if options.feature_map in ELEMENTWISE:
-        y_BTHM = ELEMENTWISE[options.feature_map](x)
-    elif options.feature_map == "taylor":
+        return _elementwise(options.feature_map, x_BTHD)
+    x = wide(x_BTHD)
+    if options.feature_map == "taylor":
         y_BTHM = _taylor(x, options.order)
     else:
         assert directions_RD is not None
         y_BTHM = _favor(x, directions_RD.astype(x.dtype), positive=options.feature_map == "favor",
                         scaled=query and options.normalize)
     return y_BTHM if options.feature_map in SIGNED else y_BTHM.astype(x_BTHD.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _elementwise(feature_map: FeatureMap, x_BTHD: Array) -> Array:
+    return rounded(ELEMENTWISE[feature_map].of(wide(x_BTHD)), x_BTHD.dtype)
+
+
+def _elementwise_forward(feature_map: FeatureMap, x_BTHD: Array) -> tuple[Array, Array]:
+    y_BTHM = _elementwise(feature_map, x_BTHD)
+    return y_BTHM, y_BTHM
+
+
+def _elementwise_backward(feature_map: FeatureMap, y_BTHM: Array, dy_BTHM: Array) -> tuple[Array]:
+    return rounded(ELEMENTWISE[feature_map].slope(y_BTHM) * wide(dy_BTHM), dy_BTHM.dtype),
+
+
+_elementwise.defvjp(_elementwise_forward, _elementwise_backward)
 
 
 def _favor(x_BTHD: Array, directions_RD: Array, *, positive: bool, scaled: bool) -> Array:

@@ -22,8 +22,6 @@ DecodeState = Literal["none", "constant", "window", "growing"]
 class Linear(nnx.Linear):
     """``nnx.Linear`` with GPT-2's initialisation; its output has the number format of its input."""
 
-    product_dtype: jnp.dtype | None = None
-    """Number format of the product; None: that of the input. The model sets it."""
     exact: bool = False
     """Its weights are never kept in a shorter format than they are trained in."""
 
@@ -32,7 +30,7 @@ class Linear(nnx.Linear):
 
     def __call__(self, x: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert self.bias is not None
-        return project(x, self.kernel[...], self.bias[...], self.product_dtype or x.dtype)
+        return project(x, self.kernel[...], self.bias[...])
 
 
 class SelfAttention(nnx.Module):
@@ -154,11 +152,6 @@ class SelfAttention(nnx.Module):
         if positions_BT is not None:
             q_BTHD, k_BTHD = rotate(q_BTHD, positions_BT), rotate(k_BTHD, positions_BT)
         return q_BTHD, k_BTHD, v_BTHD
-
-    def in_product_format(self, *xs: Array) -> tuple[Array, ...]:
-        """xs in the number format of the products: a CPU keeps float32 between them, and a mode whose kernel is faster
-        in bfloat16 asks for it."""
-        return tuple(x.astype(self.query.product_dtype or x.dtype) for x in xs)
 
 
 def rotate(x_BTHD: Float[Array, "B T H D"], positions_BT: Int[Array, "B T"]) -> Float[Array, "B T H D"]:

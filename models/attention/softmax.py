@@ -31,8 +31,8 @@ class Attention(SelfAttention):
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
-        return softmax_attention(*self.in_product_format(q_BTHD, k_BTHD, v_BTHD), causal=causal,
-                                 segment_ids_BT=segment_ids_BT, implementation=self.config.form)
+        return softmax_attention(q_BTHD, k_BTHD, v_BTHD, causal=causal, segment_ids_BT=segment_ids_BT,
+                                 implementation=self.config.form)
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> KeyValues:
         room = max_length if max_length <= CACHE_BLOCK else -(-max_length // CACHE_BLOCK) * CACHE_BLOCK

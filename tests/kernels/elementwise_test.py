@@ -36,9 +36,9 @@ def normal(seed, *shape, dtype=jnp.float32):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 6e-3)])
 @pytest.mark.parametrize("shape", [(E, F), (F, E)])
 def test_a_projection_and_its_gradients(shape, dtype, tolerance):
-    arguments = normal(0, B, T, shape[0]), normal(1, *shape), normal(2, shape[1])
-    compare(lambda x, w, bias: project(x, w, bias, jnp.dtype(dtype)), lambda x, w, bias: x @ w + bias[None, None],
-            arguments, tolerance)
+    arguments = normal(0, B, T, shape[0], dtype=dtype), normal(1, *shape), normal(2, shape[1])
+    compare(project, lambda x, w, bias: (x.astype(jnp.float32) @ w + bias[None, None]).astype(dtype), arguments,
+            tolerance)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
@@ -50,15 +50,19 @@ def test_a_layer_norm_and_its_gradients(platform, monkeypatch):
         return centred / jnp.sqrt(variance + 1e-5) * scale[None, None] + bias[None, None]
 
     # A mean far from 0 shows in the variance.
-    compare(lambda x, scale, bias: layer_norm(x, scale, bias, 1e-5), plain,
+    compare(lambda x, scale, bias: layer_norm(x, scale, bias, 1e-5, jnp.float32), plain,
             (normal(0, B, T, E) + 3, normal(1, E), normal(2, E)), 1e-5)
 
 
 def test_a_layer_norm_computes_in_float32():
     x = normal(0, B, T, E, dtype=jnp.bfloat16)
-    y = layer_norm(x, jnp.ones(E), jnp.zeros(E), 1e-5)
+    arguments = jnp.ones(E), jnp.zeros(E), 1e-5
+    exact = layer_norm(x, *arguments, jnp.float32)
+    assert exact.dtype == jnp.float32
+    np.testing.assert_array_equal(exact, layer_norm(x.astype(jnp.float32), *arguments, jnp.float32))
+    y = layer_norm(x, *arguments, jnp.bfloat16)
     assert y.dtype == jnp.bfloat16
-    assert rms_error(y, layer_norm(x.astype(jnp.float32), jnp.ones(E), jnp.zeros(E), 1e-5)) <= 2**-9
+    assert rms_error(y, exact) <= 2**-9
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

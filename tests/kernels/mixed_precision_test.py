@@ -32,6 +32,16 @@ def test_a_product_of_bfloat16_is_summed_in_float32(formula, fast, monkeypatch):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_product_that_is_left_in_bfloat16_is_summed_in_float32(fast, monkeypatch):
+    monkeypatch.setattr(device, "has_fast_bfloat16", lambda: fast)
+    x, y = (jax.random.uniform(jax.random.key(seed), (1, 8, 3000)).astype(jnp.bfloat16) for seed in range(2))
+    found = jax.jit(lambda x, y: product("bte,fe->btf", x, y[0], jnp.bfloat16))(x, y)
+    assert found.dtype == jnp.bfloat16
+    expected = np.einsum("bte,fe->btf", np.asarray(x, np.float64), np.asarray(y[0], np.float64))
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2**-8)
+
+
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_a_product_may_stand_between_transposes(formula):
     """XLA folds them into products, of which its CPU backend has not all for bfloat16."""

@@ -104,6 +104,23 @@ def test_taylor_is_the_exponential_cut_short(order, width):
     np.testing.assert_allclose(jnp.einsum("bthm,bshm->s", q, k), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-7)])
+@pytest.mark.parametrize(("feature_map", "phi", "slope"), [
+    ("elu", lambda x: np.where(x > 0, x + 1, np.exp(x)), lambda x: np.where(x > 0, 1, np.exp(x))),
+    ("relu", lambda x: np.maximum(x, 0), lambda x: x > 0),
+    ("softplus", lambda x: np.log1p(np.exp(x)), lambda x: 1 / (1 + np.exp(-x))),
+    ("exp", np.exp, np.exp),
+    ("performer_relu", lambda x: np.maximum(x, 0) + 1e-3, lambda x: x > 0)])
+def test_elementwise_maps_and_their_slopes(feature_map, phi, slope, dtype, tolerance):
+    x_BTHD = jnp.linspace(-12, 12, 200).astype(dtype).reshape(1, 1, 1, 200)
+    y_BTHM, pull = jax.vjp(lambda x: features(FeatureOptions(feature_map=feature_map), x), x_BTHD)
+    dx_BTHD, = pull(jnp.full_like(y_BTHM, -3))
+    assert y_BTHM.dtype == dx_BTHD.dtype == dtype
+    x = np.asarray(x_BTHD, np.float64)
+    for found, expected in ((y_BTHM, phi(x)), (dx_BTHD, -3 * slope(x))):
+        np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=tolerance)
+
+
 def test_performer_relu_is_never_zero():
     y = features(FeatureOptions(feature_map="performer_relu"), jnp.array([-2.0, 0.0, 2.0]).reshape(1, 1, 1, 3))
     np.testing.assert_allclose(y.ravel(), [1e-3, 1e-3, 2.001], rtol=1e-6)
