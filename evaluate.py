@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = tyro.cli(Options, args=argv, prog="evaluate.py", description=__doc__)
     try:
         enable_compilation_cache()
-        device.keep_memory()
+        device.use_whole_cpu()
         evaluate(options)
     except (ConfigError, NotImplementedError) as error:
         note(str(error))

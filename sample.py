@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = tyro.cli(Options, args=argv, prog="sample.py", description=__doc__)
         enable_compilation_cache()
-        device.keep_memory()
+        device.use_whole_cpu()
         sample(options)
     except (ConfigError, NotImplementedError) as error:
         note(str(error))

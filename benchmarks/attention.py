@@ -639,7 +639,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.case is not None:  # a process of measure_apart
         print(json.dumps(_answer(json.loads(options.case))))
         return 0
-    report.use_whole_memory()
+    report.use_whole_device()
     if not options.one_process:  # here nothing is computed: the device's memory is for the processes that measure
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     flags = {name: value for name, value in vars(options).items() if name not in ("parts", "case")}

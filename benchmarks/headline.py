@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.minutes <= 0:
             raise ConfigError(f"--minutes {options.minutes:g}: expected a number above 0")
-        report.use_whole_memory()
+        report.use_whole_device()
         configs = {mode: config_of(mode, options) for mode in options.modes}
         contents = report.origin("benchmarks.headline", options, ["--out", "DIR"])
         report.make_folder(options.out)

@@ -67,11 +67,11 @@ def device_memory() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def use_whole_memory() -> None:
-    """Lets jax take nine tenths of a GPU's memory, not three quarters, and keep what a CPU gave it; call it before
-    anything runs there."""
+def use_whole_device() -> None:
+    """Lets jax take nine tenths of a GPU's memory, not three quarters, and all of a CPU; call it before anything runs
+    there."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    device.keep_memory()
+    device.use_whole_cpu()
 
 
 def time_by_turns[Name](runs: Mapping[Name, Callable[[], Any]], repeats: int, sample_seconds: float = SAMPLE_SECONDS,

@@ -281,7 +281,7 @@ def draw(path: Path, rows: Sequence[Row], device: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 for failures."""
     options = _options(argv)
-    report.use_whole_memory()
+    report.use_whole_device()
     python, options.peer_python = options.peer_python, None  # where it lies says nothing about numbers
     contents = report.origin("benchmarks.sampling", options)
     rows: list[Row] = []

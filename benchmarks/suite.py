@@ -381,7 +381,7 @@ def work(options: argparse.Namespace) -> int:
     Returns:
         1 where something is wrong or was not tried, or nothing could be measured, else 0.
     """
-    report.use_whole_memory()
+    report.use_whole_device()
     contents = report.origin("benchmarks.suite", argparse.Namespace(worker=options.worker, quick=options.quick))
     rows: list[dict[str, Any]] = []
     until = time.monotonic() + 60 * options.minutes - LEAST_SECONDS

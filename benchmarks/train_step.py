@@ -324,7 +324,7 @@ def draw(path: Path, rows: Sequence[Row], device: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
     options = _options(argv)
-    report.use_whole_memory()
+    report.use_whole_device()
     try:
         report.check_output(options.json)
         report.check_output(options.picture, "--picture")

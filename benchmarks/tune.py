@@ -448,7 +448,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
     options = _options(argv)
     start = time.monotonic()
-    report.use_whole_memory()
+    report.use_whole_device()
     try:
         wanted = _wanted(options)
         if options.dry_run:

@@ -6,6 +6,7 @@ has to follow the target, which is the abstract device of the mesh that is set.
 
 import ctypes
 import functools
+import os
 from pathlib import Path
 
 import jax
@@ -46,17 +47,25 @@ def _cpu_has_fast_bfloat16() -> bool:
     return cpuinfo.exists() and bool({"amx_bf16", "avx512_bf16"} & set(cpuinfo.read_text().split()))
 
 
-def keep_memory() -> None:
-    """Have this process keep the memory that it frees. Call it before anything is computed.
+def use_whole_cpu() -> None:
+    """Have this process keep the memory that it frees, and XLA use a CPU's widest vectors. Call it before anything is
+    computed.
 
     A program's intermediates are allocated anew for every call. glibc gives such large blocks back to the system, and
     getting a page again costs more than filling it: a fifth of a training step on a CPU. Other C libraries are left
     as they are.
+
+    XLA takes vectors of 256 bits where there are 512, for the first processors that had them ran slower with them.
+    None that multiplies bfloat16 does; there wide ones make a training step a tenth to a fiftieth shorter.
     """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _cpu_has_fast_bfloat16() and _VECTOR_WIDTH not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{_VECTOR_WIDTH}=512".strip()
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for parameter, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1)):
             mallopt(parameter, value)
 
 
+_VECTOR_WIDTH = "xla_cpu_prefer_vector_width"
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # glibc's malloc.h

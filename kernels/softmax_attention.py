@@ -33,6 +33,7 @@ CACHE_BLOCK = 512
 """Keys of a cache read at once, where a block meets one query and is cheap."""
 CACHE_BLOCK_CPU = 256
 """The same on a CPU; it divides the other. Fewer keys are read past the last one."""
+_NONE = (0, 0)
 _HIDDEN = -1e30  # finite: a block in which a row sees nothing must not make ∞ − ∞
 
 
@@ -112,7 +113,7 @@ def cached_attention(
         return s_S[None, None, None, :] <= position_B[:, None, None, None] + t_T[None, None, :, None]
 
     def key_blocks(i):
-        return 0, jnp.minimum((last + (i + 1) * rows - 1) // block + 1, S // block)
+        return _NONE, (0, jnp.minimum((last + (i + 1) * rows - 1) // block + 1, S // block))
 
     y_BHTD, _ = _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block)
     return y_BHTD[:, :, :T].swapaxes(1, 2)
@@ -191,15 +192,22 @@ def _flash(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block):
 
 
 def _flash_forward(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block):
+    blocks = k_BHSD.shape[2] // block
+
     def key_blocks(i):
-        return 0, i + 1 if causal else k_BHSD.shape[2] // block
+        if runs_BT is not None:
+            return _NONE, (0, i + 1 if causal else blocks)
+        return ((0, i), (i, i + 1)) if causal else ((0, T // block), (T // block, blocks))
 
     y_BHTD, logsumexp_BHT = _forward(q_BHTD, k_BHSD, v_BHSD, _mask(runs_BT, causal, T), key_blocks, block, block)
     return y_BHTD, (q_BHTD, k_BHSD, v_BHSD, runs_BT, y_BHTD, logsumexp_BHT)
 
 
 def _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block):
-    """y and the logarithm of its denominator, a block of queries at a time."""
+    """y and the logarithm of its denominator, a block of queries at a time.
+
+    ``key_blocks(i)``: from which to which block all queries of block i see all keys, and where they do not.
+    """
     B, H, T, D = q_BHTD.shape
     dtype = jnp.promote_types(jnp.float32, q_BHTD.dtype)
     scale = 1 / math.sqrt(D)
@@ -210,23 +218,31 @@ def _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block):
         q_BHtD = _take(q_BHTD, i, rows)
         t_T = i * rows + jnp.arange(rows)
 
-        def key_block(j, carry):
+        def key_block(masked, j, carry):
             y_BHtD, most_BHt = carry
             scores_BHts = product("bhtd,bhsd->bhts", q_BHtD, _take(k_BHSD, j, block))
-            scores_BHts = jnp.where(mask(t_T, j * block + jnp.arange(block)), scores_BHts * scale, _HIDDEN)
-            new_most_BHt = jnp.maximum(most_BHt, scores_BHts.max(axis=-1))
-            weights_BHts = rounded(jnp.exp(scores_BHts - new_most_BHt[..., None]), v_BHSD.dtype)
+            if masked:
+                scores_BHts = jnp.where(mask(t_T, j * block + jnp.arange(block)), scores_BHts, _HIDDEN)
+            new_most_BHt = jnp.maximum(most_BHt, scores_BHts.max(axis=-1) * scale)
+            weights_BHts = rounded(jnp.exp(scores_BHts * scale - new_most_BHt[..., None]), v_BHSD.dtype)
             added_BHtD = product("bhts,bhsd->bhtd", weights_BHts, _take(ones_BHSD, j, block))
             return y_BHtD * jnp.exp(most_BHt - new_most_BHt)[..., None] + added_BHtD, new_most_BHt
 
         start = jnp.zeros((B, H, rows, v_BHSD.shape[3] + 1), dtype), jnp.full((B, H, rows), _HIDDEN, dtype)
-        first, end = key_blocks(i)
-        y_BHtD, most_BHt = lax.fori_loop(first, end, key_block, start)
+        y_BHtD, most_BHt = _loop(key_blocks(i), key_block, start)
         y_BHtD, total_BHt = y_BHtD[..., :-1], y_BHtD[..., -1]
         return (y_BHtD / total_BHt[..., None]).astype(v_BHSD.dtype), most_BHt + jnp.log(total_BHt)
 
     y_NBHtD, logsumexp_NBHt = lax.map(query_block, jnp.arange(T // rows))
     return (jnp.moveaxis(y_NBHtD, 0, 2).reshape(B, H, T, -1), jnp.moveaxis(logsumexp_NBHt, 0, 2).reshape(B, H, T))
+
+
+def _loop(spans, body, carry):
+    """``body(masked, i, carry)`` for all i of two spans, the second of which is masked."""
+    for masked, (start, stop) in zip((False, True), spans, strict=True):
+        if not (isinstance(start, int) and isinstance(stop, int) and start >= stop):  # it would be compiled
+            carry = lax.fori_loop(start, stop, functools.partial(body, masked), carry)
+    return carry
 
 
 def _flash_backward(causal, T, block, saved, dy_BHTD):
@@ -242,16 +258,25 @@ def _flash_backward(causal, T, block, saved, dy_BHTD):
     blocks = q_BHTD.shape[2] // block
     dot_BHT = jnp.sum(dy_BHTD.astype(dtype) * y_BHTD.astype(dtype), axis=-1)
 
+    def query_blocks(j):
+        if runs_BT is not None:
+            return _NONE, (j if causal else 0, blocks)
+        if causal:
+            return (j + 1, blocks), (j, j + 1)
+        whole = blocks if T % block == 0 else jnp.where(j < T // block, blocks, 0)
+        return (0, whole), (whole, blocks)
+
     def key_block(dq_BHTD, j):
         k_BHsD, v_BHsD = _take(k_BHSD, j, block), _take(v_BHSD, j, block)
         s_S = j * block + jnp.arange(block)
 
-        def query_block(i, carry):
+        def query_block(masked, i, carry):
             dq_BHTD, dk_BHDs, dv_BHDs = carry
             q_BHtD, dy_BHtD = _take(q_BHTD, i, block), _take(dy_BHTD, i, block)
             scores_BHts = product("bhtd,bhsd->bhts", q_BHtD, k_BHsD) * scale
-            weights_BHts = jnp.where(mask(i * block + jnp.arange(block), s_S),
-                                     jnp.exp(scores_BHts - _take(logsumexp_BHT, i, block)[..., None]), 0)
+            weights_BHts = jnp.exp(scores_BHts - _take(logsumexp_BHT, i, block)[..., None])
+            if masked:
+                weights_BHts = jnp.where(mask(i * block + jnp.arange(block), s_S), weights_BHts, 0)
             # Else the exponential is computed twice, once for each product.
             weights_BHts = lax.optimization_barrier(rounded(weights_BHts, dy_BHTD.dtype))
             dweights_BHts = product("bhtd,bhsd->bhts", dy_BHtD, v_BHsD)
@@ -259,13 +284,12 @@ def _flash_backward(causal, T, block, saved, dy_BHTD):
                                    q_BHTD.dtype)
             dq_BHtD = product("bhts,bhsd->bhtd", dscores_BHts, k_BHsD)
             dk_BHDs += product("bhdt,bhts->bhds", _take(q_BHDT, i, block, 3), dscores_BHts)
-            dv_BHDs += product("bhdt,bhts->bhds", _take(dy_BHDT, i, block, 3),
-                                  weights_BHts)
+            dv_BHDs += product("bhdt,bhts->bhds", _take(dy_BHDT, i, block, 3), weights_BHts)
             dq_BHTD = lax.dynamic_update_slice_in_dim(dq_BHTD, _take(dq_BHTD, i, block) + dq_BHtD, i * block, 2)
             return dq_BHTD, dk_BHDs, dv_BHDs
 
         start = (dq_BHTD, *(jnp.zeros(x.swapaxes(2, 3).shape, dtype) for x in (k_BHsD, v_BHsD)))
-        dq_BHTD, dk_BHDs, dv_BHDs = lax.fori_loop(j if causal else 0, blocks, query_block, start)
+        dq_BHTD, dk_BHDs, dv_BHDs = _loop(query_blocks(j), query_block, start)
         return dq_BHTD, ((dk_BHDs * scale).astype(k_BHSD.dtype), dv_BHDs.astype(v_BHSD.dtype))
 
     q_BHDT, dy_BHDT = q_BHTD.swapaxes(2, 3), dy_BHTD.swapaxes(2, 3)

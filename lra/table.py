@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.part == "accuracy":
         return _accuracy(options)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the memory is for the processes that measure
-    report.use_whole_memory()
+    report.use_whole_device()
     try:
         report.make_folder(options.out.parent)
         report.check_output(named(options.out, ".json"), "--out")

@@ -112,8 +112,8 @@ def test_figures_are_those_of_plain_forward_passes(folder):
     assert long["standard_error"] is None
     # Of two windows of as many tokens each: the standard deviation of their means, by the root of two; as exact as a
     # float32 of the losses whose difference it is.
-    assert trained["standard_error"] == pytest.approx(
-        np.std([halves[:24].mean(), halves[24:].mean()], ddof=1) / 2**0.5, abs=float(np.spacing(np.float32(halves.mean()))))
+    standard_error = np.std([halves[:24].mean(), halves[24:].mean()], ddof=1) / 2**0.5
+    assert trained["standard_error"] == pytest.approx(standard_error, abs=float(np.spacing(np.float32(halves.mean()))))
     # At a window of 4 the stride is 1: the last four tokens exactly.
     short = [losses(model, tokens_T[t - 4 : t + 1])[-1] for t in range(5, 49)]
     assert long["short_context"][0]["least"] == 4

@@ -271,7 +271,7 @@ def main(prog: str, command: Callable[[Sequence[str]], int], arguments: Sequence
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         enable_compilation_cache()
-        device.keep_memory()
+        device.use_whole_cpu()
         return command(sys.argv[1:] if arguments is None else arguments)
     except (ConfigError, NotImplementedError) as error:
         print(f"{prog}: {error}", file=sys.stderr)

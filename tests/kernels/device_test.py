@@ -1,9 +1,12 @@
 """What the process asks of the machine."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from kernels import device
 
 FILL_TWICE = """
 import resource, sys
@@ -14,7 +17,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 if sys.argv[1] == "keep":
-    device.keep_memory()
+    device.use_whole_cpu()
 for _ in range(2):
     before = faults()
     block = np.ones(1 << 26, np.uint8)
@@ -29,3 +32,21 @@ def test_memory_that_was_freed_is_kept():
     pages = [int(subprocess.run([sys.executable, "-c", FILL_TWICE, how], check=True, capture_output=True).stdout)
              for how in ("keep", "leave")]
     assert pages[0] < 100 < pages[1]
+
+
+COMPILE = """
+from kernels import device
+device.use_whole_cpu()
+import jax, jax.numpy as jnp
+jax.jit(jnp.exp).lower(jnp.ones(1000)).compile()
+"""
+
+
+@pytest.mark.parametrize(("asked", "width"), [("", 512), ("--xla_cpu_prefer_vector_width=128", 128)])
+def test_vectors_are_as_wide_as_the_cpu_has_them_or_as_asked(asked, width, tmp_path):
+    if not device.has_fast_bfloat16():
+        pytest.skip("this CPU may be slower with wide vectors")
+    flags = f"{asked} --xla_dump_to={tmp_path}"
+    subprocess.run([sys.executable, "-c", COMPILE], check=True, env={**os.environ, "XLA_FLAGS": flags})
+    (options,) = (path.read_text() for path in tmp_path.glob("*jit_exp*debug_options"))  # what the compiler was told
+    assert f"xla_cpu_prefer_vector_width: {width}" in options
