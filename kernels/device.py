@@ -47,6 +47,11 @@ def _cpu_has_fast_bfloat16() -> bool:
     return cpuinfo.exists() and bool({"amx_bf16", "avx512_bf16"} & set(cpuinfo.read_text().split()))
 
 
+def once[Tree](xs: Tree) -> Tree:
+    """xs, on a CPU behind a barrier: XLA would compute there what leads to it anew for each use."""
+    return jax.lax.optimization_barrier(xs) if platform() == "cpu" else xs
+
+
 def use_whole_cpu() -> None:
     """Have this process keep the memory that it frees, and XLA use a CPU's widest vectors. Call it before anything is
     computed.

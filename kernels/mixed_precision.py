@@ -15,7 +15,8 @@ def product(formula: str, x: Float[Array, "*x"], y: Float[Array, "*y"], dtype: A
     XLA's CPU backend makes float32 of the operands of a bfloat16 product, and does not always find back to its units
     for bfloat16; and where the sum does not go over x's last dimension it reads a transpose, number by number. A sum
     over two dimensions, of which one may have size 1, it leaves in bfloat16, and makes the transposed copy first: two
-    to six times as fast. Such a product must meet no transposes that could be folded into it, hence the barriers.
+    to six times as fast. Such a product must meet no transposes that could be folded into it, hence the barriers; each
+    operand has its own, so that one which stands in several products is copied once.
     """
     dtype = dtype or jnp.promote_types(jnp.float32, jnp.result_type(x, y))
     (x_names, y_names), z_names = formula.split("->")[0].split(","), formula.split("->")[1]
@@ -24,7 +25,7 @@ def product(formula: str, x: Float[Array, "*x"], y: Float[Array, "*y"], dtype: A
     if not (whole and device.platform() == "cpu" and device.has_fast_bfloat16()):
         return jnp.einsum(formula, x, y, preferred_element_type=dtype)
     (name,) = summed
-    x, y = lax.optimization_barrier((x, y))
+    x, y = lax.optimization_barrier(x), lax.optimization_barrier(y)
     x, y = (jnp.expand_dims(operand, names.index(name)) for operand, names in ((x, x_names), (y, y_names)))
     return lax.optimization_barrier(jnp.einsum(formula.replace(name, f"Z{name}"), x, y, preferred_element_type=dtype))
 

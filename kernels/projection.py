@@ -41,7 +41,7 @@ def _project_forward(x_BTE, w_EF, bias_F):
 
 def _project_backward(saved, dy_BTF):
     x_BTE, w_EF, bias_F = saved
-    x, dy = lax.optimization_barrier((x_BTE, dy_BTF))
+    x, dy = lax.optimization_barrier(x_BTE), lax.optimization_barrier(dy_BTF)
     x_NE, dy_NF = x.reshape(-1, x.shape[2]), dy.reshape(-1, dy.shape[2])
     dx_BTE = product("nf,ef->ne", dy_NF, w_EF.astype(dy.dtype), dy.dtype).reshape(x.shape)
     if dy.dtype != jnp.bfloat16 or x.shape[2] <= dy.shape[2]:  # the first, narrower one is copied

@@ -35,6 +35,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from configs.schema import ConfigError
+from kernels import device
 from kernels.mixed_precision import rounded, wide
 
 FeatureMap = Literal["elu", "relu", "softplus", "exp", "performer_relu", "favor", "favor_trigonometric", "taylor"]
@@ -162,7 +163,7 @@ def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], direction
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _elementwise(feature_map: FeatureMap, x_BTHD: Array) -> Array:
-    return rounded(ELEMENTWISE[feature_map].of(wide(x_BTHD)), x_BTHD.dtype)
+    return device.once(rounded(ELEMENTWISE[feature_map].of(wide(x_BTHD)), x_BTHD.dtype))
 
 
 def _elementwise_forward(feature_map: FeatureMap, x_BTHD: Array) -> tuple[Array, Array]:
