@@ -33,7 +33,8 @@ class ModelConfig:
     positions: Literal["learned", "rotary", "none"] = "learned"
     """How the model knows where a token stands."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the products; parameters stay float32. auto: bfloat16 where the device is fast at it."""
+    """Number format of the products and of what lies between them; parameters stay float32. auto: bfloat16 where the
+    device is fast at it."""
     initial_scale: float = 0.02
     """Standard deviation of the initial weights: GPT-2's. Small models learn sooner with 1 / sqrt(width)."""
     attention: tuple[str, ...] = ("chunked",)
@@ -69,7 +70,8 @@ class EncoderConfig:
     dropout: float = 0.0
     """Share of the embeddings, and of what a layer adds to the residual stream, that training leaves out."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the products; parameters stay float32. auto: bfloat16 where the device is fast at it."""
+    """Number format of the products and of what lies between them; parameters stay float32. auto: bfloat16 where the
+    device is fast at it."""
     attention: tuple[str, ...] = ("softmax",)
     """Attention modes, a pattern over layers repeated to the depth."""
     modes: dict[str, Any] = field(default_factory=dict)

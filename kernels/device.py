@@ -61,7 +61,7 @@ def use_whole_cpu() -> None:
     as they are.
 
     XLA takes vectors of 256 bits where there are 512, for the first processors that had them ran slower with them.
-    None that multiplies bfloat16 does; there wide ones make a training step a tenth to a fiftieth shorter.
+    Those that multiply bfloat16 hardly do; there wide ones made training steps 2 to 10 % shorter.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if _cpu_has_fast_bfloat16() and _VECTOR_WIDTH not in flags:

@@ -11,7 +11,7 @@ from kernels.mixed_precision import product, rounded
 
 def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"],
             bias_F: Float[Array, " F"]) -> Float[Array, "B T F"]:
-    """x w + bias in x's number format, summed in float32 or better."""
+    """x w + bias in x's number format, summed in float32 or better, and rounded before the bias and after it."""
     if device.platform() == "cpu" and x_BTE.dtype in (jnp.bfloat16, jnp.float32):
         return _project_on_cpu(x_BTE, w_EF, bias_F)
     B, T = x_BTE.shape[:2]
@@ -26,7 +26,7 @@ def rows_for_gpu(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B S E"]:
 
 
 # XLA's CPU backend has fast products for operands as they lie in memory. What leads to an operand it would compute
-# again for each use, number by number where the use is transposed: hence the barrier.
+# again for each use, number by number where the use is transposed: hence the barriers.
 
 
 @jax.custom_vjp

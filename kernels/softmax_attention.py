@@ -3,8 +3,8 @@
     y_t = Σ_{s≤t} exp(q_t·k_s / √D) v_s / Σ_{s≤t} exp(q_t·k_s / √D)
 
 The blockwise form is flash attention written with ``lax`` loops, for devices that have no such kernel: an online
-softmax over blocks of keys, blocks above the diagonal skipped, scores computed again in the backward pass, memory
-linear in T.
+softmax over blocks of keys, blocks above the diagonal skipped, those below it not masked, scores computed again in the
+backward pass, memory linear in T.
 
 Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018; Dao: "FlashAttention-2", 2023, algorithms 1, 2.
 """
@@ -33,8 +33,10 @@ CACHE_BLOCK = 512
 """Keys of a cache read at once, where a block meets one query and is cheap."""
 CACHE_BLOCK_CPU = 256
 """The same on a CPU; it divides the other. Fewer keys are read past the last one."""
-_NONE = (0, 0)
-_HIDDEN = -1e30  # finite: a block in which a row sees nothing must not make ∞ − ∞
+_NO_BLOCKS = (0, 0)
+_HIDDEN = -(2.0**100)
+"""Finite, for a block in which a row sees nothing must not make ∞ − ∞; and a power of two, for then its product with
+the scale is exact, and less itself is 0 whether or not the two are one instruction."""
 
 
 def softmax_attention(
@@ -113,7 +115,7 @@ def cached_attention(
         return s_S[None, None, None, :] <= position_B[:, None, None, None] + t_T[None, None, :, None]
 
     def key_blocks(i):
-        return _NONE, (0, jnp.minimum((last + (i + 1) * rows - 1) // block + 1, S // block))
+        return _NO_BLOCKS, (0, jnp.minimum((last + (i + 1) * rows - 1) // block + 1, S // block))
 
     y_BHTD, _ = _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block)
     return y_BHTD[:, :, :T].swapaxes(1, 2)
@@ -196,8 +198,10 @@ def _flash_forward(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block):
 
     def key_blocks(i):
         if runs_BT is not None:
-            return _NONE, (0, i + 1 if causal else blocks)
-        return ((0, i), (i, i + 1)) if causal else ((0, T // block), (T // block, blocks))
+            return _NO_BLOCKS, (0, i + 1 if causal else blocks)
+        if causal:
+            return (0, i) if blocks > 1 else _NO_BLOCKS, (i, i + 1)
+        return (0, T // block), (T // block, blocks)
 
     y_BHTD, logsumexp_BHT = _forward(q_BHTD, k_BHSD, v_BHSD, _mask(runs_BT, causal, T), key_blocks, block, block)
     return y_BHTD, (q_BHTD, k_BHSD, v_BHSD, runs_BT, y_BHTD, logsumexp_BHT)
@@ -260,9 +264,9 @@ def _flash_backward(causal, T, block, saved, dy_BHTD):
 
     def query_blocks(j):
         if runs_BT is not None:
-            return _NONE, (j if causal else 0, blocks)
+            return _NO_BLOCKS, (j if causal else 0, blocks)
         if causal:
-            return (j + 1, blocks), (j, j + 1)
+            return (j + 1, blocks) if blocks > 1 else _NO_BLOCKS, (j, j + 1)
         whole = blocks if T % block == 0 else jnp.where(j < T // block, blocks, 0)
         return (0, whole), (whole, blocks)
 

@@ -39,7 +39,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-LayerNorm attention and MLP on a float32 residual stream; between sums to it, all is ``dtype``.
+    """Pre-LayerNorm attention and MLP on a float32 residual stream; what they compute on the way is in ``dtype``.
 
     Args:
         mode: name of the attention mode.

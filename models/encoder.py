@@ -167,7 +167,7 @@ class Classifier(nnx.Module):
             for tower, (tokens, mask) in enumerate(zip(tokens_BT, valid, strict=True)))
         x_BE = jnp.concatenate([a_BE, b_BE := others[0], a_BE * b_BE, a_BE - b_BE], axis=-1) if others else a_BE
         hidden_BF = nnx.relu(self.head_hidden(x_BE[:, None].astype(self.config.dtype)))
-        return wide(self.head_output(hidden_BF)[:, 0])
+        return self.head_output(wide(hidden_BF))[:, 0]
 
 
 def head_width(config: EncoderConfig) -> int:

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from configs.schema import ConfigError, ModelConfig
+from kernels.mixed_precision import product
 from kernels.projection import rows_for_gpu
 from kernels.segments import positions_of
 from models import attention as attentions
@@ -92,8 +93,7 @@ class GPT(nnx.Module):
     def logits(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """The head, tied to the token embedding; float32."""
         weight = self.token_embedding.embedding if self.head_weight is None else self.head_weight
-        logits_BTV = jnp.einsum("bte,ve->btv", rows_for_gpu(x_BTE), weight[...].astype(x_BTE.dtype),
-                                preferred_element_type=jnp.promote_types(jnp.float32, x_BTE.dtype))
+        logits_BTV = product("bte,ve->btv", rows_for_gpu(x_BTE), weight[...].astype(x_BTE.dtype))
         return logits_BTV[:, :x_BTE.shape[1]]
 
     def init_cache(self, batch: int, max_length: int) -> Cache:

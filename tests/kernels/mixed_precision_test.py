@@ -79,6 +79,12 @@ def test_rounding_to_bfloat16_is_to_the_nearest_with_ties_away_from_zero():
     np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
 
 
+def test_a_gpu_rounds_by_its_own_conversion(monkeypatch):
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
+    halfway = jnp.float32(1 + 2**-8)
+    assert rounded(halfway, jnp.bfloat16) == 1  # to even
+
+
 @pytest.mark.parametrize(("dtype", "narrow"), [(jnp.float32, jnp.float16), (jnp.bfloat16, jnp.bfloat16),
                                                (jnp.float32, jnp.float32)])
 def test_rounding_to_anything_else_is_a_conversion(dtype, narrow):

@@ -1,6 +1,9 @@
 """Softmax attention: every form against the definition in float64, outputs and gradients."""
 
 import functools
+import os
+import subprocess
+import sys
 from typing import NamedTuple
 
 import jax
@@ -38,6 +41,7 @@ CASES = {
     "many blocks": Case(T=100),
     "segments": Case(T=75, block=32, segments=True),
     "both directions": Case(T=75, causal=False),
+    "both directions, whole blocks": Case(T=64, causal=False),
     "both directions, segments": Case(T=50, causal=False, segments=True),
 }
 
@@ -176,6 +180,30 @@ def test_padding_gives_zero_and_takes_no_gradient(implementation, blocks):
     for name, x in outputs_and_gradients(case, implementation, qkv, segments).items():
         assert np.all(x[segments < 0] == 0), name
         assert np.all(np.isfinite(x)), name
+
+
+HIDDEN_BLOCKS = """
+import jax, jax.numpy as jnp
+from kernels.softmax_attention import softmax_attention
+
+T = 600  # three blocks of 200: the second segment's queries see nothing in the first
+ids = jnp.where(jnp.arange(T) < 200, 0, jnp.where(jnp.arange(T) < 590, 1, -1))[None]
+for D in (6, 32):
+    q = jax.random.normal(jax.random.key(D), (1, T, 64, D))
+    def total(q, implementation):
+        return jnp.sum(softmax_attention(q, q, q, segment_ids_BT=ids, implementation=implementation) ** 2)
+    both = [jax.jit(jax.grad(total), static_argnums=1)(q, name) for name in ("blockwise", "materialised")]
+    print(float(jnp.abs(both[0] - both[1]).max()))
+"""
+
+
+def test_a_block_that_hides_everything_adds_nothing_under_full_optimisation():
+    """XLA makes one instruction of a product and a sum there, which the other tests are compiled without."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    found = subprocess.run([sys.executable, "-c", HIDDEN_BLOCKS], check=True, capture_output=True, env=environment)
+    differences = [float(line) for line in found.stdout.split()]
+    assert len(differences) == 2
+    assert max(differences) < 1e-4  # not NaN either
 
 
 @pytest.mark.parametrize("implementation", ["materialised", "blockwise"])

@@ -245,6 +245,26 @@ def test_gradients_are_the_slopes(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_gradients_in_bfloat16_are_those_in_float32(mode):
+    """Of parameters; inputs, and the gradient of the output, are numbers of both formats."""
+    module = build(mode)
+    graph, parameters, rest = nnx.split(module, nnx.Param, ...)
+    x_BTE = (make_x() / 10).astype(jnp.bfloat16)
+    segments = jnp.where(jnp.arange(T) < T - 20, 0, -1)[None].repeat(B, axis=0)
+
+    @jax.jit
+    def gradients(parameters, x_BTE):
+        def total(parameters):
+            y_BTE = nnx.merge(graph, parameters, rest)(x_BTE, causal=module.causal, segment_ids_BT=segments)
+            signs = jnp.sign(jnp.sin(1 + jnp.arange(y_BTE.size))).reshape(y_BTE.shape)
+            return jnp.sum(y_BTE.astype(jnp.float32) * signs)
+
+        return jnp.concatenate([g.ravel() for g in jax.tree.leaves(jax.grad(total)(parameters))])
+
+    assert_close(gradients(parameters, x_BTE), gradients(parameters, x_BTE.astype(jnp.float32)), BFLOAT16_TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_the_state_is_what_the_flag_says(mode):
     module = build(mode)
     if module.decode_state == "none":

@@ -57,10 +57,11 @@ def refused(path: Path, model: GPT | None = None) -> str:
     return message
 
 
-@pytest.mark.parametrize(("length", "modes"), [(5, MODES), (600, ALL)], ids=["5", "600, every mode"])
-def test_saved_and_loaded_is_the_same_to_the_last_bit(length, modes, tmp_path):
+@pytest.mark.parametrize(("length", "modes", "dtype"), [(5, MODES, "float32"), (5, MODES, "bfloat16"),
+                                                        (600, ALL, "float32")])
+def test_saved_and_loaded_is_the_same_to_the_last_bit(length, modes, dtype, tmp_path):
     """The caches that grow have room for 1,024 tokens again."""
-    model = make_model(layers=len(modes), attention=modes)
+    model = make_model(layers=len(modes), attention=modes, dtype=dtype)
     sampler = Sampler(model)
     memory = sampler.encode(np.random.default_rng(0).integers(300, size=length))
     state_file.save(tmp_path / "s", memory, model, origin="runs/first step 3")
