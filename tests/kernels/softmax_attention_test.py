@@ -193,7 +193,7 @@ for D in (6, 32):
     def total(q, implementation):
         return jnp.sum(softmax_attention(q, q, q, segment_ids_BT=ids, implementation=implementation) ** 2)
     both = [jax.jit(jax.grad(total), static_argnums=1)(q, name) for name in ("blockwise", "materialised")]
-    print(float(jnp.abs(both[0] - both[1]).max()))
+    print(float(jnp.sqrt(jnp.mean((both[0] - both[1]) ** 2))))
 """
 
 
@@ -203,7 +203,7 @@ def test_a_block_that_hides_everything_adds_nothing_under_full_optimisation():
     found = subprocess.run([sys.executable, "-c", HIDDEN_BLOCKS], check=True, capture_output=True, env=environment)
     differences = [float(line) for line in found.stdout.split()]
     assert len(differences) == 2
-    assert max(differences) < 1e-4  # not NaN either
+    assert all(difference < 1e-5 for difference in differences)  # none is NaN
 
 
 @pytest.mark.parametrize("implementation", ["materialised", "blockwise"])
