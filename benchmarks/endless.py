@@ -192,6 +192,7 @@ def _by_power(points: dict[int, float]) -> picture.Curve:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
     options = _options(argv)
+    report.use_whole_device()
     if options.case is not None:
         # One line of JSON is the last of what this prints.
         print(json.dumps(draw_tokens(json.loads(options.case))))

@@ -49,6 +49,7 @@ def rates(metrics: Path) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, that of ``train.py`` where it fails."""
     options, more = _options(argv)
+    report.use_whole_device()
     # Here, not above: the other benchmarks do without the packages that train.py needs.
     import train
     from data.loader import TokenFiles
