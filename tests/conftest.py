@@ -10,8 +10,9 @@ import pytest
 # Set before jax is imported; the commands that tests start, and the workers of pytest-xdist, inherit all of it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-# Tests compile much and compute little: a quarter less time than at level 1.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Tests compile much and compute little: a quarter less time than at level 1. And one width of vectors for all, or what
+# commands that tests start compute would differ in its last bits from what this process does, where jax runs already.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_prefer_vector_width=256")
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lineargpt-tests-")
 
