@@ -19,12 +19,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Shaped
 
 from kernels import device
+from kernels.segments import HIDDEN
 
 SCORES_AT_ONCE = {"cpu": 2**18, "gpu": 2**26}
 """Scores, over batch and heads, that are in memory together, where groups are no larger."""
 LARGEST = 64
 """Times as many as a group may have before its queries are taken in pieces."""
-_HIDDEN = -1e30  # finite: −∞ less −∞ is no number
 
 
 class Part(NamedTuple):
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     y_BHNTD: Float[Array, "B H N T D"]
     """Float32 whatever the inputs are; 0 where a query sees nothing."""
     logsumexp_BHNT: Float[Array, "B H N T"]
-    """The logarithm of the sum of weights; −1e30 where a query sees nothing."""
+    """The logarithm of the sum of weights; ``HIDDEN`` where a query sees nothing."""
 
 
 def grouped_attention(
@@ -71,14 +71,14 @@ def grouped_attention(
     def whole(q_BHTD: Array, k_BHSD: Array, v_BHSD: Array, query_tags: Any, key_tags: Any) -> tuple[Array, Array]:
         scores_BHTS = jnp.einsum("bhtd,bhsd->bhts", q_BHTD, k_BHSD, preferred_element_type=dtype) / math.sqrt(D)
         shown_BHTS = jnp.broadcast_to(visible(query_tags, key_tags), scores_BHTS.shape)
-        scores_BHTS = jnp.where(shown_BHTS, scores_BHTS, _HIDDEN)
+        scores_BHTS = jnp.where(shown_BHTS, scores_BHTS, HIDDEN)
         most_BHT = lax.stop_gradient(scores_BHTS.max(axis=-1))
         weights_BHTS = jnp.where(shown_BHTS, jnp.exp(scores_BHTS - most_BHT[..., None]), 0)
         total_BHT = weights_BHTS.sum(axis=-1)
         sees_BHT = total_BHT > 0
         y_BHTD = jnp.einsum("bhts,bhsd->bhtd", weights_BHTS.astype(v_BHSD.dtype), v_BHSD, preferred_element_type=dtype)
         total_BHT = jnp.where(sees_BHT, total_BHT, 1)
-        return y_BHTD / total_BHT[..., None], jnp.where(sees_BHT, most_BHT + jnp.log(total_BHT), _HIDDEN)
+        return y_BHTD / total_BHT[..., None], jnp.where(sees_BHT, most_BHT + jnp.log(total_BHT), HIDDEN)
 
     rows = max(1, LARGEST * limit // max(1, B * H * S))
 

@@ -9,6 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+HIDDEN = -(2.0**100)
+"""Score of a key that is not seen: finite, for where a row sees nothing −∞ less −∞ is no number; and a power of two,
+for then its product with a scale is exact, and less itself is 0 whether or not the two are one instruction."""
+
 
 def runs_of(segment_ids_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Runs of equal ids numbered 0, 1, 2 … along each row; padding (ids below 0) is −1 and interrupts no run."""

@@ -19,8 +19,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kernels import device, softmax_decode
-from kernels.mixed_precision import product, rounded
-from kernels.segments import runs_of, visible
+from kernels.mixed_precision import product, rounded, wide
+from kernels.segments import HIDDEN, runs_of, visible
 
 IMPLEMENTATIONS = ("materialised", "blockwise", "cudnn")
 BLOCK = 256
@@ -34,9 +34,6 @@ CACHE_BLOCK = 512
 CACHE_BLOCK_CPU = 256
 """The same on a CPU; it divides the other. Fewer keys are read past the last one."""
 _NO_BLOCKS = (0, 0)
-_HIDDEN = -(2.0**100)
-"""Finite, for a block in which a row sees nothing must not make ∞ − ∞; and a power of two, for then its product with
-the scale is exact, and less itself is 0 whether or not the two are one instruction."""
 
 
 def softmax_attention(
@@ -117,7 +114,7 @@ def cached_attention(
     def key_blocks(i):
         return _NO_BLOCKS, (0, jnp.minimum((last + (i + 1) * rows - 1) // block + 1, S // block))
 
-    y_BHTD, _ = _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block)
+    y_BHTD, _ = _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, cached=True)
     return y_BHTD[:, :, :T].swapaxes(1, 2)
 
 
@@ -144,9 +141,9 @@ def _materialised(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, runs_BT: Array | 
     dtype = jnp.promote_types(jnp.float32, q_BTHD.dtype)
     scores_BHTS = jnp.einsum("bthd,bshd->bhts", q_BTHD, k_BTHD, preferred_element_type=dtype) / math.sqrt(D)
     if causal:
-        scores_BHTS = jnp.where(jnp.tril(jnp.ones((T, T), bool))[None, None], scores_BHTS, _HIDDEN)
+        scores_BHTS = jnp.where(jnp.tril(jnp.ones((T, T), bool))[None, None], scores_BHTS, HIDDEN)
     if runs_BT is not None:
-        scores_BHTS = jnp.where(visible(runs_BT, runs_BT)[:, None], scores_BHTS, _HIDDEN)
+        scores_BHTS = jnp.where(visible(runs_BT, runs_BT)[:, None], scores_BHTS, HIDDEN)
     weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1).astype(v_BTHD.dtype)
     return jnp.einsum("bhts,bshd->bthd", weights_BHTS, v_BTHD)
 
@@ -207,16 +204,27 @@ def _flash_forward(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block):
     return y_BHTD, (q_BHTD, k_BHSD, v_BHSD, runs_BT, y_BHTD, logsumexp_BHT)
 
 
-def _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block):
+def _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, *, cached=False):
     """y and the logarithm of its denominator, a block of queries at a time.
 
     ``key_blocks(i)``: from which to which block all queries of block i see all keys, and where they do not.
+    ``cached``: most of the keys and values may not be looked at, and none is touched that is not.
     """
     B, H, T, D = q_BHTD.shape
     dtype = jnp.promote_types(jnp.float32, q_BHTD.dtype)
     scale = 1 / math.sqrt(D)
-    # A column of ones: the product with v sums the weights too, as they are after rounding.
-    ones_BHSD = jnp.concatenate([v_BHSD, jnp.ones_like(v_BHSD[..., :1])], axis=-1)
+    # One query uses each key once: copies in a form that is multiplied faster would take longer than the products.
+    one = cached and rows == 1
+    multiply = functools.partial(jnp.einsum, preferred_element_type=dtype) if one else product
+    # With a column of ones the product with v sums the weights too, as they are after rounding.
+    ones_BHSD = v_BHSD if cached else _with_ones(v_BHSD)
+
+    def weighed(weights_BHts, j):
+        v_BHsD = _take(ones_BHSD, j, block)
+        if one:
+            y_BHtD, total_BHt = multiply("bhts,bhsd->bhtd", weights_BHts, v_BHsD), wide(weights_BHts).sum(axis=-1)
+            return jnp.concatenate([y_BHtD, total_BHt[..., None]], axis=-1)
+        return multiply("bhts,bhsd->bhtd", weights_BHts, _with_ones(v_BHsD) if cached else v_BHsD)
 
     def query_block(i):
         q_BHtD = _take(q_BHTD, i, rows)
@@ -224,21 +232,24 @@ def _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block):
 
         def key_block(masked, j, carry):
             y_BHtD, most_BHt = carry
-            scores_BHts = product("bhtd,bhsd->bhts", q_BHtD, _take(k_BHSD, j, block))
+            scores_BHts = multiply("bhtd,bhsd->bhts", q_BHtD, _take(k_BHSD, j, block))
             if masked:
-                scores_BHts = jnp.where(mask(t_T, j * block + jnp.arange(block)), scores_BHts, _HIDDEN)
+                scores_BHts = jnp.where(mask(t_T, j * block + jnp.arange(block)), scores_BHts, HIDDEN)
             new_most_BHt = jnp.maximum(most_BHt, scores_BHts.max(axis=-1) * scale)
             weights_BHts = rounded(jnp.exp(scores_BHts * scale - new_most_BHt[..., None]), v_BHSD.dtype)
-            added_BHtD = product("bhts,bhsd->bhtd", weights_BHts, _take(ones_BHSD, j, block))
-            return y_BHtD * jnp.exp(most_BHt - new_most_BHt)[..., None] + added_BHtD, new_most_BHt
+            return y_BHtD * jnp.exp(most_BHt - new_most_BHt)[..., None] + weighed(weights_BHts, j), new_most_BHt
 
-        start = jnp.zeros((B, H, rows, v_BHSD.shape[3] + 1), dtype), jnp.full((B, H, rows), _HIDDEN, dtype)
+        start = jnp.zeros((B, H, rows, v_BHSD.shape[3] + 1), dtype), jnp.full((B, H, rows), HIDDEN, dtype)
         y_BHtD, most_BHt = _loop(key_blocks(i), key_block, start)
         y_BHtD, total_BHt = y_BHtD[..., :-1], y_BHtD[..., -1]
         return (y_BHtD / total_BHt[..., None]).astype(v_BHSD.dtype), most_BHt + jnp.log(total_BHt)
 
     y_NBHtD, logsumexp_NBHt = lax.map(query_block, jnp.arange(T // rows))
     return (jnp.moveaxis(y_NBHtD, 0, 2).reshape(B, H, T, -1), jnp.moveaxis(logsumexp_NBHt, 0, 2).reshape(B, H, T))
+
+
+def _with_ones(v_BHSD):
+    return jnp.concatenate([v_BHSD, jnp.ones_like(v_BHSD[..., :1])], axis=-1)
 
 
 def _loop(spans, body, carry):

@@ -25,6 +25,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Float, Int
 
 from kernels import device
+from kernels.segments import HIDDEN
 
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTHS = (1, 256)
@@ -36,7 +37,6 @@ PROGRAMS_PER_CORE = 4
 """Splits are added until a multiprocessor has this many programs: 64 KiB on their way to it, where 5 TB/s at a delay of
 1 µs, over 132 multiprocessors, are 38 kB. By this arithmetic, not by measurement."""
 MOST_SPLITS = 128
-_HIDDEN = -1e30  # finite: a place that has seen nothing must not make ∞ − ∞
 
 
 def softmax_decode(
@@ -149,7 +149,7 @@ def _split_kernel(position_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, y_ref: 
         # Both on their way before either is used.
         k_sD = triton.load(k_ref.at[rows, :], mask=shown_sD, other=0.0)
         v_sD = triton.load(v_ref.at[rows, :], mask=shown_sD, other=0.0)
-        scores_s = jnp.where(seen_s, jnp.sum(k_sD.astype(jnp.float32) * q_D[None, :], axis=1), _HIDDEN)
+        scores_s = jnp.where(seen_s, jnp.sum(k_sD.astype(jnp.float32) * q_D[None, :], axis=1), HIDDEN)
         new_most_s = jnp.maximum(most_s, scores_s)
         weights_s = jnp.where(seen_s, jnp.exp(scores_s - new_most_s), 0.0)
         shrink_s = jnp.exp(most_s - new_most_s)
@@ -159,7 +159,7 @@ def _split_kernel(position_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, y_ref: 
     blocks = (filled + block - 1) // block
     y_sD, most_s, total_s = lax.fori_loop(
         0, (blocks - split + splits - 1) // splits, step,
-        (jnp.zeros((block, width), jnp.float32), jnp.full((block,), _HIDDEN), jnp.zeros((block,), jnp.float32)))
+        (jnp.zeros((block, width), jnp.float32), jnp.full((block,), HIDDEN), jnp.zeros((block,), jnp.float32)))
     most = jnp.max(most_s)
     shrink_s = jnp.exp(most_s - most)
     y_ref[...] = jnp.sum(y_sD * shrink_s[:, None], axis=0)

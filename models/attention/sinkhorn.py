@@ -30,12 +30,12 @@ from jaxtyping import Array, Bool, Float
 
 from configs.schema import ConfigError
 from kernels.grouped_attention import blocks_of, tag_blocks_of, tokens_of
+from kernels.segments import HIDDEN
 from models.attention.one_segment import valid_tokens
 from models.attention.self_attention import Linear, SelfAttention
 
 LEAST_WEIGHT = 1e-6
 """A slot of a sorted block with less is not seen: means over so little have no gradient to speak of in float32."""
-_HIDDEN = -1e30  # finite: −∞ less −∞ is no number
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class Attention(SelfAttention):
             return (sum_BHNSD / weights_BHNS[..., None]).astype(x_BHKSD.dtype)
 
         attend = jax.checkpoint(_attend)  # scores are computed again in the backward pass
-        y_BHNSD = attend(q_BHNSD, k_BHNSD, v_BHNSD, jnp.where(valid_B1NS, 0, _HIDDEN).astype(dtype))
-        y_BHNSD += attend(q_BHNSD, sort(k_BHNSD), sort(v_BHNSD), jnp.where(shown_BHNS, jnp.log(weights_BHNS), _HIDDEN))
+        y_BHNSD = attend(q_BHNSD, k_BHNSD, v_BHNSD, jnp.where(valid_B1NS, 0, HIDDEN).astype(dtype))
+        y_BHNSD += attend(q_BHNSD, sort(k_BHNSD), sort(v_BHNSD), jnp.where(shown_BHNS, jnp.log(weights_BHNS), HIDDEN))
         return jnp.where(valid_BT11, tokens_of(y_BHNSD, T).astype(v_BTHD.dtype), 0)
 
     def flops(self, tokens: int, context: int) -> int:
@@ -124,10 +124,10 @@ def normalised(scores_BHNK: Float[Array, "B H N N"], present_BN: Bool[Array, "B 
     def turn(_: Array, log_BHNK: Array) -> Array:
         for axis in (2, 3):
             log_BHNK -= jax.nn.logsumexp(log_BHNK, axis=axis, keepdims=True)
-            log_BHNK = jnp.where(shown_B1NK, log_BHNK, _HIDDEN)
+            log_BHNK = jnp.where(shown_B1NK, log_BHNK, HIDDEN)
         return log_BHNK
 
-    return jnp.exp(lax.fori_loop(0, iterations, turn, jnp.where(shown_B1NK, scores_BHNK, _HIDDEN)))
+    return jnp.exp(lax.fori_loop(0, iterations, turn, jnp.where(shown_B1NK, scores_BHNK, HIDDEN)))
 
 
 def _attend(q_BHNTD: Float[Array, "B H N T D"], k_BHNSD: Float[Array, "B H N S D"], v_BHNSD: Float[Array, "B H N S D"],

@@ -25,12 +25,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import ConfigError
-from kernels.segments import positions_of, runs_of, visible
+from kernels.segments import HIDDEN, positions_of, runs_of, visible
 from models.attention.key_values import KeyValues
 from models.attention.self_attention import SelfAttention
 
 Kind = Literal["random", "factorised", "dense"]
-_HIDDEN = -1e30  # finite: a softmax over nothing but −∞ is no number
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def _at(table_HLK: Float[Array, "H L K"], positions_BT: Int[Array, "B T"] | None
 def _attend(scores_BHTS: Float[Array, "_ H T S"], seen_BTS: Bool[Array, "_ T S"],
             v_BHSD: Float[Array, "B H S D"]) -> Float[Array, "B T H D"]:
     """Values weighted by the softmax of the scores of what is seen, both of which may be one for all rows."""
-    weights_BHTS = jax.nn.softmax(jnp.where(seen_BTS[:, None], scores_BHTS, _HIDDEN), axis=-1)
+    weights_BHTS = jax.nn.softmax(jnp.where(seen_BTS[:, None], scores_BHTS, HIDDEN), axis=-1)
     y_BTHD = jnp.einsum("bhts,bhsd->bthd", weights_BHTS.astype(v_BHSD.dtype), v_BHSD,
                         preferred_element_type=weights_BHTS.dtype)
     return y_BTHD.astype(v_BHSD.dtype)

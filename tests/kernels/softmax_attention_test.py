@@ -243,6 +243,29 @@ def test_a_cache_filled_differently_in_each_row(room, T, filled, blocks):
         np.testing.assert_allclose(y[b], full[b, n:n + T], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("T", [1, 16, 600])
+def test_a_cache_is_not_copied(T, dtype):
+    """Not even in part: what is beyond the last key costs nothing."""
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, T, 2, 64), (1, 2, 2**20, 64), (1, 2, 2**20, 64))]
+    compiled = jax.jit(lambda *arguments: cached_attention(*arguments)).lower(
+        *shapes, jax.ShapeDtypeStruct((1,), "int32")).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20 * 64
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_query_in_bfloat16_is_that_in_float32(batch):
+    """A single one is computed in a way of its own."""
+    q, k, v = (jax.random.normal(jax.random.key(i), shape).astype(jnp.bfloat16) for i, shape in enumerate(
+        [(batch, 1, 2, 32), (batch, 2, 1024, 32), (batch, 2, 1024, 32)]))
+    position_B = jnp.array([700, 3, 1023])[:batch]
+    compute = jax.jit(lambda *arguments: cached_attention(*arguments))
+    expected = np.asarray(compute(*(x.astype(jnp.float32) for x in (q, k, v)), position_B))
+    error = np.asarray(compute(q, k, v, position_B), np.float32) - expected
+    # The weights and y are rounded to 8 bits.
+    assert np.sqrt(np.mean(error**2) / np.mean(expected**2)) < 5e-3
+
+
 def test_a_cache_has_whole_blocks(blocks):
     blocks(16)
     keys = jnp.ones((1, 1, 20, 4))
