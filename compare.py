@@ -25,12 +25,12 @@ from pathlib import Path
 import tyro
 
 import comparison
-from comparison.files import write
 from comparison.page import page
 from comparison.picture import picture
 from comparison.reading import Reader
 from comparison.runs import RunError, load_run
 from comparison.table import as_csv, print_table, table_note
+from configs.files import replacing
 from configs.schema import ConfigError
 
 __all__ = ["RunError", "load_run", "main"]
@@ -109,6 +109,20 @@ def write_page(options: Options, compared: comparison.Comparison, *, watched: bo
     """Write the page; one that is watched reloads itself."""
     text = page(compared, title=options.title, note=options.note, reload_seconds=RELOAD_SECONDS if watched else None)
     write(options.out, text.encode())
+
+
+def write(path: Path, contents: bytes) -> None:
+    """A file that is there whole at every moment.
+
+    Raises:
+        OSError: it cannot be written; the message names it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as beside:
+            beside.write_bytes(contents)
+    except OSError as error:
+        raise OSError(f"{path}: cannot be written ({error.strerror}); name another file") from error
 
 
 def write_others(options: Options, compared: comparison.Comparison) -> None:

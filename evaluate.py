@@ -29,6 +29,7 @@ from typing import Any
 import jax
 import tyro
 
+from configs.files import write_json
 from configs.schema import ConfigError, DataConfig
 from data import DataError, tokenizers
 from data.loader import open_corpora
@@ -36,7 +37,7 @@ from kernels import device
 from models.pretrained import PUBLISHED
 from training import evaluation
 from training.checkpoint import CheckpointError
-from training.environment import environment, write_json
+from training.environment import environment
 from training.run import LoadedRun, RunError, enable_compilation_cache, load_model
 
 LEAST_WINDOWS = 8

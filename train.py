@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import tyro
 from flax import nnx
 
+from configs.files import write_json
 from configs.schema import Config, ConfigError, load_recipe
 from data.loader import open_corpora
 from models import attention as attentions
@@ -34,7 +35,7 @@ from models import gpt
 from models.pretrained import PUBLISHED
 from training import launch, logging, loop, samples
 from training.checkpoint import Checkpoints
-from training.environment import environment, write_json
+from training.environment import environment
 from training.language import LanguageModelling
 from training.launch import note
 from training.run import Taken, begin, take_parameters

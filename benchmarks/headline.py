@@ -28,6 +28,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.train_step import implementation
 from configs import quickstart
+from configs.files import write_json
 from configs.schema import Config, ConfigError
 from data import DataError
 from data.loader import Batch
@@ -35,7 +36,6 @@ from data.sources import open_source
 from kernels import device
 from models import gpt
 from training import step as steps
-from training.environment import write_json
 from training.optimizer import learning_rate, make_optimizer
 
 NEEDED = ("datasets", "grain", "orbax", "orjson", "plotly", "rich", "tiktoken", "tyro")

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report, target
+from configs.files import write_json
 from configs.schema import Config, ConfigError
 from models import gpt
-from training.environment import write_json
 
 CARDS = {
     "h200": 143_771,

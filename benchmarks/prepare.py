@@ -31,8 +31,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks import report
+from configs.files import write_json
 from configs.schema import ConfigError
-from training.environment import write_json
 
 ROOT = Path(__file__).parents[1]
 SLICE_BYTES = 16 * 2**20

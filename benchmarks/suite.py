@@ -36,10 +36,11 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.picture import draw_panels, published
+from configs.files import write_json, write_text
 from configs.schema import ConfigError
 from kernels import device
 from kernels.linear_attention import State, linear_attention
-from training.environment import git_commit, write_json
+from training.environment import git_commit
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
 """Most that RMS(error)/RMS(reference) may be: float32 sums of float32 products, and the rounding of 16-bit inputs to
@@ -581,9 +582,7 @@ def write_summary(out: Path, outcomes: dict[str, Outcome], notes: Sequence[str] 
             *("| " + " | ".join(line) + " |" for line in lines), "", "| step | seconds | ended |", "|---|---:|---|",
             *(f"| {name} | {outcome.seconds:.0f} | {(outcome.error or 'well').replace('|', '/')} |"
               for name, outcome in outcomes.items())]
-    beside = out / ".summary.tmp"
-    beside.write_text("\n".join(text) + "\n")
-    beside.replace(out / "summary.md")
+    write_text(out / "summary.md", "\n".join(text) + "\n")
     return report.table(HEADINGS, lines)
 
 

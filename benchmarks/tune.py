@@ -30,12 +30,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks import report
+from configs.files import write_json
 from configs.schema import ConfigError
 from kernels import device
 from kernels.linear_attention import linear_attention, pallas_gpu, tuning
 from kernels.linear_attention.state import zero_state
 from kernels.linear_attention.tuning import Plan, Row, Tiles
-from training.environment import write_json
 
 MODULE = "benchmarks.tune"
 PASSES = ("forward", "both")

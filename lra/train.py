@@ -28,6 +28,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
+from configs.files import write_json
 from configs.schema import ConfigError, LraConfig, load_recipe
 from lra import tasks
 from lra.classification import Classification
@@ -35,7 +36,7 @@ from models import attention as attentions
 from models import encoder
 from training import launch, logging, loop
 from training.checkpoint import Checkpoints
-from training.environment import environment, write_json
+from training.environment import environment
 from training.launch import note
 from training.sharding import batch_sharding, make_mesh, state_shardings
 

@@ -11,9 +11,7 @@ Only safetensors files are read: nothing pickled. Dropout is not part of this mo
 
 import json
 import math
-import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from configs.files import read_json, replacing, write_json
 from configs.schema import Config, ConfigError, DataConfig, ModelConfig
 from models import gpt
 from models.block import layer_modes
@@ -79,7 +78,7 @@ def import_weights(source: str, out: Path, *, tokenizer: str | None = None) -> N
         CheckpointError: the checkpoint could not be written.
     """
     from training.checkpoint import Checkpoints
-    from training.environment import environment, write_json
+    from training.environment import environment
 
     _check_free(out)
     folder = _fetch(source)
@@ -129,7 +128,6 @@ def export_weights(run: Path, out: Path, *, step: int | None = None) -> None:
     from safetensors.numpy import save_file
 
     from training import run as runs
-    from training.environment import write_json
 
     _check_free(out)
     loaded = runs.load_model(run, step)
@@ -351,12 +349,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path.parent}: it has no {path.name}; expected {CONFIG} and {WEIGHTS}")
     try:
-        values = json.loads(path.read_bytes())
+        return read_json(path)
     except ValueError as error:
-        raise PretrainedError(f"{path} is damaged ({error}); bring back the file") from error
-    if not isinstance(values, dict):
-        raise PretrainedError(f"{path} is damaged: it holds no object; bring back the file")
-    return values
+        raise PretrainedError(str(error)) from error
 
 
 def _check_free(out: Path) -> None:
@@ -369,16 +364,13 @@ def _written_beside(out: Path) -> Iterator[Path]:
     """A folder that becomes ``out`` at the end, and goes where that is not reached."""
     from safetensors import SafetensorError
 
-    beside = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.tmp")
     try:
-        beside.mkdir(parents=True)
-        yield beside
-        beside.rename(out.absolute())
+        with replacing(out) as beside:
+            beside.mkdir(parents=True)
+            yield beside
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise PretrainedError(f"cannot write {out}: {reason}; nothing is left of the attempt") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _end_of_text(tokenizer: str, vocabulary_size: int) -> int | None:

@@ -11,7 +11,6 @@ bytes.
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from configs.files import replacing
 from models.block import layer_modes
 from models.gpt import GPT
 from models.sampler import Memory
@@ -56,12 +56,8 @@ def save(path: Path, memory: Memory, model: GPT, *, origin: str) -> None:
     tensors = {_name(path): np.ascontiguousarray(x) for path, x in jax.tree.leaves_with_path(memory)}
     about: dict[str, Any] = {"format": FORMAT, "origin": origin, "model": fingerprint(model)}
     about["sha256"] = _checksum(tensors, about)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path) as beside:
         beside.write_bytes(to_bytes(tensors, {METADATA: json.dumps(about)}))
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def load(path: Path, model: GPT) -> Memory:

@@ -13,11 +13,11 @@ import tiktoken
 
 import evaluate
 from comparison.runs import load_evaluations
+from configs.files import write_json
 from data import tasks, tokenizers
 from data.loader import Batch, Corpora, TokenFiles
 from tests import tiny
 from training import evaluation
-from training.environment import write_json
 from training.run import load_model
 
 

@@ -1,7 +1,6 @@
-"""What a run was made with: ``RUN/environment.json``, and files that are written whole or not at all."""
+"""What a run was made with: ``RUN/environment.json``."""
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from configs.files import write_json
 from models.encoder import Encoder
 from models.gpt import GPT
 
@@ -66,18 +66,3 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int | None:
         return None
     return (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
             - memory.alias_size_in_bytes)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Written beside and renamed into place."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """UTF-8, written beside and renamed into place."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(text, encoding="utf-8", newline="")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -15,6 +15,8 @@ from typing import Any, BinaryIO, Self, TypeGuard
 
 import orjson
 
+from configs.files import replacing
+
 BLOCK_BYTES = 1 << 20
 """Read at once."""
 
@@ -139,8 +141,7 @@ def _is_complete(record: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def _cut(path: Path, keep_through: float) -> None:
-    shortened = path.with_name(path.name + ".tmp")
-    with path.open("rb") as old, shortened.open("wb") as new:
+    with replacing(path) as shortened, path.open("rb") as old, shortened.open("wb") as new:
         for line in old:
             record = _parse(line)
             if record is None and not line.endswith(b"\n"):
@@ -148,7 +149,6 @@ def _cut(path: Path, keep_through: float) -> None:
             step = record.get("step") if record is not None else None
             if not isinstance(step, int | float) or step <= keep_through:
                 new.write(line if line.endswith(b"\n") else line + b"\n")
-    shortened.replace(path)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -1,7 +1,6 @@
 """The folder of a run, read back: the model of a checkpoint, rebuilt from ``config.json`` and ``environment.json``."""
 
 import dataclasses
-import json
 import os
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from configs.files import read_json
 from configs.schema import Config, ConfigError, config_class
 from models.gpt import GPT
 from training.checkpoint import CheckpointError, Checkpoints
@@ -204,12 +204,9 @@ def enable_compilation_cache() -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_bytes())
+        return read_json(path)
     except ValueError as error:
-        raise RunError(f"{path} is damaged ({error}); bring back the file") from error
-    if not isinstance(values, dict):
-        raise RunError(f"{path} is damaged: it holds no object; bring back the file")
-    return values
+        raise RunError(str(error)) from error
 
 
 def _taken_summary(there: dict[str, Any], here: dict[str, Any], taken: dict[str, Any], behind: list[str]) -> str:

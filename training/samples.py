@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 
+from configs.files import write_text
 from configs.schema import ConfigError, TrainConfig
 from data import tokenizers
 from models.gpt import GPT
 from models.sampler import Sampler, Sampling
 from models.text_stream import TextStream
-from training.environment import write_text
 
 SAMPLE_TOKENS = 256
 """Tokens of a sample at most; end-of-text ends it earlier."""

@@ -1,7 +1,6 @@
 """What the tasks share: files of the official release and of datasets, rows to leave out, examples to choose."""
 
 import contextlib
-import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Integer, UInt16
 
+from configs.files import replacing
 from configs.schema import ConfigError
 from data import DataError
 
@@ -193,12 +193,8 @@ def write_npz(path: Path | None, arrays: Mapping[str, np.ndarray]) -> tuple[str,
         return ()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{os.getpid()}.{path.name}")
-        try:
-            np.savez(temporary, **arrays)  # pyright: ignore[reportArgumentType]
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(path) as beside, beside.open("wb") as file:
+            np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]
     except OSError as error:
         return (f"{path} cannot be written ({error.strerror or error}): the data are generated anew next time",)
     return ()

@@ -14,7 +14,6 @@ paddle of the first contour does not keep them away. Results on such images are 
     python -m lra.tasks.pathfinder --out docs/pathfinder.png
 """
 
-import contextlib
 import copy
 import functools
 import json
@@ -22,8 +21,6 @@ import math
 import os
 import subprocess
 import sys
-import zipfile
-import zlib
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +33,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from configs.schema import ConfigError
 from data import DataError
-from lra.tasks import Dataset, Split, checksum
+from lra.tasks import Dataset, Split, checksum, files
 
 
 @dataclass(frozen=True)
@@ -580,23 +577,11 @@ def _generated(task: str, level: Level, split: str, seed: int, count: int, cache
     start = list(DEFAULT_EXAMPLES).index(split) * 2**40
     labels_N = labels(seed, np.arange(start, start + count))
     path = None if cache is None else cache / f"{task}-{level.side}-{split}-{count}-seed{seed}-v{VERSION}.npz"
-    if path is None:
-        return generate(level, seed, start, count, f"{task} {split}"), labels_N
-    damaged = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
-    with contextlib.suppress(*damaged), path.open("rb") as file, np.load(file) as kept:
-        return kept["images"], labels_N
-    images = generate(level, seed, start, count, f"{task} {split}")
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as file:
-            np.savez_compressed(file, images=images)
-        beside.replace(path)
-    except OSError as error:
-        notes.append(f"{path}: the images of {split} cannot be kept ({error.strerror}) and will be generated again")
-        with contextlib.suppress(OSError):
-            beside.unlink()
-    return images, labels_N
+    kept = files.read_npz(path, ("images",))
+    if kept is None:
+        kept = {"images": generate(level, seed, start, count, f"{task} {split}")}
+        notes.extend(files.write_npz(path, kept))
+    return kept["images"], labels_N
 
 
 def generate(level: Level, seed: int, start: int, count: int, title: str = "images") -> np.ndarray:
@@ -685,13 +670,13 @@ def _released(task: str, folder: Path, side: int, asked: dict[str, int | None],
 def _listed(root: Path) -> list[tuple[Path, int]]:
     """The images and labels that the metadata name: text in spite of its suffix, a line ``subpath file index label …``
     for each image."""
-    files = sorted((root / "metadata").glob("*.npy"))
-    if not files:
+    tables = sorted((root / "metadata").glob("*.npy"))
+    if not tables:
         raise DataError(f"{root}: expected metadata/*.npy and imgs/*/sample_*.png there, as lra_release.gz of Long "
                         "Range Arena has them; name its unpacked folder lra_release with --data-dir, or leave "
                         "--data-dir out and images are generated")
     listed = []
-    for file in files:
+    for file in tables:
         for number, line in enumerate(file.read_bytes().decode(errors="replace").splitlines(), 1):
             fields = line.split()
             if len(fields) < 4 or fields[3] not in ("0", "1"):

@@ -199,7 +199,7 @@ def test_a_cache_that_cannot_be_written_is_told_of(tmp_path):
     (tmp_path / "cache").write_text("a file")
     data = load(cache=tmp_path / "cache", train_examples=4, val_examples=2)
     assert len(data.notes) == 4
-    assert "images of train cannot be kept" in data.notes[1]
+    assert "cannot be written" in data.notes[1]
 
 
 def test_checksum_tells_data_apart(generated):

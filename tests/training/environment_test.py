@@ -1,4 +1,4 @@
-"""environment.json: what it records, and files written whole or not at all."""
+"""environment.json: what it records."""
 
 import json
 import shutil
@@ -75,19 +75,3 @@ def test_the_commit_says_when_files_differ_from_it(tmp_path, monkeypatch):
 def test_without_git_the_commit_is_none(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.git_commit() is None
-
-
-def test_a_json_file_that_cannot_be_written_leaves_the_old_one_and_no_rest(tmp_path, monkeypatch):
-    path = tmp_path / "config.json"
-    environment.write_json(path, {"a": 1})
-    with pytest.raises(TypeError):
-        environment.write_json(path, {"a": object()})
-    monkeypatch.setattr("pathlib.Path.replace", _full)
-    with pytest.raises(OSError, match="full"):
-        environment.write_json(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
-
-
-def _full(*_):
-    raise OSError(28, "full")

@@ -1,0 +1,51 @@
+"""Files and folders that are there whole or not at all."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside ``path``, for a file or a folder that takes its place at the end, and goes where that is not
+    reached. A folder takes the place of none or of an empty one."""
+    beside = path.absolute().with_name(f".{path.absolute().name}.{os.getpid()}.tmp")
+    try:
+        yield beside
+        beside.replace(path)
+    finally:
+        if beside.is_dir():
+            shutil.rmtree(beside, ignore_errors=True)
+        else:
+            beside.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """UTF-8, lines ending as they do in ``text``."""
+    with replacing(path) as beside:
+        beside.write_text(text, encoding="utf-8", newline="")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Indented by two."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: it holds none, and is told to be damaged.
+        OSError: it cannot be read.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); bring back the file") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is damaged: it holds no object; bring back the file")
+    return values

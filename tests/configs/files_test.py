@@ -1,0 +1,51 @@
+"""Files and folders that are there whole or not at all."""
+
+import contextlib
+import json
+
+import pytest
+
+from configs import files
+
+
+def full(*_):
+    raise OSError(28, "full")
+
+
+def test_a_json_file_that_cannot_be_written_leaves_the_old_one_and_no_rest(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    files.write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        files.write_json(path, {"a": object()})
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    with pytest.raises(OSError, match="full"):
+        files.write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_folder_appears_when_it_is_whole(tmp_path):
+    with files.replacing(tmp_path / "out") as beside:
+        beside.mkdir()
+        (beside / "a").write_text("1")
+        assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out" / "a").read_text() == "1"
+    with contextlib.suppress(KeyError), files.replacing(tmp_path / "other") as beside:
+        beside.mkdir()
+        (beside / "a").write_text("1")
+        raise KeyError
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_text_is_written_as_it_is(tmp_path):
+    files.write_text(tmp_path / "a", "é\r\n\n")
+    assert (tmp_path / "a").read_bytes() == "é\r\n\n".encode()
+
+
+@pytest.mark.parametrize(("contents", "reason"), [("{", "Expecting property name"), ("[1]", "it holds no object"),
+                                                  (b"\xff", "can't decode")])
+def test_what_is_no_object_is_told_to_be_damaged(tmp_path, contents, reason):
+    path = tmp_path / "config.json"
+    path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
+    with pytest.raises(ValueError, match=rf"config\.json is damaged.*{reason}.*bring back the file"):
+        files.read_json(path)
