@@ -2,6 +2,8 @@
 # `make_environment FOLDER`, which builds an empty one.
 
 uv=$(bash scripts/find_uv.sh)
+# Where Python may not write bytecode (PYTHONDONTWRITEBYTECODE), each start would compile all of jax and flax: 3 s.
+export UV_COMPILE_BYTECODE=1
 # uv does not read pip's settings, and behind a mirror the address of the index often stands only there.
 if [[ -z ${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-} ]]; then
     index=${PIP_INDEX_URL:-$(python3 -m pip config get global.index-url 2>/dev/null || true)}

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -168,7 +169,7 @@ def test_environment_of_the_caller_does_not_count(machine: Machine):
     assert done.returncode == 0, done.stderr
     (call,) = machine.uv_calls("pip sync")
     assert call == ("pip sync --python .venv/bin/python --require-hashes requirements.lock "
-                    "UV_INDEX_URL UV_LINK_MODE  ")
+                    "UV_COMPILE_BYTECODE UV_INDEX_URL UV_LINK_MODE  ")  # ours first: a start reads bytecode
 
 
 def test_a_uv_that_does_not_run_is_replaced_by_one_of_the_project(machine: Machine):
@@ -291,6 +292,15 @@ def test_a_python_without_the_packages_ends_in_one_sentence(tmp_path: Path):
     assert done.stderr.count("\n") == 1
     assert "lacks jax, flax" in done.stderr
     assert done.stderr.endswith("run `make setup`, then `. .venv/bin/activate`.\n")
+
+
+@pytest.mark.parametrize(("failure", "code", "said"), [
+    ("signal.raise_signal(signal.SIGINT)", -signal.SIGINT, "interrupted\n"), ("1 / 0", 1, None)])
+def test_ctrl_c_while_packages_are_imported_is_no_traceback(failure, code, said):
+    done = subprocess.run([sys.executable, "-c", "import signal\nfrom configs import bootstrap\n"
+                           f"bootstrap.require_packages()\n{failure}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stderr == said if said else "ZeroDivisionError" in done.stderr
 
 
 def test_an_older_python_is_named_as_such(monkeypatch: pytest.MonkeyPatch):
