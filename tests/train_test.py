@@ -538,8 +538,7 @@ def test_a_shorter_context_takes_the_first_positions(recipe, softmax_run, tmp_pa
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--model.width", 32], "has shape (16,) there and (32,) here; model.width is 16 there and 32 here"),
-    (["--model.layers", 3], "it has no blocks.2.attention_norm.bias, which this model has; model.layers is 2 there"),
-    (["--model.layers", 1], "is not in this model; model.layers is 2 there and 1 here"),
+    (["--model.layers", 2], "it has no blocks.1.attention_norm.bias, which this model has; model.layers is 1 there"),
     (["--model.heads", 4], "the attention weights are of other heads; model.heads is 2 there and 4 here"),
     (["--model.positions", "rotary"], "model.positions is learned there and rotary here"),
     (["--model.context", 64], "position_embedding.embedding has shape (32, 16) there and (64, 16) here: there are "
@@ -550,6 +549,13 @@ def test_a_run_whose_shapes_disagree_is_refused(recipe, softmax_run, tmp_path, c
     assert f"--init-from {softmax_run}: " in said
     assert message in said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_more_layers_is_refused(recipe, tmp_path, capsys):
+    two = tmp_path / "two"
+    assert tiny.run(recipe, "--run-dir", two, "--model.layers", 2, "--train.steps", 1) == 0
+    said = refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", "--init-from", two)
+    assert "is not in this model; model.layers is 2 there and 1 here" in said
 
 
 def test_init_from_what_is_no_run_is_refused(recipe, tmp_path, capsys):
