@@ -23,15 +23,20 @@ def require_packages():
     else:
         missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
         if not missing:
-            sys.excepthook = _without_interrupts
+            _end_interrupts_in_a_word()
             return
         problem = "lacks " + ", ".join(missing)
     python = f"{sys.executable}, {sys.version_info[0]}.{sys.version_info[1]}"
     raise SystemExit(f"This Python ({python}) {problem}: run `make setup`, then `. .venv/bin/activate`.")
 
 
-def _without_interrupts(kind, error, traceback):
-    if issubclass(kind, KeyboardInterrupt):
-        sys.stderr.write("interrupted\n")
-    else:
-        sys.__excepthook__(kind, error, traceback)
+def _end_interrupts_in_a_word():
+    before = sys.excepthook
+
+    def tell(kind, error, traceback):
+        if issubclass(kind, KeyboardInterrupt):
+            sys.stderr.write("interrupted\n")
+        else:
+            before(kind, error, traceback)
+
+    sys.excepthook = tell

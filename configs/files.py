@@ -1,5 +1,6 @@
 """Files and folders that are there whole or not at all."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,15 +14,14 @@ from typing import Any
 def replacing(path: Path) -> Iterator[Path]:
     """A name beside ``path``, for a file or a folder that takes its place at the end, and goes where that is not
     reached. A folder takes the place of none or of an empty one."""
-    beside = path.absolute().with_name(f".{path.absolute().name}.{os.getpid()}.tmp")
+    path = path.absolute()  # a folder cannot be renamed to "."
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield beside
         beside.replace(path)
     finally:
-        if beside.is_dir():
-            shutil.rmtree(beside, ignore_errors=True)
-        else:
-            beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what went wrong before is what is told
+            shutil.rmtree(beside) if beside.is_dir() else beside.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

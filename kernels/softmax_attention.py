@@ -208,7 +208,7 @@ def _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, *, cached=Fa
     """y and the logarithm of its denominator, a block of queries at a time.
 
     ``key_blocks(i)``: from which to which block all queries of block i see all keys, and where they do not.
-    ``cached``: most of the keys and values may not be looked at, and none is touched that is not.
+    ``cached``: the keys and values are mostly room for later ones; what no block holds is neither read nor copied.
     """
     B, H, T, D = q_BHTD.shape
     dtype = jnp.promote_types(jnp.float32, q_BHTD.dtype)

@@ -33,6 +33,7 @@ from benchmarks import report
 from benchmarks.picture import Panel, draw_panels
 from configs.files import write_json
 from configs.schema import ConfigError
+from kernels.segments import HIDDEN
 from lra.table import named
 from models import attention
 from models.attention.feature_maps import FeatureOptions, draw_directions, features
@@ -68,7 +69,7 @@ def softmax(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, own: bool = True) ->
     """Exact attention in both directions; without ``own`` a query does not see its own key."""
     scores_BHTS = jnp.einsum("bthd,bshd->bhts", q_BTHD, k_BTHD) / np.sqrt(D)
     if not own:
-        scores_BHTS = jnp.where(jnp.eye(T, dtype=bool)[None, None], -1e30, scores_BHTS)
+        scores_BHTS = jnp.where(jnp.eye(T, dtype=bool)[None, None], HIDDEN, scores_BHTS)
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores_BHTS), v_BTHD)
 
 

@@ -31,7 +31,7 @@ from jax import Array, lax
 
 from configs.schema import ConfigError
 from kernels.grouped_attention import Part, combine, grouped_attention, with_neighbours
-from kernels.segments import runs_of
+from kernels.segments import HIDDEN, runs_of
 from models.attention.directions import Directions
 from models.attention.key_values import KeyValues
 from models.attention.self_attention import SelfAttention, rotate
@@ -268,5 +268,5 @@ def _near(query_place: Array, key_place: Array) -> Array:
 
 def _or_itself(parts: list[Part], v_BHNTD: Array) -> Array:
     """One softmax over all parts; a token that sees nothing in any of them sees itself."""
-    alone_BHNT = jnp.stack([part.logsumexp_BHNT for part in parts]).max(axis=0) < -1e29
+    alone_BHNT = jnp.stack([part.logsumexp_BHNT for part in parts]).max(axis=0) < HIDDEN / 2
     return jnp.where(alone_BHNT[..., None], v_BHNTD, combine(parts))

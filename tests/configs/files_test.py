@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,21 @@ def test_a_folder_appears_when_it_is_whole(tmp_path):
         (beside / "a").write_text("1")
         raise KeyError
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_empty_folder_that_is_the_present_one_is_taken(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with files.replacing(Path()) as beside:
+        beside.mkdir()
+        (beside / "a").write_text("1")
+    assert [p.name for p in tmp_path.rglob("*")] == ["here", "a"]
+
+
+def test_what_went_wrong_is_told_though_nothing_can_be_cleaned_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.unlink", full)
+    with pytest.raises(KeyError), files.replacing(tmp_path / "out"):
+        raise KeyError
 
 
 def test_text_is_written_as_it_is(tmp_path):
