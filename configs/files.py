@@ -5,12 +5,11 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
-@contextmanager
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A name beside ``path``, for a file or a folder that takes its place at the end, and goes where that is not
     reached. A folder takes the place of none or of an empty one."""
@@ -19,9 +18,11 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield beside
         beside.replace(path)
-    finally:
-        with contextlib.suppress(OSError):  # what went wrong before is what is told
-            shutil.rmtree(beside) if beside.is_dir() else beside.unlink()
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        with contextlib.suppress(OSError):  # what went wrong before is what is told; a folder has gone already
+            beside.unlink()
+        raise
 
 
 def write_text(path: Path, text: str) -> None:

@@ -27,7 +27,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_collection_finish() -> None:
-    """Has the garbage collector pass over what is imported, which stays: a twentieth of the time."""
+    """Has the garbage collector pass over what is imported, which stays."""
     gc.collect()
     gc.freeze()
 

@@ -88,7 +88,7 @@ def test_usage_errors_are_told_before_any_work(recipe, flags, message, capsys, m
 def test_learned_positions_have_no_loss_past_their_end(tmp_path, recipe):
     folder = tmp_path / "run"
     with tiny.settings():
-        assert tiny.run(tiny.make(tmp_path), "--run-dir", folder, "--train.steps", 1) == 0
+        assert tiny.run(tiny.make(tmp_path), "--run-dir", folder, "--model.layers", 1, "--train.steps", 1) == 0
     with pytest.raises(ConfigError, match="the model has positions for 32 tokens and none beyond"):
         endless.losses(folder, None, 1)
     found = endless.losses(folder, 32, 2)

@@ -74,11 +74,11 @@ def tokens_of(sampler: Sampler, prompt_T: np.ndarray, sampling: Sampling, **opti
     return np.concatenate(list(sampler.generate(prompt_T, sampling, **options)), axis=1)
 
 
-@pytest.mark.parametrize(("positions", "modes", "pieces"), [("learned", EACH_STATE, (4, 8)), ("rotary", MODES, (8,))],
+@pytest.mark.parametrize(("positions", "modes"), [("learned", EACH_STATE), ("rotary", MODES)],
                          ids=["learned", "rotary, every mode"])
-def test_token_by_token_is_the_parallel_model(positions, modes, pieces, monkeypatch):
+def test_token_by_token_is_the_parallel_model(positions, modes, monkeypatch):
     """Logits and greedy text, of a layer of each mode, after a prompt in pieces, the last of which are added later."""
-    monkeypatch.setattr(sampler_module, "PREFILL_TOKENS", pieces)
+    monkeypatch.setattr(sampler_module, "PREFILL_TOKENS", (4, 8))
     model = make_model(*modes, positions=positions, context=40)
     sampler, prompt_T = Sampler(model), np.where(prompt_of(19) == 0, 7, prompt_of(19))  # 0 fills up pieces
     first = sampler.encode(prompt_T[:11])
