@@ -121,6 +121,9 @@ DECODES = (
 bits."""
 STEP_FORMS = ("chunked:chunked", "chunked:pallas_gpu")
 """Forms whose training step is compiled beside that of each mode."""
+WHOLE = ("pallas_gpu", "cudnn")
+"""Forms whose training step is compiled with all its layers. The others are all XLA's own: of them two layers tell as
+much as twelve, and compile sooner."""
 
 
 @dataclass(frozen=True)
@@ -208,18 +211,19 @@ def inspect(dump: Path, architecture: str) -> list[Kernel]:
     launches: dict[str, tuple[int, int]] = {}
     for path in dump.glob("*thunk_sequence.txt"):
         launches |= read_launches(path.read_text())
+    # Constants have a file of their own.
+    paths = [str(path) for path in sorted(dump.glob("*.ptx")) if ".entry" in path.read_text()]
+    if not paths:
+        return []
+    # All in one go: a kernel takes less time than the assembler's start.
+    command = [f"{cuda_folder()}/bin/ptxas", "-v", f"-arch={architecture}", *paths, "-o", "/dev/null"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"ptxas: {(ended.stderr or ended.stdout).strip().splitlines()[-1]}")
     kernels = []
-    for path in sorted(dump.glob("*.ptx")):
-        # Constants have a file of their own.
-        if ".entry" not in path.read_text():
-            continue
-        command = [f"{cuda_folder()}/bin/ptxas", "-v", f"-arch={architecture}", str(path), "-o", "/dev/null"]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            raise RuntimeError(f"ptxas: {(ended.stderr or ended.stdout).strip().splitlines()[-1]}")
-        for kernel in read_assembler(ended.stdout + ended.stderr):
-            threads, shared = launches.get(kernel.name, (None, 0))
-            kernels.append(replace(kernel, threads=threads, shared_bytes=kernel.shared_bytes + shared))
+    for kernel in read_assembler(ended.stdout + ended.stderr):
+        threads, shared = launches.get(kernel.name, (None, 0))
+        kernels.append(replace(kernel, threads=threads, shared_bytes=kernel.shared_bytes + shared))
     return kernels
 
 
@@ -292,7 +296,7 @@ def lower_step(target: Target, form: str) -> jax.stages.Lowered:
         taken = implementation(config, VOCABULARY)
         if computed and taken != computed:
             raise NotImplementedError(f"{form}: the layers take {taken}")
-        if taken is None:  # no kernel to choose from: two layers of it tell as much as twelve, and compile sooner
+        if taken not in WHOLE:
             config = replace(config, model=replace(config.model, layers=2))
     return target.lower_step(config, VOCABULARY)
 

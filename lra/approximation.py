@@ -15,6 +15,7 @@ error stays.
 """
 
 import argparse
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -90,9 +91,13 @@ def mode(name: str, seed: int, **options: Any) -> SelfAttention:
 
 def mixed(module: SelfAttention, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array) -> Array:
     """The mode's attention in both directions."""
+    return _mixed(*nnx.split(module), q_BTHD, k_BTHD, v_BTHD)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # once for all draws
+def _mixed(graph: Any, state: Any, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array) -> Array:
     x_BTE = jnp.zeros((B, T, H * D))
-    return jax.jit(lambda *qkv: module.mix(*qkv, x_BTE=x_BTE, causal=False, segment_ids_BT=None))(
-        q_BTHD, k_BTHD, v_BTHD)
+    return nnx.merge(graph, state).mix(q_BTHD, k_BTHD, v_BTHD, x_BTE=x_BTE, causal=False, segment_ids_BT=None)
 
 
 def over_draws(measure: Callable[[int], float], draws: int) -> float:
@@ -123,9 +128,8 @@ def linformer(draws: int) -> dict[str, dict[int, float]]:
     exact = softmax(q, k, v)
     transform = optax.adam(FIT_RATE)
 
-    def measure(count: int, seed: int) -> float:
-        graph, e, rest = nnx.split(mode("linformer", seed, k=count), nnx.PathContains("projection_KS"), ...)
-
+    @functools.partial(jax.jit, static_argnums=0)
+    def fitted(graph: Any, e: Any, rest: Any) -> Any:
         def distance(e: Any) -> Array:
             return jnp.mean((mixed(nnx.merge(graph, e, rest), q, k, v) - exact) ** 2)
 
@@ -135,8 +139,11 @@ def linformer(draws: int) -> dict[str, dict[int, float]]:
             return optax.apply_updates(e, updates), moments
 
         start = jax.tree.map(lambda x: x / np.sqrt(T), e)  # so that sums are about as long as keys
-        fitted, _ = jax.jit(lambda e: lax.fori_loop(0, FIT_STEPS, fit, (e, transform.init(e))))(start)
-        return error(mixed(nnx.merge(graph, fitted, rest), q, k, v), exact)
+        return lax.fori_loop(0, FIT_STEPS, fit, (start, transform.init(start)))[0]
+
+    def measure(count: int, seed: int) -> float:
+        graph, e, rest = nnx.split(mode("linformer", seed, k=count), nnx.PathContains("projection_KS"), ...)
+        return error(mixed(nnx.merge(graph, fitted(graph, e, rest), rest), q, k, v), exact)
 
     return {"linformer": {count: over_draws(lambda seed: measure(count, seed), min(draws, 3))  # noqa: B023
                           for count in K}}

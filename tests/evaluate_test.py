@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiktoken
+from flax import nnx
 
 import evaluate
 from comparison.runs import load_evaluations
@@ -88,9 +89,14 @@ def test_the_loss_is_that_of_the_val_lines(folder, capsys):
     assert [path.name for path in (folder / "none").glob("*.tmp")] == []
 
 
+@nnx.jit
+def forward(model, tokens_BT) -> jax.Array:
+    return model(tokens_BT)
+
+
 def losses(model, tokens_T) -> np.ndarray:
     """Nats of every token but the first, of one plain forward pass."""
-    logits_TV = np.asarray(model(jnp.asarray(tokens_T[None, :-1]))[0], np.float64)
+    logits_TV = np.asarray(forward(model, jnp.asarray(tokens_T[None, :-1]))[0], np.float64)
     return np.log(np.exp(logits_TV).sum(axis=1)) - logits_TV[np.arange(len(logits_TV)), tokens_T[1:]]
 
 

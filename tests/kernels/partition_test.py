@@ -46,7 +46,8 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"}
     ended = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, cwd=Path(__file__).parents[2],
                            capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
