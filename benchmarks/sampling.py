@@ -5,10 +5,10 @@
     python -m benchmarks.sampling --recipe configs/quickstart.py --batches 1,16 --prompt 16384 --peer transformers
 
 Through the sampler that ``sample.py`` uses, from models without positions, which go on for ever. What decoding keeps of
-the text before is filled with random numbers: no text is read. A size is one of GPT-2's, with softplus features;
-without ``--sizes`` the model is that of ``--width``, ``--layers``, ``--heads`` and ``--vocabulary``, or that of
-``--recipe``, with its own positions. The modes take turns, and so do positions where they all fit into memory; figures
-are medians.
+the text before is filled with random numbers: no text is read. Every sample is of the same 128 tokens, from the
+position on. A size is one of GPT-2's, with softplus features; without ``--sizes`` the model is that of ``--width``,
+``--layers``, ``--heads`` and ``--vocabulary``, or that of ``--recipe``, with its own positions. The modes take turns,
+and so do positions where they all fit into memory; figures are medians.
 
 ``bandwidth`` is the share of the memory's bandwidth, by data sheet, that reading what a token needs takes: every
 parameter once, in the number format of the products, and the state, or the keys and values that are filled, of each
@@ -45,7 +45,7 @@ from models.gpt import GPT
 from models.sampler import TOKENS_PER_CALL, Sampler, Sampling
 
 CALLS_PER_SAMPLE = 4
-"""Pieces of text in a sample, drawn one after the other without a wait between."""
+"""Pieces of text in a sample, drawn one after the other without a wait between; the next one begins where it did."""
 TOGETHER_BYTES = 2**30
 """All positions take turns where what they keep is no more than this."""
 HEADINGS = ("size", "batch", "position", "mode", "ms/token", "fastest", "samples", "tokens/s", "bandwidth",
@@ -139,8 +139,8 @@ def measure(samplers: dict[str, Sampler], positions: Sequence[int], batch: int, 
             row.bytes_read = kept[mode, position]
             try:
                 report.check_memory(row.bytes_read)
-                calls = CALLS_PER_SAMPLE * (repeats + 3)  # three warm up
-                cases[mode, position] = _sample(samplers[mode].continuation(position, samples=batch, calls=calls))
+                cases[mode, position] = _sample(samplers[mode].continuation(
+                    position, samples=batch, calls=CALLS_PER_SAMPLE))
                 jax.block_until_ready(cases[mode, position]())
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
                 cases.pop((mode, position), None)

@@ -1,6 +1,7 @@
 """Sampling from a GPT: the prompt in parallel form, then token by token from what decoding keeps."""
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -308,7 +309,7 @@ class Sampler:
 
         Args:
             position: tokens before, the same in every row.
-            calls: bound on the calls of what is returned.
+            calls: of what is returned, after which the next one is at ``position`` again.
             samples: B.
             sampling: how tokens are drawn; None: the default.
 
@@ -339,8 +340,18 @@ class Sampler:
         carry = self._begin(jax.device_put(jax.jit(fill)(), self._device))
         keys_B2, settings = jax.device_put(_arrays(sampling or Sampling(), samples), self._device)
 
+        @functools.partial(jax.jit, donate_argnums=0)
+        def back(memory: Memory) -> Memory:
+            return jax.tree.map(lambda x: jnp.full_like(x, position) if jnp.issubdtype(x.dtype, jnp.integer) else x,
+                                memory)
+
+        drawn = 0
+
         def draw_piece() -> Array:
-            nonlocal carry
+            nonlocal carry, drawn
+            if drawn == calls:
+                carry, drawn = (back(carry[0]), carry[1]), 0
+            drawn += 1
             _, tokens_BT, memory, ended_B = self._decode(self._leaves, *carry, keys_B2, settings,
                                                          np.int32(TOKENS_PER_CALL), False)
             carry = memory, ended_B

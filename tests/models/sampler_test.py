@@ -249,6 +249,18 @@ def test_a_continuation_needs_no_prompt():
     assert (pieces[0] != pieces[1]).any()
 
 
+def test_a_continuation_comes_back_to_its_position(monkeypatch):
+    """Or what is measured at a position would be the time at those after it."""
+    sampler, positions = Sampler(make_model(*EACH_STATE, positions="none")), []
+    decode = sampler._decode
+    monkeypatch.setattr(sampler, "_decode", lambda leaves, memory, *rest: (
+        positions.append(memory.cache.position_B.tolist()), decode(leaves, memory, *rest))[1])
+    draw_piece = sampler.continuation(5000, calls=2, samples=2)
+    pieces = [draw_piece() for _ in range(5)]
+    assert positions == [[place] * 2 for place in (5000, 5000 + TOKENS_PER_CALL) * 2 + (5000,)]
+    assert all(piece.shape == (2, TOKENS_PER_CALL) for piece in pieces)
+
+
 def test_weights_are_kept_in_the_number_format_of_the_products():
     """So that half the bytes are read for a token; the model itself stays as it is."""
     config = ModelConfig(layers=1, heads=2, width=16, context=8, dtype="bfloat16", attention=("linear",))
