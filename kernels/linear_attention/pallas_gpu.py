@@ -1,25 +1,30 @@
 """Causal linear attention on a GPU: one Pallas kernel, launched for the output and for each gradient.
 
-With S and z the state before a chunk, g = dy / (denominator + ε) and d = −g·y, everything that linear attention and its
+With S and z the state before a chunk, r = 1 / (denominator + ε) and e = −dy·y, everything that linear attention and its
 gradient need is a causal sum of one kind,
 
     out_i = Σ_j (a_i·b_j) c_j = a_iᵀ State + Σ_{j in the chunk} (a_i·b_j) c_j,      State = Σ_{j before} b_j c_jᵀ
 
-    numerator   a = φ(q)     b = φ(k)     c = v       j ≤ i
-    dφ(q)       a = (g, d)   b = (v, 1)   c = φ(k)    j ≤ i
-    dφ(k)       a = (v, 1)   b = (g, d)   c = φ(q)    j ≥ i
-    dv          a = φ(k)     b = φ(q)     c = g       j ≥ i
+    y / r                    a = φ(q)   b = φ(k)      c = v        j ≤ i
+    dφ(q) / r − e Σ φ(k)     a = dy     b = v         c = φ(k)     j ≤ i
+    dφ(k)                    a = (v, 1) b = (dy, e)   c = r φ(q)   j ≥ i
+    dv                       a = φ(k)   b = φ(q)      c = r dy     j ≥ i
 
-where (g, d) is g with d as one more column. The kernel walks a *span* of tokens in chunks of C with the state in
+where (dy, e) is dy with e as one more column. The kernel walks a *span* of tokens in chunks of C with the state in
 registers: attention form inside the chunk, recurrent form across chunks. The normaliser is the row sum of the same
 scores plus φ(q)·z, so no sum of keys per token reaches memory. A program has the full width of a and b and a tile of
-that of c.
+that of c. Where that is the full width and a state is small, as for GPT-2, dφ(k) and dv come from one walk: the state
+of the one is that of the other turned round.
+
+With N the second sum, φ(q)·N is dy·y / r, so that e is −r φ(q)·N. Made of that, and not of y, which has been rounded,
+it has the rounding errors of N, and they cancel in dφ(q) (``state.level`` is another way). Where a program has a tile
+of N only, one walk makes e and another dφ(q).
 
 Two schedules differ in how long a span is. *Serial*: one span, the whole sequence; for many heads or short sequences.
 *Parallel*: many spans at a time, after the same walk without its outputs has summed each span's b cᵀ and a product with
 a triangle of ones (or a ``lax.scan``) has carried the sums across spans; for few heads and long sequences.
 
-Saved for the backward pass are q, k, v, y and the denominator; states are computed again. Nothing is added up by
+Saved for the backward pass are q, k, v and the denominator; states are computed again. Nothing is added up by
 atomics: two runs give the same bits. No product has a transposed score matrix as its operand: Triton has got that wrong
 on Hopper GPUs (flash-linear-attention, pull request 826).
 
@@ -28,7 +33,7 @@ Quality in Linear Time", 2022 (chunks); Beck et al., "Tiled Flash Linear Attenti
 """
 
 import functools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -38,7 +43,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from kernels import device
-from kernels.linear_attention.state import EPSILON, State, level
+from kernels.linear_attention.state import EPSILON, State
 from kernels.linear_attention.tuning import Plan, Tiles, plan
 from kernels.partition import by_batch_and_heads
 
@@ -48,6 +53,10 @@ CHUNKS = (16, 32, 64, 128)
 """Chunk lengths: the GPU's matrix units and Triton's blocks want powers of two, of at least 16."""
 SLAB = 64
 """Columns of a float32 operand of a product at once: the matrix units hold such operands in registers."""
+COLUMNS = 16
+"""Columns of a sum that is computed as a product: the fewest that the matrix units take."""
+JOINED = 64 * 64
+"""Elements of a state beside which a program has registers for two gradients."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -137,15 +146,15 @@ class _Walk(NamedTuple):
     precision: lax.Precision | lax.DotAlgorithmPreset
     reverse: bool = False
     """From the last chunk to the first, j ≥ i."""
-    extra: Literal["query", "key"] | None = None
-    """Which of a and b has one more column; the other's is of ones."""
+    sums: Literal["b", "c"] = "b"
+    """What ``total`` is the sum of; weighted with e in reverse."""
 
 
 def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
     """A program: one sequence, head, span and tile of c. ``refs`` has the names of :func:`_launch`.
 
-    Beside the state goes a vector, ``total``: the row that a further column adds to the state, or, where a and b have
-    none or there are no outputs, the sum of b.
+    Beside the state goes ``total``, the sum of b or of c. It is added up, and read, by products too: a sum over the
+    rows of a chunk takes many times the instructions.
     """
     b_ref, c_ref = refs["b"], refs["c"]
     (span, W), C = b_ref.shape, walk.tiles.chunk
@@ -154,7 +163,7 @@ def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
     slabs = [pl.ds(first, slab) for first in range(0, W, slab)]
     pieces: list[Any] = []
     if "total" in refs or "end_total" in refs:
-        pieces = [pl.ds(0, c_ref.shape[1])] if _sums_c(refs, walk) else slabs
+        pieces = slabs if walk.sums == "b" else [pl.ds(0, c_ref.shape[1])]
 
     def dot(x: Array, y: Array, contract: tuple[int, int]) -> Array:
         return lax.dot_general(x, y, (((contract[0],), (contract[1],)), ((), ())), precision=walk.precision,
@@ -165,6 +174,8 @@ def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
         n = chunks - 1 - i if walk.reverse else i
         rows = pl.ds(n * C, C)
         held: dict[str, list[Array]] = {}
+        r = refs["r"][rows] if "r" in refs else None
+        e = refs["e"][rows] if "e" in refs and "q" not in refs else None
 
         def take(name: str) -> Iterable[Array]:
             """The slabs of a chunk of a or b; where there are many, loaded at every use rather than held."""
@@ -173,8 +184,9 @@ def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
                         for columns in slabs)
             return held.setdefault(name, [refs[name][rows, columns].astype(walk.operand) for columns in slabs])
 
-        c = c_ref[rows, :].astype(walk.operand)
-        extra: Any = refs["extra"][rows] if "extra" in refs else None
+        c = unscaled = c_ref[rows, :].astype(walk.operand)
+        if walk.reverse and r is not None:
+            c = (c.astype(jnp.float32) * r[:, None]).astype(walk.operand)
         runs = reads = writes = None
         if "runs_BT" in refs:
             runs, incoming, outgoing = refs["runs_BT"][rows], refs["incoming_BN"][n], refs["outgoing_BN"][n]
@@ -183,60 +195,105 @@ def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
                 reads, writes = writes, reads
             states, totals = jax.tree.map(lambda x: jnp.where(incoming == outgoing, x, 0.0), (states, totals))
         if pieces:
-            summed = (_only(writes, x).astype(jnp.float32) for x in ([c] if _sums_c(refs, walk) else take("b")))
-            if walk.extra == "key":
-                summed = (x * extra[:, None] for x in summed)
-            totals = tuple(total + jnp.sum(x, axis=0) for total, x in zip(totals, summed, strict=True))
+            # With r in the weights c is taken as it lies in memory.
+            weight = jnp.ones((C,), jnp.float32)
+            if walk.reverse and e is not None:
+                weight = e if r is None else e * r
+            weights = _weights(weight).astype(walk.operand)
+            totals = tuple(total + dot(_only(writes, x), weights, (0, 0)) for total, x in zip(
+                totals, take("b") if walk.sums == "b" else [unscaled], strict=True))
 
-        if "out" in refs:
-            scores = _sum(dot(x, y, (1, 1)) for x, y in zip(take("a"), take("b"), strict=True))
-            if walk.extra is not None:
-                scores += extra[:, None] if walk.extra == "query" else extra[None, :]
+        if "a" in refs:
             i_C = lax.broadcasted_iota(jnp.int32, (C, C), 0)
             j_C = lax.broadcasted_iota(jnp.int32, (C, C), 1)
             seen = i_C <= j_C if walk.reverse else i_C >= j_C
             if runs is not None:
                 seen &= (runs[:, None] == runs[None, :]) & (runs >= 0)[:, None]
-            scores = jnp.where(seen, scores, 0.0)
-            denominator = None
-            if "denominator" in refs and not walk.extra:
-                # Every tile of c writes the same.
-                denominator = jnp.sum(scores, axis=1) + _sum(
-                    jnp.sum(_only(reads, x).astype(jnp.float32) * total[None, :], axis=1)
-                    for x, total in zip(take("a"), before_totals, strict=True))
+
+            def inside(scores: Array) -> Array:
+                return jnp.where(seen, scores, 0.0)
+
+            def read_total() -> Array:
+                """A row for each token."""
+                return dot(jnp.ones((C, COLUMNS), walk.operand), _parts(before_totals[0]).astype(walk.operand), (1, 1))
+
+            scores = _sum(dot(x, y, (1, 1)) for x, y in zip(take("a"), take("b"), strict=True))
+            if walk.reverse and e is not None:
+                scores += e[None, :]
+            scores = inside(scores)
+            out = _sum(dot(x, state.astype(walk.operand), (1, 0)) for x, state in zip(take("a"), before, strict=True))
+            if walk.sums == "c" and walk.reverse:
+                out += read_total()
+            out = _only(reads, out) + dot(scores.astype(walk.operand), c, (1, 0))
+            if "denominator" in refs:
+                # Every tile of c writes the same. A product of float32 would take the registers that others need.
+                weighted = (dot(x, _parts(total).astype(walk.operand), (1, 0)) if walk.operand == jnp.bfloat16 else
+                            x * _from_columns(total)[None, :]
+                            for x, total in zip(take("a"), before_totals, strict=True))
+                denominator = jnp.sum(scores, axis=1) + _only(reads, _sum(jnp.sum(x, axis=1) for x in weighted))
                 refs["denominator"][rows] = denominator
-            out = dot(scores.astype(walk.operand), c, (1, 0)) + _sum(
-                dot(_only(reads, x), state.astype(walk.operand), (1, 0))
-                for x, state in zip(take("a"), before, strict=True))
-            if denominator is not None:
-                out /= denominator[:, None] + EPSILON
-            if walk.extra is not None:
-                weight = extra if walk.extra == "query" else jnp.ones((C,), jnp.float32)
-                out += _only(reads, weight)[:, None] * before_totals[0][None, :]
-            if "q" in refs:
-                out = level(out, refs["q"][rows, :].astype(jnp.float32), totals[0][None, :], extra,
-                            refs["denominator"][rows], writes)
-            refs["out"][rows, :] = out.astype(refs["out"].dtype)
+                r = 1 / (denominator + EPSILON)
+            if "q" in refs and r is not None:
+                e = -r * jnp.sum(refs["q"][rows, :].astype(jnp.float32) * out, axis=1)
+                refs["e"][rows] = e
+            if not walk.reverse and e is not None:
+                out += e[:, None] * (_only(reads, read_total()) + dot(seen.astype(walk.operand), c, (1, 0)))
+            if not walk.reverse and r is not None:
+                out *= r[:, None]
+            if "out" in refs:
+                refs["out"][rows, :] = out.astype(refs["out"].dtype)
+
+            if "other" in refs:
+                d = refs["d"][rows, :].astype(walk.operand)
+                scores = inside(dot(d, c, (1, 1))).astype(walk.operand)
+                for columns, x, state in zip(slabs, take("b"), before, strict=True):
+                    other = _only(reads, dot(d, state.astype(walk.operand), (1, 1))) + dot(scores, x, (1, 0))
+                    refs["other"][rows, columns] = other.astype(refs["other"].dtype)
 
         states = tuple(state + dot(_only(writes, x), c, (0, 0)) for state, x in zip(states, take("b"), strict=True))
         return states, totals
 
     if "state" in refs:
-        start = tuple(refs["state"][columns, :] for columns in slabs), tuple(refs["total"][piece] for piece in pieces)
+        start = (tuple(refs["state"][columns, :] for columns in slabs),
+                 tuple(_columns(refs["total"][piece]) for piece in pieces))
     else:
         start = (tuple(jnp.zeros((slab, c_ref.shape[1]), jnp.float32) for _ in slabs),
-                 tuple(jnp.zeros((piece.size,), jnp.float32) for piece in pieces))
+                 tuple(jnp.zeros((piece.size, COLUMNS), jnp.float32) for piece in pieces))
     states, totals = lax.fori_loop(0, chunks, step, start)
     if "end_state" in refs:
         for columns, state in zip(slabs, states, strict=True):
             refs["end_state"][columns, :] = state
     if "end_total" in refs:
         for piece, total in zip(pieces, totals, strict=True):
-            refs["end_total"][piece] = total
+            refs["end_total"][piece] = _from_columns(total)
 
 
-def _sums_c(names: Container[str], walk: _Walk) -> bool:
-    return "a" in names and walk.extra is not None
+def _weights(x_C: Array) -> Array:
+    """The factor of a product with which rows are summed with these weights, (C, COLUMNS): in the first and the third
+    column rounded to 8 bits, in the second what that leaves."""
+    rounded_C = x_C.astype(jnp.bfloat16).astype(jnp.float32)
+    return jnp.where(_column(x_C) == 1, (x_C - rounded_C)[:, None], rounded_C[:, None])
+
+
+def _columns(total_W: Array) -> Array:
+    """A total as such products add to it, (W, COLUMNS)."""
+    return jnp.where(_column(total_W) == 1, 0.0, total_W[:, None])
+
+
+def _from_columns(total_WX: Array) -> Array:
+    """The inverse of :func:`_columns`."""
+    return jnp.sum(jnp.where(_column(total_WX) < 2, total_WX, 0.0), axis=1)
+
+
+def _parts(total_WX: Array) -> Array:
+    """The factor of a product that reads a total: columns whose sum it is, of 8 bits each."""
+    rounded_WX = total_WX.astype(jnp.bfloat16).astype(jnp.float32)
+    column_WX = _column(total_WX)
+    return jnp.where(column_WX < 2, rounded_WX, jnp.where(column_WX == 2, total_WX - rounded_WX, 0.0))
+
+
+def _column(x: Array) -> Array:
+    return lax.broadcasted_iota(jnp.int32, (len(x), COLUMNS), 1)
 
 
 def _sum(parts: Iterable[Array]) -> Array:
@@ -272,16 +329,16 @@ def _launch(walk: _Walk, outputs: Sequence[str], span: int, segments: _Segments,
 
     Args:
         walk: how.
-        outputs: names among ``out`` (B, T, H, U), ``denominator`` (B, H, T), by which out is then divided,
-            ``end_state`` (B, H, spans, W, U) and ``end_total`` (B, H, spans, W or U).
+        outputs: names among ``out`` (B, T, H, U), ``other`` (B, T, H, W) in a's number format, ``denominator``
+            (B, H, T), ``e`` (tiles, B, H, T), ``end_state`` (B, H, spans, W, U), ``end_total`` (B, H, spans, W or U).
         span: tokens of a span, whole chunks; T is in whole spans.
         segments: of chunks of ``walk.tiles.chunk``.
         b: (B, T, H, W); W a power of two.
         c: (B, T, H, U); U alike.
         out_dtype: of ``out``.
-        others: ``a`` (B, T, H, W); ``extra`` (B, H, T), the further column; ``state`` and ``total`` before each span
-            (after it, in reverse), which are zero where not given; where out is to be levelled, ``q`` (B, T, H, U) and
-            ``denominator`` (B, H, T). None is none.
+        others: ``a`` (B, T, H, W); ``r`` and ``e``, (B, H, T); ``q`` (B, T, H, U), out of which e is made, each tile's
+            share; ``state`` and ``total`` before each span (after it, in reverse), which are zero where not given;
+            where U is one tile, ``d`` (B, T, H, U) for the other sum, Σ_i (d_j·c_i) b_i. None is none.
 
     Returns:
         the outputs by name.
@@ -291,7 +348,7 @@ def _launch(walk: _Walk, outputs: Sequence[str], span: int, segments: _Segments,
     tile = min(U, walk.tiles.tile)
     inputs = {name: array for name, array in {"b": b, "c": c, **others, **segments._asdict()}.items()
               if array is not None}
-    total = U if _sums_c(inputs, walk) else W
+    total = W if walk.sums == "b" else U
     # Grid: tiles, heads, spans, sequences. The first is the fastest, so programs that run at a time read neighbouring
     # heads, whose memory is contiguous.
     whole = pl.BlockSpec((None, span, None, W), lambda u, h, s, b: (b, s, h, 0))
@@ -299,19 +356,24 @@ def _launch(walk: _Walk, outputs: Sequence[str], span: int, segments: _Segments,
     column = pl.BlockSpec((None, None, span), lambda u, h, s, b: (b, h, s))
     by_chunk = pl.BlockSpec((None, span // C), lambda u, h, s, b: (b, s))
     state = pl.BlockSpec((None, None, None, W, tile), lambda u, h, s, b: (b, h, s, 0, u))
-    vector = (pl.BlockSpec((None, None, None, tile), lambda u, h, s, b: (b, h, s, u)) if _sums_c(inputs, walk) else
-              pl.BlockSpec((None, None, None, W), lambda u, h, s, b: (b, h, s, 0)))
+    vector = (pl.BlockSpec((None, None, None, W), lambda u, h, s, b: (b, h, s, 0)) if walk.sums == "b" else
+              pl.BlockSpec((None, None, None, tile), lambda u, h, s, b: (b, h, s, u)))
     specs = {
-        "a": whole, "b": whole, "c": tiled, "q": tiled, "out": tiled, "extra": column, "denominator": column,
+        "a": whole, "b": whole, "other": whole, "c": tiled, "d": tiled, "q": tiled, "out": tiled,
+        "e": column, "r": column, "denominator": column,
         "runs_BT": pl.BlockSpec((None, span), lambda u, h, s, b: (b, s)), "incoming_BN": by_chunk,
         "outgoing_BN": by_chunk, "state": state, "end_state": state, "total": vector, "end_total": vector,
     }
     shapes = {
         "out": jax.ShapeDtypeStruct((B, T, H, U), out_dtype),
+        "other": jax.ShapeDtypeStruct((B, T, H, W), inputs["a"].dtype if "a" in inputs else out_dtype),
         "denominator": jax.ShapeDtypeStruct((B, H, T), jnp.float32),
+        "e": jax.ShapeDtypeStruct((U // tile, B, H, T), jnp.float32),
         "end_state": jax.ShapeDtypeStruct((B, H, spans, W, U), jnp.float32),
         "end_total": jax.ShapeDtypeStruct((B, H, spans, total), jnp.float32),
     }
+    if "q" in inputs:
+        specs["e"] = pl.BlockSpec((None, None, None, span), lambda u, h, s, b: (u, b, h, s))
     results = pl.pallas_call(
         lambda *refs: _kernel(dict(zip([*inputs, *outputs], refs, strict=True)), walk),
         grid=(U // tile, H, spans, B),
@@ -326,11 +388,11 @@ def _launch(walk: _Walk, outputs: Sequence[str], span: int, segments: _Segments,
 
 
 def _name(outputs: Sequence[str], walk: _Walk) -> str:
-    if "out" not in outputs:
-        return "state_gradients" if walk.reverse else "states"
-    if walk.reverse:
-        return "dk" if walk.extra else "dv"
-    return "dq" if walk.extra else "forward"
+    if "out" in outputs:
+        if walk.reverse:
+            return "dv" if walk.sums == "b" else "dk_dv" if "other" in outputs else "dk"
+        return "forward" if walk.sums == "b" else "dq"
+    return "e" if "e" in outputs else "state_gradients" if walk.reverse else "states"
 
 
 def _carry(updates: State, segments: _Segments, initial: State, *, reverse: bool, scan: bool) -> tuple[State, State]:
@@ -430,39 +492,13 @@ def _before(state: State) -> dict[str, Array]:
 
 def _turned(state: State) -> State:
     """States with rows and columns exchanged."""
-    return State(state.s_BHMD.swapaxes(3, 4), state.z_BHM)
+    return State(state.s_BHMD.swapaxes(-2, -1), state.z_BHM)
 
 
-def _states(walk: _Walk, span: int, segments: _Segments, b: Array, c: Array, extra_BHT: Array | None = None) -> State:
-    """What each span adds to the state: b cᵀ, and b weighted with the further column."""
-    walk = walk._replace(extra=None if extra_BHT is None else "key")
-    found = _launch(walk, ("end_state", "end_total"), span, segments, b, c, extra=extra_BHT)
+def _states(walk: _Walk, span: int, segments: _Segments, b: Array, c: Array, **others: Array | None) -> State:
+    """What each span adds to the state: b cᵀ, and b, weighted where there is a further column."""
+    found = _launch(walk, ("end_state", "end_total"), span, segments, b, c, **others)
     return State(found["end_state"], found["end_total"])
-
-
-def _level(dq: Array, q: Array, k: Array, d_BHT: Array, denominator_BHT: Array, initial: State, segments: _Segments,
-           C: int) -> Array:
-    """``level`` where no program has the whole width of φ(q): after the kernel, with the keys' sum after each chunk."""
-
-    def chunks(x: Array) -> Array:
-        return x.reshape(len(x), -1, C, *x.shape[2:])
-
-    k_BNCHM, within_BNC1 = chunks(k).astype(jnp.float32), None
-    runs_BS = jnp.zeros((len(k), k_BNCHM.shape[1] + 1), jnp.int32)
-    if segments.runs_BT is not None and segments.incoming_BN is not None and segments.outgoing_BN is not None:
-        runs_BS = jnp.concatenate([segments.incoming_BN[:, :1], segments.outgoing_BN], axis=1)
-        within_BNC1 = (chunks(segments.runs_BT) == segments.outgoing_BN[:, :, None])[..., None]
-        k_BNCHM = jnp.where(within_BNC1[..., None], k_BNCHM, 0)
-    parts_BSHM = jnp.concatenate([initial.z_BHM[:, None], k_BNCHM.sum(axis=2)], axis=1)
-    starts_BS11 = jnp.diff(runs_BS, axis=1, prepend=runs_BS[:, :1])[:, :, None, None] != 0
-
-    def add(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
-        return jnp.where(right[1], right[0], left[0] + right[0]), left[1] | right[1]
-
-    z_BNHM = lax.associative_scan(add, (parts_BSHM, starts_BS11), axis=1)[0][:, 1:]
-    dq_BNCHM = level(chunks(dq), chunks(q).astype(jnp.float32), z_BNHM[:, :, None], chunks(d_BHT.swapaxes(1, 2)),
-                     chunks(denominator_BHT.swapaxes(1, 2)), within_BNC1)
-    return dq_BNCHM.reshape(dq.shape)
 
 
 Choose = Callable[[int, int, int, int, int, jnp.dtype], Plan]
@@ -484,23 +520,23 @@ def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, choose)
     y_BTHD, s_BHMD, z_BHM, *denominator = by_batch_and_heads(
         forward, ["bthm", "bthm", "bthd", "bhmd", "bhm", "bt"][:5 + len(runs)],
         ["bthd", "bhmd", "bhm", "bht"][:3 + normalize])(q_BTHM, k_BTHM, v_BTHD, *initial, *runs)
-    return (y_BTHD, State(s_BHMD, z_BHM)), (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, y_BTHD, denominator)
+    return (y_BTHD, State(s_BHMD, z_BHM)), (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, denominator)
 
 
 def _attend_backward(normalize, choose, saved, gradients):
-    q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, y_BTHD, denominator = saved
+    q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, denominator = saved
     dy_BTHD, dend = gradients
 
-    def backward(q_BTHM, k_BTHM, v_BTHD, y_BTHD, dy_BTHD, s_BHMD, z_BHM, ds_BHMD, dz_BHM, *others):
-        return _backward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), others[-1] if runs else None, y_BTHD,
+    def backward(q_BTHM, k_BTHM, v_BTHD, dy_BTHD, s_BHMD, z_BHM, ds_BHMD, dz_BHM, *others):
+        return _backward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), others[-1] if runs else None,
                          others[0] if normalize else None, dy_BTHD, State(ds_BHMD, dz_BHM), choose)
 
     runs = [] if runs_BT is None else [runs_BT]
     dq_BTHM, dk_BTHM, dv_BTHD, ds_BHMD, dz_BHM = by_batch_and_heads(
         backward,
-        ["bthm", "bthm", "bthd", "bthd", "bthd", *["bhmd", "bhm"] * 2, *["bht"] * normalize, *["bt"] * len(runs)],
+        ["bthm", "bthm", "bthd", "bthd", *["bhmd", "bhm"] * 2, *["bht"] * normalize, *["bt"] * len(runs)],
         ["bthm", "bthm", "bthd", "bhmd", "bhm"],
-    )(q_BTHM, k_BTHM, v_BTHD, y_BTHD, dy_BTHD, *initial, *dend, *denominator, *runs)
+    )(q_BTHM, k_BTHM, v_BTHD, dy_BTHD, *initial, *dend, *denominator, *runs)
     return dq_BTHM, dk_BTHM, dv_BTHD, State(ds_BHMD, dz_BHM), None
 
 
@@ -527,7 +563,7 @@ def _forward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_B
     return (*results, found["denominator"][:, :, :T]) if normalize else results
 
 
-def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, y_BTHD: Array,
+def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
               denominator_BHT: Array | None, dy_BTHD: Array, dend: State, choose: Choose) -> tuple[Array, ...]:
     """Gradients of q, k, v and of the initial sums."""
     (_, T, _, M), D = q_BTHM.shape, v_BTHD.shape[3]
@@ -535,40 +571,45 @@ def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
     q, k, v, start, _, chosen = padded
     span, segments, serial = chosen.span, padded.segments(chosen.backward.chunk), chosen.schedule == "serial"
     walk = _Walk(chosen.backward, _operand_dtype(q, k, v), _precision(q, k, v))
-    back = walk._replace(reverse=True)
 
-    # y = numerator / (denominator + ε). d comes from g as the products see it, rounded: what the two have in common
-    # cancels in dφ(q), and has to cancel to the last bit.
-    g_BTHD, denominator = dy_BTHD.astype(jnp.float32), None
-    if denominator_BHT is not None:
-        g_BTHD /= denominator_BHT.swapaxes(1, 2)[..., None] + EPSILON
-        denominator = jnp.pad(denominator_BHT, ((0, 0), (0, 0), (0, -T % span)))
-    g_BTHD = g_BTHD.astype(walk.operand)
-    d_BHT = jnp.zeros((len(q), q.shape[2], T), jnp.float32)
-    if denominator_BHT is not None:
-        d_BHT = -jnp.sum(g_BTHD.astype(jnp.float32) * y_BTHD.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    g, d_BHT = _fill(g_BTHD, v.shape[3], chosen), jnp.pad(d_BHT, ((0, 0), (0, 0), (0, -T % span)))
-
-    after, dinitial = _fill_state(dend, q.shape[3], v.shape[3]), None
+    dy = _fill(dy_BTHD, v.shape[3], chosen)
     if serial:
-        before, after = _each_span(start), _each_span(after)
+        before = _each_span(start)
     else:
         before, _ = _carry(_states(walk, span, segments, k, v), segments, start, reverse=False, scan=chosen.scan)
-        after, dinitial = _carry(_states(back, span, segments, q, g, d_BHT), segments, after, reverse=True,
-                                 scan=chosen.scan)
-    # The kernel levels what it has the whole width of.
-    whole = walk.tiles.tile >= q.shape[3]
-    levelled = denominator if walk.precision == lax.Precision.DEFAULT else None
-    level_with = {"q": q, "denominator": levelled} if whole and levelled is not None else {}
-    dq = _launch(walk._replace(extra="query"), ("out",), span, segments, v, k, a=g, extra=d_BHT,
-                 **_before(_turned(before)), out_dtype=q_BTHM.dtype if whole else jnp.float32, **level_with)["out"]
-    if levelled is not None and not whole:
-        dq = _level(dq, q, k, d_BHT, levelled, start, segments, walk.tiles.chunk)
-    dk = _launch(back._replace(extra="key"), ("out", "end_total") if serial else ("out",), span, segments, g, q, a=v,
-                 extra=d_BHT, **_before(_turned(after)), out_dtype=k_BTHM.dtype)
-    dv = _launch(back, ("out", "end_state") if serial else ("out",), span, segments, q, g, a=k, state=after.s_BHMD,
-                 out_dtype=v_BTHD.dtype)
+
+    e_BHT, r_BHT = jnp.zeros((len(q), q.shape[2], q.shape[1]), jnp.float32), None
+    of_q = functools.partial(_launch, walk._replace(sums="c"), span=span, segments=segments, b=v, c=k, a=dy,
+                             out_dtype=q_BTHM.dtype, **_before(_turned(before)))
+    if denominator_BHT is None:
+        dq = of_q(("out",))["out"]
+    else:
+        r_BHT = jnp.pad(1 / (denominator_BHT + EPSILON), ((0, 0), (0, 0), (0, q.shape[1] - T)))
+        whole = walk.tiles.tile >= q.shape[3]
+        found = of_q(("out", "e") if whole else ("e",), q=q, r=r_BHT)
+        e_BHT = found["e"].sum(axis=0)
+        dq = (found if whole else of_q(("out",), e=e_BHT, r=r_BHT))["out"]
+
+    back = walk._replace(reverse=True, sums="c")
+    after, dinitial = _turned(_fill_state(dend, q.shape[3], v.shape[3])), None
+    if serial:
+        after = _each_span(after)
+    else:
+        updates = _states(back, span, segments, dy, q, r=r_BHT, e=e_BHT)
+        after, dinitial = _carry(updates, segments, after, reverse=True, scan=chosen.scan)
+    outputs = ("out", "end_state", "end_total") if serial else ("out",)
+    of_k = functools.partial(_launch, back, span=span, segments=segments, b=dy, c=q, a=v, r=r_BHT, e=e_BHT,
+                             out_dtype=k_BTHM.dtype, **_before(after))
+    if walk.tiles.tile >= q.shape[3] and walk.operand == jnp.bfloat16 and q.shape[3] * v.shape[3] <= JOINED:
+        found = of_k((*outputs, "other"), d=k)
+        dk, dv = found["out"], found["other"]
+    else:
+        found = of_k(outputs)
+        dk = found["out"]
+        dv = _launch(back._replace(sums="b"), ("out",), span, segments, q, dy, a=k, r=r_BHT,
+                     state=_turned(after).s_BHMD, out_dtype=v_BTHD.dtype)["out"]
     if dinitial is None:
-        dinitial = _only_span(State(dv["end_state"], dk["end_total"]))
-    return (dq[:, :T, :, :M].astype(q_BTHM.dtype), dk["out"][:, :T, :, :M], dv["out"][:, :T, :, :D],
+        dinitial = _only_span(State(found["end_state"], found["end_total"]))
+    dinitial = _turned(dinitial)
+    return (dq[:, :T, :, :M].astype(q_BTHM.dtype), dk[:, :T, :, :M], dv[:, :T, :, :D],
             dinitial.s_BHMD[:, :, :M, :D], dinitial.z_BHM[:, :, :M])

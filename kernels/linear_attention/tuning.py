@@ -116,15 +116,16 @@ def _default_tiles(kind: str, M: int, D: int, dtype: str, *, backward: bool, seg
     """Tiles with which no kernel spills registers or waits for its products on a Hopper GPU (``make gpu-check``)."""
     # The backward pass has states of M × D and of D × M.
     rows, columns = (max(M, D), max(M, D)) if backward else (M, D)
-    wide = max(M, D) > 64
     if dtype == "float32":
-        return Tiles(chunk=16, tile=min(columns, 32), warps=4 if rows <= 128 else 8, stages=1)
+        return Tiles(chunk=16, tile=min(columns, 32), warps=8 if backward and rows > 128 else 4, stages=1)
     if max(M, D) > 128:
-        return Tiles(chunk=16 if segments else 64 if min(M, D) >= 32 else 32, tile=min(columns, 32), warps=8, stages=1)
-    chunk = 32 if min(M, D) < 32 or (segments and wide) else 64
+        return Tiles(chunk=16 if segments or min(M, D) < 64 else 64, tile=min(columns, 32), warps=8, stages=1)
+    # Four warps hold 64 rows of a product, and two such programs share a multiprocessor: the one computes while the
+    # other waits. Eight compute the scores twice, and are for what four have no registers for.
+    crowded = segments and max(M, D) > 64
     small = not any(name in kind for name in ROOMY)
-    tile = min(columns, 64 if small or (segments and wide) else 128)
-    return Tiles(chunk, tile, warps=8 if wide and rows * tile > 64 * 64 else 4, stages=1 if small else 2)
+    return Tiles(chunk=32 if min(M, D) < 32 or (crowded and backward) else 64, tile=min(columns, 64),
+                 warps=8 if crowded else 4, stages=1 if small or crowded else 2)
 
 
 def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, chunk_size: int | None = None,

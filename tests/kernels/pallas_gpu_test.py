@@ -30,12 +30,12 @@ SERIAL, PARALLEL = SCHEDULES = ("pallas_gpu_serial", "pallas_gpu_parallel")
 # RMS(error) / RMS(reference): sums of up to some thousand terms, and differences of such sums.
 FLOAT32_TOLERANCE = 1e-5
 # One rounding to 8 bits is 2⁻⁹/√3 = 1.1e-3 RMS. Scores, states and results are rounded once each, and dφ(q) is a
-# difference of such terms, which is levelled to half of what is left then.
+# difference of such terms.
 BFLOAT16_TOLERANCE = 5e-3
-# The plain form rounds in the same places; other chunks and another order are all that may differ.
+# The plain form rounds as often.
 BFLOAT16_RATIO = 1.5
-# Results are rounded to 11 bits, 1.4e-4 RMS, and dφ(q) has the rounding of y in a difference; products are of float32.
-FLOAT16_TOLERANCE = 6e-4
+# Results are rounded to 11 bits, 1.4e-4 RMS; products are of float32.
+FLOAT16_TOLERANCE = 3e-4
 
 # The heaviest stand last; each is there once for a dtype, in one of the schedules.
 IN_FLOAT32 = {
@@ -52,7 +52,7 @@ IN_BFLOAT16 = {
     "65 tokens, wide values": (Case(T=65, M=16, D=256), SERIAL),
     "65 tokens, wide features": (Case(T=65, M=256, D=16, chunk_size=64), SERIAL),
     "500 tokens, wide features": (Case(T=500, M=256, D=16, segments=True), PARALLEL),
-    "500 tokens, segments": (Case(T=500, M=100, D=64, segments=True), SERIAL),
+    "500 tokens, segments": (Case(T=500, M=48, D=64, segments=True), SERIAL),
     "1,000 tokens": (Case(T=1000, M=128, D=128, batch=1), SERIAL),
     "4,096 tokens": (Case(T=4096, M=64, D=64, state=False, batch=1), PARALLEL),
     "65,536 tokens": (Case(T=65536, M=64, D=32, batch=1, heads=1), SERIAL),
