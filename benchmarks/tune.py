@@ -51,8 +51,8 @@ WARPS = (4, 8)
 STAGES = (1, 2, 3)
 PROGRAMS = (0, 1, 2, 4)
 """Programs for every multiprocessor; 0 is the serial schedule."""
-KNOBS = {"forward": ("programs_per_core", "chunk", "tile", "stages", "scan"),
-         "both": ("chunk", "tile", "stages", "programs_per_core", "scan")}
+KNOBS = {"forward": ("programs_per_core", "chunk", "tile", "stages"),
+         "both": ("chunk", "tile", "stages", "programs_per_core")}
 """What is changed, in this order. The backward pass follows the forward pass in the schedule."""
 FORWARD_SHARE = 0.4
 """Of the time for a row, at most so much goes to what the forward pass depends on."""
@@ -75,8 +75,7 @@ ROUNDED = 5e-3
 """Most that the error of the defaults may be in 16 bits; where it is more, something is wrong with the kernel."""
 NO_SPILLING = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 SPILLS = "spills registers"
-HEADINGS = ("row", "forward", "backward", "programs a core", "carry", "defaults ms", "ms", "faster", "tried",
-            "left out")
+HEADINGS = ("row", "forward", "backward", "programs a core", "defaults ms", "ms", "faster", "tried", "left out")
 
 
 class Shape(NamedTuple):
@@ -130,8 +129,6 @@ def changed(row: Row, passes: str, knob: str) -> list[Row]:
     """The rows that differ from one in a knob; tile and warps are one, for they belong together."""
     if knob == "programs_per_core":
         return [row._replace(programs_per_core=n) for n in PROGRAMS if n != row.programs_per_core]
-    if knob == "scan":
-        return [row._replace(scan=not row.scan)]
     name = "forward" if passes == "forward" else "backward"
     tiles: Tiles = getattr(row, name)
     widest = row.D if passes == "forward" else max(row.M, row.D)
@@ -403,7 +400,7 @@ def tune(default: Row, shapes: Sequence[Shape], present: Row | None, until: floa
 def settings(row: Row) -> str:
     """What a row says, in words."""
     names = (f"{name} {_tiles(tiles)}" for name, tiles in (("forward", row.forward), ("backward", row.backward)))
-    return f"{', '.join(names)}, {row.programs_per_core} programs a core, {'scan' if row.scan else 'product'}"
+    return f"{', '.join(names)}, {row.programs_per_core} programs a core"
 
 
 def _tiles(tiles: Tiles) -> str:
@@ -425,7 +422,7 @@ def cells(row: Row) -> list[str]:
     defaults, ours = ([one[name] for one in times] for name in ("default", measured["chosen"]))
     ratio = geometric_mean(x / y for x, y in zip(defaults, ours, strict=True))
     return [name_of(row), _tiles(row.forward), _tiles(row.backward), str(row.programs_per_core),
-            "scan" if row.scan else "product", *(" / ".join(f"{x:.3f}" for x in one) for one in (defaults, ours)),
+            *(" / ".join(f"{x:.3f}" for x in one) for one in (defaults, ours)),
             f"{ratio - 1:.1%}", str(measured["tried"]), str(measured["left_out"])]
 
 

@@ -21,8 +21,9 @@ it has the rounding errors of N, and they cancel in dφ(q) (``state.level`` is a
 of N only, one walk makes e and another dφ(q).
 
 Two schedules differ in how long a span is. *Serial*: one span, the whole sequence; for many heads or short sequences.
-*Parallel*: many spans at a time, after the same walk without its outputs has summed each span's b cᵀ and a product with
-a triangle of ones (or a ``lax.scan``) has carried the sums across spans; for few heads and long sequences.
+*Parallel*: many spans at a time, after the same walk without its outputs has summed each span's b cᵀ; a program begins
+with the sum of those before its own, which costs less than launches in between that carry it; for few heads and long
+sequences.
 
 Saved for the backward pass are q, k, v and the denominator; states are computed again. Nothing is added up by
 atomics: two runs give the same bits. No product has a transposed score matrix as its operand: Triton has got that wrong
@@ -254,12 +255,25 @@ def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
         return states, totals
 
     if "state" in refs:
-        start = (tuple(refs["state"][columns, :] for columns in slabs),
-                 tuple(_columns(refs["total"][piece]) for piece in pieces))
+        start = tuple(refs["state"][columns, :] for columns in slabs), tuple(refs["total"][piece] for piece in pieces)
     else:
         start = (tuple(jnp.zeros((slab, c_ref.shape[1]), jnp.float32) for _ in slabs),
-                 tuple(jnp.zeros((piece.size, COLUMNS), jnp.float32) for piece in pieces))
-    states, totals = lax.fori_loop(0, chunks, step, start)
+                 tuple(jnp.zeros((piece.size,), jnp.float32) for piece in pieces))
+    if "span_states" in refs:
+        spans, own = refs["span_states"].shape[0], pl.program_id(2)
+
+        def reaching(i, sums):
+            return sums if "reaches" not in refs else jax.tree.map(
+                lambda x: jnp.where(refs["reaches"][i] != 0, x, 0.0), sums)
+
+        def add(i, sums):
+            span_sums = (tuple(refs["span_states"][i, columns, :] for columns in slabs),
+                         tuple(refs["span_totals"][i, piece] for piece in pieces))
+            return jax.tree.map(jnp.add, sums, reaching(i, span_sums))
+
+        start = lax.fori_loop(own + 1 if walk.reverse else 0, spans if walk.reverse else own, add,
+                              reaching(spans, start))
+    states, totals = lax.fori_loop(0, chunks, step, (start[0], tuple(map(_columns, start[1]))))
     if "end_state" in refs:
         for columns, state in zip(slabs, states, strict=True):
             refs["end_state"][columns, :] = state
@@ -322,6 +336,24 @@ class _Segments(NamedTuple):
         incoming_BN = jnp.concatenate([jnp.zeros_like(latest_BN[:, :1]), latest_BN[:, :-1]], axis=1)
         return cls(runs_BT, incoming_BN, latest_BN)
 
+    def meet(self, spans: int, *, reverse: bool) -> tuple[Array, Array] | None:
+        """Which runs meet where spans do; None where there are no segments.
+
+        What a span adds to the state belongs to the run that its walk ends in.
+
+        Returns:
+            The run that each span's walk begins in, and the one that the whole sequence's ends in; the run that what
+            each span adds belongs to, and the one that the state before all of them does: both (B, spans + 1).
+        """
+        if self.incoming_BN is None or self.outgoing_BN is None:
+            return None
+        each = self.incoming_BN.shape[1] // spans
+        left_BS, right_BS = self.incoming_BN[:, ::each], self.outgoing_BN[:, each - 1::each]
+        first_B1, last_B1 = left_BS[:, :1], right_BS[:, -1:]
+        if reverse:
+            return jnp.concatenate([right_BS, first_B1], axis=1), jnp.concatenate([left_BS, last_B1], axis=1)
+        return jnp.concatenate([left_BS, last_B1], axis=1), jnp.concatenate([right_BS, first_B1], axis=1)
+
 
 def _launch(walk: _Walk, outputs: Sequence[str], span: int, segments: _Segments, b: Array, c: Array, *,
             out_dtype: Any = jnp.float32, **others: Array | None) -> dict[str, Array]:
@@ -337,8 +369,10 @@ def _launch(walk: _Walk, outputs: Sequence[str], span: int, segments: _Segments,
         c: (B, T, H, U); U alike.
         out_dtype: of ``out``.
         others: ``a`` (B, T, H, W); ``r`` and ``e``, (B, H, T); ``q`` (B, T, H, U), out of which e is made, each tile's
-            share; ``state`` and ``total`` before each span (after it, in reverse), which are zero where not given;
-            where U is one tile, ``d`` (B, T, H, U) for the other sum, Σ_i (d_j·c_i) b_i. None is none.
+            share; ``state`` (B, H, W, U) and ``total`` (B, H, W or U) before the first token (after the last, in
+            reverse), which are zero where not given; ``span_states`` and ``span_totals``, what each span adds, as
+            ``end_state`` and ``end_total`` are; where U is one tile, ``d`` (B, T, H, U) for the other sum,
+            Σ_i (d_j·c_i) b_i. None is none.
 
     Returns:
         the outputs by name.
@@ -348,21 +382,26 @@ def _launch(walk: _Walk, outputs: Sequence[str], span: int, segments: _Segments,
     tile = min(U, walk.tiles.tile)
     inputs = {name: array for name, array in {"b": b, "c": c, **others, **segments._asdict()}.items()
               if array is not None}
-    total = W if walk.sums == "b" else U
+    if "span_states" in inputs and (met := segments.meet(spans, reverse=walk.reverse)) is not None:
+        inputs["reaches"] = (met[0][:, :, None] == met[1][:, None, :]).astype(jnp.int32)
+    total, total_tile, at = (W, W, lambda u: 0) if walk.sums == "b" else (U, tile, lambda u: u)
     # Grid: tiles, heads, spans, sequences. The first is the fastest, so programs that run at a time read neighbouring
     # heads, whose memory is contiguous.
     whole = pl.BlockSpec((None, span, None, W), lambda u, h, s, b: (b, s, h, 0))
     tiled = pl.BlockSpec((None, span, None, tile), lambda u, h, s, b: (b, s, h, u))
     column = pl.BlockSpec((None, None, span), lambda u, h, s, b: (b, h, s))
     by_chunk = pl.BlockSpec((None, span // C), lambda u, h, s, b: (b, s))
-    state = pl.BlockSpec((None, None, None, W, tile), lambda u, h, s, b: (b, h, s, 0, u))
-    vector = (pl.BlockSpec((None, None, None, W), lambda u, h, s, b: (b, h, s, 0)) if walk.sums == "b" else
-              pl.BlockSpec((None, None, None, tile), lambda u, h, s, b: (b, h, s, u)))
     specs = {
         "a": whole, "b": whole, "other": whole, "c": tiled, "d": tiled, "q": tiled, "out": tiled,
         "e": column, "r": column, "denominator": column,
         "runs_BT": pl.BlockSpec((None, span), lambda u, h, s, b: (b, s)), "incoming_BN": by_chunk,
-        "outgoing_BN": by_chunk, "state": state, "end_state": state, "total": vector, "end_total": vector,
+        "outgoing_BN": by_chunk, "reaches": pl.BlockSpec((None, None, spans + 1), lambda u, h, s, b: (b, s, 0)),
+        "state": pl.BlockSpec((None, None, W, tile), lambda u, h, s, b: (b, h, 0, u)),
+        "total": pl.BlockSpec((None, None, total_tile), lambda u, h, s, b: (b, h, at(u))),
+        "span_states": pl.BlockSpec((None, None, spans, W, tile), lambda u, h, s, b: (b, h, 0, 0, u)),
+        "span_totals": pl.BlockSpec((None, None, spans, total_tile), lambda u, h, s, b: (b, h, 0, at(u))),
+        "end_state": pl.BlockSpec((None, None, None, W, tile), lambda u, h, s, b: (b, h, s, 0, u)),
+        "end_total": pl.BlockSpec((None, None, None, total_tile), lambda u, h, s, b: (b, h, s, at(u))),
     }
     shapes = {
         "out": jax.ShapeDtypeStruct((B, T, H, U), out_dtype),
@@ -395,49 +434,14 @@ def _name(outputs: Sequence[str], walk: _Walk) -> str:
     return "e" if "e" in outputs else "state_gradients" if walk.reverse else "states"
 
 
-def _carry(updates: State, segments: _Segments, initial: State, *, reverse: bool, scan: bool) -> tuple[State, State]:
-    """States before each span (after it, in reverse) and at the end, from what each span adds: (B, H, spans, M, D).
-
-    What a span adds belongs to the run that its walk ends in, and the next span's walk starts in that run.
-    """
-    B, spans = updates.z_BHM.shape[0], updates.z_BHM.shape[2]
-    runs_BS = jnp.zeros((B, spans + 1), jnp.int32)
-    if segments.incoming_BN is not None and segments.outgoing_BN is not None:
-        # Where spans meet: 0, where the sequence starts, to the run that it ends in.
-        each = segments.incoming_BN.shape[1] // spans
-        runs_BS = jnp.concatenate([segments.incoming_BN[:, :1], segments.outgoing_BN[:, each - 1::each]], axis=1)
-    if reverse:
-        updates, runs_BS = jax.tree.map(lambda x: x[:, :, ::-1], updates), runs_BS[:, ::-1]
-    parts = jax.tree.map(lambda x, y: jnp.concatenate([x[:, :, None], y], axis=2), initial, updates)
-    states = (_running_sums if scan else _triangular_sums)(parts, runs_BS)
-    before, end = jax.tree.map(lambda x: x[:, :, :-1], states), jax.tree.map(lambda x: x[:, :, -1], states)
-    return (jax.tree.map(lambda x: x[:, :, ::-1], before) if reverse else before), end
-
-
-def _triangular_sums(parts: State, runs_BS: Array) -> State:
-    """Sums over the parts before and of the same run: one product, where a scan is a launch or more for every span.
-
-    What is not finite in a part makes all of its sums NaN, those before it too.
-    """
-    length = runs_BS.shape[1]
-    same_BRS = runs_BS[:, :, None] == runs_BS[:, None, :]
-    weights_BRS = (same_BRS & jnp.tril(jnp.ones((length, length), bool))[None]).astype(jnp.float32)
-    return jax.tree.map(lambda x: jnp.einsum("brs,bhs...->bhr...", weights_BRS, x, precision=lax.Precision.HIGHEST),
-                        parts)
-
-
-def _running_sums(parts: State, runs_BS: Array) -> State:
-    """The same by ``lax.scan``."""
-
-    def step(carry, part):
-        (sums, run_B), (update, next_B) = carry, part
-        sums = jax.tree.map(
-            lambda x, y: jnp.where((run_B == next_B).reshape(-1, *[1] * (x.ndim - 1)), x, 0) + y, sums, update)
-        return (sums, next_B), sums
-
-    start = jax.tree.map(lambda x: jnp.zeros_like(x[:, :, 0]), parts), runs_BS[:, 0]
-    _, states = lax.scan(step, start, (jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), parts), runs_BS.T))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), states)
+def _end(start: State, updates: State, segments: _Segments, *, reverse: bool = False) -> State:
+    """The state that a walk through the whole sequence ends with."""
+    sums = jax.tree.map(lambda x, y: jnp.concatenate([y, x[:, :, None]], axis=2), start, updates)
+    met = segments.meet(updates.z_BHM.shape[2], reverse=reverse)
+    if met is not None:
+        belongs_BS = met[1] == met[0][:, -1:]
+        sums = jax.tree.map(lambda x: jnp.where(belongs_BS.reshape(len(x), 1, -1, *[1] * (x.ndim - 3)), x, 0), sums)
+    return jax.tree.map(lambda x: x.sum(axis=2), sums)
 
 
 class _Padded(NamedTuple):
@@ -475,30 +479,21 @@ def _fill_state(state: State, M: int, D: int) -> State:
     return State(jnp.pad(state.s_BHMD, ((0, 0), (0, 0), rows, columns)), jnp.pad(state.z_BHM, ((0, 0), (0, 0), rows)))
 
 
-def _each_span(state: State) -> State:
-    """The state of the one span of the serial schedule."""
-    return jax.tree.map(lambda x: x[:, :, None], state)
-
-
-def _only_span(state: State) -> State:
-    """The inverse of :func:`_each_span`."""
-    return jax.tree.map(lambda x: x[:, :, 0], state)
-
-
-def _before(state: State) -> dict[str, Array]:
-    """As :func:`_launch` takes it."""
-    return {"state": state.s_BHMD, "total": state.z_BHM}
-
-
 def _turned(state: State) -> State:
     """States with rows and columns exchanged."""
     return State(state.s_BHMD.swapaxes(-2, -1), state.z_BHM)
 
 
 def _states(walk: _Walk, span: int, segments: _Segments, b: Array, c: Array, **others: Array | None) -> State:
-    """What each span adds to the state: b cᵀ, and b, weighted where there is a further column."""
+    """What each span adds to the state: b cᵀ, and b or c, weighted where there is a further column."""
     found = _launch(walk, ("end_state", "end_total"), span, segments, b, c, **others)
     return State(found["end_state"], found["end_total"])
+
+
+def _before(start: State, updates: State | None) -> dict[str, Any]:
+    """As :func:`_launch` takes it: the state before all, and what the spans add to it where there are many."""
+    given = {"state": start.s_BHMD, "total": start.z_BHM}
+    return given if updates is None else given | {"span_states": updates.s_BHMD, "span_totals": updates.z_BHM}
 
 
 Choose = Callable[[int, int, int, int, int, jnp.dtype], Plan]
@@ -552,13 +547,13 @@ def _forward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_B
     span, segments = chosen.span, padded.segments(chosen.forward.chunk)
     walk = _Walk(chosen.forward, _operand_dtype(q, k, v), _precision(q, k, v))
     outputs = ("out", "denominator") if normalize else ("out",)
+    of_y = functools.partial(_launch, walk, span=span, segments=segments, b=k, c=v, a=q, out_dtype=v_BTHD.dtype)
     if chosen.schedule == "serial":
-        found = _launch(walk, (*outputs, "end_state", "end_total"), span, segments, k, v, a=q,
-                        **_before(_each_span(start)), out_dtype=v_BTHD.dtype)
-        end = _only_span(State(found["end_state"], found["end_total"]))
+        found = of_y((*outputs, "end_state", "end_total"), **_before(start, None))
+        end = State(found["end_state"][:, :, 0], found["end_total"][:, :, 0])
     else:
-        before, end = _carry(_states(walk, span, segments, k, v), segments, start, reverse=False, scan=chosen.scan)
-        found = _launch(walk, outputs, span, segments, k, v, a=q, **_before(before), out_dtype=v_BTHD.dtype)
+        updates = _states(walk, span, segments, k, v)
+        found, end = of_y(outputs, **_before(start, updates)), _end(start, updates, segments)
     results = (found["out"][:, :T, :, :D], end.s_BHMD[:, :, :M, :D], end.z_BHM[:, :, :M])
     return (*results, found["denominator"][:, :, :T]) if normalize else results
 
@@ -573,14 +568,11 @@ def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
     walk = _Walk(chosen.backward, _operand_dtype(q, k, v), _precision(q, k, v))
 
     dy = _fill(dy_BTHD, v.shape[3], chosen)
-    if serial:
-        before = _each_span(start)
-    else:
-        before, _ = _carry(_states(walk, span, segments, k, v), segments, start, reverse=False, scan=chosen.scan)
-
+    forth = walk._replace(sums="c")
+    before = _before(_turned(start), None if serial else _states(forth, span, segments, v, k))
     e_BHT, r_BHT = jnp.zeros((len(q), q.shape[2], q.shape[1]), jnp.float32), None
-    of_q = functools.partial(_launch, walk._replace(sums="c"), span=span, segments=segments, b=v, c=k, a=dy,
-                             out_dtype=q_BTHM.dtype, **_before(_turned(before)))
+    of_q = functools.partial(_launch, forth, span=span, segments=segments, b=v, c=k, a=dy, out_dtype=q_BTHM.dtype,
+                             **before)
     if denominator_BHT is None:
         dq = of_q(("out",))["out"]
     else:
@@ -590,26 +582,22 @@ def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
         e_BHT = found["e"].sum(axis=0)
         dq = (found if whole else of_q(("out",), e=e_BHT, r=r_BHT))["out"]
 
-    back = walk._replace(reverse=True, sums="c")
-    after, dinitial = _turned(_fill_state(dend, q.shape[3], v.shape[3])), None
-    if serial:
-        after = _each_span(after)
-    else:
-        updates = _states(back, span, segments, dy, q, r=r_BHT, e=e_BHT)
-        after, dinitial = _carry(updates, segments, after, reverse=True, scan=chosen.scan)
+    back = forth._replace(reverse=True)
+    after = _turned(_fill_state(dend, q.shape[3], v.shape[3]))
+    updates = None if serial else _states(back, span, segments, dy, q, r=r_BHT, e=e_BHT)
     outputs = ("out", "end_state", "end_total") if serial else ("out",)
     of_k = functools.partial(_launch, back, span=span, segments=segments, b=dy, c=q, a=v, r=r_BHT, e=e_BHT,
-                             out_dtype=k_BTHM.dtype, **_before(after))
+                             out_dtype=k_BTHM.dtype, **_before(after, updates))
     if walk.tiles.tile >= q.shape[3] and walk.operand == jnp.bfloat16 and q.shape[3] * v.shape[3] <= JOINED:
         found = of_k((*outputs, "other"), d=k)
         dk, dv = found["out"], found["other"]
     else:
         found = of_k(outputs)
         dk = found["out"]
-        dv = _launch(back._replace(sums="b"), ("out",), span, segments, q, dy, a=k, r=r_BHT,
-                     state=_turned(after).s_BHMD, out_dtype=v_BTHD.dtype)["out"]
-    if dinitial is None:
-        dinitial = _only_span(State(found["end_state"], found["end_total"]))
-    dinitial = _turned(dinitial)
+        states = _before(_turned(after), None if updates is None else _turned(updates))
+        dv = _launch(back._replace(sums="b"), ("out",), span, segments, q, dy, a=k, r=r_BHT, out_dtype=v_BTHD.dtype,
+                     **states | {"total": None, "span_totals": None})["out"]
+    dinitial = _turned(State(found["end_state"][:, :, 0], found["end_total"][:, :, 0]) if updates is None else
+                       _end(after, updates, segments, reverse=True))
     return (dq[:, :T, :, :M].astype(q_BTHM.dtype), dk[:, :T, :, :M], dv[:, :T, :, :D],
             dinitial.s_BHMD[:, :, :M, :D], dinitial.z_BHM[:, :, :M])

@@ -21,7 +21,7 @@ LONG = 4096
 ROOMY = ("A100", "A800", "H100", "H200", "H800", "H20", "B100", "B200", "B300", "cpu")
 """In the names of devices whose blocks may have more than 99 KiB of shared memory; an interpreter's have no limit."""
 MOST_SPANS = 64
-"""Spans whose states are carried: more cost more than they fill the device."""
+"""Of a sequence: a program sums what the spans before its own add, and more cost more than they fill the device."""
 
 
 class Tiles(NamedTuple):
@@ -45,8 +45,6 @@ class Plan(NamedTuple):
     """Tokens a program walks: a multiple of both chunk lengths."""
     forward: Tiles
     backward: Tiles
-    scan: bool = False
-    """Carry states across spans by ``lax.scan`` instead of a product."""
 
 
 class Row(NamedTuple):
@@ -63,7 +61,6 @@ class Row(NamedTuple):
     backward: Tiles
     programs_per_core: int = 2
     """Programs to have for every multiprocessor before spans get longer; 0: serial always."""
-    scan: bool = False
     measured: dict[str, Any] | None = None
     """What chose the row: shape, milliseconds, versions, commit."""
 
@@ -106,7 +103,8 @@ def row_for(tokens: int, M: int, D: int, dtype: DTypeLike) -> Row:
 
 def default_row(kind: str, M: int, D: int, dtype: str, length: Literal["short", "long"], *,
                 segments: bool = False) -> Row:
-    """What a device that is not in the table gets, and wide states with segments, which hold more in registers."""
+    """What a device that is not in the table gets; so do wide states and float32 with segments, which take more
+    registers."""
     forward, backward = (_default_tiles(kind, M, D, dtype, backward=backward, segments=segments)
                          for backward in (False, True))
     return Row(kind, M, D, dtype, length, forward, backward)
@@ -115,9 +113,10 @@ def default_row(kind: str, M: int, D: int, dtype: str, length: Literal["short", 
 def _default_tiles(kind: str, M: int, D: int, dtype: str, *, backward: bool, segments: bool) -> Tiles:
     """Tiles with which no kernel spills registers or waits for its products on a Hopper GPU (``make gpu-check``)."""
     # The backward pass has states of M × D and of D × M.
-    rows, columns = (max(M, D), max(M, D)) if backward else (M, D)
+    columns = max(M, D) if backward else D
     if dtype == "float32":
-        return Tiles(chunk=16, tile=min(columns, 32), warps=8 if backward and rows > 128 else 4, stages=1)
+        return Tiles(chunk=16, tile=min(columns, 32), warps=8 if backward and (segments or columns > 128) else 4,
+                     stages=1)
     if max(M, D) > 128:
         return Tiles(chunk=16 if segments or min(M, D) < 64 else 64, tile=min(columns, 32), warps=8, stages=1)
     # Four warps hold 64 rows of a product, and two such programs share a multiprocessor: the one computes while the
@@ -146,7 +145,7 @@ def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, 
         row: in place of the table's.
     """
     row = row or row_for(tokens, M, D, dtype)
-    if segments and max(M, D) > 64:
+    if segments and (max(M, D) > 64 or row.dtype == "float32"):
         row = default_row(*row[:5], segments=True)
     longest = max(16, 1 << (tokens - 1).bit_length())
     forward, backward = (_with_chunk(tiles, min(chunk_size or tiles.chunk, longest))
@@ -163,7 +162,7 @@ def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, 
     # Somewhat shorter spans that divide the sequence are better than copies of it, filled up to whole spans.
     longest = -(-chunks // spans)
     dividing = next((n for n in range(longest, longest // 2, -1) if chunks % n == 0), longest)
-    return Plan("parallel", dividing * chunk, forward, backward, row.scan)
+    return Plan("parallel", dividing * chunk, forward, backward)
 
 
 def _with_chunk(tiles: Tiles, chunk: int) -> Tiles:

@@ -44,12 +44,12 @@ def soon():
 
 
 def test_the_search_goes_down_in_every_knob_and_leaves_out_what_fails():
-    wanted = {"programs_per_core": 4, "scan": True, "forward": Tiles(32, 32, 8, 3), "backward": Tiles(128, 32, 8, 1)}
+    wanted = {"programs_per_core": 4, "forward": Tiles(32, 32, 8, 3), "backward": Tiles(128, 32, 8, 1)}
 
     def faster(row):
         tiles = zip((*row.forward, *row.backward), (*wanted["forward"], *wanted["backward"]), strict=True)
         differences = sum(ours != theirs for ours, theirs in tiles)
-        return 1 - 0.05 * (10 - differences - (row.programs_per_core != 4) - (not row.scan)) / 10
+        return 1 - 0.05 * (9 - differences - (row.programs_per_core != 4)) / 10
 
     found = tune.search(SyntheticBench(DEFAULT, (), lambda row: 0.01 if row.forward.chunk == 128 else faster(row)), [],
                         soon())
@@ -158,7 +158,8 @@ def test_the_row_is_written_with_its_measurement_and_the_others_stay(tmp_path, m
                                                                       time_of_small_tiles, chosen):
     monkeypatch.setattr(tune, "Bench", lambda default, shapes: SyntheticBench(
         default, shapes, lambda row: time_of_small_tiles if row.backward.tile == 32 else 1.0))
-    others = [DEFAULT._replace(device="Other card"), DEFAULT._replace(length="short"), DEFAULT._replace(scan=True)]
+    others = [DEFAULT._replace(device="Other card"), DEFAULT._replace(length="short"),
+              DEFAULT._replace(programs_per_core=1)]
     table, tried = tmp_path / "tuning.json", tmp_path / "tried.json"
     table.write_text(json.dumps([tuning.entry(row) for row in others]))
     arguments = ["--widths", "64x64", "--lengths", "long", "--out", str(table), "--json", str(tried)]

@@ -127,17 +127,16 @@ def test_dtypes_may_differ():
 
 
 def test_a_row_of_the_table_is_followed(monkeypatch):
-    """States carried by a scan, and a chunk length of its own for the backward pass."""
+    """A chunk length of its own for the backward pass."""
     row_for = tuning.row_for
 
     def another(*key):
         row = row_for(*key)
-        return row._replace(scan=True, backward=row.backward._replace(chunk=64))
+        return row._replace(backward=row.backward._replace(chunk=64))
 
     monkeypatch.setattr(tuning, "row_for", another)
     case, schedule = IN_FLOAT32["500 tokens, segments"]
     plan = tuning.plan(B, case.T, H, case.M, case.D, "float32", schedule="parallel")
-    assert plan.scan
     assert (plan.forward.chunk, plan.backward.chunk) == (16, 64)
     assert 3 * plan.span < case.T
     actual = outputs_and_gradients(case, schedule, *make_inputs(case, "float32"))

@@ -66,7 +66,7 @@ def test_every_device_has_legal_defaults(dtype):
 def test_a_row_is_for_its_device_widths_dtype_and_lengths(monkeypatch, tmp_path):
     tiles = Tiles(chunk=128, tile=16, warps=2, stages=3)._asdict()
     entry = {"device": "NVIDIA H200", "M": 64, "D": 32, "dtype": "bfloat16", "length": "long", "forward": tiles,
-             "backward": tiles | {"chunk": 32}, "programs_per_core": 0, "scan": True, "measured": {"milliseconds": 1.0}}
+             "backward": tiles | {"chunk": 32}, "programs_per_core": 0, "measured": {"milliseconds": 1.0}}
     table = tmp_path / "tuning.json"
     table.write_text(json.dumps([entry]))
     row, = tuning.read(table)
@@ -77,7 +77,6 @@ def test_a_row_is_for_its_device_widths_dtype_and_lengths(monkeypatch, tmp_path)
         assert row not in [row_for(*other) for other in others]
         assert plan(1, LONG + 1, 1, 64, 32, "bfloat16") == Plan("serial", LONG + 128, row.forward, row.backward)
         parallel = plan(1, LONG + 1, 1, 64, 32, "bfloat16", schedule="parallel")
-        assert parallel.scan
         assert_covers(parallel, LONG + 1)
     with tracing_for("NVIDIA A100"):
         assert row_for(LONG, 64, 32, "bfloat16").measured is None
