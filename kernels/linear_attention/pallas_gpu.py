@@ -56,6 +56,8 @@ SLAB = 64
 """Columns of a float32 operand of a product at once: the matrix units hold such operands in registers."""
 COLUMNS = 16
 """Columns of a sum that is computed as a product: the fewest that the matrix units take."""
+SPANS_AT_ONCE = 4
+"""Spans whose sums a program has under way while it adds up those before its own."""
 JOINED = 64 * 64
 """Elements of a state beside which a program has registers for two gradients."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -261,18 +263,24 @@ def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
                  tuple(jnp.zeros((piece.size,), jnp.float32) for piece in pieces))
     if "span_states" in refs:
         spans, own = refs["span_states"].shape[0], pl.program_id(2)
+        first, last = (own + 1, spans) if walk.reverse else (0, own)
 
-        def reaching(i, sums):
-            return sums if "reaches" not in refs else jax.tree.map(
-                lambda x: jnp.where(refs["reaches"][i] != 0, x, 0.0), sums)
+        def only(reached, sums):
+            return jax.tree.map(lambda x: jnp.where(reached, x, 0.0), sums)
 
-        def add(i, sums):
-            span_sums = (tuple(refs["span_states"][i, columns, :] for columns in slabs),
-                         tuple(refs["span_totals"][i, piece] for piece in pieces))
-            return jax.tree.map(jnp.add, sums, reaching(i, span_sums))
+        def reaches(i):
+            return refs["reaches"][i] != 0 if "reaches" in refs else True
 
-        start = lax.fori_loop(own + 1 if walk.reverse else 0, spans if walk.reverse else own, add,
-                              reaching(spans, start))
+        def add(group, sums):
+            for i in range(SPANS_AT_ONCE):
+                n = first + group * SPANS_AT_ONCE + i
+                there = jnp.minimum(n, spans - 1)
+                adds = (tuple(refs["span_states"][there, columns, :] for columns in slabs),
+                        tuple(refs["span_totals"][there, piece] for piece in pieces))
+                sums = jax.tree.map(jnp.add, sums, only((n < last) & reaches(there), adds))
+            return sums
+
+        start = lax.fori_loop(0, pl.cdiv(last - first, SPANS_AT_ONCE), add, only(reaches(spans), start))
     states, totals = lax.fori_loop(0, chunks, step, (start[0], tuple(map(_columns, start[1]))))
     if "end_state" in refs:
         for columns, state in zip(slabs, states, strict=True):
