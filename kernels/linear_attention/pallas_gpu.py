@@ -1,4 +1,4 @@
-"""Causal linear attention on a GPU: one Pallas kernel, launched for the output and for each gradient.
+"""Causal linear attention on a GPU: one Pallas kernel, launched for the output and for the gradients.
 
 With S and z the state before a chunk, r = 1 / (denominator + ε) and e = −dy·y, everything that linear attention and its
 gradient need is a causal sum of one kind,
@@ -13,16 +13,16 @@ gradient need is a causal sum of one kind,
 where (dy, e) is dy with e as one more column. The kernel walks a *span* of tokens in chunks of C with the state in
 registers: attention form inside the chunk, recurrent form across chunks. The normaliser is the row sum of the same
 scores plus φ(q)·z, so no sum of keys per token reaches memory. A program has the full width of a and b and a tile of
-that of c. Where that is the full width and a state is small, as for GPT-2, dφ(k) and dv come from one walk: the state
-of the one is that of the other turned round.
+that of c. Where that is the full width and a state is small, as for GPT-2 in bfloat16, dφ(k) and dv come from one
+walk: the state of the one is that of the other turned round.
 
 With N the second sum, φ(q)·N is dy·y / r, so that e is −r φ(q)·N. Made of that, and not of y, which has been rounded,
-it has the rounding errors of N, and they cancel in dφ(q) (``state.level`` is another way). Where a program has a tile
-of N only, one walk makes e and another dφ(q).
+it has the rounding errors of N, and along φ(q) they cancel in dφ(q) (``state.level`` is another way). Where a program
+has a tile of N only, one walk makes e and another dφ(q).
 
 Two schedules differ in how long a span is. *Serial*: one span, the whole sequence; for many heads or short sequences.
 *Parallel*: many spans at a time, after the same walk without its outputs has summed each span's b cᵀ; a program begins
-with the sum of those before its own, which costs less than launches in between that carry it; for few heads and long
+with the sum of those before its own, which spares the launches in between that would carry it; for few heads and long
 sequences.
 
 Saved for the backward pass are q, k, v and the denominator; states are computed again. Nothing is added up by
@@ -59,7 +59,7 @@ COLUMNS = 16
 SPANS_AT_ONCE = 4
 """Spans whose sums a program has under way while it adds up those before its own."""
 JOINED = 64 * 64
-"""Elements of a state beside which a program has registers for two gradients."""
+"""Elements of a state beside which a program has registers for two gradients, in bfloat16."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -150,7 +150,7 @@ class _Walk(NamedTuple):
     reverse: bool = False
     """From the last chunk to the first, j ≥ i."""
     sums: Literal["b", "c"] = "b"
-    """What ``total`` is the sum of; weighted with e in reverse."""
+    """What ``total`` is the sum of; weighted with e r in reverse."""
 
 
 def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
@@ -291,8 +291,8 @@ def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
 
 
 def _weights(x_C: Array) -> Array:
-    """The factor of a product with which rows are summed with these weights, (C, COLUMNS): in the first and the third
-    column rounded to 8 bits, in the second what that leaves."""
+    """The factor of a product with which rows are summed with these weights, (C, COLUMNS): in the second column what is
+    left of them by rounding to 8 bits, which the others hold. :func:`_parts` reads the first three."""
     rounded_C = x_C.astype(jnp.bfloat16).astype(jnp.float32)
     return jnp.where(_column(x_C) == 1, (x_C - rounded_C)[:, None], rounded_C[:, None])
 
@@ -308,10 +308,12 @@ def _from_columns(total_WX: Array) -> Array:
 
 
 def _parts(total_WX: Array) -> Array:
-    """The factor of a product that reads a total: columns whose sum it is, of 8 bits each."""
+    """The factor of a product that reads a total: columns whose sum it is, the first rounded to 8 bits, the third what
+    that leaves."""
     rounded_WX = total_WX.astype(jnp.bfloat16).astype(jnp.float32)
     column_WX = _column(total_WX)
-    return jnp.where(column_WX < 2, rounded_WX, jnp.where(column_WX == 2, total_WX - rounded_WX, 0.0))
+    parts_WX = jnp.where(column_WX == 0, rounded_WX, jnp.where(column_WX == 1, total_WX, total_WX - rounded_WX))
+    return jnp.where(column_WX < 3, parts_WX, 0.0)
 
 
 def _column(x: Array) -> Array:
@@ -493,7 +495,7 @@ def _turned(state: State) -> State:
 
 
 def _states(walk: _Walk, span: int, segments: _Segments, b: Array, c: Array, **others: Array | None) -> State:
-    """What each span adds to the state: b cᵀ, and b or c, weighted where there is a further column."""
+    """What each span adds to the state: b cᵀ, and b or c, weighted where there is e."""
     found = _launch(walk, ("end_state", "end_total"), span, segments, b, c, **others)
     return State(found["end_state"], found["end_total"])
 
@@ -578,6 +580,7 @@ def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
     dy = _fill(dy_BTHD, v.shape[3], chosen)
     forth = walk._replace(sums="c")
     before = _before(_turned(start), None if serial else _states(forth, span, segments, v, k))
+    # Not normalised, the sum of keys is of no weight: e = 0.
     e_BHT, r_BHT = jnp.zeros((len(q), q.shape[2], q.shape[1]), jnp.float32), None
     of_q = functools.partial(_launch, forth, span=span, segments=segments, b=v, c=k, a=dy, out_dtype=q_BTHM.dtype,
                              **before)

@@ -21,7 +21,7 @@ LONG = 4096
 ROOMY = ("A100", "A800", "H100", "H200", "H800", "H20", "B100", "B200", "B300", "cpu")
 """In the names of devices whose blocks may have more than 99 KiB of shared memory; an interpreter's have no limit."""
 MOST_SPANS = 64
-"""Of a sequence: a program sums what the spans before its own add, and more cost more than they fill the device."""
+"""Of a sequence: a program begins with the sum of what the spans before its own add."""
 
 
 class Tiles(NamedTuple):
@@ -111,7 +111,8 @@ def default_row(kind: str, M: int, D: int, dtype: str, length: Literal["short", 
 
 
 def _default_tiles(kind: str, M: int, D: int, dtype: str, *, backward: bool, segments: bool) -> Tiles:
-    """Tiles with which no kernel spills registers or waits for its products on a Hopper GPU (``make gpu-check``)."""
+    """Tiles with which the kernels of ``make gpu-check`` neither spill registers on a Hopper GPU nor wait for their
+    products."""
     # The backward pass has states of M × D and of D × M.
     columns = max(M, D) if backward else D
     if dtype == "float32":

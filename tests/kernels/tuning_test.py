@@ -82,6 +82,14 @@ def test_a_row_is_for_its_device_widths_dtype_and_lengths(monkeypatch, tmp_path)
         assert row_for(LONG, 64, 32, "bfloat16").measured is None
 
 
+@pytest.mark.parametrize(("width", "dtype", "others"), [(64, "bfloat16", False), (128, "bfloat16", True),
+                                                        (64, "float32", True)])
+def test_segments_have_tiles_of_their_own_where_registers_are_few(width, dtype, others):
+    with tracing_for():
+        plans = [plan(1, LONG, 12, width, width, dtype, segments=segments) for segments in (False, True)]
+    assert (plans[0] != plans[1]) == others
+
+
 @pytest.mark.parametrize("cores", [1, 132])
 def test_a_plan_covers_every_token(cores):
     lengths = (1, 15, 16, 17, 63, 64, 65, 500, 1000, 4096, 65_537, 2**22)
