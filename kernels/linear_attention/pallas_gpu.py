@@ -218,7 +218,7 @@ def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
 
             def read_total() -> Array:
                 """A row for each token."""
-                return dot(jnp.ones((C, COLUMNS), walk.operand), _parts(before_totals[0]).astype(walk.operand), (1, 1))
+                return dot(jnp.ones((C, COLUMNS), walk.operand), _parts(before_totals[0], walk.operand), (1, 1))
 
             scores = _sum(dot(x, y, (1, 1)) for x, y in zip(take("a"), take("b"), strict=True))
             if walk.reverse and e is not None:
@@ -230,7 +230,7 @@ def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
             out = _only(reads, out) + dot(scores.astype(walk.operand), c, (1, 0))
             if "denominator" in refs:
                 # Every tile of c writes the same. A product of float32 would take the registers that others need.
-                weighted = (dot(x, _parts(total).astype(walk.operand), (1, 0)) if walk.operand == jnp.bfloat16 else
+                weighted = (dot(x, _parts(total, walk.operand), (1, 0)) if walk.operand == jnp.bfloat16 else
                             x * _from_columns(total)[None, :]
                             for x, total in zip(take("a"), before_totals, strict=True))
                 denominator = jnp.sum(scores, axis=1) + _only(reads, _sum(jnp.sum(x, axis=1) for x in weighted))
@@ -307,13 +307,15 @@ def _from_columns(total_WX: Array) -> Array:
     return jnp.sum(jnp.where(_column(total_WX) < 2, total_WX, 0.0), axis=1)
 
 
-def _parts(total_WX: Array) -> Array:
+def _parts(total_WX: Array, operand: Any) -> Array:
     """The factor of a product that reads a total: columns whose sum it is, the first rounded to 8 bits, the third what
     that leaves."""
     rounded_WX = total_WX.astype(jnp.bfloat16).astype(jnp.float32)
     column_WX = _column(total_WX)
-    parts_WX = jnp.where(column_WX == 0, rounded_WX, jnp.where(column_WX == 1, total_WX, total_WX - rounded_WX))
-    return jnp.where(column_WX < 3, parts_WX, 0.0)
+    # As bfloat16 they are rounded anyway.
+    first_WX = total_WX if operand == jnp.bfloat16 else jnp.where(column_WX == 0, rounded_WX, total_WX)
+    parts_WX = jnp.where(column_WX < 2, first_WX, jnp.where(column_WX == 2, total_WX - rounded_WX, 0.0))
+    return parts_WX.astype(operand)
 
 
 def _column(x: Array) -> Array:
