@@ -612,5 +612,5 @@ def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
                      **states | {"total": None, "span_totals": None})["out"]
     dinitial = _turned(State(found["end_state"][:, :, 0], found["end_total"][:, :, 0]) if updates is None else
                        _end(after, updates, segments, reverse=True))
-    return (dq[:, :T, :, :M].astype(q_BTHM.dtype), dk[:, :T, :, :M], dv[:, :T, :, :D],
+    return (dq[:, :T, :, :M], dk[:, :T, :, :M], dv[:, :T, :, :D],
             dinitial.s_BHMD[:, :, :M, :D], dinitial.z_BHM[:, :, :M])

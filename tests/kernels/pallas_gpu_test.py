@@ -54,6 +54,7 @@ IN_BFLOAT16 = {
     "200 tokens, a wide state": (Case(T=200, M=64, D=128), PARALLEL),
     "500 tokens, wide features": (Case(T=500, M=256, D=16, segments=True), PARALLEL),
     "500 tokens, segments": (Case(T=500, M=48, D=64, segments=True), PARALLEL),
+    "500 tokens, widths filled up": (Case(T=500, M=100, D=64, segments=True), SERIAL),
     "1,000 tokens": (Case(T=1000, M=128, D=128, batch=1), SERIAL),
     "4,096 tokens": (Case(T=4096, M=64, D=64, state=False, batch=1), PARALLEL),
     "65,536 tokens": (Case(T=65536, M=64, D=32, batch=1, heads=1), SERIAL),
