@@ -32,8 +32,9 @@ from kernels.linear_attention.state import zero_state
 from kernels.softmax_attention import cached_attention
 from models import attention, gpt
 from models.encoder import Classifier
+from models.sampler import with_product_weights
 
-OURS = ("linear_attention_", "softmax_decode_")
+OURS = ("linear_attention_", "softmax_decode_", "projection_decode")
 """How the names of our kernels begin."""
 RECIPE = ROOT / "configs" / "gpt2_124m.py"
 VOCABULARY = 50_257
@@ -121,6 +122,26 @@ DECODES = (
 )
 """The benchmark's shapes and one of everything the kernels can be asked; a cache of more than 4 GiB is indexed in 64
 bits."""
+class Token(NamedTuple):
+    """Drawing one token, up to its logits: a layer of each mode."""
+
+    recipe: str
+    B: int = 1
+    modes: tuple[str, ...] = ("chunked", "softmax")
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        """As the table shows it."""
+        return f"token B{self.B} {self.recipe} {','.join(self.modes)} {self.dtype}"
+
+
+TOKENS = (
+    *(Token(recipe) for recipe in ("gpt2_124m", "gpt2_355m", "gpt2_774m", "gpt2_1558m")),
+    Token("gpt2_124m", B=32),
+    Token("gpt2_1558m", dtype="float32"),
+    Token("gpt2_124m", modes=("performer",)),
+)
 STEP_FORMS = ("chunked:chunked", "chunked:pallas_gpu")
 """Forms whose training step is compiled beside that of each mode."""
 WHOLE = ("pallas_gpu", "cudnn")
@@ -235,6 +256,8 @@ def cases(target: Target) -> Iterator[Case]:
         yield Case(shape.name, lambda shape=shape: lower_attention(target, shape), True)
     for decode in DECODES:
         yield Case(decode.name, lambda decode=decode: lower_decode(target, decode), True)
+    for token in TOKENS:
+        yield Case(token.name, lambda token=token: lower_token(target, token), True)
     causal = [mode for mode, module in attention.modes().items() if module.Attention.causal]
     forms = [mode for mode in causal if not any(form.startswith(f"{mode}:") for form in STEP_FORMS)]
     for form in [*forms, *STEP_FORMS]:
@@ -275,6 +298,23 @@ def lower_decode(target: Target, decode: Decode) -> jax.stages.Lowered:
     cache = jax.ShapeDtypeStruct((B, H, S, D), dtype)
     return target.lower(cached_attention, jax.ShapeDtypeStruct((B, 1, H, D), dtype), cache, cache,
                         jax.ShapeDtypeStruct((B,), jnp.int32))
+
+
+def lower_token(target: Target, token: Token) -> jax.stages.Lowered:
+    """What a sampler does between one token and the next, but for the draw."""
+    with target.tracing():
+        config = load_recipe(RECIPE.with_stem(token.recipe), token.modes[0]).model
+        config = gpt.check(replace(config, attention=token.modes, layers=len(token.modes), dtype=token.dtype))
+        model = nnx.eval_shape(lambda: with_product_weights(gpt.GPT(config, VOCABULARY, rngs=nnx.Rngs(0))))
+        cache = jax.eval_shape(lambda: model.init_cache(token.B, config.context))
+    graph, state = nnx.split(model)
+
+    def extend(state: Any, tokens_BT: Any, cache: gpt.Cache) -> Any:
+        model = nnx.merge(graph, state)
+        x_BTE, cache = model.extend(tokens_BT, cache)
+        return model.logits_after(x_BTE), cache
+
+    return target.lower(extend, state, jax.ShapeDtypeStruct((token.B, 1), jnp.int32), cache, donate=(2,))
 
 
 def lower_step(target: Target, form: str) -> jax.stages.Lowered:

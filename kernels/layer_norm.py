@@ -1,7 +1,7 @@
 """LayerNorm with its gradient written out. Ba, Kiros, Hinton: "Layer Normalization", 2016."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,15 @@ from jaxtyping import Array, Float
 
 from kernels import device
 from kernels.mixed_precision import rounded, wide
+
+
+class Norm(NamedTuple):
+    """What :func:`layer_norm` takes beside its input."""
+
+    scale_E: Float[Array, " E"]
+    bias_E: Float[Array, " E"]
+    epsilon: float
+    dtype: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -1,12 +1,17 @@
 """Products of activations with a weight matrix, in the number format of the activations."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from kernels import device
+from kernels.layer_norm import Norm, layer_norm
 from kernels.mixed_precision import product, rounded
+from kernels.projection_decode import projection_decode
 
 
 def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"],
@@ -15,14 +20,40 @@ def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"],
     if device.platform() == "cpu" and x_BTE.dtype in (jnp.bfloat16, jnp.float32):
         return _project_on_cpu(x_BTE, w_EF, bias_F)
     B, T = x_BTE.shape[:2]
-    return (rows_for_gpu(x_BTE) @ w_EF.astype(x_BTE.dtype))[:B, :T] + bias_F[None, None].astype(x_BTE.dtype)
+    if _alone_on_gpu(x_BTE):
+        # XLA takes a product of one row for a multiplication and a sum, and writes every term of it to memory, which is
+        # three times the weight to move.
+        x_BTE = jnp.pad(x_BTE, ((0, 0), (0, 1), (0, 0)))
+    return (x_BTE @ w_EF.astype(x_BTE.dtype))[:B, :T] + bias_F[None, None].astype(x_BTE.dtype)
 
 
-def rows_for_gpu(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B S E"]:
-    """x, on a GPU of two tokens at least: XLA takes a product of one row for a multiplication and a sum, and writes
-    every term of it to memory, which is three times the weight to move."""
-    alone = device.platform() == "gpu" and x_BTE.shape[:2] == (1, 1)
-    return jnp.pad(x_BTE, ((0, 0), (0, 1), (0, 0))) if alone else x_BTE
+def project_each(x_BTE: Float[Array, "B T E"], weights: Sequence[Array],
+                 biases: Sequence[Float[Array, " F"]], *, norm: Norm | None = None,
+                 activation: Callable[[Array], Array] | None = None,
+                 onto_BTF: Float[Array, "B T F"] | None = None) -> list[Float[Array, "B T F"]]:
+    """``onto + activation(norm(x) w + bias)`` for each weight, (E, F), and bias: what decoding does with new tokens.
+
+    One token on a GPU takes a single launch, which has no derivative; anything else goes through :func:`layer_norm` and
+    :func:`project`.
+    """
+    if _alone_on_gpu(x_BTE):
+        return projection_decode(x_BTE, weights, biases, norm=norm, activation=activation, onto_BTF=onto_BTF)
+    x_BTE = x_BTE if norm is None else layer_norm(x_BTE, *norm)
+    results = [project(x_BTE, w_EF, bias_F) for w_EF, bias_F in zip(weights, biases, strict=True)]
+    results = results if activation is None else [activation(y_BTF) for y_BTF in results]
+    return results if onto_BTF is None else [onto_BTF + y_BTF for y_BTF in results]
+
+
+def unembed(x_BTE: Float[Array, "B T E"], w_VE: Float[Array, "V E"], norm: Norm) -> Float[Array, "B T V"]:
+    """Logits, float32, of a head that is an embedding: norm(x) wᵀ. One token on a GPU as in :func:`project_each`."""
+    if _alone_on_gpu(x_BTE):
+        return projection_decode(x_BTE, [w_VE], norm=norm, transposed=True, dtype=jnp.float32)[0]
+    x_BTE = layer_norm(x_BTE, *norm)
+    return product("bte,ve->btv", x_BTE, w_VE.astype(x_BTE.dtype))
+
+
+def _alone_on_gpu(x_BTE: Any) -> bool:
+    return device.platform() == "gpu" and x_BTE.shape[:2] == (1, 1)
 
 
 # XLA's CPU backend has fast products for operands as they lie in memory. What leads to an operand it would compute

@@ -9,10 +9,10 @@ from jax import Array
 
 from configs.schema import EncoderConfig, ModelConfig
 from kernels import device
-from kernels.gelu import gelu
-from kernels.layer_norm import layer_norm
+from kernels.gelu import gelu, gelu_forward
+from kernels.layer_norm import Norm, layer_norm
 from models import attention as attentions
-from models.attention.self_attention import Linear
+from models.attention.self_attention import Linear, project_with
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -22,9 +22,14 @@ class LayerNorm(nnx.LayerNorm):
         super().__init__(width, epsilon=1e-5, dtype=jnp.dtype(dtype), rngs=rngs)
 
     def __call__(self, x_BTE: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return layer_norm(x_BTE, *self.parameters)
+
+    @property
+    def parameters(self) -> Norm:
+        """What the kernels take."""
         assert self.scale is not None
         assert self.bias is not None
-        return layer_norm(x_BTE, self.scale[...], self.bias[...], self.epsilon, self.dtype)
+        return Norm(self.scale[...], self.bias[...], self.epsilon, self.dtype)
 
 
 class MLP(nnx.Module):
@@ -36,6 +41,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTE: Array) -> Array:
         return self.output(gelu(self.hidden(x_BTE)))
+
+    def decode(self, x_BTE: Array, norm: Norm) -> Array:
+        """x with what it makes of norm(x)."""
+        (hidden_BTF,) = project_with([self.hidden], x_BTE, norm=norm, activation=gelu_forward)
+        return project_with([self.output], hidden_BTF, onto_BTF=x_BTE)[0]
 
 
 class Block(nnx.Module):
@@ -71,10 +81,9 @@ class Block(nnx.Module):
 
     def decode(self, x_BTE: Array, cache: Any, positions_BT: Array | None,
                lengths_B: Array | None) -> tuple[Array, Any]:
-        y_BTE, cache = self.attention.decode(self.attention_norm(x_BTE), cache,
+        x_BTE, cache = self.attention.decode(x_BTE, cache, norm=self.attention_norm.parameters, onto_BTE=x_BTE,
                                              positions_BT=positions_BT, lengths_B=lengths_B)
-        x_BTE += y_BTE
-        return x_BTE + self.mlp(self.mlp_norm(x_BTE)), cache
+        return self.mlp.decode(x_BTE, self.mlp_norm.parameters), cache
 
 
 def layer_modes(config: ModelConfig | EncoderConfig) -> Sequence[str]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import ConfigError, ModelConfig
 from kernels.mixed_precision import product
-from kernels.projection import rows_for_gpu
+from kernels.projection import unembed
 from kernels.segments import positions_of
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE
@@ -92,9 +92,7 @@ class GPT(nnx.Module):
 
     def logits(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """The head, tied to the token embedding; float32."""
-        weight = self.token_embedding.embedding if self.head_weight is None else self.head_weight
-        logits_BTV = product("bte,ve->btv", rows_for_gpu(x_BTE), weight[...].astype(x_BTE.dtype))
-        return logits_BTV[:, :x_BTE.shape[1]]
+        return product("bte,ve->btv", x_BTE, self._head_VE.astype(x_BTE.dtype))
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
         """Before the first token, with room for ``max_length``.
@@ -108,7 +106,8 @@ class GPT(nnx.Module):
 
     def extend(self, tokens_BT: Int[Array, "B T"], cache: Cache,
                lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"], Cache]:
-        """T more tokens, of which the first ``lengths_B`` of each row count: what the head reads, and the cache."""
+        """T more tokens, of which the first ``lengths_B`` of each row count: what :meth:`logits_after` reads, and the
+        cache."""
         T = tokens_BT.shape[1]
         positions_BT = cache.position_B[:, None] + jnp.arange(T)[None, :]
         x_BTE = self._embed(tokens_BT, positions_BT)
@@ -118,7 +117,15 @@ class GPT(nnx.Module):
             x_BTE, layer_cache = block.decode(x_BTE, layer_cache, rotations_BT, lengths_B)
             layers.append(layer_cache)
         position_B = cache.position_B + (T if lengths_B is None else lengths_B)
-        return self.final_norm(x_BTE), Cache(position_B, tuple(layers))
+        return x_BTE, Cache(position_B, tuple(layers))
+
+    def logits_after(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
+        """Logits, float32, of the tokens after those of :meth:`extend`."""
+        return unembed(x_BTE, self._head_VE, self.final_norm.parameters)
+
+    @property
+    def _head_VE(self) -> Array:
+        return (self.token_embedding.embedding if self.head_weight is None else self.head_weight)[...]
 
     def _embed(self, tokens_BT: Array, positions_BT: Array) -> Array:
         x_BTE = self.token_embedding(tokens_BT)

@@ -150,7 +150,7 @@ class Sampler:
         # All that the compiled functions take is put on one device: what merely happens to be there, as a new array
         # does, has them compiled a second time for their own outputs.
         self._device = jax.local_devices()[0]
-        self._graph, state = nnx.split(_with_product_weights(model))
+        self._graph, state = nnx.split(with_product_weights(model))
         structure = jax.tree.structure(state)
         self.update(model)
         self._pieces = sorted({min(size, model.config.context) for size in PREFILL_TOKENS})
@@ -161,7 +161,7 @@ class Sampler:
 
             def read(tokens_1T: Array) -> Memory:
                 x_1TE, cache = model.extend(tokens_1T, memory.cache, length[None])
-                logits_1V = model.logits(jax.lax.dynamic_slice_in_dim(x_1TE, length - 1, 1, axis=1))[:, 0]
+                logits_1V = model.logits_after(jax.lax.dynamic_slice_in_dim(x_1TE, length - 1, 1, axis=1))[:, 0]
                 counts_1T = jnp.arange(tokens_1T.shape[1])[None, :] < length
                 return Memory(logits_1V, cache,
                               _mark(memory.seen_BV, jnp.where(counts_1T, tokens_1T, model.vocab_size)))
@@ -183,7 +183,7 @@ class Sampler:
                 keys_at_B = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys_B2), memory.cache.position_B)
                 token_B = jnp.where(ended_B, end, draw(memory.logits_BV, memory.seen_BV, keys_at_B, settings))
                 x_BTE, cache = model.extend(token_B[:, None], memory.cache)
-                memory = Memory(model.logits(x_BTE)[:, 0], cache, _mark(memory.seen_BV, token_B[:, None]))
+                memory = Memory(model.logits_after(x_BTE)[:, 0], cache, _mark(memory.seen_BV, token_B[:, None]))
                 return done + 1, tokens_BT.at[:, done].set(token_B), memory, ended_B | (token_B == end)
 
             def step_on(_: Array, carry: Any) -> Any:
@@ -208,7 +208,7 @@ class Sampler:
         Raises:
             ValueError: it is another model.
         """
-        graph, state = nnx.split(_with_product_weights(model))
+        graph, state = nnx.split(with_product_weights(model))
         if graph != self._graph:
             raise ValueError("another model: a Sampler can only change the parameters of its own")
         self._model = model
@@ -400,9 +400,9 @@ class Sampler:
         return max(LEAST_ROOM, 1 << (tokens - 1).bit_length())
 
 
-def _with_product_weights(model: GPT) -> GPT:
-    """The same model, its projections' weights and the head's in the number format in which they are multiplied: half
-    the bytes to read, and the same tokens."""
+def with_product_weights(model: GPT) -> GPT:
+    """What is sampled from: the same model, its projections' weights and the head's in the number format that they are
+    multiplied in: half the bytes to read, and the same tokens."""
     model = nnx.clone(model)  # merging what was split would share its variables
     dtype = jnp.dtype(model.config.dtype)
     for linear in linears(model):

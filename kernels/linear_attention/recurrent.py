@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels.linear_attention.decode import decode_step, serves
 from kernels.linear_attention.state import State, divide, final_state
 
 
@@ -11,6 +12,8 @@ def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
     """``lax.scan`` over tokens: constant memory forward, the form that decodes. ``chunk_size`` has no meaning here."""
     if not causal:
         raise NotImplementedError("implementation='recurrent' sees the past only; causal=False needs another one")
+    if serves(q_BTHM, initial, runs_BT):
+        return decode_step(q_BTHM, k_BTHM, v_BTHD, initial, normalize=normalize)
     dtype = initial.s_BHMD.dtype
 
     def step(carry, token):

@@ -26,9 +26,10 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import ConfigError
 from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of, with_neighbours
+from kernels.layer_norm import Norm
 from kernels.segments import runs_of, visible
 from models.attention.key_values import KeyValues
-from models.attention.self_attention import Linear, SelfAttention, rotate
+from models.attention.self_attention import Linear, SelfAttention, normed, rotate
 from models.attention.window import Window
 
 type Tags = tuple[Array, Array]
@@ -97,23 +98,27 @@ class Attention(SelfAttention):
                                _first(tags, seen), _sees_past if causal else _sees_segment)
         return jnp.concatenate([self._output(rows_BTHD, x_BTE), y_BTE[:, early:]], axis=1)
 
-    def decode(self, x_BTE: Float[Array, "B T E"], cache: Cache, *, positions_BT: Int[Array, "B T"] | None = None,
+    def decode(self, x_BTE: Float[Array, "B T E"], cache: Cache, *, norm: Norm | None = None,
+               onto_BTE: Float[Array, "B T E"] | None = None, positions_BT: Int[Array, "B T"] | None = None,
                lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"], Cache]:
-        y_BTE, extended = super().decode(x_BTE, cache, positions_BT=positions_BT, lengths_B=lengths_B)
+        y_BTE, extended = super().decode(x_BTE, cache, norm=norm, onto_BTE=onto_BTE, positions_BT=positions_BT,
+                                         lengths_B=lengths_B)
         B, T = x_BTE.shape[:2]
         seen_B, early = cache.window.seen_B, min(T, self.config.global_tokens)
         if early == 0:
             return y_BTE, extended
 
         def with_global_rows() -> tuple[Array, KeyValues]:
-            x_first_BTE = x_BTE[:, :early]
+            x_first_BTE = normed(x_BTE[:, :early], norm)
             kept = self._append_global(cache.among_globals, *self._global_key_values(x_first_BTE, positions_BT), seen_B,
                                        lengths_B)
             t_BT = seen_B[:, None] + jnp.arange(early)[None]
             rows_BTHD = _one_group(self._heads(self.global_query, x_first_BTE, positions_BT), kept.k_BHSD, kept.v_BHSD,
                                    (t_BT, jnp.zeros_like(t_BT)), _tags(B, self.config.global_tokens, None), _sees_past)
             is_global_BT1 = (t_BT < self.config.global_tokens)[..., None]
-            rows_BTE = jnp.where(is_global_BT1, self._output(rows_BTHD, x_BTE), y_BTE[:, :early])
+            rows_BTE = self._output(rows_BTHD, x_first_BTE)
+            rows_BTE = rows_BTE if onto_BTE is None else onto_BTE[:, :early] + rows_BTE
+            rows_BTE = jnp.where(is_global_BT1, rows_BTE, y_BTE[:, :early])
             return jnp.concatenate([rows_BTE, y_BTE[:, early:]], axis=1), kept
 
         y_BTE, kept = lax.cond(jnp.any(seen_B < self.config.global_tokens), with_global_rows,

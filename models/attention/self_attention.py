@@ -1,6 +1,6 @@
 """What every attention mode shares: the q, k, v and output projections, heads, and rotary positions."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -11,7 +11,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kernels import device
-from kernels.projection import project
+from kernels.layer_norm import Norm, layer_norm
+from kernels.projection import project, project_each
 
 INITIAL_SCALE = 0.02
 """Standard deviation of GPT-2's initial weights; the model scales them to its ``initial_scale``."""
@@ -31,6 +32,18 @@ class Linear(nnx.Linear):
     def __call__(self, x: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert self.bias is not None
         return project(x, self.kernel[...], self.bias[...])
+
+
+def project_with(linears: Sequence[Linear], x: Array, *, norm: Norm | None = None,
+                 activation: Callable[[Array], Array] | None = None, onto_BTF: Array | None = None) -> list[Array]:
+    """:func:`project_each` with the weights and biases of these."""
+    parameters = [(linear.kernel[...], linear.bias[...]) for linear in linears if linear.bias is not None]
+    return project_each(x, *zip(*parameters, strict=True), norm=norm, activation=activation, onto_BTF=onto_BTF)
+
+
+def normed(x_BTE: Array, norm: Norm | None) -> Array:
+    """norm(x), or x where there is none."""
+    return x_BTE if norm is None else layer_norm(x_BTE, *norm)
 
 
 class SelfAttention(nnx.Module):
@@ -138,17 +151,24 @@ class SelfAttention(nnx.Module):
         y_BTHD = self.mix(q_BTHD, k_BTHD, v_BTHD, x_BTE=x_BTE, causal=causal, segment_ids_BT=segment_ids_BT)
         return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1))
 
-    def decode(self, x_BTE: Float[Array, "B T E"], cache: Any, *, positions_BT: Int[Array, "B T"] | None = None,
+    def decode(self, x_BTE: Float[Array, "B T E"], cache: Any, *, norm: Norm | None = None,
+               onto_BTE: Float[Array, "B T E"] | None = None, positions_BT: Int[Array, "B T"] | None = None,
                lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"], Any]:
-        """T more tokens of sequences whose past is in ``cache``."""
-        q_BTHD, k_BTHD, v_BTHD = self.project(x_BTE, positions_BT)
-        y_BTHD, cache = self.extend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, lengths_B=lengths_B)
-        return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1)), cache
+        """T more tokens of sequences whose past is in ``cache``: of norm(x), added to ``onto``, where these are given.
 
-    def project(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array, Array]:
-        """q_BTHD, k_BTHD and v_BTHD, rotated where positions are given."""
-        q_BTHD, k_BTHD, v_BTHD = (p(x_BTE).reshape(*x_BTE.shape[:2], self.heads, self.head_width)
-                                  for p in (self.query, self.key, self.value))
+        Block and attention are not told apart here, so that one token takes few launches on a GPU.
+        """
+        q_BTHD, k_BTHD, v_BTHD = self.project(x_BTE, positions_BT, norm)
+        y_BTHD, cache = self.extend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=normed(x_BTE, norm), lengths_B=lengths_B)
+        y_BTF = y_BTHD.reshape(*x_BTE.shape[:2], -1)
+        return project_with([self.output], y_BTF, onto_BTF=onto_BTE)[0], cache
+
+    def project(self, x_BTE: Array, positions_BT: Array | None,
+                norm: Norm | None = None) -> tuple[Array, Array, Array]:
+        """q_BTHD, k_BTHD and v_BTHD of x, or without a gradient of norm(x); rotated where positions are given."""
+        linears = (self.query, self.key, self.value)
+        projected = [linear(x_BTE) for linear in linears] if norm is None else project_with(linears, x_BTE, norm=norm)
+        q_BTHD, k_BTHD, v_BTHD = (y.reshape(*x_BTE.shape[:2], self.heads, self.head_width) for y in projected)
         if positions_BT is not None:
             q_BTHD, k_BTHD = rotate(q_BTHD, positions_BT), rotate(k_BTHD, positions_BT)
         return q_BTHD, k_BTHD, v_BTHD

@@ -1,8 +1,10 @@
 """Sampling draws what the parallel model says, whatever the prompt's length and the number of samples."""
 
+import collections
 import functools
 import itertools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +14,8 @@ import pytest
 from flax import nnx
 
 from configs.schema import ConfigError, ModelConfig
+from kernels import projection
+from kernels.linear_attention import recurrent
 from models import attention as attentions
 from models import sampler as sampler_module
 from models.attention.self_attention import angles
@@ -95,6 +99,29 @@ def test_token_by_token_is_the_parallel_model(positions, modes, monkeypatch):
         np.testing.assert_allclose(memory.logits_BV[0], expected_V, rtol=0, atol=1e-5 * np.abs(expected_V).max())
         assert memory.position == length
         np.testing.assert_array_equal(np.flatnonzero(memory.seen_BV[0]), np.unique(text_T[:length]))
+
+
+def test_the_kernels_of_a_gpu_draw_the_same(monkeypatch):
+    """In interpret mode: one sample's projections and its step of linear attention."""
+    taken = collections.Counter()
+
+    def serves(name: str, condition: Callable[..., bool]) -> Callable[..., bool]:
+        def asked(*arguments: Any) -> bool:
+            taken[name] += condition(*arguments)
+            return condition(*arguments)
+        return asked
+
+    monkeypatch.setattr(projection, "_alone_on_gpu", serves("projection", lambda x_BTE: x_BTE.shape[:2] == (1, 1)))
+    monkeypatch.setattr(recurrent, "serves", serves("state", lambda q, state, runs: q.shape[1] == 1 and runs is None))
+    model = make_model("chunked", "longformer", positions="learned", context=40)
+    prompt_T = prompt_of(19)
+    text_BT = np.concatenate([prompt_T[None], tokens_of(Sampler(model), prompt_T, GREEDY, max_new_tokens=20)], axis=1)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(text_BT[:, 19:], likeliest_tokens(model, text_BT)[:, 18:-1])
+    assert len(set(text_BT[0, 19:].tolist())) > 1
+    # A layer's queries, keys and values at once, its output, and two of the MLP; the head after prompts and tokens.
+    assert taken["projection"] >= 2 * 4 + 1
+    assert taken["state"] == 1
 
 
 def test_drawing_in_turns_is_drawing_at_once(monkeypatch):

@@ -1,0 +1,170 @@
+"""Projections of one token on a GPU: a Pallas kernel for LayerNorm, products, activation and residual sum at once.
+
+A token's product with a weight takes as long as the weight takes to be read, at most a few microseconds, of which each
+launch costs one or two. XLA would launch LayerNorm, a filling up to as many rows as its products have, the product, and
+what follows. Here each program has a few columns of the weight, all of them on their way to it before anything is
+computed, and makes the LayerNorm, which is next to nothing, for itself. Products are sums in float32 on the ordinary
+units, which the memory leaves idle. No atomics: two runs give the same bits.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Float
+
+from kernels import device
+from kernels.layer_norm import Norm
+
+WARPS = 8
+TILES = (16, 8)
+"""Columns of a program: 16 where there still is a program for each multiprocessor. Eight of bfloat16 are what a thread
+loads at a time."""
+BLOCK_BYTES = 65536
+"""Bytes of weights that a program has on their way to it at a time: 256 to a thread."""
+
+
+class _Operands(NamedTuple):
+    x_E: Any
+    norm: tuple[Any, Any] | None
+    """Scale and bias."""
+    weights: tuple[Any, ...]
+    """Each (E, tile), or transposed."""
+    biases: tuple[Any, ...] | None
+    onto_F: Any | None
+
+
+def projection_decode(
+    x_BTE: Float[Array, "B T E"],
+    weights: Sequence[Array],
+    biases: Sequence[Float[Array, " F"]] | None = None,
+    *,
+    norm: Norm | None = None,
+    activation: Callable[[Array], Array] | None = None,
+    onto_BTF: Float[Array, "B T F"] | None = None,
+    transposed: bool = False,
+    dtype: Any = None,
+) -> list[Float[Array, "B T F"]]:
+    """``onto + activation(norm(x) w + bias)`` for each weight and bias, rounded once, by the kernel of this file.
+
+    Without a GPU in interpret mode, which is for tests. Not differentiable.
+
+    Args:
+        x_BTE: one token.
+        weights: of one shape, (E, F); they are multiplied in the number format of norm(x).
+        biases: as many; None: none.
+        norm: LayerNorm of x; None: x as it is.
+        activation: of what is computed, in float32.
+        onto_BTF: what the results are added to.
+        transposed: the weights are (F, E).
+        dtype: of the results; None: that of ``onto``, or of norm(x).
+
+    Raises:
+        ValueError: x has more than one token, or weights and x do not go together.
+    """
+    B, T, E = x_BTE.shape
+    F = weights[0].shape[0 if transposed else 1]
+    expected = (F, E) if transposed else (E, F)
+    if (B, T) != (1, 1) or any(w.shape != expected for w in weights):
+        raise ValueError(f"x_BTE has shape {x_BTE.shape} and the weights {[w.shape for w in weights]}; expected "
+                         "(1, 1, E) and one shape that goes with it")
+    inputs = x_BTE.dtype if norm is None else jnp.dtype(norm.dtype)
+    dtype = jnp.dtype(dtype or (inputs if onto_BTF is None else onto_BTF.dtype))
+    weights = tuple(w.astype(inputs) for w in weights)
+    tile = next((tile for tile in TILES if tile * device.cores() <= F), TILES[-1])
+    rows = min(_power(E), BLOCK_BYTES // (tile * len(weights) * inputs.itemsize))
+    rows = 1 << rows.bit_length() - 1
+
+    filled = max(_power(E), -(-E // rows) * rows)  # what lies beyond E is not read
+    whole = pl.BlockSpec((filled,), lambda u: (0,))
+    columns = pl.BlockSpec((tile,), lambda u: (u,))
+    weight = (pl.BlockSpec((tile, filled), lambda u: (u, 0)) if transposed else
+              pl.BlockSpec((filled, tile), lambda u: (0, u)))
+    operands = _Operands(x_BTE[0, 0], None if norm is None else (norm.scale_E, norm.bias_E), weights,
+                         None if biases is None else tuple(biases), None if onto_BTF is None else onto_BTF[0, 0])
+    specs = _Operands(whole, None if norm is None else (whole, whole), (weight,) * len(weights),
+                      None if biases is None else (columns,) * len(weights), None if onto_BTF is None else columns)
+
+    def kernel(operands: _Operands, *out_refs: Any) -> None:
+        _kernel(operands, out_refs, E=E, F=F, rows=rows, norm=norm, activation=activation, transposed=transposed)
+
+    results = pl.pallas_call(
+        kernel,
+        grid=(-(-F // tile),),
+        in_specs=[specs],
+        out_specs=(columns,) * len(weights),
+        out_shape=(jax.ShapeDtypeStruct((F,), dtype),) * len(weights),
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=device.platform() != "gpu",
+        name="projection_decode",
+    )(operands)
+    return [y_F[None, None] for y_F in results]
+
+
+def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, F: int, rows: int, norm: Norm | None,
+            activation: Callable[[Array], Array] | None, transposed: bool) -> None:
+    """A program: ``tile`` columns of every result, from ``rows`` rows of the weights at a time."""
+    x_ref, norm_refs, weight_refs, bias_refs, onto_ref = operands
+    (tile,) = out_refs[0].shape
+    of_result_f = pl.program_id(0) * tile + lax.iota(jnp.int32, tile) < F
+    axis = 1 if transposed else 0
+
+    def vector(ref: Any, first: Any, size: int) -> Array:
+        return triton.load(ref.at[pl.ds(first, size)], mask=first + lax.iota(jnp.int32, size) < E, other=0.0)
+
+    def load_weights(first: Any) -> list[Array]:
+        among_E = lax.expand_dims(first + lax.iota(jnp.int32, rows) < E, (1 - axis,))
+        shape = (tile, rows) if transposed else (rows, tile)
+        shown = jnp.broadcast_to(among_E, shape) & jnp.broadcast_to(lax.expand_dims(of_result_f, (axis,)), shape)
+        at = (slice(None), pl.ds(first, rows)) if transposed else (pl.ds(first, rows), slice(None))
+        return [triton.load(ref.at[at], mask=shown, other=0.0) for ref in weight_refs]
+
+    def load_x(first: Any, level: Any, rate: Any) -> Array:
+        x_e = vector(x_ref, first, rows).astype(jnp.float32)
+        if norm is None or norm_refs is None:
+            return x_e
+        scale_ref, bias_ref = norm_refs
+        x_e = (x_e - level) * rate * vector(scale_ref, first, rows) + vector(bias_ref, first, rows)
+        return x_e.astype(norm.dtype).astype(jnp.float32)
+
+    def products(x_e: Array, weights: list[Array]) -> list[Array]:
+        along = lax.expand_dims(x_e, (1 - axis,))
+        return [jnp.sum(w.astype(jnp.float32) * along, axis=axis) for w in weights]
+
+    def load(ref: Any) -> Array:
+        return triton.load(ref.at[:], mask=of_result_f, other=0.0).astype(jnp.float32)
+
+    # On their way while the LayerNorm is made.
+    first_weights = load_weights(0)
+    biases = [] if bias_refs is None else [load(ref) for ref in bias_refs]
+    onto_f = None if onto_ref is None else load(onto_ref)
+    level = rate = None
+    if norm is not None:
+        x_E = vector(x_ref, 0, _power(E)).astype(jnp.float32)
+        level = jnp.sum(x_E) / E
+        rate = lax.rsqrt(jnp.maximum(jnp.sum(x_E * x_E) / E - level * level, 0) + norm.epsilon)
+    sums = products(load_x(0, level, rate), first_weights)
+    if rows < E:
+        def step(i: Any, sums: list[Array]) -> list[Array]:
+            weights = load_weights(i * rows)
+            more = products(load_x(i * rows, level, rate), weights)
+            return [y_f + more_f for y_f, more_f in zip(sums, more, strict=True)]
+
+        sums = lax.fori_loop(1, -(-E // rows), step, sums)
+    for i, (y_f, out_ref) in enumerate(zip(sums, out_refs, strict=True)):
+        if biases:
+            y_f += biases[i]
+        if activation is not None:
+            y_f = activation(y_f)
+        if onto_f is not None:
+            y_f += onto_f
+        triton.store(out_ref.at[:], y_f.astype(out_ref.dtype), mask=of_result_f)
+
+
+def _power(size: int) -> int:
+    """The least power of two of at least this, as blocks have to be."""
+    return 1 << (size - 1).bit_length()
