@@ -17,11 +17,6 @@ def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
     Saved for the backward pass is x; autodiff would keep the tanh too, as large as a hidden layer.
     """
-    return gelu_forward(x)
-
-
-def gelu_forward(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """:func:`gelu` without its own gradient, which the kernels cannot take."""
     return rounded(jax.nn.gelu(wide(x), approximate=True), x.dtype)
 
 

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kernels import device
-from kernels.layer_norm import Norm, layer_norm
+from kernels.layer_norm import Norm, normed
 from kernels.mixed_precision import product, rounded
 from kernels.projection_decode import projection_decode
 
@@ -33,27 +33,28 @@ def project_each(x_BTE: Float[Array, "B T E"], weights: Sequence[Array],
                  onto_BTF: Float[Array, "B T F"] | None = None) -> list[Float[Array, "B T F"]]:
     """``onto + activation(norm(x) w + bias)`` for each weight, (E, F), and bias: what decoding does with new tokens.
 
-    One token on a GPU takes a single launch, which has no derivative; anything else goes through :func:`layer_norm` and
-    :func:`project`.
+    One token on a GPU takes a single launch, which has no derivative and rounds once; anything else goes through
+    :func:`layer_norm` and :func:`project`, which round on the way.
     """
     if _alone_on_gpu(x_BTE):
         return projection_decode(x_BTE, weights, biases, norm=norm, activation=activation, onto_BTF=onto_BTF)
-    x_BTE = x_BTE if norm is None else layer_norm(x_BTE, *norm)
+    x_BTE = normed(x_BTE, norm)
     results = [project(x_BTE, w_EF, bias_F) for w_EF, bias_F in zip(weights, biases, strict=True)]
     results = results if activation is None else [activation(y_BTF) for y_BTF in results]
-    return results if onto_BTF is None else [onto_BTF + y_BTF for y_BTF in results]
+    return results if onto_BTF is None else [onto_BTF + y_BTF.astype(onto_BTF.dtype) for y_BTF in results]
 
 
 def unembed(x_BTE: Float[Array, "B T E"], w_VE: Float[Array, "V E"], norm: Norm) -> Float[Array, "B T V"]:
     """Logits, float32, of a head that is an embedding: norm(x) wᵀ. One token on a GPU as in :func:`project_each`."""
     if _alone_on_gpu(x_BTE):
         return projection_decode(x_BTE, [w_VE], norm=norm, transposed=True, dtype=jnp.float32)[0]
-    x_BTE = layer_norm(x_BTE, *norm)
+    x_BTE = normed(x_BTE, norm)
     return product("bte,ve->btv", x_BTE, w_VE.astype(x_BTE.dtype))
 
 
 def _alone_on_gpu(x_BTE: Any) -> bool:
-    return device.platform() == "gpu" and x_BTE.shape[:2] == (1, 1)
+    """Whether it is one token on a GPU, in a format whose products are summed in float32."""
+    return device.platform() == "gpu" and x_BTE.shape[:2] == (1, 1) and x_BTE.dtype.itemsize <= 4
 
 
 # XLA's CPU backend has fast products for operands as they lie in memory. What leads to an operand it would compute

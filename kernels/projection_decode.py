@@ -7,6 +7,7 @@ computed, and makes the LayerNorm, which is next to nothing, for itself. Product
 units, which the memory leaves idle. No atomics: two runs give the same bits.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -76,10 +77,10 @@ def projection_decode(
     dtype = jnp.dtype(dtype or (inputs if onto_BTF is None else onto_BTF.dtype))
     weights = tuple(w.astype(inputs) for w in weights)
     tile = next((tile for tile in TILES if tile * device.cores() <= F), TILES[-1])
-    rows = min(_power(E), BLOCK_BYTES // (tile * len(weights) * inputs.itemsize))
+    rows = min(pl.next_power_of_2(E), BLOCK_BYTES // (tile * len(weights) * inputs.itemsize))
     rows = 1 << rows.bit_length() - 1
 
-    filled = max(_power(E), -(-E // rows) * rows)  # what lies beyond E is not read
+    filled = max(pl.next_power_of_2(E), -(-E // rows) * rows)  # what lies beyond E is not read
     whole = pl.BlockSpec((filled,), lambda u: (0,))
     columns = pl.BlockSpec((tile,), lambda u: (u,))
     weight = (pl.BlockSpec((tile, filled), lambda u: (u, 0)) if transposed else
@@ -88,6 +89,9 @@ def projection_decode(
                          None if biases is None else tuple(biases), None if onto_BTF is None else onto_BTF[0, 0])
     specs = _Operands(whole, None if norm is None else (whole, whole), (weight,) * len(weights),
                       None if biases is None else (columns,) * len(weights), None if onto_BTF is None else columns)
+
+    # Kernels cannot take a function with a gradient of its own.
+    activation = None if activation is None else inspect.unwrap(activation)
 
     def kernel(operands: _Operands, *out_refs: Any) -> None:
         _kernel(operands, out_refs, E=E, F=F, rows=rows, norm=norm, activation=activation, transposed=transposed)
@@ -144,7 +148,7 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, F: int, r
     onto_f = None if onto_ref is None else load(onto_ref)
     level = rate = None
     if norm is not None:
-        x_E = vector(x_ref, 0, _power(E)).astype(jnp.float32)
+        x_E = vector(x_ref, 0, pl.next_power_of_2(E)).astype(jnp.float32)
         level = jnp.sum(x_E) / E
         rate = lax.rsqrt(jnp.maximum(jnp.sum(x_E * x_E) / E - level * level, 0) + norm.epsilon)
     sums = products(load_x(0, level, rate), first_weights)
@@ -163,8 +167,3 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, F: int, r
         if onto_f is not None:
             y_f += onto_f
         triton.store(out_ref.at[:], y_f.astype(out_ref.dtype), mask=of_result_f)
-
-
-def _power(size: int) -> int:
-    """The least power of two of at least this, as blocks have to be."""
-    return 1 << (size - 1).bit_length()

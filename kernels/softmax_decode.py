@@ -66,7 +66,7 @@ def softmax_decode(
     if refusal is not None:
         raise NotImplementedError(f"softmax_decode: {refusal}")
     B, H, S, D = k_BHSD.shape
-    width = _power(D)
+    width = pl.next_power_of_2(D)
     block = BLOCK_BYTES // (width * k_BHSD.dtype.itemsize)
     N = splits or pick_splits(B * H, -(-S // block))
     # Grid: splits, heads, sequences; the first is the fastest.
@@ -117,12 +117,7 @@ def refuses(q_BTHD: Any, k_BHSD: Any, v_BHSD: Any, *, splits: int | None = None)
 def pick_splits(heads: int, blocks: int) -> int:
     """Programs for each of B·H heads on the default device: a power of two, no more than there are blocks of keys."""
     wanted = -(-PROGRAMS_PER_CORE * device.cores() // heads)
-    return min(_power(wanted), _power(blocks), MOST_SPLITS)
-
-
-def _power(size: int) -> int:
-    """The least power of two of at least this, as blocks have to be."""
-    return 1 << (size - 1).bit_length()
+    return min(pl.next_power_of_2(wanted), pl.next_power_of_2(blocks), MOST_SPLITS)
 
 
 def _split_kernel(position_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, y_ref: Any, most_ref: Any, total_ref: Any, *,

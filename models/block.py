@@ -9,7 +9,7 @@ from jax import Array
 
 from configs.schema import EncoderConfig, ModelConfig
 from kernels import device
-from kernels.gelu import gelu, gelu_forward
+from kernels.gelu import gelu
 from kernels.layer_norm import Norm, layer_norm
 from models import attention as attentions
 from models.attention.self_attention import Linear, project_with
@@ -44,7 +44,7 @@ class MLP(nnx.Module):
 
     def decode(self, x_BTE: Array, norm: Norm) -> Array:
         """x with what it makes of norm(x)."""
-        (hidden_BTF,) = project_with([self.hidden], x_BTE, norm=norm, activation=gelu_forward)
+        (hidden_BTF,) = project_with([self.hidden], x_BTE, norm=norm, activation=gelu)
         return project_with([self.output], hidden_BTF, onto_BTF=x_BTE)[0]
 
 

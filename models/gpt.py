@@ -106,7 +106,7 @@ class GPT(nnx.Module):
 
     def extend(self, tokens_BT: Int[Array, "B T"], cache: Cache,
                lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"], Cache]:
-        """T more tokens, of which the first ``lengths_B`` of each row count: what :meth:`logits_after` reads, and the
+        """T more tokens, of which the first ``lengths_B`` of each row count: what :meth:`next_logits` reads, and the
         cache."""
         T = tokens_BT.shape[1]
         positions_BT = cache.position_B[:, None] + jnp.arange(T)[None, :]
@@ -119,7 +119,7 @@ class GPT(nnx.Module):
         position_B = cache.position_B + (T if lengths_B is None else lengths_B)
         return x_BTE, Cache(position_B, tuple(layers))
 
-    def logits_after(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
+    def next_logits(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Logits, float32, of the tokens after those of :meth:`extend`."""
         return unembed(x_BTE, self._head_VE, self.final_norm.parameters)
 

@@ -161,7 +161,7 @@ class Sampler:
 
             def read(tokens_1T: Array) -> Memory:
                 x_1TE, cache = model.extend(tokens_1T, memory.cache, length[None])
-                logits_1V = model.logits_after(jax.lax.dynamic_slice_in_dim(x_1TE, length - 1, 1, axis=1))[:, 0]
+                logits_1V = model.next_logits(jax.lax.dynamic_slice_in_dim(x_1TE, length - 1, 1, axis=1))[:, 0]
                 counts_1T = jnp.arange(tokens_1T.shape[1])[None, :] < length
                 return Memory(logits_1V, cache,
                               _mark(memory.seen_BV, jnp.where(counts_1T, tokens_1T, model.vocab_size)))
@@ -183,7 +183,7 @@ class Sampler:
                 keys_at_B = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys_B2), memory.cache.position_B)
                 token_B = jnp.where(ended_B, end, draw(memory.logits_BV, memory.seen_BV, keys_at_B, settings))
                 x_BTE, cache = model.extend(token_B[:, None], memory.cache)
-                memory = Memory(model.logits_after(x_BTE)[:, 0], cache, _mark(memory.seen_BV, token_B[:, None]))
+                memory = Memory(model.next_logits(x_BTE)[:, 0], cache, _mark(memory.seen_BV, token_B[:, None]))
                 return done + 1, tokens_BT.at[:, done].set(token_B), memory, ended_B | (token_B == end)
 
             def step_on(_: Array, carry: Any) -> Any:
@@ -268,7 +268,8 @@ class Sampler:
                  memory: Memory | None = None, resumable: bool = False) -> Generation:
         """Draw up to ``max_new_tokens`` tokens after a prompt, or as many as the model has positions for.
 
-        Sample i depends on the text before, ``sampling`` and i, not on how many are drawn beside it.
+        Sample i depends on the text before, ``sampling`` and i, and but for rounding not on how many are drawn beside
+        it.
 
         Args:
             prompt_T: token ids; at least one, or a ``memory``.

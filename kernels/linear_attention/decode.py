@@ -4,6 +4,7 @@ multiplies it with the query. XLA takes a launch for each and reads the state ag
 Katharopoulos, Vyas, Pappas, Fleuret: "Transformers are RNNs", 2020.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from kernels import device
-from kernels.linear_attention.state import EPSILON, State
+from kernels.linear_attention.state import EPSILON, State, advance
 
 WARPS = 4
 TILE = 32
@@ -21,6 +22,7 @@ TILE = 32
 BLOCK = 8192
 """Numbers of the state that a program has at most: 64 to a thread."""
 MOST_FEATURES = 1024
+"""M at most, of which a program still has eight columns."""
 
 
 def serves(q_BTHM: Any, initial: State, runs_BT: Any) -> bool:
@@ -30,15 +32,15 @@ def serves(q_BTHM: Any, initial: State, runs_BT: Any) -> bool:
             and initial.s_BHMD.dtype == jnp.float32)
 
 
-def decode_step(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, *, normalize: bool) -> tuple[Array, State]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def decode_step(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, normalize: bool) -> tuple[Array, State]:
     """Attention of one token, as :func:`recurrent` computes it: y and the state after it.
 
-    Without a GPU in interpret mode, which is for tests. Not differentiable.
+    Without a GPU in interpret mode, which is for tests. Its gradient is that of the plain form.
     """
-    _, _, H, M = q_BTHM.shape
-    D = v_BTHD.shape[3]
-    B, features = q_BTHM.shape[0], _power(M)
-    tile = min(TILE, _power(D), BLOCK // features)
+    (B, _, H, M), D = q_BTHM.shape, v_BTHD.shape[3]
+    features = pl.next_power_of_2(M)
+    tile = min(TILE, pl.next_power_of_2(D), BLOCK // features)
     q_BHM, k_BHM = q_BTHM[:, 0].astype(jnp.float32), k_BTHM[:, 0].astype(jnp.float32)
     z_BHM = initial.z_BHM + k_BHM
     denominator_BH = jnp.einsum("bhm,bhm->bh", q_BHM, z_BHM) if normalize else None
@@ -62,6 +64,21 @@ def decode_step(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, *, 
     return y_BHD[:, None], State(s_BHMD, z_BHM)
 
 
+def _forward(q_BTHM, k_BTHM, v_BTHD, initial, normalize):
+    return decode_step(q_BTHM, k_BTHM, v_BTHD, initial, normalize), (q_BTHM, k_BTHM, v_BTHD, initial)
+
+
+def _backward(normalize, saved, gradients):
+    def plain(q_BTHM, k_BTHM, v_BTHD, initial):
+        state, y_BHD = advance(initial, q_BTHM[:, 0], k_BTHM[:, 0], v_BTHD[:, 0], normalize=normalize)
+        return y_BHD[:, None].astype(v_BTHD.dtype), state
+
+    return jax.vjp(plain, *saved)[1](gradients)
+
+
+decode_step.defvjp(_forward, _backward)
+
+
 def _kernel(q_ref: Any, k_ref: Any, v_ref: Any, s_ref: Any, denominator_ref: Any, y_ref: Any, out_ref: Any, *,
             M: int, D: int) -> None:
     """A program: one sequence, head and tile of D."""
@@ -78,8 +95,3 @@ def _kernel(q_ref: Any, k_ref: Any, v_ref: Any, s_ref: Any, denominator_ref: Any
     if denominator_ref is not None:
         y_D = y_D / (denominator_ref[...] + EPSILON)
     triton.store(y_ref.at[:], y_D.astype(y_ref.dtype), mask=of_head_D)
-
-
-def _power(size: int) -> int:
-    """The least power of two of at least this, as blocks have to be."""
-    return 1 << (size - 1).bit_length()

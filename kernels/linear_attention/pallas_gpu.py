@@ -123,7 +123,7 @@ def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk
 
 def _power(width: int) -> int:
     """The width of a block: a power of two that the matrix units take."""
-    return max(16, 1 << (width - 1).bit_length())
+    return max(16, pl.next_power_of_2(width))
 
 
 def _operand_dtype(*arrays: Array) -> jnp.dtype:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels.linear_attention.decode import decode_step, serves
-from kernels.linear_attention.state import State, divide, final_state
+from kernels.linear_attention.state import State, advance, divide, final_state
 
 
 def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
@@ -13,8 +13,7 @@ def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
     if not causal:
         raise NotImplementedError("implementation='recurrent' sees the past only; causal=False needs another one")
     if serves(q_BTHM, initial, runs_BT):
-        return decode_step(q_BTHM, k_BTHM, v_BTHD, initial, normalize=normalize)
-    dtype = initial.s_BHMD.dtype
+        return decode_step(q_BTHM, k_BTHM, v_BTHD, initial, normalize)
 
     def step(carry, token):
         state, latest_B = carry
@@ -23,15 +22,9 @@ def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
             same_B = runs_B <= latest_B  # padding too: it leaves the state alone
             state = State(jnp.where(same_B[:, None, None, None], state.s_BHMD, 0),
                           jnp.where(same_B[:, None, None], state.z_BHM, 0))
-            k_BHM = jnp.where((runs_B >= 0)[:, None, None], k_BHM, 0)
+            q_BHM, k_BHM = (jnp.where((runs_B >= 0)[:, None, None], x_BHM, 0) for x_BHM in (q_BHM, k_BHM))
             latest_B = jnp.maximum(latest_B, runs_B)
-        state = State(state.s_BHMD + k_BHM[..., :, None].astype(dtype) * v_BHD[..., None, :].astype(dtype),
-                      state.z_BHM + k_BHM.astype(dtype))
-        q_BHM = q_BHM.astype(dtype)
-        if runs_B is not None:
-            q_BHM = jnp.where((runs_B >= 0)[:, None, None], q_BHM, 0)
-        y_BHD = divide(jnp.einsum("bhm,bhmd->bhd", q_BHM, state.s_BHMD),
-                       jnp.einsum("bhm,bhm->bh", q_BHM, state.z_BHM) if normalize else None)
+        state, y_BHD = advance(state, q_BHM, k_BHM, v_BHD, normalize=normalize)
         return (state, latest_B), y_BHD.astype(v_BTHD.dtype)
 
     tokens = (q_BTHM.swapaxes(0, 1), k_BTHM.swapaxes(0, 1), v_BTHD.swapaxes(0, 1),

@@ -62,6 +62,15 @@ def level(dq_TM: Array, q_TM: Array, z_M: Array, ddenominator_T: Array, denomina
     return dq_TM - factor_T[..., None] * z_M
 
 
+def advance(state: State, q_BHM: Array, k_BHM: Array, v_BHD: Array, *, normalize: bool) -> tuple[State, Array]:
+    """The state after one more token, and y of it, in the state's format."""
+    dtype = state.s_BHMD.dtype
+    q_BHM, k_BHM, v_BHD = q_BHM.astype(dtype), k_BHM.astype(dtype), v_BHD.astype(dtype)
+    state = State(state.s_BHMD + k_BHM[..., :, None] * v_BHD[..., None, :], state.z_BHM + k_BHM)
+    return state, divide(jnp.einsum("bhm,bhmd->bhd", q_BHM, state.s_BHMD),
+                         jnp.einsum("bhm,bhm->bh", q_BHM, state.z_BHM) if normalize else None)
+
+
 def final_state(k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None) -> State:
     """The state after the last token: of the last run, with the initial state where that is also the first."""
     dtype = initial.s_BHMD.dtype

@@ -26,10 +26,10 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import ConfigError
 from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of, with_neighbours
-from kernels.layer_norm import Norm
+from kernels.layer_norm import Norm, normed
 from kernels.segments import runs_of, visible
 from models.attention.key_values import KeyValues
-from models.attention.self_attention import Linear, SelfAttention, normed, rotate
+from models.attention.self_attention import Linear, SelfAttention, rotate
 from models.attention.window import Window
 
 type Tags = tuple[Array, Array]

@@ -31,11 +31,10 @@ from jax import Array, lax
 
 from configs.schema import ConfigError
 from kernels.grouped_attention import Part, combine, grouped_attention, with_neighbours
-from kernels.layer_norm import Norm
 from kernels.segments import HIDDEN, runs_of
 from models.attention.directions import Directions
 from models.attention.key_values import KeyValues
-from models.attention.self_attention import SelfAttention, normed, rotate
+from models.attention.self_attention import SelfAttention, rotate
 
 UNFACTORED = 64
 """Buckets that are hashed by one argmax at most; more are pairs of two, so that their cost grows as their root."""
@@ -105,14 +104,12 @@ class Attention(SelfAttention):
         """:meth:`Directions.redraw` of the rotations; the training step calls it."""
         self.rotations_DRM.redraw(step, self.config.redraw_every, lambda: self._draw(key))
 
-    def project(self, x_BTE: Array, positions_BT: Array | None,
-                norm: Norm | None = None) -> tuple[Array, Array, Array]:
+    def project(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array, Array]:
         """q_BTHD, rotated where positions are given, k_BTHD of length √D, and v_BTHD.
 
         Queries are made, and keys from them, in float32 or better: rounded, some would fall into another bucket.
         """
         assert self.query.bias is not None
-        x_BTE = normed(x_BTE, norm)
         shape = (*x_BTE.shape[:2], self.heads, self.head_width)
         dtype = jnp.promote_types(jnp.float32, x_BTE.dtype)
         q_BTF = jnp.einsum("bte,ef->btf", x_BTE.astype(dtype), self.query.kernel[...].astype(dtype),

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kernels import device
-from kernels.layer_norm import Norm, layer_norm
+from kernels.layer_norm import Norm, normed
 from kernels.projection import project, project_each
 
 INITIAL_SCALE = 0.02
@@ -30,20 +30,20 @@ class Linear(nnx.Linear):
         super().__init__(inputs, outputs, kernel_init=nnx.initializers.normal(INITIAL_SCALE), rngs=rngs)
 
     def __call__(self, x: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return project(x, *self.parameters)
+
+    @property
+    def parameters(self) -> tuple[Array, Array]:
+        """Weight and bias."""
         assert self.bias is not None
-        return project(x, self.kernel[...], self.bias[...])
+        return self.kernel[...], self.bias[...]
 
 
 def project_with(linears: Sequence[Linear], x: Array, *, norm: Norm | None = None,
                  activation: Callable[[Array], Array] | None = None, onto_BTF: Array | None = None) -> list[Array]:
     """:func:`project_each` with the weights and biases of these."""
-    parameters = [(linear.kernel[...], linear.bias[...]) for linear in linears if linear.bias is not None]
+    parameters = [linear.parameters for linear in linears]
     return project_each(x, *zip(*parameters, strict=True), norm=norm, activation=activation, onto_BTF=onto_BTF)
-
-
-def normed(x_BTE: Array, norm: Norm | None) -> Array:
-    """norm(x), or x where there is none."""
-    return x_BTE if norm is None else layer_norm(x_BTE, *norm)
 
 
 class SelfAttention(nnx.Module):
@@ -158,17 +158,21 @@ class SelfAttention(nnx.Module):
 
         Block and attention are not told apart here, so that one token takes few launches on a GPU.
         """
-        q_BTHD, k_BTHD, v_BTHD = self.project(x_BTE, positions_BT, norm)
+        if type(self).project is SelfAttention.project:
+            q_BTHD, k_BTHD, v_BTHD = self._heads_of(
+                project_with((self.query, self.key, self.value), x_BTE, norm=norm), positions_BT)
+        else:
+            q_BTHD, k_BTHD, v_BTHD = self.project(normed(x_BTE, norm), positions_BT)
         y_BTHD, cache = self.extend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=normed(x_BTE, norm), lengths_B=lengths_B)
         y_BTF = y_BTHD.reshape(*x_BTE.shape[:2], -1)
         return project_with([self.output], y_BTF, onto_BTF=onto_BTE)[0], cache
 
-    def project(self, x_BTE: Array, positions_BT: Array | None,
-                norm: Norm | None = None) -> tuple[Array, Array, Array]:
-        """q_BTHD, k_BTHD and v_BTHD of x, or without a gradient of norm(x); rotated where positions are given."""
-        linears = (self.query, self.key, self.value)
-        projected = [linear(x_BTE) for linear in linears] if norm is None else project_with(linears, x_BTE, norm=norm)
-        q_BTHD, k_BTHD, v_BTHD = (y.reshape(*x_BTE.shape[:2], self.heads, self.head_width) for y in projected)
+    def project(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array, Array]:
+        """q_BTHD, k_BTHD and v_BTHD, rotated where positions are given."""
+        return self._heads_of([linear(x_BTE) for linear in (self.query, self.key, self.value)], positions_BT)
+
+    def _heads_of(self, projected: Sequence[Array], positions_BT: Array | None) -> tuple[Array, Array, Array]:
+        q_BTHD, k_BTHD, v_BTHD = (y_BTF.reshape(*y_BTF.shape[:2], self.heads, self.head_width) for y_BTF in projected)
         if positions_BT is not None:
             q_BTHD, k_BTHD = rotate(q_BTHD, positions_BT), rotate(k_BTHD, positions_BT)
         return q_BTHD, k_BTHD, v_BTHD

@@ -25,10 +25,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import ConfigError
-from kernels.layer_norm import Norm
 from kernels.segments import HIDDEN, positions_of, runs_of, visible
 from models.attention.key_values import KeyValues
-from models.attention.self_attention import SelfAttention, normed
+from models.attention.self_attention import SelfAttention
 
 Kind = Literal["random", "factorised", "dense"]
 
@@ -80,10 +79,8 @@ class Attention(SelfAttention):
         """Causal rows look their scores up by the positions within a segment; encoders are spared the look-up."""
         return causal
 
-    def project(self, x_BTE: Array, positions_BT: Array | None,
-                norm: Norm | None = None) -> tuple[Array, Array, Array]:
+    def project(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array, Array]:
         """The hidden layer of ``dense`` for queries, or vectors of no width; keys of no width; and the values."""
-        x_BTE = normed(x_BTE, norm)
         B, T = x_BTE.shape[:2]
         v_BTHD = self.value(x_BTE).reshape(B, T, self.heads, self.head_width)
         nothing_BTHD = v_BTHD[..., :0]

@@ -100,19 +100,19 @@ class _Target(target.Target):
     (CLEAN + COMPILERS, 0, "The compiler's own that spill or serialise; they do not count\ncase "),
     (CLEAN + COMPILERS, 0, "  spills registers, 120 bytes\n"),
     (CLEAN + SPILLING, 1, "a case: linear_attention_dq spills registers, 1,436 bytes; serialises wgmma"),
-    (COMPILERS, 1, "a case: there is no kernel of ours"),
+    (COMPILERS, 1, "a case: there is no kernel of ours, linear_attention_…, in it"),
     ("", 1, "a case: there is no kernel in it"),
 ])
 def test_fails_on_faults_of_ours_alone(kernels, code, said, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "inspect", lambda *_: gpu_check.read_assembler(kernels))
-    assert gpu_check.run([gpu_check.Case("a case", lambda: "lowered", True)], _Target()) == code
+    assert gpu_check.run([gpu_check.Case("a case", lambda: "lowered", ("linear_attention_",))], _Target()) == code
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
     assert printed.out.splitlines()[-1].startswith(f"jax {jax.__version__}: ")  # scripts/gpu_check.sh looks for it
 
 
 def test_what_cannot_be_compiled_fails_with_the_first_line(capsys):
-    assert gpu_check.run([gpu_check.Case("a case", lambda: None, True)], _Target()) == 1
+    assert gpu_check.run([gpu_check.Case("a case", lambda: None, ())], _Target()) == 1
     said = "a case: cannot be compiled: INTERNAL: shared memory 300000 exceeds 232448\n"
     assert f"gpu-check: jax {jax.__version__}: {said}" in capsys.readouterr().err
 

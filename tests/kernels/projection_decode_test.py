@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kernels import projection, projection_decode
-from kernels.gelu import gelu, gelu_forward
+from kernels.gelu import gelu
 from kernels.layer_norm import Norm
 from kernels.projection import project_each, unembed
 
@@ -59,7 +59,7 @@ def test_activation_and_sum_of_x_as_it_is(one_launch):
     """The sum keeps the format of what is added to."""
     x_BTE, weights, biases, _, onto_BTF = make_inputs(48, 40, 1, "bfloat16")
     x_BTE = x_BTE.astype(jnp.bfloat16)
-    (y_BTF,) = jax.jit(lambda x_BTE: project_each(x_BTE, weights, biases, activation=gelu_forward,
+    (y_BTF,) = jax.jit(lambda x_BTE: project_each(x_BTE, weights, biases, activation=gelu,
                                                   onto_BTF=onto_BTF))(x_BTE)
     expected_F = np.asarray(x_BTE, float)[0, 0] @ np.asarray(weights[0], float) + np.asarray(biases[0], float)
     assert y_BTF.dtype == np.float32
@@ -79,7 +79,7 @@ def test_more_tokens_go_the_plain_way_to_the_same(one_launch):
 
     @jax.jit
     def run(x_BTE, onto_BTF):
-        return project_each(x_BTE, weights, biases, norm=norm, activation=gelu_forward, onto_BTF=onto_BTF)[0]
+        return project_each(x_BTE, weights, biases, norm=norm, activation=gelu, onto_BTF=onto_BTF)[0]
 
     alone_BTF, among_BTF = run(x_BTE, onto_BTF), run(jnp.repeat(x_BTE, 3, axis=1), jnp.repeat(onto_BTF, 3, axis=1))
     assert alone_BTF.dtype == among_BTF.dtype
@@ -92,3 +92,14 @@ def test_what_does_not_go_together_is_refused(one_launch):
         projection_decode.projection_decode(x_BTE, weights, biases, transposed=True)
     with pytest.raises(ValueError, match=r"x_BTE has shape \(1, 2, 48\)"):
         projection_decode.projection_decode(jnp.repeat(x_BTE, 2, axis=1), weights, biases)
+
+
+def test_one_token_on_a_gpu_takes_it(monkeypatch):
+    x_BTE = np.zeros((1, 1, 4), np.float32)
+    assert not projection._alone_on_gpu(x_BTE)
+    monkeypatch.setattr(projection.device, "platform", lambda: "gpu")
+    assert projection._alone_on_gpu(x_BTE)
+    assert projection._alone_on_gpu(x_BTE.astype(jnp.bfloat16))
+    assert not projection._alone_on_gpu(np.zeros((1, 2, 4), np.float32))
+    assert not projection._alone_on_gpu(np.zeros((2, 1, 4), np.float32))
+    assert not projection._alone_on_gpu(x_BTE.astype(float))

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from jax.test_util import check_grads
 
+from kernels.layer_norm import Norm, normed
 from models import attention
 from models.attention.self_attention import SelfAttention
 
@@ -165,8 +166,11 @@ def test_a_mask_that_a_mode_cannot_do_is_refused(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_extending_in_pieces_is_the_whole(mode):
+    """As a block has it: of a LayerNorm, and added to what was there."""
     module = decoder(mode)
-    x, extend = make_x(), run_decode(module)
+    norm = Norm(20 + jnp.arange(E, dtype=jnp.float32), jnp.arange(E, dtype=jnp.float32), 1e-5, jnp.float32)
+    extend = jax.jit(lambda x, cache: module.decode(x, cache, norm=norm, onto_BTE=x / 100))
+    x = make_x()
     cache, pieces = module.init_cache(B, ROOM, jnp.float32), []
     buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache) if leaf.size]
     assert len(set(buffers)) == len(buffers)  # or they could not be given away, as a sampler does
@@ -175,7 +179,7 @@ def test_extending_in_pieces_is_the_whole(mode):
         y, cache = extend(x[:, start:end], cache)
         pieces.append(y)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache) == structure  # a loop can carry it
-    assert_close(jnp.concatenate(pieces, axis=1), whole(module)(x))
+    assert_close(jnp.concatenate(pieces, axis=1), x / 100 + whole(module)(normed(x, norm)))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -347,6 +351,7 @@ USE_IT = """
 import jax.numpy as jnp
 from flax import nnx
 from configs.schema import ModelConfig
+from kernels.layer_norm import Norm, normed
 from models import attention
 from models.gpt import GPT
 

@@ -150,10 +150,10 @@ def test_decoding_is_the_forward_pass(positions):
         def step(cache, _):
             next_B1 = jnp.take_along_axis(tokens_BT, cache.position_B[:, None], axis=1)
             x_B1E, cache = model.extend(next_B1, cache)
-            return cache, model.logits_after(x_B1E)[:, 0]
+            return cache, model.next_logits(x_B1E)[:, 0]
 
         cache, logits_TBV = jax.lax.scan(step, cache, None, length=steps)
-        return model.logits_after(x_BTE), logits_TBV.swapaxes(0, 1), cache.position_B
+        return model.next_logits(x_BTE), logits_TBV.swapaxes(0, 1), cache.position_B
 
     prefilled, decoded, position_B = decode(state, TOKENS)
     expected = logits_of(model)
