@@ -60,10 +60,10 @@ class Classification:
         """The classifier, its parameters drawn from ``train.seed``."""
         return Classifier(self._config.model, self._dataset.vocabulary, rngs=nnx.Rngs(self._config.train.seed))
 
-    def initial(self, transform: optax.GradientTransformation) -> steps.TrainState:
+    def initial(self, transform: optax.GradientTransformationExtraArgs) -> steps.TrainState:
         return steps.state_of(self.make_model(), transform)
 
-    def update(self, transform: optax.GradientTransformation) -> Callable[..., tuple[steps.TrainState, Any]]:
+    def update(self, transform: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[steps.TrainState, Any]]:
         train = self._config.train
 
         def loss_sum(model: Classifier, batch: Examples, key: Array) -> tuple[Array, Array]:

@@ -25,10 +25,10 @@ class LanguageModelling:
         self._config, self._corpora = config, corpora
         self.graph = steps.model_graph(config, corpora.vocabulary_size)
 
-    def initial(self, transform: optax.GradientTransformation) -> steps.TrainState:
+    def initial(self, transform: optax.GradientTransformationExtraArgs) -> steps.TrainState:
         return steps.initial_state(self._config, self._corpora.vocabulary_size, transform)
 
-    def update(self, transform: optax.GradientTransformation) -> Callable[..., tuple[steps.TrainState, Any]]:
+    def update(self, transform: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[steps.TrainState, Any]]:
         return steps.make_train_step(self.graph, self._config, transform)
 
     def batch_shape(self, sharding: NamedSharding) -> Batch:

@@ -23,7 +23,7 @@ from training.checkpoint import Checkpoints
 from training.environment import add_to_environment, peak_bytes
 from training.logging import Logs
 from training.metrics import MetricsWriter
-from training.optimizer import learning_rate, make_optimizer
+from training.optimizer import global_norm, learning_rate, make_optimizer
 from training.sharding import batch_sharding, make_mesh, state_shardings
 
 
@@ -58,11 +58,11 @@ class Work(Protocol):
         """Of the model."""
         ...
 
-    def initial(self, transform: optax.GradientTransformation) -> steps.TrainState:
+    def initial(self, transform: optax.GradientTransformationExtraArgs) -> steps.TrainState:
         """Before the first update; jitted by the loop."""
         ...
 
-    def update(self, transform: optax.GradientTransformation) -> Callable[..., tuple[steps.TrainState, Any]]:
+    def update(self, transform: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[steps.TrainState, Any]]:
         """As :func:`training.step.make_update` gives it."""
         ...
 
@@ -167,7 +167,7 @@ def train(config: Config | LraConfig, work: Work, run_dir: Path, *, started: flo
         add_to_environment(run_dir, step_bytes=peak_bytes(update))
         stop = stack.enter_context(_stop_signals())
         bar = stack.enter_context(_progress(config, position, quiet))
-        run = _Run(config, work.graph, clock, writer, logs, samples, checkpoints, evaluate, jax.jit(optax.tree.norm),
+        run = _Run(config, work.graph, clock, writer, logs, samples, checkpoints, evaluate, jax.jit(global_norm),
                    bar)
 
         pending: _Pending | None = None

@@ -14,6 +14,7 @@ from configs.schema import Config
 from data.loader import Batch
 from kernels.cross_entropy import count_right, cross_entropy
 from models.gpt import GPT
+from training.optimizer import global_norm
 
 _OF_LOSS = 2**32 - 1
 """What the loss draws from, beside the numbers of the modules that draw for themselves."""
@@ -50,19 +51,19 @@ def build(graph: Any, parameters: Any, variables: Any) -> Any:
     return nnx.merge(graph, _merged(parameters, variables))
 
 
-def initial_state(config: Config, vocabulary_size: int, transform: optax.GradientTransformation) -> TrainState:
+def initial_state(config: Config, vocabulary_size: int, transform: optax.GradientTransformationExtraArgs) -> TrainState:
     """Before the first update. Jit it: everything is then made where it belongs."""
     return state_of(make_model(config, vocabulary_size), transform)
 
 
-def state_of(model: nnx.Module, transform: optax.GradientTransformation) -> TrainState:
+def state_of(model: nnx.Module, transform: optax.GradientTransformationExtraArgs) -> TrainState:
     """A new model's, before its first update."""
     _, parameters, variables = nnx.split(model, nnx.Param, ...)
     parameters = nnx.to_pure_dict(parameters)
     return TrainState(parameters, nnx.to_pure_dict(variables), transform.init(parameters))
 
 
-def make_train_step(graph: Any, config: Config, transform: optax.GradientTransformation,
+def make_train_step(graph: Any, config: Config, transform: optax.GradientTransformationExtraArgs,
                     ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, StepMetrics]]:
     """:func:`make_update` of a language model: the mean loss of the targets that are scored."""
     remat = config.train.remat == "block"
@@ -76,7 +77,7 @@ def make_train_step(graph: Any, config: Config, transform: optax.GradientTransfo
 
 
 def make_update(graph: Any, loss_sum: Callable[[Any, Any, Array], tuple[Array, Array]],
-                transform: optax.GradientTransformation, *, seed: int, parts: int = 1,
+                transform: optax.GradientTransformationExtraArgs, *, seed: int, parts: int = 1,
                 ) -> Callable[[TrainState, Any, Array], tuple[TrainState, StepMetrics]]:
     """``step(state, batch, learning_rate)``: one update; jit it with the state donated.
 
@@ -113,11 +114,10 @@ def make_update(graph: Any, loss_sum: Callable[[Any, Any, Array], tuple[Array, A
 
             nothing = ((jnp.zeros(()), jnp.zeros((), jnp.int32)), jax.tree.map(jnp.zeros_like, state.parameters))
             ((total, scored), gradients), _ = lax.scan(add, nothing, (jnp.arange(parts), split))
-        scored = jnp.maximum(scored, 1)
-        gradients = jax.tree.map(lambda x: x / scored, gradients)
-        updates, optimizer = transform.update(gradients, state.optimizer, state.parameters)
+        scale = 1 / jnp.maximum(scored, 1)  # of sums to means
+        updates, optimizer = transform.update(gradients, state.optimizer, state.parameters, scale=scale)
         parameters = jax.tree.map(lambda x, update: x - learning_rate * update, state.parameters, updates)
-        metrics = StepMetrics(total / scored, optax.tree.norm(gradients))
+        metrics = StepMetrics(total * scale, global_norm(gradients) * scale)
         return TrainState(parameters, state.variables, optimizer), metrics
 
     return step

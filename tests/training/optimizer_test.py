@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs.schema import OptimizerConfig
-from training.optimizer import learning_rate, make_optimizer
+from training.optimizer import global_norm, learning_rate, make_optimizer
 
 CONFIG = OptimizerConfig(learning_rate=2.0, final_fraction=0.25, warmup_steps=4)
 
@@ -27,12 +27,24 @@ def test_gradients_are_clipped_to_the_global_norm():
     transform = make_optimizer(OptimizerConfig(clip_norm=1.0, beta1=0.9))
     parameters = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
 
-    def mean(gradients):
-        state: Any = transform.update(gradients, transform.init(parameters), parameters)[1]
+    def mean(gradients, **options):
+        state: Any = transform.update(gradients, transform.init(parameters), parameters, **options)[1]
         return np.array([state[1].mu["a"][0], state[1].mu["b"][0]]) / 0.1
 
     np.testing.assert_allclose(mean({"a": jnp.array([30.0]), "b": jnp.array([40.0])}), [0.6, 0.8], rtol=1e-6)
     np.testing.assert_allclose(mean({"a": jnp.array([0.3]), "b": jnp.array([0.4])}), [0.3, 0.4], rtol=1e-6)
+    # Of scaled ones it is the scaled norm that counts.
+    large = {"a": jnp.array([30.0]), "b": jnp.array([40.0])}
+    np.testing.assert_allclose(mean(large, scale=0.1), [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(mean(large, scale=0.01), [0.3, 0.4], rtol=1e-6)
+
+
+def test_the_global_norm_is_of_small_and_large_arrays():
+    random = np.random.default_rng(0)
+    shapes = ((), (3,), (2, 5, 7), (20_000,), (150, 128), (2, 100, 128))
+    tree = [jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes]
+    expected = np.sqrt(sum(np.sum(np.asarray(x, float) ** 2) for x in tree))
+    assert float(global_norm(tree)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_run_in_steps_warms_up_linearly_and_ends_at_the_final_fraction():
