@@ -6,11 +6,11 @@
 Without a GPU it runs too: then the plain JAX form stands in for the kernel, and every figure is of the processor.
 
 First both schedules of the linear-attention kernel are held against the definition in float64 on this device, outputs
-and gradients, and twice for equal bits; then a call with more elements than an int32 counts, where there is memory for
-it, against the same in two parts. Then come the most telling cases of the three benchmarks, each step in a process of
-its own with a share of the time: what one does not use goes to those after it, and one that fails or is not done in
-time is written down and stops no other. Last, ``benchmarks.tune`` has what time is left, for ``DIR/tuning.json``; the
-table that the kernels read stays as it is.
+and gradients, and twice for equal bits, and what draws a token against the parallel form; then a call with more
+elements than an int32 counts, where there is memory for it, against the same in two parts. Then come the most telling
+cases of the three benchmarks, each step in a process of its own with a share of the time: what one does not use goes to
+those after it, and one that fails or is not done in time is written down and stops no other. Last, ``benchmarks.tune``
+has what time is left, for ``DIR/tuning.json``; the table that the kernels read stays as it is.
 
 DIR gets a log, a JSON file and, where matplotlib is installed, a picture of each step as soon as there is something to
 write, and ``summary.md``: every figure beside its target on an H200 and what was published on an H100. Needs jax, flax,
@@ -33,13 +33,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from benchmarks import report
 from benchmarks.picture import draw_panels, published
 from configs.files import write_json, write_text
-from configs.schema import ConfigError
+from configs.schema import ConfigError, ModelConfig
 from kernels import device
 from kernels.linear_attention import State, linear_attention
+from models.gpt import GPT, Cache
 from training.environment import git_commit
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
@@ -177,6 +179,14 @@ class Case:
     normalize: bool = True
     initial_state: bool = False
     segments: bool = False
+
+
+TOKEN = Case(1, 101, 4, 64, 64, "float32")
+"""The last of these tokens is drawn as a sampler does: on a GPU by the kernels of a single token …"""
+TOKEN_DTYPES = ("float32", "bfloat16")
+"""… in these number formats."""
+DRAWN = "a drawn token"
+"""What its rows have for an implementation; their bounds are their own."""
 
 
 def cases(quick: bool) -> list[Case]:
@@ -359,6 +369,54 @@ class Large:
         return last | {"final s": final.s_BHMD, "final z": final.z_BHM}
 
 
+def token_row(dtype: str) -> dict[str, Any]:
+    """The row of a token that is drawn after others: its logits, by what decoding keeps, against those of the whole
+    text in parallel form, in float32; in bfloat16 beside the error of the parallel form itself."""
+    row = _row(replace(TOKEN, dtype=dtype), DRAWN)
+    try:
+        with jax.default_matmul_precision("highest"):
+            expected_V, _ = _last_logits("float32", in_turns=False)
+        with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+            (found_V, again_V), (plain_V, _) = (_last_logits(dtype, in_turns=turns) for turns in (True, False))
+        error, plain = error_of(found_V, expected_V), error_of(plain_V, expected_V)
+        row["errors"] = {"logits": error}
+        if dtype != "float32":
+            row |= {"plain_errors": {"logits": plain}, "bound": WORSE_THAN_PLAIN * plain}
+        row["wrong"] = [f"logits: {error:.1e}, the parallel form {plain:.1e}"] if not error <= row["bound"] else []
+        if not np.array_equal(found_V, again_V, equal_nan=True):
+            row["wrong"].append("logits: other bits in a second run")
+    except Exception as error:  # whatever goes wrong is the finding
+        row["wrong"].append(_line(error))
+    return row
+
+
+def _last_logits(dtype: Any, *, in_turns: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Of the token after the last, twice; ``in_turns``: of all tokens but one, and then of one."""
+    config = ModelConfig(layers=2, heads=TOKEN.heads, width=TOKEN.heads * TOKEN.head_width, context=TOKEN.tokens,
+                         dtype=dtype, attention=("chunked", "softmax"), initial_scale=0.1)
+    graph, state = nnx.split(GPT(config, 257, rngs=nnx.Rngs(0)))
+    tokens_BT = jax.random.randint(jax.random.key(1), (1, TOKEN.tokens), 0, 257)
+
+    @jax.jit
+    def whole(state: Any, tokens_BT: jax.Array) -> jax.Array:
+        return nnx.merge(graph, state)(tokens_BT)[:, -1]
+
+    @jax.jit
+    def extended(state: Any, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        model = nnx.merge(graph, state)
+        x_BTE, cache = model.extend(tokens_BT, cache)
+        return model.next_logits(x_BTE[:, -1:])[:, 0], cache
+
+    def once() -> np.ndarray:
+        if not in_turns:
+            return np.asarray(whole(state, tokens_BT)[0], np.float64)
+        cache = nnx.merge(graph, state).init_cache(1, TOKEN.tokens)
+        _, cache = extended(state, tokens_BT[:, :-1], cache)
+        return np.asarray(extended(state, tokens_BT[:, -1:], cache)[0][0], np.float64)
+
+    return once(), once()
+
+
 def large_row(compiled: Future[Large] | None, implementation: str) -> dict[str, Any]:
     """The row of a :class:`Large` call; skipped, with the reason, where there is not the memory for it."""
     from benchmarks import attention
@@ -393,7 +451,7 @@ def work(options: argparse.Namespace) -> int:
 
     if options.worker == "correctness":
         # In the file from the start: rows that are missing in the end were not tried, for whatever reason.
-        contents["planned"] = (len(cases(options.quick)) + 1) * len(implementations())
+        contents["planned"] = (len(cases(options.quick)) + 1) * len(implementations()) + len(TOKEN_DTYPES)
         keep([])
         _try_kernels(options.quick, until, keep)
         return 1 if len(rows) < contents["planned"] or any(row["wrong"] for row in rows) else 0
@@ -417,6 +475,11 @@ def work(options: argparse.Namespace) -> int:
 
 def _try_kernels(quick: bool, until: float, keep: Callable[[list[dict[str, Any]]], None]) -> None:
     """The rows of all cases that are begun in time; side by side, for most of the time is the compiler's."""
+    for dtype in TOKEN_DTYPES:
+        if time.monotonic() < until:
+            row = token_row(dtype)
+            keep([row])
+            _print_checked(row)
     every = cases(quick)
     left_out = 0
     with ThreadPoolExecutor(max(1, min(8, len(os.sched_getaffinity(0)) // 2))) as pool:
@@ -496,7 +559,7 @@ def figures(out: Path) -> list[Figure]:
                             sum(bool(row["wrong"]) for row in checked) if checked else None, 0, unit="cases",
                             incomplete="not all tried" if untried else None))
     for dtype, bound in BOUNDS.items():
-        errors = [error for row in checked if row["dtype"] == dtype
+        errors = [error for row in checked if row["dtype"] == dtype and row["implementation"] != DRAWN
                   for error in row["errors"].values()]
         if errors:
             found.append(Figure(f"correctness: largest error, {dtype}", max(errors), bound, unit="RMS/RMS"))

@@ -27,9 +27,11 @@ def allow_rank_promotion():
 def test_steps_leave_files_and_a_summary(tmp_path, capsys):
     out = tmp_path / "out"
     assert suite.main(["--out", str(out), "--minutes", "4", "--quick", "--only", "correctness,utilisation"]) == 0
-    *rows, large = json.loads((out / "correctness.json").read_text())["rows"]
+    *drawn, first, second, third, large = json.loads((out / "correctness.json").read_text())["rows"]
     assert large["tokens"] * large["heads"] * large["features"] > 2**31
     assert "for a GPU" in large["skipped"]
+    assert [(row["dtype"], row["wrong"]) for row in drawn] == [(dtype, []) for dtype in suite.TOKEN_DTYPES]
+    rows = first, second, third
     assert {row["dtype"] for row in rows} == set(suite.BOUNDS)
     for row in rows:
         assert row["wrong"] == []
@@ -37,7 +39,7 @@ def test_steps_leave_files_and_a_summary(tmp_path, capsys):
         assert max(row["errors"].values()) <= row["bound"]
     assert json.loads((out / "utilisation.json").read_text())["rows"][0]["accumulate"] == 2
     summary = (out / "summary.md").read_text()
-    assert "| correctness: cases of chunked that are wrong, of 3 tried | 0 | 0 | yes |" in summary
+    assert "| correctness: cases of a drawn token and chunked that are wrong, of 5 tried | 0 | 0 | yes |" in summary
     assert "| utilisation | " in summary
     printed = capsys.readouterr()
     assert "correctness: largest error, bfloat16" in printed.out
@@ -53,14 +55,14 @@ def test_what_was_not_tried_is_not_correct(tmp_path, monkeypatch, capsys):
     assert suite.main([*flags, "--minutes", "0"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "no time left for 3 of 3 cases"
     suite.write_summary(tmp_path, {})
-    said = "| correctness: cases of kernel that are wrong, of 0 tried, 4 not tried | – | 0 | not measured |"
+    said = "| correctness: cases of kernel that are wrong, of 0 tried, 6 not tried | – | 0 | not measured |"
     assert said in (tmp_path / "summary.md").read_text()
     contents = json.loads(path.read_text())
     row = {"implementation": "chunked", "dtype": "float32", "errors": {}, "skipped": None, "wrong": []}
     for wrong, met in (([], "not all tried"), (["y: 1"], "no")):
         path.write_text(json.dumps(contents | {"rows": [row, row | {"wrong": wrong}]}))
         suite.write_summary(tmp_path, {})
-        said = f"that are wrong, of 2 tried, 2 not tried | {len(wrong)} | 0 | {met} |"
+        said = f"that are wrong, of 2 tried, 4 not tried | {len(wrong)} | 0 | {met} |"
         assert said in (tmp_path / "summary.md").read_text()
 
 
@@ -101,6 +103,17 @@ def test_a_wrong_kernel_is_found(monkeypatch):
     monkeypatch.setattr(suite, "outputs_and_gradients", wrong)
     (row,) = suite.check(case)
     assert row["wrong"] == ["dv: 1.0e-01"]
+
+
+@pytest.mark.parametrize("dtype", suite.TOKEN_DTYPES)
+def test_a_token_is_drawn_and_a_wrong_one_is_found(dtype, monkeypatch):
+    with jax.numpy_rank_promotion("allow"):
+        row = suite.token_row(dtype)
+        assert row["wrong"] == []
+        assert 0 < row["errors"]["logits"] <= row["bound"]
+        monkeypatch.setattr(suite.GPT, "next_logits", lambda self, x_BTE: self.logits(x_BTE))  # without the last norm
+        (wrong,) = suite.token_row(dtype)["wrong"]
+    assert wrong.startswith("logits: ")
 
 
 def test_both_schedules_are_tried_on_a_gpu_twice_and_against_the_plain_form(monkeypatch):
