@@ -49,7 +49,7 @@ lint: $(venv)  ## ruff and pyright
 	$(python) -m ruff check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(python) -m pyright
 
-gpu-check:  ## compile kernels and training steps for an H200, without one: some 9 minutes on 2 cores, 3 GB of disk
+gpu-check:  ## compile kernels and training steps for an H200, without one: some 10 minutes on 2 cores, 3 GB of disk
 	@bash scripts/gpu_check.sh
 
 lock:  ## make requirements.lock again, after a change of the dependencies in pyproject.toml
