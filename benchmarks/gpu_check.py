@@ -34,7 +34,7 @@ from models import attention, gpt
 from models.encoder import Classifier
 from models.sampler import with_product_weights
 
-OURS = ("linear_attention_", "softmax_decode_", "projection_decode")
+OURS = LINEAR, SOFTMAX, PROJECTION = "linear_attention_", "softmax_decode_", "projection_decode"
 """How the names of our kernels begin."""
 RECIPE = ROOT / "configs" / "gpt2_124m.py"
 VOCABULARY = 50_257
@@ -140,9 +140,8 @@ class Token(NamedTuple):
     @property
     def ours(self) -> tuple[str, ...]:
         """Kernels of ours that draw it; of several samples, XLA makes the projections."""
-        attention = {"chunked": "linear_attention_decode", "performer": "linear_attention_decode",
-                     "softmax": "softmax_decode_"}
-        return (*(attention[mode] for mode in self.modes), *(("projection_decode",) if self.B == 1 else ()))
+        return (*(SOFTMAX if mode == "softmax" else f"{LINEAR}decode" for mode in self.modes),
+                *((PROJECTION,) if self.B == 1 else ()))
 
 
 TOKENS = (
@@ -262,16 +261,16 @@ def inspect(dump: Path, architecture: str) -> list[Kernel]:
 def cases(target: Target) -> Iterator[Case]:
     """All that is compiled."""
     for shape in dict.fromkeys([*SHAPES, *_table_shapes(target.kind)]):
-        yield Case(shape.name, lambda shape=shape: lower_attention(target, shape), OURS[:1])
+        yield Case(shape.name, lambda shape=shape: lower_attention(target, shape), (LINEAR,))
     for decode in DECODES:
-        yield Case(decode.name, lambda decode=decode: lower_decode(target, decode), OURS[1:2])
+        yield Case(decode.name, lambda decode=decode: lower_decode(target, decode), (SOFTMAX,))
     for token in TOKENS:
         yield Case(token.name, lambda token=token: lower_token(target, token), token.ours)
     causal = [mode for mode, module in attention.modes().items() if module.Attention.causal]
     forms = [mode for mode in causal if not any(form.startswith(f"{mode}:") for form in STEP_FORMS)]
     for form in [*forms, *STEP_FORMS]:
         yield Case(f"training step, {form}", lambda form=form: lower_step(target, form),
-                   OURS[:1] if form.endswith("pallas_gpu") else ())
+                   (LINEAR,) if form.endswith("pallas_gpu") else ())
     for mode in attention.modes():
         if mode not in causal:
             yield Case(f"encoder, {mode}", lambda mode=mode: lower_encoder(target, mode), ())

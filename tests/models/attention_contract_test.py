@@ -351,7 +351,6 @@ USE_IT = """
 import jax.numpy as jnp
 from flax import nnx
 from configs.schema import ModelConfig
-from kernels.layer_norm import Norm, normed
 from models import attention
 from models.gpt import GPT
 
