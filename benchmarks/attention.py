@@ -38,8 +38,9 @@ from benchmarks import report
 from benchmarks.picture import Curve, Panel, draw_panels, published
 from configs.schema import ConfigError
 from kernels import softmax_attention
-from kernels.linear_attention import IMPLEMENTATIONS, linear_attention, pick_implementation, tuning
+from kernels.linear_attention import IMPLEMENTATIONS, linear_attention, pick_implementation
 from kernels.linear_attention.chunked import default_chunk_size
+from kernels.linear_attention.pallas_gpu import plan_of
 
 MODULE = "benchmarks.attention"
 PARTS = ("contexts", "chunks", "noncausal", "kernel")
@@ -156,9 +157,7 @@ def picked_chunk_size(case: Case) -> int | None:
         return default_chunk_size(case.context)
     if not form.startswith("pallas_gpu"):
         return None
-    width = max(16, 1 << (case.head_width - 1).bit_length())
-    dtype = "bfloat16" if case.dtype == "bfloat16" else "float32"
-    plan = tuning.plan(case.batch, case.context, case.heads, width, width, dtype)
+    plan = plan_of(*[jax.ShapeDtypeStruct(case.shape, jnp.dtype(case.dtype))] * 3)
     sizes = {plan.forward.chunk, *([plan.backward.chunk] if case.passes == "both" else [])}
     return sizes.pop() if len(sizes) == 1 else None
 

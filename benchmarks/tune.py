@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks import report
+from benchmarks.accuracy import BOUNDS, WORSE_THAN_PLAIN
 from configs.files import write_json
 from configs.schema import ConfigError
 from kernels import device
@@ -68,11 +69,6 @@ FINAL_SECONDS = 8.0
 """Kept for those."""
 LEAST_SECONDS = 30.0
 """A row that has less is not begun."""
-EXACT, WORSE_THAN_PLAIN = 1e-5, 1.5
-"""Most that RMS(error)/RMS(reference) may be: so much in float32, and in 16 bits so many times that of the plain JAX
-form in the same format. The reference is that form in float32."""
-ROUNDED = 5e-3
-"""Most that the error of the defaults may be in 16 bits; where it is more, something is wrong with the kernel."""
 NO_SPILLING = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 SPILLS = "spills registers"
 HEADINGS = ("row", "forward", "backward", "programs a core", "defaults ms", "ms", "faster", "tried", "left out")
@@ -179,9 +175,11 @@ class Bench:
             plain = _call("both", lambda q, k, v: linear_attention(q, k, v, implementation="chunked")[0])
             with jax.default_matmul_precision("highest"):
                 expected = jax.jit(plain)(*(x.astype(jnp.float32) for x in inputs))
-            allowed = [EXACT] * len(expected)
+            # The reference is the plain form in float32.
+            exact = BOUNDS["float32"]
+            allowed = [exact] * len(expected)
             if self.default.dtype != "float32":
-                allowed = [max(EXACT, WORSE_THAN_PLAIN * error)
+                allowed = [max(exact, WORSE_THAN_PLAIN * error)
                            for error in errors(jax.jit(plain)(*inputs), expected)]
             if isinstance(run, str):
                 raise WrongDefaultError(f"the defaults fail at {shape.name}: {run}")
@@ -189,7 +187,8 @@ class Bench:
                 found = errors(run(), expected)
             except jax.errors.JaxRuntimeError as error:
                 raise WrongDefaultError(f"the defaults fail at {shape.name}: {_reason(error)}") from error
-            bound = EXACT if self.default.dtype == "float32" else ROUNDED
+            # Where the defaults are off by more than this, something is wrong with the kernel.
+            bound = BOUNDS[self.default.dtype]
             wrong = _wrong(found, [max(one, bound) for one in allowed])
             if wrong is not None:
                 raise WrongDefaultError(f"the defaults are wrong at {shape.name}: {wrong}")

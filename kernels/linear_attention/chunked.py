@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels.linear_attention.state import State, divide, final_state, from_initial, level
+from kernels.linear_attention.state import EXACT, State, divide, final_state, from_initial, level
 from kernels.mixed_precision import product
 from kernels.segments import visible
 
@@ -129,7 +129,7 @@ def _causal_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize):
     denominator_NBHC = None
     if normalize:
         denominator_NBHC = (scores_NBHCS.sum(axis=4)
-                            + jnp.einsum("nbhcm,nbhm->nbhc", reading.astype(dtype), before.z_BHM))
+                            + jnp.einsum("nbhcm,nbhm->nbhc", reading.astype(dtype), before.z_BHM, precision=EXACT))
     y_BTHD = _join(divide(numerator_NBHCD, denominator_NBHC), T).astype(v_BTHD.dtype)
     return (y_BTHD, end), (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, y_BTHD, denominator_NBHC)
 
@@ -152,7 +152,7 @@ def _causal_backward(C, normalize, saved, gradients):
 
     # Gradients of the state run backwards in time.
     dbefore = State(product("nbhcm,nbhcd->nbhmd", reading, dnumerator),
-                    jnp.einsum("nbhcm,nbhc->nbhm", reading.astype(dtype), ddenominator_NBHC))
+                    jnp.einsum("nbhcm,nbhc->nbhm", reading.astype(dtype), ddenominator_NBHC, precision=EXACT))
     dafter, dinitial = _carry(dbefore, chunks.keeps_NB, dend, reverse=True)
 
     scores_NBHCS = _inside(product("nbhcm,nbhsm->nbhcs", q, k), chunks.runs_NBC).astype(v.dtype)
@@ -193,7 +193,7 @@ def _bidirectional(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize):
         outside, _ = _carry(_updates(k, v, chunks.writes_NBC, dtype), chunks.keeps_NB, nothing, reverse=reverse)
         reading = _only(chunks.reads_NBC, q)
         numerator_NBHCD += product("nbhcm,nbhmd->nbhcd", reading, outside.s_BHMD.astype(q.dtype))
-        denominator_NBHC += jnp.einsum("nbhcm,nbhm->nbhc", reading.astype(dtype), outside.z_BHM)
+        denominator_NBHC += jnp.einsum("nbhcm,nbhm->nbhc", reading.astype(dtype), outside.z_BHM, precision=EXACT)
     initial_BTHD, initial_BTH = from_initial(q_BTHM, initial, runs_BT)
     y_BTHD = divide(_join(numerator_NBHCD, T) + initial_BTHD,
                     _join(denominator_NBHC, T) + initial_BTH if normalize else None)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from kernels import device
-from kernels.linear_attention.state import EPSILON, State, advance
+from kernels.linear_attention.state import EPSILON, EXACT, State, advance
 
 WARPS = 4
 TILE = 32
@@ -43,7 +43,7 @@ def decode_step(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, nor
     tile = min(TILE, pl.next_power_of_2(D), BLOCK // features)
     q_BHM, k_BHM = q_BTHM[:, 0].astype(jnp.float32), k_BTHM[:, 0].astype(jnp.float32)
     z_BHM = initial.z_BHM + k_BHM
-    denominator_BH = jnp.einsum("bhm,bhm->bh", q_BHM, z_BHM) if normalize else None
+    denominator_BH = jnp.einsum("bhm,bhm->bh", q_BHM, z_BHM, precision=EXACT) if normalize else None
     of_head = pl.BlockSpec((None, None, features), lambda u, h, b: (b, h, 0))
     # Grid: tiles of D, heads, sequences.
     y_BHD, s_BHMD = pl.pallas_call(

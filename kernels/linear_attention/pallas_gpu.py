@@ -26,8 +26,8 @@ with the sum of those before its own, which spares the launches in between that 
 sequences.
 
 Saved for the backward pass are q, k, v and the denominator; states are computed again. Nothing is added up by
-atomics: two runs give the same bits. No product has a transposed score matrix as its operand: Triton has got that wrong
-on Hopper GPUs (flash-linear-attention, pull request 826).
+atomics: two runs give the same bits. No product has a transposed product as its left operand, which Triton has got wrong
+on Hopper GPUs (flash-linear-attention, pull request 826); states and sums that are turned round are right operands.
 
 Katharopoulos et al., "Transformers are RNNs", 2020 (the gradients: equations 13 to 15); Hua et al., "Transformer
 Quality in Linear Time", 2022 (chunks); Beck et al., "Tiled Flash Linear Attention", 2025 (spans of chunks).
@@ -119,6 +119,12 @@ def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk
         return (f"chunk_size={chunk_size}; for these widths and number formats it takes "
                 f"{', '.join(str(C) for C in CHUNKS if most >= C)}")
     return None
+
+
+def plan_of(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: int | None = None,
+            schedule: Literal["serial", "parallel"] | None = None, segments: bool = False) -> Plan:
+    """What :func:`pallas_gpu` does with arrays, or shapes and dtypes, on the device that is traced for."""
+    return _chosen(q_BTHM, k_BTHM, v_BTHD, _Asked(chunk_size, schedule, segments))
 
 
 def _power(width: int) -> int:
@@ -469,9 +475,8 @@ class _Padded(NamedTuple):
     @classmethod
     def of(cls, q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
            choose: "Choose") -> "_Padded":
-        (B, T, H, M), D = q_BTHM.shape, v_BTHD.shape[3]
-        M, D = _power(M), _power(D)
-        chosen = choose(B, T, H, M, D, _operand_dtype(q_BTHM, k_BTHM, v_BTHD))
+        T, M, D = q_BTHM.shape[1], _power(q_BTHM.shape[3]), _power(v_BTHD.shape[3])
+        chosen = _chosen(q_BTHM, k_BTHM, v_BTHD, choose)
         if runs_BT is not None:
             runs_BT = jnp.pad(runs_BT, ((0, 0), (0, -T % chosen.span)), constant_values=-1)
         return cls(_fill(q_BTHM, M, chosen), _fill(k_BTHM, M, chosen), _fill(v_BTHD, D, chosen),
@@ -510,6 +515,11 @@ def _before(start: State, updates: State | None) -> dict[str, Any]:
 
 Choose = Callable[[int, int, int, int, int, jnp.dtype], Plan]
 """The plan of B, T, H, M and D, which are a device's own, and the operands' number format."""
+
+
+def _chosen(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, choose: Choose) -> Plan:
+    B, T, H, M = q_BTHM.shape
+    return choose(B, T, H, _power(M), _power(v_BTHD.shape[3]), _operand_dtype(q_BTHM, k_BTHM, v_BTHD))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))

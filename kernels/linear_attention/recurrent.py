@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels.linear_attention.decode import decode_step, serves
-from kernels.linear_attention.state import State, advance, divide, final_state
+from kernels.linear_attention.state import EXACT, State, advance, divide, final_state
 
 
 def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
@@ -66,6 +66,6 @@ def cumsum(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT:
         keeps_BT, s_BTHMD, z_BTHM = lax.associative_scan(later, (keeps_BT, s_BTHMD, z_BTHM), axis=1)
         s_BTHMD += jnp.where(keeps_BT[..., None, None, None], initial.s_BHMD[:, None], 0)
         z_BTHM += jnp.where(keeps_BT[..., None, None], initial.z_BHM[:, None], 0)
-    y_BTHD = divide(jnp.einsum("bthm,bthmd->bthd", q, s_BTHMD),
-                    jnp.einsum("bthm,bthm->bth", q, z_BTHM) if normalize else None)
+    y_BTHD = divide(jnp.einsum("bthm,bthmd->bthd", q, s_BTHMD, precision=EXACT),
+                    jnp.einsum("bthm,bthm->bth", q, z_BTHM, precision=EXACT) if normalize else None)
     return y_BTHD.astype(v_BTHD.dtype), final_state(k_BTHM, v_BTHD, initial, runs_BT)

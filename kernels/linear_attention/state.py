@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 EPSILON = 1e-6
 """ε, added to the denominator of the normalised form."""
+EXACT = lax.Precision.HIGHEST
+"""Of products with states and sums: what is float32 a GPU would otherwise round to TF32, which has ten bits."""
 
 
 class State(NamedTuple):
@@ -67,8 +70,8 @@ def advance(state: State, q_BHM: Array, k_BHM: Array, v_BHD: Array, *, normalize
     dtype = state.s_BHMD.dtype
     q_BHM, k_BHM, v_BHD = q_BHM.astype(dtype), k_BHM.astype(dtype), v_BHD.astype(dtype)
     state = State(state.s_BHMD + k_BHM[..., :, None] * v_BHD[..., None, :], state.z_BHM + k_BHM)
-    return state, divide(jnp.einsum("bhm,bhmd->bhd", q_BHM, state.s_BHMD),
-                         jnp.einsum("bhm,bhm->bh", q_BHM, state.z_BHM) if normalize else None)
+    return state, divide(jnp.einsum("bhm,bhmd->bhd", q_BHM, state.s_BHMD, precision=EXACT),
+                         jnp.einsum("bhm,bhm->bh", q_BHM, state.z_BHM, precision=EXACT) if normalize else None)
 
 
 def final_state(k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None) -> State:
@@ -81,8 +84,8 @@ def final_state(k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | N
         first_B = last_B == 0
         initial = State(jnp.where(first_B[:, None, None, None], initial.s_BHMD, 0),
                         jnp.where(first_B[:, None, None], initial.z_BHM, 0))
-    return State(initial.s_BHMD + jnp.einsum("bthm,bthd->bhmd", k_BTHM, v_BTHD), initial.z_BHM + k_BTHM.sum(axis=1)) \
-        if k_BTHM.shape[1] else initial
+    s_BHMD = jnp.einsum("bthm,bthd->bhmd", k_BTHM, v_BTHD, precision=EXACT)
+    return State(initial.s_BHMD + s_BHMD, initial.z_BHM + k_BTHM.sum(axis=1)) if k_BTHM.shape[1] else initial
 
 
 def from_initial(q_BTHM: Array, initial: State, runs_BT: Array | None) -> tuple[Array, Array]:
@@ -90,4 +93,5 @@ def from_initial(q_BTHM: Array, initial: State, runs_BT: Array | None) -> tuple[
     q_BTHM = q_BTHM.astype(initial.s_BHMD.dtype)
     if runs_BT is not None:
         q_BTHM = jnp.where((runs_BT == 0)[:, :, None, None], q_BTHM, 0)
-    return (jnp.einsum("bthm,bhmd->bthd", q_BTHM, initial.s_BHMD), jnp.einsum("bthm,bhm->bth", q_BTHM, initial.z_BHM))
+    return (jnp.einsum("bthm,bhmd->bthd", q_BTHM, initial.s_BHMD, precision=EXACT),
+            jnp.einsum("bthm,bhm->bth", q_BTHM, initial.z_BHM, precision=EXACT))
