@@ -6,7 +6,9 @@
 Parts, all of them unless named: ``contexts``, every form against context; ``chunks``, time against chunk length, beside
 the length that is picked; ``noncausal``, the sizes that figures are quoted for elsewhere; ``kernel``, the shapes of the
 published kernel figures. What is timed is the call alone, on random positive features: no projections, no feature map.
-``fla`` is flash-linear-attention, where it and torch are installed, on the same tensors in the same process.
+``fla`` is flash-linear-attention, where it and torch are installed, on the same tensors in the same process, recorded
+into a CUDA graph where torch can; ``fla:unnormalised`` does without the normaliser, which it computes outside its
+kernels. "of fla" is against the faster of the two.
 
 Every case is first tried in a process of its own, which gives its memory and whether it fits. The cases of one shape
 then take turns in another; figures are medians. "planned" is what the compiler plans for arguments, outputs and
@@ -19,7 +21,6 @@ import argparse
 import importlib.util
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -54,6 +55,7 @@ FORMS = {
 }
 QUADRATIC = ("softmax", "linear:parallel", "linear:rowwise", "linear:blockwise")
 """What the time of grows with the square of the context."""
+FLA = ("fla", "fla:unnormalised")
 KERNEL_SHAPES = ((8, 1024, 8, 64), (4, 2048, 16, 128), (2, 16384, 16, 128), (1, 8192, 96, 128))
 """B, T, H, D; from the least work to the most."""
 SLOW = "too slow"
@@ -73,7 +75,8 @@ class Case:
 
     part: str
     mode: str
-    """As it is named on the command line: ``softmax``, ``softmax:FORM``, ``linear:FORM``, ``chunked:FORM``, ``fla``."""
+    """As it is named on the command line: ``softmax``, ``softmax:FORM``, ``linear:FORM``, ``chunked:FORM``, ``fla``,
+    ``fla:unnormalised``."""
     context: int
     passes: str
     batch: int = 1
@@ -110,7 +113,7 @@ class Row(Case):
     """A case and what was measured, as the JSON file has it; times are in milliseconds."""
 
     implementation: str | None = None
-    """The form that the mode takes; None where softmax's is not named, and of ``fla``."""
+    """The form that the mode takes; None where softmax's is not named. Of ``fla`` how it is called."""
     picked_chunk_size: int | None = None
     """What ``chunk_size`` None comes to; None too where forward and backward pass have different ones."""
     milliseconds: float | None = None
@@ -118,7 +121,7 @@ class Row(Case):
     ratio: float | None = None
     """Time of the fastest softmax form on the same shape over this one's."""
     times_fla: float | None = None
-    """This time over that of ``fla`` on the same shape."""
+    """This time over that of ``fla`` on the same shape, in the faster of its forms."""
     peak_bytes: int | None = None
     """Arguments, outputs and temporaries, as the compiler plans them."""
     device_peak_bytes: int | None = None
@@ -142,8 +145,10 @@ def row_of(case: Case, **measured: Any) -> Row:
 
 
 def form_of(case: Case) -> str | None:
-    """The form that a case takes here; None where softmax's is not named, and of ``fla``."""
+    """The form that a case takes here; None where softmax's is not named, and of ``fla``, which its call tells."""
     name, _, form = case.mode.partition(":")
+    if name == "fla":
+        return None
     if form or name != "chunked":
         return form or None
     x_BTHD = jax.ShapeDtypeStruct(case.shape, jnp.dtype(case.dtype))
@@ -194,7 +199,7 @@ def plan(case: Case) -> tuple[Callable[[], Callable[[], Any]], int | None]:
     Raises:
         NotImplementedError: a form that this device or input does not have.
     """
-    if case.mode == "fla":
+    if case.mode in FLA:
         return lambda: _fla(case), None
     attend = attention(case)
 
@@ -229,7 +234,7 @@ def fla_installed() -> bool:
 
 
 def _fla(case: Case) -> Callable[[], Any]:
-    """``chunk_linear_attn`` of flash-linear-attention with its normaliser, on the memory of our tensors."""
+    """``chunk_linear_attn`` of flash-linear-attention on the memory of our tensors."""
     if not fla_installed():
         raise NotImplementedError("fla: it needs the packages flash-linear-attention and torch")
     import torch  # pyright: ignore[reportMissingImports]
@@ -242,19 +247,44 @@ def _fla(case: Case) -> Callable[[], Any]:
 
     q, k, v, *dy = map(torch.from_dlpack, tensors(case.shape, case.dtype, case.passes))
     differentiated = [x.detach().requires_grad_() for x in (q, k, v)]
-    done = _Cuda()
+    normalize = case.mode == "fla"
 
-    def forward():
+    def forward() -> None:
         with torch.no_grad():
-            chunk_linear_attn(q, k, v, scale=1.0, normalize=True)
-        return done
+            chunk_linear_attn(q, k, v, scale=1.0, normalize=normalize)
 
-    def both():
-        y, _ = chunk_linear_attn(*differentiated, scale=1.0, normalize=True)
+    def both() -> None:
+        y, _ = chunk_linear_attn(*differentiated, scale=1.0, normalize=normalize)
         torch.autograd.grad(y, differentiated, dy[0])
-        return done
 
-    return forward if case.passes == "forward" else both
+    return _Torch(forward if case.passes == "forward" else both)
+
+
+class _Torch:
+    """A call of torch, recorded: of a short one Python would otherwise take longer than the device, while ours is one
+    program. What cannot be recorded is called as it is; ``implementation`` tells."""
+
+    def __init__(self, call: Callable[[], None]):
+        import torch  # pyright: ignore[reportMissingImports]
+
+        beside = torch.cuda.Stream()  # torch wants warm-up and recording on another stream than the default one
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            for _ in range(WARM_UP_CALLS):
+                call()
+        torch.cuda.current_stream().wait_stream(beside)
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call()
+        except RuntimeError:
+            self._call, self.implementation = call, "call by call"
+        else:
+            self._call, self.implementation = graph.replay, "CUDA graph"
+
+    def __call__(self) -> _Cuda:
+        self._call()
+        return _Cuda()
 
 
 def reason(error: Exception) -> str:
@@ -275,20 +305,29 @@ def probe(case: Case, *, run: bool = True) -> dict[str, Any]:
         start, planned = plan(case)
         if not run:
             return {"peak_bytes": planned}
+        compiling = _device_peak() or 0
         seconds = _seconds(start())
     except Exception as error:  # a kernel that fails to compile is a result too
         return {"peak_bytes": planned, "error": reason(error)}
-    used = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    used = _device_peak()
+    # Where compiling took more, as a compiler that tries out products may, the call's own is not known.
+    if used is not None and used <= compiling:
+        used = None
     resident = None
-    if case.mode == "fla":
+    if case.mode in FLA:
         import torch  # pyright: ignore[reportMissingImports]
 
         # Its inputs lie in the allocator of jax.
         used = torch.cuda.max_memory_allocated() + sum(
             x.nbytes for x in tensors(case.shape, case.dtype, case.passes))
-    if used is None:
+    if jax.default_backend() == "cpu":
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {"seconds": seconds, "peak_bytes": planned, "device_peak_bytes": used, "resident_bytes": resident}
+
+
+def _device_peak() -> int | None:
+    """Bytes of the device's allocator in use at most so far; None on a CPU."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def _seconds(call: Callable[[], Any]) -> float:
@@ -375,7 +414,7 @@ def measure_here(cases: Iterable[Case], repeats: int, *, seconds_per_case: float
 
 def _by_turns(group: Sequence[Case], repeats: int, outlook: Outlook) -> list[Row]:
     rows: dict[Case, Row] = {}
-    calls = {}
+    calls: dict[Case, Callable[[], Any]] = {}
     for case in group:
         error, planned = outlook.refusal(case), None
         if error is None:
@@ -395,7 +434,8 @@ def _by_turns(group: Sequence[Case], repeats: int, outlook: Outlook) -> list[Row
         return [replace(row, error=row.error or reason(raised)) for row in rows.values()]
     for case, seconds in samples.items():
         rows[case] = replace(rows[case], samples=[1e3 * sample for sample in seconds],
-                             milliseconds=1e3 * median(seconds))
+                             milliseconds=1e3 * median(seconds),
+                             implementation=getattr(calls[case], "implementation", rows[case].implementation))
     return compared(list(rows.values()))
 
 
@@ -426,7 +466,7 @@ def measure_apart(cases: Iterable[Case], repeats: int, *, seconds_per_case: floa
             timed = found.get("rows", [{"error": found.get("error")}] * len(alive))
             for case, row in zip(alive, timed, strict=True):
                 rows[case] = replace(rows[case], **{
-                    name: row[name] for name in ("milliseconds", "samples", "error") if name in row})
+                    name: row[name] for name in ("milliseconds", "samples", "error", "implementation") if name in row})
         yield compared(list(rows.values()))
 
 
@@ -438,7 +478,7 @@ def compared(rows: list[Row]) -> list[Row]:
     """The rows of one shape with their times against softmax and against fla."""
     times = [(row.mode, row.milliseconds) for row in rows if row.milliseconds is not None]
     softmax = min((time for mode, time in times if mode.startswith("softmax")), default=None)
-    fla = next((time for mode, time in times if mode == "fla"), None)
+    fla = min((time for mode, time in times if mode in FLA), default=None)
     return [row if row.milliseconds is None else replace(
         row, ratio=softmax and softmax / row.milliseconds, times_fla=fla and row.milliseconds / fla) for row in rows]
 
@@ -505,7 +545,7 @@ def default_modes(part: str, gpu: bool) -> list[str]:
         return ["softmax:materialised", "softmax:blockwise", *kernels]
     if part == "chunks":
         return kernels
-    fla = ["fla"] if gpu and fla_installed() else []
+    fla = list(FLA) if gpu and fla_installed() else []
     if part == "kernel":
         return kernels + fla
     linear = [f"linear:{form}" for form in FORMS["linear"]]
@@ -519,10 +559,10 @@ def check_mode(mode: str) -> None:
         ConfigError: it does not.
     """
     name, colon, form = mode.partition(":")
-    if mode in ("fla", "softmax", "chunked"):
+    if mode in (*FLA, "softmax", "chunked"):
         return
     if name not in FORMS:
-        raise ConfigError(f"--modes {mode}: there is no {name!r}; there are {', '.join(FORMS)} and fla")
+        raise ConfigError(f"--modes {mode}: there is no {mode!r}; there are {', '.join((*FORMS, *FLA))}")
     if not colon or form not in FORMS[name]:
         raise ConfigError(f"--modes {mode}: {name} has no form {form!r}; it has {', '.join(FORMS[name])}")
 
@@ -640,7 +680,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     report.use_whole_device()
     if not options.one_process:  # here nothing is computed: the device's memory is for the processes that measure
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        report.share_device()
     flags = {name: value for name, value in vars(options).items() if name not in ("parts", "case")}
     try:
         for path, flag in ((options.json, "--json"), (options.picture, "--picture")):

@@ -4,10 +4,11 @@
     python -m benchmarks.endless --tokens 100000 --runs runs/rotary runs/none --context 65536 --picture endless.png
 
 Draws so many tokens from the model of a recipe, untrained, through the sampler that ``sample.py`` uses, each mode with
-each kind of positions in a process of its own, and notes the time of a token and the resident memory of the process as
-it goes. A mode whose cache grows (softmax) draws ``--growing-tokens`` at most, from the start for each point, with a
-cache for no more. ``late/early`` is the median of the last fifth of the windows over that of the second fifth, for the
-first one warms up: 1 where neither time nor memory grows. Of a growing mode it is the last point over the first.
+each kind of positions in a process of its own, and notes the time of a token and the resident memory of the process (on
+a GPU that of the device) as it goes. A mode whose cache grows (softmax) draws ``--growing-tokens`` at most, from the
+start for each point, with a cache for no more. ``late/early`` is the median of the last fifth of the windows over that
+of the second fifth, for the first one warms up: 1 where neither time nor memory grows. Of a growing mode it is the last
+point over the first.
 
 ``--runs`` adds the loss of trained runs by position, on the val split of their corpus, at a context that may be many
 times that of training; a ring marks the bin that ends at the context of training.
@@ -23,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -51,7 +53,7 @@ class Row:
     milliseconds: float | None = None
     """Of a token, on average since the row before; of a growing mode over the last eighth."""
     resident_bytes: int | None = None
-    """Of the whole process."""
+    """Of the whole process; on a GPU what is in use of its memory."""
     error: str | None = None
 
 
@@ -76,7 +78,9 @@ def draw_tokens(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def resident_bytes() -> int | None:
-    """Of this process; None where it is not Linux."""
+    """Of this process, on a GPU in the device's memory; None where neither says."""
+    if (stats := jax.devices()[0].memory_stats()) is not None:
+        return stats.get("bytes_in_use")
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:")), None)
@@ -193,7 +197,8 @@ def _by_power(points: dict[int, float]) -> picture.Curve:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
     options = _options(argv)
-    device.use_whole_cpu()  # of a GPU the processes that draw need what this one would take
+    device.use_whole_cpu()
+    report.share_device()
     if options.case is not None:
         # One line of JSON is the last of what this prints.
         print(json.dumps(draw_tokens(json.loads(options.case))))

@@ -75,6 +75,12 @@ def use_whole_device() -> None:
     device.use_whole_cpu()
 
 
+def share_device() -> None:
+    """Leaves a GPU's memory that this process does not need to the processes that it starts, or to another library;
+    call it before anything runs there."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
 def time_by_turns[Name](runs: Mapping[Name, Callable[[], Any]], repeats: int, sample_seconds: float = SAMPLE_SECONDS,
                         seconds: float | None = None) -> dict[Name, list[float]]:
     """Seconds that a call of each run takes, ``repeats`` samples each.

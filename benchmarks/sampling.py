@@ -17,9 +17,9 @@ the cost does not grow with what was drawn before; ``× first batch`` the tokens
 the first batch named. A case that does not fit into memory is a row with ``error``.
 
 ``--prompt N`` adds, for each mode, the time to read N tokens, against that to draw as many, which go through the model
-one by one; and what the host adds to a token. A call draws ``TOKENS_PER_CALL`` tokens: by how much it takes longer than
-a call that draws one is the time of the steps alone, and the rest of it the host's. ``--peer transformers`` times
-softmax GPT-2 of the same size as the package ``transformers`` samples from it, in this Python or, with
+one by one; and on a CPU what the host adds to a token. A call draws ``TOKENS_PER_CALL`` tokens: by how much it takes
+longer than a call that draws one is the time of the steps alone, and the rest of it the host's. ``--peer transformers``
+times softmax GPT-2 of the same size as the package ``transformers`` samples from it, in this Python or, with
 ``--peer-python``, in another that has it and torch.
 """
 
@@ -40,6 +40,7 @@ from flax import nnx
 from benchmarks import picture, report
 from benchmarks.train_step import CASE_SECONDS, SIZES, model_config, sizes
 from configs.schema import ConfigError, ModelConfig, load_recipe
+from kernels import device
 from models import gpt
 from models.gpt import GPT
 from models.sampler import TOKENS_PER_CALL, Sampler, Sampling
@@ -95,7 +96,7 @@ class PromptRow:
     ratio: float | None = None
     """How many times as fast the pieces are."""
     step_milliseconds: float | None = None
-    """Of one token on the device, after a short prompt."""
+    """Of one token on the device, after a short prompt; of a CPU alone, as the host's."""
     host_milliseconds: float | None = None
     """Of one token beside."""
     host_share: float | None = None
@@ -117,7 +118,8 @@ def bytes_read(model: GPT, position: int, batch: int) -> int:
 
 
 def measure(samplers: dict[str, Sampler], positions: Sequence[int], batch: int, repeats: int, *,
-            seconds: float = CASE_SECONDS, size: str | None = None) -> list[Row]:
+            seconds: float = CASE_SECONDS, size: str | None = None,
+            keep: Callable[[list[Row]], None] = lambda _: None) -> list[Row]:
     """The rows of a batch: every sampler at every position, by turns.
 
     Args:
@@ -127,11 +129,13 @@ def measure(samplers: dict[str, Sampler], positions: Sequence[int], batch: int, 
         repeats: samples of each.
         seconds: about how long the samples of a case may take.
         size: name of the size.
+        keep: takes the rows so far whenever there are more.
     """
     rows = {(mode, position): Row(mode, position, batch, size) for position in positions for mode in samplers}
     kept = {(mode, position): bytes_read(sampler.model, position, batch) for mode, sampler in samplers.items()
             for position in positions}
     together = sum(kept.values()) <= TOGETHER_BYTES
+    done: list[Row] = []
     for group in [positions] if together else [[position] for position in positions]:
         cases: dict[tuple[str, int], Callable[[], Any]] = {}
         for mode, position in [case for case in rows if case[1] in group]:
@@ -145,21 +149,29 @@ def measure(samplers: dict[str, Sampler], positions: Sequence[int], batch: int, 
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
                 cases.pop((mode, position), None)
                 row.error = str(error).partition("\n")[0]
-        timed = report.time_by_turns(cases, repeats, sample_seconds=0, seconds=seconds)
+        try:
+            timed = report.time_by_turns(cases, repeats, sample_seconds=0, seconds=seconds)
+        except jax.errors.JaxRuntimeError as error:
+            timed = {}
+            for case in cases:
+                rows[case].error = str(error).partition("\n")[0]
         for case, samples in timed.items():
             _fill(rows[case], [sample / CALLS_PER_SAMPLE / TOKENS_PER_CALL for sample in samples])
-    return _with_ratios(list(rows.values()))
+        done += [row for (_, position), row in rows.items() if position in group]
+        keep(_with_ratios(done))
+    return done
 
 
 def measure_prompt(sampler: Sampler, mode: str, tokens: int, repeats: int, *, size: str | None = None) -> PromptRow:
     """Reading a prompt of so many tokens, and the host's part of drawing."""
     row = PromptRow(mode, tokens, size)
-    step, host = _step_and_host(sampler, repeats)
-    row.step_milliseconds, row.host_milliseconds, row.host_share = 1e3 * step, 1e3 * host, host / step
+    if device.platform() == "cpu":  # elsewhere a call for one token draws as many as the others
+        step, host = _step_and_host(sampler, repeats)
+        row.step_milliseconds, row.host_milliseconds, row.host_share = 1e3 * step, 1e3 * host, host / step
     try:
         prompt_T = np.random.default_rng(0).integers(sampler.model.vocab_size, size=tokens)
-        pieces = [next(_timed(sampler, prompt_T, 1)) for _ in range(1 + report.LEAST_SAMPLES)][1:]
-        row.seconds = median(pieces)
+        row.seconds = median(report.time_by_turns({mode: lambda: sampler.encode(prompt_T, reserve=1)},
+                                                  report.LEAST_SAMPLES, sample_seconds=0)[mode])
         row.one_by_one_seconds = sum(_timed(sampler, prompt_T[:1], tokens))
         row.ratio = row.one_by_one_seconds / row.seconds
     except (ConfigError, MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -282,10 +294,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 for failures."""
     options = _options(argv)
     report.use_whole_device()
+    if options.peer:
+        report.share_device()
     python, options.peer_python = options.peer_python, None  # where it lies says nothing about numbers
     contents = report.origin("benchmarks.sampling", options)
     rows: list[Row] = []
     prompts: list[PromptRow] = []
+
+    def keep(rows: list[Row]) -> None:
+        compare_batches(rows)
+        report.keep(options.json, contents | {"rows": [asdict(row) for row in rows],
+                                              "prompts": [asdict(row) for row in prompts]})
+
     try:
         report.check_output(options.json)
         report.check_output(options.picture, "--picture")
@@ -295,7 +315,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for batch in options.batches:
                 print(f"{size or 'model'}, batch {batch} …", file=sys.stderr)
                 rows += measure(samplers, options.positions, batch, options.repeats,
-                                seconds=options.seconds_per_case, size=size)
+                                seconds=options.seconds_per_case, size=size,
+                                keep=lambda more, before=tuple(rows): keep([*before, *more]))
                 if options.peer:
                     theirs, versions = measure_peer(next(iter(modes.values())), vocabulary, options.positions, batch,
                                                     options.repeats, size=size, python=python)
@@ -304,9 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for mode, sampler in samplers.items() if options.prompt else ():
                 print(f"{mode}, a prompt of {options.prompt:,} tokens …", file=sys.stderr)
                 prompts.append(measure_prompt(sampler, mode, options.prompt, options.repeats, size=size))
-            compare_batches(rows)
-            report.keep(options.json, contents | {"rows": [asdict(row) for row in rows],
-                                                  "prompts": [asdict(row) for row in prompts]})
+            keep(rows)
         if options.picture is not None and report.has_matplotlib():
             draw(options.picture, rows, contents["device"])
     except (ConfigError, NotImplementedError) as error:

@@ -10,7 +10,9 @@ and gradients, and twice for equal bits, and what draws a token against the para
 elements than an int32 counts, where there is memory for it, against the same in two parts. Then come the most telling
 cases of the three benchmarks, each step in a process of its own with a share of the time: what one does not use goes to
 those after it, and one that fails or is not done in time is written down and stops no other. Last, ``benchmarks.tune``
-has what time is left, for ``DIR/tuning.json``; the table that the kernels read stays as it is.
+has what time is left, for ``DIR/tuning.json``; the table that the kernels read stays as it is. What is compiled is kept
+where ``train.py`` keeps it, so that a second run has more time to measure; with ``--only`` and a longer
+``--seconds-per-case`` slow cases get more samples.
 
 DIR gets a log, a JSON file and, where matplotlib is installed, a picture of each step as soon as there is something to
 write, and ``summary.md``: every figure beside its target on an H200 and what was published on an H100. Needs jax, flax,
@@ -35,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import report
+from benchmarks import attention, report
 from benchmarks.accuracy import BOUNDS, WORSE_THAN_PLAIN, error_of
 from benchmarks.picture import draw_panels, published
 from configs.files import write_json, write_text
@@ -43,7 +45,7 @@ from configs.schema import ConfigError, ModelConfig
 from kernels import device
 from kernels.linear_attention import State, linear_attention
 from models.gpt import GPT, Cache
-from training.environment import git_commit
+from training.environment import compilation_cache, git_commit
 
 INPUTS = ("q", "k", "v", "dy")
 """What has the case's number format; states are float32."""
@@ -55,6 +57,8 @@ LARGE_TOKENS, LARGE_PERIOD = 2**22 + 2**14, 4099
 number, so that an address that is off by a power of two finds other numbers."""
 COMPARED_TOKENS = 4096
 """Its last ones are looked at."""
+CASE_SECONDS = 6.0
+"""How long the samples of a case may take, unless a flag says otherwise."""
 LEAST_SECONDS = 10.0
 """A step that has less is left out: a process alone takes seconds to start."""
 TUNING_MARGIN = 15.0
@@ -62,7 +66,7 @@ TUNING_MARGIN = 15.0
 TUNED = "tuning.json"
 """What tuning finds, in the folder: a table as that of the kernels."""
 QUICK = "`--quick`: tiny sizes. The figures say that everything runs, and nothing of how fast it is."
-HEADINGS = ("figure", "measured", "target", "met", "published", "unit")
+HEADINGS = ("figure", "measured", "target", "met", "published", "unit", "samples")
 
 # Targets on an H200, by context, by size, by shape.
 STEP_TARGETS = {1024: 6.0, 8192: 18.0, 65_536: 110.0, 524_288: 900.0}
@@ -95,25 +99,24 @@ class Outcome:
     error: str | None = None
 
 
-def steps(quick: bool) -> list[Step]:
-    """What is run, in order."""
+def steps(quick: bool, seconds_per_case: float = CASE_SECONDS) -> list[Step]:
+    """What is run, in order: what has a target comes first, and a mode for itself, so that none ends another."""
     train, sampling = "benchmarks.train_step", "benchmarks.sampling"
-    short = ("--seconds-per-case", "4")
+    short = ("--seconds-per-case", f"{seconds_per_case:g}")
     tiny = ("--width", "16", "--layers", "1", "--heads", "2", "--repeats", "3") if quick else ()
     small = ("--sizes", "124M", *short)
     # Most of the time is XLA's: 1 to 4 s for an attention call, 10 to 25 s for a training step of 12 layers. What fits
     # only with blocks computed again is asked for so at once: to see that it does not fit otherwise, it is compiled.
+    step_contexts = (("--contexts", "32,64", "--tokens", "64", *tiny) if quick else
+                     ("--contexts", "1024,8192,65536", *small))
     found = [
-        Step("correctness", 90, ("benchmarks.suite", "--worker", "correctness")),
-        Step("kernel", 75, ("benchmarks.suite", "--worker", "kernel")),
-        Step("train_step", 150, (train, "--modes", "chunked,softmax", *(
-            ("--contexts", "32,64", "--tokens", "64", *tiny) if quick else
-            ("--contexts", "1024,8192,65536", *small)))),
+        Step("correctness", 100, ("benchmarks.suite", "--worker", "correctness")),
+        Step("kernel", 60, ("benchmarks.suite", "--worker", "kernel")),
+        Step("train_step", 90, (train, "--modes", "chunked", *step_contexts)),
         Step("sampling", 70, (sampling, "--modes", "chunked,softmax", *(
             ("--positions", "32,64", *tiny) if quick else ("--positions", "1024,65536,524288", *small)))),
         Step("train_step_long", 45, (train, "--modes", "chunked", "--remat", "block", *(
             ("--contexts", "64", "--tokens", "64", *tiny) if quick else ("--contexts", "524288", *small)))),
-        Step("attention", 65, ("benchmarks.suite", "--worker", "attention")),
         Step("utilisation", 40, (train, "--modes", "chunked", *(
             ("--contexts", "32", "--tokens", "64", "--accumulate", "2", *tiny) if quick else
             ("--contexts", "1024", "--tokens", str(2**19), "--accumulate", "16", *small)))),
@@ -122,13 +125,17 @@ def steps(quick: bool) -> list[Step]:
             ("--sizes", "1558M", "--contexts", "16384", *short)))),
         Step("sampling_1558M", 50, (sampling, "--modes", "chunked", *(
             ("--positions", "32", *tiny) if quick else ("--sizes", "1558M", "--positions", "1024,65536", *short)))),
+        Step("fla", 40, ("benchmarks.suite", "--worker", "fla")),
+        Step("train_step_softmax", 80, (train, "--modes", "softmax", *step_contexts)),
+        Step("attention", 65, ("benchmarks.suite", "--worker", "attention")),
         Step("sampling_32", 30, (sampling, "--modes", "chunked,softmax", *(
             ("--positions", "32", "--batches", "2", *tiny) if quick else
             ("--positions", "16384", "--batches", "32", *small)))),
         Step("tune", 75, ("benchmarks.tune", *(("--dry-run",) if quick else ("--lengths", "long,short")))),
     ]
-    return [replace(step, command=(*step.command, "--quick")) if quick and "--worker" in step.command else step
-            for step in found]
+    own = (*short, *(("--quick",) if quick else ()))
+    return [replace(step, command=(*step.command, *own)) if "--worker" in step.command else step for step in found
+            if step.name != "fla" or (attention.fla_installed() and not quick)]
 
 
 def run(step: Step, out: Path, seconds: float) -> Outcome:
@@ -140,9 +147,11 @@ def run(step: Step, out: Path, seconds: float) -> Outcome:
         command += ["--out", str(out / TUNED), "--minutes", str(max(1.0, seconds - TUNING_MARGIN) / 60)]
     if "--worker" in step.command:
         command += ["--out", str(out), "--minutes", str(seconds / 60)]
+    cache = compilation_cache()
+    environment = os.environ | ({} if cache is None else {"JAX_COMPILATION_CACHE_DIR": cache})
     start = time.monotonic()
     with (out / f"{step.name}.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
         try:
             code = process.wait(seconds)
             error = None if code == 0 else f"exit code {code}: {_last_line(out / f'{step.name}.log')}"
@@ -411,8 +420,6 @@ def _last_logits(dtype: Any, *, in_turns: bool) -> tuple[np.ndarray, np.ndarray]
 
 def large_row(compiled: Future[Large] | None, implementation: str) -> dict[str, Any]:
     """The row of a :class:`Large` call; skipped, with the reason, where there is not the memory for it."""
-    from benchmarks import attention
-
     row = _row(Case(1, LARGE_TOKENS, 8, 64, 64, "bfloat16"), implementation)
     if compiled is None:
         return row | {"skipped": "more than 2**31 elements are for a GPU, and not for --quick"}
@@ -447,12 +454,11 @@ def work(options: argparse.Namespace) -> int:
         keep([])
         _try_kernels(options.quick, until, keep)
         return 1 if len(rows) < contents["planned"] or any(row["wrong"] for row in rows) else 0
-    from benchmarks import attention
-
     measured: list[attention.Row] = []
     # A shape that is not begun in time is a row that says so, and so is a call that by smaller ones takes too long.
     for found in attention.measure_here(attention_cases(options.worker, options.quick), 3 if options.quick else 20,
-                                        seconds_per_case=4, total_seconds=until - time.monotonic()):
+                                        seconds_per_case=options.seconds_per_case,
+                                        total_seconds=until - time.monotonic()):
         measured += found
         keep([asdict(row) for row in found])
         for row in found:
@@ -502,16 +508,17 @@ def _print_checked(row: dict[str, Any]) -> None:
 
 def attention_cases(worker: str, quick: bool) -> list[Any]:
     """The cases of ``benchmarks.attention`` for a step, the most telling shapes first."""
-    from benchmarks import attention
-
     gpu = jax.default_backend() == "gpu"
     if worker == "kernel":
         shapes = [(1, 32, 2, 16)] if quick else list(KERNEL_TARGETS)
-        linear = [mode for mode in attention.default_modes("kernel", gpu) if not mode.startswith("softmax")]
+        linear = [mode for mode in attention.default_modes("kernel", gpu) if mode.startswith("chunked")]
         kernels = [mode for mode in linear if mode != "chunked:chunked"] or linear
         return [attention.Case("kernel", mode, T, passes, batch=B, heads=H, head_width=D, dtype="bfloat16")
                 for passes, modes in (("both", linear), ("forward", kernels)) for B, T, H, D in shapes
                 for mode in modes]
+    if worker == "fla":  # its own tuning takes long, and nothing of ours is to wait for it
+        return [attention.Case("kernel", mode, T, "both", batch=B, heads=H, head_width=D, dtype="bfloat16")
+                for B, T, H, D in KERNEL_TARGETS for mode in (*(["chunked:pallas_gpu"] if gpu else []), *attention.FLA)]
     forms = attention.default_modes("contexts", gpu)
     telling = [mode for mode in forms if mode.startswith("chunked") or mode == ("softmax:cudnn" if gpu else
                                                                                 "softmax:blockwise")]
@@ -533,6 +540,8 @@ class Figure:
     target: float | None = None
     published: float | None = None
     unit: str = "ms"
+    samples: int | None = None
+    """Of which ``value`` is the median."""
     incomplete: str | None = None
     """In place of ``yes``: why that cannot be said."""
 
@@ -556,8 +565,9 @@ def figures(out: Path) -> list[Figure]:
         if errors:
             found.append(Figure(f"correctness: largest error, {dtype}", max(errors), bound, unit="RMS/RMS"))
     found += _kernel_figures(rows.get("kernel", []))
+    found += _fla_figures(rows.get("fla", []))
     known = published("training_step", "models")
-    for name in ("train_step", "train_step_long", "train_step_1558M", "utilisation"):
+    for name in ("train_step", "train_step_long", "train_step_softmax", "train_step_1558M", "utilisation"):
         for row in rows.get(name, []):
             size, mode, context = row["size"] or "small model", row["mode"], row["context"]
             single = row["batch"] == 1
@@ -567,7 +577,8 @@ def figures(out: Path) -> list[Figure]:
                           "1558M": LARGE_STEP_TARGET if context == 16_384 else None}.get(size)
             other = known.get(size, {}).get("softmax:cudnn" if mode == "softmax" else mode, {}).get(context)
             label = f"{name}: {size}, {mode}, {row['batch']} × {context:,} tokens"
-            found.append(Figure(label, row["milliseconds"], target, other if single else None))
+            found.append(Figure(label, row["milliseconds"], target, other if single else None,
+                                samples=len(row["samples"])))
             if row["utilisation"] is not None:
                 found.append(Figure(f"{label}, share of FLOPs", 100 * row["utilisation"], unit="% of peak"))
     known = published("sampling", "models")
@@ -580,9 +591,11 @@ def figures(out: Path) -> list[Figure]:
             other = known.get(size, {}).get(mode, {}).get(position)
             label = f"{name}: {size}, {mode}, batch {row['batch']} at {position:,}"
             found.append(Figure(label, row["milliseconds"], target if single else None, other if single else None,
-                                "ms/token"))
+                                "ms/token", len(row["samples"])))
             if row["bandwidth"] is not None:
                 found.append(Figure(f"{label}, share of bandwidth", 100 * row["bandwidth"], unit="% of peak"))
+    found += [Figure(f"attention: {row['mode']}, {row['context']:,} tokens, forward + backward", row["milliseconds"],
+                     samples=len(row["samples"])) for row in rows.get("attention", [])]
     for row in files.get("tune", {}).get("chosen", []):
         for shape in row["measured"]["shapes"]:
             both = shape["both"]
@@ -603,15 +616,29 @@ def _kernel_figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
     shapes = dict.fromkeys((row["batch"], row["context"], row["heads"], row["head_width"]) for row in rows
                            if row["passes"] == "both")
     for B, T, H, D in shapes:
-        times = {row["mode"]: row["milliseconds"] for row in rows if row["passes"] == "both" and row["milliseconds"]
-                 and (row["batch"], row["context"], row["heads"], row["head_width"]) == (B, T, H, D)}
+        timed = [row for row in rows if row["passes"] == "both" and row["milliseconds"]
+                 and (row["batch"], row["context"], row["heads"], row["head_width"]) == (B, T, H, D)]
         name = f"B{B} T{T} H{H} D{D}"
-        best = min((mode for mode in times if mode.startswith("chunked")), key=times.__getitem__, default=None)
+        best = min(timed, key=lambda row: row["milliseconds"], default={"mode": "not measured", "samples": ()})
         other = min((one["both"] for one in known.get(name, {}).values()), default=None)
-        found.append(Figure(f"kernel: {name}, forward + backward, {best or 'not measured'}",
-                            times[best] if best else None, KERNEL_TARGETS.get((B, T, H, D)), other))
-        if best and "fla" in times:
-            found.append(Figure(f"kernel: {name} over fla", times[best] / times["fla"], FLA_TARGET, unit="×"))
+        found.append(Figure(f"kernel: {name}, forward + backward, {best['mode']}", best.get("milliseconds"),
+                            KERNEL_TARGETS.get((B, T, H, D)), other, samples=len(best["samples"])))
+    return found
+
+
+def _fla_figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
+    """Our times over those of flash-linear-attention on the same tensors, with its normaliser and without."""
+    found: list[Figure] = []
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        name = "B{batch} T{context} H{heads} D{head_width}".format(**row)
+        if row["milliseconds"]:
+            called = f" ({row['implementation']})" if row["mode"].startswith("fla") else ""
+            times.setdefault(name, {})[row["mode"] + called] = row["milliseconds"]
+    for name, of_modes in times.items():
+        ours = next((time for mode, time in of_modes.items() if mode.startswith("chunked")), None)
+        found += [Figure(f"fla: {name} over {mode}", ours / time, FLA_TARGET, unit="×")
+                  for mode, time in of_modes.items() if ours is not None and mode.startswith("fla")]
     return found
 
 
@@ -628,11 +655,13 @@ def write_summary(out: Path, outcomes: dict[str, Outcome], notes: Sequence[str] 
                 figure.incomplete or "yes")
         value, target, other = ("–" if x is None else format(x, form)
                                 for x in (figure.value, figure.target, figure.published))
-        lines.append([figure.name, value, target, met, other, figure.unit])
+        lines.append([figure.name, value, target, met, other, figure.unit,
+                      "–" if figure.samples is None else str(figure.samples)])
     text = [f"# {where['device']}", "",
             f"jax {where['versions'].get('jax', '?')}, commit {git_commit()}. Targets are those on an H200; what was "
-            "published was measured on an H100. Medians; every sample is in the JSON file of its step. Figures begin "
-            "with the name of their step.", "", *(line for note in notes for line in (note, "")),
+            "published was measured on an H100. Times are medians of so many samples; every one is in the JSON file "
+            "of its step. Figures begin with the name of their step.", "",
+            *(line for note in notes for line in (note, "")),
             "| " + " | ".join(HEADINGS) + " |", "|---|" + "---:|" * (len(HEADINGS) - 1),
             *("| " + " | ".join(line) + " |" for line in lines), "", "| step | seconds | ended |", "|---|---:|---|",
             *(f"| {name} | {outcome.seconds:.0f} | {(outcome.error or 'well').replace('|', '/')} |"
@@ -698,12 +727,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _wanted(options: argparse.Namespace) -> list[Step]:
-    known = {step.name: step for step in steps(options.quick)}
+    known = {step.name: step for step in steps(options.quick, options.seconds_per_case)}
     for name in options.only or ():
         if name not in known:
             raise ConfigError(f"--only {name}: expected names of {', '.join(known)}, with commas between")
     if options.minutes <= 0:
         raise ConfigError(f"--minutes {options.minutes:g}: expected a number above 0")
+    if options.seconds_per_case <= 0:
+        raise ConfigError(f"--seconds-per-case {options.seconds_per_case:g}: expected a number above 0")
     return [step for name, step in known.items() if not options.only or name in options.only]
 
 
@@ -714,6 +745,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="time for all of it (%(default)g)")
     parser.add_argument("--only", type=report.names, help="steps, with commas between (all): "
                         + ", ".join(step.name for step in steps(False)))
+    parser.add_argument("--seconds-per-case", type=float, default=CASE_SECONDS,
+                        help="about how long the samples of a case may take (%(default)g)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
     for name in ("worker", "json", "picture"):
         parser.add_argument(f"--{name}", type=str if name == "worker" else Path, help=argparse.SUPPRESS)

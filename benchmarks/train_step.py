@@ -212,7 +212,7 @@ def implementation(config: Config, vocabulary_size: int) -> str | None:
 def measure(configs: dict[str, Config], vocabulary_size: int, repeats: int, *, seconds: float = CASE_SECONDS,
             remat: str = "none", size: str | None = None, before: Sequence[Row] = (),
             peers: dict[str, Callable[[], Any]] | None = None) -> list[Row]:
-    """The rows of one context: every mode's step, timed by turns.
+    """The rows of one context: every mode's step, timed by turns; those that do not fit beside others alone.
 
     Args:
         configs: by mode, as it was named.
@@ -225,7 +225,32 @@ def measure(configs: dict[str, Config], vocabulary_size: int, repeats: int, *, s
         before: rows of shorter contexts.
         peers: other people's steps, by name, timed beside ours.
     """
-    rows, steps = {}, {}
+    rows, samples, crowded = _by_turns(configs, vocabulary_size, repeats, seconds=seconds, remat=remat, size=size,
+                                       before=before, peers=peers)
+    for mode in crowded:
+        alone = _by_turns({mode: configs[mode]}, vocabulary_size, repeats, seconds=seconds, remat=remat, size=size)
+        rows, samples = rows | alone[0], samples | alone[1]
+    softmax = next((median(samples[mode]) for mode in rows if mode in samples and mode.partition(":")[0] == "softmax"),
+                   None)
+    peak = report.peak()
+    for mode, its_samples in samples.items():
+        row, median_seconds = rows[mode], median(its_samples)
+        row.samples = [1e3 * sample for sample in its_samples]
+        row.milliseconds = 1e3 * median_seconds
+        row.tokens_per_second = row.batch * row.context / median_seconds
+        row.ratio = None if softmax is None else softmax / median_seconds
+        if peak is not None and row.flops is not None and configs[mode].model.dtype == "bfloat16":
+            row.utilisation = row.flops / median_seconds / peak.flops
+    return list(rows.values())
+
+
+def _by_turns(configs: dict[str, Config], vocabulary_size: int, repeats: int, *, seconds: float, remat: str,
+              size: str | None, before: Sequence[Row] = (), peers: dict[str, Callable[[], Any]] | None = None,
+              ) -> tuple[dict[str, Row], dict[str, list[float]], list[str]]:
+    """Rows without their times, the samples in seconds, and the modes for which there was no memory beside others."""
+    rows: dict[str, Row] = {}
+    steps: dict[str, Callable[[], Any]] = {}
+    crowded: list[str] = []
     for mode, config in configs.items():
         row = rows[mode] = Row(mode, report.form(implementation(config, vocabulary_size)), config.model.context,
                                config.train.batch_size, size, config.train.accumulate,
@@ -241,22 +266,19 @@ def measure(configs: dict[str, Config], vocabulary_size: int, repeats: int, *, s
                 break
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
                 row.error = str(error).partition("\n")[0]
+                if steps and isinstance(error, jax.errors.JaxRuntimeError):
+                    crowded.append(mode)
+                    break
     for name, step in (peers or {}).items():
         config = next(iter(configs.values()))
         rows[name] = Row(name, None, config.model.context, config.train.batch_size, size)
         steps[name] = step
-    samples = report.time_by_turns(steps, repeats, seconds=seconds)
-    softmax = next((median(samples[mode]) for mode in steps if mode.partition(":")[0] == "softmax"), None)
-    peak = report.peak()
-    for mode in steps:
-        row, median_seconds = rows[mode], median(samples[mode])
-        row.samples = [1e3 * sample for sample in samples[mode]]
-        row.milliseconds = 1e3 * median_seconds
-        row.tokens_per_second = row.batch * row.context / median_seconds
-        row.ratio = None if softmax is None else softmax / median_seconds
-        if peak is not None and row.flops is not None and configs[mode].model.dtype == "bfloat16":
-            row.utilisation = row.flops / median_seconds / peak.flops
-    return list(rows.values())
+    try:
+        return rows, report.time_by_turns(steps, repeats, seconds=seconds), crowded
+    except jax.errors.JaxRuntimeError as error:
+        for mode in steps:
+            rows[mode].error = str(error).partition("\n")[0]
+        return rows, {}, [*(mode for mode in steps if mode in configs and len(steps) > 1), *crowded]
 
 
 def _ready(config: Config, vocabulary_size: int, row: Row) -> Step:
@@ -325,6 +347,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
     options = _options(argv)
     report.use_whole_device()
+    if options.peer:
+        report.share_device()
     try:
         report.check_output(options.json)
         report.check_output(options.picture, "--picture")

@@ -1,6 +1,7 @@
 """What a run was made with: ``RUN/environment.json``."""
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -50,13 +51,29 @@ def add_to_environment(run_dir: Path, **values: Any) -> None:
 
 
 def git_commit() -> str | None:
-    """The commit of the code that runs, with -dirty where files differ from it; None without git."""
+    """The commit of the code that runs, with -dirty where files differ from it.
+
+    Where the files are no git checkout, what ``LINEARGPT_COMMIT`` says, or None.
+    """
     try:
         described = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
                                    cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("LINEARGPT_COMMIT")
     return described.stdout.strip()
+
+
+def compilation_cache() -> str | None:
+    """The folder that keeps what JAX compiles, made where it is not there; None where it cannot be."""
+    directory = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if directory is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineargpt" / "jax"
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return None
+        directory = str(cache)
+    return directory
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int | None:

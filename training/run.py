@@ -1,7 +1,6 @@
 """The folder of a run, read back: the model of a checkpoint, rebuilt from ``config.json`` and ``environment.json``."""
 
 import dataclasses
-import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from configs.files import read_json
 from configs.schema import Config, ConfigError, config_class
 from models.gpt import GPT
 from training.checkpoint import CheckpointError, Checkpoints
+from training.environment import compilation_cache
 
 
 class RunError(RuntimeError):
@@ -188,14 +188,9 @@ def enable_compilation_cache() -> None:
     Call it before anything is compiled. ``JAX_COMPILATION_CACHE_DIR`` names another folder; where the folder cannot be
     made there is no cache.
     """
-    directory = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    directory = compilation_cache()
     if directory is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineargpt" / "jax"
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            return
-        directory = str(cache)
+        return
     jax.config.update("jax_compilation_cache_dir", directory)
     # A start compiles many small things, which together take as long as the large ones.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -26,7 +26,7 @@ with the sum of those before its own, which spares the launches in between that 
 sequences.
 
 Saved for the backward pass are q, k, v and the denominator; states are computed again. Nothing is added up by
-atomics: two runs give the same bits. No product has a transposed product as its left operand, which Triton has got wrong
+atomics: two runs give the same bits. No left operand is a product that has been transposed, which Triton has got wrong
 on Hopper GPUs (flash-linear-attention, pull request 826); states and sums that are turned round are right operands.
 
 Katharopoulos et al., "Transformers are RNNs", 2020 (the gradients: equations 13 to 15); Hua et al., "Transformer
@@ -132,7 +132,7 @@ def _power(width: int) -> int:
     return max(16, pl.next_power_of_2(width))
 
 
-def _operand_dtype(*arrays: Array) -> jnp.dtype:
+def _operand_dtype(*arrays: Any) -> jnp.dtype:
     """Number format of the operands of products: float32 for float16 too, whose range the states leave."""
     dtypes = {array.dtype for array in arrays}
     return jnp.dtype(jnp.bfloat16 if dtypes == {jnp.dtype(jnp.bfloat16)} else jnp.float32)
@@ -517,7 +517,7 @@ Choose = Callable[[int, int, int, int, int, jnp.dtype], Plan]
 """The plan of B, T, H, M and D, which are a device's own, and the operands' number format."""
 
 
-def _chosen(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, choose: Choose) -> Plan:
+def _chosen(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, choose: Choose) -> Plan:
     B, T, H, M = q_BTHM.shape
     return choose(B, T, H, _power(M), _power(v_BTHD.shape[3]), _operand_dtype(q_BTHM, k_BTHM, v_BTHD))
 

@@ -103,6 +103,32 @@ def test_a_case_beyond_the_memory_is_a_row_without_times(tmp_path, monkeypatch):
     assert row["error"] == "needs more"
 
 
+def test_a_case_that_runs_out_of_memory_while_it_is_timed_keeps_what_was_measured_before(tmp_path, monkeypatch):
+    def timed(cases, *arguments, **options):
+        if any(position == 16 for _, position in cases):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nby so much")
+        return {case: [1.0, 3.0, 2.0] for case in cases}
+
+    path = tmp_path / "sampling.json"
+    monkeypatch.setattr(report, "time_by_turns", timed)
+    monkeypatch.setattr(sampling, "TOGETHER_BYTES", 0)
+    assert sampling.main([*TINY, "--positions", "8,16", "--modes", "chunked", "--json", str(path)]) == 0
+    first, second = json.loads(path.read_text())["rows"]
+    assert (first["error"], len(first["samples"])) == (None, 3)
+    assert (second["error"], second["milliseconds"]) == ("RESOURCE_EXHAUSTED: out of memory", None)
+
+
+def test_each_group_of_positions_is_kept_when_it_is_there(monkeypatch):
+    monkeypatch.setattr(sampling, "TOGETHER_BYTES", 0)
+    monkeypatch.setattr(report, "time_by_turns", lambda cases, *_, **__: {case: [1.0] for case in cases})
+    config = ModelConfig(layers=1, heads=2, width=16, positions="none", dtype="float32", attention=("chunked",))
+    sampler = sampling.Sampler(GPT(config, 11, rngs=nnx.Rngs(0)))
+    kept = []
+    rows = sampling.measure({"chunked": sampler}, [8, 16], 1, 1, keep=lambda rows: kept.append(len(rows)))
+    assert kept == [1, 2]
+    assert [row.ratio for row in rows] == [1, 1]
+
+
 @pytest.mark.parametrize(("flags", "message"), [
     (["--modes", "sotfmax"], "--modes sotfmax: there is no mode 'sotfmax'; there are "),
     (["--peer", "nanogpt"], "--peer nanogpt: expected transformers"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import suite
+from kernels.linear_attention.pallas_gpu import plan_of
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +191,7 @@ def test_what_is_not_finite_is_an_error():
 
 
 def test_a_step_that_fails_or_has_no_time_stops_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(suite, "steps", lambda quick: [
+    monkeypatch.setattr(suite, "steps", lambda *_: [
         suite.Step("slow", 1e-9, ("benchmarks.train_step",)),
         suite.Step("broken", 1, ("benchmarks.train_step", "--heads", "3"))])
     assert suite.main(["--out", str(tmp_path), "--minutes", "1", "--quick"]) == 0
@@ -201,15 +202,48 @@ def test_a_step_that_fails_or_has_no_time_stops_no_other(tmp_path, monkeypatch):
 
 
 def test_the_summary_sets_figures_beside_targets(tmp_path):
-    row = {"size": "124M", "mode": "chunked", "context": 8192, "batch": 1, "milliseconds": 17.0, "utilisation": 0.5}
+    row = {"size": "124M", "mode": "chunked", "context": 8192, "batch": 1, "milliseconds": 17.0, "utilisation": 0.5,
+           "samples": [17.0] * 20}
     slow = row | {"context": 1024, "milliseconds": 7.0, "utilisation": None}
     (tmp_path / "train_step.json").write_text(json.dumps(
         {"device": "NVIDIA H200", "versions": {"jax": "0"}, "rows": [row, slow]}))
     suite.write_summary(tmp_path, {"train_step": suite.Outcome(1.0, None)})
     summary = (tmp_path / "summary.md").read_text()
-    assert "| train_step: 124M, chunked, 1 × 8,192 tokens | 17 | 18 | yes | 48.04 | ms |" in summary
-    assert "| train_step: 124M, chunked, 1 × 8,192 tokens, share of FLOPs | 50 | – | – | – | % of peak |" in summary
-    assert "| train_step: 124M, chunked, 1 × 1,024 tokens | 7 | 6 | no | 15.21 | ms |" in summary
+    assert "| train_step: 124M, chunked, 1 × 8,192 tokens | 17 | 18 | yes | 48.04 | ms | 20 |" in summary
+    assert "| train_step: 124M, chunked, 1 × 8,192 tokens, share of FLOPs | 50 | – | – | – | % of peak | – |" in summary
+    assert "| train_step: 124M, chunked, 1 × 1,024 tokens | 7 | 6 | no | 15.21 | ms | 20 |" in summary
+
+
+def test_the_summary_holds_the_kernel_against_fla_with_its_normaliser_and_without(tmp_path):
+    row = {"passes": "both", "batch": 1, "context": 8192, "heads": 96, "head_width": 128, "samples": [1.0] * 20}
+    ours = row | {"mode": "chunked:pallas_gpu", "implementation": "pallas_gpu", "milliseconds": 1.0}
+    fla = row | {"mode": "fla", "implementation": "CUDA graph", "milliseconds": 4.0}
+    plain = row | {"mode": "fla:unnormalised", "implementation": "call by call", "milliseconds": 1.25}
+    origin = {"device": "NVIDIA H200", "versions": {"jax": "0"}}
+    (tmp_path / "kernel.json").write_text(json.dumps(origin | {"rows": [ours]}))
+    (tmp_path / "fla.json").write_text(json.dumps(origin | {"rows": [ours, fla, plain]}))
+    steps = suite.steps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suite.attention, "fla_installed", lambda: True)
+        suite.write_summary(tmp_path, {})
+        assert "fla" in [step.name for step in steps(False)]
+    summary = (tmp_path / "summary.md").read_text()
+    assert "| kernel: B1 T8192 H96 D128, forward + backward, chunked:pallas_gpu | 1 | 1.3 | yes | 2.01 | ms | 20 |" in (
+        summary)
+    assert "| fla: B1 T8192 H96 D128 over fla (CUDA graph) | 0.25 | 0.6 | yes |" in summary
+    assert "| fla: B1 T8192 H96 D128 over fla:unnormalised (call by call) | 0.8 | 0.6 | no |" in summary
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("segments", [False, True])
+def test_the_parallel_schedule_is_tried_where_it_walks_many_chunks_of_many_spans(dtype, segments, monkeypatch):
+    monkeypatch.setattr(suite.device, "kind", lambda: "NVIDIA H200")
+    monkeypatch.setattr(suite.device, "cores", lambda: 132)
+    plans = [(case, plan_of(*[jax.ShapeDtypeStruct((case.batch, case.tokens, case.heads, width), case.dtype)
+                              for width in (case.features, case.features, case.head_width)],
+                            schedule="parallel", segments=segments))
+             for case in suite.cases(quick=False) if (case.dtype, case.segments) == (dtype, segments)]
+    assert any(plan.span >= 2 * plan.forward.chunk and case.tokens > 2 * plan.span for case, plan in plans)
 
 
 def test_the_summary_leaves_out_what_was_skipped_and_shows_what_tuning_gained(tmp_path):
@@ -225,12 +259,13 @@ def test_the_summary_leaves_out_what_was_skipped_and_shows_what_tuning_gained(tm
     suite.write_summary(tmp_path, {})
     summary = (tmp_path / "summary.md").read_text()
     assert "| correctness: cases of pallas_gpu_serial that are wrong, of 1 tried | 0 | 0 | yes |" in summary
-    assert "| tune: B1 T16384 H12 M64 D64 bfloat16: best over defaults | 0.8 | – | – | – | × |" in summary
+    assert "| tune: B1 T16384 H12 M64 D64 bfloat16: best over defaults | 0.8 | – | – | – | × | – |" in summary
 
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--only", "corectness"], "--only corectness: expected names of correctness, kernel, "),
     (["--minutes", "0"], "--minutes 0: expected a number above 0"),
+    (["--seconds-per-case", "-1"], "--seconds-per-case -1: expected a number above 0"),
 ])
 def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, tmp_path, capsys):
     assert suite.main(["--out", str(tmp_path / "out"), *flags]) == 2

@@ -5,8 +5,10 @@ import json
 import subprocess
 import sys
 import time
+import weakref
 
 import jax
+import numpy as np
 import pytest
 
 from benchmarks import report, train_step
@@ -103,6 +105,38 @@ def test_a_step_that_does_not_fit_recomputes_its_blocks(tmp_path, monkeypatch):
     assert train_step.main([*TINY, "--contexts", "32", "--modes", "chunked", "--json", str(path)]) == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert (row["remat"], row["peak_bytes"], row["error"]) == ("block", 2**20, None)
+
+
+@pytest.mark.parametrize("found_out", ["when it is made", "when it runs for the third time"])
+def test_what_does_not_fit_beside_others_is_timed_alone(found_out, monkeypatch):
+    alive = weakref.WeakSet()
+
+    class Step:
+        peak_bytes, calls = 1, 0
+
+        def __init__(self, config, vocabulary_size):
+            alive.add(self)
+            self.crowded(found_out == "when it is made")
+
+        def __call__(self):
+            self.calls += 1
+            self.crowded(self.calls == 3)
+            return np.zeros(())
+
+        def crowded(self, now):
+            if now and len(alive) > 1:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(train_step, "Step", Step)
+    options = train_step._options([*TINY])
+    configs = {mode: train_step._config(mode, 32, train_step.sizes(options)[None], options)
+               for mode in ("softmax", "chunked", "linear")}
+    rows = train_step.measure(configs, 257, 4)
+    assert [row.mode for row in rows] == list(configs)
+    for row in rows:
+        assert row.error is None
+        assert len(row.samples) == 4
+        assert row.ratio == pytest.approx(rows[0].milliseconds / row.milliseconds)
 
 
 def test_a_case_that_would_take_too_long_is_not_run():
