@@ -430,21 +430,24 @@ def draw(logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"], keys_B: Ar
          settings: Settings) -> Int[Array, " B"]:
     """One token of each row, drawn as :class:`Sampling` says, row b with the random key ``keys_B[b]``.
 
-    The repetition penalty is on the tokens ``seen_BV``.
+    The repetition penalty is on the tokens ``seen_BV``. The largest of logits / temperature + Gumbel noise is a draw
+    from their softmax (Gumbel, "Statistical Theory of Extreme Values", 1954); without noise it is the likeliest.
     """
     temperature, top_k, top_p, min_p, penalty = settings
     logits_BV = jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
 
-    def sample() -> Array:
+    def filtered() -> Array:
         # The largest logit goes first: a tiny temperature would make all of them infinite otherwise.
         scaled_BV = (logits_BV - jnp.max(logits_BV, axis=1, keepdims=True)) / temperature
-        kept_BV = jax.lax.cond((top_k > 0) | (top_p < 1), lambda: likeliest(scaled_BV, top_k, top_p),
-                               lambda: jnp.ones(scaled_BV.shape, bool))
-        kept_BV &= scaled_BV >= jnp.log(min_p)  # the likeliest is at 0
-        return jax.vmap(jax.random.categorical)(keys_B, jnp.where(kept_BV, scaled_BV, -jnp.inf)).astype(jnp.int32)
+        kept_BV = likeliest(scaled_BV, top_k, top_p) & (scaled_BV >= jnp.log(min_p))  # the likeliest is at 0
+        return jnp.where(kept_BV, logits_BV, -jnp.inf)
 
-    # Conditions on the device: other settings compile nothing, and only a filter pays for its sort.
-    return jax.lax.cond(temperature > 0, sample, lambda: jnp.argmax(logits_BV, axis=1).astype(jnp.int32))
+    # A condition on the device: other settings compile nothing, and only a filter pays for its sort.
+    logits_BV = jax.lax.cond((top_k > 0) | (top_p < 1) | (min_p > 0), filtered, lambda: logits_BV)
+    noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:], logits_BV.dtype))(keys_B)
+    # Whatever the temperature, from 0 on, neither term leaves its range.
+    warm_BV = logits_BV / jnp.clip(temperature, 1, 1e30) + noise_BV * jnp.minimum(temperature, 1)
+    return jnp.argmax(warm_BV, axis=1).astype(jnp.int32)
 
 
 def likeliest(logits_BV: Float[Array, "B V"], top_k: Int[Array, ""], top_p: Float[Array, ""]) -> Bool[Array, "B V"]:

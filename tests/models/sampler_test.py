@@ -207,8 +207,12 @@ def test_draws_follow_the_softmax_at_the_temperature():
                              ({"top_p": 1e-6}, {0}), ({"min_p": 0.29}, {0, 1, 2}), ({"min_p": 1.0}, {0}),
                              ({"top_k": 2, "min_p": 0.29}, {0, 1}), ({"min_p": 0.09}, {0, 1, 2, 3})):
         assert set(drawn(1.0, **options).tolist()) == support
-    # So small that the logits alone would overflow.
+    # So small that the logits alone would overflow, none at all, and so large that the noise would.
     assert set(drawn(1e-38).tolist()) == {0}
+    assert set(drawn(0.0).tolist()) == {0}
+    for temperature in (3e38, jnp.inf):
+        np.testing.assert_allclose(np.bincount(drawn(temperature), minlength=4) / n, 0.25, atol=5 * 0.5 / n**0.5)
+        assert set(drawn(temperature, top_k=2).tolist()) == {0, 1}
 
 
 def test_the_repetition_penalty_is_on_tokens_of_prompt_and_text():
