@@ -161,6 +161,11 @@ def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], direction
     return y_BTHM if options.feature_map in SIGNED else y_BTHM.astype(x_BTHD.dtype)
 
 
+def elementwise(options: FeatureOptions) -> Callable[[Array], Array] | None:
+    """φ of each number alone, float32 to float32; None where that is not what φ is."""
+    return ELEMENTWISE[options.feature_map].of if options.feature_map in ELEMENTWISE else None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _elementwise(feature_map: FeatureMap, x_BTHD: Array) -> Array:
     return device.once(rounded(ELEMENTWISE[feature_map].of(wide(x_BTHD)), x_BTHD.dtype))

@@ -13,8 +13,16 @@ from flax import nnx
 from jax import Array
 
 from kernels.linear_attention import State, linear_attention
+from kernels.linear_attention.decode import decode_step, serves
 from models.attention.directions import Directions
-from models.attention.feature_maps import RANDOM, FeatureOptions, draw_directions, feature_width, features
+from models.attention.feature_maps import (
+    RANDOM,
+    FeatureOptions,
+    draw_directions,
+    elementwise,
+    feature_width,
+    features,
+)
 from models.attention.one_segment import valid_tokens
 from models.attention.self_attention import SelfAttention
 
@@ -96,6 +104,9 @@ class Attention(SelfAttention):
     def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: State, *, x_BTE: Array,
                lengths_B: Array | None = None) -> tuple[Array, State]:
         segment_ids_BT = None
+        feature = elementwise(self.config)
+        if lengths_B is None and feature is not None and serves(q_BTHD, cache, None):
+            return decode_step(q_BTHD, k_BTHD, v_BTHD, cache, self.config.normalize, feature)
         if lengths_B is not None:
             segment_ids_BT = jnp.where(jnp.arange(q_BTHD.shape[1])[None, :] < lengths_B[:, None], 0, -1)
         return linear_attention(*self._features(q_BTHD, k_BTHD), v_BTHD, normalize=self.config.normalize,

@@ -15,9 +15,9 @@ from flax import nnx
 
 from configs.schema import ConfigError, ModelConfig
 from kernels import projection
-from kernels.linear_attention import recurrent
 from models import attention as attentions
 from models import sampler as sampler_module
+from models.attention import linear
 from models.attention.self_attention import angles
 from models.gpt import GPT
 from models.sampler import TOKENS_PER_CALL, Sampler, Sampling, Settings, draw, likeliest
@@ -115,7 +115,7 @@ def test_the_kernels_of_a_gpu_draw_the_same(dtype, tolerance, monkeypatch):
         return asked
 
     monkeypatch.setattr(projection, "_alone_on_gpu", serves("projection", lambda x_BTE: x_BTE.shape[:2] == (1, 1)))
-    monkeypatch.setattr(recurrent, "serves", serves("state", lambda q, state, runs: q.shape[1] == 1 and runs is None))
+    monkeypatch.setattr(linear, "serves", serves("state", lambda q, state, runs: q.shape[1] == 1 and runs is None))
     model = make_model("chunked", "longformer", positions="learned", context=40, dtype=dtype, bias=0.5)
     pieces = Sampler(model).generate(prompt_of(19), Sampling(temperature=9.0), max_new_tokens=20, resumable=True)
     text_T = np.concatenate([prompt_of(19), *(piece_BT[0] for piece_BT in pieces)])
