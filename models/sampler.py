@@ -442,9 +442,14 @@ def draw(logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"], keys_B: Ar
         kept_BV = likeliest(scaled_BV, top_k, top_p) & (scaled_BV >= jnp.log(min_p))  # the likeliest is at 0
         return jnp.where(kept_BV, logits_BV, -jnp.inf)
 
-    # A condition on the device: other settings compile nothing, and only a filter pays for its sort.
+    def noise() -> Array:
+        return jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:], logits_BV.dtype))(keys_B)
+
+    # Conditions on the device: other settings compile nothing, only a filter pays for its sort, and on a CPU, where a
+    # condition costs less than noise does, only a draw for its noise.
     logits_BV = jax.lax.cond((top_k > 0) | (top_p < 1) | (min_p > 0), filtered, lambda: logits_BV)
-    noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:], logits_BV.dtype))(keys_B)
+    noise_BV = noise() if device.platform() != "cpu" else jax.lax.cond(
+        temperature > 0, noise, lambda: jnp.zeros_like(logits_BV))
     # Whatever the temperature, from 0 on, neither term leaves its range.
     warm_BV = logits_BV / jnp.clip(temperature, 1, 1e30) + noise_BV * jnp.minimum(temperature, 1)
     return jnp.argmax(warm_BV, axis=1).astype(jnp.int32)
@@ -452,13 +457,22 @@ def draw(logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"], keys_B: Ar
 
 def likeliest(logits_BV: Float[Array, "B V"], top_k: Int[Array, ""], top_p: Float[Array, ""]) -> Bool[Array, "B V"]:
     """Which tokens ``top_k`` and then ``top_p`` keep; of equally likely ones the lower ids, and always one at least."""
-    order_BV = jnp.argsort(logits_BV, axis=1, descending=True, stable=True)
-    sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=1)
+    # As whole numbers, which a CPU sorts in a third of the time.
+    sorted_BV = _in_order(~jax.lax.sort(~_in_order(logits_BV, jnp.int32), dimension=1, is_stable=False), jnp.float32)
     kept_BV = (jnp.arange(logits_BV.shape[1]) < jnp.where(top_k > 0, top_k, logits_BV.shape[1]))[None, :]
     p_BV = jax.nn.softmax(jnp.where(kept_BV, sorted_BV, -jnp.inf), axis=1)
     likelier_BV = jnp.cumsum(p_BV, axis=1) - p_BV
     kept_BV &= (likelier_BV < top_p) | (top_p >= 1)  # rounded sums reach 1 before the last token
-    return jnp.put_along_axis(jnp.zeros(logits_BV.shape, bool), order_BV, kept_BV, axis=1, inplace=False)
+    count_B1 = kept_BV.sum(axis=1, keepdims=True)
+    least_B1 = jnp.take_along_axis(sorted_BV, count_B1 - 1, axis=1)
+    above_BV, equal_BV = logits_BV > least_B1, logits_BV == least_B1
+    return above_BV | (equal_BV & (jnp.cumsum(equal_BV, axis=1) <= count_B1 - above_BV.sum(axis=1, keepdims=True)))
+
+
+def _in_order(x: Array, dtype: Any) -> Array:
+    """The bits of float32 as int32 numbers of the same order, or back."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jax.lax.bitcast_convert_type(bits ^ ((bits >> 31) & 0x7FFFFFFF), dtype)
 
 
 def _arrays(sampling: Sampling, samples: int) -> tuple[Array, Settings]:
