@@ -125,7 +125,7 @@ class Row(Case):
     peak_bytes: int | None = None
     """Arguments, outputs and temporaries, as the compiler plans them."""
     device_peak_bytes: int | None = None
-    """Peak of the device's allocator in a process with this case alone; None on a CPU."""
+    """Peak of the device's allocator in a process with this case alone; None on a CPU, or where compiling took more."""
     resident_bytes: int | None = None
     """Peak resident size of that process, interpreter and compiler included; only on a CPU."""
     samples: list[float] = field(default_factory=list)
@@ -679,7 +679,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(_answer(json.loads(options.case))))
         return 0
     report.use_whole_device()
-    if not options.one_process:  # here nothing is computed: the device's memory is for the processes that measure
+    # Unless it measures, the device's memory is for the processes that do; if it measures, some of it is for fla.
+    if not options.one_process or fla_installed():
         report.share_device()
     flags = {name: value for name, value in vars(options).items() if name not in ("parts", "case")}
     try:

@@ -214,7 +214,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def origin(module: str, options: Namespace, more: Sequence[str] = ()) -> dict[str, Any]:
-    """What numbers need beside them: ``device``, ``versions``, ``commit`` (None without git) and ``command``.
+    """What numbers need beside them: ``device``, ``versions``, ``commit`` (of :func:`git_commit`) and ``command``.
 
     Args:
         module: name of the benchmark's module, and of its subcommand where it has some.

@@ -172,6 +172,7 @@ def measure_prompt(sampler: Sampler, mode: str, tokens: int, repeats: int, *, si
         prompt_T = np.random.default_rng(0).integers(sampler.model.vocab_size, size=tokens)
         row.seconds = median(report.time_by_turns({mode: lambda: sampler.encode(prompt_T, reserve=1)},
                                                   report.LEAST_SAMPLES, sample_seconds=0)[mode])
+        sampler.warm_up(1, tokens)
         row.one_by_one_seconds = sum(_timed(sampler, prompt_T[:1], tokens))
         row.ratio = row.one_by_one_seconds / row.seconds
     except (ConfigError, MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -322,10 +323,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                                                     options.repeats, size=size, python=python)
                     rows += theirs
                     contents["versions"] |= versions
+                    keep(rows)
             for mode, sampler in samplers.items() if options.prompt else ():
                 print(f"{mode}, a prompt of {options.prompt:,} tokens …", file=sys.stderr)
                 prompts.append(measure_prompt(sampler, mode, options.prompt, options.repeats, size=size))
-            keep(rows)
+                keep(rows)
         if options.picture is not None and report.has_matplotlib():
             draw(options.picture, rows, contents["device"])
     except (ConfigError, NotImplementedError) as error:
@@ -377,7 +379,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds-per-case", type=float, default=CASE_SECONDS,
                         help="about how long the samples of a case may take (%(default)g)")
     parser.add_argument("--prompt", type=report.positive, metavar="TOKENS",
-                        help="time to read a prompt of so many tokens too, and the host's share of a token")
+                        help="time to read a prompt of so many tokens too, and on a CPU the host's share of a token")
     parser.add_argument("--peer", help="transformers: time its GPT-2 too")
     parser.add_argument("--peer-python", help="the Python that has transformers and torch (this one)")
     return parser.parse_args(argv)

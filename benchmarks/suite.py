@@ -12,7 +12,8 @@ cases of the three benchmarks, each step in a process of its own with a share of
 those after it, and one that fails or is not done in time is written down and stops no other. Last, ``benchmarks.tune``
 has what time is left, for ``DIR/tuning.json``; the table that the kernels read stays as it is. What is compiled is kept
 where ``train.py`` keeps it, so that a second run has more time to measure; with ``--only`` and a longer
-``--seconds-per-case`` slow cases get more samples.
+``--seconds-per-case`` slow cases get more samples, or are tried at all. Where the files are no git checkout,
+``LINEARGPT_COMMIT`` says which commit they are of.
 
 DIR gets a log, a JSON file and, where matplotlib is installed, a picture of each step as soon as there is something to
 write, and ``summary.md``: every figure beside its target on an H200 and what was published on an H100. Needs jax, flax,
@@ -100,7 +101,7 @@ class Outcome:
 
 
 def steps(quick: bool, seconds_per_case: float = CASE_SECONDS) -> list[Step]:
-    """What is run, in order: what has a target comes first, and a mode for itself, so that none ends another."""
+    """What can be run, in order: what has a target comes first."""
     train, sampling = "benchmarks.train_step", "benchmarks.sampling"
     short = ("--seconds-per-case", f"{seconds_per_case:g}")
     tiny = ("--width", "16", "--layers", "1", "--heads", "2", "--repeats", "3") if quick else ()
@@ -110,7 +111,7 @@ def steps(quick: bool, seconds_per_case: float = CASE_SECONDS) -> list[Step]:
     step_contexts = (("--contexts", "32,64", "--tokens", "64", *tiny) if quick else
                      ("--contexts", "1024,8192,65536", *small))
     found = [
-        Step("correctness", 100, ("benchmarks.suite", "--worker", "correctness")),
+        Step("correctness", 130, ("benchmarks.suite", "--worker", "correctness")),
         Step("kernel", 60, ("benchmarks.suite", "--worker", "kernel")),
         Step("train_step", 90, (train, "--modes", "chunked", *step_contexts)),
         Step("sampling", 70, (sampling, "--modes", "chunked,softmax", *(
@@ -134,8 +135,7 @@ def steps(quick: bool, seconds_per_case: float = CASE_SECONDS) -> list[Step]:
         Step("tune", 75, ("benchmarks.tune", *(("--dry-run",) if quick else ("--lengths", "long,short")))),
     ]
     own = (*short, *(("--quick",) if quick else ()))
-    return [replace(step, command=(*step.command, *own)) if "--worker" in step.command else step for step in found
-            if step.name != "fla" or (attention.fla_installed() and not quick)]
+    return [replace(step, command=(*step.command, *own)) if "--worker" in step.command else step for step in found]
 
 
 def run(step: Step, out: Path, seconds: float) -> Outcome:
@@ -440,7 +440,10 @@ def work(options: argparse.Namespace) -> int:
         1 where something is wrong or was not tried, or nothing could be measured, else 0.
     """
     report.use_whole_device()
-    contents = report.origin("benchmarks.suite", argparse.Namespace(worker=options.worker, quick=options.quick))
+    if options.worker == "fla":
+        report.share_device()
+    contents = report.origin("benchmarks.suite", argparse.Namespace(
+        worker=options.worker, quick=options.quick, seconds_per_case=options.seconds_per_case))
     rows: list[dict[str, Any]] = []
     until = time.monotonic() + 60 * options.minutes - LEAST_SECONDS
 
@@ -509,8 +512,8 @@ def _print_checked(row: dict[str, Any]) -> None:
 def attention_cases(worker: str, quick: bool) -> list[Any]:
     """The cases of ``benchmarks.attention`` for a step, the most telling shapes first."""
     gpu = jax.default_backend() == "gpu"
+    shapes = [(1, 32, 2, 16)] if quick else list(KERNEL_TARGETS)
     if worker == "kernel":
-        shapes = [(1, 32, 2, 16)] if quick else list(KERNEL_TARGETS)
         linear = [mode for mode in attention.default_modes("kernel", gpu) if mode.startswith("chunked")]
         kernels = [mode for mode in linear if mode != "chunked:chunked"] or linear
         return [attention.Case("kernel", mode, T, passes, batch=B, heads=H, head_width=D, dtype="bfloat16")
@@ -518,7 +521,7 @@ def attention_cases(worker: str, quick: bool) -> list[Any]:
                 for mode in modes]
     if worker == "fla":  # its own tuning takes long, and nothing of ours is to wait for it
         return [attention.Case("kernel", mode, T, "both", batch=B, heads=H, head_width=D, dtype="bfloat16")
-                for B, T, H, D in KERNEL_TARGETS for mode in (*(["chunked:pallas_gpu"] if gpu else []), *attention.FLA)]
+                for B, T, H, D in shapes for mode in ("chunked:pallas_gpu", *attention.FLA)]
     forms = attention.default_modes("contexts", gpu)
     telling = [mode for mode in forms if mode.startswith("chunked") or mode == ("softmax:cudnn" if gpu else
                                                                                 "softmax:blockwise")]
@@ -677,9 +680,8 @@ def backend() -> str | None:
     return ended.stdout.strip() or None
 
 
-def notes(quick: bool) -> list[str]:
-    """What a reader of the figures has to know."""
-    found = backend()
+def notes(found: str | None, quick: bool) -> list[str]:
+    """What a reader of the figures has to know, of the backend and the sizes."""
     no_gpu = (f"jax finds no GPU here: the figures are of a {(found or '').upper()}, and the plain JAX form `chunked` "
               "stands in for the kernel. `make test` holds the kernel to its definition in interpret mode, `make "
               "gpu-check` compiles it.")
@@ -693,8 +695,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.worker is not None:
         return work(options)
     start = time.monotonic()
+    found = backend()
     try:
-        wanted = _wanted(options)
+        wanted = _wanted(options, found)
         report.make_folder(options.out)
         names = [f"{step.name}.{suffix}" for step in steps(options.quick) for suffix in ("json", "png", "log")]
         for name in (*names, TUNED):  # of an earlier run
@@ -702,7 +705,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         print(report.message(error), file=sys.stderr)
         return 2
-    told = notes(options.quick)
+    told = notes(found, options.quick)
     for note in told:
         print(note, file=sys.stderr, flush=True)
     outcomes: dict[str, Outcome] = {}
@@ -726,7 +729,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if "correctness" in outcomes and outcomes["correctness"].error else 0
 
 
-def _wanted(options: argparse.Namespace) -> list[Step]:
+def _wanted(options: argparse.Namespace, backend: str | None) -> list[Step]:
     known = {step.name: step for step in steps(options.quick, options.seconds_per_case)}
     for name in options.only or ():
         if name not in known:
@@ -735,6 +738,10 @@ def _wanted(options: argparse.Namespace) -> list[Step]:
         raise ConfigError(f"--minutes {options.minutes:g}: expected a number above 0")
     if options.seconds_per_case <= 0:
         raise ConfigError(f"--seconds-per-case {options.seconds_per_case:g}: expected a number above 0")
+    if not attention.fla_installed() or backend != "gpu":
+        if "fla" in (options.only or ()):
+            raise ConfigError("--only fla: it needs an NVIDIA GPU and the packages flash-linear-attention and torch")
+        known.pop("fla", None)
     return [step for name, step in known.items() if not options.only or name in options.only]
 
 

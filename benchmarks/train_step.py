@@ -5,10 +5,10 @@
     python -m benchmarks.train_step --sizes 124M --contexts 1024 --tokens 524288 --accumulate 16
 
 A mode may carry its form: ``softmax:materialised``, ``chunked:pallas_gpu``, ``linear:recurrent``. The modes take turns
-at each context; figures are medians. A size is one of GPT-2's, with softplus features; without ``--sizes`` the model is
-that of ``--width``, ``--layers``, ``--heads`` and ``--vocabulary``. ``--peer nanogpt=PATH`` times nanoGPT's own step
-beside ours, in this Python or, with ``--peer-python``, in another that has torch; PATH is its ``model.py``, or the
-folder that has it.
+at each context, but for one that does not fit into memory beside the others ("alone"); figures are medians. A size is
+one of GPT-2's, with softplus features; without ``--sizes`` the model is that of ``--width``, ``--layers``, ``--heads``
+and ``--vocabulary``. ``--peer nanogpt=PATH`` times nanoGPT's own step beside ours, in this Python or, with
+``--peer-python``, in another that has torch; PATH is its ``model.py``, or the folder that has it.
 
 Utilisation is the model's floating-point operations, 6 a parameter and token and three times those of the attention's
 forward pass, over what the device could do at most by its data sheet; recomputed ones do not count. The last column
@@ -94,6 +94,8 @@ class Row:
     peak_bytes: int | None = None
     """Arguments, outputs and temporaries of the step, as the compiler plans them."""
     samples: list[float] = field(default_factory=list)
+    alone: bool = False
+    """Timed by itself, not by turns: beside the others there was no memory for it."""
     error: str | None = None
 
 
@@ -230,6 +232,11 @@ def measure(configs: dict[str, Config], vocabulary_size: int, repeats: int, *, s
     for mode in crowded:
         alone = _by_turns({mode: configs[mode]}, vocabulary_size, repeats, seconds=seconds, remat=remat, size=size)
         rows, samples = rows | alone[0], samples | alone[1]
+        rows[mode].alone = True
+    for name, peer in (peers or {}).items():
+        if name not in samples:  # ours had no memory, which is not its fault
+            samples |= report.time_by_turns({name: peer}, repeats, seconds=seconds)
+            rows[name].alone = True
     softmax = next((median(samples[mode]) for mode in rows if mode in samples and mode.partition(":")[0] == "softmax"),
                    None)
     peak = report.peak()
@@ -276,9 +283,10 @@ def _by_turns(configs: dict[str, Config], vocabulary_size: int, repeats: int, *,
     try:
         return rows, report.time_by_turns(steps, repeats, seconds=seconds), crowded
     except jax.errors.JaxRuntimeError as error:
-        for mode in steps:
+        ours = [mode for mode in steps if mode in configs]
+        for mode in ours:
             rows[mode].error = str(error).partition("\n")[0]
-        return rows, {}, [*(mode for mode in steps if mode in configs and len(steps) > 1), *crowded]
+        return rows, {}, [*(ours if len(steps) > 1 else ()), *crowded]
 
 
 def _ready(config: Config, vocabulary_size: int, row: Row) -> Step:
@@ -316,7 +324,7 @@ def cells(row: Row) -> list[str]:
     if row.milliseconds is not None:
         times = (f"{row.milliseconds:,.1f}", f"{min(row.samples):,.1f}", str(len(row.samples)),
                  f"{row.tokens_per_second:,.0f}")
-    form = (row.implementation or "") + (", remat" if row.remat == "block" else "")
+    form = (row.implementation or "") + ", remat" * (row.remat == "block") + ", alone" * row.alone
     return [row.size or "", f"{row.context:,}", row.mode, form, *times, utilisation, memory, ratio]
 
 

@@ -9,8 +9,11 @@ from jaxtyping import Array, Float
 from kernels import device
 
 
-def product(formula: str, x: Float[Array, "*x"], y: Float[Array, "*y"], dtype: Any = None) -> Float[Array, "*z"]:
+def product(formula: str, x: Float[Array, "*x"], y: Float[Array, "*y"], dtype: Any = None, *,
+            exact: bool = False) -> Float[Array, "*z"]:
     """``jnp.einsum(formula, x, y)``, summed in float32 or better, and left so where no ``dtype`` is given.
+
+    ``exact``: a GPU does not round float32 operands to TF32, as it does by JAX's default.
 
     XLA's CPU backend makes float32 of the operands of a bfloat16 product, and does not always find back to its units
     for bfloat16; and where the sum does not go over x's last dimension it reads a transpose, number by number. A sum
@@ -23,7 +26,9 @@ def product(formula: str, x: Float[Array, "*x"], y: Float[Array, "*y"], dtype: A
     summed = set(x_names) & set(y_names) - set(z_names)
     whole = x.dtype == y.dtype == jnp.bfloat16 and len(summed) == 1
     if not (whole and device.platform() == "cpu" and device.has_fast_bfloat16()):
-        return jnp.einsum(formula, x, y, preferred_element_type=dtype)
+        wide = exact and max(x.dtype.itemsize, y.dtype.itemsize) > 2
+        return jnp.einsum(formula, x, y, preferred_element_type=dtype,
+                          precision=lax.Precision.HIGHEST if wide else None)
     (name,) = summed
     x, y = lax.optimization_barrier(x), lax.optimization_barrier(y)
     x, y = (jnp.expand_dims(operand, names.index(name)) for operand, names in ((x, x_names), (y, y_names)))

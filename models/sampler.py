@@ -438,15 +438,17 @@ def draw(logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"], keys_B: Ar
 
     def filtered() -> Array:
         # The largest logit goes first: a tiny temperature would make all of them infinite otherwise.
-        scaled_BV = (logits_BV - jnp.max(logits_BV, axis=1, keepdims=True)) / temperature
-        kept_BV = likeliest(scaled_BV, top_k, top_p) & (scaled_BV >= jnp.log(min_p))  # the likeliest is at 0
+        scaled_BV = (logits_BV - jnp.max(logits_BV, axis=1, keepdims=True)) / jnp.maximum(temperature, 1e-30)
+        kept_BV = jax.lax.cond((top_k > 0) | (top_p < 1), lambda: likeliest(scaled_BV, top_k, top_p),
+                               lambda: jnp.ones(scaled_BV.shape, bool))
+        kept_BV &= scaled_BV >= jnp.log(min_p)  # the likeliest is at 0
         return jnp.where(kept_BV, logits_BV, -jnp.inf)
 
     def noise() -> Array:
         return jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:], logits_BV.dtype))(keys_B)
 
-    # Conditions on the device: other settings compile nothing, only a filter pays for its sort, and on a CPU, where a
-    # condition costs less than noise does, only a draw for its noise.
+    # Conditions on the device: other settings compile nothing, only top_k and top_p pay for a sort, and on a CPU, where
+    # a condition costs less than noise does, only a draw for its noise.
     logits_BV = jax.lax.cond((top_k > 0) | (top_p < 1) | (min_p > 0), filtered, lambda: logits_BV)
     noise_BV = noise() if device.platform() != "cpu" else jax.lax.cond(
         temperature > 0, noise, lambda: jnp.zeros_like(logits_BV))

@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels import mixed_precision
 from kernels.linear_attention.state import EXACT, State, divide, final_state, from_initial, level
-from kernels.mixed_precision import product
 from kernels.segments import visible
+
+product = functools.partial(mixed_precision.product, exact=True)
 
 
 def chunked(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,

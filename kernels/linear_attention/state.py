@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 EPSILON = 1e-6
 """ε, added to the denominator of the normalised form."""
 EXACT = lax.Precision.HIGHEST
-"""Of products with states and sums: what is float32 a GPU would otherwise round to TF32, which has ten bits."""
+"""Of products with states: what is float32 a GPU would otherwise round to TF32, which has ten bits."""
 
 
 class State(NamedTuple):

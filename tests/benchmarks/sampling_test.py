@@ -56,6 +56,24 @@ def test_the_host_is_what_a_call_takes_beside_its_steps(monkeypatch):
     assert (step, host) == (pytest.approx(0.003), pytest.approx(0.008 / TOKENS_PER_CALL))
 
 
+@pytest.mark.parametrize("mode", ["softmax", "chunked"])
+def test_nothing_is_compiled_while_tokens_are_drawn_one_by_one(mode, monkeypatch):
+    config = ModelConfig(layers=1, heads=2, width=16, positions="none", dtype="float32", attention=(mode,))
+    sampler = sampling.Sampler(GPT(config, 11, rngs=nnx.Rngs(0)))
+    compiled = []
+
+    def timed(sampler, prompt_T, tokens):
+        compiled.append(sampler._decode._cache_size())
+        return iter([1.0, 1.0])
+
+    monkeypatch.setattr(sampling, "_step_and_host", lambda sampler, repeats: (1.0, 1.0))
+    monkeypatch.setattr(sampling, "_timed", timed)
+    row = sampling.measure_prompt(sampler, mode, 1500, 1)
+    assert row.one_by_one_seconds == 2
+    sampler.warm_up(1, 1500)
+    assert compiled == [sampler._decode._cache_size()]
+
+
 def test_the_model_of_a_recipe_is_the_recipes(tmp_path):
     recipe = tmp_path / "mine.py"
     recipe.write_text(tiny.RECIPE.replace("context=32", "context=32, positions='rotary'"))
@@ -116,6 +134,22 @@ def test_a_case_that_runs_out_of_memory_while_it_is_timed_keeps_what_was_measure
     first, second = json.loads(path.read_text())["rows"]
     assert (first["error"], len(first["samples"])) == (None, 3)
     assert (second["error"], second["milliseconds"]) == ("RESOURCE_EXHAUSTED: out of memory", None)
+
+
+def test_interrupted_the_file_has_the_batches_before(tmp_path, monkeypatch, capsys):
+    def timed(cases, *arguments, **options):
+        if path.exists() and len(json.loads(path.read_text())["rows"]) == 3:
+            raise KeyboardInterrupt
+        return {case: [1.0] for case in cases}
+
+    path = tmp_path / "sampling.json"
+    monkeypatch.setattr(report, "time_by_turns", timed)
+    monkeypatch.setattr(sampling, "TOGETHER_BYTES", 0)
+    assert sampling.main([*TINY, "--positions", "8,16", "--batches", "1,2", "--modes", "chunked", "--json",
+                          str(path)]) == 130
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["batch"], row["position"]) for row in rows] == [(1, 8), (1, 16), (2, 8)]
+    assert "3 rows" in capsys.readouterr().err
 
 
 def test_each_group_of_positions_is_kept_when_it_is_there(monkeypatch):

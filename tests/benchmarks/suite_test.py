@@ -67,6 +67,19 @@ def test_what_was_not_tried_is_not_correct(tmp_path, monkeypatch, capsys):
         assert said in (tmp_path / "summary.md").read_text()
 
 
+def test_fla_is_timed_where_it_and_a_gpu_are(tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(suite, "run", lambda step, out, seconds: started.append(step.name) or suite.Outcome())
+    monkeypatch.setattr(suite.attention, "fla_installed", lambda: True)
+    for backend, found in (("cpu", False), ("gpu", True)):
+        monkeypatch.setattr(suite, "backend", lambda backend=backend: backend)
+        started.clear()
+        assert suite.main(["--out", str(tmp_path), "--quick"]) == 0
+        assert ("fla" in started) == found
+    modes = [case.mode for case in suite.attention_cases("fla", quick=True)]
+    assert modes == ["chunked:pallas_gpu", "fla", "fla:unnormalised"]
+
+
 def test_interrupted_the_summary_has_the_steps_so_far(tmp_path, monkeypatch, capsys):
     def run(step, out, share):
         if step.name == "kernel":
@@ -173,12 +186,21 @@ def test_a_large_call_that_does_not_fit_is_no_fault_and_one_that_crashes_is(erro
 
 
 def test_the_time_plan_gives_tuning_the_rest_and_another_file_than_the_kernels_table(tmp_path, monkeypatch):
-    started = []
+    started, caches = [], []
     monkeypatch.setattr(suite, "git_commit", lambda: None)  # it starts a process too
-    monkeypatch.setattr(suite.subprocess, "Popen", lambda command, **_: started.append(command) or SimpleNamespace(
-        wait=lambda *_: 0, kill=lambda: None))
-    assert suite.main(["--out", str(tmp_path), "--minutes", "9"]) == 0
-    assert len(started) == len(suite.steps(False))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+
+    def start(command, *, env, **_):
+        started.append(command)
+        caches.append(env["JAX_COMPILATION_CACHE_DIR"])
+        return SimpleNamespace(wait=lambda *_: 0, kill=lambda: None)
+
+    monkeypatch.setattr(suite.subprocess, "Popen", start)
+    assert suite.main(["--out", str(tmp_path), "--minutes", "9", "--seconds-per-case", "7"]) == 0
+    assert len(started) == len(suite.steps(False)) - 1  # without a GPU there is no fla
+    assert all(cache == str(tmp_path / "cache") for cache in caches)
+    timed = [command for command in started if command[2] != "benchmarks.tune"]
+    assert all(command[command.index("--seconds-per-case") + 1] == "7" for command in timed)
     *_, tune = started
     assert tune[2] == "benchmarks.tune"
     assert tune[tune.index("--out") + 1] == str(tmp_path / "tuning.json")
@@ -222,11 +244,7 @@ def test_the_summary_holds_the_kernel_against_fla_with_its_normaliser_and_withou
     origin = {"device": "NVIDIA H200", "versions": {"jax": "0"}}
     (tmp_path / "kernel.json").write_text(json.dumps(origin | {"rows": [ours]}))
     (tmp_path / "fla.json").write_text(json.dumps(origin | {"rows": [ours, fla, plain]}))
-    steps = suite.steps
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suite.attention, "fla_installed", lambda: True)
-        suite.write_summary(tmp_path, {})
-        assert "fla" in [step.name for step in steps(False)]
+    suite.write_summary(tmp_path, {})
     summary = (tmp_path / "summary.md").read_text()
     assert "| kernel: B1 T8192 H96 D128, forward + backward, chunked:pallas_gpu | 1 | 1.3 | yes | 2.01 | ms | 20 |" in (
         summary)
@@ -265,6 +283,7 @@ def test_the_summary_leaves_out_what_was_skipped_and_shows_what_tuning_gained(tm
 @pytest.mark.parametrize(("flags", "message"), [
     (["--only", "corectness"], "--only corectness: expected names of correctness, kernel, "),
     (["--minutes", "0"], "--minutes 0: expected a number above 0"),
+    (["--only", "fla"], "--only fla: it needs an NVIDIA GPU and the packages flash-linear-attention and torch"),
     (["--seconds-per-case", "-1"], "--seconds-per-case -1: expected a number above 0"),
 ])
 def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, tmp_path, capsys):

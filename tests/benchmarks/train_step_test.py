@@ -131,8 +131,10 @@ def test_what_does_not_fit_beside_others_is_timed_alone(found_out, monkeypatch):
     options = train_step._options([*TINY])
     configs = {mode: train_step._config(mode, 32, train_step.sizes(options)[None], options)
                for mode in ("softmax", "chunked", "linear")}
-    rows = train_step.measure(configs, 257, 4)
+    *rows, peer = train_step.measure(configs, 257, 4, peers={"nanogpt": lambda: None})
     assert [row.mode for row in rows] == list(configs)
+    assert [row.alone for row in rows] == [found_out != "when it is made", True, True]
+    assert (peer.error, len(peer.samples), peer.alone) == (None, 4, found_out != "when it is made")
     for row in rows:
         assert row.error is None
         assert len(row.samples) == 4

@@ -30,20 +30,25 @@ TOLERANCE = {"float64": 1e-13, "float32": 3e-6}
 BFLOAT16_TOLERANCE = 8e-3
 
 
-@pytest.mark.parametrize(("form", "causal"), [("chunked", True), ("cumsum", True), ("recurrent", True),
-                                               ("chunked", False)])
-def test_no_product_with_a_state_is_left_to_round_its_operands(form, causal):
+# Without bfloat16 of segments in both directions: gradients there meet operands of bfloat16, and are rounded as those.
+@pytest.mark.parametrize(("form", "causal", "segments", "dtype"), [
+    ("chunked", False, True, "float32"), ("chunked", False, True, "float16"),
+    *((form, causal, False, dtype) for dtype in ("float32", "bfloat16", "float16")
+      for form, causal in (("chunked", True), ("chunked", False), ("cumsum", True), ("recurrent", True)))])
+def test_no_product_with_a_state_is_left_to_round_its_operands(form, causal, segments, dtype):
     """A GPU rounds float32 operands to TF32 unless it is asked not to; states are float32, whatever goes in."""
-    x_BTHM, state = jnp.ones((1, 8, 2, 4), jnp.bfloat16), State(jnp.ones((1, 2, 4, 4)), jnp.ones((1, 2, 4)))
+    x_BTHM, state = jnp.ones((1, 8, 2, 4), dtype), State(jnp.ones((1, 2, 4, 4)), jnp.ones((1, 2, 4)))
+    segment_ids_BT = jnp.array([[0, 0, 0, 1, 1, 1, 1, -1]]) if segments else None
 
     def backward(*arrays):
         return jax.vjp(lambda q, k, v, state: linear_attention(
-            q, k, v, initial_state=state, implementation=form, causal=causal, chunk_size=4), *arrays)[1]
+            q, k, v, initial_state=state, implementation=form, causal=causal, chunk_size=4,
+            segment_ids_BT=segment_ids_BT), *arrays)[1]
 
     y_and_state = jax.eval_shape(lambda *arrays: linear_attention(*arrays), x_BTHM, x_BTHM, x_BTHM)
     cotangents = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), y_and_state)
     text = jax.jit(lambda *arrays: backward(*arrays)(cotangents)).lower(x_BTHM, x_BTHM, x_BTHM, state).as_text()
-    wide = [line for line in text.splitlines() if "dot_general" in line and "bf16" not in line]
+    wide = [line for line in text.splitlines() if "dot_general" in line and "f16" not in line]
     assert wide
     assert [line for line in wide if "precision = [HIGHEST, HIGHEST]" not in line] == []
 

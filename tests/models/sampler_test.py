@@ -210,6 +210,8 @@ def test_draws_follow_the_softmax_at_the_temperature():
     # So small that the logits alone would overflow, none at all, and so large that the noise would.
     assert set(drawn(1e-38).tolist()) == {0}
     assert set(drawn(0.0).tolist()) == {0}
+    for options in ({"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 3, "min_p": 0.05}):
+        assert set(drawn(0.0, **options).tolist()) == set(drawn(1e-38, **options).tolist()) == {0}
     for temperature in (3e38, jnp.inf):
         np.testing.assert_allclose(np.bincount(drawn(temperature), minlength=4) / n, 0.25, atol=5 * 0.5 / n**0.5)
         assert set(drawn(temperature, top_k=2).tolist()) == {0, 1}
