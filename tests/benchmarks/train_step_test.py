@@ -141,6 +141,16 @@ def test_what_does_not_fit_beside_others_is_timed_alone(found_out, monkeypatch):
         assert row.ratio == pytest.approx(rows[0].milliseconds / row.milliseconds)
 
 
+def test_what_is_timed_is_training():
+    """From a state like a new one: the loss is that of a model that knows nothing, and falls."""
+    options = train_step._options([*TINY])
+    # A mode with parameters, random directions and a count of its own.
+    step = train_step.Step(train_step._config("performer", 32, train_step.sizes(options)[None], options), 257)
+    losses = [float(step().loss) for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] < 6
+
+
 def test_a_case_that_would_take_too_long_is_not_run():
     before = [train_step.Row("softmax", None, 1024, 1, milliseconds=1000.0, flops=1e9)]
     row = train_step.Row("softmax", None, 4096, 1, flops=16e9)
