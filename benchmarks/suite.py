@@ -106,33 +106,34 @@ def steps(quick: bool, seconds_per_case: float = CASE_SECONDS) -> list[Step]:
     short = ("--seconds-per-case", f"{seconds_per_case:g}")
     tiny = ("--width", "16", "--layers", "1", "--heads", "2", "--repeats", "3") if quick else ()
     small = ("--sizes", "124M", *short)
-    # Most of the time is XLA's: 1 to 4 s for an attention call, 10 to 25 s for a training step of 12 layers. What fits
-    # only with blocks computed again is asked for so at once: to see that it does not fit otherwise, it is compiled.
+    # Most of the time is XLA's: 1 to 4 s for an attention call, 10 to 25 s for a training step of 12 layers, a minute
+    # for one of 48. What fits only with blocks computed again is asked for so at once: to see that it does not fit
+    # otherwise, it is compiled. Tuning has what is left; what it finds is better in a command of its own.
     step_contexts = (("--contexts", "32,64", "--tokens", "64", *tiny) if quick else
                      ("--contexts", "1024,8192,65536", *small))
     found = [
         Step("correctness", 130, ("benchmarks.suite", "--worker", "correctness")),
-        Step("kernel", 60, ("benchmarks.suite", "--worker", "kernel")),
-        Step("train_step", 90, (train, "--modes", "chunked", *step_contexts)),
-        Step("sampling", 70, (sampling, "--modes", "chunked,softmax", *(
+        Step("kernel", 70, ("benchmarks.suite", "--worker", "kernel")),
+        Step("train_step", 110, (train, "--modes", "chunked", *step_contexts)),
+        Step("sampling", 80, (sampling, "--modes", "chunked,softmax", *(
             ("--positions", "32,64", *tiny) if quick else ("--positions", "1024,65536,524288", *small)))),
-        Step("train_step_long", 45, (train, "--modes", "chunked", "--remat", "block", *(
+        Step("train_step_long", 50, (train, "--modes", "chunked", "--remat", "block", *(
             ("--contexts", "64", "--tokens", "64", *tiny) if quick else ("--contexts", "524288", *small)))),
-        Step("utilisation", 40, (train, "--modes", "chunked", *(
+        Step("utilisation", 45, (train, "--modes", "chunked", *(
             ("--contexts", "32", "--tokens", "64", "--accumulate", "2", *tiny) if quick else
             ("--contexts", "1024", "--tokens", str(2**19), "--accumulate", "16", *small)))),
-        Step("train_step_1558M", 80, (train, "--modes", "chunked", *(
+        Step("train_step_1558M", 110, (train, "--modes", "chunked", *(
             ("--contexts", "32", "--tokens", "32", *tiny) if quick else
             ("--sizes", "1558M", "--contexts", "16384", *short)))),
-        Step("sampling_1558M", 50, (sampling, "--modes", "chunked", *(
+        Step("sampling_1558M", 65, (sampling, "--modes", "chunked", *(
             ("--positions", "32", *tiny) if quick else ("--sizes", "1558M", "--positions", "1024,65536", *short)))),
-        Step("fla", 40, ("benchmarks.suite", "--worker", "fla")),
-        Step("train_step_softmax", 80, (train, "--modes", "softmax", *step_contexts)),
-        Step("attention", 65, ("benchmarks.suite", "--worker", "attention")),
-        Step("sampling_32", 30, (sampling, "--modes", "chunked,softmax", *(
+        Step("fla", 30, ("benchmarks.suite", "--worker", "fla")),
+        Step("train_step_softmax", 60, (train, "--modes", "softmax", *step_contexts)),
+        Step("attention", 40, ("benchmarks.suite", "--worker", "attention")),
+        Step("sampling_32", 20, (sampling, "--modes", "chunked,softmax", *(
             ("--positions", "32", "--batches", "2", *tiny) if quick else
             ("--positions", "16384", "--batches", "32", *small)))),
-        Step("tune", 75, ("benchmarks.tune", *(("--dry-run",) if quick else ("--lengths", "long,short")))),
+        Step("tune", 20, ("benchmarks.tune", *(("--dry-run",) if quick else ("--lengths", "long,short")))),
     ]
     own = (*short, *(("--quick",) if quick else ()))
     return [replace(step, command=(*step.command, *own)) if "--worker" in step.command else step for step in found]
