@@ -265,7 +265,9 @@ def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, 
     what, code, message = {
         "kill": ("original(self, ids[:5], **more); self._file and self._file.flush(); "
                  "os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
-        "interrupt": ("os.kill(os.getpid(), signal.SIGINT)", 130, "interrupted; the same command goes on"),
+        # A command in the background of a script inherits that it ignores Ctrl-C.
+        "interrupt": ("signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)",
+                      130, "interrupted; the same command goes on"),
         "full disk": ("self._file.flush(); resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))", 1,
                       f"error: cannot write token files to {out}: File too large; make room"),
         "worker": ("[os.kill(int(p.name), 9) for p in Path('/proc').iterdir() if p.name.isdigit() and "
