@@ -27,9 +27,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_collection_finish() -> None:
-    """Has the garbage collector pass over what is imported, which stays."""
+    """Has the garbage collector pass over what is imported, which stays, and look less often at what tracing makes."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(200_000, 50, 100)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
