@@ -139,7 +139,7 @@ class Step:
 def like_new(shapes: TrainState) -> TrainState:
     """A state like one at the beginning of training, drawn array by array.
 
-    All of it as one program takes XLA longer to compile than the step: 40 s of GPT-2's largest.
+    As one program it would take XLA long to compile, and the time of a step hardly depends on the numbers.
     """
     keys = (jax.random.fold_in(jax.random.key(0), number) for number in itertools.count())
 

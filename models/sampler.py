@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from configs.schema import ConfigError
 from kernels import device
@@ -457,9 +457,9 @@ def draw(logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"], keys_B: Ar
     return jnp.argmax(warm_BV, axis=1).astype(jnp.int32)
 
 
-def likeliest(logits_BV: Float[Array, "B V"], top_k: Int[Array, ""], top_p: Float[Array, ""]) -> Bool[Array, "B V"]:
+def likeliest(logits_BV: Float32[Array, "B V"], top_k: Int[Array, ""], top_p: Float[Array, ""]) -> Bool[Array, "B V"]:
     """Which tokens ``top_k`` and then ``top_p`` keep; of equally likely ones the lower ids, and always one at least."""
-    # As whole numbers, which a CPU sorts in a third of the time.
+    # As whole numbers, which a CPU sorts faster.
     sorted_BV = _in_order(~jax.lax.sort(~_in_order(logits_BV, jnp.int32), dimension=1, is_stable=False), jnp.float32)
     kept_BV = (jnp.arange(logits_BV.shape[1]) < jnp.where(top_k > 0, top_k, logits_BV.shape[1]))[None, :]
     p_BV = jax.nn.softmax(jnp.where(kept_BV, sorted_BV, -jnp.inf), axis=1)
