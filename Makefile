@@ -18,11 +18,11 @@ cuda := $(filter 0 1,$(CUDA))
 python := .venv/bin/python
 venv := .venv/.complete
 
-.PHONY: help setup test lint gpu-check quickstart lock clean always
+.PHONY: help setup test test-thorough lint gpu-check quickstart lock clean always
 .DELETE_ON_ERROR:
 
 help:  ## list what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
 setup:  ## build .venv from requirements.lock; with CUDA=1 the GPU build of jax
 	@bash scripts/setup.sh $(or $(cuda),0)
@@ -40,8 +40,13 @@ quickstart: $(venv)  ## train softmax and chunked, draw both on one page, sample
 	$(python) sample.py runs/quickstart-softmax --prompt "def " --max-new-tokens 300
 	$(python) sample.py runs/quickstart-chunked --prompt "def " --max-new-tokens 300
 
-test: $(venv)  ## run the tests
-	$(python) -m pytest -n logical --maxprocesses 4 --dist worksteal
+pytest := $(python) -m pytest -n logical --maxprocesses 4 --dist worksteal
+
+test: $(venv)  ## run the tests, without the longest: some 5 minutes on 2 cores
+	$(pytest) -m 'not thorough'
+
+test-thorough: $(venv)  ## run the others: whole runs and commands, modes against their papers; some 7 minutes
+	$(pytest) -m thorough
 
 # pyright comes whole in its wheel and runs on the node of another wheel; without the first setting it asks an index
 # on the internet for newer versions.

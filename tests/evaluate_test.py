@@ -62,6 +62,7 @@ def refused(capsys, code: int, *arguments: object) -> str:
     return err
 
 
+@pytest.mark.thorough
 def test_the_loss_is_that_of_the_val_lines(folder, capsys):
     assert run(folder / "none", "--windows", "8,999") == 0
     out = capsys.readouterr().out
@@ -100,6 +101,7 @@ def losses(model, tokens_T) -> np.ndarray:
     return np.log(np.exp(logits_TV).sum(axis=1)) - logits_TV[np.arange(len(logits_TV)), tokens_T[1:]]
 
 
+@pytest.mark.thorough
 def test_figures_are_those_of_plain_forward_passes(folder):
     model = load_model(folder / "none").model
     files = TokenFiles.open(folder / "tokens")
@@ -127,6 +129,7 @@ def test_figures_are_those_of_plain_forward_passes(folder):
     assert long["short_context"][0]["loss"] == pytest.approx(of_all[4:].mean(), rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_figures_do_not_depend_on_how_much_is_computed_at_once(folder):
     model, corpora = load_model(folder / "none").model, Corpora.of(TokenFiles.open(folder / "tokens"))
     (alone,), (pairs,) = (evaluation.evaluate(model, corpora, contexts=[16], windows=[8], tokens=5 * 16,
@@ -157,6 +160,7 @@ def test_positions_are_counted_within_documents():
     assert int((np.asarray(short.targets_BT) >= 0).sum()) == 3
 
 
+@pytest.mark.thorough
 def test_accuracy_where_the_corpus_has_weights(folder, capsys):
     assert run(folder / "recall", "--windows", "8") == 0
     (entry,) = found(folder / "recall")["evaluations"]
@@ -169,6 +173,7 @@ def test_accuracy_where_the_corpus_has_weights(folder, capsys):
     assert "accuracy in it" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_contexts_that_the_positions_allow(folder, capsys):
     assert run(folder / "none", "--context", "8,64", "--batches", "1") == 0
     entries = found(folder / "none")["evaluations"]
@@ -180,6 +185,7 @@ def test_contexts_that_the_positions_allow(folder, capsys):
     assert [entry["context"] for entry in found(folder / "learned")["evaluations"]] == [16]
 
 
+@pytest.mark.thorough
 def test_compare_takes_the_loss_by_position(folder, tmp_path):
     run_dir = shutil.copytree(folder / "recall", tmp_path / "recall")
     (run_dir / "evaluation.json").unlink(missing_ok=True)
@@ -190,6 +196,7 @@ def test_compare_takes_the_loss_by_position(folder, tmp_path):
     assert entries == found(run_dir)["evaluations"]
 
 
+@pytest.mark.thorough
 def test_another_corpus_is_named(folder, tmp_path, capsys):
     run_dir = shutil.copytree(folder / "none", tmp_path / "run")
     assert run(run_dir, "--data.dir", folder / "recall-tokens") == 0
@@ -197,6 +204,7 @@ def test_another_corpus_is_named(folder, tmp_path, capsys):
     assert "accuracy" in found(run_dir)["evaluations"][0]
 
 
+@pytest.mark.thorough
 def test_published_weights_have_no_corpus_of_their_own(folder, tmp_path, capsys):
     run_dir = shutil.copytree(folder / "none", tmp_path / "run")
     environment = json.loads((run_dir / "environment.json").read_text())
@@ -217,6 +225,7 @@ def test_published_weights_have_no_corpus_of_their_own(folder, tmp_path, capsys)
     assert "the tokenizer gpt2 has a vocabulary of 50257 tokens, and the model of" in said
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_evaluated(folder, tmp_path, capsys):
     assert "there is no such folder" in refused(capsys, 2, tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()

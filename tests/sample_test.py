@@ -96,6 +96,7 @@ def test_the_command_prints_the_generated_text_alone(runs, tmp_path):
     assert any("jit_decode" in file.name for file in Path(os.environ["XDG_CACHE_HOME"], "lineargpt/jax").iterdir())
 
 
+@pytest.mark.thorough
 def test_seeds_decide_and_the_number_of_samples_does_not(runs, capsys):
     def text(*arguments: object) -> str:
         assert run(runs / "chunked", "--prompt", "x", "--max-new-tokens", 30, *arguments) == 0
@@ -150,7 +151,7 @@ def test_no_prompt_starts_after_end_of_text(runs, capsys):
     assert out[:len(out) // 2] == out[len(out) // 2:]
 
 
-@pytest.mark.parametrize("name", ["chunked", "learned"])
+@pytest.mark.parametrize("name", ["chunked", pytest.param("learned", marks=pytest.mark.thorough)])
 def test_a_text_goes_on_from_its_state_as_if_nothing_had_been(runs, tmp_path, capsys, name):
     def out(*arguments: object) -> str:
         assert run(runs / name, "--temperature", 0.9, *arguments) == 0

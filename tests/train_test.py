@@ -157,6 +157,7 @@ def test_a_run_without_an_intact_checkpoint_is_left_as_it_is(recipe, run_dir, ca
     assert contents(run_dir) == before
 
 
+@pytest.mark.thorough
 def test_without_run_dir_a_run_is_named_after_recipe_and_attention(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert tiny.run(recipe, "--attention", "chunked,softmax") == 0
@@ -169,8 +170,9 @@ def test_without_run_dir_a_run_is_named_after_recipe_and_attention(recipe, tmp_p
 
 
 @pytest.mark.parametrize(("mode", "form"), [
-    ("softmax", "materialised"), ("softmax", "blockwise"), ("linear", "parallel"), ("linear", "blockwise"),
-    ("linear", "cumsum"), ("linear", "recurrent")])
+    ("softmax", "materialised"), ("linear", "recurrent"),
+    *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in (
+        ("softmax", "blockwise"), ("linear", "parallel"), ("linear", "blockwise"), ("linear", "cumsum")))])
 def test_every_form_trains(recipe, tmp_path, mode, form):
     assert tiny.run(recipe, "--attention", mode, f"--model.modes.{mode}.form", form, "--run-dir", tmp_path / "run",
                     "--model.layers", 1) == 0
@@ -178,6 +180,7 @@ def test_every_form_trains(recipe, tmp_path, mode, form):
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["implementations"] == {mode: form}
 
 
+@pytest.mark.thorough
 def test_every_mode_trains_as_it_is(recipe, tmp_path):
     """A layer of each that can be a language model."""
     modes = [name for name, mode in attentions.modes().items() if mode.Attention.causal]
@@ -196,6 +199,7 @@ def test_blocks_are_no_longer_than_the_sequence(recipe, capsys):
     assert "note: model.modes.bigbird.block_size is 32, not 1000: the sequence is no longer" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_chunk_that_changes_the_function_may_not_change(recipe, tmp_path, capsys):
     command = (recipe, "--attention", "local,chunked", "--run-dir", tmp_path / "run")
     assert tiny.run(*command) == 0
@@ -216,6 +220,7 @@ def test_what_sees_the_whole_sequence_is_no_language_model(recipe, tmp_path, cap
     assert f"--attention {mode}: it sees the whole sequence and cannot be a language model" in message
 
 
+@pytest.mark.thorough
 def test_a_new_file_is_a_mode_without_another_edit(recipe, tmp_path):
     root = tmp_path / "copy"
     skipped = shutil.ignore_patterns(".*", "runs", "tests", "__pycache__")
@@ -290,6 +295,7 @@ def test_an_unknown_recipe_is_told_with_those_there_are(capsys):
     assert "configs/quickstart.py" in message
 
 
+@pytest.mark.thorough
 def test_what_is_too_long_is_shortened_with_a_note(recipe, tmp_path, capsys):
     assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--train.steps", 20, "--model.modes.chunked.chunk-size", 64,
                     "--optimizer.warmup-steps", 50, "--train.accumulate", 3, "--model.layers", 1) == 0
@@ -304,6 +310,7 @@ def test_what_is_too_long_is_shortened_with_a_note(recipe, tmp_path, capsys):
     assert values["model"]["modes"]["chunked"]["chunk_size"] == 32
 
 
+@pytest.mark.thorough
 def test_a_val_split_smaller_than_a_batch_is_enough(recipe, tmp_path):
     assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--model.context", 500, "--model.layers", 1,
                     "--train.batch-size", 8, "--train.accumulate", 2) == 0
@@ -325,6 +332,7 @@ def test_truncated_token_files_are_named(recipe, tokens, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_an_id_beyond_the_vocabulary_is_named(recipe, tokens, tmp_path, capsys):
     file = tokens / "train-00000.bin"
     np.full(file.stat().st_size // 2, 300, "<u2").tofile(file)
@@ -366,6 +374,7 @@ def test_a_run_dir_that_cannot_be_made_is_named(recipe, tmp_path, capsys, place,
     assert (tmp_path / "file").read_text() == "kept"
 
 
+@pytest.mark.thorough
 def test_a_full_disk_ends_in_one_message_and_loses_nothing(recipe, run_dir):
     before = tiny.arrays(run_dir, 7)
     # No file may grow past 16 kB: lines fit, the parameters do not.
@@ -414,6 +423,7 @@ def test_a_run_does_not_go_on_as_another(recipe, run_dir, capsys, flag, value, n
     assert contents(run_dir) == before
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_computed_another_way(recipe, run_dir):
     assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 8, "--model.modes.chunked.chunk-size", 8) == 0
     assert [line["step"] for line in tiny.lines(run_dir, "train")] == list(range(1, 9))
@@ -426,12 +436,14 @@ def test_a_run_does_not_go_on_with_other_tokens(recipe, run_dir, tmp_path, capsy
                                        "--data.dir", tmp_path / "other")
 
 
+@pytest.mark.thorough
 def test_a_folder_in_which_nothing_was_begun_is_taken(recipe, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").touch()
     assert tiny.run(recipe, "--run-dir", tmp_path / "run") == 0
 
 
+@pytest.mark.thorough
 def test_a_finished_run_with_damaged_parameters_is_finished_again(recipe, finished, run_dir):
     """Its position alone is intact, and says that all seven steps are done."""
     step = max(tiny.saved_steps(run_dir))
@@ -474,6 +486,7 @@ def softmax_run(recipe, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_linear_run_begins_with_softmax_parameters(recipe, softmax_run, tmp_path, capsys, reset):
     flags = ["--init-from.reset", "attention"] if reset else []
@@ -502,6 +515,7 @@ def test_a_linear_run_begins_with_softmax_parameters(recipe, softmax_run, tmp_pa
     assert origin == {"run": str(softmax_run), "step": 2, "reset": "attention" if reset else None}
 
 
+@pytest.mark.thorough
 def test_the_same_mode_begins_at_the_loss_the_other_run_ended_with(recipe, finished, tmp_path):
     assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--init-from", finished, "--train.steps", 1,
                     "--optimizer.learning-rate", 1e-12, "--train.eval-every", 1) == 0
@@ -529,6 +543,7 @@ def test_a_resumed_run_remembers_what_it_began_with_and_is_the_uninterrupted_one
     assert json.loads((resumed / "environment.json").read_text())["init_from"]["run"] == str(softmax_run)
 
 
+@pytest.mark.thorough
 def test_a_shorter_context_takes_the_first_positions(recipe, softmax_run, tmp_path, capsys):
     assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--init-from", softmax_run, "--model.context", 16) == 0
     assert "of the positions the first 16 of 32" in capsys.readouterr().err

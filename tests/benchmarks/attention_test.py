@@ -35,6 +35,7 @@ def same_process(monkeypatch):
     return requests
 
 
+@pytest.mark.thorough
 def test_rows_of_the_file_the_table_and_the_picture(same_process, tmp_path, capsys):
     path, picture = tmp_path / "attention.json", tmp_path / "attention.svg"
     assert attention.main(["contexts", "chunks", *TINY, "--contexts", "64", "--chunks", "16,128", "--modes",
@@ -69,6 +70,7 @@ def test_rows_of_the_file_the_table_and_the_picture(same_process, tmp_path, caps
         assert f"<!-- {text} -->" in (tmp_path / f"attention-{part}.svg").read_text()
 
 
+@pytest.mark.thorough
 def test_a_process_of_its_own_tells_memory_and_times():
     [[row]] = attention.measure_apart([CASE], 2, seconds_per_case=60)
     assert row.error is None

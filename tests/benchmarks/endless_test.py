@@ -48,6 +48,7 @@ def test_a_constant_mode_is_drawn_once_and_a_growing_one_for_each_length(recipe,
     assert (tmp_path / "endless.png").stat().st_size
 
 
+@pytest.mark.thorough
 def test_a_process_draws_all_tokens_and_times_its_windows(capsys):
     model = ModelConfig(layers=1, heads=1, width=8, context=4, positions="rotary", dtype="float32",
                         attention=("chunked",), modes={"chunked": {"feature_map": "softplus"}})
@@ -85,6 +86,7 @@ def test_usage_errors_are_told_before_any_work(recipe, flags, message, capsys, m
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_learned_positions_have_no_loss_past_their_end(tmp_path, recipe):
     folder = tmp_path / "run"
     with tiny.settings():

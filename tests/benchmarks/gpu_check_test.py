@@ -240,6 +240,7 @@ sys.exit(gpu_check.main(["--only", "B8 T1024"]))
 """
 
 
+@pytest.mark.thorough
 def test_a_kernel_with_too_few_warps_fails_the_check(python):
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     ended = subprocess.run([python, "-c", SPILL], cwd=Path(target.ROOT), env=environment, capture_output=True,
@@ -249,6 +250,7 @@ def test_a_kernel_with_too_few_warps_fails_the_check(python):
     assert ": B8 T1024 H8 M64 D64 bfloat16: linear_attention_" in ended.stderr
 
 
+@pytest.mark.thorough
 def test_memory_of_a_small_step(python):
     model = ModelConfig(layers=1, heads=2, width=64, context=64, dtype="bfloat16", attention=("chunked",))
     config = Config(model=model, train=TrainConfig(batch_size=4))

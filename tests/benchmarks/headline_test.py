@@ -31,6 +31,7 @@ def small_corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(headline.quickstart, "get_config", small)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bare", [True, False])
 def test_runs_and_page_are_kept(bare, small_corpus, tmp_path, monkeypatch, capsys):
     if bare:

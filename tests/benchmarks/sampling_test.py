@@ -23,6 +23,7 @@ def allow_rank_promotion():
         yield
 
 
+@pytest.mark.thorough
 def test_rows_of_the_file_and_the_table(tmp_path, capsys):
     path = tmp_path / "sampling.json"
     assert sampling.main([*TINY, "--positions", "8,524288", "--batches", "1,2", "--modes", "chunked", "--prompt", "40",
@@ -56,6 +57,7 @@ def test_the_host_is_what_a_call_takes_beside_its_steps(monkeypatch):
     assert (step, host) == (pytest.approx(0.003), pytest.approx(0.008 / TOKENS_PER_CALL))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["softmax", "chunked"])
 def test_nothing_is_compiled_while_tokens_are_drawn_one_by_one(mode, monkeypatch):
     config = ModelConfig(layers=1, heads=2, width=16, positions="none", dtype="float32", attention=(mode,))
@@ -136,6 +138,7 @@ def test_a_case_that_runs_out_of_memory_while_it_is_timed_keeps_what_was_measure
     assert (second["error"], second["milliseconds"]) == ("RESOURCE_EXHAUSTED: out of memory", None)
 
 
+@pytest.mark.thorough
 def test_interrupted_the_file_has_the_batches_before(tmp_path, monkeypatch, capsys):
     def timed(cases, *arguments, **options):
         if path.exists() and len(json.loads(path.read_text())["rows"]) == 3:

@@ -25,6 +25,7 @@ def allow_rank_promotion():
         yield
 
 
+@pytest.mark.thorough
 def test_steps_leave_files_and_a_summary(tmp_path, capsys):
     out = tmp_path / "out"
     assert suite.main(["--out", str(out), "--minutes", "4", "--quick", "--only", "correctness,utilisation"]) == 0
@@ -119,6 +120,7 @@ def test_a_wrong_kernel_is_found(monkeypatch):
     assert row["wrong"] == ["dv: 1.0e-01"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", suite.TOKEN_DTYPES)
 def test_a_token_is_drawn_and_a_wrong_one_is_found(dtype, monkeypatch):
     with jax.numpy_rank_promotion("allow"):
@@ -154,6 +156,7 @@ def test_both_schedules_are_tried_on_a_gpu_twice_and_against_the_plain_form(monk
         assert any("y: other bits in a second run" in wrong for wrong in row["wrong"])
 
 
+@pytest.mark.thorough
 def test_a_call_is_compared_with_itself_in_two_parts(monkeypatch):
     monkeypatch.setattr(suite, "COMPARED_TOKENS", 40)
     monkeypatch.setattr(suite, "LARGE_PERIOD", 37)
@@ -212,6 +215,7 @@ def test_what_is_not_finite_is_an_error():
     assert suite.error_of(np.full(2, 1.01), np.ones(2)) == pytest.approx(0.01)
 
 
+@pytest.mark.thorough
 def test_a_step_that_fails_or_has_no_time_stops_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "steps", lambda *_: [
         suite.Step("slow", 1e-9, ("benchmarks.train_step",)),

@@ -25,6 +25,7 @@ def allow_rank_promotion():
         yield
 
 
+@pytest.mark.thorough
 def test_rows_of_the_file_and_the_table(tmp_path, capsys):
     path = tmp_path / "step.json"
     assert train_step.main([*TINY, "--contexts", "32,64", "--modes", "chunked,softmax:materialised", "--json",
@@ -57,6 +58,7 @@ def test_rows_of_the_file_and_the_table(tmp_path, capsys):
     assert lines[1].split()[-1] == "1.00"
 
 
+@pytest.mark.thorough
 def test_a_case_beyond_the_memory_or_the_device_is_a_row_without_times(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "peak_bytes", lambda compiled: 2**60)
     path = tmp_path / "step.json"
@@ -98,6 +100,7 @@ def test_flops_are_six_a_parameter_and_the_attentions_own():
     assert train_step.model_flops(config, 11) == expected
 
 
+@pytest.mark.thorough
 def test_a_step_that_does_not_fit_recomputes_its_blocks(tmp_path, monkeypatch):
     needed = iter([2**60, 2**20])
     monkeypatch.setattr(report, "peak_bytes", lambda compiled: next(needed))
@@ -141,6 +144,7 @@ def test_what_does_not_fit_beside_others_is_timed_alone(found_out, monkeypatch):
         assert row.ratio == pytest.approx(rows[0].milliseconds / row.milliseconds)
 
 
+@pytest.mark.thorough
 def test_what_is_timed_is_training():
     """From a state like a new one: the loss is that of a model that knows nothing, and falls."""
     options = train_step._options([*TINY])
@@ -181,6 +185,7 @@ def test_the_picture_has_the_published_curves(tmp_path):
     assert "<!-- chunked:pallas_gpu (published) -->" not in drawn  # the same curve once
 
 
+@pytest.mark.thorough
 def test_without_torch_the_peer_is_a_row_with_the_reason(tmp_path):
     if importlib.util.find_spec("torch"):
         pytest.skip("torch is installed")

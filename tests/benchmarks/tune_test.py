@@ -90,6 +90,7 @@ def bench():
     bench.close()
 
 
+@pytest.mark.thorough
 def test_a_candidate_that_is_wrong_or_fails_is_left_out(bench, monkeypatch):
     default = bench.default
     other, broken = (default._replace(backward=default.backward._replace(**change))

@@ -23,6 +23,8 @@ from comparison.runs import load_run
 from tests import tiny
 from tests.comparison.made import write_evaluated
 
+pytestmark = pytest.mark.thorough
+
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync")
 

@@ -98,6 +98,7 @@ def test_sharded_batches_hold_the_same_rows(files):
         np.testing.assert_array_equal(left.targets_BT, right.targets_BT)
 
 
+@pytest.mark.thorough
 def test_two_processes_hold_the_rows_that_one_holds(files, directory):
     """Two processes of two devices each, the batch cut along rows, along both axes, along columns."""
     script = """

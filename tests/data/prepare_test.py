@@ -240,6 +240,7 @@ def whole(rows, gpt2) -> dict[str, bytes]:
     return files
 
 
+@pytest.mark.thorough
 def test_the_files_do_not_depend_on_the_number_of_processes(rows, whole, gpt2, tmp_path):
     assert make(rows, tmp_path / "out", more="--workers 1").returncode == 0
     assert files_of(tmp_path / "out") == whole
@@ -252,7 +253,8 @@ def test_the_files_do_not_depend_on_the_number_of_processes(rows, whole, gpt2, t
             token for n, value in enumerate(values) if of_split(n) for token in [*gpt2.encode_ordinary(value), 50256]]
 
 
-@pytest.mark.parametrize("end", ["kill", "interrupt", "full disk", "worker"])
+@pytest.mark.parametrize("end", ["kill", *(pytest.param(end, marks=pytest.mark.thorough)
+                                           for end in ("interrupt", "full disk", "worker"))])
 def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, whole, tmp_path, end):
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
     hook = ("original, calls = prepare._SplitWriter.write, []\n"
@@ -313,6 +315,7 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(rows, gpt2, tmp_path, monk
     assert files_of(tmp_path / ".out.partial") == before
 
 
+@pytest.mark.thorough
 def test_a_text_longer_than_a_piece_goes_on_within_it(gpt2, tmp_path):
     (tmp_path / "text.txt").write_bytes("Some wörds and \xff more 中文。".encode("latin-1", "ignore") * 900)
     assert make(tmp_path / "text.txt", tmp_path / "once", more="--val-share 0.3").returncode == 0

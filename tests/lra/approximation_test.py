@@ -14,6 +14,7 @@ def few(monkeypatch):
         monkeypatch.setattr(approximation, name, value)
 
 
+@pytest.mark.thorough
 def test_more_of_everything_is_nearer(few, tmp_path):
     assert approximation.main(["--out", str(tmp_path / "a"), "--draws", "3"]) == 0
     curves = json.loads((tmp_path / "a.json").read_text())["curves"]

@@ -87,6 +87,7 @@ def test_a_batch_is_padded_to_the_context_with_its_masks():
     np.testing.assert_array_equal(batch.labels_B, split.labels[rows_B])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("towers", [1, 2])
 def test_evaluation_is_of_the_whole_val_split_without_dropout(towers):
     """21 examples in batches of 8: the last is not full."""
@@ -121,10 +122,12 @@ def make_state() -> Any:
     return type("State", (), {"parameters": {}, "variables": {}})()
 
 
+@pytest.mark.thorough
 def test_an_accumulated_update_is_that_of_the_whole_batch():
     np.testing.assert_allclose(after_one_update(accumulate=2), after_one_update(), rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_training_drops_and_recomputes_what_it_dropped():
     dropped = after_one_update(dropout=0.5)
     assert dropped[0] != pytest.approx(after_one_update()[0], rel=1e-3)

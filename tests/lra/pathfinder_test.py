@@ -135,6 +135,7 @@ def test_strokes_are_those_of_pillow(length, thickness, margin):
         np.testing.assert_allclose(stamps.line[180 + degrees].astype(int), np.asarray(expected, int), atol=1)
 
 
+@pytest.mark.thorough
 def test_labels_are_balanced_and_cannot_be_read_from_brightness():
     data = load(train_examples=1000, val_examples=500)
     for split in data.splits.values():

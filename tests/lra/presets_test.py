@@ -23,6 +23,7 @@ def model(task: str, mode: str, preset: str, *flags: object) -> EncoderConfig:
     return parse([str(LRA / f"{task}.py"), "--attention", mode, "--preset", preset, *map(str, flags)])[0].model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("preset", ["paper", "released", "tuned"])
 @pytest.mark.parametrize("task", TASKS)
 def test_every_mode_can_be_run_without_notes(task, preset, capsys):
@@ -36,6 +37,7 @@ def test_every_mode_can_be_run_without_notes(task, preset, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.thorough
 def test_a_cls_token_stands_where_it_was_published_and_in_listops_but_not_where_it_sees_its_block_alone():
     for preset, cls in (("paper", TASKS[:4]), ("released", TASKS[:4]), ("tuned", TASKS[:1])):
         for task in TASKS:

@@ -23,6 +23,7 @@ def result(row: str, tokens: int, seconds: float | None, gigabytes: float | None
                   steps_per_second=None if seconds is None else 1 / seconds, **given)
 
 
+@pytest.mark.thorough
 def test_a_case_is_a_training_step(small):
     """Parameters change and the loss of a batch seen again and again falls."""
     case = Case("linear", 40, "released", steps=4)
@@ -47,6 +48,7 @@ def test_memory_alone_runs_nothing(small, monkeypatch):
     assert found.steps_per_second is None
 
 
+@pytest.mark.thorough
 def test_linear_and_performer_need_under_a_ninth_of_materialised_softmax():
     """At 4,000 tokens, two layers of the paper's shape, one sequence, as published."""
     base, *others = (measure(Case(row, 4000, "paper", layers=2, batch=1, memory_only=True)).peak_bytes
@@ -78,6 +80,7 @@ def test_the_table_says_what_was_measured():
     assert "| `linear` | 20 (2.0×) | too long |" in table.markdown([*rows[:3], slow], ORIGIN)
 
 
+@pytest.mark.thorough
 def test_the_command_writes_the_table(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(table, "in_process", lambda case, limit: measure(case))
     out = tmp_path / "folder" / "v1.2"
@@ -93,6 +96,7 @@ def test_the_command_writes_the_table(small, tmp_path, monkeypatch, capsys):
     assert table.named(out, ".png").stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 def test_a_case_in_a_process_of_its_own_keeps_its_plan_where_it_does_not_fit(monkeypatch):
     case = Case("linear", 16, "released", layers=1, batch=1, steps=1, seconds=0.1)
     found = in_process(case, 120)

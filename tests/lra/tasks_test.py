@@ -98,6 +98,7 @@ def reviews(tmp_path):
     return tmp_path, originals
 
 
+@pytest.mark.thorough
 def test_text_is_the_bytes_of_reviews(reviews, monkeypatch):
     folder, originals = reviews
     monkeypatch.setattr(text, "HUB", str(folder / "copy"))

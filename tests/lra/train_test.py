@@ -94,6 +94,7 @@ def assert_same_run(folder: Path, straight: Path) -> None:
             == [[line[name] for name in figures] for line in tiny.lines(straight)])
 
 
+@pytest.mark.thorough
 def test_a_run_writes_what_a_language_model_writes(finished):
     found = tiny.lines(finished)
     assert [(line["split"], line["step"]) for line in found] == [
@@ -123,6 +124,7 @@ def test_a_run_ends_with_the_accuracy_on_test_and_what_guessing_reaches(finished
     assert found["trained_steps"] == STEPS
 
 
+@pytest.mark.thorough
 def test_the_best_checkpoint_by_val_loss_is_scored_where_training_got_worse(recipe, run_dir, capsys):
     before = read(run_dir / "test.json")
     assert fake.run(recipe, "--run-dir", run_dir, "--train.steps", 8, "--optimizer.learning-rate", 30) == 0
@@ -134,6 +136,7 @@ def test_the_best_checkpoint_by_val_loss_is_scored_where_training_got_worse(reci
     assert "(best by val loss); guessing: majority class 0.6250" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_ctrl_c_saves_and_the_same_command_goes_on_to_what_the_uninterrupted_run_is(
         recipe, finished, tmp_path, capsys):
     command = (recipe, "--run-dir", tmp_path / "run")
@@ -157,6 +160,7 @@ def test_a_finished_run_says_so_and_is_scored_where_it_is_not_yet(recipe, finish
     assert read(run_dir / "test.json") == read(finished / "test.json")
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_on_has_no_score_until_its_new_end(recipe, run_dir):
     longer = (recipe, "--run-dir", run_dir, "--train.steps", 12)
     assert accuracy.load(run_dir).accuracy == read(run_dir / "test.json")["accuracy"]
@@ -185,6 +189,7 @@ def test_the_flags_of_the_data_reach_the_task_and_another_seed_does_not(recipe, 
                       "seed": 0, "cache": tmp_path / "lineargpt" / "lra"}] * 2
 
 
+@pytest.mark.thorough
 def test_a_shortened_listops_is_trained_on_and_scored_beside_its_guessers(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     flags = {"data.max-length": 16, "data.train-examples": 64, "data.val-examples": 32, "model.layers": 1,

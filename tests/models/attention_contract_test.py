@@ -248,6 +248,7 @@ def test_gradients_are_the_slopes(mode):
         check_grads(layer, (parameters, x), order=1, modes=["rev"], eps=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_in_bfloat16_are_those_in_float32(mode):
     """Of parameters; inputs, and the gradient of the output, are numbers of both formats."""
@@ -363,6 +364,7 @@ assert model(jnp.zeros((1, 8), jnp.int32)).shape == (1, 8, 11)
 """
 
 
+@pytest.mark.thorough
 def test_a_file_dropped_into_the_folder_is_a_mode(tmp_path):
     for package in ("configs", "kernels", "models"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -12,6 +12,8 @@ from flax import nnx
 from configs.schema import ConfigError
 from models.attention.bigbird import Attention, Config
 
+pytestmark = pytest.mark.thorough
+
 B, T, H, D = 2, 38, 2, 4
 SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": 64}
 

@@ -18,9 +18,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "local": {"block_size": 8}, "sparse": {"block_size": 8, "summary": 2}, "bigbird": {"block_size": 4},
     "longformer": {"window": 6}, "reformer": {"chunk_size": 8, "rounds": 8}, "sinkhorn": {"block_size": 8}}
 """Options with which a pattern is sparse at these lengths."""
+SIZES = {"heads": 2, "head_width": 4, "width": 8, "max_length": 8}
 BIDIRECTIONAL = sorted(
     mode for mode, module in attention.modes().items()
-    if module.Attention(module.Config(), heads=2, head_width=4, width=8, max_length=8, rngs=nnx.Rngs(0)).bidirectional)
+    if nnx.eval_shape(functools.partial(module.Attention, module.Config(), **SIZES), rngs=nnx.Rngs(0)).bidirectional)
 
 
 def config(**fields: Any) -> EncoderConfig:
@@ -49,6 +50,7 @@ def padded(x_BT: jax.Array, lengths: list[int], length: int) -> tuple[jax.Array,
     return jnp.where(valid_BT, jnp.pad(x_BT, ((0, 0), (0, length - x_BT.shape[1]))), rest_BT), valid_BT
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mode", "pooling"), [(mode, "mean" if mode in ("local", "softmax") else "cls")
                                                for mode in BIDIRECTIONAL])
 def test_padding_to_twice_the_length_changes_nothing(mode, pooling):
@@ -123,6 +125,7 @@ def test_what_is_dropped_is_a_share_and_other_at_every_call():
     assert dropping(0.25, None)(x) is dropping(0.0, jax.random.key(0))(x) is x
 
 
+@pytest.mark.thorough
 def test_recomputed_blocks_give_the_same_gradients_dropout_included():
     model = Classifier(config(dropout=0.5), V, rngs=nnx.Rngs(0))
     graph, state = nnx.split(model)

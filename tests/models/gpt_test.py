@@ -135,7 +135,7 @@ def test_the_forms_of_linear_are_one_model(form):
     assert_close(logits_of(other), logits_of(parallel), 1e-5)
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary", "none"])
+@pytest.mark.parametrize("positions", ["learned", "rotary", pytest.param("none", marks=pytest.mark.thorough)])
 def test_decoding_is_the_forward_pass(positions):
     """A prompt of another length in each row, then token by token in a compiled loop."""
     model = sharpened(build(positions=positions, attention=("chunked", "local", "softmax"), layers=3))
@@ -190,6 +190,7 @@ def test_segments_do_not_see_each_other():
         assert_close(packed[:, start:end], logits_of(model, TOKENS[:, start:end]), 1e-5)
 
 
+@pytest.mark.thorough
 def test_recomputed_blocks_have_the_same_gradients():
     graph, state = nnx.split(sharpened(build(attention=("chunked", "softmax"))))
 

@@ -11,6 +11,8 @@ from flax import nnx
 from configs.schema import ConfigError
 from models.attention.linformer import Attention, Config
 
+pytestmark = pytest.mark.thorough
+
 B, H, D, E = 2, 2, 4, 8
 
 

@@ -11,6 +11,8 @@ from flax import nnx
 from configs.schema import ConfigError
 from models.attention.local import Attention, Config
 
+pytestmark = pytest.mark.thorough
+
 B, T, H, D, SIZE = 2, 45, 2, 4, 8
 X_BTE = jnp.zeros((B, T, H * D))
 # Segments that begin inside blocks of the row and end inside their own, one shorter than a block, padding in and after.

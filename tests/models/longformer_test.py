@@ -15,6 +15,8 @@ from models.attention.self_attention import rotate
 from models.gpt import GPT
 from train import check_packing
 
+pytestmark = pytest.mark.thorough
+
 B, T, H, D = 2, 23, 2, 4
 POSITIONS = jnp.arange(T)[None].repeat(B, axis=0)
 PADDED = jnp.where(jnp.arange(T)[None] < jnp.array([[T], [9]]), 0, -1)

@@ -34,6 +34,8 @@ from training.optimizer import make_optimizer
 from training.sharding import batch_sharding, make_mesh
 from training.step import TrainState, build, initial_state, make_train_step, model_graph
 
+pytestmark = pytest.mark.thorough
+
 B, T, H, D = 2, 40, 2, 4
 SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": T}
 

@@ -127,6 +127,7 @@ def test_names_without_transformer_masks_and_a_tied_head_are_taken(source, tmp_p
     np.testing.assert_array_equal(logits_of(tmp_path / "run", tokens_BT), logits_of(imported, tokens_BT))
 
 
+@pytest.mark.thorough
 def test_shards_are_put_together(source, tmp_path, imported):
     tensors = tensors_of(source)
     (source / "model.safetensors").unlink()
@@ -170,6 +171,7 @@ def test_half_precision_comes_back_as_it_was(source, tmp_path, dtype):
     assert_same(tensors_of(tmp_path / "out"), tensors)
 
 
+@pytest.mark.thorough
 def test_a_trained_softmax_run_goes_out_and_comes_back(tmp_path, capsys):
     recipe = tiny.make(tmp_path)
     run = tmp_path / "run"

@@ -11,6 +11,8 @@ from flax import nnx
 from configs.schema import ConfigError
 from models.attention.reformer import Attention, Config
 
+pytestmark = pytest.mark.thorough
+
 B, T, H, D = 2, 45, 2, 4
 SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": T}
 

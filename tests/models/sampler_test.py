@@ -79,8 +79,9 @@ def tokens_of(sampler: Sampler, prompt_T: np.ndarray, sampling: Sampling, **opti
     return np.concatenate(list(sampler.generate(prompt_T, sampling, **options)), axis=1)
 
 
-@pytest.mark.parametrize(("positions", "modes"), [("learned", EACH_STATE), ("rotary", MODES)],
-                         ids=["learned", "rotary, every mode"])
+@pytest.mark.parametrize(("positions", "modes"), [
+    pytest.param("learned", EACH_STATE, id="learned"),
+    pytest.param("rotary", MODES, id="rotary, every mode", marks=pytest.mark.thorough)])
 def test_token_by_token_is_the_parallel_model(positions, modes, monkeypatch):
     """Logits and greedy text, of a layer of each mode, after a prompt in pieces, the last of which are added later."""
     monkeypatch.setattr(sampler_module, "PREFILL_TOKENS", (4, 8))
@@ -103,7 +104,8 @@ def test_token_by_token_is_the_parallel_model(positions, modes, monkeypatch):
 
 
 # RMS(error) / RMS(reference). In bfloat16 every product is rounded on the way, to 8 bits, in the one more often.
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2**-5)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [
+    ("float32", 1e-5), pytest.param("bfloat16", 2**-5, marks=pytest.mark.thorough)])
 def test_the_kernels_of_a_gpu_draw_the_same(dtype, tolerance, monkeypatch):
     """In interpret mode: one sample's projections and its step of linear attention, with biases."""
     taken = collections.Counter()
@@ -128,6 +130,7 @@ def test_the_kernels_of_a_gpu_draw_the_same(dtype, tolerance, monkeypatch):
     assert np.sqrt(np.mean((pieces.memory.logits_BV[0] - expected_V) ** 2) / np.mean(expected_V**2)) < tolerance
 
 
+@pytest.mark.thorough
 def test_drawing_in_turns_is_drawing_at_once(monkeypatch):
     """To the last bit, also where a growing cache has to grow; every place of it is used in the end."""
     monkeypatch.setattr(sampler_module, "LEAST_ROOM", 16)
@@ -152,6 +155,7 @@ def test_drawing_in_turns_is_drawing_at_once(monkeypatch):
     np.testing.assert_array_equal(text_BT[:, 12:], likeliest_tokens(model, text_BT)[:, 11:-1])
 
 
+@pytest.mark.thorough
 def test_other_parameters_compile_nothing():
     sampler = linear_sampler()
     before = sampler.model
@@ -286,6 +290,7 @@ def test_a_continuation_needs_no_prompt():
     assert (pieces[0] != pieces[1]).any()
 
 
+@pytest.mark.thorough
 def test_a_continuation_comes_back_to_its_position(monkeypatch):
     """Or what is measured at a position would be the time at those after it."""
     sampler, positions = Sampler(make_model(*EACH_STATE, positions="none")), []
@@ -317,6 +322,7 @@ def test_pieces_come_while_the_rest_is_still_to_be_drawn():
     assert [piece.shape for piece in itertools.islice(pieces, 3)] == [(1, TOKENS_PER_CALL)] * 3
 
 
+@pytest.mark.thorough
 def test_other_lengths_and_settings_compile_nothing():
     sampler = Sampler(make_model(*EACH_STATE, context=64))
     sampler.warm_up(5, 3)
@@ -341,6 +347,7 @@ def test_other_lengths_and_settings_compile_nothing():
     assert sampler._prefill._cache_size() == sampler._decode._cache_size() == 1
 
 
+@pytest.mark.thorough
 def test_learned_positions_bound_the_tokens():
     sampler = Sampler(make_model("chunked", positions="learned", context=24))
     assert sampler.max_length == 24

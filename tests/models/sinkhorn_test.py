@@ -11,6 +11,8 @@ from flax import nnx
 from configs.schema import ConfigError
 from models.attention.sinkhorn import Attention, Config, normalised
 
+pytestmark = pytest.mark.thorough
+
 B, H, D, E, SIZE, L = 2, 2, 4, 8, 5, 32
 
 

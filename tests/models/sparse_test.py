@@ -14,6 +14,8 @@ from models.attention.softmax import Attention as Softmax
 from models.attention.softmax import Config as SoftmaxConfig
 from models.attention.sparse import Attention, Config
 
+pytestmark = pytest.mark.thorough
+
 B, T, H, D = 2, 23, 2, 4
 SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": 64}
 

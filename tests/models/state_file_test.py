@@ -57,8 +57,9 @@ def refused(path: Path, model: GPT | None = None) -> str:
     return message
 
 
-@pytest.mark.parametrize(("length", "modes", "dtype"), [(5, MODES, "float32"), (5, MODES, "bfloat16"),
-                                                        (600, ALL, "float32")])
+@pytest.mark.parametrize(("length", "modes", "dtype"), [
+    (5, MODES, "float32"), pytest.param(5, MODES, "bfloat16", marks=pytest.mark.thorough),
+    pytest.param(600, ALL, "float32", marks=pytest.mark.thorough)])
 def test_saved_and_loaded_is_the_same_to_the_last_bit(length, modes, dtype, tmp_path):
     """The caches that grow have room for 1,024 tokens again."""
     common = (modes, dtype) == (MODES, "float32")

@@ -13,6 +13,8 @@ from flax import nnx
 from configs.schema import ConfigError
 from models.attention.synthesizer import Attention, Config
 
+pytestmark = pytest.mark.thorough
+
 B, T, H, D, E, L = 2, 20, 2, 4, 8, 24
 KINDS = ("random", "factorised", "dense")
 

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.models.encoder_test import SMALL
+
+pytestmark = pytest.mark.thorough
 
 MODES = ("bigbird", "longformer", "reformer", "sinkhorn")
 """The others multiply, block by block, and know nothing of rows."""

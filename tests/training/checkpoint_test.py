@@ -306,6 +306,7 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path, caplog, surf
         assert value_of(checkpoints.restore(SMALL)) == 20
 
 
+@pytest.mark.thorough
 def test_whatever_is_on_disk_at_any_moment_of_a_save_can_be_resumed_from(tmp_path):
     """A copy of the folder before every change to it is what a process killed at that moment would leave."""
     directory, copies = tmp_path / "checkpoints", tmp_path / "copies"

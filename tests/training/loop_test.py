@@ -75,6 +75,7 @@ def assert_clocks_go_on(folder: Path) -> None:
     assert (clocks[:, 0] < clocks[:, 1]).all()
 
 
+@pytest.mark.thorough
 def test_a_run_killed_three_times_equals_the_run_that_was_not(recipe, straight, tmp_path):
     folder = tmp_path / "run"
     command = (recipe, "--run-dir", folder, "--train.steps", STEPS, "--checkpoint.every-steps", 1)
@@ -99,7 +100,7 @@ def test_a_run_killed_three_times_equals_the_run_that_was_not(recipe, straight, 
     assert_clocks_go_on(folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.thorough), signal.SIGINT])
 def test_a_signal_saves_and_the_same_command_goes_on(recipe, straight, tmp_path, number):
     folder = tmp_path / "run"
     # Long evaluations, so that the run is not over before the signal comes.
@@ -165,11 +166,13 @@ def test_a_run_bounded_by_time_ends_at_its_time_and_is_finished(recipe, tmp_path
     assert tiny.lines(folder, "train") == found
 
 
+@pytest.mark.thorough
 def test_both_bounds_stop_at_the_first(recipe, tmp_path):
     assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--train.steps", 3, "--train.minutes", 60) == 0
     assert len(tiny.lines(tmp_path / "run", "train")) == 3
 
 
+@pytest.mark.thorough
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(recipe, tmp_path, capsys):
     folder = tmp_path / "run"
     assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 4, "--checkpoint.every-steps", 2) == 0
@@ -187,6 +190,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(recipe, tmp_pa
         np.testing.assert_array_equal(array, saved[name])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flags", [(), ("--checkpoint.every-steps", 1), ("--train.eval-every", 1)])
 def test_a_broken_state_is_neither_saved_nor_called_finished(recipe, tmp_path, capsys, flags):
     folder = tmp_path / "run"
@@ -196,6 +200,7 @@ def test_a_broken_state_is_neither_saved_nor_called_finished(recipe, tmp_path, c
     assert tiny.lines(folder, "val") == []
 
 
+@pytest.mark.thorough
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(recipe, straight, tmp_path):
     folder = tmp_path / "run"
     command = (recipe, "--run-dir", folder, "--train.steps", STEPS, "--train.sample-every", 16)
@@ -226,6 +231,7 @@ def test_samples_are_what_the_model_says_after_their_step(straight):
     assert found["00000016.txt"] != found["00000040.txt"]
 
 
+@pytest.mark.thorough
 def test_the_time_of_samples_is_not_training_and_logs_get_every_line(recipe, tmp_path, monkeypatch):
     clock, logged = itertools.count(round(time.perf_counter())), []
 
@@ -283,6 +289,7 @@ def test_packed_weighted_documents_train_and_tell_padding_and_accuracy(recipe, t
     assert f"{folder} is a run with data.packing documents, not stream" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_mixture_goes_on_where_it_stopped_and_evaluates_each(recipe, tmp_path, capsys):
     texts, copies = recipe.parent / "tokens", weighted_corpus(tmp_path)
     shares = ("--data.mixture", texts, 3, copies, 1)

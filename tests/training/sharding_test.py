@@ -71,6 +71,7 @@ def runs():
     return json.loads(done.stdout)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in MESHES if name != "one"])
 def test_a_run_on_two_devices_has_the_losses_of_one(runs, name):
     assert runs[name]["devices"] == 2
@@ -78,10 +79,12 @@ def test_a_run_on_two_devices_has_the_losses_of_one(runs, name):
     np.testing.assert_allclose(runs[name]["metrics"], runs["one"]["metrics"], rtol=2e-4)
 
 
+@pytest.mark.thorough
 def test_an_evaluation_batch_that_does_not_split_is_evaluated_whole(runs):
     assert runs["all"]["val"] == pytest.approx(runs["one"]["val"], rel=2e-4)
 
 
+@pytest.mark.thorough
 def test_each_axis_splits_what_it_is_for(runs):
     assert runs["one"]["devices"] == 1
     assert {name: runs[name]["rows"] for name in MESHES} == {"one": 4, "all": 2, "fsdp": 2, "tensor": 4, "context": 4}

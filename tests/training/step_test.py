@@ -101,6 +101,7 @@ def test_loss_and_gradient_norm_of_the_first_updates_are_what_they_were(attentio
         "faster kernel or a refactoring must not."))
 
 
+@pytest.mark.thorough
 def test_an_accumulated_update_is_that_of_the_whole_batch():
     np.testing.assert_allclose(train(accumulate=2)[1], train()[1], rtol=1e-4)
     assert_same_update(train(accumulate=2)[0], train()[0])
@@ -145,6 +146,7 @@ def test_parameters_start_equal_in_every_mode_and_follow_the_seed():
     assert (np.asarray(embedding) != np.asarray(other)).all()
 
 
+@pytest.mark.thorough
 def test_what_a_loss_draws_comes_from_seed_and_step_and_is_another_in_each_part():
     class One(nnx.Module):
         def __init__(self):
@@ -202,7 +204,8 @@ def alone() -> Batch:
                  [(row, 0) for row in range(rows)])
 
 
-@pytest.mark.parametrize(("attention", "positions"), [("softmax", "learned"), ("chunked", "rotary")])
+@pytest.mark.parametrize(("attention", "positions"), [
+    pytest.param("softmax", "learned", marks=pytest.mark.thorough), ("chunked", "rotary")])
 def test_packed_documents_have_the_loss_and_the_gradient_that_they_have_alone(attention, positions):
     def config(accumulate):
         config = tiny(attention, clip_norm=1e9, accumulate=accumulate)
@@ -231,6 +234,7 @@ def test_packed_documents_have_the_loss_and_the_gradient_that_they_have_alone(at
     assert abs(evaluation(packed()._replace(segment_ids_BT=None)) / expected[0] - 1) > 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("data", [uneven, packed])
 def test_accuracy_is_the_share_of_scored_targets_that_are_most_likely(data):
     graph, state = model_graph(tiny(), VOCABULARY), initial()
