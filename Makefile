@@ -45,7 +45,7 @@ pytest := $(python) -m pytest -n logical --maxprocesses 4 --dist worksteal
 test: $(venv)  ## run the tests, without the longest: some 5 minutes on 2 cores
 	$(pytest) -m 'not thorough'
 
-test-thorough: $(venv)  ## run the others: whole runs and commands, modes against their papers; some 7 minutes
+test-thorough: $(venv)  ## run the others, such as whole runs and commands: some 7 minutes
 	$(pytest) -m thorough
 
 # pyright comes whole in its wheel and runs on the node of another wheel; without the first setting it asks an index

@@ -30,18 +30,31 @@ def settings():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Made once and only read: runs "none" (no positions), "learned", and "recall" (packed documents with weights)."""
+    """Made once and only read: the recipe, its corpus, and "none", a run without positions."""
     folder = tmp_path_factory.mktemp("evaluate")
-    recipe = tiny.make(folder)
+    with tiny.settings():
+        assert tiny.run(tiny.make(folder), "--run-dir", folder / "none", "--model.positions", "none") == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recall(folder) -> Path:
+    """A run of packed documents with weights, and in "recall-tokens" beside it the corpus."""
     task = tasks.parse("mqar:length=32,pairs=4,queries=4,documents=40,val_documents=10")
     assert task is not None
     tasks.write(task, folder / "recall-tokens")
     with tiny.settings():
-        assert tiny.run(recipe, "--run-dir", folder / "none", "--model.positions", "none") == 0
-        assert tiny.run(recipe, "--run-dir", folder / "learned", "--attention", "softmax") == 0
-        assert tiny.run(recipe, "--run-dir", folder / "recall", "--data.dir", folder / "recall-tokens",
+        assert tiny.run(folder / "tiny.py", "--run-dir", folder / "recall", "--data.dir", folder / "recall-tokens",
                         "--data.packing", "documents") == 0
-    return folder
+    return folder / "recall"
+
+
+@pytest.fixture(scope="module")
+def learned(folder) -> Path:
+    """A run with learned positions."""
+    with tiny.settings():
+        assert tiny.run(folder / "tiny.py", "--run-dir", folder / "learned", "--attention", "softmax") == 0
+    return folder / "learned"
 
 
 def run(*arguments: object) -> int:
@@ -62,7 +75,6 @@ def refused(capsys, code: int, *arguments: object) -> str:
     return err
 
 
-@pytest.mark.thorough
 def test_the_loss_is_that_of_the_val_lines(folder, capsys):
     assert run(folder / "none", "--windows", "8,999") == 0
     out = capsys.readouterr().out
@@ -161,10 +173,10 @@ def test_positions_are_counted_within_documents():
 
 
 @pytest.mark.thorough
-def test_accuracy_where_the_corpus_has_weights(folder, capsys):
-    assert run(folder / "recall", "--windows", "8") == 0
-    (entry,) = found(folder / "recall")["evaluations"]
-    (line,) = tiny.lines(folder / "recall", "val")
+def test_accuracy_where_the_corpus_has_weights(recall, capsys):
+    assert run(recall, "--windows", "8") == 0
+    (entry,) = found(recall)["evaluations"]
+    (line,) = tiny.lines(recall, "val")
     assert entry["accuracy"] == pytest.approx(line["accuracy"])
     assert entry["loss"] == pytest.approx(line["loss"], rel=1e-5)
     assert entry["tokens"] == 8 * 4
@@ -174,20 +186,20 @@ def test_accuracy_where_the_corpus_has_weights(folder, capsys):
 
 
 @pytest.mark.thorough
-def test_contexts_that_the_positions_allow(folder, capsys):
+def test_contexts_that_the_positions_allow(folder, learned, capsys):
     assert run(folder / "none", "--context", "8,64", "--batches", "1") == 0
     entries = found(folder / "none")["evaluations"]
     assert [(entry["context"], entry["windows"]) for entry in entries] == [(8, 64), (64, 8)]  # one batch is 128 tokens
     assert min(p["standard_error"] for entry in entries for p in entry["positions"]) > 0
-    assert run(folder / "learned", "--context", "16") == 0
-    err = refused(capsys, 2, folder / "learned", "--context", "16,33")
+    assert run(learned, "--context", "16") == 0
+    err = refused(capsys, 2, learned, "--context", "16,33")
     assert "--context 33: the model has positions for 32 tokens" in err
-    assert [entry["context"] for entry in found(folder / "learned")["evaluations"]] == [16]
+    assert [entry["context"] for entry in found(learned)["evaluations"]] == [16]
 
 
 @pytest.mark.thorough
-def test_compare_takes_the_loss_by_position(folder, tmp_path):
-    run_dir = shutil.copytree(folder / "recall", tmp_path / "recall")
+def test_compare_takes_the_loss_by_position(recall, tmp_path):
+    run_dir = shutil.copytree(recall, tmp_path / "recall")
     (run_dir / "evaluation.json").unlink(missing_ok=True)
     assert load_evaluations(run_dir / "evaluation.json") == []
     assert run(run_dir, "--context", "16,32") == 0
@@ -197,9 +209,9 @@ def test_compare_takes_the_loss_by_position(folder, tmp_path):
 
 
 @pytest.mark.thorough
-def test_another_corpus_is_named(folder, tmp_path, capsys):
+def test_another_corpus_is_named(folder, recall, tmp_path, capsys):
     run_dir = shutil.copytree(folder / "none", tmp_path / "run")
-    assert run(run_dir, "--data.dir", folder / "recall-tokens") == 0
+    assert run(run_dir, "--data.dir", recall.with_name("recall-tokens")) == 0
     assert "is another corpus than" in capsys.readouterr().err
     assert "accuracy" in found(run_dir)["evaluations"][0]
 
@@ -225,7 +237,6 @@ def test_published_weights_have_no_corpus_of_their_own(folder, tmp_path, capsys)
     assert "the tokenizer gpt2 has a vocabulary of 50257 tokens, and the model of" in said
 
 
-@pytest.mark.thorough
 def test_what_cannot_be_evaluated(folder, tmp_path, capsys):
     assert "there is no such folder" in refused(capsys, 2, tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()

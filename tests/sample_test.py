@@ -127,6 +127,7 @@ def test_loaded_parameters_are_those_saved(runs):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
 def test_a_prompt_file_is_the_same_as_the_prompt(runs, tmp_path, capsys):
     (tmp_path / "prompt").write_bytes(b"class A:\n")
     for arguments in (["--prompt-file", tmp_path / "prompt"], ["--prompt", "class A:\n"]):
@@ -231,6 +232,7 @@ def test_an_interrupt_ends_a_turn_and_the_next_goes_on(runs, monkeypatch, capsys
     assert "Traceback" not in err
 
 
+@pytest.mark.thorough
 def test_the_prompt_may_come_through_a_pipe(runs, tmp_path, monkeypatch, capsys):
     for arguments in ([], ["--prompt", "-"]):
         (tmp_path / "prompt").write_bytes(b"ab\xff\n")

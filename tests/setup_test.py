@@ -261,7 +261,7 @@ def test_cuda_on_the_command_line_is_0_or_1(machine: Machine):
 def test_make_alone_lists_every_target(machine: Machine):
     listed = machine.make()
     assert listed.returncode == 0
-    for target in ("setup", "test", "lint", "quickstart", "lock", "clean"):
+    for target in ("setup", "test", "test-thorough", "lint", "gpu-check", "quickstart", "lock", "clean"):
         assert f"make {target} " in listed.stdout
 
 

@@ -130,6 +130,7 @@ def test_a_finished_run_says_so_and_changes_nothing(recipe, run_dir, capsys):
     assert contents(run_dir) == before
 
 
+@pytest.mark.thorough
 def test_more_steps_go_on_from_the_end(recipe, run_dir):
     before = tiny.lines(run_dir)
     assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 9) == 0
@@ -486,8 +487,7 @@ def softmax_run(recipe, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("reset", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_linear_run_begins_with_softmax_parameters(recipe, softmax_run, tmp_path, capsys, reset):
     flags = ["--init-from.reset", "attention"] if reset else []
     assert tiny.run(recipe, "--attention", "chunked", "--run-dir", tmp_path / "run", "--init-from", softmax_run,
@@ -523,6 +523,7 @@ def test_the_same_mode_begins_at_the_loss_the_other_run_ended_with(recipe, finis
         tiny.lines(finished, "val")[-1]["loss"], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_run_that_has_begun_ignores_init_from_and_says_so(recipe, softmax_run, run_dir, capsys):
     straight = contents(run_dir / "checkpoints" / "7")
     assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 8, "--init-from", softmax_run) == 0

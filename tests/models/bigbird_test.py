@@ -12,8 +12,6 @@ from flax import nnx
 from configs.schema import ConfigError
 from models.attention.bigbird import Attention, Config
 
-pytestmark = pytest.mark.thorough
-
 B, T, H, D = 2, 38, 2, 4
 SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": 64}
 
@@ -97,6 +95,7 @@ def test_random_blocks_are_distinct_and_as_many_as_there_can_be(causal):
         np.testing.assert_array_equal(pattern(module(random_blocks=R), 6, causal), listed_HNJ[:, :6])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("causal", [True, False])
 def test_all_rows_have_the_same_random_blocks(causal):
     attention = module()
@@ -120,6 +119,7 @@ def test_a_lone_token_sees_itself():
     np.testing.assert_allclose(jax.jit(lambda x: mix(attention, x, causal=False))(x), x[2], rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_rows_extended_by_pieces_of_their_own_lengths():
     attention, x = module(), inputs()
     extend = jax.jit(lambda q, k, v, cache, lengths_B: attention.extend(
@@ -137,6 +137,7 @@ def test_rows_extended_by_pieces_of_their_own_lengths():
     np.testing.assert_array_equal(cache.filled_B, seen_B)
 
 
+@pytest.mark.thorough
 def test_a_token_costs_the_same_to_decode_whatever_the_room():
     attention = module()
 
@@ -150,6 +151,7 @@ def test_a_token_costs_the_same_to_decode_whatever_the_room():
     assert flops(3000) < 1.01 * flops(300)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("causal", [True, False])
 def test_memory_of_the_gradient_is_linear_in_the_tokens(causal):
     attention = Attention(Config(), heads=4, head_width=32, width=128, max_length=16_384, rngs=nnx.Rngs(0))

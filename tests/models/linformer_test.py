@@ -11,8 +11,6 @@ from flax import nnx
 from configs.schema import ConfigError
 from models.attention.linformer import Attention, Config
 
-pytestmark = pytest.mark.thorough
-
 B, H, D, E = 2, 2, 4, 8
 
 
@@ -53,6 +51,7 @@ def test_it_is_attention_to_the_projected_keys_and_values(tokens):
         np.testing.assert_array_equal(y[b, n:], 0)
 
 
+@pytest.mark.thorough
 def test_with_the_identity_for_a_projection_it_is_softmax_attention():
     module, qkv = build(40, 40), inputs(40)
     module.projection_KS[...] = jnp.eye(40)
@@ -69,6 +68,7 @@ def test_no_sums_at_all_are_refused():
         Config(k=0)
 
 
+@pytest.mark.thorough
 def test_memory_is_linear():
     """Of output and gradients, in the compiled program."""
 

@@ -11,8 +11,6 @@ from flax import nnx
 from configs.schema import ConfigError
 from models.attention.local import Attention, Config
 
-pytestmark = pytest.mark.thorough
-
 B, T, H, D, SIZE = 2, 45, 2, 4, 8
 X_BTE = jnp.zeros((B, T, H * D))
 # Segments that begin inside blocks of the row and end inside their own, one shorter than a block, padding in and after.
@@ -66,6 +64,7 @@ def test_it_is_attention_inside_blocks(segment_ids, causal):
         assert np.all(np.asarray(y)[segment_ids < 0] == 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [1, SIZE, 64])
 def test_decoding_in_pieces_across_blocks(size):
     """The rows at different places, with tokens in each piece that do not count."""
@@ -85,6 +84,7 @@ def test_decoding_in_pieces_across_blocks(size):
     assert int(cache.seen_B.max()) < size + 20  # what is counted is bounded, however long the text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("causal", [True, False])
 def test_memory_of_the_gradient_is_that_of_no_dense_mask(causal):
     module, tokens = build(64), 16_384

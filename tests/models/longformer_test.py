@@ -15,8 +15,6 @@ from models.attention.self_attention import rotate
 from models.gpt import GPT
 from train import check_packing
 
-pytestmark = pytest.mark.thorough
-
 B, T, H, D = 2, 23, 2, 4
 POSITIONS = jnp.arange(T)[None].repeat(B, axis=0)
 PADDED = jnp.where(jnp.arange(T)[None] < jnp.array([[T], [9]]), 0, -1)
@@ -76,6 +74,7 @@ def test_it_is_attention_to_the_window_and_the_global_tokens(window, global_toke
     np.testing.assert_allclose(y, dense(module, inputs(), causal, positions, segment_ids), atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_gradients_are_those_of_the_definition():
     """Of inputs and parameters, in both directions, where the past alone is no different."""
     graph, state = nnx.split(build(6, 2))
@@ -90,6 +89,7 @@ def test_gradients_are_those_of_the_definition():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("window", "global_tokens"), [(6, 3), (4, 0), (1, 5)])
 def test_decoding_in_pieces(window, global_tokens):
     """The rows at different places, with tokens in each piece that do not count, and pieces that end among the global
@@ -137,6 +137,7 @@ def test_packed_documents_are_refused_with_the_way_out():
     check_packing("documents", model(global_tokens=0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("causal", [True, False])
 def test_memory_of_the_gradient_is_that_of_no_dense_mask(causal):
     graph, state = nnx.split(build(128, 2))

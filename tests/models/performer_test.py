@@ -34,8 +34,6 @@ from training.optimizer import make_optimizer
 from training.sharding import batch_sharding, make_mesh
 from training.step import TrainState, build, initial_state, make_train_step, model_graph
 
-pytestmark = pytest.mark.thorough
-
 B, T, H, D = 2, 40, 2, 4
 SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": T}
 
@@ -68,6 +66,7 @@ def test_it_is_attention_by_estimated_weights(causal):
     np.testing.assert_allclose(mix(module, *inputs(), causal=causal), expected, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_with_many_features_it_is_softmax():
     module = Attention(PerformerConfig(features=4096), **SIZES, rngs=nnx.Rngs(0))
     q, k, v = inputs(1.5)
@@ -75,6 +74,7 @@ def test_with_many_features_it_is_softmax():
     assert jnp.std(mix(module, q, k, v) - expected) < 0.05 * jnp.std(expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_large_queries_and_keys_give_finite_outputs_and_gradients(dtype):
     module = Attention(PerformerConfig(features=16), **SIZES, rngs=nnx.Rngs(0))
@@ -84,6 +84,7 @@ def test_large_queries_and_keys_give_finite_outputs_and_gradients(dtype):
         assert all(np.all(np.isfinite(np.asarray(x, np.float32))) for x in (mix(module, *qkv), *gradients(*qkv)))
 
 
+@pytest.mark.thorough
 def test_long_keys_still_share_out_a_weight_of_one():
     """Their features are of e^(−25) and less; ε has to stay below them."""
     module = Chunked(ChunkedConfig(feature_map="favor", features=64), **(SIZES | {"head_width": 64}), rngs=nnx.Rngs(0))
@@ -92,6 +93,7 @@ def test_long_keys_still_share_out_a_weight_of_one():
     np.testing.assert_allclose(mix(module, q, k, jnp.ones_like(q)), 1, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_key_along_a_random_direction_does_not_overflow():
     module = Attention(PerformerConfig(features=4), **(SIZES | {"head_width": 256}), rngs=nnx.Rngs(0))
     assert module.directions_RD is not None
@@ -151,6 +153,7 @@ def test_random_directions_change_on_schedule_and_from_seed_and_step_alone():
         assert not np.array_equal(directions(jax.jit(lambda state: other(state).variables)(states[2])), drawn[3])
 
 
+@pytest.mark.thorough
 def test_evaluation_and_decoding_leave_them_alone():
     with jax.numpy_rank_promotion("allow"):
         graph, _, initial = training()
@@ -173,6 +176,7 @@ def test_a_schedule_of_0_draws_nothing():
     np.testing.assert_array_equal(module.directions_RD[...], begun_RD)
 
 
+@pytest.mark.thorough
 def test_a_classifier_has_them_drawn_anew_in_training_and_scored_as_they_are():
     """By the update and the evaluation that ``lra.train`` runs."""
     model = encoder.check(EncoderConfig(layers=1, heads=2, width=8, mlp_width=8, context=12, dtype="float32",
@@ -195,6 +199,7 @@ def test_a_classifier_has_them_drawn_anew_in_training_and_scored_as_they_are():
         np.testing.assert_array_equal(directions(states[-1].variables)[0], drawn[-1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("causal", [True, False])
 def test_memory_of_the_gradient_is_linear_in_the_tokens(causal):
     module = Attention(PerformerConfig(features=16), **SIZES, rngs=nnx.Rngs(0))

@@ -11,8 +11,6 @@ from flax import nnx
 from configs.schema import ConfigError
 from models.attention.reformer import Attention, Config
 
-pytestmark = pytest.mark.thorough
-
 B, T, H, D = 2, 45, 2, 4
 SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": T}
 
@@ -95,6 +93,7 @@ def test_it_is_what_the_paper_defines(causal, segment_ids_T, options):
     np.testing.assert_allclose(y, expected(module, segment_ids_T, causal=causal), atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_token_that_sees_no_other_sees_itself():
     """The first one of a causal sequence does; with many buckets, hashed in two factors, so do others."""
     module = build(rounds=2, chunk_size=4, buckets=128)
@@ -104,6 +103,7 @@ def test_a_token_that_sees_no_other_sees_itself():
     np.testing.assert_allclose(y, expected(module, ONE, causal=True), atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_rounds_bring_it_nearer_to_full_attention():
     q, k, v = (np.asarray(x, np.float64) for x in inputs())
     weights_BHTT = np.exp(np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D)) * ~np.eye(T, dtype=bool)
@@ -113,6 +113,7 @@ def test_rounds_bring_it_nearer_to_full_attention():
     assert error > 1.5 * fewer[0] > 1.5 * 1.5 * fewer[1], (error, *fewer)
 
 
+@pytest.mark.thorough
 def test_decoding_sorts_every_prefix_anew():
     """A token is given what it has at the end of the sequence up to it, here with many chunks to a bucket."""
     module = build(rounds=3, chunk_size=3, buckets=4)
@@ -127,6 +128,7 @@ def test_decoding_sorts_every_prefix_anew():
         start += tokens
 
 
+@pytest.mark.thorough
 def test_rotations_are_no_parameters_and_there_is_no_key_projection():
     module = build()
     assert set(nnx.to_pure_dict(nnx.state(module, nnx.Param))) == {"query", "value", "output"}
@@ -169,6 +171,7 @@ def test_wrong_options_are_refused(options, message):
         Config(**options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("causal", [True, False])
 def test_memory_of_the_gradient_is_linear_in_the_tokens(causal):
     module = Attention(Config(), heads=2, head_width=16, width=32, max_length=16_384, rngs=nnx.Rngs(0))

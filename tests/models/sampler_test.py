@@ -130,7 +130,6 @@ def test_the_kernels_of_a_gpu_draw_the_same(dtype, tolerance, monkeypatch):
     assert np.sqrt(np.mean((pieces.memory.logits_BV[0] - expected_V) ** 2) / np.mean(expected_V**2)) < tolerance
 
 
-@pytest.mark.thorough
 def test_drawing_in_turns_is_drawing_at_once(monkeypatch):
     """To the last bit, also where a growing cache has to grow; every place of it is used in the end."""
     monkeypatch.setattr(sampler_module, "LEAST_ROOM", 16)

@@ -11,8 +11,6 @@ from flax import nnx
 from configs.schema import ConfigError
 from models.attention.sinkhorn import Attention, Config, normalised
 
-pytestmark = pytest.mark.thorough
-
 B, H, D, E, SIZE, L = 2, 2, 4, 8, 5, 32
 
 
@@ -116,6 +114,7 @@ def test_a_sequence_beyond_its_length_is_refused():
         mix(build(), *inputs(33))
 
 
+@pytest.mark.thorough
 def test_memory_is_linear():
     """Of output and gradients, in the compiled program; the sort's matrix has no more than 256² numbers."""
 

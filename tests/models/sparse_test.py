@@ -14,8 +14,6 @@ from models.attention.softmax import Attention as Softmax
 from models.attention.softmax import Config as SoftmaxConfig
 from models.attention.sparse import Attention, Config
 
-pytestmark = pytest.mark.thorough
-
 B, T, H, D = 2, 23, 2, 4
 SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": 64}
 
@@ -71,6 +69,7 @@ def test_a_lone_token_sees_itself():
     np.testing.assert_allclose(jax.jit(lambda x: mix(attention, x, causal=False))(x), x[2], rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_rows_extended_by_pieces_of_their_own_lengths():
     attention, x = module(), inputs()
     extend = jax.jit(lambda q, k, v, cache, lengths_B: attention.extend(
@@ -94,6 +93,7 @@ def test_decoding_keeps_a_small_share_of_keys_and_values():
     assert attention.state_bytes(16_384) < softmax.state_bytes(16_384) / 6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("causal", [True, False])
 def test_memory_of_the_gradient_is_linear_in_the_tokens(causal):
     attention = Attention(Config(), heads=4, head_width=32, width=128, max_length=16_384, rngs=nnx.Rngs(0))

@@ -13,8 +13,6 @@ from flax import nnx
 from configs.schema import ConfigError
 from models.attention.synthesizer import Attention, Config
 
-pytestmark = pytest.mark.thorough
-
 B, T, H, D, E, L = 2, 20, 2, 4, 8, 24
 KINDS = ("random", "factorised", "dense")
 
@@ -72,6 +70,7 @@ def test_the_scores_are_those_of_the_paper(kind, causal):
     np.testing.assert_allclose(run(module, x, causal=causal)[:1], y[:1], atol=1e-6)  # without segments
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_dense_weights_depend_on_the_tokens(kind):
     module = build(kind)
@@ -84,6 +83,7 @@ def test_only_dense_weights_depend_on_the_tokens(kind):
     assert np.array_equal(mixed(make_x()), mixed(make_x(1))) == (kind != "dense")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "own"), [
     ("random", {"scores_HLL"}),
     ("factorised", {"rows_HLK", "columns_HLK"}),
@@ -96,6 +96,7 @@ def test_there_are_no_parameters_without_use(kind, own):
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(gradients))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_and_packed_rows_are_the_whole_sequence(kind):
     """The positions of rotary embeddings change nothing on either side."""

@@ -148,6 +148,7 @@ def test_the_last_evaluation_comes_before_the_last_checkpoint(recipe, tmp_path, 
     assert [line["step"] for line in tiny.lines(tmp_path / "run", "val")] == [2]
 
 
+@pytest.mark.thorough
 def test_a_run_bounded_by_time_ends_at_its_time_and_is_finished(recipe, tmp_path, capsys, monkeypatch):
     folder, clock = tmp_path / "run", itertools.count(1000 * round(time.perf_counter()))
     monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: next(clock) / 1000))
@@ -190,8 +191,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(recipe, tmp_pa
         np.testing.assert_array_equal(array, saved[name])
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("flags", [(), ("--checkpoint.every-steps", 1), ("--train.eval-every", 1)])
+@pytest.mark.parametrize("flags", [(), *(pytest.param(flags, marks=pytest.mark.thorough)
+                                         for flags in (("--checkpoint.every-steps", 1), ("--train.eval-every", 1)))])
 def test_a_broken_state_is_neither_saved_nor_called_finished(recipe, tmp_path, capsys, flags):
     folder = tmp_path / "run"
     assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 2, "--optimizer.learning-rate", 1e30, *flags) == 1
