@@ -148,7 +148,6 @@ def test_the_last_evaluation_comes_before_the_last_checkpoint(recipe, tmp_path, 
     assert [line["step"] for line in tiny.lines(tmp_path / "run", "val")] == [2]
 
 
-@pytest.mark.thorough
 def test_a_run_bounded_by_time_ends_at_its_time_and_is_finished(recipe, tmp_path, capsys, monkeypatch):
     folder, clock = tmp_path / "run", itertools.count(1000 * round(time.perf_counter()))
     monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: next(clock) / 1000))
