@@ -11,10 +11,10 @@ is open in a browser reloads itself.
 """
 # ruff: noqa: E402
 
-from configs import bootstrap
+from support import packages
 
 # Before any other import: under a Python without the packages this ends in one sentence.
-bootstrap.require_packages()
+packages.require_packages()
 
 import sys
 import time
@@ -28,10 +28,10 @@ import comparison
 from comparison.page import page
 from comparison.picture import picture
 from comparison.reading import Reader
-from comparison.runs import RunError, load_run
+from comparison.runs import load_run
 from comparison.table import as_csv, print_table, table_note
-from configs.files import replacing
-from configs.schema import ConfigError
+from support.errors import ConfigError, RunError
+from support.files import replacing
 
 __all__ = ["RunError", "load_run", "main"]
 WATCH_SECONDS = 2.0
@@ -45,7 +45,7 @@ class Options:
     """The command line."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of runs, as train.py made them, or models.pretrained and evaluate.py; others are passed over."""
+    """Folders of runs, as train.py made them, or convert and evaluate.py; others are passed over."""
     out: Path = Path("report.html")
     """The page."""
     csv: Path | None = None

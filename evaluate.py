@@ -14,10 +14,10 @@ A loss stands with its standard error over windows; of other contexts than that 
 """
 # ruff: noqa: E402
 
-from configs import bootstrap
+from support import packages
 
 # Before any other import: under a Python without the packages this ends in one sentence.
-bootstrap.require_packages()
+packages.require_packages()
 
 import sys
 import warnings
@@ -29,16 +29,16 @@ from typing import Any
 import jax
 import tyro
 
-from configs.files import write_json
-from configs.schema import ConfigError, DataConfig
-from data import DataError, tokenizers
+from configs.schema import DataConfig
+from convert import PUBLISHED
+from data import tokenizers
 from data.loader import open_corpora
 from kernels import device
-from models.pretrained import PUBLISHED
+from support.errors import CheckpointError, ConfigError, DataError, RunError
+from support.files import write_json
 from training import evaluation
-from training.checkpoint import CheckpointError
 from training.environment import environment
-from training.run import LoadedRun, RunError, enable_compilation_cache, load_model
+from training.run import LoadedRun, enable_compilation_cache, load_model
 
 LEAST_WINDOWS = 8
 """Of the longest context, where it is not that of training alone and the val split has them."""

@@ -11,10 +11,10 @@ end a file or what `echo` writes.
 """
 # ruff: noqa: E402
 
-from configs import bootstrap
+from support import packages
 
 # Before any other import: under a Python without the packages this ends in one sentence.
-bootstrap.require_packages()
+packages.require_packages()
 
 import contextlib
 import io
@@ -35,14 +35,13 @@ import jax
 import numpy as np
 import tyro
 
-from configs.schema import ConfigError
-from data import DataError, tokenizers
+from data import tokenizers
 from kernels import device
-from models import state_file
-from models.sampler import Memory, Sampler, Sampling
-from models.text_stream import TextStream
-from training.checkpoint import CheckpointError
-from training.run import RunError, enable_compilation_cache, load_model
+from sampling import state_file
+from sampling.sampler import Memory, Sampler, Sampling
+from sampling.text_stream import TextStream
+from support.errors import CheckpointError, ConfigError, DataError, RunError, StateError
+from training.run import enable_compilation_cache, load_model
 
 if TYPE_CHECKING:
     import tiktoken
@@ -323,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except (OSError, RunError, CheckpointError, DataError, state_file.StateError) as error:
+    except (OSError, RunError, CheckpointError, DataError, StateError) as error:
         note(str(error))
         return 1
     except jax.errors.JaxRuntimeError as error:

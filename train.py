@@ -10,10 +10,10 @@ import time
 
 _STARTED = time.perf_counter()
 
-from configs import bootstrap
+from support import packages
 
 # Before any other import: under a Python without the packages this ends in one sentence.
-bootstrap.require_packages()
+packages.require_packages()
 
 import dataclasses
 import json
@@ -27,24 +27,26 @@ import jax.numpy as jnp
 import tyro
 from flax import nnx
 
-from configs.files import write_json
-from configs.schema import Config, ConfigError, load_recipe
+from configs.schema import Config, load_recipe
+from convert import PUBLISHED
 from data.loader import open_corpora
 from models import attention as attentions
 from models import gpt
-from models.pretrained import PUBLISHED
-from training import launch, logging, loop, samples
+from sampling import samples
+from support.errors import ConfigError
+from support.files import write_json
+from training import cli, logging, loop
 from training.checkpoint import Checkpoints
+from training.cli import note
 from training.environment import environment
-from training.language import LanguageModelling
-from training.launch import note
-from training.run import Taken, begin, take_parameters
+from training.objectives import LanguageModelling
+from training.run import InitialWeights, read_initial_weights, save_initial_checkpoint
 from training.sharding import make_mesh
 from training.step import make_model
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch(launch.Launch):
+class RunFlags(cli.RunFlags):
     """The flags that are not fields of the config."""
 
     init_from: Path | None = None
@@ -61,28 +63,28 @@ all fields:  python train.py configs/quickstart.py --help"""
 
 
 def parse(arguments: Sequence[str]) -> tuple[Config, Path]:
-    """The config of a command line, every field settled, and the run's folder."""
-    recipe, flags, rest = launch.parse_launch(Launch, arguments, USAGE)
-    config = launch.parse_fields(load_recipe(recipe, flags.attention), flags, rest, prog=f"train.py {recipe}",
+    """The config of a command line, every field resolved, and the run's folder."""
+    recipe, flags, rest = cli.parse_run_flags(RunFlags, arguments, USAGE)
+    config = cli.parse_fields(load_recipe(recipe, flags.attention), flags, rest, prog=f"train.py {recipe}",
                                  description=(
         "Train one run. Beside the flags below: --attention MODE[,MODE…] (there are "
         f"{', '.join(attentions.modes())}), --run-dir DIR, and --init-from RUN, for a new run to begin with the "
         "parameters of another (with --init-from.reset attention, without those of its attention layers)."))
-    config = settle(config)
+    config = validate_config(config)
     return config, flags.folder(recipe, config.model)
 
 
 def parse_start(arguments: Sequence[str]) -> tuple[Path | None, str | None]:
     """What a command line says of the parameters to begin with: --init-from and --init-from.reset."""
-    _, flags, _ = launch.parse_launch(Launch, arguments, USAGE)
+    _, flags, _ = cli.parse_run_flags(RunFlags, arguments, USAGE)
     if flags.init_from is None and flags.init_from_reset is not None:
         raise ConfigError("--init-from.reset: give --init-from RUN too, the run whose parameters are taken")
     return flags.init_from, flags.init_from_reset
 
 
-def settle(config: Config) -> Config:
-    """:func:`training.launch.settle` of a language model."""
-    return launch.settle(config, gpt.check(config.model))
+def validate_config(config: Config) -> Config:
+    """:func:`training.cli.validate_config` of a language model."""
+    return cli.validate_config(config, gpt.check(config.model))
 
 
 def check_not_imported(run_dir: Path) -> None:
@@ -102,7 +104,7 @@ def check_packing(packing: str, model: gpt.GPT) -> None:
 
 
 def initial_parameters(run_dir: Path, model: gpt.GPT, tokenizer: str, init_from: Path | None,
-                       reset: str | None) -> Taken | None:
+                       reset: str | None) -> InitialWeights | None:
     """What ``run_dir``, where it is new, takes from ``init_from``.
 
     Raises:
@@ -114,7 +116,7 @@ def initial_parameters(run_dir: Path, model: gpt.GPT, tokenizer: str, init_from:
         if checkpoints.steps():
             note(f"--init-from {init_from} is ignored: {run_dir} has begun, and goes on from its own checkpoint")
             return None
-    taken = take_parameters(init_from, model, tokenizer, reset=reset)
+    taken = read_initial_weights(init_from, model, tokenizer, reset=reset)
     note(f"--init-from {init_from}, step {taken.step:,}: {taken.summary}")
     return taken
 
@@ -132,10 +134,10 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
     """Prepare, write down what this run is, train, and say how it went."""
     # What does not fit stops before anything is written.
     check_not_imported(run_dir)
-    launch.check_same_run(config, run_dir)
+    cli.check_same_run(config, run_dir)
     logging.check(config.logging)
     corpora = open_corpora(config.data)
-    launch.check_same_corpus(corpora.checksum, corpora, run_dir)
+    cli.check_same_corpus(corpora.checksum, corpora, run_dir)
     corpora.check_context(config.model.context)
     make_mesh(config.mesh, config.train, config.model.context)
     model = nnx.eval_shape(lambda: make_model(config, corpora.vocabulary_size))
@@ -147,8 +149,8 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
     nnx.eval_shape(lambda model, tokens_BT, segment_ids_BT: model.hidden(tokens_BT, segment_ids_BT=segment_ids_BT),
                    model, tokens_BT, segment_ids_BT)
     taken = initial_parameters(run_dir, model, corpora.tokenizer, init_from, reset)
-    with launch.locked(run_dir):
-        newest, finished = launch.newest_step(config, run_dir)
+    with cli.locked(run_dir):
+        newest, finished = cli.newest_step(config, run_dir)
         if finished:
             return 0
         parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
@@ -169,14 +171,14 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
             padding = corpora.padding("train", config.model.context, config.data.packing)
             note(f"data.packing documents: {padding:.2%} of the positions in training are padding")
         if taken is not None:
-            begin(config, corpora.vocabulary_size, run_dir, taken)
+            save_initial_checkpoint(config, corpora.vocabulary_size, run_dir, taken)
         outcome = loop.train(config, LanguageModelling(config, corpora), run_dir, started=_STARTED)
-    return launch.tell(run_dir, outcome)
+    return cli.report_outcome(run_dir, outcome)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`training.launch.main`."""
-    return launch.main("train.py", lambda given: train(*parse(given), *parse_start(given)), arguments)
+    """The command; see :func:`training.cli.main`."""
+    return cli.main("train.py", lambda given: train(*parse(given), *parse_start(given)), arguments)
 
 
 if __name__ == "__main__":

@@ -37,11 +37,11 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.picture import Curve, Panel, draw_panels, published
-from configs.schema import ConfigError
 from kernels import softmax_attention
 from kernels.linear_attention import IMPLEMENTATIONS, linear_attention, pick_implementation
 from kernels.linear_attention.chunked import default_chunk_size
 from kernels.linear_attention.pallas_gpu import plan_of
+from support.errors import ConfigError
 
 MODULE = "benchmarks.attention"
 PARTS = ("contexts", "chunks", "noncausal", "kernel")

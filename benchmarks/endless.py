@@ -29,11 +29,12 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import picture, report
-from configs.schema import ConfigError, ModelConfig, load_recipe
+from configs.schema import ModelConfig, load_recipe
 from kernels import device
 from models import attention, gpt
 from models.gpt import GPT
-from models.sampler import Sampler, Sampling
+from sampling.sampler import Sampler, Sampling
+from support.errors import ConfigError
 
 WINDOWS = 50
 """Of a mode with a state of constant size: as many points of its curve."""

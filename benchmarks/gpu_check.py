@@ -26,13 +26,14 @@ from flax import nnx
 from benchmarks import report
 from benchmarks.target import REMEDY, ROOT, Target, can_compile, cuda_folder
 from benchmarks.train_step import implementation, mode_config
-from configs.schema import ConfigError, EncoderConfig, TrainConfig, load_recipe
+from configs.schema import EncoderConfig, TrainConfig, load_recipe
 from kernels.linear_attention import State, linear_attention, tuning
 from kernels.linear_attention.state import zero_state
 from kernels.softmax_attention import cached_attention
 from models import attention, gpt
 from models.encoder import Classifier
-from models.sampler import with_product_weights
+from sampling.sampler import with_product_weights
+from support.errors import ConfigError
 
 OURS = LINEAR, SOFTMAX, PROJECTION = "linear_attention_", "softmax_decode_", "projection_decode"
 """How the names of our kernels begin."""

@@ -28,13 +28,13 @@ import numpy as np
 from benchmarks import report
 from benchmarks.train_step import implementation
 from configs import quickstart
-from configs.files import write_json
-from configs.schema import Config, ConfigError
-from data import DataError
+from configs.schema import Config
 from data.loader import Batch
 from data.sources import open_source
 from kernels import device
 from models import gpt
+from support.errors import CheckpointError, ConfigError, DataError, TrainingError
+from support.files import write_json
 from training import step as steps
 from training.optimizer import learning_rate, make_optimizer
 
@@ -109,11 +109,9 @@ def config_of(mode: str, options: argparse.Namespace) -> Config:
 def train_with_everything(config: Config, run_dir: Path) -> int:
     """``train.py``'s own run."""
     import train
-    from training.checkpoint import CheckpointError
-    from training.loop import TrainingError
 
     try:
-        return train.train(train.settle(config), run_dir)
+        return train.train(train.validate_config(config), run_dir)
     except (TrainingError, CheckpointError) as error:
         print(report.message(error), file=sys.stderr)
         return 1

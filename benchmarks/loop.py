@@ -20,7 +20,7 @@ import jax
 
 from benchmarks import report
 from benchmarks.train_step import Step
-from configs.schema import ConfigError
+from support.errors import ConfigError
 
 WARM_UP_STEPS = 10
 """Steps of the run before the first line that counts."""

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report, target
-from configs.files import write_json
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from models import gpt
+from support.errors import ConfigError, DataError
+from support.files import write_json
 
 CARDS = {
     "h200": 143_771,
@@ -93,7 +94,7 @@ def vocabulary_size(config: Config) -> int:
     Raises:
         ConfigError: there is no such tokenizer, or its vocabulary cannot be read.
     """
-    from data import DataError, tokenizers
+    from data import tokenizers
     from data.loader import TokenFiles
 
     if config.data.dir is not None and Path(config.data.dir, "meta.json").exists():

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from support.errors import ConfigError
+
 if TYPE_CHECKING:
     from configs.schema import Config
 
@@ -30,7 +32,6 @@ def find(peer: str) -> Path:
     Raises:
         ConfigError: another name, or no such file.
     """
-    from configs.schema import ConfigError
 
     name, _, path = peer.partition("=")
     found = Path(path, "model.py") if Path(path).is_dir() else Path(path)

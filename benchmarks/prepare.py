@@ -31,8 +31,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks import report
-from configs.files import write_json
-from configs.schema import ConfigError
+from support.errors import ConfigError, DataError
+from support.files import write_json
 
 ROOT = Path(__file__).parents[1]
 SLICE_BYTES = 16 * 2**20
@@ -152,7 +152,7 @@ def tiktoken_seconds(text: Path, encoding: Any, threads: int, *, arrays: bool) -
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 2 for usage, 1 where the preparation fails."""
     options = _options(argv)
-    from data import DataError, tokenizers
+    from data import tokenizers
 
     try:
         report.check_output(options.json)

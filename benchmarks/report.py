@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from configs.files import write_json
-from configs.schema import ConfigError
 from kernels import device
+from support.errors import ConfigError
+from support.files import write_json
 from training.environment import git_commit
 from training.environment import peak_bytes as peak_bytes
 

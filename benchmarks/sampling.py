@@ -39,11 +39,12 @@ from flax import nnx
 
 from benchmarks import picture, report
 from benchmarks.train_step import CASE_SECONDS, SIZES, model_config, sizes
-from configs.schema import ConfigError, ModelConfig, load_recipe
+from configs.schema import ModelConfig, load_recipe
 from kernels import device
 from models import gpt
 from models.gpt import GPT
-from models.sampler import TOKENS_PER_CALL, Sampler, Sampling
+from sampling.sampler import TOKENS_PER_CALL, Sampler, Sampling
+from support.errors import ConfigError
 
 CALLS_PER_SAMPLE = 4
 """Pieces of text in a sample, drawn one after the other without a wait between; the next one begins where it did."""

@@ -41,11 +41,12 @@ from flax import nnx
 from benchmarks import attention, report
 from benchmarks.accuracy import BOUNDS, WORSE_THAN_PLAIN, error_of
 from benchmarks.picture import draw_panels, published
-from configs.files import write_json, write_text
-from configs.schema import ConfigError, ModelConfig
+from configs.schema import ModelConfig
 from kernels import device
 from kernels.linear_attention import State, linear_attention
 from models.gpt import GPT, Cache
+from support.errors import ConfigError
+from support.files import write_json, write_text
 from training.environment import compilation_cache, git_commit
 
 INPUTS = ("q", "k", "v", "dy")

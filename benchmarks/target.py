@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from data.loader import Batch
+from support.errors import ConfigError
 from training.optimizer import make_optimizer
 from training.step import initial_state, make_train_step, model_graph
 

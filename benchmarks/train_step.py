@@ -33,10 +33,11 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import nanogpt, picture, report
-from configs.schema import Config, ConfigError, ModelConfig, TrainConfig
+from configs.schema import Config, ModelConfig, TrainConfig
 from data.loader import Batch
 from models import attention, gpt
 from models.attention.self_attention import INITIAL_SCALE
+from support.errors import ConfigError
 from training.optimizer import make_optimizer
 from training.step import StepMetrics, TrainState, initial_state, make_model, make_train_step, model_graph
 

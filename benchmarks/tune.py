@@ -31,12 +31,12 @@ from jax import lax
 
 from benchmarks import report
 from benchmarks.accuracy import BOUNDS, WORSE_THAN_PLAIN
-from configs.files import write_json
-from configs.schema import ConfigError
 from kernels import device
 from kernels.linear_attention import linear_attention, pallas_gpu, tuning
 from kernels.linear_attention.state import zero_state
 from kernels.linear_attention.tuning import Plan, Row, Tiles
+from support.errors import ConfigError
+from support.files import write_json
 
 MODULE = "benchmarks.tune"
 PASSES = ("forward", "both")

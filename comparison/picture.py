@@ -8,8 +8,9 @@ import numpy as np
 from comparison import Comparison
 from comparison.curves import mean_curve
 from comparison.remarks import tokenizers_differ
-from comparison.runs import AXES, Run, RunError, scored
+from comparison.runs import AXES, Run, scored
 from comparison.style import DASHES, colour, dashes
+from support.errors import RunError
 
 
 def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:

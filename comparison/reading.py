@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comparison.runs import NotARunError, Run, RunError, load_run, name_runs
-from configs.schema import ConfigError
+from comparison.runs import NotARunError, Run, load_run, name_runs
+from support.errors import ConfigError, RunError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import numpy as np
 
 from comparison.curves import Columns, Curve, read_curves, smooth
 from comparison.flops import flops_per_token
-from configs.schema import ConfigError, LraConfig, config_class
+from configs.schema import LraConfig, config_class
+from support.errors import ConfigError, RunError
 
 AXES = {  # what x can be: column, button and axis title
     "step": ("Steps", "steps"),
@@ -32,10 +33,6 @@ MAX_DISTINCTIONS = 3
 SAYS_NOTHING = re.compile(r"(runs?|tests?|te?mp|out(put)?s?|exp(eriment)?s?|trials?|results?|new|old)?[-_.\s\d]*",
                           re.IGNORECASE)
 """Folder names that say nothing of a run."""
-
-
-class RunError(RuntimeError):
-    """A run with nothing in it to draw. The message names the run; the other runs are drawn without it."""
 
 
 class NotARunError(ConfigError):

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-
-class ConfigError(ValueError):
-    """A config that cannot be run. The message names the field and what was expected; commands exit with 2."""
+from support.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Integer
 
-from configs.schema import ConfigError
-from data import DataError
 from data.prepare import weights_path
+from support.errors import ConfigError, DataError
 
 
 class Document(NamedTuple):

@@ -24,9 +24,9 @@ import jax
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from configs.schema import ConfigError, DataConfig
-from data import DataError
+from configs.schema import DataConfig
 from data.prepare import REMEDY, ensure, read_meta, unknown_shards, weights_path
+from support.errors import ConfigError, DataError
 
 _SCANNED = 1 << 24  # tokens searched for document borders at once, which bounds the memory
 

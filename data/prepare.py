@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from configs.schema import ConfigError, DataConfig
-from data import DataError, sources, tasks, texts, tokenizers
+from configs.schema import DataConfig
+from data import sources, tasks, texts, tokenizers
+from support.errors import ConfigError, DataError
 
 SHARD_TOKENS = 100_000_000
 """A shard holds at most so many tokens."""

@@ -30,9 +30,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Bool
 
-from configs.schema import ConfigError
-from data import DataError, texts
+from data import texts
 from data.texts import Column, JsonLines, Piece, Pieces
+from support.errors import ConfigError, DataError
 
 STDLIB = "python-stdlib"
 VAL_FRACTION = 0.05

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from configs.schema import ConfigError
+from support.errors import ConfigError
 
 if TYPE_CHECKING:
     from data.generated import Document

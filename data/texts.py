@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-from data import DataError
+from support.errors import DataError
 
 PIECE_BYTES = 2**20
 """Of text in a piece, and about so many in what is sent at once: bounds the memory."""

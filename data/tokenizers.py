@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 from jaxtyping import Bool, Int64, UInt32
 
-from configs.schema import ConfigError
-from data import DataError
 from data.texts import PIECE_BYTES, Column, JsonLines, Pieces, parts, undecodable
+from support.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import tiktoken

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from comparison.curves import read_curves
-from configs.schema import ConfigError
-from data import DataError
+from support.errors import ConfigError, DataError
 
 TASKS = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image", "pathfinder": "Pathfinder",
          "pathx": "Path-X"}

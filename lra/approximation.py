@@ -32,13 +32,13 @@ from jax import Array, lax
 
 from benchmarks import report
 from benchmarks.picture import Panel, draw_panels
-from configs.files import write_json
-from configs.schema import ConfigError
 from kernels.segments import HIDDEN
 from lra.table import named
 from models import attention
 from models.attention.feature_maps import FeatureOptions, draw_directions, features
 from models.attention.self_attention import SelfAttention
+from support.errors import ConfigError
+from support.files import write_json
 
 B, T, H, D = 1, 512, 4, 32
 FEATURES = (16, 32, 64, 128, 256, 512, 1024)

@@ -14,9 +14,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from configs.schema import ConfigError, LraConfig
+from configs.schema import LraConfig
 from lra.tasks import Dataset, Split
 from models.encoder import Classifier
+from support.errors import ConfigError
 from training import step as steps
 
 WHOLE_SPLIT = 2000
@@ -35,14 +36,14 @@ class Examples(NamedTuple):
 
 
 class Classification:
-    """A :class:`training.loop.Work`: an encoder with a classifier on the examples of a task.
+    """A :class:`training.loop.Objective`: an encoder with a classifier on the examples of a task.
 
     Every epoch has an order of its own, and a batch may begin in one and end in the next. An evaluation takes the whole
     val split where it has at most ``WHOLE_SPLIT`` examples, else ``train.eval_batches`` batches evenly spaced over it;
     the test split is taken whole.
 
     Args:
-        config: settled.
+        config: resolved.
         dataset: of the config's task.
 
     Raises:

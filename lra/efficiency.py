@@ -22,8 +22,9 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from benchmarks import report
-from configs.schema import ConfigError, EncoderConfig, OptimizerConfig
+from configs.schema import EncoderConfig, OptimizerConfig
 from models.encoder import Classifier, check
+from support.errors import ConfigError
 from training.optimizer import make_optimizer
 from training.step import StepMetrics, make_update, state_of
 

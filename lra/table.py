@@ -26,10 +26,10 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.picture import Panel, draw_panels
-from configs.files import write_json, write_text
-from configs.schema import ConfigError
 from lra import accuracy
 from lra.efficiency import ROWS, SHAPES, Case, Result, in_process
+from support.errors import ConfigError
+from support.files import write_json, write_text
 
 PUBLISHED = Path(__file__).parent / "published.json"
 BASELINE = "softmax:materialised"

@@ -12,10 +12,10 @@ import time
 
 _STARTED = time.perf_counter()
 
-from configs import bootstrap
+from support import packages
 
 # Before any other import: under a Python without the packages this ends in one sentence.
-bootstrap.require_packages()
+packages.require_packages()
 
 import dataclasses
 import json
@@ -28,16 +28,17 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
-from configs.files import write_json
-from configs.schema import ConfigError, LraConfig, load_recipe
+from configs.schema import LraConfig, load_recipe
 from lra import tasks
 from lra.classification import Classification
 from models import attention as attentions
 from models import encoder
-from training import launch, logging, loop
+from support.errors import ConfigError
+from support.files import write_json
+from training import cli, logging, loop
 from training.checkpoint import Checkpoints
+from training.cli import note
 from training.environment import environment
-from training.launch import note
 from training.sharding import batch_sharding, make_mesh, state_shardings
 
 DATA_SEED = 0
@@ -45,7 +46,7 @@ DATA_SEED = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch(launch.Launch):
+class RunFlags(cli.RunFlags):
     """The flags that are not fields of the config."""
 
     preset: Literal["paper", "released", "tuned"] = "tuned"
@@ -62,13 +63,13 @@ all fields:  python -m lra.train configs/lra/listops.py --help"""
 
 
 def parse(arguments: Sequence[str]) -> tuple[LraConfig, Path]:
-    """The config of a command line, every field settled, and the run's folder."""
-    recipe, flags, rest = launch.parse_launch(Launch, arguments, USAGE)
+    """The config of a command line, every field resolved, and the run's folder."""
+    recipe, flags, rest = cli.parse_run_flags(RunFlags, arguments, USAGE)
     config = load_recipe(recipe, flags.attention, LraConfig, preset=flags.preset)
     if flags.data_dir is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=flags.data_dir))
     known = config.model.context
-    config = launch.parse_fields(config, flags, rest, prog=f"python -m lra.train {recipe}", description=(
+    config = cli.parse_fields(config, flags, rest, prog=f"python -m lra.train {recipe}", description=(
         "Train one run. Beside the flags below: --attention MODE[,MODE…] (there are "
         f"{', '.join(attentions.modes())}), --preset paper, released or tuned, --run-dir DIR, and --data-dir DIR, the "
         "folder of the task's files."))
@@ -76,36 +77,36 @@ def parse(arguments: Sequence[str]) -> tuple[LraConfig, Path]:
     if length is not None and config.model.context not in (length, known):
         raise ConfigError(f"model.context is {config.model.context}, and data.max_length {length}; "
                           "give the second alone")
-    config = settle(config)
+    config = validate_config(config)
     return config, flags.folder(recipe, config.model)
 
 
-def settle(config: LraConfig) -> LraConfig:
-    """:func:`training.launch.settle` of a classifier, whose context follows ``data.max_length``."""
+def validate_config(config: LraConfig) -> LraConfig:
+    """:func:`training.cli.validate_config` of a classifier, whose context follows ``data.max_length``."""
     if config.train.sample_every:
         raise ConfigError(f"train.sample_every is {config.train.sample_every}: a classifier writes no text; expected 0")
     model, length = config.model, config.data.max_length
     if length is not None and length >= 1:  # less is refused with the data
         model = dataclasses.replace(model, context=length)
-    return launch.settle(config, encoder.check(model))
+    return cli.validate_config(config, encoder.check(model))
 
 
 def train(config: LraConfig, run_dir: Path, command: Sequence[str]) -> int:
     """Prepare, write down what this run is, train, score, and say how it went."""
     # What does not fit stops before anything is written.
-    launch.check_same_run(config, run_dir)
+    cli.check_same_run(config, run_dir)
     logging.check(config.logging)
     mesh = make_mesh(config.mesh, config.train, config.model.context)
     dataset = load(config)
-    launch.check_same_corpus(dataset.checksum, f"this one of {config.data.task} (with its data.max_length, "
+    cli.check_same_corpus(dataset.checksum, f"this one of {config.data.task} (with its data.max_length, "
                              "train_examples and val_examples)", run_dir)
-    work = Classification(config, dataset)
-    model = nnx.eval_shape(work.make_model)
+    objective = Classification(config, dataset)
+    model = nnx.eval_shape(objective.make_model)
     # A kernel that cannot do what is asked says so when it is traced.
-    batch = work.batch_shape(batch_sharding(mesh))
+    batch = objective.batch_shape(batch_sharding(mesh))
     nnx.eval_shape(lambda model, batch: model(*batch.tokens, valid_BT=batch.valid), model, batch)
-    with launch.locked(run_dir):
-        newest, finished = launch.newest_step(config, run_dir)
+    with cli.locked(run_dir):
+        newest, finished = cli.newest_step(config, run_dir)
         if finished and _scored_step(run_dir) == newest:
             return 0
         if not finished:
@@ -118,10 +119,10 @@ def train(config: LraConfig, run_dir: Path, command: Sequence[str]) -> int:
             print(f"{run_dir}: {config.data.task}, {parameters:,} parameters, {','.join(config.model.attention)} "
                   f"attention, context {config.model.context:,}, {config.model.dtype}, "
                   f"{len(dataset.splits['train'].labels):,} examples", file=sys.stderr)
-            outcome = loop.train(config, work, run_dir, started=_STARTED)
-            if code := launch.tell(run_dir, outcome):
+            outcome = loop.train(config, objective, run_dir, started=_STARTED)
+            if code := cli.report_outcome(run_dir, outcome):
                 return code
-        score(config, work, dataset, run_dir)
+        score(config, objective, dataset, run_dir)
     return 0
 
 
@@ -142,7 +143,7 @@ def load(config: LraConfig) -> tasks.Dataset:
     return dataset
 
 
-def score(config: LraConfig, work: Classification, dataset: tasks.Dataset, run_dir: Path) -> None:
+def score(config: LraConfig, objective: Classification, dataset: tasks.Dataset, run_dir: Path) -> None:
     """Write ``test.json``: the accuracy on the test split of the checkpoint with the lowest val loss among those kept,
     and beside it what guessing reaches.
 
@@ -150,7 +151,7 @@ def score(config: LraConfig, work: Classification, dataset: tasks.Dataset, run_d
         CheckpointError: the checkpoint is damaged.
     """
     mesh = make_mesh(config.mesh, config.train, config.model.context)
-    _, parameters, variables = nnx.split(nnx.eval_shape(work.make_model), nnx.Param, ...)
+    _, parameters, variables = nnx.split(nnx.eval_shape(objective.make_model), nnx.Param, ...)
     abstract = {"parameters": nnx.to_pure_dict(parameters), "variables": nnx.to_pure_dict(variables)}
     abstract = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract,
                             state_shardings(mesh, abstract))
@@ -158,7 +159,7 @@ def score(config: LraConfig, work: Classification, dataset: tasks.Dataset, run_d
         last, restored = checkpoints.steps()[-1], checkpoints.restore(abstract, checkpoints.best())
     assert restored is not None  # a finished run has a checkpoint
     step, items = restored
-    figures = work.test(items["parameters"], items["variables"], batch_sharding(mesh))
+    figures = objective.test(items["parameters"], items["variables"], batch_sharding(mesh))
     chosen = "last" if step == last else "best by val loss"
     made_with = json.loads((run_dir / "environment.json").read_text())
     write_json(run_dir / "test.json", {
@@ -183,8 +184,8 @@ def _scored_step(run_dir: Path) -> int | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`training.launch.main`."""
-    return launch.main("lra.train", lambda given: train(*parse(given), ["python", "-m", "lra.train", *given]),
+    """The command; see :func:`training.cli.main`."""
+    return cli.main("lra.train", lambda given: train(*parse(given), ["python", "-m", "lra.train", *given]),
                        arguments)
 
 

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from configs.schema import ConfigError, EncoderConfig
+from configs.schema import EncoderConfig
 from kernels.mixed_precision import wide
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE, Linear, angles
 from models.block import Block, LayerNorm, layer_modes, linears, number_format
+from support.errors import ConfigError
 
 
 class Encoder(nnx.Module):
@@ -204,7 +205,7 @@ def check(config: EncoderConfig) -> EncoderConfig:
         if not layer.bidirectional:
             raise ConfigError(f"--attention {layer.name}: with these options it sees the past only, and cannot be an "
                               "encoder; leave out form, kernel and chunk_size")
-    if config.pooling == "cls" and all(layer.separate for layer in layers):
+    if config.pooling == "cls" and all(layer.block_diagonal for layer in layers):
         raise ConfigError(f"model.pooling is cls, to which --attention {','.join(config.modes)} shows its own block "
                           "alone; expected mean, or another mode in some layer")
     return config

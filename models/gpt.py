@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from configs.schema import ConfigError, ModelConfig
+from configs.schema import ModelConfig
 from kernels.mixed_precision import product
 from kernels.projection import unembed
 from kernels.segments import positions_of
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE
 from models.block import Block, LayerNorm, layer_modes, linears, number_format
+from support.errors import ConfigError
 
 
 class Cache(NamedTuple):
@@ -63,7 +64,7 @@ class GPT(nnx.Module):
     @property
     def max_length(self) -> int | None:
         """Tokens of a sequence at most, where positions are learned or an attention mode is bounded; else None."""
-        bounded = self.position_embedding is not None or any(block.attention.bounded for block in self.blocks)
+        bounded = self.position_embedding is not None or any(block.attention.fixed_length for block in self.blocks)
         return self.config.context if bounded else None
 
     def __call__(self, tokens_BT: Int[Array, "B T"], *,

@@ -18,7 +18,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lineargpt-tests-")
 
 # Before the packages are imported, for the hook rewrites them as they load.
-jaxtyping.install_import_hook(["kernels", "models"], "beartype.beartype")
+jaxtyping.install_import_hook(["kernels", "models", "sampling", "support"], "beartype.beartype")
 
 import jax  # noqa: E402
 

@@ -14,9 +14,9 @@ from flax import nnx
 
 import evaluate
 from comparison.runs import load_evaluations
-from configs.files import write_json
 from data import tasks, tokenizers
 from data.loader import Batch, Corpora, TokenFiles
+from support.files import write_json
 from tests import tiny
 from training import evaluation
 from training.run import load_model

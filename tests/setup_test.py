@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import bootstrap
+from support import packages
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ["awk", "bash", "cat", "cksum", "dirname", "echo", "env", "make", "mkdir", "rm", "sh", "touch", "tr"]
@@ -285,7 +285,7 @@ def bare_python() -> str:
 def test_a_python_without_the_packages_ends_in_one_sentence(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-                      "from configs.bootstrap import require_packages\nrequire_packages()\nimport jax\n")
+                      "from support.packages import require_packages\nrequire_packages()\nimport jax\n")
     done = subprocess.run([bare_python(), "-I", "-S", script], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stdout == ""
@@ -298,9 +298,9 @@ def test_a_python_without_the_packages_ends_in_one_sentence(tmp_path: Path):
     ("signal.raise_signal(signal.SIGINT)", -signal.SIGINT, "interrupted\n"), ("1 / 0", 1, None)])
 def test_ctrl_c_while_packages_are_imported_is_no_traceback(failure, code, said):
     # A shell has what it starts in the background ignore Ctrl-C, and so what that starts.
-    done = subprocess.run([sys.executable, "-c", "import signal\nfrom configs import bootstrap\n"
+    done = subprocess.run([sys.executable, "-c", "import signal\nfrom support import packages\n"
                            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-                           f"bootstrap.require_packages()\n{failure}"], cwd=ROOT, capture_output=True, text=True)
+                           f"packages.require_packages()\n{failure}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code
     assert done.stderr == said if said else "ZeroDivisionError" in done.stderr
 
@@ -308,12 +308,12 @@ def test_ctrl_c_while_packages_are_imported_is_no_traceback(failure, code, said)
 def test_an_older_python_is_named_as_such(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "version_info", (3, 11, 7))
     with pytest.raises(SystemExit, match=re.escape(", 3.11) is older than 3.12: run `make setup`, then")):
-        bootstrap.require_packages()
+        packages.require_packages()
 
 
 def test_the_packages_that_are_asked_for_are_those_of_this_environment():
-    bootstrap.require_packages()
-    assert all(importlib.util.find_spec(name) for name in bootstrap.PACKAGES)
+    packages.require_packages()
+    assert all(importlib.util.find_spec(name) for name in packages.PACKAGES)
 
 
 def test_bootstrap_can_be_read_by_a_python_3_8():

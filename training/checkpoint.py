@@ -26,17 +26,13 @@ from typing import Any, Self
 import jax
 import orjson
 
-from configs.schema import ConfigError
+from support.errors import CheckpointError, ConfigError
 
 CHECKSUMS = "SHA256SUMS"
 LOSS = "loss.json"
 UNFINISHED = "unfinished"
 JSON_ITEM = "position"
 LEAF_NAMES = {"parameters": "parameter", "variables": "variable", "optimizer": "optimizer state"}
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, is damaged, or belongs to another model. The message says which and why."""
 
 
 class Checkpoints:

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from configs.files import write_json
 from models.encoder import Encoder
 from models.gpt import GPT
+from support.files import write_json
 
 
 def environment(model: GPT | Encoder, *, parameters: int, tokenizer: str | None, checksum: str,

@@ -11,11 +11,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from configs.schema import ConfigError
-from data import DataError
 from data.loader import Batch, Corpora, TokenFiles, fixed_batches
 from kernels.cross_entropy import BLOCK_LOGITS
 from models.gpt import GPT
+from support.errors import ConfigError, DataError
 
 
 class Scores(NamedTuple):

@@ -23,7 +23,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from configs.schema import Config, ConfigError, LoggingConfig, LraConfig
+from configs.schema import Config, LoggingConfig, LraConfig
+from support.errors import ConfigError
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """What each flag needs; the extra that installs it is called as the flag."""

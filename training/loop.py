@@ -18,6 +18,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from configs.schema import Config, LraConfig
+from support.errors import TrainingError
 from training import step as steps
 from training.checkpoint import Checkpoints
 from training.environment import add_to_environment, peak_bytes
@@ -25,10 +26,6 @@ from training.logging import Logs
 from training.metrics import MetricsWriter
 from training.optimizer import global_norm, learning_rate, make_optimizer
 from training.sharding import batch_sharding, make_mesh, state_shardings
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on. The message says why, what is saved, and what to try."""
 
 
 @dataclass
@@ -50,7 +47,7 @@ class Samples(Protocol):
     def write(self, step: int, model: Any) -> None: ...
 
 
-class Work(Protocol):
+class Objective(Protocol):
     """What is trained, on what: all that the loop does not know."""
 
     @property
@@ -126,11 +123,12 @@ class _Clock:
         self.position.wall_seconds = self._before + time.perf_counter() - self.started
 
 
-def train(config: Config | LraConfig, work: Work, run_dir: Path, *, started: float, quiet: bool = False) -> Outcome:
+def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, started: float,
+          quiet: bool = False) -> Outcome:
     """Train in ``run_dir`` from its newest intact checkpoint, or from the start, to the end that the config sets.
 
     Args:
-        work: what is trained, such as :class:`training.language.LanguageModelling` is.
+        objective: what is trained, such as :class:`training.objectives.LanguageModelling` is.
         started: ``time.perf_counter()`` when the command began, for the wall clock.
         quiet: no progress bar.
 
@@ -144,7 +142,7 @@ def train(config: Config | LraConfig, work: Work, run_dir: Path, *, started: flo
     transform = make_optimizer(config.optimizer)
 
     def initial() -> steps.TrainState:
-        return work.initial(transform)
+        return objective.initial(transform)
 
     shapes = jax.eval_shape(initial)
     shardings = state_shardings(mesh, shapes)
@@ -157,17 +155,17 @@ def train(config: Config | LraConfig, work: Work, run_dir: Path, *, started: flo
             state, position = restored
         logs = stack.enter_context(Logs(config, run_dir, step=position.step))
         writer = stack.enter_context(MetricsWriter(run_dir / "metrics.jsonl", keep_through=position.step))
-        samples = work.samples(run_dir / "samples", keep_through=position.step)
+        samples = objective.samples(run_dir / "samples", keep_through=position.step)
         clock = _Clock(position, started)
         data_sharding = batch_sharding(mesh)
-        data = stack.enter_context(work.batches(start=position.batches, sharding=data_sharding))
-        evaluate = work.evaluator(data_sharding)
-        update = jax.jit(work.update(transform), donate_argnums=0, out_shardings=(shardings, None))
-        update = update.lower(state, work.batch_shape(data_sharding), jnp.float32(0)).compile()
+        data = stack.enter_context(objective.batches(start=position.batches, sharding=data_sharding))
+        evaluate = objective.evaluator(data_sharding)
+        update = jax.jit(objective.update(transform), donate_argnums=0, out_shardings=(shardings, None))
+        update = update.lower(state, objective.batch_shape(data_sharding), jnp.float32(0)).compile()
         add_to_environment(run_dir, step_bytes=peak_bytes(update))
         stop = stack.enter_context(_stop_signals())
         bar = stack.enter_context(_progress(config, position, quiet))
-        run = _Run(config, work.graph, clock, writer, logs, samples, checkpoints, evaluate, jax.jit(global_norm),
+        run = _Run(config, objective.graph, clock, writer, logs, samples, checkpoints, evaluate, jax.jit(global_norm),
                    bar)
 
         pending: _Pending | None = None

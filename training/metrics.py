@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Self, TypeGuard
 
 import orjson
 
-from configs.files import replacing
+from support.files import replacing
 
 BLOCK_BYTES = 1 << 20
 """Read at once."""

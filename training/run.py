@@ -8,15 +8,12 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from configs.files import read_json
-from configs.schema import Config, ConfigError, config_class
+from configs.schema import Config, config_class
 from models.gpt import GPT
-from training.checkpoint import CheckpointError, Checkpoints
+from support.errors import CheckpointError, ConfigError, RunError
+from support.files import read_json
+from training.checkpoint import Checkpoints
 from training.environment import compilation_cache
-
-
-class RunError(RuntimeError):
-    """A run whose files do not hold what they should. The message names the file; commands exit with 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +29,7 @@ class LoadedRun:
     """``environment.json``."""
 
 
-class Taken(NamedTuple):
+class InitialWeights(NamedTuple):
     """What a new run takes from another one."""
 
     parameters: dict[str, jax.Array]
@@ -93,7 +90,7 @@ def load_model(directory: Path, step: int | None = None) -> LoadedRun:
     return LoadedRun(model, dataclasses.replace(config, model=model.config), step, environment)
 
 
-def take_parameters(run: Path, model: GPT, tokenizer: str, *, reset: str | None = None) -> Taken:
+def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | None = None) -> InitialWeights:
     """The parameters that a new run begins with, of the newest intact checkpoint of another.
 
     Names and shapes have to agree, but that attention modes may have parameters of their own: those that only ``model``
@@ -127,7 +124,7 @@ def take_parameters(run: Path, model: GPT, tokenizer: str, *, reset: str | None 
         parts = name.split(".")
         attention, source_name = parts[2:3] == ["attention"], name
         if attention and name not in there:  # what begins as a copy does so here too
-            copied = model.blocks[int(parts[1])].attention.copies.get(parts[3], parts[3])
+            copied = model.blocks[int(parts[1])].attention.init_from_projection.get(parts[3], parts[3])
             source_name = ".".join([*parts[:3], copied, *parts[4:]])
         if attention and (reset == "attention" or source_name not in there):
             continue
@@ -151,10 +148,10 @@ def take_parameters(run: Path, model: GPT, tokenizer: str, *, reset: str | None 
         raise refuse("the attention weights are of other heads")
     if source.config.data.tokenizer != tokenizer:
         raise refuse("its tokens are others")
-    return Taken(taken, run, source.step, _taken_summary(there, here, taken, behind))
+    return InitialWeights(taken, run, source.step, _taken_summary(there, here, taken, behind))
 
 
-def begin(config: Config, vocabulary_size: int, run_dir: Path, taken: Taken) -> None:
+def save_initial_checkpoint(config: Config, vocabulary_size: int, run_dir: Path, taken: InitialWeights) -> None:
     """Write the checkpoint of step 0, from which the run then goes on: ``taken``, new parameters beside, new optimizer.
 
     Raises:

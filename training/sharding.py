@@ -7,7 +7,8 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from configs.schema import ConfigError, MeshConfig, TrainConfig
+from configs.schema import MeshConfig, TrainConfig
+from support.errors import ConfigError
 
 AXES = ("data", "fsdp", "tensor", "context")
 

@@ -143,15 +143,15 @@ def make_eval_step(graph: Any, *, accuracy: bool = False) -> Callable[[Any, Any,
 def _redrawn(graph: Any, state: TrainState, step: Array, key: Array) -> Any:
     """The variables of this update.
 
-    A module that has something to draw defines ``redraw(step, key)``, and keeps its own schedule.
+    A module that has something to draw defines ``resample(step, key)``, and keeps its own schedule.
     """
     if not jax.tree.leaves(state.variables):
         return state.variables
     model = build(graph, state.parameters, state.variables)
     for number, (_, module) in enumerate(nnx.iter_modules(model)):
-        redraw = getattr(module, "redraw", None)
-        if redraw is not None:
-            redraw(step, jax.random.fold_in(key, number))
+        resample = getattr(module, "resample", None)
+        if resample is not None:
+            resample(step, jax.random.fold_in(key, number))
     return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32, Integer
 
-from configs.schema import ConfigError
+from support.errors import ConfigError
 
 
 class Split(NamedTuple):

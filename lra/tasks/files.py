@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Integer, UInt16
 
-from configs.files import replacing
-from configs.schema import ConfigError
-from data import DataError
+from support.errors import ConfigError, DataError
+from support.files import replacing
 
 BYTES = 257
 """Tokens of bytes: each byte + 1, and 0 for padding."""

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from configs.schema import ConfigError
-from data import DataError
 from lra.tasks import Dataset, Split, checksum, files
+from support.errors import ConfigError, DataError
 
 VOCABULARY = 257
 CLASSES = 10

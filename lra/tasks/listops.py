@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32, Integer, UInt8
 
-from data import DataError
 from lra.tasks import Dataset, Split, checksum, files
+from support.errors import DataError
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 TOKENS = ("", *"0123456789", *OPERATORS, "]", "?")

@@ -31,9 +31,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from configs.schema import ConfigError
-from data import DataError
 from lra.tasks import Dataset, Split, checksum, files
+from support.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)

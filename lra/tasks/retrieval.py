@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.schema import ConfigError
-from data import DataError
 from lra.tasks import Dataset, Split, checksum, files
+from support.errors import ConfigError, DataError
 
 VOCABULARY = files.BYTES
 CLASSES = 2

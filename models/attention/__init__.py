@@ -13,7 +13,8 @@ from typing import Any
 
 from flax import nnx
 
-from configs.schema import ConfigError, EncoderConfig, ModelConfig
+from configs.schema import EncoderConfig, ModelConfig
+from support.errors import ConfigError
 
 
 @functools.cache

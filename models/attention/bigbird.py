@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from configs.schema import ConfigError
 from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of
-from models.attention.key_values import KeyValues
+from models.attention.key_value_cache import KeyValues
 from models.attention.one_segment import valid_tokens
 from models.attention.self_attention import SelfAttention
+from support.errors import ConfigError
 
 PARTS = 8
 """Queries are taken in so many parts, so that the keys laid out for them, which are J times those that there are, are

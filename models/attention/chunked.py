@@ -32,7 +32,7 @@ class Config(FeatureOptions):
 class Attention(linear.Attention):
     """Linear attention in chunks."""
 
-    computed_by = ("kernel", "chunk_size")
+    implementation_fields = ("kernel", "chunk_size")
 
     @property
     def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

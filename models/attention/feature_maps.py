@@ -34,9 +34,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from configs.schema import ConfigError
 from kernels import device
 from kernels.mixed_precision import rounded, wide
+from support.errors import ConfigError
 
 FeatureMap = Literal["elu", "relu", "softplus", "exp", "performer_relu", "favor", "favor_trigonometric", "taylor"]
 
@@ -76,12 +76,12 @@ class RandomFeatures:
     """Random directions of favor, a feature each, and of favor_trigonometric, two each."""
     orthogonal: bool = True
     """Random directions at right angles in groups of the head width, of lower variance; otherwise independent ones."""
-    redraw_every: int = 1000
+    resample_every: int = 1000
     """Training steps between draws of random directions; 0: never drawn again. Evaluation and sampling use the last."""
 
     def __post_init__(self) -> None:
         self.check_least("features", 1)
-        self.check_least("redraw_every", 0)
+        self.check_least("resample_every", 0)
 
     def check_least(self, option: str, least: int) -> None:
         """Refuse a number below ``least``; None stands for a choice made elsewhere."""

@@ -14,7 +14,6 @@ from jax import Array
 
 from kernels.linear_attention import State, linear_attention
 from kernels.linear_attention.decode import decode_step, serves
-from models.attention.directions import Directions
 from models.attention.feature_maps import (
     RANDOM,
     FeatureOptions,
@@ -24,6 +23,7 @@ from models.attention.feature_maps import (
     features,
 )
 from models.attention.one_segment import valid_tokens
+from models.attention.random_projection import RandomProjection
 from models.attention.self_attention import SelfAttention
 
 
@@ -39,7 +39,7 @@ class Config(FeatureOptions):
 class Attention(SelfAttention):
     """Linear attention: decoding keeps a state of constant size."""
 
-    computed_by = ("form",)
+    implementation_fields = ("form",)
     decode_state = "constant"
 
     def __init__(self, config: FeatureOptions, *, heads: int, head_width: int, width: int, max_length: int,
@@ -48,17 +48,17 @@ class Attention(SelfAttention):
         if config.feature_map == "favor_trigonometric":
             warnings.warn(f"{self.name}: weights by favor_trigonometric have a variance that is largest where they are "
                           "smallest, and can be negative; it is there to be compared with favor", stacklevel=2)
-        self.directions_RD = Directions(self._draw(rngs())) if config.feature_map in RANDOM else None
+        self.directions_RD = RandomProjection(self._draw(rngs())) if config.feature_map in RANDOM else None
 
     @property
     def feature_width(self) -> int:
         """M."""
         return feature_width(self.config, self.head_width)
 
-    def redraw(self, step: Array, key: Array) -> None:
-        """:meth:`Directions.redraw` of random directions; the training step calls it."""
+    def resample(self, step: Array, key: Array) -> None:
+        """:meth:`RandomProjection.resample` of random directions; the training step calls it."""
         if self.directions_RD is not None:
-            self.directions_RD.redraw(step, self.config.redraw_every, lambda: self._draw(key))
+            self.directions_RD.resample(step, self.config.resample_every, lambda: self._draw(key))
 
     @property
     def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

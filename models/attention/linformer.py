@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from configs.schema import ConfigError
 from kernels.grouped_attention import blocks_of, grouped_attention, tokens_of
 from models.attention.one_segment import valid_tokens
 from models.attention.self_attention import SelfAttention
+from support.errors import ConfigError
 
 QUERY_BLOCK = 128
 """Queries in a group: the k scores of each are in memory a few groups at a time."""
@@ -44,7 +44,7 @@ class Attention(SelfAttention):
     causal = False
     bidirectional = True
     prefix_exact = False
-    bounded = True
+    fixed_length = True
 
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)

@@ -10,11 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from configs.schema import ConfigError
 from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of, with_neighbours
 from kernels.segments import runs_of, visible
 from models.attention.self_attention import SelfAttention
-from models.attention.window import Window
+from models.attention.window_cache import Window
+from support.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Attention(SelfAttention):
     in it. Decoding keeps the last block."""
 
     bidirectional = True
-    separate = True
+    block_diagonal = True
     decode_state = "window"
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,

@@ -24,13 +24,13 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from configs.schema import ConfigError
 from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of, with_neighbours
 from kernels.layer_norm import Norm, normed
 from kernels.segments import runs_of, visible
-from models.attention.key_values import KeyValues
+from models.attention.key_value_cache import KeyValues
 from models.attention.self_attention import Linear, SelfAttention, rotate
-from models.attention.window import Window
+from models.attention.window_cache import Window
+from support.errors import ConfigError
 
 type Tags = tuple[Array, Array]
 """Places in the row, and numbers of the segments, the latter below 0 where there is nothing to see."""
@@ -66,7 +66,7 @@ class Attention(SelfAttention):
     are then replaced."""
 
     bidirectional = True
-    copies = MappingProxyType({"global_query": "query", "global_key": "key", "global_value": "value"})
+    init_from_projection = MappingProxyType({"global_query": "query", "global_key": "key", "global_value": "value"})
     decode_state = "window"
     packs_with = "--model.modes.longformer.global-tokens 0"
 
@@ -75,7 +75,7 @@ class Attention(SelfAttention):
         if config.global_tokens:
             self.global_query, self.global_key, self.global_value = (
                 Linear(width, heads * head_width, rngs=rngs) for _ in range(3))
-            for ours, ordinary in self.copies.items():
+            for ours, ordinary in self.init_from_projection.items():
                 getattr(self, ours).kernel[...] = getattr(self, ordinary).kernel[...]
 
     def packs(self, causal: bool) -> bool:

@@ -33,4 +33,4 @@ class Attention(chunked.Attention):
     def __init__(self, config: Config, **sizes: Any):
         super().__init__(chunked.Config(
             feature_map=config.phi, features=config.features, orthogonal=config.orthogonal,
-            redraw_every=config.redraw_every, chunk_size=config.chunk_size), **sizes)
+            resample_every=config.resample_every, chunk_size=config.chunk_size), **sizes)

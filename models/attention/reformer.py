@@ -29,12 +29,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from configs.schema import ConfigError
 from kernels.grouped_attention import Part, combine, grouped_attention, with_neighbours
 from kernels.segments import HIDDEN, runs_of
-from models.attention.directions import Directions
-from models.attention.key_values import KeyValues
+from models.attention.key_value_cache import KeyValues
+from models.attention.random_projection import RandomProjection
 from models.attention.self_attention import SelfAttention, rotate
+from support.errors import ConfigError
 
 UNFACTORED = 64
 """Buckets that are hashed by one argmax at most; more are pairs of two, so that their cost grows as their root."""
@@ -52,11 +52,11 @@ class Config:
     buckets: int | None = None
     """Buckets in a round: an even number up to 64, or a power of two; None: about two for each chunk of the
     longest sequence."""
-    redraw_every: int = 1
+    resample_every: int = 1
     """Training steps between draws of rotations; 0: never drawn again. Evaluation and sampling use the last."""
 
     def __post_init__(self) -> None:
-        for option, least in (("rounds", 1), ("chunk_size", 1), ("redraw_every", 0)):
+        for option, least in (("rounds", 1), ("chunk_size", 1), ("resample_every", 0)):
             if (value := getattr(self, option)) < least:
                 raise ConfigError(f"model.modes.reformer.{option} is {value}; expected at least {least}")
         n = self.buckets
@@ -84,7 +84,7 @@ class Attention(SelfAttention):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         del self.key  # keys are made of queries
         self.query.exact = True
-        self.rotations_DRM = Directions(self._draw(rngs()))
+        self.rotations_DRM = RandomProjection(self._draw(rngs()))
 
     @property
     def buckets(self) -> int:
@@ -100,9 +100,9 @@ class Attention(SelfAttention):
         power = self.buckets.bit_length() - 1
         return (self.buckets,) if self.buckets <= UNFACTORED else (2 ** (power - power // 2), 2 ** (power // 2))
 
-    def redraw(self, step: Array, key: Array) -> None:
-        """:meth:`Directions.redraw` of the rotations; the training step calls it."""
-        self.rotations_DRM.redraw(step, self.config.redraw_every, lambda: self._draw(key))
+    def resample(self, step: Array, key: Array) -> None:
+        """:meth:`RandomProjection.resample` of the rotations; the training step calls it."""
+        self.rotations_DRM.resample(step, self.config.resample_every, lambda: self._draw(key))
 
     def project(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array, Array]:
         """q_BTHD, rotated where positions are given, k_BTHD of length √D, and v_BTHD.

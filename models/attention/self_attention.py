@@ -68,13 +68,13 @@ class SelfAttention(nnx.Module):
     """How what decoding keeps grows with the tokens seen; none: the mode has no cached decode."""
     prefix_exact: bool = True
     """An output never depends on later tokens, not even through bucketing."""
-    separate: bool = False
+    block_diagonal: bool = False
     """It cuts a sequence into parts that never see each other, in however many layers."""
-    computed_by: tuple[str, ...] = ()
+    implementation_fields: tuple[str, ...] = ()
     """Options that change how its function is computed, and nothing else."""
-    copies: Mapping[str, str] = MappingProxyType({})
+    init_from_projection: Mapping[str, str] = MappingProxyType({})
     """Projections that begin as another one's copy: taken from it where a run to begin with does not have them."""
-    bounded: bool = False
+    fixed_length: bool = False
     """It has parameters for ``max_length`` tokens, and none beyond."""
     packs_with: str | None = None
     """Flags of ``train.py`` with which it packs, where it could and does not."""

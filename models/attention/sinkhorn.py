@@ -28,11 +28,11 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from configs.schema import ConfigError
 from kernels.grouped_attention import blocks_of, tag_blocks_of, tokens_of
 from kernels.segments import HIDDEN
 from models.attention.one_segment import valid_tokens
 from models.attention.self_attention import Linear, SelfAttention
+from support.errors import ConfigError
 
 LEAST_WEIGHT = 1e-6
 """A slot of a sorted block with less is not seen: means over so little have no gradient to speak of in float32."""
@@ -63,7 +63,7 @@ class Attention(SelfAttention):
     causal = False
     bidirectional = True
     prefix_exact = False
-    bounded = True
+    fixed_length = True
 
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)

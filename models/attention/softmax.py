@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jax import Array
 
 from kernels.softmax_attention import CACHE_BLOCK, cached_attention, pick_implementation, softmax_attention
-from models.attention.key_values import KeyValues
+from models.attention.key_value_cache import KeyValues
 from models.attention.self_attention import SelfAttention
 
 
@@ -26,7 +26,7 @@ class Attention(SelfAttention):
     """Softmax attention: decoding keeps every key and value."""
 
     bidirectional = True
-    computed_by = ("form",)
+    implementation_fields = ("form",)
     decode_state = "growing"
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,

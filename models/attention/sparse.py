@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from configs.schema import ConfigError
 from kernels.grouped_attention import blocks_of, combine, grouped_attention, tag_blocks_of, tokens_of
 from models.attention.one_segment import valid_tokens
 from models.attention.self_attention import SelfAttention
+from support.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from configs.schema import ConfigError
 from kernels.segments import HIDDEN, positions_of, runs_of, visible
-from models.attention.key_values import KeyValues
+from models.attention.key_value_cache import KeyValues
 from models.attention.self_attention import SelfAttention
+from support.errors import ConfigError
 
 Kind = Literal["random", "factorised", "dense"]
 
@@ -55,7 +55,7 @@ class Attention(SelfAttention):
 
     bidirectional = True
     decode_state = "growing"
-    bounded = True
+    fixed_length = True
 
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks import endless, report
 from benchmarks.endless import Row
-from configs.schema import ConfigError, ModelConfig
+from configs.schema import ModelConfig
+from support.errors import ConfigError
 from tests import tiny
 
 

@@ -10,8 +10,9 @@ import jax
 import pytest
 
 from benchmarks import gpu_check, memory, report, target
-from configs.schema import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
-from data import DataError, tokenizers
+from configs.schema import Config, DataConfig, ModelConfig, TrainConfig
+from data import tokenizers
+from support.errors import ConfigError, DataError
 
 SPILLING = """\
 ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient \

@@ -10,7 +10,7 @@ from flax import nnx
 from benchmarks import report, sampling
 from configs.schema import ModelConfig
 from models.gpt import GPT
-from models.sampler import TOKENS_PER_CALL
+from sampling.sampler import TOKENS_PER_CALL
 from tests import tiny
 
 TINY = ["--width", "16", "--layers", "1", "--heads", "2", "--repeats", "3", "--dtype", "float32"]

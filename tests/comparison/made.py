@@ -39,7 +39,7 @@ def write_run(path: Path, mode: str = "softmax", *, seed: int = 0, steps: int = 
 
 
 def write_evaluated(path: Path, mode: str = "softmax", *, source: str = "python-stdlib", context: int = 32) -> Path:
-    """A run as models.pretrained imports it and evaluate.py evaluates it: nothing was logged of its training."""
+    """A run as convert imports it and evaluate.py evaluates it: nothing was logged of its training."""
     path.mkdir(parents=True)
     config = Config(model=ModelConfig(attention=(mode,), context=context), data=DataConfig(source=source))
     (path / "config.json").write_text(json.dumps(config.to_dict()))

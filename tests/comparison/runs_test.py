@@ -9,8 +9,8 @@ import pytest
 from comparison.flops import flops_per_token
 from comparison.reading import Reader
 from comparison.remarks import remarks
-from comparison.runs import RunError, differences, group, load_run, name_runs
-from configs.schema import ConfigError
+from comparison.runs import differences, group, load_run, name_runs
+from support.errors import ConfigError, RunError
 from tests.comparison.made import read_lines, write_lines, write_run
 
 

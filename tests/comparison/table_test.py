@@ -8,8 +8,9 @@ import pytest
 
 import comparison
 from comparison.picture import picture
-from comparison.runs import RunError, load_run
+from comparison.runs import load_run
 from comparison.table import as_csv, table_note
+from support.errors import RunError
 from tests.comparison.made import write_evaluated, write_run
 
 

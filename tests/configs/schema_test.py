@@ -9,7 +9,6 @@ import pytest
 import configs.schema
 from configs.schema import (
     Config,
-    ConfigError,
     EncoderConfig,
     LoggingConfig,
     LraConfig,
@@ -20,6 +19,7 @@ from configs.schema import (
     load_recipe,
 )
 from models import attention
+from support.errors import ConfigError
 
 LRA = Path(configs.schema.__file__).parent / "lra"
 

@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from configs.schema import ConfigError
-from data import DataError
 from data.generated import Document, write_corpus
 from data.loader import TokenFiles
+from support.errors import ConfigError, DataError
 
 
 def test_generated_corpora_are_whole_or_not_there(tmp_path):

@@ -13,10 +13,11 @@ import jax
 import numpy as np
 import pytest
 
-from configs.schema import ConfigError, DataConfig
-from data import DataError, prepare
+from configs.schema import DataConfig
+from data import prepare
 from data.generated import Document, write_corpus
 from data.loader import Batch, TokenFiles, batches, fixed_batches, open_corpora
+from support.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 4

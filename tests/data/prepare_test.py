@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import tiktoken
 
-from configs.schema import ConfigError, DataConfig
-from data import DataError, prepare, sources, tasks, texts, tokenizers
+from configs.schema import DataConfig
+from data import prepare, sources, tasks, texts, tokenizers
 from data.loader import TokenFiles
+from support.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
 GPT2_FILES = ROOT.parent / "shared" / "tiktoken"

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from configs.schema import ConfigError
-from data import DataError, sources, texts
+from data import sources, texts
+from support.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
 

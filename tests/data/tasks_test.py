@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from configs.schema import ConfigError, DataConfig
+from configs.schema import DataConfig
 from data import tasks
 from data.loader import TokenFiles, fixed_batches
 from data.prepare import ensure
+from support.errors import ConfigError
 
 
 def examples(source: str, count: int = 50):

@@ -9,9 +9,9 @@ import pytest
 import requests
 import tiktoken
 
-from configs.schema import ConfigError
-from data import DataError, texts, tokenizers
+from data import texts, tokenizers
 from data.texts import JsonLines, Piece, Pieces
+from support.errors import ConfigError, DataError
 
 GPT2_FILES = Path(__file__).parents[3] / "shared" / "tiktoken"
 

@@ -42,17 +42,17 @@ def sharding(config: LraConfig) -> Any:
 @functools.cache
 def initial(towers: int = 1) -> Any:
     """What dropout and the like do not change."""
-    work = Classification(config(towers=towers), fake.dataset(towers))
-    return jax.jit(lambda: work.initial(make_optimizer(OptimizerConfig())))()
+    objective = Classification(config(towers=towers), fake.dataset(towers))
+    return jax.jit(lambda: objective.initial(make_optimizer(OptimizerConfig())))()
 
 
 @functools.cache
 def after_one_update(**given: Any) -> tuple[float, float]:
     """Loss and gradient norm of the first."""
-    work, transform = Classification(config(**given), fake.dataset()), make_optimizer(OptimizerConfig())
+    objective, transform = Classification(config(**given), fake.dataset()), make_optimizer(OptimizerConfig())
     state = initial()
-    with work.batches(start=0, sharding=sharding(config())) as batches:
-        metrics = jax.jit(work.update(transform))(state, next(batches), jnp.float32(0.01))[1]
+    with objective.batches(start=0, sharding=sharding(config())) as batches:
+        metrics = jax.jit(objective.update(transform))(state, next(batches), jnp.float32(0.01))[1]
     return float(metrics.loss), float(metrics.gradient_norm)
 
 
@@ -92,17 +92,17 @@ def test_a_batch_is_padded_to_the_context_with_its_masks():
 def test_evaluation_is_of_the_whole_val_split_without_dropout(towers):
     """21 examples in batches of 8: the last is not full."""
     dataset = fake.dataset(towers)
-    work, given = Classification(config(dropout=0.9, towers=towers), dataset), config(towers=towers)
+    objective, given = Classification(config(dropout=0.9, towers=towers), dataset), config(towers=towers)
     state = initial(towers)
     val = dataset.splits["val"]
     valid = tuple(jnp.arange(fake.LENGTH)[None] < lengths_N[:, None] for lengths_N in val.lengths)
-    logits = jax.jit(lambda state, tokens, valid: build(work.graph, state.parameters, state.variables)(
+    logits = jax.jit(lambda state, tokens, valid: build(objective.graph, state.parameters, state.variables)(
         *tokens, valid_BT=valid))(state, tuple(jnp.asarray(x, jnp.int32) for x in val.tokens), valid)
     expected = optax.softmax_cross_entropy_with_integer_labels(logits, val.labels).mean()
-    found = work.evaluator(sharding(given))(state)
+    found = objective.evaluator(sharding(given))(state)
     assert found["loss"] == pytest.approx(float(expected), rel=1e-5)
     assert found["accuracy"] == pytest.approx((np.argmax(logits, axis=1) == val.labels).mean())
-    test = work.test(state.parameters, state.variables, sharding(given))
+    test = objective.test(state.parameters, state.variables, sharding(given))
     assert (19 * test["accuracy"]) % 1 == pytest.approx(0, abs=1e-6)
     assert test != found
 
@@ -110,9 +110,10 @@ def test_evaluation_is_of_the_whole_val_split_without_dropout(towers):
 def test_a_large_val_split_is_evaluated_in_evenly_spaced_examples(monkeypatch):
     dataset, seen = fake.dataset(val=100), []
     monkeypatch.setattr("lra.classification.WHOLE_SPLIT", 50)
-    work = Classification(config(eval_batches=4), dataset)
-    monkeypatch.setattr(work, "_figures", lambda parameters, variables, split, rows_N, sharding: seen.append(rows_N))
-    work.evaluator(sharding(config()))(make_state())
+    objective = Classification(config(eval_batches=4), dataset)
+    monkeypatch.setattr(objective, "_figures",
+                        lambda parameters, variables, split, rows_N, sharding: seen.append(rows_N))
+    objective.evaluator(sharding(config()))(make_state())
     assert len(seen[0]) == 32
     assert set(np.diff(seen[0])) == {3, 4}
     assert (seen[0][0], seen[0][-1]) == (0, 96)
@@ -140,15 +141,15 @@ def test_masks_are_given_only_where_something_is_padding(shorter):
     splits = {name: split._replace(lengths=(np.full_like(split.lengths[0], CONTEXT),))
               for name, split in dataset.splits.items()}
     splits["test"].lengths[0][-1] -= shorter
-    work, given = Classification(config(), dataset._replace(splits=splits)), config()
-    shape = work.batch_shape(sharding(given))
-    with work.batches(start=0, sharding=sharding(given)) as batches:
+    objective, given = Classification(config(), dataset._replace(splits=splits)), config()
+    shape = objective.batch_shape(sharding(given))
+    with objective.batches(start=0, sharding=sharding(given)) as batches:
         batch = next(batches)
     assert (shape.valid[0] is not None) == (batch.valid[0] is not None) == bool(shorter)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), batch) == jax.tree.map(lambda x: (x.shape, x.dtype), shape)
-    assert set(work.test(*initial_parameters(work), sharding(given))) == {"loss", "accuracy"}
+    assert set(objective.test(*initial_parameters(objective), sharding(given))) == {"loss", "accuracy"}
 
 
-def initial_parameters(work: Classification) -> tuple[Any, Any]:
-    state = work.initial(optax.identity())
+def initial_parameters(objective: Classification) -> tuple[Any, Any]:
+    state = objective.initial(optax.identity())
     return state.parameters, state.variables

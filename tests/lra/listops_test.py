@@ -6,11 +6,10 @@ import random
 import numpy as np
 import pytest
 
-from configs.schema import ConfigError
-from data import DataError
 from lra import tasks
 from lra.tasks import listops
 from lra.tasks.listops import OPERATORS, TOKENS, evaluate
+from support.errors import ConfigError, DataError
 
 
 def load(**options):

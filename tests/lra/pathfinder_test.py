@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from configs.schema import ConfigError
-from data import DataError
 from lra.tasks import Dataset, pathfinder, pathx
 from lra.tasks.pathfinder import PATHFINDER, PATHX, Level, Scenes
+from support.errors import ConfigError, DataError
 
 
 def made(level: Level, count: int) -> tuple[Level, Scenes, np.ndarray]:

@@ -6,9 +6,9 @@ from dataclasses import replace
 import jax
 import pytest
 
-from configs.schema import ConfigError
 from lra import efficiency, table
 from lra.efficiency import BYTES, Case, Result, compiled_step, in_process, measure
+from support.errors import ConfigError
 
 ORIGIN = {"device": "a machine", "versions": {"jax": "1"}, "command": "python -m lra.table efficiency"}
 

@@ -5,10 +5,9 @@ import io
 import numpy as np
 import pytest
 
-from configs.schema import ConfigError
-from data import DataError
 from lra import tasks
 from lra.tasks import image, text
+from support.errors import ConfigError, DataError
 
 
 def load(task, folder, **options):

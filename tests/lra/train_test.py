@@ -12,10 +12,10 @@ import compare
 import train as train_command
 from comparison.remarks import remarks
 from comparison.runs import group, load_run, scored
-from data import DataError
 from lra import accuracy, tasks
 from lra import train as lra_train
 from lra.tasks import listops
+from support.errors import DataError
 from tests import tiny
 from tests.comparison.made import write_run
 from tests.lra import fake

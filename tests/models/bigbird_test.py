@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ConfigError
 from models.attention.bigbird import Attention, Config
+from support.errors import ConfigError
 
 B, T, H, D = 2, 38, 2, 4
 SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": 64}

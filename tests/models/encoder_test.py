@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ConfigError, EncoderConfig
+from configs.schema import EncoderConfig
 from models import attention
 from models.encoder import Classifier, Encoder, check, dropping
+from support.errors import ConfigError
 
 V, T = 11, 37
 SMALL: dict[str, dict[str, Any]] = {

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.schema import ConfigError
 from models.attention.chunked import Config
 from models.attention.feature_maps import FeatureMap, FeatureOptions, draw_directions, feature_width, features
 from models.attention.performer import Config as PerformerConfig
+from support.errors import ConfigError
 
 D, KEYS, DRAWS = 8, 6, 4000
 
@@ -130,7 +130,7 @@ def test_performer_relu_is_never_zero():
     (lambda: Config(feature_map="taylor", order=1), r"model\.modes\.chunked\.normalize: .*taylor of order 1"),
     (lambda: Config(features=0), r"model\.modes\.chunked\.features is 0; expected at least 1"),
     (lambda: PerformerConfig(features=-3), r"model\.modes\.performer\.features is -3"),
-    (lambda: PerformerConfig(redraw_every=-1), r"model\.modes\.performer\.redraw_every is -1; expected at least 0"),
+    (lambda: PerformerConfig(resample_every=-1), r"model\.modes\.performer\.resample_every is -1; expected at least 0"),
     (lambda: PerformerConfig(chunk_size=0), r"model\.modes\.performer\.chunk_size is 0"),
 ])
 def test_options_that_mean_nothing_are_refused(options, message):

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ConfigError, ModelConfig
+from configs.schema import ModelConfig
 from models import attention
 from models.attention.self_attention import Linear
 from models.gpt import GPT, check
+from support.errors import ConfigError
 
 VOCABULARY = 31
 TINY = ModelConfig(layers=2, heads=2, width=16, context=70, dtype="float32", attention=("softmax",))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ConfigError
 from models.attention.linformer import Attention, Config
+from support.errors import ConfigError
 
 B, H, D, E = 2, 2, 4, 8
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ConfigError
 from models.attention.local import Attention, Config
+from support.errors import ConfigError
 
 B, T, H, D, SIZE = 2, 45, 2, 4, 8
 X_BTE = jnp.zeros((B, T, H * D))

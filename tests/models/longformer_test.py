@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ConfigError, ModelConfig
+from configs.schema import ModelConfig
 from models.attention import softmax
 from models.attention.longformer import Attention, Config
 from models.attention.self_attention import rotate
 from models.gpt import GPT
+from support.errors import ConfigError
 from train import check_packing
 
 B, T, H, D = 2, 23, 2, 4

@@ -114,7 +114,7 @@ BATCH = Batch(TOKENS_BT[:, :-1], TOKENS_BT[:, 1:])
 def training(seed: int = 0) -> tuple[Any, Any, Any]:
     """The graph, an update and the initial state of two layers that are to have new directions every other update."""
     model = check(ModelConfig(layers=2, heads=2, width=8, context=8, dtype="float32", attention=("performer",),
-                              modes={"performer": {"features": 8, "redraw_every": 2}}))
+                              modes={"performer": {"features": 8, "resample_every": 2}}))
     config = Config(model=model, train=TrainConfig(batch_size=2, seed=seed))
     graph, transform = model_graph(config, 11), make_optimizer(config.optimizer)
     step = make_train_step(graph, config, transform)
@@ -169,10 +169,10 @@ def test_evaluation_and_decoding_leave_them_alone():
 
 
 def test_a_schedule_of_0_draws_nothing():
-    module = Attention(PerformerConfig(features=8, redraw_every=0), **SIZES, rngs=nnx.Rngs(0))
+    module = Attention(PerformerConfig(features=8, resample_every=0), **SIZES, rngs=nnx.Rngs(0))
     assert module.directions_RD is not None
     begun_RD = module.directions_RD[...]
-    module.redraw(jnp.int32(1000), jax.random.key(0))
+    module.resample(jnp.int32(1000), jax.random.key(0))
     np.testing.assert_array_equal(module.directions_RD[...], begun_RD)
 
 
@@ -181,13 +181,13 @@ def test_a_classifier_has_them_drawn_anew_in_training_and_scored_as_they_are():
     """By the update and the evaluation that ``lra.train`` runs."""
     model = encoder.check(EncoderConfig(layers=1, heads=2, width=8, mlp_width=8, context=12, dtype="float32",
                                         attention=("performer",),
-                                        modes={"performer": {"features": 8, "redraw_every": 1}}))
+                                        modes={"performer": {"features": 8, "resample_every": 1}}))
     config = LraConfig(model=model, data=TaskConfig(task="fake"), train=TrainConfig(batch_size=8))
-    work, transform = Classification(config, fake.dataset(val=8)), make_optimizer(OptimizerConfig())
+    objective, transform = Classification(config, fake.dataset(val=8)), make_optimizer(OptimizerConfig())
     sharding = batch_sharding(make_mesh(MeshConfig(), config.train, 12))
-    with jax.numpy_rank_promotion("allow"), work.batches(start=0, sharding=sharding) as batches:
-        update, evaluate = jax.jit(work.update(transform)), work.evaluator(sharding)
-        states = [jax.jit(lambda: work.initial(transform))()]
+    with jax.numpy_rank_promotion("allow"), objective.batches(start=0, sharding=sharding) as batches:
+        update, evaluate = jax.jit(objective.update(transform)), objective.evaluator(sharding)
+        states = [jax.jit(lambda: objective.initial(transform))()]
         for _ in range(3):
             states.append(update(states[-1], next(batches), jnp.float32(0.01))[0])
         drawn = [directions(state.variables)[0] for state in states]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ConfigError
 from models.attention.reformer import Attention, Config
+from support.errors import ConfigError
 
 B, T, H, D = 2, 45, 2, 4
 SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": T}
@@ -139,10 +139,10 @@ def test_rotations_are_no_parameters_and_there_is_no_key_projection():
 
 @pytest.mark.parametrize(("every", "changes"), [(0, []), (2, [2, 4])])
 def test_rotations_are_drawn_anew_on_schedule(every, changes):
-    module = build(redraw_every=every)
+    module = build(resample_every=every)
     last, changed = np.asarray(module.rotations_DRM[...]), []
     for step in range(5):
-        module.redraw(jnp.int32(step), jax.random.key(step))
+        module.resample(jnp.int32(step), jax.random.key(step))
         if not np.array_equal(module.rotations_DRM[...], last):
             changed.append(step)
         last = np.asarray(module.rotations_DRM[...])
@@ -161,7 +161,7 @@ def test_there_are_about_two_buckets_for_each_chunk(max_length, chunk_size, fact
 @pytest.mark.parametrize(("options", "message"), [
     ({"rounds": 0}, "rounds is 0; expected at least 1"),
     ({"chunk_size": 0}, "chunk_size is 0; expected at least 1"),
-    ({"redraw_every": -1}, "redraw_every is -1; expected at least 0"),
+    ({"resample_every": -1}, "resample_every is -1; expected at least 0"),
     ({"buckets": 0}, "buckets is 0; expected an even number up to 64, or a power of two"),
     ({"buckets": 7}, "buckets is 7; expected an even number"),
     ({"buckets": 100}, "buckets is 100; expected an even number"),

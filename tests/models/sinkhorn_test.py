@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ConfigError
 from models.attention.sinkhorn import Attention, Config, normalised
+from support.errors import ConfigError
 
 B, H, D, E, SIZE, L = 2, 2, 4, 8, 5, 32
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ConfigError
 from models.attention.softmax import Attention as Softmax
 from models.attention.softmax import Config as SoftmaxConfig
 from models.attention.sparse import Attention, Config
+from support.errors import ConfigError
 
 B, T, H, D = 2, 23, 2, 4
 SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": 64}

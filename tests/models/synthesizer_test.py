@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ConfigError
 from models.attention.synthesizer import Attention, Config
+from support.errors import ConfigError
 
 B, T, H, D, E, L = 2, 20, 2, 4, 8, 24
 KINDS = ("random", "factorised", "dense")

@@ -16,8 +16,8 @@ import optax
 import pytest
 from flax import nnx
 
-from configs.schema import ConfigError
-from training.checkpoint import CHECKSUMS, UNFINISHED, CheckpointError, Checkpoints
+from support.errors import CheckpointError, ConfigError
+from training.checkpoint import CHECKSUMS, UNFINISHED, Checkpoints
 
 ROOT = Path(__file__).parents[2]
 POSITION = {"step": 2**40 + 1, "batches": 7, "train_seconds": 0.1 + 0.2, "wall_seconds": 1e9 + 1e-6}

@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ConfigError, ModelConfig, TrainConfig
+from configs.schema import ModelConfig, TrainConfig
 from data import tokenizers
 from data.generated import Document, write_corpus
 from models.gpt import GPT
-from models.sampler import Sampler, Sampling
-from models.text_stream import TextStream
+from sampling.sampler import Sampler, Sampling
+from sampling.samples import SAMPLE_TOKENS, check
+from sampling.text_stream import TextStream
+from support.errors import ConfigError
 from tests import tiny
 from training import language, loop
 from training.checkpoint import Checkpoints
 from training.run import load_model
-from training.samples import SAMPLE_TOKENS, check
 
 STEPS = 40
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from configs.schema import ConfigError, MeshConfig, TrainConfig
+from configs.schema import MeshConfig, TrainConfig
+from support.errors import ConfigError
 from training.sharding import make_mesh, state_shardings
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ from configs.schema import Config, MeshConfig, ModelConfig, OptimizerConfig, Tra
 from data.loader import Batch
 from models.gpt import check
 from training import step as steps
-from training.language import put
+from training.objectives import put
 from training.optimizer import make_optimizer
 from training.sharding import batch_sharding, make_mesh, state_shardings
 

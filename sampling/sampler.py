@@ -13,10 +13,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from configs.schema import ConfigError
 from kernels import device
 from models.block import linears
 from models.gpt import GPT, Cache
+from support.errors import ConfigError
 
 PREFILL_TOKENS = (256, 1024)
 """Tokens of the prompt read at once, as far as they are no more than the model's context: many of a long prompt, which

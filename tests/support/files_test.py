@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import files
+from support import files
 
 
 def full(*_):

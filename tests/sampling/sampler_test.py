@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ConfigError, ModelConfig
+from configs.schema import ModelConfig
 from kernels import projection
 from models import attention as attentions
-from models import sampler as sampler_module
 from models.attention import linear
 from models.attention.self_attention import angles
 from models.gpt import GPT
-from models.sampler import TOKENS_PER_CALL, Sampler, Sampling, Settings, draw, likeliest
+from sampling import sampler as sampler_module
+from sampling.sampler import TOKENS_PER_CALL, Sampler, Sampling, Settings, draw, likeliest
+from support.errors import ConfigError
 
 V = 13
 MODES = tuple(name for name, mode in attentions.modes().items()

@@ -15,14 +15,14 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+import convert as pretrained
 import sample
-from configs.schema import Config, ConfigError, ModelConfig
-from models import pretrained
+from configs.schema import Config, ModelConfig
+from convert import import_weights, load_model
 from models.gpt import GPT
-from models.pretrained import PretrainedError, import_weights, load_model
+from support.errors import ConfigError, RunError, WeightsError
 from tests import tiny
 from training.checkpoint import Checkpoints
-from training.run import RunError
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -141,7 +141,7 @@ def test_shards_are_put_together(source, tmp_path, imported):
     tokens_BT = load_file(GOLDEN / "gpt2_logits.safetensors")["tokens"]
     np.testing.assert_array_equal(logits_of(tmp_path / "run", tokens_BT), logits_of(imported, tokens_BT))
     (source / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(PretrainedError, match=r"names the file model-00002-of-00002\.safetensors, which is not there"):
+    with pytest.raises(WeightsError, match=r"names the file model-00002-of-00002\.safetensors, which is not there"):
         import_weights(str(source), tmp_path / "other")
 
 

@@ -1,7 +1,7 @@
 """GPT-2's published weights in and out, in the format of ``transformers``: config.json and model.safetensors.
 
-    python -m models.pretrained import openai-community/gpt2 --out runs/gpt2
-    python -m models.pretrained export runs/softmax --out exported/softmax
+    python convert.py import openai-community/gpt2 --out runs/gpt2
+    python convert.py export runs/softmax --out exported/softmax
 
 ``import`` makes a run folder, with a checkpoint of step 0, from a model of the Hugging Face Hub or a local folder:
 sample.py samples from it and train.py --init-from starts from it. Products are in float32, so that the logits are the
@@ -23,11 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from configs.files import read_json, replacing, write_json
-from configs.schema import Config, ConfigError, DataConfig, ModelConfig
+from configs.schema import Config, DataConfig, ModelConfig
 from models import gpt
 from models.block import layer_modes
 from models.gpt import GPT
+from support.errors import CheckpointError, ConfigError, DataError, RunError, WeightsError
+from support.files import read_json, replacing, write_json
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -59,10 +60,6 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """safetensors' names of the number formats that float32 parameters hold exactly."""
 
 
-class PretrainedError(RuntimeError):
-    """Published weights that cannot be had, read or written. The message names the file; commands exit with 1."""
-
-
 def import_weights(source: str, out: Path, *, tokenizer: str | None = None) -> None:
     """Make the run folder ``out`` of published weights. Nothing is left of an attempt that fails.
 
@@ -74,7 +71,7 @@ def import_weights(source: str, out: Path, *, tokenizer: str | None = None) -> N
 
     Raises:
         ConfigError: there is no such source, ``out`` is taken, or this model does not compute what config.json says.
-        PretrainedError: a tensor is missing, left over or misshapen, a file is damaged, the Hub cannot be reached.
+        WeightsError: a tensor is missing, left over or misshapen, a file is damaged, the Hub cannot be reached.
         CheckpointError: the checkpoint could not be written.
     """
     from training.checkpoint import Checkpoints
@@ -122,7 +119,7 @@ def export_weights(run: Path, out: Path, *, step: int | None = None) -> None:
 
     Raises:
         ConfigError: the model is one that GPT-2's format cannot say, ``out`` is taken, or ``run`` is no run.
-        PretrainedError: ``out`` cannot be written.
+        WeightsError: ``out`` cannot be written.
         RunError, CheckpointError: as ``training.run.load_model``.
     """
     from safetensors.numpy import save_file
@@ -177,7 +174,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
 
     Raises:
         ConfigError: there is no config.json, or a field asks for what models/gpt.py does not compute.
-        PretrainedError: config.json is damaged.
+        WeightsError: config.json is damaged.
     """
     values = _read_json(folder / CONFIG)
     if "model_type" not in values:
@@ -243,34 +240,34 @@ def _read_parameters(folder: Path, model: GPT) -> tuple[Any, dict[str, str]]:
             expected = (*leading, last * len(parts))
             shape, dtype = shape_and_dtype(name)
             if shape != expected:
-                raise PretrainedError(f"{file_of[name]}: {name} has shape {shape}, expected {expected}")
+                raise WeightsError(f"{file_of[name]}: {name} has shape {shape}, expected {expected}")
             if dtype not in DTYPES:
-                raise PretrainedError(f"{file_of[name]}: {name} has dtype {dtype}, expected {', '.join(DTYPES)}")
+                raise WeightsError(f"{file_of[name]}: {name} has dtype {dtype}, expected {', '.join(DTYPES)}")
             if dtype != "F32":
                 dtypes[name] = dtype
             tensor = read(name)
             if name == "wte.weight" and "lm_head.weight" in file_of and not _same(read("lm_head.weight"), tensor):
-                raise PretrainedError(f"{file_of['lm_head.weight']}: lm_head.weight differs from wte.weight; in this "
+                raise WeightsError(f"{file_of['lm_head.weight']}: lm_head.weight differs from wte.weight; in this "
                                       "model the head is the token embedding")
             for part, values in zip(parts, np.split(tensor.astype(np.float32), len(parts), axis=-1), strict=True):
                 ours[part] = jnp.asarray(values)
         for name in filter(_is_mask, file_of):
             if not name.endswith("masked_bias") and not _is_causal(read(name)):
-                raise PretrainedError(f"{file_of[name]}: {name} is not a causal mask; this model has no other")
+                raise WeightsError(f"{file_of[name]}: {name} is not a causal mask; this model has no other")
     parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     return jax.tree_util.tree_map_with_path(
         lambda path, _: ours[jax.tree_util.keystr(path, simple=True, separator=".")], parameters), dtypes
 
 
 def _check_complete(folder: Path, file_of: dict[str, Path], names: dict[str, tuple[str, ...]]) -> None:
-    """Raises :class:`PretrainedError` naming tensors that are missing, or that this model has no place for."""
+    """Raises :class:`WeightsError` naming tensors that are missing, or that this model has no place for."""
     tied = _read_json(folder / CONFIG).get("tie_word_embeddings", True)
     missing = [name for name in (*names, *(() if tied else ("lm_head.weight",))) if name not in file_of]
     if missing:
-        raise PretrainedError(f"{folder}: tensors are missing: {_some(missing)}")
+        raise WeightsError(f"{folder}: tensors are missing: {_some(missing)}")
     extra = [name for name in file_of if name not in names and name != "lm_head.weight" and not _is_mask(name)]
     if extra:
-        raise PretrainedError(f"{folder}: there are tensors that this model has no place for: {_some(extra)}")
+        raise WeightsError(f"{folder}: there are tensors that this model has no place for: {_some(extra)}")
 
 
 @contextmanager
@@ -285,11 +282,11 @@ def _tensors(folder: Path) -> Iterator[tuple[dict[str, Path], Any, Any]]:
             try:
                 handle = stack.enter_context(safe_open(path, framework="np"))
             except (SafetensorError, OSError) as error:
-                raise PretrainedError(f"{path} is damaged ({error}); bring back the file") from error
+                raise WeightsError(f"{path} is damaged ({error}); bring back the file") from error
             for full_name in handle.keys():  # noqa: SIM118 (not a dict)
                 name = full_name.removeprefix("transformer.")
                 if name in file_of:
-                    raise PretrainedError(f"{path}: {full_name} is there twice, here and in {file_of[name].name}")
+                    raise WeightsError(f"{path}: {full_name} is there twice, here and in {file_of[name].name}")
                 file_of[name], handles[name] = path, (handle, full_name)
 
         def read(name: str) -> np.ndarray:
@@ -313,11 +310,11 @@ def _weight_files(folder: Path) -> list[Path]:
         raise ConfigError(f"{folder}: it has no {WEIGHTS} (and no {INDEX}){beside}")
     shards = _read_json(folder / INDEX).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
-        raise PretrainedError(f"{folder / INDEX} is damaged: it has no weight_map; bring back the file")
+        raise WeightsError(f"{folder / INDEX} is damaged: it has no weight_map; bring back the file")
     names = sorted(set(shards.values()))
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
-            raise PretrainedError(f"{folder}: {INDEX} names the file {name}, which is not there")
+            raise WeightsError(f"{folder}: {INDEX} names the file {name}, which is not there")
     return [folder / name for name in names]
 
 
@@ -341,7 +338,7 @@ def _fetch(source: str) -> Path:
                           "for this user") from error
     except Exception as error:  # the errors of its HTTP library differ from version to version
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise PretrainedError(f"{source}: there is no such folder here, and it cannot be had from the Hugging Face Hub "
+        raise WeightsError(f"{source}: there is no such folder here, and it cannot be had from the Hugging Face Hub "
                               f"({reason})") from error
 
 
@@ -351,7 +348,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
     except ValueError as error:
-        raise PretrainedError(str(error)) from error
+        raise WeightsError(str(error)) from error
 
 
 def _check_free(out: Path) -> None:
@@ -370,7 +367,7 @@ def _written_beside(out: Path) -> Iterator[Path]:
             yield beside
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise PretrainedError(f"cannot write {out}: {reason}; nothing is left of the attempt") from error
+        raise WeightsError(f"cannot write {out}: {reason}; nothing is left of the attempt") from error
 
 
 def _end_of_text(tokenizer: str, vocabulary_size: int) -> int | None:
@@ -433,17 +430,14 @@ def main(arguments: list[str] | None = None) -> int:
     """The command: 0, 2 for a command line that cannot be run, 1 for a failure."""
     import tyro
 
-    from data import DataError
-    from training.checkpoint import CheckpointError
-    from training.run import RunError
 
     try:
         tyro.extras.subcommand_cli_from_dict({"import": _import_command, "export": _export_command}, args=arguments,
-                                             prog="python -m models.pretrained")
+                                             prog="python convert.py")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (PretrainedError, RunError, CheckpointError, DataError, OSError) as error:
+    except (WeightsError, RunError, CheckpointError, DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.files import write_text
-from configs.schema import ConfigError, TrainConfig
+from configs.schema import TrainConfig
 from data import tokenizers
 from models.gpt import GPT
-from models.sampler import Sampler, Sampling
-from models.text_stream import TextStream
+from sampling.sampler import Sampler, Sampling
+from sampling.text_stream import TextStream
+from support.errors import ConfigError
+from support.files import write_text
 
 SAMPLE_TOKENS = 256
 """Tokens of a sample at most; end-of-text ends it earlier."""

@@ -9,7 +9,7 @@ import pytest
 
 from kernels import softmax_decode as kernel
 from kernels.softmax_attention import cached_attention
-from kernels.softmax_decode import pick_splits, softmax_decode
+from kernels.softmax_attention.decode import pick_splits, softmax_decode
 
 BLOCK = 16
 # RMS(error) / RMS(reference): rounding of some hundred sums and exponentials, and nothing else.

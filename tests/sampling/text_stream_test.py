@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from data import tokenizers
-from models.text_stream import TextStream
+from sampling.text_stream import TextStream
 
 
 class Words:

@@ -21,18 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from configs.files import replacing
 from models.block import layer_modes
 from models.gpt import GPT
-from models.sampler import Memory
+from sampling.sampler import Memory
+from support.errors import StateError
+from support.files import replacing
 
 METADATA = "lineargpt-state"
 FORMAT = 1
 PARAMETERS = "parameters"
-
-
-class StateError(RuntimeError):
-    """A state file that is damaged or of another model. The message names the file and what is wrong."""
 
 
 def save(path: Path, memory: Memory, model: GPT, *, origin: str) -> None:

@@ -14,12 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from configs.schema import Config
 from data.loader import Batch, Corpora, TokenFiles, batches, fixed_batches
+from sampling.samples import Samples
 from training import step as steps
-from training.samples import Samples
 
 
 class LanguageModelling:
-    """A :class:`training.loop.Work`: a GPT on the windows of corpora."""
+    """A :class:`training.loop.Objective`: a GPT on the windows of corpora."""
 
     def __init__(self, config: Config, corpora: Corpora):
         self._config, self._corpora = config, corpora

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from training import launch
+from training import cli
 
 
 @pytest.mark.parametrize(("command", "message"), [
@@ -15,6 +15,6 @@ from training import launch
 ])
 def test_too_little_memory_is_told_in_a_line(command, message, monkeypatch, capsys):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main sets it; this brings it back
-    assert launch.main("train.py", command, []) == 1
+    assert cli.main("train.py", command, []) == 1
     said = capsys.readouterr().err
     assert re.fullmatch(f"train.py: {message}; fewer examples, shorter sequences or smaller batches need less\n", said)

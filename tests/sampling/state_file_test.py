@@ -11,10 +11,10 @@ from flax import nnx
 
 from configs.schema import ModelConfig
 from models import attention as attentions
-from models import state_file
 from models.gpt import GPT
-from models.sampler import Memory, Sampler
-from models.state_file import StateError
+from sampling import state_file
+from sampling.sampler import Memory, Sampler
+from support.errors import StateError
 
 ALL = tuple(name for name, mode in attentions.modes().items()
             if mode.Attention.causal and mode.Attention.decode_state != "none")

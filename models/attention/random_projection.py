@@ -6,10 +6,10 @@ from flax import nnx
 from jax import Array, lax
 
 
-class Directions(nnx.Variable):
+class RandomProjection(nnx.Variable):
     """Random directions, which the heads of a layer share: no parameter, and drawn anew by the training step only."""
 
-    def redraw(self, step: Array, every: int, draw: Callable[[], Array]) -> None:
+    def resample(self, step: Array, every: int, draw: Callable[[], Array]) -> None:
         """Draw them anew if it is time to, before update ``step``, from 0: every so many updates, or never if 0."""
         if every:
             last = self[...]

@@ -16,16 +16,17 @@ from typing import Any
 import jax
 import tyro
 
-from configs.schema import Config, ConfigError, EncoderConfig, LraConfig, ModelConfig, config_class
+from configs.schema import Config, EncoderConfig, LraConfig, ModelConfig, config_class
 from kernels import device
 from models import attention as attentions
+from support.errors import ConfigError, TrainingError
 from training import loop
 from training.checkpoint import Checkpoints
 from training.run import enable_compilation_cache
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class RunFlags:
     """The flags that are not fields of the config; a command adds its own."""
 
     attention: str | None = None
@@ -38,7 +39,7 @@ class Launch:
         return self.run_dir or Path("runs") / f"{recipe.stem}-{'-'.join(model.attention)}"
 
 
-def parse_launch[L: Launch](kind: type[L], arguments: Sequence[str], usage: str) -> tuple[Path, L, list[str]]:
+def parse_run_flags[F: RunFlags](kind: type[F], arguments: Sequence[str], usage: str) -> tuple[Path, F, list[str]]:
     """The recipe's path, the flags that are not fields of the config, and the rest of a command line.
 
     Raises:
@@ -49,20 +50,20 @@ def parse_launch[L: Launch](kind: type[L], arguments: Sequence[str], usage: str)
             print(usage)
             raise SystemExit(0)
         raise ConfigError("which recipe? It comes first\n" + usage)
-    launch, rest = tyro.cli(kind, args=list(arguments[1:]), return_unknown_args=True, add_help=False)
-    return Path(arguments[0]), launch, rest
+    flags, rest = tyro.cli(kind, args=list(arguments[1:]), return_unknown_args=True, add_help=False)
+    return Path(arguments[0]), flags, rest
 
 
-def parse_fields[C: (Config, LraConfig)](config: C, launch: Launch, rest: Sequence[str], *, prog: str,
+def parse_fields[C: (Config, LraConfig)](config: C, flags: RunFlags, rest: Sequence[str], *, prog: str,
                                          description: str) -> C:
     """A recipe's config with the attention modes of the command line, and with its flags that are fields."""
-    modes = config.model.attention if launch.attention is None else tuple(launch.attention.split(","))
+    modes = config.model.attention if flags.attention is None else tuple(flags.attention.split(","))
     model: Any = attentions.resolve(dataclasses.replace(config.model, attention=modes))
     config = dataclasses.replace(config, model=model)
     return tyro.cli(type(config), default=config, args=rest, prog=prog, description=description)
 
 
-def settle[C: (Config, LraConfig)](config: C, model: ModelConfig | EncoderConfig) -> C:
+def validate_config[C: (Config, LraConfig)](config: C, model: ModelConfig | EncoderConfig) -> C:
     """The config as it will run: what is too long is shortened, with a note; what is impossible stops.
 
     Args:
@@ -133,8 +134,8 @@ def settle[C: (Config, LraConfig)](config: C, model: ModelConfig | EncoderConfig
                 note(f"model.modes.{name}.{option} is {model.context}, not {size}: the sequence is no longer")
                 mode = dataclasses.replace(mode, **{option: model.context})
                 model = dataclasses.replace(model, modes=model.modes | {name: mode})
-    settled: Any = model
-    return dataclasses.replace(config, model=settled, train=train, optimizer=optimizer)
+    resolved: Any = model
+    return dataclasses.replace(config, model=resolved, train=train, optimizer=optimizer)
 
 
 def note(text: str) -> None:
@@ -160,7 +161,7 @@ def check_same_run(config: Config | LraConfig, run_dir: Path) -> None:
         values = json.loads(path.read_text())
         kind, before = config_class(values), _identity(values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise loop.TrainingError(f"{path} is damaged ({error}); bring it back, or give another --run-dir") from error
+        raise TrainingError(f"{path} is damaged ({error}); bring it back, or give another --run-dir") from error
     if kind is not type(config):
         raise ConfigError(f"{run_dir} is a run of {kind.COMMAND}, not of {config.COMMAND}; give another --run-dir")
     differing = [f"{name} {before[name]}, not {value}" for name, value in _identity(config.to_dict()).items()
@@ -173,7 +174,7 @@ def _identity(config: dict[str, Any]) -> dict[str, Any]:
     """What may not change from one start of a run to the next."""
     model = {f"model.{name}": value for name, value in config["model"].items() if name != "modes"}
     modes = {f"model.modes.{mode}.{name}": value for mode, options in config["model"]["modes"].items()
-             for name, value in options.items() if name not in attentions.load(mode).Attention.computed_by}
+             for name, value in options.items() if name not in attentions.load(mode).Attention.implementation_fields}
     # What else there is of a task's data is in their checksum.
     task = {"data.task": config["data"]["task"]} if "task" in config["data"] else {}
     text = {} if task else {"data.tokenizer": config["data"]["tokenizer"],
@@ -199,7 +200,7 @@ def check_same_corpus(checksum: str, corpus: object, run_dir: Path) -> None:
         try:
             before = json.loads(path.read_text()).get("corpus_checksum")
         except (ValueError, AttributeError) as error:
-            raise loop.TrainingError(
+            raise TrainingError(
                 f"{path} is damaged ({error}); bring it back, or give another --run-dir") from error
         if before != checksum:
             raise ConfigError(f"{run_dir} was trained on another corpus than {corpus}; give another --run-dir")
@@ -216,12 +217,12 @@ def locked(run_dir: Path) -> Iterator[None]:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")
     except OSError as error:
-        raise loop.TrainingError(f"cannot write in {run_dir}: {error.strerror}; give another --run-dir") from error
+        raise TrainingError(f"cannot write in {run_dir}: {error.strerror}; give another --run-dir") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise loop.TrainingError(f"{run_dir}: another process is training in it") from None
+            raise TrainingError(f"{run_dir}: another process is training in it") from None
         yield
 
 
@@ -248,7 +249,7 @@ def newest_step(config: Config | LraConfig, run_dir: Path) -> tuple[int | None, 
     return newest[0], finished
 
 
-def tell(run_dir: Path, outcome: loop.Outcome) -> int:
+def report_outcome(run_dir: Path, outcome: loop.Outcome) -> int:
     """Say how a run ended; returns the exit code."""
     position = outcome.position
     if outcome.signal is not None:

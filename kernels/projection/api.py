@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from kernels import device
 from kernels.layer_norm import Norm, normed
 from kernels.mixed_precision import product, rounded
-from kernels.projection_decode import projection_decode
+from kernels.projection.decode import projection_decode
 
 
 def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"],

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kernels import device, softmax_decode
+from kernels import device
 from kernels.mixed_precision import product, rounded, wide
 from kernels.segments import HIDDEN, runs_of, visible
+from kernels.softmax_attention.decode import refuses, softmax_decode
 
 IMPLEMENTATIONS = ("materialised", "blockwise", "cudnn")
 BLOCK = 256
@@ -99,8 +100,8 @@ def cached_attention(
             raise ValueError(f"{name} has shape {x.shape}; expected {shape}, from q_BTHD of shape {q_BTHD.shape}")
     if S > CACHE_BLOCK and S % CACHE_BLOCK:
         raise ValueError(f"k_BHSD has room for {S} keys; expected a multiple of {CACHE_BLOCK}")
-    if device.platform() == "gpu" and softmax_decode.refuses(q_BTHD, k_BHSD, v_BHSD) is None:
-        return softmax_decode.softmax_decode(q_BTHD, k_BHSD, v_BHSD, position_B)
+    if device.platform() == "gpu" and refuses(q_BTHD, k_BHSD, v_BHSD) is None:
+        return softmax_decode(q_BTHD, k_BHSD, v_BHSD, position_B)
     rows = _block_size(T, B * H)
     block = min(S, CACHE_BLOCK_CPU) if device.platform() == "cpu" else min(S, CACHE_BLOCK)
     if S % block:  # a cache below CACHE_BLOCK may have any size

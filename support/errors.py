@@ -1,0 +1,40 @@
+"""Errors whose message is for the person at the terminal, and the exit codes of the commands."""
+
+USAGE = 2
+"""Exit code of a command line that cannot be run."""
+FAILURE = 1
+"""Exit code of a failure."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT."""
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run. The message names the field and what was expected; commands exit with 2."""
+
+
+class LineargptError(RuntimeError):
+    """A failure that the message explains; commands print it and exit with 1."""
+
+
+class RunError(LineargptError):
+    """A run whose files do not hold what they should. The message names the file."""
+
+
+class CheckpointError(LineargptError):
+    """A checkpoint that cannot be written, is damaged, or belongs to another model. The message says which and why."""
+
+
+class TrainingError(LineargptError):
+    """Training cannot go on. The message says why, what is saved, and what to try."""
+
+
+class DataError(LineargptError):
+    """Data that cannot be had, written or trusted."""
+
+
+class StateError(LineargptError):
+    """A state file that is damaged or of another model. The message names the file and what is wrong."""
+
+
+class WeightsError(LineargptError):
+    """Published weights that cannot be had, read or written. The message names the file."""
