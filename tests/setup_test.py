@@ -316,8 +316,8 @@ def test_the_packages_that_are_asked_for_are_those_of_this_environment():
     assert all(importlib.util.find_spec(name) for name in packages.PACKAGES)
 
 
-def test_bootstrap_can_be_read_by_a_python_3_8():
-    compile((ROOT / "configs/bootstrap.py").read_text(), "bootstrap.py", "exec", _feature_version=8)
+def test_the_check_of_packages_can_be_read_by_a_python_3_8():
+    compile((ROOT / "support/packages.py").read_text(), "packages.py", "exec", _feature_version=8)
 
 
 @pytest.mark.parametrize("name", ["README.md", "requirements.lock", "pyproject.toml", "Makefile", ".ci/run",

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import projection, projection_decode
 from kernels.gelu import gelu
 from kernels.layer_norm import Norm
+from kernels.projection import api as projection
+from kernels.projection import decode as projection_decode
 from kernels.projection import project_each, unembed
 
 EPSILON = 1e-5

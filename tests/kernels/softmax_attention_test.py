@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from kernels import softmax_attention as kernel
+from kernels.softmax_attention import api as kernel
 from kernels.softmax_attention import cached_attention, softmax_attention
 
 B, H, D = 3, 2, 6

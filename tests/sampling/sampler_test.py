@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from configs.schema import ModelConfig
-from kernels import projection
+from kernels.projection import api as projection
 from models import attention as attentions
 from models.attention import linear
 from models.attention.self_attention import angles

@@ -1,7 +1,7 @@
 """Makes the golden files: a small GPT-2 as transformers saves it, and its logits.
 
     pip install torch==2.13.0 transformers==5.23.0    # in an environment of its own; nothing else here needs them
-    python tests/models/golden/make_gpt2.py
+    python tests/golden/make_gpt2.py
 
 It writes gpt2/config.json and gpt2/model.safetensors, and gpt2_logits.safetensors with tokens (B, T) and logits
 (B, T, V). Every parameter is random, biases and norms too, so that one that is mapped to a wrong place shows.
