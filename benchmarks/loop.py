@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.use_whole_device()
     # Here, not above: the other benchmarks do without the packages that train.py needs.
     import train
-    from data.loader import TokenFiles
     from data.prepare import ensure
+    from data.token_files import TokenFiles
 
     total = WARM_UP_STEPS + options.steps
     command = [options.recipe, "--attention", options.attention, "--train.steps", str(total), "--train.minutes", "None",

@@ -95,7 +95,7 @@ def vocabulary_size(config: Config) -> int:
         ConfigError: there is no such tokenizer, or its vocabulary cannot be read.
     """
     from data import tokenizers
-    from data.loader import TokenFiles
+    from data.token_files import TokenFiles
 
     if config.data.dir is not None and Path(config.data.dir, "meta.json").exists():
         return TokenFiles.open(Path(config.data.dir)).vocabulary_size

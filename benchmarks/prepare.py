@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 SLICE_BYTES = 16 * 2**20
 """Text given to tiktoken at once: its lists of integers take many times the memory of the text."""
 PART_BYTES = 2**20
-"""Of a string among them, as in a piece of ``data.prepare``."""
+"""Of a string among them, as in a chunk of text of ``data.prepare``."""
 ROW_BYTES = 450
 """Of a row; a row of web text has more."""
 GROUP_ROWS = 10_000

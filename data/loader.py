@@ -10,25 +10,25 @@ cut into parts of T positions and a rest, each a segment of its own. Nothing is 
 token, which nothing stands before; a document of exactly T tokens is exactly one window.
 """
 
-import bisect
+import functools
 import hashlib
 import math
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32
 
 from configs.schema import DataConfig
-from data.prepare import REMEDY, ensure, read_meta, unknown_shards, weights_path
+from data.packing import pack_documents
+from data.prepare import ensure
+from data.token_files import SPLITS, TokenFiles, has_token_files
 from support.errors import ConfigError, DataError
-
-_SCANNED = 1 << 24  # tokens searched for document borders at once, which bounds the memory
 
 
 class Batch(NamedTuple):
@@ -41,146 +41,17 @@ class Batch(NamedTuple):
     """Of packed documents: 0, 1, 2 … along a row, −1 for padding. None: every row is one segment."""
 
 
-@dataclass(frozen=True)
-class TokenFiles:
-    """A folder of token files, memory-mapped."""
+def count_windows(files: TokenFiles, split: str, context: int) -> int:
+    """Number of windows of ``context`` tokens in the stream of a split, each with the token after it.
 
-    directory: Path
-    tokenizer: str
-    """Name of the tokenizer."""
-    vocabulary_size: int
-    separator: int
-    """Id of the token after each document."""
-    checksum: str
-    """SHA-256 of the text that the tokens were made from."""
-    meta: dict[str, Any]
-    """All of ``meta.json``."""
-    _shards: dict[str, list[np.ndarray]]
-    _weights: dict[str, list[np.ndarray]]
-    _packed: dict[tuple[str, int], "PackedWindows"] = field(default_factory=dict)
-
-    @classmethod
-    def open(cls, directory: str | Path) -> Self:
-        """Maps the files after checking their sizes, and the counts and the largest id that ``meta.json`` tells of.
-
-        Raises:
-            ConfigError: there are no token files.
-            DataError: they are damaged, of another vocabulary, or not all of this folder.
-        """
-        directory = Path(directory)
-        meta = read_meta(directory)
-        try:
-            dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[meta["dtype"]]
-            shards, weights = {}, {}
-            for split, entry in meta["splits"].items():
-                if entry["largest_id"] >= meta["vocabulary_size"]:
-                    raise DataError(f"{directory}: the token {entry['largest_id']} of {split} is beyond the vocabulary "
-                                    f"of {meta['vocabulary_size']} tokens of {meta['tokenizer']}; {REMEDY}")
-                if (found := sum(shard["tokens"] for shard in entry["shards"])) != entry["tokens"]:
-                    raise DataError(f"{directory / 'meta.json'} is damaged: it gives {split} {entry['tokens']:,} "
-                                    f"tokens, and its shards {found:,}; {REMEDY}")
-                shards[split] = [_map(directory / shard["file"], shard["tokens"], dtype) for shard in entry["shards"]]
-                if meta.get("weights"):
-                    weights[split] = [_map(weights_path(directory / shard["file"]), shard["tokens"], np.dtype("u1"))
-                                      for shard in entry["shards"]]
-            if unknown := unknown_shards(directory, meta):
-                raise DataError(f"{directory}: {', '.join(unknown)}: meta.json does not know them; they are perhaps of "
-                                f"another tokenizer: move them away, or {REMEDY}")
-        except (KeyError, TypeError) as error:
-            raise DataError(f"{directory / 'meta.json'} is damaged ({error!r}); {REMEDY}") from error
-        return cls(directory, meta["tokenizer"], meta["vocabulary_size"], meta["document_separator"], meta["checksum"],
-                   meta, shards, weights)
-
-    @property
-    def weighted(self) -> bool:
-        """Whether weights tell which tokens count as targets."""
-        return bool(self._weights)
-
-    def tokens(self, split: str) -> int:
-        """Number of tokens of a split, end-of-text tokens among them."""
-        return self.meta["splits"][split]["tokens"]
-
-    def bytes_per_token(self, split: str) -> float:
-        """Bytes of text a token stands for, on average; bits per byte = loss / ln 2 / this."""
-        return self.meta["splits"][split]["bytes"] / self.tokens(split)
-
-    def read(self, split: str, start: int, stop: int) -> Int32[np.ndarray, " T"]:
-        """Tokens ``start`` to ``stop`` of a split, across the borders of shards.
-
-        Raises:
-            DataError: an id beyond the vocabulary, or a place beyond the split.
-        """
-        out_T = np.empty(stop - start, np.int32)
-        filled, offset = 0, 0
-        for index, shard in enumerate(self._shards[split]):
-            part = shard[max(start - offset, 0) : max(stop - offset, 0)]
-            out_T[filled : filled + len(part)] = part
-            if len(part) and int(part.max()) >= self.vocabulary_size:
-                name = self.meta["splits"][split]["shards"][index]["file"]
-                raise DataError(f"{self.directory / name}: the token {int(part.max())} is beyond the vocabulary of "
-                                f"{self.vocabulary_size} tokens of {self.tokenizer}; the file is damaged: {REMEDY}")
-            filled += len(part)
-            offset += len(shard)
-        if filled != len(out_T):
-            raise DataError(f"{self.directory}: {split} has {offset:,} tokens; asked for were {start:,} to {stop:,}")
-        return out_T
-
-    def scored(self, split: str, start: int, tokens_T: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:
-        """The tokens that stand from ``start`` on, as targets: −1 where the weight is 0.
-
-        Raises:
-            DataError: a weight that is neither 0 nor 1.
-        """
-        if not self.weighted:
-            return tokens_T
-        stop, offset = start + len(tokens_T), 0
-        parts = []
-        for index, shard in enumerate(self._weights[split]):
-            parts.append(shard[max(start - offset, 0) : max(stop - offset, 0)])
-            if parts[-1].max(initial=0) > 1:
-                name = weights_path(Path(self.meta["splits"][split]["shards"][index]["file"]))
-                raise DataError(f"{self.directory / name}: the weight {int(parts[-1].max())}; expected 0 or 1; the "
-                                f"file is damaged: {REMEDY}")
-            offset += len(shard)
-        return np.where(np.concatenate(parts) == 0, -1, tokens_T).astype(np.int32)
-
-    def separators(self, split: str) -> Int64[np.ndarray, " documents"]:
-        """Where the separators of a split stand; reads all of it."""
-        found, offset = [np.empty(0, np.int64)], 0
-        for shard in self._shards[split]:
-            for start in range(0, len(shard), _SCANNED):
-                found.append(np.flatnonzero(shard[start : start + _SCANNED] == self.separator) + offset + start)
-            offset += len(shard)
-        return np.concatenate(found)
-
-    def rows(self, split: str, context: int, packing: str) -> "StreamWindows | PackedWindows":
-        """The windows of a split, in the order of the text; packed documents are kept for the next call.
-
-        Raises:
-            ConfigError: the split is shorter than a window.
-        """
-        self.windows(split, context)
-        if packing == "stream":
-            return StreamWindows(self, split, context)
-        if (split, context) not in self._packed:
-            self._packed[split, context] = PackedWindows(self, split, context)
-        return self._packed[split, context]
-
-    def windows(self, split: str, context: int) -> int:
-        """Number of windows of ``context`` tokens, each with the token after it.
-
-        Raises:
-            ConfigError: there is not one.
-        """
-        count = (self.tokens(split) - 1) // context
-        if count < 1:
-            raise ConfigError(f"model.context: a context of {context} needs more than the {self.tokens(split)} tokens "
-                              f"of {split} in {self.directory}: shorten it or prepare more text")
-        return count
-
-    def window(self, split: str, context: int, index: int) -> Int32[np.ndarray, " T+1"]:
-        """Window ``index``: ``context`` tokens and the one after them."""
-        return self.read(split, index * context, index * context + context + 1)
+    Raises:
+        ConfigError: there is not one.
+    """
+    count = (files.tokens(split) - 1) // context
+    if count < 1:
+        raise ConfigError(f"model.context: a context of {context} needs more than the {files.tokens(split)} tokens "
+                          f"of {split} in {files.directory}: shorten it or prepare more text")
+    return count
 
 
 @dataclass(frozen=True)
@@ -193,12 +64,13 @@ class StreamWindows:
     padding: float = 0.0
 
     def __len__(self) -> int:
-        return self.files.windows(self.split, self.context)
+        return count_windows(self.files, self.split, self.context)
 
     def __getitem__(self, index: int) -> Batch:
         """Window ``index``, of shape (T,)."""
-        tokens_T = self.files.window(self.split, self.context, index)
-        return Batch(tokens_T[:-1], self.files.scored(self.split, index * self.context + 1, tokens_T[1:]))
+        start = index * self.context
+        tokens_T = self.files.read(self.split, start, start + self.context + 1)
+        return Batch(tokens_T[:-1], self.files.scored(self.split, start + 1, tokens_T[1:]))
 
 
 class PackedWindows:
@@ -216,35 +88,21 @@ class PackedWindows:
         ends = files.separators(split)
         if not len(ends) or ends[-1] != files.tokens(split) - 1:  # the last token of a document without one is a target
             ends = np.append(ends, files.tokens(split) - 1)
-        starts = np.concatenate([[0], ends[:-1] + 1])
-        parts = -(-(ends - starts) // context)
-        document = np.repeat(np.arange(len(starts)), parts)
-        part = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
-        starts = starts[document] + part * context
-        lengths = np.minimum(ends[document] - starts, context)
-        window = _best_fit(lengths, context)
-        # Windows in the order of their first documents, so that evenly spaced ones are spread evenly over the text.
-        count = int(window.max(initial=-1)) + 1
-        first = np.full(count, np.iinfo(np.int64).max)
-        np.minimum.at(first, window, starts)
-        rank = np.empty(count, np.int64)
-        rank[np.argsort(first)] = np.arange(count)
-        window = rank[window]
-        order = np.argsort(window, kind="stable")  # the parts are in the order of the text already
-        self._starts, self._lengths = starts[order], lengths[order].astype(np.int32)
-        self._bounds = np.searchsorted(window[order], np.arange(count + 1))
-        self.padding = 1 - int(lengths.sum()) / (count * context) if count else 0.0
+        self._packing = pack_documents(ends, context)
+        tokens = int(self._packing.lengths_P.sum())
+        self.padding = 1 - tokens / (len(self) * context) if len(self) else 0.0
 
     def __len__(self) -> int:
-        return len(self._bounds) - 1
+        return len(self._packing.bounds_W) - 1
 
     def __getitem__(self, index: int) -> Batch:
         """Window ``index``, of shape (T,)."""
         inputs_T = np.full(self.context, self.files.separator, np.int32)
         targets_T, segment_ids_T = np.full((2, self.context), -1, np.int32)
         at = 0
-        for segment, part in enumerate(range(self._bounds[index], self._bounds[index + 1])):
-            start, length = int(self._starts[part]), int(self._lengths[part])
+        starts_P, lengths_P, bounds_W = self._packing
+        for segment, part in enumerate(range(bounds_W[index], bounds_W[index + 1])):
+            start, length = int(starts_P[part]), int(lengths_P[part])
             tokens_L = self.files.read(self.split, start, start + length + 1)
             inputs_T[at : at + length] = tokens_L[:-1]
             targets_T[at : at + length] = self.files.scored(self.split, start + 1, tokens_L[1:])
@@ -253,42 +111,22 @@ class PackedWindows:
         return Batch(inputs_T, targets_T, segment_ids_T)
 
 
-def _best_fit(lengths_P: Int64[np.ndarray, " P"], context: int) -> Int64[np.ndarray, " P"]:
-    """A window for each of P documents of 1 to ``context`` tokens: the longest first, each into the fullest window that
-    has room. Documents of one length are placed together, so that the loop is over lengths and not over documents.
+def windows(files: TokenFiles, split: str, context: int, packing: str) -> StreamWindows | PackedWindows:
+    """The windows of a split, in the order of the text; packed documents are kept for the next call.
 
-    Krell et al., "Efficient Sequence Packing without Cross-contamination", 2021.
+    Args:
+        packing: stream or documents.
+
+    Raises:
+        ConfigError: the split is shorter than a window.
     """
-    order = np.argsort(-lengths_P, kind="stable")
-    window_P = np.empty(len(lengths_P), np.int64)
-    opened = 0
-    rooms: list[int] = []  # of the windows that have any, in ascending order
-    windows_with: dict[int, list[np.ndarray]] = {}
-    values, counts = np.unique(lengths_P, return_counts=True)
-    done = 0
-    for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        stop = done + count
-        while done < stop:
-            fitting = bisect.bisect_left(rooms, length)
-            room = rooms.pop(fitting) if fitting < len(rooms) else context
-            each = room // length
-            if room in windows_with:
-                windows_W = np.concatenate(windows_with.pop(room))
-            else:
-                windows_W = opened + np.arange(-(-(stop - done) // each))
-                opened += len(windows_W)
-            used = min(len(windows_W), -(-(stop - done) // each))
-            placed = min(stop - done, used * each)
-            window_P[order[done : done + placed]] = np.repeat(windows_W[:used], each)[:placed]
-            done += placed
-            in_last = placed - (used - 1) * each
-            for left, windows in ((room - each * length, windows_W[: used - 1]),
-                                  (room - in_last * length, windows_W[used - 1 : used]), (room, windows_W[used:])):
-                if left and len(windows):
-                    if left not in windows_with:
-                        bisect.insort(rooms, left)
-                    windows_with.setdefault(left, []).append(windows)
-    return window_P
+    count_windows(files, split, context)
+    return StreamWindows(files, split, context) if packing == "stream" else _packed(files, split, context)
+
+
+@functools.lru_cache(maxsize=64)
+def _packed(files: TokenFiles, split: str, context: int) -> PackedWindows:
+    return PackedWindows(files, split, context)
 
 
 @dataclass(frozen=True)
@@ -343,12 +181,12 @@ class Corpora:
     def check_context(self, context: int) -> None:
         """Raises :class:`ConfigError` where a split of any is shorter than a window."""
         for files in self.files:
-            for split in ("train", "val"):
-                files.windows(split, context)
+            for split in SPLITS:
+                count_windows(files, split, context)
 
     def padding(self, split: str, context: int, packing: str) -> float:
         """Share of the positions of training that no token stands at."""
-        return self.mean([files.rows(split, context, packing).padding for files in self.files])
+        return self.mean([windows(files, split, context, packing).padding for files in self.files])
 
 
 def open_corpora(data: DataConfig) -> Corpora:
@@ -366,9 +204,8 @@ def open_corpora(data: DataConfig) -> Corpora:
             raise ConfigError(f"data.mixture: the weight of {source} is {weight}; expected a number above 0")
     opened = []
     for source in sources:
-        directory = Path(source).expanduser()
-        has_tokens = (directory / "meta.json").is_file()
-        one = replace(data, mixture=(), **({"dir": source} if has_tokens else {"source": source, "dir": None}))
+        place = {"dir": source} if has_token_files(Path(source).expanduser()) else {"source": source, "dir": None}
+        one = replace(data, mixture=(), **place)
         try:
             opened.append(TokenFiles.open(ensure(one)))
         except ConfigError as error:
@@ -391,14 +228,6 @@ def open_corpora(data: DataConfig) -> Corpora:
     names = [Path(source).name for source in sources]
     names = [name if names.count(name) == 1 else source for name, source in zip(names, sources, strict=True)]
     return Corpora(tuple(opened), tuple(names), tuple(weight / sum(weights) for weight in weights))
-
-
-def _map(path: Path, tokens: int, dtype: np.dtype) -> np.ndarray:
-    found = path.stat().st_size if path.is_file() else 0
-    if found != tokens * dtype.itemsize:
-        raise DataError(f"{path}: expected {tokens * dtype.itemsize} bytes, found {found}; the file is damaged: "
-                        f"{REMEDY}")
-    return np.asarray(np.memmap(path, dtype, mode="r"))
 
 
 class Batches(Iterator[Batch]):
@@ -448,13 +277,13 @@ def batches(corpora: TokenFiles | Corpora, split: str, *, context: int, batch_si
 
     if isinstance(corpora, TokenFiles):
         corpora = Corpora.of(corpora)
-    windows: list[Any] = []
+    orders: list[Any] = []
     for number, files in enumerate(corpora.files):
         # Grain adds the epoch to the seed: hashed, so that epoch 1 of seed 0 is not epoch 0 of seed 1.
         entropy = seed % 2**64 if len(corpora.files) == 1 else [seed % 2**64, number]
         hashed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
-        rows: Any = files.rows(split, context, packing)
-        windows.append(grain.MapDataset.source(rows).shuffle(seed=hashed).repeat())
+        rows: Any = windows(files, split, context, packing)
+        orders.append(grain.MapDataset.source(rows).shuffle(seed=hashed).repeat())
     if sharding is None:
         own = list(range(batch_size))
     else:
@@ -463,7 +292,7 @@ def batches(corpora: TokenFiles | Corpora, split: str, *, context: int, batch_si
 
     def read(n: int) -> Batch:
         turns = (_turn(corpora.shares, n * batch_size + row) for row in own)
-        return _stack([windows[number][index] for number, index in turns])
+        return _stack([orders[number][index] for number, index in turns])
 
     def to_device(batch_RT: Batch) -> Batch:
         return jax.tree.map(put, batch_RT)
@@ -514,11 +343,10 @@ def fixed_batches(files: TokenFiles, split: str, *, context: int, batch_size: in
         ConfigError: the split is shorter than a window.
         DataError: none of the targets counts.
     """
-    rows = files.rows(split, context, packing)
-    windows = len(rows)
-    batch_size = min(batch_size, windows)
-    count = min(count, windows // batch_size)
-    chosen = np.arange(count * batch_size) * windows // (count * batch_size)
+    rows = windows(files, split, context, packing)
+    batch_size = min(batch_size, len(rows))
+    count = min(count, len(rows) // batch_size)
+    chosen = np.arange(count * batch_size) * len(rows) // (count * batch_size)
     found = [_stack([rows[int(index)] for index in part]) for part in np.split(chosen, count)]
     if not any((batch.targets_BT >= 0).any() for batch in found):
         raise DataError(f"{files.directory}: the weights leave no target in the {count * batch_size} windows of "

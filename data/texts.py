@@ -1,4 +1,4 @@
-"""What the processes that tokenize are given: pieces of texts, or rows as they stand in their file, to be read there.
+"""What the processes that tokenize are given: chunks of texts, or rows as they stand in their file, to be read there.
 
 Each is a plain object that can be sent through a pipe. What it holds depends on the source alone, so that the files do
 not depend on the number of processes, and one that goes on makes what one that was never interrupted makes.
@@ -15,13 +15,13 @@ from jaxtyping import Int64
 
 from support.errors import DataError
 
-PIECE_BYTES = 2**20
-"""Of text in a piece, and about so many in what is sent at once: bounds the memory."""
+CHUNK_BYTES = 2**20
+"""Of text in a chunk, and about so many in what is sent at once: bounds the memory."""
 SKIPPED: tuple[str, ...] = ("empty", "not_text", "no_column")
 """Why a row is left out."""
 
 
-class Piece(NamedTuple):
+class TextChunk(NamedTuple):
     """A document or a part of one."""
 
     text: bytes
@@ -31,10 +31,10 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Pieces of texts, in their order."""
+class TextChunks:
+    """Chunks of texts, in their order."""
 
-    pieces: list[Piece]
+    chunks: list[TextChunk]
     skipped: dict[str, int] = field(default_factory=dict)
     """Rows that were left out before them."""
 
@@ -78,7 +78,7 @@ class JsonLines:
 
 @dataclass(frozen=True)
 class Column:
-    """Rows of a column, as Arrow keeps them: all bytes in one piece, and where each row ends."""
+    """Rows of a column, as Arrow keeps them: all bytes side by side, and where each row ends."""
 
     values: bytes
     ends_R: Int64[np.ndarray, " R"]
@@ -132,17 +132,17 @@ def _utf8(text: str) -> bytes:
         return re.sub("[\ud800-\udc7f\udd00-\udfff]", "\udcff", text).encode(errors="surrogateescape")
 
 
-def parts(text: bytes | memoryview, start: int = 0) -> Iterator[tuple[bytes, int]]:
-    """The pieces of a text from a place on, each with the place of its end."""
+def split_text(text: bytes | memoryview, start: int = 0) -> Iterator[tuple[bytes, int]]:
+    """The chunks of a text from a place on, each with the place of its end."""
     while start < len(text):
         end = len(text)
-        if end - start > PIECE_BYTES:
-            end = start + (cut(text[start : start + PIECE_BYTES + 2], PIECE_BYTES) or PIECE_BYTES)
+        if end - start > CHUNK_BYTES:
+            end = start + (token_boundary(text[start : start + CHUNK_BYTES + 2], CHUNK_BYTES) or CHUNK_BYTES)
         yield bytes(text[start:end]), end
         start = end
 
 
-def cut(text: bytes | memoryview, near: int) -> int:
+def token_boundary(text: bytes | memoryview, near: int) -> int:
     """A place at or shortly before ``near`` where a text can be cut so that its tokens do not change.
 
     That is before a space between two ASCII letters or, where there is none in the last 64 KiB, before white space or

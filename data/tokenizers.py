@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 from jaxtyping import Bool, Int64, UInt32
 
-from data.texts import PIECE_BYTES, Column, JsonLines, Pieces, parts, undecodable
+from data.texts import CHUNK_BYTES, Column, JsonLines, TextChunks, split_text, undecodable
+from data.token_files import Vocabulary, token_dtype
 from support.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -35,11 +36,11 @@ FINGERPRINTS = {
 }
 """Of tokenizers whose vocabulary need not be on a machine that trains, so that token files can be told from others."""
 
-Texts = Pieces | JsonLines | Column
+Texts = TextChunks | JsonLines | Column
 
 
 class Encoded(NamedTuple):
-    """The tokens of P pieces, or rows, in their order, with an end-of-text token after each document."""
+    """The tokens of P texts (chunks, or rows) in their order, with an end-of-text token after each document."""
 
     ids: np.ndarray
     """Of all, uint16 or, for vocabularies above 65,536, uint32."""
@@ -49,7 +50,7 @@ class Encoded(NamedTuple):
     ends_P: Bool[np.ndarray, " P"]
     """Whether a document ends with it."""
     digests: bytes
-    """SHA-256 of each piece, or of the rows together, 32 bytes each."""
+    """SHA-256 of each chunk, or of the rows together, 32 bytes each."""
     replaced: int
     """Undecodable places that were read as U+FFFD."""
     skipped: dict[str, int]
@@ -69,7 +70,7 @@ def load(name: str) -> "tiktoken.Encoding":
     if name == "bytes":
         return tiktoken.Encoding(
             "bytes",
-            # No two bytes merge, so that the pattern decides the speed alone; short pieces are the fastest.
+            # No two bytes merge, so that the pattern decides the speed alone; short runs are the fastest.
             pat_str=r"[\s\S]{1,64}",
             mergeable_ranks={bytes([value]): value for value in range(256)},
             special_tokens={_END_OF_TEXT: 256},
@@ -103,6 +104,19 @@ def end_of_text(encoding: "tiktoken.Encoding") -> int:
     return encoding.eot_token
 
 
+def fingerprint(encoding: "tiktoken.Encoding") -> str:
+    """SHA-256 over the name, the vocabulary size and every token's bytes in the order of their ids."""
+    digest = hashlib.sha256(f"{encoding.name} {encoding.n_vocab}".encode())
+    for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
+        digest.update(f"\n{rank} {token.hex()}".encode())
+    return digest.hexdigest()
+
+
+def vocabulary(encoding: "tiktoken.Encoding") -> Vocabulary:
+    """What the ids of token files mean that the encoding makes."""
+    return Vocabulary(encoding.name, fingerprint(encoding), encoding.n_vocab, end_of_text(encoding))
+
+
 def encode_document(encoding: "tiktoken.Encoding", text: bytes) -> UInt32[np.ndarray, " T"]:
     """Token ids of a document; what looks like a special token in it is text.
 
@@ -115,7 +129,7 @@ def encode_document(encoding: "tiktoken.Encoding", text: bytes) -> UInt32[np.nda
 
 
 def encode_texts(encoding: "tiktoken.Encoding", texts: Texts) -> Encoded:
-    """The tokens of pieces or of rows.
+    """The tokens of chunks or of rows.
 
     ``encode_to_numpy`` stands in for tiktoken's batch call here: it gives the same ids, one process does not need
     threads, and nothing makes a Python integer of every token.
@@ -123,23 +137,23 @@ def encode_texts(encoding: "tiktoken.Encoding", texts: Texts) -> Encoded:
     Raises:
         DataError: rows that cannot be read.
     """
-    dtype = id_dtype(encoding)
-    if isinstance(texts, Pieces):
-        found = [_with_end(encoding, encode_document(encoding, piece.text), piece.ends_document)
-                 for piece in texts.pieces]
+    dtype = token_dtype(encoding.n_vocab)
+    if isinstance(texts, TextChunks):
+        found = [_with_end(encoding, encode_document(encoding, chunk.text), chunk.ends_document)
+                 for chunk in texts.chunks]
         digests = [hashlib.sha256(b"%d %d %d\n" % (held_out, ends_document, len(text)) + text).digest()
-                   for text, held_out, ends_document in texts.pieces]
-        replaced = 0 if encoding.name == "bytes" else sum(undecodable(piece.text) for piece in texts.pieces)
+                   for text, held_out, ends_document in texts.chunks]
+        replaced = 0 if encoding.name == "bytes" else sum(undecodable(chunk.text) for chunk in texts.chunks)
         return Encoded(np.concatenate(found) if found else np.empty(0, dtype), np.array([*map(len, found)], np.int64),
-                       np.array([len(piece.text) for piece in texts.pieces], np.int64),
-                       np.array([piece.ends_document for piece in texts.pieces], bool), b"".join(digests), replaced,
+                       np.array([len(chunk.text) for chunk in texts.chunks], np.int64),
+                       np.array([chunk.ends_document for chunk in texts.chunks], bool), b"".join(digests), replaced,
                        texts.skipped)
     rows, skipped = texts.read()
     bytes_P = np.array([*map(len, rows)], np.int64)
     joined = _END_OF_TEXT.encode().join([*rows, b""])
     if encoding.name == "bytes" or joined.count(_END_OF_TEXT.encode()) > len(rows) or (
-            bytes_P.max(initial=0) > PIECE_BYTES):
-        found = [_with_end(encoding, np.concatenate([encode_document(encoding, part) for part, _ in parts(row)]))
+            bytes_P.max(initial=0) > CHUNK_BYTES):
+        found = [_with_end(encoding, np.concatenate([encode_document(encoding, part) for part, _ in split_text(row)]))
                  for row in rows]
         ids, tokens_P = np.concatenate([np.empty(0, dtype), *found]), np.array([*map(len, found)], np.int64)
     else:
@@ -153,13 +167,8 @@ def encode_texts(encoding: "tiktoken.Encoding", texts: Texts) -> Encoded:
 
 
 def _with_end(encoding: "tiktoken.Encoding", ids_T: np.ndarray, ends: bool = True) -> np.ndarray:
-    dtype = id_dtype(encoding)
+    dtype = token_dtype(encoding.n_vocab)
     return np.concatenate([ids_T.astype(dtype), np.full(int(ends), end_of_text(encoding), dtype)])
-
-
-def id_dtype(encoding: "tiktoken.Encoding") -> np.dtype:
-    """Number format of ids in token files: little-endian uint16 where the vocabulary fits, else uint32."""
-    return np.dtype("<u2" if encoding.n_vocab <= 2**16 else "<u4")
 
 
 class Workers:
@@ -210,7 +219,7 @@ class Workers:
             yield future.result(), along
 
     def _start(self) -> None:
-        # glibc would come to put blocks of the size of a piece on its heap, which is left in shreds and grows.
+        # glibc would come to put blocks of the size of a chunk on its heap, which is left in shreds and grows.
         environment = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         # A group of its own keeps Ctrl-C from it: that is for this process to answer.
         process = subprocess.Popen([sys.executable, "-P", "-c", _SERVE, str(Path(__file__).parents[1])],
@@ -282,11 +291,3 @@ def _serve() -> None:
 
 def _failure(error: BaseException) -> str:
     return f"tokenizing failed: {type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def fingerprint(encoding: "tiktoken.Encoding") -> str:
-    """SHA-256 over the name, the vocabulary size and every token's bytes in the order of their ids."""
-    digest = hashlib.sha256(f"{encoding.name} {encoding.n_vocab}".encode())
-    for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
-        digest.update(f"\n{rank} {token.hex()}".encode())
-    return digest.hexdigest()

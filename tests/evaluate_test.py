@@ -14,8 +14,9 @@ from flax import nnx
 
 import evaluate
 from comparison.runs import load_evaluations
-from data import tasks, tokenizers
-from data.loader import Batch, Corpora, TokenFiles
+from data import synthetic_tasks, tokenizers
+from data.loader import Batch, Corpora
+from data.token_files import TokenFiles
 from support.files import write_json
 from tests import tiny
 from training import evaluation
@@ -40,9 +41,9 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def recall(folder) -> Path:
     """A run of packed documents with weights, and in "recall-tokens" beside it the corpus."""
-    task = tasks.parse("mqar:length=32,pairs=4,queries=4,documents=40,val_documents=10")
+    task = synthetic_tasks.parse("mqar:length=32,pairs=4,queries=4,documents=40,val_documents=10")
     assert task is not None
-    tasks.write(task, folder / "recall-tokens")
+    task.write(folder / "recall-tokens")
     with tiny.settings():
         assert tiny.run(folder / "tiny.py", "--run-dir", folder / "recall", "--data.dir", folder / "recall-tokens",
                         "--data.packing", "documents") == 0

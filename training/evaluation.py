@@ -11,7 +11,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from data.loader import Batch, Corpora, TokenFiles, fixed_batches
+from data.loader import Batch, Corpora, fixed_batches
+from data.token_files import TokenFiles
 from kernels.cross_entropy import BLOCK_LOGITS
 from models.gpt import GPT
 from support.errors import ConfigError, DataError

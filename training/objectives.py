@@ -13,7 +13,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from configs.schema import Config
-from data.loader import Batch, Corpora, TokenFiles, batches, fixed_batches
+from data.loader import Batch, Corpora, batches, fixed_batches
+from data.token_files import TokenFiles
 from sampling.samples import Samples
 from training import step as steps
 

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from configs.schema import DataConfig
-from data import prepare
-from data.generated import Document, write_corpus
-from data.loader import Batch, TokenFiles, batches, fixed_batches, open_corpora
+from data import prepare, token_files
+from data.loader import Batch, batches, fixed_batches, open_corpora, windows
+from data.synthetic_tasks import Document, write_corpus
+from data.token_files import TokenFiles, Vocabulary
 from support.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +31,7 @@ def directory(tmp_path, monkeypatch) -> Path:
     """Token files of which train is 0, 1, 2, … so that a window's first token tells which one it is."""
     texts = ("held out text", bytes(range(CONTEXT * WINDOWS)).decode())
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", 50)  # windows straddle shards
+    monkeypatch.setattr(token_files, "SHARD_TOKENS", 50)  # windows straddle shards
     prepare.prepare(str(tmp_path / "rows.jsonl"), "bytes", tmp_path / "tokens", val_documents=1, progress=False)
     return tmp_path / "tokens"
 
@@ -105,7 +106,8 @@ def test_two_processes_hold_the_rows_that_one_holds(files, directory):
     script = """
 import json, sys
 import jax
-from data.loader import TokenFiles, batches
+from data.loader import batches
+from data.token_files import TokenFiles
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
@@ -137,7 +139,8 @@ print(json.dumps(out))
 
 def test_closing_ends_the_batches_and_forgetting_to_ends_cleanly(directory):
     script = f"""
-from data.loader import TokenFiles, batches
+from data.loader import batches
+from data.token_files import TokenFiles
 def start():
     return batches(TokenFiles.open({str(directory)!r}), "train", context=4, batch_size=5, seed=0)
 closed, forgotten = start(), start()
@@ -236,35 +239,35 @@ def corpus(directory: Path, lengths: list[int], *, weights: bool = False, shift:
             yield Document(ids, (ids % 2 == 0).astype(int) if weights else None)
 
     write_corpus(directory, {"train": documents(lengths), "val": documents([*lengths, 30])}, source="counting",
-                 vocabulary_size=1000, separator=0)
+                 vocabulary=Vocabulary("bytes", None, 1000, 0))
     return TokenFiles.open(directory)
 
 
 def packed(files: TokenFiles, context: int, split: str = "train") -> list[Batch]:
-    rows = files.rows(split, context, "documents")
+    rows = windows(files, split, context, "documents")
     return [rows[i] for i in range(len(rows))]
 
 
 def test_documents_lie_whole_in_their_windows_and_predict_their_separators(tmp_path):
     files = corpus(tmp_path / "tokens", [3, 8, 4, 5, 2])
-    windows = packed(files, 8)
-    assert [row.inputs_BT.tolist() for row in windows] == [
+    found = packed(files, 8)
+    assert [row.inputs_BT.tolist() for row in found] == [
         [1, 2, 3, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 1, 2, 0, 0]]
-    assert [row.targets_BT.tolist() for row in windows] == [
+    assert [row.targets_BT.tolist() for row in found] == [
         [2, 3, 0, 2, 3, 4, 5, 0], [2, 3, 4, 5, 6, 7, 8, 0], [2, 3, 4, 0, 2, 0, -1, -1]]
-    assert [row.segment_ids_BT.tolist() for row in windows] == [  # pyright: ignore[reportOptionalMemberAccess]
+    assert [row.segment_ids_BT.tolist() for row in found] == [  # pyright: ignore[reportOptionalMemberAccess]
         [0, 0, 0, 1, 1, 1, 1, 1], [0] * 8, [0, 0, 0, 0, 1, 1, -1, -1]]
-    assert files.rows("train", 8, "documents").padding == pytest.approx(2 / 24)
-    assert all(array.dtype == np.int32 for row in windows for array in jax.tree.leaves(row))
+    assert windows(files, "train", 8, "documents").padding == pytest.approx(2 / 24)
+    assert all(array.dtype == np.int32 for row in found for array in jax.tree.leaves(row))
 
 
 def test_a_document_longer_than_a_window_is_cut_and_loses_no_target(tmp_path):
     files = corpus(tmp_path / "tokens", [20, 2])
-    windows = packed(files, 8)
-    assert [row.inputs_BT.tolist() for row in windows] == [
+    found = packed(files, 8)
+    assert [row.inputs_BT.tolist() for row in found] == [
         [1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16], [17, 18, 19, 20, 1, 2, 0, 0]]
-    assert windows[1].targets_BT.tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
-    assert windows[2].targets_BT.tolist() == [18, 19, 20, 0, 2, 0, -1, -1]
+    assert found[1].targets_BT.tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
+    assert found[2].targets_BT.tolist() == [18, 19, 20, 0, 2, 0, -1, -1]
 
 
 def test_a_last_document_without_separator_ends_in_a_target(tmp_path):
@@ -283,8 +286,8 @@ def test_a_last_document_without_separator_ends_in_a_target(tmp_path):
 def test_packing_is_best_fit_and_loses_nothing(tmp_path, context):
     lengths = np.random.default_rng(0).integers(1, 60, 400).tolist()
     files = corpus(tmp_path / "tokens", lengths)
-    rows = files.rows("train", context, "documents")
-    assert files.rows("train", context, "documents") is rows
+    rows = windows(files, "train", context, "documents")
+    assert windows(files, "train", context, "documents") is rows
     rooms: list[int] = []  # best fit, a document at a time
     parts = [min(context, length - start) for length in lengths for start in range(0, length, context)]
     for part in sorted(parts, reverse=True):
@@ -315,7 +318,7 @@ def test_packed_text_keeps_its_documents(directory):
 
 def test_weights_take_targets_out_in_both_packings(tmp_path):
     files = corpus(tmp_path / "tokens", [3, 5, 4], weights=True)
-    rows = files.rows("train", 7, "stream")
+    rows = windows(files, "train", 7, "stream")
     assert [rows[i].inputs_BT.tolist() for i in range(2)] == [[1, 2, 3, 0, 1, 2, 3], [4, 5, 0, 1, 2, 3, 4]]
     assert [rows[i].targets_BT.tolist() for i in range(2)] == [[2, -1, -1, -1, 2, -1, 4], [-1, -1, -1, 2, -1, 4, -1]]
     assert [row.targets_BT.tolist() for row in packed(files, 7)] == [
@@ -351,7 +354,7 @@ def test_packed_batches_continue_exactly_and_are_sharded_like_tokens(tmp_path):
     assert isinstance(segment_ids, jax.Array)
     assert segment_ids.sharding == sharding
     assert any((batch.segment_ids_BT == -1).any() for batch in found)
-    epoch = np.concatenate([batch.inputs_BT for batch in found])[: len(files.rows("train", 8, "documents"))]
+    epoch = np.concatenate([batch.inputs_BT for batch in found])[: len(windows(files, "train", 8, "documents"))]
     rows = packed(files, 8)
     assert sorted(map(tuple, epoch.tolist())) == sorted(tuple(row.inputs_BT.tolist()) for row in rows)
 
@@ -442,4 +445,4 @@ def test_a_corpus_shorter_than_a_window_is_refused_in_both_packings(tmp_path):
     assert len(packed(files, 8)) == 1
     for packing in ("stream", "documents"):
         with pytest.raises(ConfigError, match="a context of 9 needs more than the 9 tokens of train"):
-            files.rows("train", 9, packing)
+            windows(files, "train", 9, packing)

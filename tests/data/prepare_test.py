@@ -17,8 +17,9 @@ import pytest
 import tiktoken
 
 from configs.schema import DataConfig
-from data import prepare, sources, tasks, texts, tokenizers
-from data.loader import TokenFiles
+from data import journal, prepare, synthetic_tasks, texts, token_files, tokenizers
+from data.sources import open_source
+from data.token_files import TokenFiles
 from support.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
@@ -72,21 +73,21 @@ def test_the_standard_library_brings_version_and_licence_and_is_the_same_twice(t
 
 def test_full_shards_are_followed_by_further_ones(folder, tmp_path, monkeypatch):
     prepare.prepare(str(folder), "bytes", tmp_path / "whole", progress=False)
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", 7)
+    monkeypatch.setattr(token_files, "SHARD_TOKENS", 7)
     meta = prepare.prepare(str(folder), "bytes", tmp_path / "parts", progress=False)
     assert [shard["tokens"] for shard in meta["splits"]["train"]["shards"]] == [7, 7, 7, 5]
     assert (tmp_path / "parts" / "train-00003.bin").stat().st_size == 10
     assert ids(tmp_path / "parts", "train") == ids(tmp_path / "whole", "train")
 
 
-def test_a_text_tokenized_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
+def test_a_text_tokenized_in_chunks_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
     merges = {bytes([i]): i for i in range(256)} | {b" t": 256, b" th": 257, b"he": 258, b" the": 259, b"\n\n": 260}
     words = tiktoken.Encoding("words", pat_str=r" ?[A-Za-z]+| ?[^\sA-Za-z]+|\s+(?!\S)|\s+", mergeable_ranks=merges,
                               special_tokens={"<|endoftext|>": 261})
     monkeypatch.setattr(tokenizers, "load", lambda name: words)
     text = b"the other  day\n\nthere, the 1st\n" * 200
     (tmp_path / "text.txt").write_bytes(text)
-    monkeypatch.setattr(texts, "PIECE_BYTES", 50)
+    monkeypatch.setattr(texts, "CHUNK_BYTES", 50)
     prepare.prepare(str(tmp_path / "text.txt"), "words", tmp_path / "out", progress=False)
     found = ids(tmp_path / "out", "train")[:-1] + ids(tmp_path / "out", "val")[:-1]
     assert found == words.encode_ordinary(text.decode())
@@ -133,10 +134,11 @@ def test_too_little_text_for_two_splits(tmp_path):
 
 def test_progress_is_kept_by_time_too(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_bytes(b"some text " * 500)
-    monkeypatch.setattr(texts, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(texts, "CHUNK_BYTES", 1000)
     kept = []
-    original = prepare._Journal.commit
-    monkeypatch.setattr(prepare._Journal, "commit", lambda self: kept.append(self.state) or original(self))
+    original = journal.UnfinishedFolder.commit
+    monkeypatch.setattr(journal.UnfinishedFolder, "commit",
+                        lambda self: kept.append(self.state) or original(self))
     for seconds, least, most in ((1e9, 0, 0), (0, 4, 9)):
         monkeypatch.setattr(prepare, "_COMMIT_SECONDS", seconds)
         kept.clear()
@@ -156,7 +158,7 @@ def test_time_left_can_be_read_at_80_columns(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")
     (tmp_path / ("a-long-name-" * 5 + ".jsonl")).write_text('{"text": "a"}\n')
-    source = sources.open_source(str(tmp_path / ("a-long-name-" * 5 + ".jsonl")))
+    source = open_source(str(tmp_path / ("a-long-name-" * 5 + ".jsonl")))
     monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=iter([0, 10_000]).__next__))
     with prepare._progress_bar(source, True) as show:
         show(123_456_789_000, 0.5)
@@ -165,8 +167,8 @@ def test_time_left_can_be_read_at_80_columns(monkeypatch, capsys, tmp_path):
 
 
 def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(folder, tmp_path):
-    script = ("import os, signal, sys; from pathlib import Path; from data import prepare\n"
-              "prepare._SplitWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)\n"
+    script = ("import os, signal, sys; from pathlib import Path; from data import prepare, token_files\n"
+              "token_files.TokenFilesWriter.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
               "prepare.prepare(sys.argv[1], 'bytes', Path(sys.argv[2]), progress=False)")
     killed = subprocess.run([sys.executable, "-c", script, str(folder), str(tmp_path / "out")], cwd=ROOT, timeout=60)
     assert killed.returncode == -signal.SIGKILL
@@ -192,7 +194,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(tmp_path):
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> Path:
     """Documents of many sizes in JSON lines, the first and others no text, many of them without the column, and one
-    that is longer than a piece; only to be read."""
+    that is longer than a chunk; only to be read."""
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     values = [None if n % 50 == 0 else n if n % 50 == 8 else f"row {n} " + "words and more words " * (n % 40)
               for n in range(300)]
@@ -202,14 +204,14 @@ def rows(tmp_path_factory) -> Path:
     return path
 
 
-SMALL = {"texts.PIECE_BYTES": 3000, "prepare.SHARD_TOKENS": 4000, "prepare._COMMIT_BYTES": 1}
+SMALL = {"texts.CHUNK_BYTES": 3000, "token_files.SHARD_TOKENS": 4000, "prepare._COMMIT_BYTES": 1}
 
 
 def make(rows: Path, out: Path, patch: str = "", *, environment: dict[str, str] | None = None,
          more: str = "") -> subprocess.CompletedProcess:
-    """Prepares ``rows`` in another process, in small pieces and shards, after some change of the code."""
+    """Prepares ``rows`` in another process, in small chunks and shards, after some change of the code."""
     script = ("import os, resource, signal, sys; from pathlib import Path\n"
-              "from data import prepare, sources, texts, tokenizers\n"
+              "from data import prepare, texts, token_files, tokenizers; from data.sources import rows\n"
               f"{'; '.join(f'{name} = {value}' for name, value in SMALL.items())}\n{patch}\n"
               f"sys.argv = ['prepare', {str(rows)!r}, '--out', {str(out)!r}, '--tokenizer', 'gpt2', *{more.split()}]\n"
               "sys.exit(prepare.main())")
@@ -258,20 +260,20 @@ def test_the_files_do_not_depend_on_the_number_of_processes(rows, whole, gpt2, t
                                            for end in ("interrupt", "full disk", "worker"))])
 def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, whole, tmp_path, end):
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    hook = ("original, calls = prepare._SplitWriter.write, []\n"
-            "def write(self, ids, **more):\n"
+    hook = ("original, calls = token_files._SplitWriter.write, []\n"
+            "def write(self, ids, *more):\n"
             "    calls.append(0)\n"
             "    if len(calls) == {at}:\n"
             "        {what}\n"
-            "    return original(self, ids, **more)\n"
-            "prepare._SplitWriter.write = write")
+            "    return original(self, ids, *more)\n"
+            "token_files._SplitWriter.write = write")
     what, code, message = {
-        "kill": ("original(self, ids[:5], **more); self._file and self._file.flush(); "
+        "kill": ("original(self, ids[:5], *more); [file.sync() for file in self._files.values()]; "
                  "os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
         # A command in the background of a script inherits that it ignores Ctrl-C.
         "interrupt": ("signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)",
                       130, "interrupted; the same command goes on"),
-        "full disk": ("self._file.flush(); resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))", 1,
+        "full disk": ("self.sync(); resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))", 1,
                       f"error: cannot write token files to {out}: File too large; make room"),
         "worker": ("[os.kill(int(p.name), 9) for p in Path('/proc').iterdir() if p.name.isdigit() and "
                    "Path('/proc', p.name, 'stat').read_text().rpartition(')')[2].split()[1] == str(os.getpid())]", 1,
@@ -285,11 +287,11 @@ def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, 
         assert not out.exists()
         assert (partial / "journal.json").is_file()
     (partial / "train-00077.bin").write_bytes(b"begun after the journal's last state")
-    done = make(rows, out, "original = sources._json_rows\n"
+    done = make(rows, out, "original = rows._json_rows\n"
                            "def read(path, column, offset):\n"
                            "    assert offset > 0\n"
                            "    return original(path, column, offset)\n"
-                           "sources._json_rows = read")
+                           "rows._json_rows = read")
     assert done.returncode == 0, done.stderr
     assert "going on after" in done.stderr
     assert files_of(out) == whole
@@ -298,11 +300,11 @@ def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, 
 
 def test_what_was_begun_otherwise_is_not_gone_on_with(rows, gpt2, tmp_path, monkeypatch):
     out, rows = tmp_path / "out", Path(shutil.copy(rows, tmp_path))
-    killed = "prepare._SplitWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)"
+    killed = "token_files.TokenFilesWriter.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
     assert make(rows, out, killed).returncode == -signal.SIGKILL
     before = files_of(tmp_path / ".out.partial")
-    monkeypatch.setattr(texts, "PIECE_BYTES", SMALL["texts.PIECE_BYTES"])
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", SMALL["prepare.SHARD_TOKENS"])
+    monkeypatch.setattr(texts, "CHUNK_BYTES", SMALL["texts.CHUNK_BYTES"])
+    monkeypatch.setattr(token_files, "SHARD_TOKENS", SMALL["token_files.SHARD_TOKENS"])
     arguments = (str(rows), "--out", str(out), "--tokenizer", "gpt2")
     for more, message in (("--tokenizer bytes", "another tokenizer: gpt2 then, bytes now"),
                           ("--val-share 0.1", "another val share: None then, 0.1 now")):
@@ -317,7 +319,7 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(rows, gpt2, tmp_path, monk
 
 
 @pytest.mark.thorough
-def test_a_text_longer_than_a_piece_goes_on_within_it(gpt2, tmp_path):
+def test_a_text_longer_than_a_chunk_goes_on_within_it(gpt2, tmp_path):
     (tmp_path / "text.txt").write_bytes("Some wörds and \xff more 中文。".encode("latin-1", "ignore") * 900)
     assert make(tmp_path / "text.txt", tmp_path / "once", more="--val-share 0.3").returncode == 0
     killed = ("prepare._processes = lambda *_: 0\n"
@@ -339,8 +341,8 @@ def test_a_text_longer_than_a_piece_goes_on_within_it(gpt2, tmp_path):
 def test_no_process_outlives_the_one_that_started_it():
     script = ("import os, signal; from data import texts, tokenizers\n"
               "workers = tokenizers.Workers(tokenizers.load('bytes'), 1)\n"
-              "pieces = texts.Pieces([texts.Piece(b'text', False, True)])\n"
-              "next(workers.encode([(pieces, 0)] * 2))\n"
+              "chunks = texts.TextChunks([texts.TextChunk(b'text', False, True)])\n"
+              "next(workers.encode([(chunks, 0)] * 2))\n"
               "print(workers._started[0][0].pid, flush=True)\n"
               "os.kill(os.getpid(), signal.SIGKILL)")
     # Its child inherits standard error: reading that to its end, which is given a minute, waits for both.
@@ -350,7 +352,7 @@ def test_no_process_outlives_the_one_that_started_it():
 
 
 def test_verify_names_every_shard_that_is_not_as_written(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", 7)
+    monkeypatch.setattr(token_files, "SHARD_TOKENS", 7)
     out = tmp_path / "out"
     prepare.prepare(str(folder), "bytes", out, progress=False)
     done = command("--verify", "--out", str(out))
@@ -375,9 +377,9 @@ def test_verify_names_every_shard_that_is_not_as_written(folder, tmp_path, monke
 
 
 def test_verify_reads_the_weights_of_generated_corpora(tmp_path):
-    task = tasks.parse("copy:length=16,documents=4,val_documents=2")
+    task = synthetic_tasks.parse("copy:length=16,documents=4,val_documents=2")
     assert task is not None
-    tasks.write(task, tmp_path / "out")
+    task.write(tmp_path / "out")
     assert prepare.verify_files(tmp_path / "out")["weights"]
     weights = tmp_path / "out" / "val-00000.weights.bin"
     as_written = weights.read_bytes()
@@ -437,7 +439,7 @@ def test_ensure_prepares_once_and_again_when_the_text_changes(folder, tmp_path, 
 
 
 def test_of_two_processes_one_prepares_and_both_get_it(folder, tmp_path):
-    script = ("from configs.schema import DataConfig; from data import prepare, sources\n"
+    script = ("from configs.schema import DataConfig; from data import prepare\n"
               "import sys; from pathlib import Path; original = prepare._write\n"
               "def write(*a, **k):\n"
               "    Path(sys.argv[2]).open('a').write('prepared\\n'); return original(*a, **k)\n"

@@ -10,7 +10,7 @@ import requests
 import tiktoken
 
 from data import texts, tokenizers
-from data.texts import JsonLines, Piece, Pieces
+from data.texts import JsonLines, TextChunk, TextChunks
 from support.errors import ConfigError, DataError
 
 GPT2_FILES = Path(__file__).parents[3] / "shared" / "tiktoken"
@@ -78,16 +78,16 @@ def test_without_network_or_copy_the_message_names_the_cache_folder(monkeypatch,
     assert "\n" not in str(caught.value)
 
 
-def test_pieces_come_back_in_their_order_whatever_the_number_of_processes(gpt2):
-    pieces = [Pieces([Piece(f"piece {n} \xff é <|endoftext|> ".encode() * n, n % 3 == 0, n % 2 == 0)] * 2)
+def test_chunks_come_back_in_their_order_whatever_the_number_of_processes(gpt2):
+    batches = [TextChunks([TextChunk(f"chunk {n} \xff é <|endoftext|> ".encode() * n, n % 3 == 0, n % 2 == 0)] * 2)
               for n in range(12)]
-    expected = [tokenizers.encode_texts(gpt2, batch) for batch in pieces]
+    expected = [tokenizers.encode_texts(gpt2, batch) for batch in batches]
     assert expected[4].ids.dtype == np.dtype("<u2")
-    assert expected[4].ids.tolist() == [*gpt2.encode_ordinary(pieces[4].pieces[0].text.decode()), 50256] * 2
+    assert expected[4].ids.tolist() == [*gpt2.encode_ordinary(batches[4].chunks[0].text.decode()), 50256] * 2
     assert 50256 not in expected[3].ids
     for count in (0, 1, 3):
         with tokenizers.Workers(gpt2, count) as workers:
-            found = list(workers.encode((batch, n) for n, batch in enumerate(pieces)))
+            found = list(workers.encode((batch, n) for n, batch in enumerate(batches)))
         assert [n for _, n in found] == list(range(12))
         for (encoded, _), wanted in zip(found, expected, strict=True):
             for left, right in zip(encoded, wanted, strict=True):
@@ -99,8 +99,8 @@ def test_rows_have_the_tokens_that_each_has_alone(gpt2, name, monkeypatch):
     encoding = tokenizers.load(name)
     rows = ["first row", " second\n\n", "é 中文 \u2028", "<|endof", "text|>", "a long row of words " * 30]
     for more in ([], ["with <|endoftext|> in it"]):  # joined, and one by one
-        for piece_bytes in (2**20, 100):
-            monkeypatch.setattr(tokenizers, "PIECE_BYTES", piece_bytes)
+        for chunk_bytes in (2**20, 100):
+            monkeypatch.setattr(tokenizers, "CHUNK_BYTES", chunk_bytes)
             lines = b"".join(json.dumps({"body": row}).encode() + b"\n" for row in (*rows, *more))
             found = tokenizers.encode_texts(encoding, JsonLines(lines, "body", "rows.jsonl", 1, 0))
             alone = [[*tokenizers.encode_document(encoding, row.encode()), encoding.eot_token] for row in rows + more]
@@ -112,7 +112,7 @@ def test_rows_have_the_tokens_that_each_has_alone(gpt2, name, monkeypatch):
 
 def test_undecodable_places_are_counted_unless_every_byte_is_kept(gpt2):
     text = "é \ufffd".encode() + b"\xff \xc3"
-    for texts_ in (Pieces([Piece(text, False, True)]), JsonLines(b'{"text": "%b"}\n' % text, "text", "", 1, 0)):
+    for texts_ in (TextChunks([TextChunk(text, False, True)]), JsonLines(b'{"text": "%b"}\n' % text, "text", "", 1, 0)):
         found = tokenizers.encode_texts(gpt2, texts_)
         assert found.replaced == 2
         assert gpt2.decode(found.ids.tolist()) == "é \ufffd\ufffd \ufffd<|endoftext|>"
@@ -123,7 +123,7 @@ def test_a_process_that_is_killed_ends_in_one_line(monkeypatch):
     encoding = tokenizers.load("bytes")
     with tokenizers.Workers(encoding, 1) as workers:
         # More than are under way at once, so that some are yet to be sent.
-        batches = iter([(Pieces([Piece(b"text", False, True)]), 0)] * 9)
+        batches = iter([(TextChunks([TextChunk(b"text", False, True)]), 0)] * 9)
         found = workers.encode(batches)
         next(found)
         workers._started[0][0].kill()
@@ -153,7 +153,7 @@ def test_a_text_may_be_cut_where_cut_says(pattern):
     cuts = 0
     for _ in range(500):
         text = "".join(random.choice(alphabet, 80)).encode()
-        place = texts.cut(text, 60)
+        place = texts.token_boundary(text, 60)
         if text[place - 1 : place + 2].isascii():  # a cut between any two characters is the last resort
             cuts += 1
             head, tail = (encoding.encode_ordinary(part.decode()) for part in (text[:place], text[place:]))

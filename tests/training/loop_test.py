@@ -16,7 +16,7 @@ from flax import nnx
 
 from configs.schema import ModelConfig, TrainConfig
 from data import tokenizers
-from data.generated import Document, write_corpus
+from data.synthetic_tasks import Document, write_corpus
 from models.gpt import GPT
 from sampling.sampler import Sampler, Sampling
 from sampling.samples import SAMPLE_TOKENS, check

@@ -7,25 +7,84 @@ Symbols are bytes (``data.tokenizer bytes``), printable ones first.
 """
 
 import difflib
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Integer
 
-from support.errors import ConfigError
-
-if TYPE_CHECKING:
-    from data.generated import Document
+from data.token_files import TokenFilesWriter, Vocabulary, check_free, write_errors
+from support.errors import ConfigError, DataError
+from support.files import replacing
 
 FILLER = ord(" ")
 SYMBOLS = [*range(33, 127), *range(128, 256)]
+BYTES = Vocabulary("bytes", None, 257, 256)
 _VERSION = 2  # of what the generators make
 
 
-class Task(Protocol):
-    """A generator of documents with settings."""
+class Document(NamedTuple):
+    """One example of L tokens, without the separator, which the writer adds.
+
+    Packed (``data.packing documents``) it takes L positions: set ``model.context`` to L, and it is one window.
+    """
+
+    ids_L: Integer[np.ndarray, " L"]
+    weights_L: Integer[np.ndarray, " L"] | None = None
+    """1 where a token counts as a target, else 0. None: all count, and so does the separator, which otherwise does not.
+    The first token is a target of nothing when packed."""
+
+
+def write_corpus(directory: Path, splits: Mapping[str, Iterable[Document]], *, source: str,
+                 vocabulary: Vocabulary = BYTES) -> dict[str, Any]:
+    """Writes token files, and weights where documents have them, and returns what ``meta.json`` holds.
+
+    The folder appears when it is whole.
+
+    Args:
+        directory: Folder to make.
+        splits: "train" and "val"; either all documents have weights or none.
+        source: What they are, for ``meta.json``.
+        vocabulary: With the tokenizer ``bytes`` the ids are of bytes and samples can be read. The separator is in no
+            document.
+
+    Raises:
+        ConfigError: ``directory`` holds something already.
+        DataError: documents that cannot be written down so, or a disk that cannot be written.
+    """
+    directory = Path(directory).absolute()
+    check_free(directory)
+    with write_errors(directory, "make room, or choose another folder"):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(directory) as folder:
+            folder.mkdir()
+            with TokenFilesWriter(folder, vocabulary) as writer:
+                for split, documents in splits.items():
+                    for number, document in enumerate(documents, 1):
+                        _write_document(writer, split, number, document, vocabulary)
+                if not any(writer.documents(split) for split in splits):
+                    raise DataError(f"{source}: expected some documents")
+                return writer.finish({"source": source, "source_version": None, "licence": None})
+
+
+def _write_document(writer: TokenFilesWriter, split: str, number: int, document: Document, vocabulary: Vocabulary,
+                    ) -> None:
+    ids_L, weights_L = document
+    if not len(ids_L) or ids_L.min() < 0 or ids_L.max() >= vocabulary.size or (ids_L == vocabulary.separator).any():
+        raise DataError(f"document {number} of {split}: expected ids from 0 to {vocabulary.size - 1} other than the "
+                        f"separator, {vocabulary.separator}")
+    if weights_L is not None:
+        if weights_L.shape != ids_L.shape or not np.isin(weights_L, (0, 1)).all():
+            raise DataError(f"document {number} of {split}: expected a weight of 0 or 1 for each token")
+        weights_L = np.append(weights_L, 0)
+    # A symbol counts as a byte: bits per byte are then bits per symbol.
+    writer.write(split, np.append(ids_L, vocabulary.separator), weights_L, text_bytes=len(ids_L), documents=1)
+
+
+class Task:
+    """A generator of documents. A task is a dataclass whose fields are its settings, all of them whole numbers."""
 
     documents: int
     val_documents: int
@@ -33,15 +92,48 @@ class Task(Protocol):
 
     def check(self) -> None:
         """Raises :class:`ConfigError` for settings that do not go together."""
-        ...
+        raise NotImplementedError
 
-    def document(self, random: np.random.Generator) -> "Document":
+    def document(self, random: np.random.Generator) -> Document:
         """One example of ``length`` tokens and their weights."""
-        ...
+        raise NotImplementedError
+
+    @classmethod
+    def name(cls) -> str:
+        """What ``data.source`` calls it."""
+        return cls.__name__.lower()
+
+    @property
+    def folder_name(self) -> str:
+        """What the folder of its token files is called: another for every other setting."""
+        settings = "-".join(f"{name.replace('_', '-')}-{value}" for name, value in vars(self).items())
+        return f"{self.name()}-{_VERSION}-{settings}"
+
+    def write(self, directory: Path) -> dict[str, Any]:
+        """Writes its token files, which depend on its settings alone, and returns what ``meta.json`` holds.
+
+        Raises:
+            ConfigError: ``directory`` holds something already.
+            DataError: the files cannot be written.
+        """
+        def documents(split: int, count: int) -> Iterator[Document]:
+            random = np.random.default_rng(np.random.SeedSequence([self.seed, split]))
+            for _ in range(count):
+                yield self.document(random)
+
+        settings = ",".join(f"{name}={value}" for name, value in vars(self).items())
+        return write_corpus(directory, {"train": documents(0, self.documents), "val": documents(1, self.val_documents)},
+                            source=f"{self.name()}:{settings}")
+
+    def check_least(self, **least: int) -> None:
+        """Raises :class:`ConfigError` where a setting is less than that."""
+        for name, value in least.items():
+            if (found := getattr(self, name)) < value:
+                raise ConfigError(f"data.source: {self.name()}:{name} is {found}; expected at least {value}")
 
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(Task):
     """Copying: n symbols, a separator, the same n symbols, scored, and so on to the end, unscored.
 
     n is uniform from length / 4 to length / 2 - 2. The separator itself, which comes when it comes, is not scored.
@@ -55,13 +147,11 @@ class Copy:
     seed: int = 0
 
     def check(self) -> None:
-        _check_least(self, length=8, symbols=2, documents=1, val_documents=1, seed=0)
+        self.check_least(length=8, symbols=2, documents=1, val_documents=1, seed=0)
         if self.symbols >= len(SYMBOLS):
             raise ConfigError(f"data.source: copy:symbols is {self.symbols}; expected at most {len(SYMBOLS) - 1}")
 
-    def document(self, random: np.random.Generator) -> "Document":
-        from data.generated import Document
-
+    def document(self, random: np.random.Generator) -> Document:
         n = int(random.integers(self.length // 4, self.length // 2 - 2, endpoint=True))
         word = np.array(SYMBOLS)[random.integers(1, self.symbols, n, endpoint=True)]
         period = np.append(word, SYMBOLS[0])
@@ -71,7 +161,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Mqar:
+class Mqar(Task):
     """Multi-query associative recall: pairs of a key and its value, then keys again, each before its value, scored.
 
     Keys are drawn from one half of the vocabulary and differ; values are drawn from the other half. Each query asks for
@@ -93,7 +183,7 @@ class Mqar:
     seed: int = 0
 
     def check(self) -> None:
-        _check_least(self, length=1, pairs=1, queries=0, vocabulary=2, documents=1, val_documents=1, seed=0)
+        self.check_least(length=1, pairs=1, queries=0, vocabulary=2, documents=1, val_documents=1, seed=0)
         queries = self.queries or 3 * self.pairs
         if self.vocabulary % 2 or self.vocabulary > len(SYMBOLS):
             raise ConfigError(f"data.source: mqar:vocabulary is {self.vocabulary}; expected an even number of at most "
@@ -105,9 +195,7 @@ class Mqar:
             raise ConfigError(f"data.source: mqar:length is {self.length}; expected at least "
                               f"{2 * (self.pairs + queries)} for {self.pairs} pairs and {queries} queries")
 
-    def document(self, random: np.random.Generator) -> "Document":
-        from data.generated import Document
-
+    def document(self, random: np.random.Generator) -> Document:
         half, queries = self.vocabulary // 2, self.queries or 3 * self.pairs
         keys = np.array(SYMBOLS[:half])[random.permutation(half)[: self.pairs]]
         values = np.array(SYMBOLS[half : self.vocabulary])[random.integers(0, half, self.pairs)]
@@ -123,7 +211,7 @@ class Mqar:
         return Document(ids_L, weights_L)
 
 
-TASKS = {"copy": Copy, "mqar": Mqar}
+TASKS = {task.name(): task for task in Task.__subclasses__()}
 
 
 def parse(source: str) -> Task | None:
@@ -135,7 +223,7 @@ def parse(source: str) -> Task | None:
     name, _, rest = source.partition(":")
     if name not in TASKS:
         return None
-    known = [field.name for field in fields(TASKS[name])]
+    known = list(vars(TASKS[name]()))
     settings: dict[str, Any] = {}
     for part in rest.split(",") if rest else ():
         key, equals, value = part.partition("=")
@@ -151,35 +239,3 @@ def parse(source: str) -> Task | None:
     task = TASKS[name](**settings)
     task.check()
     return task
-
-
-def folder_name(task: Task) -> str:
-    """What the folder of a task's token files is called: another for every other setting."""
-    settings = "-".join(f"{name.replace('_', '-')}-{value}" for name, value in vars(task).items())
-    return f"{type(task).__name__.lower()}-{_VERSION}-{settings}"
-
-
-def write(task: Task, directory: Path) -> dict[str, Any]:
-    """Writes the token files of a task, which depend on its settings alone, and returns what ``meta.json`` holds.
-
-    Raises:
-        ConfigError: ``directory`` holds something already.
-        DataError: the files cannot be written.
-    """
-    from data.generated import write_corpus
-
-    def documents(split: int, count: int) -> Iterator["Document"]:
-        random = np.random.default_rng(np.random.SeedSequence([task.seed, split]))
-        for _ in range(count):
-            yield task.document(random)
-
-    settings = ",".join(f"{name}={value}" for name, value in vars(task).items())
-    return write_corpus(directory, {"train": documents(0, task.documents), "val": documents(1, task.val_documents)},
-                        source=f"{type(task).__name__.lower()}:{settings}")
-
-
-def _check_least(task: Any, **least: int) -> None:
-    for name, value in least.items():
-        if getattr(task, name) < value:
-            setting = f"{type(task).__name__.lower()}:{name}"
-            raise ConfigError(f"data.source: {setting} is {getattr(task, name)}; expected at least {value}")

@@ -1,17 +1,20 @@
-"""The synthetic tasks: what a document holds, what is scored, and what is refused."""
+"""The synthetic tasks: what a document holds, what is scored, what is written, and what is refused."""
+
+import json
 
 import numpy as np
 import pytest
 
 from configs.schema import DataConfig
-from data import tasks
-from data.loader import TokenFiles, fixed_batches
+from data.loader import fixed_batches
 from data.prepare import ensure
-from support.errors import ConfigError
+from data.synthetic_tasks import FILLER, Document, Mqar, parse, write_corpus
+from data.token_files import TokenFiles
+from support.errors import ConfigError, DataError
 
 
 def examples(source: str, count: int = 50):
-    task = tasks.parse(source)
+    task = parse(source)
     assert task is not None
     random = np.random.default_rng(0)
     return [task.document(random) for _ in range(count)]
@@ -36,8 +39,8 @@ def test_copy_scores_the_second_time_alone():
 @pytest.mark.parametrize("source", ["mqar:length=80,pairs=8", "mqar:length=64,pairs=8",
                                     "mqar:length=90,pairs=16,queries=5,vocabulary=64"])
 def test_mqar_asks_for_what_was_said_and_nothing_overwrites_it(source):
-    task = tasks.parse(source)
-    assert isinstance(task, tasks.Mqar)
+    task = parse(source)
+    assert isinstance(task, Mqar)
     places = set()
     for ids_L, weights_L in examples(source):
         assert len(ids_L) == task.length
@@ -52,19 +55,19 @@ def test_mqar_asks_for_what_was_said_and_nothing_overwrites_it(source):
         assert [said[key] for key in ids_L[at - 1].tolist()] == ids_L[at].tolist()
         # All else behind the pairs is filler, which is no key and no value.
         rest = np.setdiff1d(np.arange(2 * task.pairs, task.length), np.concatenate([at - 1, at]))
-        assert set(ids_L[rest]) <= {tasks.FILLER}
-        assert tasks.FILLER not in ids_L[: 2 * task.pairs]
+        assert set(ids_L[rest]) <= {FILLER}
+        assert FILLER not in ids_L[: 2 * task.pairs]
         places |= set(at.tolist())
     assert places == set(range(2 * task.pairs + 1, task.length)) or task.length == 64
 
 
 def test_token_files_are_the_same_every_time_and_of_the_seed(tmp_path):
     def write(name, **settings):
-        task = tasks.parse("mqar:" + ",".join(f"{key}={value}" for key, value in (
+        task = parse("mqar:" + ",".join(f"{key}={value}" for key, value in (
             {"length": 16, "pairs": 3, "queries": 3, "documents": 20, "val_documents": 4} | settings).items()))
         assert task is not None
-        tasks.write(task, tmp_path / name)
-        return TokenFiles.open(tmp_path / name), tasks.folder_name(task)
+        task.write(tmp_path / name)
+        return TokenFiles.open(tmp_path / name), task.folder_name
 
     (a, name), (b, same), (c, other) = write("a"), write("b"), write("c", seed=1)
     assert a.checksum == b.checksum != c.checksum
@@ -105,11 +108,30 @@ def test_a_source_names_a_task_and_is_generated_on_first_use():
 ])
 def test_settings_that_cannot_be(source, message):
     with pytest.raises(ConfigError) as refused:
-        tasks.parse(source)
+        parse(source)
     assert str(refused.value).startswith("data.source: ")
     assert message in str(refused.value)
 
 
 def test_other_sources_are_no_tasks():
     for source in ("python-stdlib", "./copy", "copying:length=3", "Salesforce/wikitext:wikitext-103-raw-v1"):
-        assert tasks.parse(source) is None
+        assert parse(source) is None
+
+
+def test_generated_corpora_are_whole_or_not_there(tmp_path):
+    good, ids = Document(np.array([1, 2])), np.array([1, 2])
+    for documents, message in (
+            ([good, Document(np.array([1, 257]))], "document 2 of val: expected ids from 0 to 256 other than"),
+            ([Document(np.array([256]))], "document 1 of val"), ([Document(np.array([], int))], "document 1 of val"),
+            ([Document(ids, np.array([1]))], "expected a weight of 0 or 1 for each token"),
+            ([Document(ids, np.array([1, 2]))], "expected a weight of 0 or 1 for each token"),
+            ([Document(ids, ids - 1)], "weights with all documents or with none")):
+        with pytest.raises(DataError, match=message):
+            write_corpus(tmp_path / "tokens", {"train": [good], "val": documents}, source="bad")
+        assert list(tmp_path.iterdir()) == []
+    meta = write_corpus(tmp_path / "tokens", {"train": [good], "val": [good, good]}, source="good")
+    assert meta == json.loads((tmp_path / "tokens" / "meta.json").read_text())
+    assert sorted(path.name for path in tmp_path.glob("**/*.bin")) == ["train-00000.bin", "val-00000.bin"]
+    assert TokenFiles.open(tmp_path / "tokens").bytes_per_token("val") == 4 / 6
+    with pytest.raises(ConfigError, match=r"holds token files already .*, and nothing is overwritten"):
+        write_corpus(tmp_path / "tokens", {"train": [good], "val": [good]}, source="good")

@@ -1,0 +1,483 @@
+"""The format of a prepared corpus: a folder of token files, how it is read, verified and written.
+
+``DIR`` holds ``{train,val}-00000.bin`` and further shards: token ids, little-endian uint16 (uint32 for vocabularies
+above 65,536), with a separator after each document. Beside a shard there may be ``{train,val}-00000.weights.bin``, a
+uint8 for each token: 0 where the token does not count as a target, else 1. ``meta.json`` says what is in them, and has
+the SHA-256 of each file.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from jaxtyping import Int32, Int64, Integer
+
+from support.errors import ConfigError, DataError
+from support.files import read_json, write_json
+
+SPLITS = ("train", "val")
+SHARD_TOKENS = 100_000_000
+"""A shard holds at most so many tokens."""
+_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_WEIGHT_DTYPE = np.dtype("u1")
+_REQUIRED = ("tokenizer", "vocabulary_size", "document_separator", "dtype", "checksum", "splits")
+_SCANNED_TOKENS = 2**24  # of a shard at once, which bounds the memory
+_READ_BYTES = 2**23  # of a file at once
+_REMEDY = "delete the folder and prepare it again"
+
+
+class Vocabulary(NamedTuple):
+    """What the ids of token files mean."""
+
+    tokenizer: str
+    """Name of the tokenizer, as ``data.tokenizer`` has it."""
+    fingerprint: str | None
+    """As :func:`data.tokenizers.fingerprint`; None where no tokenizer made the ids."""
+    size: int
+    """V; every id is less."""
+    separator: int
+    """Id of the token after each document."""
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype:
+    """Number format of ids: little-endian uint16 where the vocabulary fits, else uint32."""
+    return _DTYPES["uint16" if vocabulary_size <= 2**16 else "uint32"]
+
+
+def weights_path(shard: Path) -> Path:
+    """The file of the weights of a shard."""
+    return shard.with_suffix(".weights.bin")
+
+
+def has_token_files(directory: Path) -> bool:
+    """Whether a folder holds token files, which may be damaged."""
+    return (directory / "meta.json").is_file()
+
+
+def read_meta(directory: Path) -> dict[str, Any]:
+    """``meta.json`` of a folder of token files.
+
+    Raises:
+        ConfigError: there is none.
+        DataError: it is damaged.
+    """
+    path = Path(directory) / "meta.json"
+    if not path.is_file():
+        raise ConfigError(f"{directory}: there are no token files (no meta.json); make them with: "
+                          "python -m data.prepare SOURCE --tokenizer NAME --out DIR")
+    try:
+        meta = read_json(path)
+    except ValueError as error:
+        raise DataError(f"{error}, or {_REMEDY}") from error
+    if missing := [name for name in _REQUIRED if name not in meta]:
+        raise DataError(f"{path} is damaged (it lacks {', '.join(missing)}); {_REMEDY}")
+    return meta
+
+
+@contextlib.contextmanager
+def _damaged_meta(directory: Path) -> Iterator[None]:
+    """Tells of a ``meta.json`` whose fields hold something else than they should."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{directory / 'meta.json'} is damaged ({error!r}); {_REMEDY}") from error
+
+
+def _unknown_shards(directory: Path, meta: dict[str, Any]) -> list[str]:
+    """The names of shards in a folder that its ``meta.json`` does not know."""
+    known = {shard["file"] for entry in meta["splits"].values() for shard in entry["shards"]}
+    if meta.get("weights"):
+        known |= {weights_path(Path(name)).name for name in known}
+    return sorted(path.name for path in directory.glob("*.bin")
+                  if re.fullmatch(r"(train|val)-\d+(\.weights)?\.bin", path.name) and path.name not in known)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFiles:
+    """A folder of token files, memory-mapped."""
+
+    directory: Path
+    tokenizer: str
+    """Name of the tokenizer."""
+    vocabulary_size: int
+    separator: int
+    """Id of the token after each document."""
+    checksum: str
+    """SHA-256 of the text that the tokens were made from."""
+    meta: dict[str, Any]
+    """All of ``meta.json``."""
+    _shards: dict[str, list[np.ndarray]]
+    _weights: dict[str, list[np.ndarray]]
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Self:
+        """Maps the files after checking their sizes, and the counts and the largest id that ``meta.json`` tells of.
+
+        Raises:
+            ConfigError: there are no token files.
+            DataError: they are damaged, of another vocabulary, or not all of this folder.
+        """
+        directory = Path(directory)
+        meta = read_meta(directory)
+        with _damaged_meta(directory):
+            dtype = _DTYPES[meta["dtype"]]
+            shards, weights = {}, {}
+            for split, entry in meta["splits"].items():
+                if entry["largest_id"] >= meta["vocabulary_size"]:
+                    raise DataError(f"{directory}: the token {entry['largest_id']} of {split} is beyond the vocabulary "
+                                    f"of {meta['vocabulary_size']} tokens of {meta['tokenizer']}; {_REMEDY}")
+                if (found := sum(shard["tokens"] for shard in entry["shards"])) != entry["tokens"]:
+                    raise DataError(f"{directory / 'meta.json'} is damaged: it gives {split} {entry['tokens']:,} "
+                                    f"tokens, and its shards {found:,}; {_REMEDY}")
+                shards[split] = [_map(directory / shard["file"], shard["tokens"], dtype) for shard in entry["shards"]]
+                if meta.get("weights"):
+                    weights[split] = [_map(weights_path(directory / shard["file"]), shard["tokens"], _WEIGHT_DTYPE)
+                                      for shard in entry["shards"]]
+            if unknown := _unknown_shards(directory, meta):
+                raise DataError(f"{directory}: {', '.join(unknown)}: meta.json does not know them; they are perhaps of "
+                                f"another tokenizer: move them away, or {_REMEDY}")
+        return cls(directory, meta["tokenizer"], meta["vocabulary_size"], meta["document_separator"], meta["checksum"],
+                   meta, shards, weights)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether weights tell which tokens count as targets."""
+        return bool(self._weights)
+
+    def tokens(self, split: str) -> int:
+        """Number of tokens of a split, separators among them."""
+        return self.meta["splits"][split]["tokens"]
+
+    def bytes_per_token(self, split: str) -> float:
+        """Bytes of text a token stands for, on average; bits per byte = loss / ln 2 / this."""
+        return self.meta["splits"][split]["bytes"] / self.tokens(split)
+
+    def read(self, split: str, start: int, stop: int) -> Int32[np.ndarray, " T"]:
+        """Tokens ``start`` to ``stop`` of a split, across the borders of shards.
+
+        Raises:
+            DataError: an id beyond the vocabulary, or a place beyond the split.
+        """
+        out_T = np.empty(stop - start, np.int32)
+        filled, offset = 0, 0
+        for index, shard in enumerate(self._shards[split]):
+            part = shard[max(start - offset, 0) : max(stop - offset, 0)]
+            out_T[filled : filled + len(part)] = part
+            if len(part) and int(part.max()) >= self.vocabulary_size:
+                name = self.meta["splits"][split]["shards"][index]["file"]
+                raise DataError(f"{self.directory / name}: the token {int(part.max())} is beyond the vocabulary of "
+                                f"{self.vocabulary_size} tokens of {self.tokenizer}; the file is damaged: {_REMEDY}")
+            filled += len(part)
+            offset += len(shard)
+        if filled != len(out_T):
+            raise DataError(f"{self.directory}: {split} has {offset:,} tokens; asked for were {start:,} to {stop:,}")
+        return out_T
+
+    def scored(self, split: str, start: int, tokens_T: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:
+        """The tokens that stand from ``start`` on, as targets: −1 where the weight is 0.
+
+        Raises:
+            DataError: a weight that is neither 0 nor 1.
+        """
+        if not self.weighted:
+            return tokens_T
+        stop, offset = start + len(tokens_T), 0
+        parts = []
+        for index, shard in enumerate(self._weights[split]):
+            parts.append(shard[max(start - offset, 0) : max(stop - offset, 0)])
+            if parts[-1].max(initial=0) > 1:
+                name = weights_path(Path(self.meta["splits"][split]["shards"][index]["file"]))
+                raise DataError(f"{self.directory / name}: the weight {int(parts[-1].max())}; expected 0 or 1; the "
+                                f"file is damaged: {_REMEDY}")
+            offset += len(shard)
+        return np.where(np.concatenate(parts) == 0, -1, tokens_T).astype(np.int32)
+
+    def separators(self, split: str) -> Int64[np.ndarray, " documents"]:
+        """Where the separators of a split stand; reads all of it."""
+        found, offset = [np.empty(0, np.int64)], 0
+        for shard in self._shards[split]:
+            for start in range(0, len(shard), _SCANNED_TOKENS):
+                found.append(np.flatnonzero(shard[start : start + _SCANNED_TOKENS] == self.separator) + offset + start)
+            offset += len(shard)
+        return np.concatenate(found)
+
+
+def _map(path: Path, tokens: int, dtype: np.dtype) -> np.ndarray:
+    found = path.stat().st_size if path.is_file() else 0
+    if found != tokens * dtype.itemsize:
+        raise DataError(f"{path}: expected {tokens * dtype.itemsize} bytes, found {found}; the file is damaged: "
+                        f"{_REMEDY}")
+    return np.asarray(np.memmap(path, dtype, mode="r"))
+
+
+def verify(directory: Path) -> dict[str, Any]:
+    """Reads every shard of a folder of token files, and its weights, and compares them with ``meta.json``, which is
+    returned.
+
+    Raises:
+        ConfigError: there are no token files.
+        DataError: shards are missing, damaged or not of this folder: all of them, in one line.
+    """
+    directory = Path(directory)
+    meta = read_meta(directory)
+    wrong = []
+
+    def check(path: Path, tokens: int, dtype: np.dtype, sha256: str) -> int:
+        """The largest number in it."""
+        size, expected = path.stat().st_size if path.is_file() else None, tokens * dtype.itemsize
+        if size is None:
+            wrong.append(f"{path.name} is missing")
+        elif size != expected:
+            wrong.append(f"{path.name} has {size:,} bytes, expected {expected:,}")
+        else:
+            digest, largest = hashlib.sha256(), -1
+            for part in _parts(path):
+                digest.update(part)
+                largest = max(largest, int(np.frombuffer(part, dtype).max()))
+            if digest.hexdigest() != sha256:
+                wrong.append(f"{path.name} does not have the checksum it was written with")
+            return largest
+        return -1
+
+    with _damaged_meta(directory):
+        dtype = _DTYPES[meta["dtype"]]
+        for split, entry in meta["splits"].items():
+            largest = -1
+            for shard in entry["shards"]:
+                path = directory / shard["file"]
+                largest = max(largest, check(path, shard["tokens"], dtype, shard["sha256"]))
+                if meta.get("weights"):
+                    check(weights_path(path), shard["tokens"], _WEIGHT_DTYPE, shard["weights_sha256"])
+            if sum(shard["tokens"] for shard in entry["shards"]) != entry["tokens"]:
+                wrong.append(f"the shards of {split} have another number of tokens than meta.json gives")
+            elif not wrong and largest != entry["largest_id"]:
+                wrong.append(f"the largest id of {split} is {largest}, and meta.json gives {entry['largest_id']}")
+        wrong += [f"{name} is a shard that meta.json does not know, perhaps of another tokenizer"
+                  for name in _unknown_shards(directory, meta)]
+    if wrong:
+        raise DataError(f"{directory}: {'; '.join(wrong)}; {_REMEDY}")
+    return meta
+
+
+def check_fingerprint(directory: Path, meta: dict[str, Any], expected: str | None) -> None:
+    """Raises :class:`DataError` where token files were made with a vocabulary of another fingerprint than that expected
+    of the tokenizer of their name. Nothing is known where either is None."""
+    found = meta.get("tokenizer_fingerprint")
+    if expected is not None and found not in (None, expected):
+        raise DataError(f"{directory}: its tokens are of another vocabulary than that of {meta['tokenizer']} here (the "
+                        f"fingerprint is {found[:12]}, expected {expected[:12]}); {_REMEDY}")
+
+
+def check_free(directory: Path) -> None:
+    """Raises :class:`ConfigError` unless a folder can be made there: nothing is overwritten."""
+    for path in (directory, *directory.parents):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"cannot make the folder {directory}: {path} is a file")
+    if directory.is_dir() and any(directory.iterdir()):
+        what = "something else"
+        if has_token_files(directory):
+            with contextlib.suppress(DataError):
+                what = f"token files already (of the tokenizer {read_meta(directory)['tokenizer']})"
+        raise ConfigError(f"{directory} holds {what}, and nothing is overwritten: name another folder, or delete it "
+                          "first")
+    if directory.is_mount():
+        raise ConfigError(f"{directory} is where a disk is mounted, and a folder cannot be renamed to it: name a "
+                          "folder in it")
+
+
+@contextlib.contextmanager
+def write_errors(directory: Path, remedy: str) -> Iterator[None]:
+    """Turns an error of the disk into a :class:`DataError` that names the folder to make, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"cannot write token files to {directory}: {error.strerror or error}; {remedy}") from error
+
+
+class TokenFilesWriter:
+    """Writes token files into a folder: shards as tokens come, ``meta.json`` last. Use it in a ``with`` statement.
+
+    Whether the folder appears whole or not at all is up to the caller, who gives one beside it and renames that.
+
+    Args:
+        folder: There already; it holds nothing but what ``state`` tells of.
+        vocabulary: Of all ids.
+        state: What :meth:`state` gave earlier, to go on from there: what was written after it is cut off.
+
+    Raises:
+        DataError: the folder does not hold what ``state`` tells of.
+        OSError: from here and from every method, where the disk cannot be written.
+    """
+
+    def __init__(self, folder: Path, vocabulary: Vocabulary, state: dict[str, Any] | None = None):
+        self._folder, self._vocabulary = folder, vocabulary
+        self._weighted: bool | None = None
+        self._splits = {split: _SplitWriter(folder, split, token_dtype(vocabulary.size), (state or {}).get(split))
+                        for split in SPLITS}
+
+    def write(self, split: str, ids_T: Integer[np.ndarray, " T"], weights_T: Integer[np.ndarray, " T"] | None = None,
+              *, text_bytes: int, documents: int) -> None:
+        """Adds tokens to a split.
+
+        Args:
+            split: train or val.
+            ids_T: Ids, separators among them.
+            weights_T: 1 where a token counts as a target, else 0; with every call or with none.
+            text_bytes: Bytes of text that the tokens stand for.
+            documents: Documents that end among them.
+
+        Raises:
+            DataError: weights come with some calls only.
+        """
+        if self._weighted not in (None, weights_T is not None):
+            raise DataError(f"{split}: expected weights with all documents or with none")
+        self._weighted = weights_T is not None
+        self._splits[split].write(ids_T, weights_T, text_bytes, documents)
+
+    def documents(self, split: str) -> int:
+        """Documents written to a split."""
+        return self._splits[split].entry["documents"]
+
+    def state(self) -> dict[str, Any]:
+        """What was written; after :meth:`sync` it is what the disk holds."""
+        return {split: deepcopy(writer.entry) for split, writer in self._splits.items()}
+
+    def sync(self) -> None:
+        """Returns when everything written is on the disk."""
+        for writer in self._splits.values():
+            writer.sync()
+
+    def finish(self, origin: dict[str, Any], *, checksum: str | None = None, **counts: Any) -> dict[str, Any]:
+        """Writes ``meta.json`` and returns what it holds.
+
+        Args:
+            origin: Where the text comes from: its source, version, licence and what was selected.
+            checksum: SHA-256 of the text; None: that of the shards' checksums.
+            counts: What else was found on the way.
+        """
+        for writer in self._splits.values():
+            writer.close_shard()
+        splits = self.state()
+        if checksum is None:
+            digests = [shard["sha256"] + shard.get("weights_sha256", "") for entry in splits.values()
+                       for shard in entry["shards"]]
+            checksum = hashlib.sha256("".join(digests).encode()).hexdigest()
+        meta = {**origin, "checksum": checksum, "tokenizer": self._vocabulary.tokenizer,
+                "tokenizer_fingerprint": self._vocabulary.fingerprint, "vocabulary_size": self._vocabulary.size,
+                "document_separator": self._vocabulary.separator, "dtype": token_dtype(self._vocabulary.size).name,
+                **counts, **({"weights": True} if self._weighted else {}), "splits": splits}
+        write_json(self._folder / "meta.json", meta)
+        return meta
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the files, whatever they hold."""
+        for writer in self._splits.values():
+            writer.abandon()
+
+
+class _SplitWriter:
+    """Writes the shards of a split: counts, hashes, and starts another shard where one is full.
+
+    Args:
+        entry: What ``meta.json`` would say of the split so far; a shard that is not full has no checksum yet.
+    """
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, entry: dict[str, Any] | None):
+        self._folder, self._split = folder, split
+        self._dtypes = {"sha256": dtype, "weights_sha256": _WEIGHT_DTYPE}
+        self._files: dict[str, _HashedFile] = {}  # of the shard that is not full, by the name of their checksums
+        self.entry = {"tokens": 0, "bytes": 0, "documents": 0, "largest_id": 0, "shards": []} | deepcopy(entry or {})
+        self._shards: list[dict[str, Any]] = self.entry["shards"]
+        for shard in self._shards:
+            for checksum in self._dtypes.keys() & shard.keys():
+                path = _file_of(folder / shard["file"], checksum)
+                size = shard["tokens"] * self._dtypes[checksum].itemsize
+                found = path.stat().st_size if path.is_file() else 0
+                if found < size or (found > size and shard[checksum]):
+                    raise DataError(f"{path}: expected {size} bytes, found {found}; what an interrupted preparation "
+                                    f"left is damaged: delete the folder {folder} and start again")
+                if not shard[checksum]:
+                    self._files[checksum] = _HashedFile(path, keep=size)
+
+    def write(self, ids_T: np.ndarray, weights_T: np.ndarray | None, text_bytes: int, documents: int) -> None:
+        self.entry["bytes"] += text_bytes
+        self.entry["documents"] += documents
+        self.entry["tokens"] += len(ids_T)
+        self.entry["largest_id"] = max(self.entry["largest_id"], int(ids_T.max(initial=0)))
+        arrays = {"sha256": ids_T} | ({} if weights_T is None else {"weights_sha256": weights_T})
+        start = 0
+        while start < len(ids_T):
+            if not self._files:
+                path = self._folder / f"{self._split}-{len(self._shards):05}.bin"
+                self._files = {checksum: _HashedFile(_file_of(path, checksum)) for checksum in arrays}
+                self._shards.append({"file": path.name, "tokens": 0, **dict.fromkeys(arrays, "")})
+            shard = self._shards[-1]
+            stop = min(len(ids_T), start + SHARD_TOKENS - shard["tokens"])
+            for checksum, array_T in arrays.items():
+                self._files[checksum].write(array_T[start:stop].astype(self._dtypes[checksum], copy=False).tobytes())
+            shard["tokens"] += stop - start
+            start = stop
+            if shard["tokens"] == SHARD_TOKENS:
+                self.close_shard()
+
+    def close_shard(self) -> None:
+        self.sync()
+        for checksum, file in self._files.items():
+            self._shards[-1][checksum] = file.close()
+        self._files = {}
+
+    def sync(self) -> None:
+        for file in self._files.values():
+            file.sync()
+
+    def abandon(self) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # what the disk has no room for is written again
+                file.close()
+        self._files = {}
+
+
+def _file_of(shard: Path, checksum: str) -> Path:
+    return shard if checksum == "sha256" else weights_path(shard)
+
+
+class _HashedFile:
+    """A file that is hashed as it is written; of one that is there the first ``keep`` bytes stay."""
+
+    def __init__(self, path: Path, keep: int | None = None):
+        self._hash = hashlib.sha256()
+        if keep is not None:
+            os.truncate(path, keep)
+            for part in _parts(path):
+                self._hash.update(part)
+        self._file = path.open("wb" if keep is None else "ab")
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+
+    def sync(self) -> None:
+        """Returns when everything written is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> str:
+        """Its SHA-256."""
+        self._file.close()
+        return self._hash.hexdigest()
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            yield part

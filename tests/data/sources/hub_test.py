@@ -1,0 +1,148 @@
+"""Datasets, of the Hub and copied: which rows, of which revision, and what a user without a network is told."""
+
+import http.server
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from data import texts
+from data.sources import hub, open_source
+from data.sources.source import Selection
+from support.errors import ConfigError, DataError
+from tests.data.sources.made import check_starts, documents, pack, rows_of, write_jsonl
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_datasets_can_be_read_from_every_place_they_name(tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr(texts, "CHUNK_BYTES", 80)
+    monkeypatch.setattr(hub, "_BATCH_ROWS", 13)
+    for split, count in {"train": 50, "validation": 20}.items():
+        table = pyarrow.table({"text": [f"{split} {row}" for row in range(count)], "id": list(range(count))})
+        pyarrow.parquet.write_table(table, tmp_path / f"{split}-00000.parquet", row_group_size=11)
+    check_starts(open_source(str(tmp_path)), 70, 12)
+    check_starts(hub.open_dataset("x", "", Selection(), str(tmp_path)), 70, 11)
+
+
+def test_the_code_that_reads_the_hub_reads_packed_json(tmp_path):
+    for suffix in ("zst", "gz"):
+        pack(tmp_path / f"rows.json.{suffix}", b'{"text": "a"}\n{"text": 3}\n{"text": "b"}\n')
+        files = str(tmp_path / f"rows.json.{suffix}")
+        source = hub.open_dataset("x", "", Selection(val_documents=1), "json", data_files=files)
+        (block,) = source.blocks()
+        assert rows_of(block) == ([b"a", b"b"], {"empty": 0, "not_text": 1, "no_column": 0})
+
+
+def test_a_dataset_whose_column_changes_its_type_late_is_not_read_in_quotes(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "word"}] * 200 + [{"text": 5}])
+    source = hub.open_dataset("some/set", "", Selection(), "json", data_files=path, chunksize=1000)
+    with pytest.raises(DataError, match=r"some/set: reading failed after \d+ documents: .*changed from string"):
+        assert {document.text for document in source.documents()} == {b"word"}
+
+
+def test_a_dataset_that_is_asked_for_what_it_has_not_lists_what_it_has(tmp_path):
+    (tmp_path / "en").mkdir()
+    (tmp_path / "de").mkdir()
+    for language in ("en", "de"):
+        write_jsonl(tmp_path / language / "rows.jsonl", [{"text": language}])
+    (tmp_path / "README.md").write_text("---\nconfigs:\n" + "".join(
+        f"- config_name: {name}\n  data_files: {name}/*.jsonl\n" for name in ("en", "de")) + "---\n")
+
+    def read(*args, **options):
+        return list(hub.open_dataset("x", "", Selection(**options), str(tmp_path), *args).documents())
+
+    assert [document.text for document in read("en")] == [b"e", b"n"]
+    assert documents(f"{tmp_path}:de#column=text", val_documents=2) == [("val", b"de")]
+    with pytest.raises(ConfigError, match="has several configurations, name one as ID:CONFIG: en, de"):
+        documents(str(tmp_path))
+    with pytest.raises(ConfigError, match="x has no configuration 'fr'; it has en, de"):
+        read("fr")
+    with pytest.raises(ConfigError, match="x has several configurations, name one as ID:CONFIG: en, de"):
+        read()
+    with pytest.raises(ConfigError, match="x has no split 'test'; it has train"):
+        read("en", split="test")
+    with pytest.raises(ConfigError, match="x has no column 'body'; it has text"):
+        read("en", column="body")
+
+
+def hub_command(endpoint: str, tmp_path: Path) -> subprocess.CompletedProcess:
+    """Prepares a dataset id against a Hub that stands at ``endpoint``."""
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0",
+                   "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-m", "data.prepare", "someone/something", "--out", str(tmp_path / "out")]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_without_network_a_dataset_id_ends_in_one_line(tmp_path):
+    done = hub_command("http://127.0.0.1:9", tmp_path)
+    assert done.returncode == 1
+    assert "error: someone/something: is no file or folder here" in done.stderr
+    assert "JSON-lines or Parquet" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_a_dataset_of_the_hub_is_read_at_the_revision_it_was_begun_at(monkeypatch, script):
+    """Also one that comes as a script: the copy in Parquet that the Hub keeps of it has revisions of its own."""
+    import huggingface_hub
+
+    newest = {None: "main-2", "refs/convert/parquet": "copy-2"}
+
+    def dataset_info(_self, dataset, revision=None, **_):
+        names = ["en/train/0000.parquet", "de/train/0000.parquet"] if str(newest.get(revision, revision)).startswith(
+            "copy") else ["README.md", *(["set.py"] if script else [])]
+        return SimpleNamespace(sha=newest.get(revision, revision), card_data=SimpleNamespace(license=["mit", "x"]),
+                               siblings=[SimpleNamespace(rfilename=name) for name in names])
+
+    asked = []
+
+    def load(source, args, **options):
+        asked.append((args, options))
+        raise LookupError
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setattr(hub, "_load", load)
+    opened = open_source("some/set:en")
+    assert opened.pin is not None
+    for begun, expected in ((None, "copy-2" if script else "main-2"), ("copy-1", "copy-1")):
+        pinned = opened.pin(begun)
+        assert (pinned.version, pinned.licence) == (expected, "mit, x")
+        with pytest.raises(LookupError):
+            next(pinned.blocks())
+        assert asked.pop() == ((("some/set",), {"revision": expected, "data_dir": "en"}) if script else
+                               (("some/set", "en"), {"revision": expected}))
+    if script:
+        with pytest.raises(ConfigError, match="some/set has several configurations, name one as ID:CONFIG: de, en"):
+            open_source("some/set").pin(None)  # pyright: ignore[reportOptionalCall]
+
+
+def test_an_unknown_dataset_id_is_a_usage_error(tmp_path):
+    class NotFound(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format, *_):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), NotFound)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        done = hub_command(f"http://127.0.0.1:{server.server_port}", tmp_path)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 2
+    assert "nor a Hugging Face dataset 'someone/something'" in done.stderr
+    assert "Traceback" not in done.stderr

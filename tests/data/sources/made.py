@@ -1,0 +1,60 @@
+"""What the tests of sources read with, and write to be read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data import texts
+from data.sources import open_source
+from data.sources.source import Block, Source
+
+
+def documents(source: str, **options) -> list[tuple[str, bytes]]:
+    return list(open_source(source, **options).documents())
+
+
+def rows_of(block: Block) -> tuple[list[bytes], dict[str, int]]:
+    assert not isinstance(block.texts, texts.TextChunks)
+    return block.texts.read()
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_parquet(path: Path, values: list, kind: str = "string", **options) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    array = pyarrow.array(values, pyarrow.binary())
+    buffers = array.buffers()  # as text, unchecked: other programs write so too
+    array = pyarrow.Array.from_buffers(pyarrow.string(), len(values), buffers)
+    pyarrow.parquet.write_table(pyarrow.table({"text": array.cast(kind)}), path, **options)
+    return path
+
+
+def pack(path: Path, text: bytes) -> None:
+    import pyarrow
+
+    codec = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+    # Two frames, as programs that append write them.
+    for part in (text[:100], text[100:]):
+        with path.open("ab") as file:
+            if codec is None:
+                file.write(part)
+            else:
+                with pyarrow.CompressedOutputStream(file, codec) as packed:
+                    packed.write(part)
+
+
+def check_starts(source: Source, count: int, least: int) -> None:
+    def texts_of(blocks) -> list:
+        return [(block.held_out, text) for block in blocks for text in rows_of(block)[0]]
+
+    whole = list(source.blocks())
+    assert len(texts_of(whole)) == count
+    assert len(whole) >= least
+    for index, block in enumerate(whole):
+        place = json.loads(json.dumps(block.following))
+        assert texts_of(source.blocks(place)) == texts_of(whole[index + 1 :])

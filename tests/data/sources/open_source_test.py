@@ -1,0 +1,69 @@
+"""Opening a source by its description: which kind it is, and what bad ones are told."""
+
+import pytest
+
+from data.sources import open_source
+from support.errors import ConfigError
+from tests.data.sources.made import documents, write_jsonl, write_parquet
+
+
+def test_a_folder_of_rows_says_what_it_leaves_out_and_reads_nothing_hidden(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
+    (tmp_path / "._a.jsonl").write_bytes(b"\0\5 of another system")
+    (tmp_path / ".cache.parquet").touch()
+    assert open_source(str(tmp_path)).notes == ()
+    for name in ("big.txt", "more.csv"):
+        (tmp_path / name).write_text("text")
+    opened = open_source(str(tmp_path))
+    assert opened.notes == (f"{tmp_path} is read as rows; left out (2): big.txt, more.csv",)
+    assert [text for _, text in opened.documents()] == [b"a", b"b"]
+    write_parquet(tmp_path / "c.parquet", [b"c"])
+    with pytest.raises(ConfigError, match=r"holds both JSON-lines and Parquet files; .* '.*/\*\*/\*\.parquet'"):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"val_share": 1.5}, "--val-share 1.5: expected a share between 0 and 1"),
+    ({"val_documents": 0}, "--val-documents 0: expected a number above 0"),
+    ({"val_documents": 1, "val_share": 0.1}, "expected one of them"),
+    ({"val_documents": 1}, "is a single document"),
+    ({"column": "body"}, "a.txt is text, not rows: it has no column 'body'"),
+])
+def test_options_that_do_not_fit_a_text(tmp_path, options, message):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match=message):
+        open_source(str(tmp_path / "a.txt"), **options)
+
+
+def test_globs_and_suffixes_that_name_nothing_or_too_much(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b#c.txt").write_text("more text")
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "a.txt.gz").write_bytes(b"packed")
+    assert len(documents(f"{tmp_path}/*.txt")) == 2
+    assert len(documents(f"{tmp_path}/b#c.txt")) == 2
+    for name, message in {"*.csv": r"no file matches .*\*\.csv", "a.[tj]*[tl]": "of several kinds",
+                          "a.txt.gz": "a.txt.gz is compressed", "a.jsonl#row=3": "expected #split=NAME or"}.items():
+        with pytest.raises(ConfigError, match=message):
+            open_source(f"{tmp_path}/{name}")
+    with pytest.raises(ConfigError, match="names another column than --column b"):
+        open_source(f"{tmp_path}/a.jsonl#column=a", column="b")
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("no/such/file", "there is no file or folder 'no/such/file'"),
+    ("./nothing", "there is no file or folder"),
+    ("missing.txt", "there is no file or folder 'missing.txt'"),
+    ("python-stdlb", "perhaps you meant python-stdlib"),
+])
+def test_names_of_nothing(name, message):
+    with pytest.raises(ConfigError, match=message):
+        open_source(name)
+
+
+def test_empty_file_and_folder(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ConfigError, match=r"empty\.txt is empty"):
+        open_source(str(tmp_path / "empty.txt"))
+    with pytest.raises(ConfigError, match="no text in the folder"):
+        open_source(str(tmp_path))

@@ -1,0 +1,87 @@
+"""Texts: which documents there are, in which order, in which split."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data.sources import open_source
+from support.errors import ConfigError
+from tests.data.sources.made import documents, write_jsonl
+
+
+def test_the_standard_library_is_ten_to_thirty_megabytes_in_fixed_order_with_a_twentieth_held_out():
+    source = open_source("python-stdlib")
+    found = list(source.documents())
+    total = sum(len(document.text) for document in found)
+    assert source.total_bytes == total
+    assert 10e6 < total < 30e6
+    stdlib = Path(json.__file__).parents[1]
+    at = [[document.text for document in found].index((stdlib / name).read_bytes())
+          for name in ("argparse.py", "json/decoder.py", "zipfile/__init__.py")]
+    assert at == sorted(at)
+    held_out = sum(len(document.text) for document in found if document.split == "val")
+    assert 0.045 < held_out / total <= 0.05
+    again = open_source("python-stdlib")
+    assert list(again.documents()) == found
+    assert again.state == source.state
+
+
+def test_a_text_file_keeps_its_bytes_and_its_end_is_held_out(tmp_path):
+    text = b"\xff\x00\r\n" + b"one two three. " * 500
+    path = tmp_path / "notes.txt"
+    path.write_bytes(text)
+    (train, head), (val, tail) = documents(str(path))
+    assert (train, val) == ("train", "val")
+    assert head + tail == text
+    assert 0.94 < len(head) / len(text) <= 0.95
+    assert tail.startswith(b" ")
+
+
+def test_a_folder_is_a_document_a_file_sorted_without_hidden_ones(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name in ("b/z.txt", "a.txt", "c.txt", ".git/config", ".hidden"):
+        (tmp_path / name).write_text(name)
+    found = documents(str(tmp_path))
+    assert [text.decode() for _, text in found] == ["a.txt", "b/z.txt", "c.txt"]
+    assert sorted({split for split, _ in found}) == ["train", "val"]
+
+
+def test_an_edited_file_is_another_state(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    before = open_source(str(path)).state
+    path.write_text("three")
+    assert open_source(str(path)).state != before
+
+
+def test_files_of_a_folder_that_are_no_text_are_left_out_and_named(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name)
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\r")
+    opened = open_source(str(tmp_path))
+    assert [text for _, text in opened.documents()] == [b"a", b"b", b"c"]
+    assert opened.notes == (
+        f"{tmp_path} is read as texts; left out (1): picture.png (NUL bytes)",)
+    (tmp_path / "other.png").write_bytes(b"\0")
+    with pytest.raises(ConfigError, match="its 2 files hold NUL bytes"):
+        open_source(f"{tmp_path}/*.png")
+
+
+def test_share_and_number_of_what_is_held_out(tmp_path):
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": str(row)} for row in range(1000)])
+    for options, expected in (({"val_share": 0.003}, [0, 333, 666]), ({"val_documents": 2}, [0, 1])):
+        found = documents(rows, **options)
+        assert [int(text) for split, text in found if split == "val"] == expected
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "abcdefgh":
+        (folder / name).write_text(name * 10)
+    for options, expected in (({"val_share": 0.25}, 2), ({"val_documents": 3}, 3), ({}, 1)):
+        assert [split for split, _ in documents(str(folder), **options)].count("val") == expected
+    text = tmp_path / "text.txt"
+    text.write_text("some words " * 1000)
+    (_, head), (_, tail) = documents(str(text), val_share=0.5)
+    assert head + tail == text.read_bytes()
+    assert abs(len(head) - len(tail)) < 20
