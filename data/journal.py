@@ -11,16 +11,20 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from data.token_files import write_errors
+from data.token_files import TokenFilesWriter, Vocabulary, write_errors
 from support.errors import ConfigError, DataError
 from support.files import read_json, replacing
 
-REMEDY = ("make room and start the same again, and it goes on where it was, or choose another folder (--out, or "
-          "XDG_CACHE_HOME)")
+COMMIT_BYTES = 64 * 2**20
+"""Of text, at most, between two states of the journal on the disk."""
+COMMIT_SECONDS = 10.0
+_REMEDY = ("make room and start the same again, and it goes on where it was, or choose another folder (--out, or "
+           "XDG_CACHE_HOME)")
 
 
 @contextlib.contextmanager
@@ -28,7 +32,7 @@ def lock(directory: Path) -> Iterator[None]:
     """Held by the one process that prepares ``directory``; however that ends, the system frees it."""
     path = directory.with_name(f".{directory.name}.lock")
     while True:
-        with write_errors(directory, REMEDY):
+        with write_errors(directory, _REMEDY):
             directory.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("w")
         with file:
@@ -68,8 +72,11 @@ class UnfinishedFolder:
         self._directory, self._request = directory, request
         self.path = directory.with_name(f".{directory.name}.partial")
         self._journal = self.path / "journal.json"
+        self._writer: TokenFilesWriter | None = None
+        self._uncommitted_bytes, self._commit_time = 0, time.monotonic()
         self.state = self._committed = self._read() if self._journal.is_file() else None
-        """What the token files hold that are there: None at first, set by the caller as it goes on."""
+        """Set by the caller with what is written, as JSON can hold it: ``splits`` is what the writer gives, the rest is
+        up to the caller. None: nothing yet."""
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -88,24 +95,40 @@ class UnfinishedFolder:
                                   f"begun, name another folder, or delete {self.path}")
         return state
 
-    def clear(self, known: set[str]) -> None:
-        """Makes the folder, or removes from it what was begun after the last state: all but the files ``known``."""
-        if self.state is None:
-            shutil.rmtree(self.path, ignore_errors=True)
-            self.path.mkdir()
-        for path in self.path.iterdir():
-            if path.name not in known and path != self._journal:
-                path.unlink()
+    def open_writer(self, vocabulary: Vocabulary) -> TokenFilesWriter:
+        """A writer that goes on after the last state; what was begun after that is removed."""
+        with self.write_errors():
+            if self.state is None:
+                shutil.rmtree(self.path, ignore_errors=True)
+                self.path.mkdir()
+            splits = {} if self.state is None else self.state["splits"]
+            known = {"journal.json", *(shard["file"] for entry in splits.values() for shard in entry["shards"])}
+            for path in self.path.iterdir():
+                if path.name not in known:
+                    path.unlink()
+            self._writer = TokenFilesWriter(self.path, vocabulary, splits)
+        return self._writer
 
-    def commit(self) -> None:
-        """Puts the present state onto the disk, unless it is there."""
-        if self.state is self._committed:
-            return
-        with replacing(self._journal) as beside, beside.open("w") as file:
-            json.dump({"request": self._request, "state": self.state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        self._committed = self.state
+    def write_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Names the folder to make, and the way out, where the disk cannot be written."""
+        return write_errors(self._directory, _REMEDY)
+
+    def commit_when_due(self, text_bytes: int) -> None:
+        """Puts the present state onto the disk once in a while; ``text_bytes`` were written since the last call."""
+        self._uncommitted_bytes += text_bytes
+        if self._uncommitted_bytes >= COMMIT_BYTES or time.monotonic() - self._commit_time >= COMMIT_SECONDS:
+            self._commit()
+
+    def _commit(self) -> None:
+        if self._writer is not None:
+            self._writer.sync()
+        if self.state is not self._committed:
+            with replacing(self._journal) as beside, beside.open("w") as file:
+                json.dump({"request": self._request, "state": self.state}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            self._committed = self.state
+        self._uncommitted_bytes, self._commit_time = 0, time.monotonic()
 
     def finish(self) -> None:
         """Gives the folder its name: it is whole."""
@@ -115,6 +138,11 @@ class UnfinishedFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            with contextlib.suppress(OSError):
+                self._commit()
+        if self._writer is not None:
+            self._writer.close()
         if self.state is None:
             shutil.rmtree(self.path, ignore_errors=True)

@@ -5,7 +5,6 @@ again, the same command goes on where it was and gives the same files. :mod:`dat
 """
 
 import contextlib
-import functools
 import hashlib
 import os
 import re
@@ -23,8 +22,6 @@ from data.sources import open_source
 from data.sources.source import Block, Source
 from support.errors import ConfigError, DataError
 
-_COMMIT_BYTES = 64 * 2**20  # of text, at most, between two states of the journal
-_COMMIT_SECONDS = 10.0
 _VERSION = 2  # part of the cache folder's name: count it up when the same source comes to give other tokens
 
 
@@ -131,7 +128,6 @@ def _write(source: Source, encoding: Any, directory: Path, progress: bool, worke
     request = {"program_version": _VERSION, "tokenizer": vocabulary.tokenizer, "source": source.name, **selection,
                "state": source.state, "tokenizer_fingerprint": vocabulary.fingerprint,
                "shard_tokens": token_files.SHARD_TOKENS, "chunk_bytes": texts.CHUNK_BYTES}
-    writing = functools.partial(token_files.write_errors, directory, journal.REMEDY)
     with journal.UnfinishedFolder(directory, request) as unfinished:
         state = unfinished.state or {"start": None, "revision": None, "checksum": "", "replaced": 0,
                                      "skipped": dict.fromkeys(texts.SKIPPED, 0), "splits": {}}
@@ -143,36 +139,22 @@ def _write(source: Source, encoding: Any, directory: Path, progress: bool, worke
             print(f"going on after {documents:,} documents, {tokens:,} tokens ({unfinished.path})", file=sys.stderr)
         for line in source.notes:
             print(f"note: {line}", file=sys.stderr)
-        with writing():
-            unfinished.clear({shard["file"] for entry in state["splits"].values() for shard in entry["shards"]})
-            writer = token_files.TokenFilesWriter(unfinished.path, vocabulary, state["splits"])
-        with writer:
-            try:
-                uncommitted, committed = 0, time.monotonic()
-                pool = tokenizers.Workers(encoding, _processes(encoding, source, workers))
-                with pool, _progress_bar(source, progress) as show:
-                    for encoded, block in pool.encode((block.texts, block) for block in source.blocks(state["start"])):
-                        with writing():
-                            state = unfinished.state = _add(writer, source, block, encoded, state)
-                            uncommitted += int(encoded.bytes_P.sum())
-                            if uncommitted >= _COMMIT_BYTES or time.monotonic() - committed >= _COMMIT_SECONDS:
-                                writer.sync()
-                                unfinished.commit()
-                                uncommitted, committed = 0, time.monotonic()
-                        show(len(encoded.ids), block.share)
-                for split in token_files.SPLITS:
-                    if not writer.documents(split):
-                        raise _nothing_left(source, split, writer.documents("val"), state["skipped"], unfinished.path)
-                with writing():
-                    meta = writer.finish({"source": source.name, "source_version": source.version,
-                                          "licence": source.licence, **selection}, checksum=state["checksum"],
-                                         skipped=state["skipped"], replaced=state["replaced"])
-                    unfinished.finish()
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    writer.sync()
-                    unfinished.commit()
-                raise
+        writer = unfinished.open_writer(vocabulary)
+        pool = tokenizers.Workers(encoding, _processes(encoding, source, workers))
+        with pool, _progress_bar(source, progress) as show:
+            for encoded, block in pool.encode((block.texts, block) for block in source.blocks(state["start"])):
+                with unfinished.write_errors():
+                    state = unfinished.state = _add(writer, source, block, encoded, state)
+                    unfinished.commit_when_due(int(encoded.bytes_P.sum()))
+                show(len(encoded.ids), block.share)
+        for split in token_files.SPLITS:
+            if not writer.documents(split):
+                raise _nothing_left(source, split, writer.documents("val"), state["skipped"], unfinished.path)
+        origin = {"source": source.name, "source_version": source.version, "licence": source.licence, **selection}
+        with unfinished.write_errors():
+            meta = writer.finish(origin, checksum=state["checksum"], skipped=state["skipped"],
+                                 replaced=state["replaced"])
+            unfinished.finish()
     _report_rows(meta)
     return meta
 

@@ -28,8 +28,8 @@ SHARD_TOKENS = 100_000_000
 _DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _WEIGHT_DTYPE = np.dtype("u1")
 _REQUIRED = ("tokenizer", "vocabulary_size", "document_separator", "dtype", "checksum", "splits")
-_SCANNED_TOKENS = 2**24  # of a shard at once, which bounds the memory
-_READ_BYTES = 2**23  # of a file at once
+_TOKENS_AT_ONCE = 2**24  # where all are looked at, which bounds the memory
+_BYTES_AT_ONCE = 2**23
 _REMEDY = "delete the folder and prepare it again"
 
 
@@ -81,22 +81,59 @@ def read_meta(directory: Path) -> dict[str, Any]:
     return meta
 
 
-@contextlib.contextmanager
-def _damaged_meta(directory: Path) -> Iterator[None]:
-    """Tells of a ``meta.json`` whose fields hold something else than they should."""
+class _File(NamedTuple):
+    """A shard, or its weights, as ``meta.json`` has it."""
+
+    path: Path
+    tokens: int
+    dtype: np.dtype
+    sha256: str
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with it as far as it shows without reading it."""
+        expected = self.tokens * self.dtype.itemsize
+        if not self.path.is_file():
+            return f"{self.path.name}: expected {expected:,} bytes, found 0: it is missing"
+        found = self.path.stat().st_size
+        return None if found == expected else f"{self.path.name}: expected {expected:,} bytes, found {found:,}"
+
+
+class _SplitFiles(NamedTuple):
+    shards: list[_File]
+    weights: list[_File]
+    """Of each shard, or empty."""
+
+
+def _find_files(directory: Path, meta: dict[str, Any]) -> tuple[dict[str, _SplitFiles], list[str]]:
+    """The files of each split, and what is wrong as far as it shows without reading them.
+
+    Raises:
+        DataError: ``meta.json`` is damaged.
+    """
+    splits, wrong = {}, []
     try:
-        yield
+        dtype = _DTYPES[meta["dtype"]]
+        for name, entry in meta["splits"].items():
+            shards = [_File(directory / shard["file"], shard["tokens"], dtype, shard["sha256"])
+                      for shard in entry["shards"]]
+            weights = [_File(weights_path(directory / shard["file"]), shard["tokens"], _WEIGHT_DTYPE,
+                             shard["weights_sha256"]) for shard in entry["shards"] if meta.get("weights")]
+            splits[name] = _SplitFiles(shards, weights)
+            wrong += [file.problem for file in (*shards, *weights) if file.problem is not None]
+            if (found := sum(file.tokens for file in shards)) != entry["tokens"]:
+                wrong.append(f"meta.json is damaged: it gives {name} {entry['tokens']:,} tokens, and its shards "
+                             f"{found:,}")
+            if entry["largest_id"] >= meta["vocabulary_size"]:
+                wrong.append(f"the token {entry['largest_id']} of {name} is beyond the vocabulary of "
+                             f"{meta['vocabulary_size']} tokens of {meta['tokenizer']}")
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{directory / 'meta.json'} is damaged ({error!r}); {_REMEDY}") from error
-
-
-def _unknown_shards(directory: Path, meta: dict[str, Any]) -> list[str]:
-    """The names of shards in a folder that its ``meta.json`` does not know."""
-    known = {shard["file"] for entry in meta["splits"].values() for shard in entry["shards"]}
-    if meta.get("weights"):
-        known |= {weights_path(Path(name)).name for name in known}
-    return sorted(path.name for path in directory.glob("*.bin")
-                  if re.fullmatch(r"(train|val)-\d+(\.weights)?\.bin", path.name) and path.name not in known)
+    known = {file.path for split in splits.values() for files in split for file in files}
+    wrong += [f"{path.name}: meta.json does not know it; it is perhaps of another tokenizer: move it away"
+              for path in sorted(directory.glob("*.bin"))
+              if re.fullmatch(r"(train|val)-\d+(\.weights)?\.bin", path.name) and path not in known]
+    return splits, wrong
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +150,8 @@ class TokenFiles:
     """SHA-256 of the text that the tokens were made from."""
     meta: dict[str, Any]
     """All of ``meta.json``."""
-    _shards: dict[str, list[np.ndarray]]
-    _weights: dict[str, list[np.ndarray]]
+    _splits: dict[str, _SplitFiles]
+    _arrays: dict[Path, np.ndarray]
 
     @classmethod
     def open(cls, directory: str | Path) -> Self:
@@ -126,30 +163,18 @@ class TokenFiles:
         """
         directory = Path(directory)
         meta = read_meta(directory)
-        with _damaged_meta(directory):
-            dtype = _DTYPES[meta["dtype"]]
-            shards, weights = {}, {}
-            for split, entry in meta["splits"].items():
-                if entry["largest_id"] >= meta["vocabulary_size"]:
-                    raise DataError(f"{directory}: the token {entry['largest_id']} of {split} is beyond the vocabulary "
-                                    f"of {meta['vocabulary_size']} tokens of {meta['tokenizer']}; {_REMEDY}")
-                if (found := sum(shard["tokens"] for shard in entry["shards"])) != entry["tokens"]:
-                    raise DataError(f"{directory / 'meta.json'} is damaged: it gives {split} {entry['tokens']:,} "
-                                    f"tokens, and its shards {found:,}; {_REMEDY}")
-                shards[split] = [_map(directory / shard["file"], shard["tokens"], dtype) for shard in entry["shards"]]
-                if meta.get("weights"):
-                    weights[split] = [_map(weights_path(directory / shard["file"]), shard["tokens"], _WEIGHT_DTYPE)
-                                      for shard in entry["shards"]]
-            if unknown := _unknown_shards(directory, meta):
-                raise DataError(f"{directory}: {', '.join(unknown)}: meta.json does not know them; they are perhaps of "
-                                f"another tokenizer: move them away, or {_REMEDY}")
+        splits, wrong = _find_files(directory, meta)
+        if wrong:
+            raise DataError(f"{directory}: {'; '.join(wrong)}; {_REMEDY}")
+        arrays = {file.path: np.asarray(np.memmap(file.path, file.dtype, mode="r"))
+                  for split in splits.values() for files in split for file in files}
         return cls(directory, meta["tokenizer"], meta["vocabulary_size"], meta["document_separator"], meta["checksum"],
-                   meta, shards, weights)
+                   meta, splits, arrays)
 
     @property
     def weighted(self) -> bool:
         """Whether weights tell which tokens count as targets."""
-        return bool(self._weights)
+        return any(split.weights for split in self._splits.values())
 
     def tokens(self, split: str) -> int:
         """Number of tokens of a split, separators among them."""
@@ -166,18 +191,16 @@ class TokenFiles:
             DataError: an id beyond the vocabulary, or a place beyond the split.
         """
         out_T = np.empty(stop - start, np.int32)
-        filled, offset = 0, 0
-        for index, shard in enumerate(self._shards[split]):
-            part = shard[max(start - offset, 0) : max(stop - offset, 0)]
+        filled = 0
+        for file, part in self._parts(self._splits[split].shards, start, stop):
             out_T[filled : filled + len(part)] = part
             if len(part) and int(part.max()) >= self.vocabulary_size:
-                name = self.meta["splits"][split]["shards"][index]["file"]
-                raise DataError(f"{self.directory / name}: the token {int(part.max())} is beyond the vocabulary of "
+                raise DataError(f"{file.path}: the token {int(part.max())} is beyond the vocabulary of "
                                 f"{self.vocabulary_size} tokens of {self.tokenizer}; the file is damaged: {_REMEDY}")
             filled += len(part)
-            offset += len(shard)
         if filled != len(out_T):
-            raise DataError(f"{self.directory}: {split} has {offset:,} tokens; asked for were {start:,} to {stop:,}")
+            raise DataError(f"{self.directory}: {split} has {self.tokens(split):,} tokens; asked for were {start:,} to "
+                            f"{stop:,}")
         return out_T
 
     def scored(self, split: str, start: int, tokens_T: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:
@@ -188,33 +211,30 @@ class TokenFiles:
         """
         if not self.weighted:
             return tokens_T
-        stop, offset = start + len(tokens_T), 0
         parts = []
-        for index, shard in enumerate(self._weights[split]):
-            parts.append(shard[max(start - offset, 0) : max(stop - offset, 0)])
-            if parts[-1].max(initial=0) > 1:
-                name = weights_path(Path(self.meta["splits"][split]["shards"][index]["file"]))
-                raise DataError(f"{self.directory / name}: the weight {int(parts[-1].max())}; expected 0 or 1; the "
-                                f"file is damaged: {_REMEDY}")
-            offset += len(shard)
+        for file, part in self._parts(self._splits[split].weights, start, start + len(tokens_T)):
+            parts.append(part)
+            if part.max(initial=0) > 1:
+                raise DataError(f"{file.path}: the weight {int(part.max())}; expected 0 or 1; the file is damaged: "
+                                f"{_REMEDY}")
         return np.where(np.concatenate(parts) == 0, -1, tokens_T).astype(np.int32)
+
+    def _parts(self, files: list[_File], start: int, stop: int) -> Iterator[tuple[_File, np.ndarray]]:
+        """What each file holds of the places ``start`` to ``stop``."""
+        offset = 0
+        for file in files:
+            yield file, self._arrays[file.path][max(start - offset, 0) : max(stop - offset, 0)]
+            offset += file.tokens
 
     def separators(self, split: str) -> Int64[np.ndarray, " documents"]:
         """Where the separators of a split stand; reads all of it."""
-        found, offset = [np.empty(0, np.int64)], 0
-        for shard in self._shards[split]:
-            for start in range(0, len(shard), _SCANNED_TOKENS):
-                found.append(np.flatnonzero(shard[start : start + _SCANNED_TOKENS] == self.separator) + offset + start)
-            offset += len(shard)
+        found = [np.empty(0, np.int64)]
+        for start in range(0, self.tokens(split), _TOKENS_AT_ONCE):
+            place = start
+            for _, part in self._parts(self._splits[split].shards, start, start + _TOKENS_AT_ONCE):
+                found.append(np.flatnonzero(part == self.separator) + place)
+                place += len(part)
         return np.concatenate(found)
-
-
-def _map(path: Path, tokens: int, dtype: np.dtype) -> np.ndarray:
-    found = path.stat().st_size if path.is_file() else 0
-    if found != tokens * dtype.itemsize:
-        raise DataError(f"{path}: expected {tokens * dtype.itemsize} bytes, found {found}; the file is damaged: "
-                        f"{_REMEDY}")
-    return np.asarray(np.memmap(path, dtype, mode="r"))
 
 
 def verify(directory: Path) -> dict[str, Any]:
@@ -227,40 +247,21 @@ def verify(directory: Path) -> dict[str, Any]:
     """
     directory = Path(directory)
     meta = read_meta(directory)
-    wrong = []
-
-    def check(path: Path, tokens: int, dtype: np.dtype, sha256: str) -> int:
-        """The largest number in it."""
-        size, expected = path.stat().st_size if path.is_file() else None, tokens * dtype.itemsize
-        if size is None:
-            wrong.append(f"{path.name} is missing")
-        elif size != expected:
-            wrong.append(f"{path.name} has {size:,} bytes, expected {expected:,}")
-        else:
-            digest, largest = hashlib.sha256(), -1
-            for part in _parts(path):
+    splits, wrong = _find_files(directory, meta)
+    for name, split in splits.items():
+        largest = -1
+        for file in (*split.shards, *split.weights):
+            if file.problem is not None:
+                continue
+            digest = hashlib.sha256()
+            for part in _read_bytes(file.path):
                 digest.update(part)
-                largest = max(largest, int(np.frombuffer(part, dtype).max()))
-            if digest.hexdigest() != sha256:
-                wrong.append(f"{path.name} does not have the checksum it was written with")
-            return largest
-        return -1
-
-    with _damaged_meta(directory):
-        dtype = _DTYPES[meta["dtype"]]
-        for split, entry in meta["splits"].items():
-            largest = -1
-            for shard in entry["shards"]:
-                path = directory / shard["file"]
-                largest = max(largest, check(path, shard["tokens"], dtype, shard["sha256"]))
-                if meta.get("weights"):
-                    check(weights_path(path), shard["tokens"], _WEIGHT_DTYPE, shard["weights_sha256"])
-            if sum(shard["tokens"] for shard in entry["shards"]) != entry["tokens"]:
-                wrong.append(f"the shards of {split} have another number of tokens than meta.json gives")
-            elif not wrong and largest != entry["largest_id"]:
-                wrong.append(f"the largest id of {split} is {largest}, and meta.json gives {entry['largest_id']}")
-        wrong += [f"{name} is a shard that meta.json does not know, perhaps of another tokenizer"
-                  for name in _unknown_shards(directory, meta)]
+                if file in split.shards:
+                    largest = max(largest, int(np.frombuffer(part, file.dtype).max()))
+            if digest.hexdigest() != file.sha256:
+                wrong.append(f"{file.path.name} does not have the checksum it was written with")
+        if not wrong and largest != (expected := meta["splits"][name]["largest_id"]):
+            wrong.append(f"the largest id of {name} is {largest}, and meta.json gives {expected}")
     if wrong:
         raise DataError(f"{directory}: {'; '.join(wrong)}; {_REMEDY}")
     return meta
@@ -302,7 +303,8 @@ def write_errors(directory: Path, remedy: str) -> Iterator[None]:
 
 
 class TokenFilesWriter:
-    """Writes token files into a folder: shards as tokens come, ``meta.json`` last. Use it in a ``with`` statement.
+    """Writes token files into a folder: shards as tokens come, ``meta.json`` last. Close it, or use it in a ``with``
+    statement.
 
     Whether the folder appears whole or not at all is up to the caller, who gives one beside it and renames that.
 
@@ -376,13 +378,16 @@ class TokenFilesWriter:
         write_json(self._folder / "meta.json", meta)
         return meta
 
+    def close(self) -> None:
+        """Closes the files, whatever they hold."""
+        for writer in self._splits.values():
+            writer.abandon()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the files, whatever they hold."""
-        for writer in self._splits.values():
-            writer.abandon()
+        self.close()
 
 
 class _SplitWriter:
@@ -458,7 +463,7 @@ class _HashedFile:
         self._hash = hashlib.sha256()
         if keep is not None:
             os.truncate(path, keep)
-            for part in _parts(path):
+            for part in _read_bytes(path):
                 self._hash.update(part)
         self._file = path.open("wb" if keep is None else "ab")
 
@@ -477,7 +482,7 @@ class _HashedFile:
         return self._hash.hexdigest()
 
 
-def _parts(path: Path) -> Iterator[bytes]:
+def _read_bytes(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
-        while part := file.read(_READ_BYTES):
+        while part := file.read(_BYTES_AT_ONCE):
             yield part

@@ -202,7 +202,7 @@ def test_an_id_beyond_the_vocabulary_is_named(directory):
 
 def test_a_shard_of_another_preparation_is_named(directory):
     (directory / "train-00009.bin").write_bytes(b"1234")
-    with pytest.raises(DataError, match=r"train-00009\.bin: meta\.json does not know them"):
+    with pytest.raises(DataError, match=r"train-00009\.bin: meta\.json does not know it"):
         TokenFiles.open(directory)
 
 

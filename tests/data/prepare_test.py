@@ -136,11 +136,11 @@ def test_progress_is_kept_by_time_too(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_bytes(b"some text " * 500)
     monkeypatch.setattr(texts, "CHUNK_BYTES", 1000)
     kept = []
-    original = journal.UnfinishedFolder.commit
-    monkeypatch.setattr(journal.UnfinishedFolder, "commit",
+    original = journal.UnfinishedFolder._commit
+    monkeypatch.setattr(journal.UnfinishedFolder, "_commit",
                         lambda self: kept.append(self.state) or original(self))
     for seconds, least, most in ((1e9, 0, 0), (0, 4, 9)):
-        monkeypatch.setattr(prepare, "_COMMIT_SECONDS", seconds)
+        monkeypatch.setattr(journal, "COMMIT_SECONDS", seconds)
         kept.clear()
         prepare.prepare(str(tmp_path / "text.txt"), "bytes", tmp_path / f"out{most}", progress=False)
         assert least <= len(kept) <= most
@@ -204,14 +204,14 @@ def rows(tmp_path_factory) -> Path:
     return path
 
 
-SMALL = {"texts.CHUNK_BYTES": 3000, "token_files.SHARD_TOKENS": 4000, "prepare._COMMIT_BYTES": 1}
+SMALL = {"texts.CHUNK_BYTES": 3000, "token_files.SHARD_TOKENS": 4000, "journal.COMMIT_BYTES": 1}
 
 
 def make(rows: Path, out: Path, patch: str = "", *, environment: dict[str, str] | None = None,
          more: str = "") -> subprocess.CompletedProcess:
     """Prepares ``rows`` in another process, in small chunks and shards, after some change of the code."""
     script = ("import os, resource, signal, sys; from pathlib import Path\n"
-              "from data import prepare, texts, token_files, tokenizers; from data.sources import rows\n"
+              "from data import journal, prepare, texts, token_files, tokenizers; from data.sources import rows\n"
               f"{'; '.join(f'{name} = {value}' for name, value in SMALL.items())}\n{patch}\n"
               f"sys.argv = ['prepare', {str(rows)!r}, '--out', {str(out)!r}, '--tokenizer', 'gpt2', *{more.split()}]\n"
               "sys.exit(prepare.main())")
@@ -369,8 +369,9 @@ def test_verify_names_every_shard_that_is_not_as_written(folder, tmp_path, monke
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     for part in ("train-00001.bin does not have the checksum it was written with",
-                 "train-00002.bin has 5 bytes, expected 14", "val-00000.bin is missing",
-                 "val-00005.bin is a shard that meta.json does not know, perhaps of another tokenizer"):
+                 "train-00002.bin: expected 14 bytes, found 5",
+                 "val-00000.bin: expected 8 bytes, found 0: it is missing",
+                 "val-00005.bin: meta.json does not know it; it is perhaps of another tokenizer"):
         assert part in done.stderr
     assert command("--verify", "--out", str(tmp_path / "nothing")).returncode == 2
     assert "--verify --out DIR" in command("--verify").stderr
@@ -383,10 +384,10 @@ def test_verify_reads_the_weights_of_generated_corpora(tmp_path):
     assert prepare.verify_files(tmp_path / "out")["weights"]
     weights = tmp_path / "out" / "val-00000.weights.bin"
     as_written = weights.read_bytes()
-    for damage, message in ((as_written[:-1] + b"\1", "does not have the checksum"), (as_written[:-2], "has 32 bytes"),
-                            (None, "is missing")):
+    for damage, message in ((as_written[:-1] + b"\1", " does not have the checksum"),
+                            (as_written[:-2], ": expected 34 bytes, found 32"), (None, ": .* it is missing")):
         weights.unlink() if damage is None else weights.write_bytes(damage)
-        with pytest.raises(DataError, match=rf"val-00000\.weights\.bin {message}"):
+        with pytest.raises(DataError, match=rf"val-00000\.weights\.bin{message}"):
             prepare.verify_files(tmp_path / "out")
 
 
