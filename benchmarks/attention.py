@@ -37,27 +37,16 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.picture import Curve, Panel, draw_panels, published
-from kernels import softmax_attention
-from kernels.linear_attention import IMPLEMENTATIONS, linear_attention, pick_implementation
-from kernels.linear_attention.chunked import default_chunk_size
-from kernels.linear_attention.pallas_gpu import plan_of
+from kernels.cases import Attention, find_attentions
 from support.errors import ConfigError
 
 MODULE = "benchmarks.attention"
 PARTS = ("contexts", "chunks", "noncausal", "kernel")
 PASSES = ("forward", "both")
 """Forward; forward and backward."""
-CHUNKED = tuple(name for name in IMPLEMENTATIONS if name == "chunked" or name.startswith("pallas_gpu"))
-FORMS = {
-    "softmax": softmax_attention.IMPLEMENTATIONS,
-    "linear": tuple(name for name in IMPLEMENTATIONS if name not in (*CHUNKED, "reference")),
-    "chunked": CHUNKED,
-}
-QUADRATIC = ("softmax", "linear:parallel", "linear:rowwise", "linear:blockwise")
-"""What the time of grows with the square of the context."""
+BASELINE = "softmax"
+"""The attention that the others' times are held against; it comes first."""
 FLA = ("fla", "fla:unnormalised")
-KERNEL_SHAPES = ((8, 1024, 8, 64), (4, 2048, 16, 128), (2, 16384, 16, 128), (1, 8192, 96, 128))
-"""B, T, H, D; from the least work to the most."""
 SLOW = "too slow"
 LASTING = ("out of memory", "not supported", SLOW, "not done after")
 """Errors that more of the same would meet too."""
@@ -105,7 +94,7 @@ class Case:
     @property
     def work(self) -> int:
         """In which the time of a series is about linear."""
-        return self.batch * self.heads * self.context ** (2 if self.mode.startswith(QUADRATIC) else 1)
+        return self.batch * self.heads * self.context ** (2 if is_quadratic(self.mode) else 1)
 
 
 @dataclass(frozen=True)
@@ -137,6 +126,23 @@ class Row(Case):
         return self.mode + ", interpreted" * (self.implementation or "").endswith(", interpreted")
 
 
+def attentions() -> dict[str, Attention]:
+    """Those of all ops by name, the one that the others are held against first."""
+    return dict(sorted(find_attentions().items(), key=lambda item: item[0] != BASELINE))
+
+
+def is_quadratic(mode: str) -> bool:
+    """Whether the time of a mode, or of any of its forms where none is named, grows with the square of the context."""
+    name, _, form = mode.partition(":")
+    forms = attentions()[name].forms if name in attentions() else {}
+    return forms[form].quadratic if form else any(form.quadratic for form in forms.values())
+
+
+def shape_of(case: "Case") -> jax.ShapeDtypeStruct:
+    """Of each of a case's inputs."""
+    return jax.ShapeDtypeStruct(case.shape, jnp.dtype(case.dtype))
+
+
 def row_of(case: Case, **measured: Any) -> Row:
     """The row of a case."""
     return Row(**{name: getattr(case, name) for name in Case.__dataclass_fields__},
@@ -149,22 +155,20 @@ def form_of(case: Case) -> str | None:
     name, _, form = case.mode.partition(":")
     if name == "fla":
         return None
-    if form or name != "chunked":
-        return form or None
-    x_BTHD = jax.ShapeDtypeStruct(case.shape, jnp.dtype(case.dtype))
-    return pick_implementation(x_BTHD, x_BTHD, x_BTHD, causal=case.causal, chunk_size=case.chunk_size)
+    pick = attentions()[name].pick
+    return form or None if form or pick is None else pick(shape_of(case), causal=case.causal,
+                                                          chunk_size=case.chunk_size)
 
 
 def picked_chunk_size(case: Case) -> int | None:
     """C that a form picks in the part ``chunks``; None where forward and backward pass have different ones."""
-    form = form_of(case) or "" if case.part == "chunks" else ""
-    if form == "chunked":
-        return default_chunk_size(case.context)
-    if not form.startswith("pallas_gpu"):
+    form = form_of(case) if case.part == "chunks" else None
+    pick = attentions()[case.mode.partition(":")[0]].pick_chunk_sizes if form is not None else None
+    sizes = pick(form, shape_of(case)) if pick is not None else None
+    if sizes is None:
         return None
-    plan = plan_of(*[jax.ShapeDtypeStruct(case.shape, jnp.dtype(case.dtype))] * 3)
-    sizes = {plan.forward.chunk, *([plan.backward.chunk] if case.passes == "both" else [])}
-    return sizes.pop() if len(sizes) == 1 else None
+    forward, backward = sizes
+    return forward if case.passes == "forward" or forward == backward else None
 
 
 @lru_cache(maxsize=1)
@@ -186,11 +190,8 @@ def tensors(shape: tuple[int, int, int, int], dtype: str, passes: str) -> tuple[
 def attention(case: Case) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
     """(q, k, v) ↦ y of a case in JAX."""
     name, _, form = case.mode.partition(":")
-    if name == "softmax":
-        return lambda q, k, v: softmax_attention.softmax_attention(
-            q, k, v, causal=case.causal, implementation=form or None)
-    return lambda q, k, v: linear_attention(
-        q, k, v, causal=case.causal, chunk_size=case.chunk_size, implementation=form or None)[0]
+    call = attentions()[name].call
+    return lambda q, k, v: call(q, k, v, causal=case.causal, chunk_size=case.chunk_size, implementation=form or None)
 
 
 def plan(case: Case) -> tuple[Callable[[], Callable[[], Any]], int | None]:
@@ -208,7 +209,7 @@ def plan(case: Case) -> tuple[Callable[[], Callable[[], Any]], int | None]:
         return y, backward(dy)
 
     function, inputs = (attend, 3) if case.passes == "forward" else (both, 4)
-    compiled = jax.jit(function).lower(*[jax.ShapeDtypeStruct(case.shape, jnp.dtype(case.dtype))] * inputs).compile()
+    compiled = jax.jit(function).lower(*[shape_of(case)] * inputs).compile()
     planned = report.peak_bytes(compiled)
 
     def start() -> Callable[[], Any]:
@@ -477,7 +478,7 @@ def _finite(seconds: float) -> float | None:
 def compared(rows: list[Row]) -> list[Row]:
     """The rows of one shape with their times against softmax and against fla."""
     times = [(row.mode, row.milliseconds) for row in rows if row.milliseconds is not None]
-    softmax = min((time for mode, time in times if mode.startswith("softmax")), default=None)
+    softmax = min((time for mode, time in times if mode.startswith(BASELINE)), default=None)
     fla = min((time for mode, time in times if mode in FLA), default=None)
     return [row if row.milliseconds is None else replace(
         row, ratio=softmax and softmax / row.milliseconds, times_fla=fla and row.milliseconds / fla) for row in rows]
@@ -517,9 +518,11 @@ def cases_of(part: str, options: argparse.Namespace) -> list[Case]:
         return [Case(part, mode, context, passes, **sizes)
                 for context in sorted(contexts) for passes in options.passes for mode in modes]
     if part == "chunks":
-        modes = [mode for mode in modes if mode.partition(":")[0] == "chunked"]
+        chunked = [name for name, attention in attentions().items() if attention.pick_chunk_sizes is not None]
+        modes = [mode for mode in modes if mode.partition(":")[0] in chunked]
         if not modes:
-            raise ConfigError(f"--modes {','.join(options.modes)}: the part chunks takes chunked and its forms")
+            raise ConfigError(f"--modes {','.join(options.modes)}: the part chunks takes {', '.join(chunked)} and its "
+                              "forms")
         contexts = options.contexts or (1024, 4096, 16384, *((65536,) if gpu else ()))
         picking = [Case(part, mode, context, passes, **sizes)
                    for context in sorted(contexts) for passes in options.passes for mode in modes]
@@ -534,22 +537,16 @@ def cases_of(part: str, options: argparse.Namespace) -> list[Case]:
                   *((tokens, width) for tokens in quoted["memory"]["softmax"])]
         return [Case(part, mode, tokens, "forward", 1, 1, width, options.dtype or "float32", causal=False)
                 for tokens, width in shapes for mode in modes]
+    shapes = dict.fromkeys(shape for attention in attentions().values() for shape in attention.published_shapes)
     return [Case(part, mode, T, passes, B, H, D, dtype)
-            for B, T, H, D in KERNEL_SHAPES for passes in options.passes for mode in modes]
+            for B, T, H, D in shapes for passes in options.passes for mode in modes]
 
 
 def default_modes(part: str, gpu: bool) -> list[str]:
     """What is measured where nothing is named: all that makes sense on this kind of device."""
-    kernels = [*(["softmax:cudnn"] if gpu else []), "chunked:chunked", *(["chunked:pallas_gpu"] if gpu else [])]
-    if part == "noncausal":
-        return ["softmax:materialised", "softmax:blockwise", *kernels]
-    if part == "chunks":
-        return kernels
-    fla = list(FLA) if gpu and fla_installed() else []
-    if part == "kernel":
-        return kernels + fla
-    linear = [f"linear:{form}" for form in FORMS["linear"]]
-    return ["softmax:materialised", "softmax:blockwise", *linear, *kernels, *fla]
+    ours = [f"{name}:{form}" for name, attention in attentions().items() for form, told in attention.forms.items()
+            if part in told.parts and (gpu or not told.gpu_only)]
+    return ours + (list(FLA) if part in ("contexts", "kernel") and gpu and fla_installed() else [])
 
 
 def check_mode(mode: str) -> None:
@@ -559,12 +556,13 @@ def check_mode(mode: str) -> None:
         ConfigError: it does not.
     """
     name, colon, form = mode.partition(":")
-    if mode in (*FLA, "softmax", "chunked"):
+    known = attentions()
+    if mode in FLA or (not colon and name in known and known[name].pick is not None):
         return
-    if name not in FORMS:
-        raise ConfigError(f"--modes {mode}: there is no {mode!r}; there are {', '.join((*FORMS, *FLA))}")
-    if not colon or form not in FORMS[name]:
-        raise ConfigError(f"--modes {mode}: {name} has no form {form!r}; it has {', '.join(FORMS[name])}")
+    if name not in known:
+        raise ConfigError(f"--modes {mode}: there is no {mode!r}; there are {', '.join((*known, *FLA))}")
+    if form not in known[name].forms:
+        raise ConfigError(f"--modes {mode}: {name} has no form {form!r}; it has {', '.join(known[name].forms)}")
 
 
 def shape_name(row: Case) -> str:

@@ -4,13 +4,17 @@ The gradient is computed beside the loss, while the block's logits are at hand, 
 """
 
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kernels.mixed_precision import product, rounded
+from kernels.cases import REFERENCE, Arrays, Case
+from kernels.mixed_precision import product, rounded, wide
 
 BLOCK_LOGITS = 1 << 24
 """Logits that may exist at once: a block is as many tokens as that allows."""
@@ -104,3 +108,50 @@ def _summed_backward(block, saved, dtotal):
 
 
 _summed.defvjp(_summed_forward, _summed_backward)
+
+
+def reference(x_BTE: Array, embedding_VE: Array, targets_BT: Array) -> Array:
+    """The definition: all logits at once."""
+    logits_BTV = jnp.einsum("bte,ve->btv", wide(x_BTE), wide(embedding_VE))
+    at_targets_BT1 = jnp.take_along_axis(logits_BTV, jnp.maximum(targets_BT, 0)[..., None], axis=2)
+    losses_BT = jax.nn.logsumexp(logits_BTV, axis=2) - at_targets_BT1[..., 0]
+    return jnp.sum(jnp.where(targets_BT >= 0, losses_BT, 0))
+
+
+@dataclass(frozen=True)
+class CrossEntropyCase(Case):
+    """A call of ``cross_entropy``; one token in five is not scored."""
+
+    B: int
+    T: int
+    E: int
+    V: int
+
+    @property
+    def sizes(self) -> str:
+        return " ".join([*(f"{letter}{getattr(self, letter)}" for letter in "BTEV"), self.dtype])
+
+    def make_shapes(self) -> Arrays:
+        return {"x": jax.ShapeDtypeStruct((self.B, self.T, self.E), self.dtype),
+                "embedding": jax.ShapeDtypeStruct((self.V, self.E), jnp.promote_types(jnp.float32, self.dtype)),
+                "targets": jax.ShapeDtypeStruct((self.B, self.T), jnp.int32)}
+
+    def make_inputs(self) -> dict[str, np.ndarray]:
+        drawn = super().make_inputs()
+        # It takes part in products in x's format: its rounding is asked for.
+        embedding = drawn["embedding"].astype(drawn["x"].dtype).astype(drawn["embedding"].dtype)
+        targets = np.random.default_rng(2).integers(0, self.V, (self.B, self.T)).astype(np.int32)
+        targets.flat[::5] = -1
+        return drawn | {"embedding": embedding, "targets": targets}
+
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        compute = reference if implementation == REFERENCE else cross_entropy
+        return {"loss": compute(inputs["x"], inputs["embedding"], inputs["targets"])}
+
+
+# float64, float32: rounding of sums of a few dozen terms. bfloat16: the softmax minus the target is rounded to 8 bits
+# (1.1e-3 RMS) and so is dx.
+CASES = tuple(CrossEntropyCase(2, 7, 5, 11, dtype=dtype, tolerance=tolerance, title=f"{title}, {dtype}",
+                               constants=(("kernels.cross_entropy.BLOCK_LOGITS", logits),))
+              for dtype, tolerance in (("float64", 1e-14), ("float32", 1e-6), ("bfloat16", 3e-3))
+              for title, logits in (("a token a block", 1), ("a last block in part", 33), ("one block", 1 << 24)))

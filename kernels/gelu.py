@@ -1,11 +1,15 @@
 """GELU in its tanh form, its gradient from the input alone. Hendrycks, Gimpel: "Gaussian Error Linear Units", 2016."""
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
+from kernels.cases import REFERENCE, Arrays, Case
 from kernels.mixed_precision import rounded, wide
 
 _RATE, _CUBE = math.sqrt(2 / math.pi), 0.044715
@@ -33,3 +37,32 @@ def _backward(x, dy):
 
 
 gelu.defvjp(_forward, _backward)
+
+
+def reference(x: Array) -> Array:
+    """The definition, with the derivative that autodiff finds."""
+    return (x * (1 + jnp.tanh(_RATE * (x + _CUBE * x**3))) / 2).astype(x.dtype)
+
+
+@dataclass(frozen=True)
+class GeluCase(Case):
+    """``numbers`` of them from −6 to 6."""
+
+    numbers: int
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.numbers} numbers, {self.dtype}"
+
+    def make_shapes(self) -> Arrays:
+        return {"x": jax.ShapeDtypeStruct((self.numbers,), self.dtype)}
+
+    def make_inputs(self) -> dict[str, np.ndarray]:
+        return {"x": np.linspace(-6, 6, self.numbers).astype(jnp.dtype(self.dtype))}
+
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        return {"y": (reference if implementation == REFERENCE else gelu)(inputs["x"])}
+
+
+# bfloat16 has 8 bits: one rounding is at most 2⁻⁹ of a number.
+CASES = (GeluCase(101, dtype="float32", tolerance=1e-6), GeluCase(101, dtype="bfloat16", tolerance=5e-3))

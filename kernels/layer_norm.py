@@ -1,14 +1,17 @@
 """LayerNorm with its gradient written out. Ba, Kiros, Hinton: "Layer Normalization", 2016."""
 
 import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
 from kernels import device
+from kernels.cases import REFERENCE, Arrays, Case
 from kernels.mixed_precision import rounded, wide
 
 
@@ -66,3 +69,47 @@ def _weighted_sum(x_BTE: Array, scale_E: Array) -> Array:
 
 
 layer_norm.defvjp(_forward, _backward)
+
+
+def reference(x_BTE: Array, scale_E: Array, bias_E: Array, epsilon: float, dtype: Any) -> Array:
+    """The definition, with the derivative that autodiff finds."""
+    x_BTE = wide(x_BTE)
+    centred_BTE = x_BTE - x_BTE.mean(axis=2, keepdims=True)
+    variance_BT1 = (centred_BTE**2).mean(axis=2, keepdims=True)
+    return (centred_BTE / jnp.sqrt(variance_BT1 + epsilon) * scale_E[None, None] + bias_E[None, None]).astype(dtype)
+
+
+@dataclass(frozen=True)
+class LayerNormCase(Case):
+    """A call of ``layer_norm``, its result in the number format of x."""
+
+    B: int
+    T: int
+    E: int
+
+    @property
+    def sizes(self) -> str:
+        return f"B{self.B} T{self.T} E{self.E} {self.dtype}"
+
+    def make_shapes(self) -> Arrays:
+        of_width = jax.ShapeDtypeStruct((self.E,), jnp.promote_types(jnp.float32, self.dtype))
+        return {"x": jax.ShapeDtypeStruct((self.B, self.T, self.E), self.dtype), "scale": of_width, "bias": of_width}
+
+    def make_inputs(self) -> dict[str, np.ndarray]:
+        drawn = super().make_inputs()
+        # A mean far from 0 shows in the variance.
+        return drawn | {"x": drawn["x"] + np.asarray(3, drawn["x"].dtype)}
+
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        norm = reference if implementation == REFERENCE else layer_norm
+        return {"y": norm(inputs["x"], inputs["scale"], inputs["bias"], 1e-5, inputs["x"].dtype)}
+
+
+# float32: the variance is the difference of two numbers ten times its size. bfloat16: y and dx are rounded to 8 bits.
+CASES = (
+    LayerNormCase(2, 5, 8, dtype="float32", tolerance=1e-5, title="on a CPU, float32"),
+    LayerNormCase(2, 5, 8, dtype="bfloat16", tolerance=4e-3, title="on a CPU, bfloat16"),
+    *(LayerNormCase(2, 5, 8, dtype=dtype, tolerance=tolerance, title=f"as on a GPU, {dtype}",
+                    constants=(("kernels.device.platform", lambda: "gpu"),))
+      for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 4e-3))),
+)

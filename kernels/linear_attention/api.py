@@ -2,15 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels import device
+from kernels.linear_attention import decode, pallas_gpu
 from kernels.linear_attention.blockwise import blockwise
+from kernels.linear_attention.chunk_size import has_chunks, pick_chunk_sizes
 from kernels.linear_attention.chunked import chunked
-from kernels.linear_attention.pallas_gpu import pallas_gpu, refuses
 from kernels.linear_attention.recurrent import cumsum, recurrent
 from kernels.linear_attention.reference import parallel, rowwise
 from kernels.linear_attention.state import EPSILON, State, sum_dtype, zero_state
@@ -19,17 +20,33 @@ from kernels.segments import runs_of
 __all__ = ["EPSILON", "IMPLEMENTATIONS", "State", "linear_attention", "pick_implementation"]
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, State]]] = {
-    "reference": parallel,
-    "parallel": parallel,
-    "rowwise": rowwise,
-    "blockwise": blockwise,
-    "cumsum": cumsum,
-    "recurrent": recurrent,
-    "chunked": chunked,
-    "pallas_gpu": pallas_gpu,
-    "pallas_gpu_serial": functools.partial(pallas_gpu, schedule="serial"),
-    "pallas_gpu_parallel": functools.partial(pallas_gpu, schedule="parallel"),
+class Implementation(NamedTuple):
+    """One form."""
+
+    compute: Callable[..., tuple[Array, State]]
+    """(q, k, v, state, runs_BT, *, causal, normalize), and ``chunk_sizes`` where the form has chunks."""
+    refuses: Callable[..., str | None] = lambda *_, **__: None
+    """(q, k, v, *, causal, chunk_size, segments) ↦ why it cannot do a call; None where it can."""
+
+
+def _refuses_no_mask(*_: Any, causal: bool, **__: Any) -> str | None:
+    return None if causal else "it sees the past only; causal=False needs another one"
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": Implementation(parallel),
+    "parallel": Implementation(parallel),
+    "rowwise": Implementation(rowwise),
+    "blockwise": Implementation(blockwise),
+    "cumsum": Implementation(cumsum, _refuses_no_mask),
+    "recurrent": Implementation(recurrent, _refuses_no_mask),
+    "decode": Implementation(decode.decode, decode.refuses),
+    "chunked": Implementation(chunked),
+    "pallas_gpu": Implementation(pallas_gpu.pallas_gpu, pallas_gpu.refuses),
+    "pallas_gpu_serial": Implementation(functools.partial(pallas_gpu.pallas_gpu, schedule="serial"),
+                                        pallas_gpu.refuses),
+    "pallas_gpu_parallel": Implementation(functools.partial(pallas_gpu.pallas_gpu, schedule="parallel"),
+                                          pallas_gpu.refuses),
 }
 """Every form by name. ``reference`` and ``parallel`` are the same function: the definition, written out."""
 
@@ -75,26 +92,31 @@ def linear_attention(
     _check(q_BTHM, k_BTHM, v_BTHD, initial_state, segment_ids_BT, chunk_size)
     B, _, H, M = q_BTHM.shape
     dtype = sum_dtype(q_BTHM, k_BTHM, v_BTHD)
-    name = implementation
-    if name is None:
-        name = pick_implementation(q_BTHM, k_BTHM, v_BTHD, causal=causal, chunk_size=chunk_size)
+    options: dict[str, Any] = {"causal": causal, "chunk_size": chunk_size, "segments": segment_ids_BT is not None}
+    name = pick_implementation(q_BTHM, k_BTHM, v_BTHD, **options) if implementation is None else implementation
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
+    refusal = IMPLEMENTATIONS[name].refuses(q_BTHM, k_BTHM, v_BTHD, **options)
+    if refusal is not None:
+        raise NotImplementedError(f"implementation={name!r}: {refusal}")
     state = zero_state(B, H, M, v_BTHD.shape[3], dtype) if initial_state is None else \
         State(initial_state.s_BHMD.astype(dtype), initial_state.z_BHM.astype(dtype))
     runs_BT = None if segment_ids_BT is None else runs_of(segment_ids_BT)
-    return IMPLEMENTATIONS[name](q_BTHM, k_BTHM, v_BTHD, state, runs_BT, causal=causal, normalize=normalize,
-                                 chunk_size=chunk_size)
+    compute = functools.partial(IMPLEMENTATIONS[name].compute, causal=causal, normalize=normalize)
+    if has_chunks(name):
+        compute = functools.partial(compute, chunk_sizes=pick_chunk_sizes(
+            name, q_BTHM, k_BTHM, v_BTHD, chunk_size, segments=runs_BT is not None))
+    return compute(q_BTHM, k_BTHM, v_BTHD, state, runs_BT)
 
 
-def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True,
-                        chunk_size: int | None = None) -> str:
+def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,
+                        segments: bool = False) -> str:
     """What ``implementation=None`` means for arrays, or shapes and dtypes, on the device that is traced for."""
+    options: dict[str, Any] = {"causal": causal, "chunk_size": chunk_size, "segments": segments}
+    gpu = device.platform() == "gpu"
     if q_BTHM.shape[1] == 1 and causal:
-        return "recurrent"
-    if device.platform() == "gpu" and refuses(q_BTHM, k_BTHM, v_BTHD, causal=causal, chunk_size=chunk_size) is None:
-        return "pallas_gpu"
-    return "chunked"
+        return "decode" if gpu and decode.refuses(q_BTHM, k_BTHM, v_BTHD, **options) is None else "recurrent"
+    return "pallas_gpu" if gpu and pallas_gpu.refuses(q_BTHM, k_BTHM, v_BTHD, **options) is None else "chunked"
 
 
 def _check(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, state: State | None, segment_ids_BT: Array | None,

@@ -16,17 +16,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels.linear_attention.state import State, divide, final_state, from_initial
+from kernels.linear_attention.tuning import ChunkSizes
 from kernels.segments import visible
-
-BLOCK = 256
 
 
 def blockwise(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
-              normalize: bool, chunk_size: int | None = None) -> tuple[Array, State]:
-    """The masked product over pairs of blocks of ``chunk_size`` tokens."""
+              normalize: bool, chunk_sizes: ChunkSizes) -> tuple[Array, State]:
+    """The masked product over pairs of blocks, differentiable; both passes have blocks of ``chunk_sizes.forward``
+    tokens."""
     dtype = initial.s_BHMD.dtype
     B, T, H, _ = q_BTHM.shape
-    C = min(T, chunk_size or BLOCK)
+    C = chunk_sizes.forward
     padding = -T % C
     runs = jnp.zeros((B, T), jnp.int32) if runs_BT is None else runs_BT
     runs_BNC = jnp.pad(runs, ((0, 0), (0, padding)), constant_values=-1).reshape(B, -1, C)

@@ -19,17 +19,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels import mixed_precision
-from kernels.linear_attention.state import EXACT, State, divide, final_state, from_initial, level
+from kernels.linear_attention.state import EXACT, State, divide, final_state, from_initial, remove_rounding_along_z
+from kernels.linear_attention.tuning import ChunkSizes
 from kernels.segments import visible
 
 product = functools.partial(mixed_precision.product, exact=True)
 
 
 def chunked(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
-            normalize: bool, chunk_size: int | None = None) -> tuple[Array, State]:
-    """Chunks of ``chunk_size`` tokens; None picks the length from what is fastest on this kind of device."""
-    T = q_BTHM.shape[1]
-    C = min(T, chunk_size or default_chunk_size(T))
+            normalize: bool, chunk_sizes: ChunkSizes) -> tuple[Array, State]:
+    """The hybrid, differentiable; both passes have chunks of ``chunk_sizes.forward`` tokens."""
+    C = chunk_sizes.forward
     if causal:
         return _causal(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize)
     if runs_BT is None:
@@ -37,11 +37,6 @@ def chunked(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT
         numerator_BTHD, denominator_BTH = from_initial(q_BTHM, state, None)
         return divide(numerator_BTHD, denominator_BTH if normalize else None).astype(v_BTHD.dtype), state
     return _bidirectional(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize)
-
-
-def default_chunk_size(tokens: int) -> int:
-    """C when none is given: where the quadratic part inside a chunk and the traffic of the states balance."""
-    return min(64, tokens)
 
 
 class _Chunks(NamedTuple):
@@ -167,7 +162,8 @@ def _causal_backward(C, normalize, saved, gradients):
     if normalize and v.dtype != dtype:
         after_NBHM = jnp.concatenate([before.z_BHM[1:], end.z_BHM[None]])
         within_NBHC = None if chunks.writes_NBC is None else chunks.writes_NBC[:, :, None]
-        dq = level(dq, q.astype(dtype), after_NBHM[..., None, :], ddenominator_NBHC, denominator_NBHC, within_NBHC)
+        dq = remove_rounding_along_z(dq, q.astype(dtype), after_NBHM[..., None, :], ddenominator_NBHC,
+                                     denominator_NBHC, within_NBHC)
     dk = product("nbhcs,nbhcm->nbhsm", dscores_NBHCS, q) + _only(chunks.writes_NBC, dk_state)
     dv = (product("nbhcs,nbhcd->nbhsd", scores_NBHCS, dnumerator)
           + product("nbhcm,nbhmd->nbhcd", writing, dafter.s_BHMD.astype(k.dtype)))

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from kernels import device
-from kernels.linear_attention.state import EPSILON, State, advance
+from kernels.linear_attention.state import EPSILON, State, advance, sum_dtype
 
 WARPS = 4
 TILE = 32
@@ -24,6 +24,28 @@ BLOCK = 8192
 """Numbers of the state that a program has at most: 64 to a thread."""
 MOST_FEATURES = 1024
 """M at most, of which a program still has eight columns."""
+
+
+def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,
+            segments: bool = False) -> str | None:
+    """Why :func:`decode_step` cannot do a call; None where it can."""
+    del chunk_size
+    _, T, _, M = q_BTHM.shape
+    if T != 1 or not causal:
+        return f"it takes one token, after those of the state, not {T}" if T != 1 else "it sees the past only"
+    if segments:
+        return "it takes no segments"
+    if M > MOST_FEATURES:
+        return f"q_BTHM has width {M}; it takes widths up to {MOST_FEATURES}"
+    dtype = sum_dtype(q_BTHM, k_BTHM, v_BTHD)
+    return None if dtype == jnp.float32 else f"states of these inputs are {dtype}; it takes float32"
+
+
+def decode(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
+           normalize: bool) -> tuple[Array, State]:
+    """:func:`decode_step` as an implementation of ``linear_attention``."""
+    del runs_BT, causal
+    return decode_step(q_BTHM, k_BTHM, v_BTHD, initial, normalize)
 
 
 def serves(q_BTHM: Any, initial: State, runs_BT: Any) -> bool:
@@ -36,7 +58,7 @@ def serves(q_BTHM: Any, initial: State, runs_BT: Any) -> bool:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def decode_step(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, normalize: bool,
                 feature: Callable[[Array], Array] | None = None) -> tuple[Array, State]:
-    """Attention of one token, as :func:`recurrent` computes it: y and the state after it.
+    """Attention of one token, as ``recurrent`` computes it: y and the state after it.
 
     Without a GPU in interpret mode, which is for tests. Its gradient is that of the plain form.
 

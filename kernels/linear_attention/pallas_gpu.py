@@ -10,18 +10,18 @@ gradient need is a causal sum of one kind,
     dφ(k)                    a = (v, 1) b = (dy, e)   c = r φ(q)   j ≥ i
     dv                       a = φ(k)   b = φ(q)      c = r dy     j ≥ i
 
-where (dy, e) is dy with e as one more column. The kernel walks a *span* of tokens in chunks of C with the state in
+where (dy, e) is dy with e as one more column. The kernel scans a *span* of tokens in chunks of C with the state in
 registers: attention form inside the chunk, recurrent form across chunks. The normaliser is the row sum of the same
 scores plus φ(q)·z, so no sum of keys per token reaches memory. A program has the full width of a and b and a tile of
 that of c. Where that is the full width and a state is small, as for GPT-2 in bfloat16, dφ(k) and dv come from one
-walk: the state of the one is that of the other turned round.
+scan: the state of the one is that of the other turned round.
 
 With N the second sum, φ(q)·N is dy·y / r, so that e is −r φ(q)·N. Made of that, and not of y, which has been rounded,
-it has the rounding errors of N, and along φ(q) they cancel in dφ(q) (``state.level`` is another way). Where a program
-has a tile of N only, one walk makes e and another dφ(q).
+it has the rounding errors of N, and along φ(q) they cancel in dφ(q) (``state.remove_rounding_along_z`` is another way).
+Where a program has a tile of N only, one scan makes e and another dφ(q).
 
 Two schedules differ in how long a span is. *Serial*: one span, the whole sequence; for many heads or short sequences.
-*Parallel*: many spans at a time, after the same walk without its outputs has summed each span's b cᵀ; a program begins
+*Parallel*: many spans at a time, after the same scan without its outputs has summed each span's b cᵀ; a program begins
 with the sum of those before its own, which spares the launches in between that would carry it; for few heads and long
 sequences.
 
@@ -45,7 +45,7 @@ from jax.experimental.pallas import triton
 
 from kernels import device
 from kernels.linear_attention.state import EPSILON, State
-from kernels.linear_attention.tuning import Plan, Tiles, plan
+from kernels.linear_attention.tuning import ChunkSizes, Plan, Tiles, plan
 from kernels.partition import by_batch_and_heads
 
 WIDTHS = (1, 256)
@@ -64,8 +64,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def pallas_gpu(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
-               normalize: bool, chunk_size: int | None = None,
-               schedule: Literal["serial", "parallel"] | None = None) -> tuple[Array, State]:
+               normalize: bool, chunk_sizes: ChunkSizes, schedule: Literal["serial", "parallel"] | None = None
+               ) -> tuple[Array, State]:
     """Linear attention by the kernels of this file; without a GPU in interpret mode, which is slow and for tests.
 
     float16 is multiplied as TF32, which has its precision and not its range: sums of keys leave float16 soon. A
@@ -77,33 +77,28 @@ def pallas_gpu(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs
         v_BTHD: values; D from 1 to 256.
         initial: S₀ and z₀.
         runs_BT: segments (``kernels/segments.py``).
-        causal: has to be True.
+        causal: has to be True, and the rest of what :func:`refuses` looks at possible.
         normalize: divide by the sum of weights.
-        chunk_size: C, a power of two; None takes it from the table of ``tuning.py``.
+        chunk_sizes: C of each pass, powers of two.
         schedule: ``serial`` or ``parallel``; None picks by B·H, T and the device.
-
-    Raises:
-        NotImplementedError: what these kernels do not do.
     """
-    refusal = refuses(q_BTHM, k_BTHM, v_BTHD, causal=causal, chunk_size=chunk_size)
-    if refusal is not None:
-        raise NotImplementedError(f"implementation='pallas_gpu': {refusal}")
     return attend(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize,
-                  _Asked(chunk_size, schedule, segments=runs_BT is not None))
+                  Planner(chunk_sizes, schedule, segments=runs_BT is not None))
 
 
-class _Asked(NamedTuple):
-    """The plan of the table with what the caller wants; equal ones are equal, for jax compares them."""
+class Planner(NamedTuple):
+    """Makes the plan of a call by the table and what the caller wants; equal ones are equal, for jax compares them."""
 
-    chunk_size: int | None
+    chunk_sizes: ChunkSizes
     schedule: Literal["serial", "parallel"] | None
     segments: bool
 
     def __call__(self, B: int, T: int, H: int, M: int, D: int, dtype: jnp.dtype) -> Plan:
-        return plan(B, T, H, M, D, dtype, self.chunk_size, self.schedule, segments=self.segments)
+        return plan(B, T, H, M, D, dtype, self.chunk_sizes, self.schedule, segments=self.segments)
 
 
-def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None) -> str | None:
+def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,
+            segments: bool = False) -> str | None:
     """Why these kernels cannot do something; None where they can."""
     if not causal:
         return "it sees the past only; with causal=False name implementation='chunked'"
@@ -113,7 +108,7 @@ def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk
         if not WIDTHS[0] <= x.shape[3] <= WIDTHS[1]:
             return f"{name} has width {x.shape[3]}; it takes widths of {WIDTHS[0]} to {WIDTHS[1]}"
     # Longer ones do not fit into a program's registers, and would be slow.
-    most = 64 if max(q_BTHM.shape[3], v_BTHD.shape[3]) > 128 or _operand_dtype(q_BTHM, k_BTHM, v_BTHD) != jnp.bfloat16 \
+    most = 64 if max(q_BTHM.shape[3], v_BTHD.shape[3]) > 128 or operand_dtype(q_BTHM, k_BTHM, v_BTHD) != jnp.bfloat16 \
         else CHUNKS[-1]
     if chunk_size is not None and (chunk_size not in CHUNKS or chunk_size > most):
         return (f"chunk_size={chunk_size}; for these widths and number formats it takes "
@@ -121,18 +116,12 @@ def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk
     return None
 
 
-def plan_of(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: int | None = None,
-            schedule: Literal["serial", "parallel"] | None = None, segments: bool = False) -> Plan:
-    """What :func:`pallas_gpu` does with arrays, or shapes and dtypes, on the device that is traced for."""
-    return _chosen(q_BTHM, k_BTHM, v_BTHD, _Asked(chunk_size, schedule, segments))
-
-
-def _power(width: int) -> int:
+def block_width(width: int) -> int:
     """The width of a block: a power of two that the matrix units take."""
     return max(16, pl.next_power_of_2(width))
 
 
-def _operand_dtype(*arrays: Any) -> jnp.dtype:
+def operand_dtype(*arrays: Any) -> jnp.dtype:
     """Number format of the operands of products: float32 for float16 too, whose range the states leave."""
     dtypes = {array.dtype for array in arrays}
     return jnp.dtype(jnp.bfloat16 if dtypes == {jnp.dtype(jnp.bfloat16)} else jnp.float32)
@@ -146,7 +135,7 @@ def _precision(*arrays: Array) -> lax.Precision | lax.DotAlgorithmPreset:
     return lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if device.platform() == "gpu" else lax.Precision.HIGHEST
 
 
-class _Walk(NamedTuple):
+class _Scan(NamedTuple):
     """How a launch of the kernel goes through its chunks."""
 
     tiles: Tiles
@@ -159,28 +148,28 @@ class _Walk(NamedTuple):
     """What ``total`` is the sum of; weighted with e r in reverse."""
 
 
-def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
+def _kernel(refs: Mapping[str, Any], scan: _Scan) -> None:
     """A program: one sequence, head, span and tile of c. ``refs`` has the names of :func:`_launch`.
 
     Beside the state goes ``total``, the sum of b or of c. It is added up, and read, by products too: a sum over the
     rows of a chunk takes many times the instructions.
     """
     b_ref, c_ref = refs["b"], refs["c"]
-    (span, W), C = b_ref.shape, walk.tiles.chunk
+    (span, W), C = b_ref.shape, scan.tiles.chunk
     chunks = span // C
-    slab = W if walk.operand == jnp.bfloat16 else min(W, SLAB)
+    slab = W if scan.operand == jnp.bfloat16 else min(W, SLAB)
     slabs = [pl.ds(first, slab) for first in range(0, W, slab)]
-    pieces: list[Any] = []
+    total_slices: list[Any] = []
     if "total" in refs or "end_total" in refs:
-        pieces = slabs if walk.sums == "b" else [pl.ds(0, c_ref.shape[1])]
+        total_slices = slabs if scan.sums == "b" else [pl.ds(0, c_ref.shape[1])]
 
     def dot(x: Array, y: Array, contract: tuple[int, int]) -> Array:
-        return lax.dot_general(x, y, (((contract[0],), (contract[1],)), ((), ())), precision=walk.precision,
+        return lax.dot_general(x, y, (((contract[0],), (contract[1],)), ((), ())), precision=scan.precision,
                                preferred_element_type=jnp.float32)
 
     def step(i, carry):
         before, before_totals = states, totals = carry
-        n = chunks - 1 - i if walk.reverse else i
+        n = chunks - 1 - i if scan.reverse else i
         rows = pl.ds(n * C, C)
         held: dict[str, list[Array]] = {}
         r = refs["r"][rows] if "r" in refs else None
@@ -189,33 +178,33 @@ def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
         def take(name: str) -> Iterable[Array]:
             """The slabs of a chunk of a or b; where there are many, loaded at every use rather than held."""
             if len(slabs) > 1:
-                return (triton.load(refs[name].at[rows, columns], volatile=True).astype(walk.operand)
+                return (triton.load(refs[name].at[rows, columns], volatile=True).astype(scan.operand)
                         for columns in slabs)
-            return held.setdefault(name, [refs[name][rows, columns].astype(walk.operand) for columns in slabs])
+            return held.setdefault(name, [refs[name][rows, columns].astype(scan.operand) for columns in slabs])
 
-        c = unscaled = c_ref[rows, :].astype(walk.operand)
-        if walk.reverse and r is not None:
-            c = (c.astype(jnp.float32) * r[:, None]).astype(walk.operand)
+        c = unscaled = c_ref[rows, :].astype(scan.operand)
+        if scan.reverse and r is not None:
+            c = (c.astype(jnp.float32) * r[:, None]).astype(scan.operand)
         runs = reads = writes = None
         if "runs_BT" in refs:
             runs, incoming, outgoing = refs["runs_BT"][rows], refs["incoming_BN"][n], refs["outgoing_BN"][n]
             reads, writes = runs == incoming, runs == outgoing
-            if walk.reverse:
+            if scan.reverse:
                 reads, writes = writes, reads
             states, totals = jax.tree.map(lambda x: jnp.where(incoming == outgoing, x, 0.0), (states, totals))
-        if pieces:
+        if total_slices:
             # With r in the weights c is taken as it lies in memory.
             weight = jnp.ones((C,), jnp.float32)
-            if walk.reverse and e is not None:
+            if scan.reverse and e is not None:
                 weight = e if r is None else e * r
-            weights = _weights(weight).astype(walk.operand)
+            weights = _weights(weight).astype(scan.operand)
             totals = tuple(total + dot(_only(writes, x), weights, (0, 0)) for total, x in zip(
-                totals, take("b") if walk.sums == "b" else [unscaled], strict=True))
+                totals, take("b") if scan.sums == "b" else [unscaled], strict=True))
 
         if "a" in refs:
             i_C = lax.broadcasted_iota(jnp.int32, (C, C), 0)
             j_C = lax.broadcasted_iota(jnp.int32, (C, C), 1)
-            seen = i_C <= j_C if walk.reverse else i_C >= j_C
+            seen = i_C <= j_C if scan.reverse else i_C >= j_C
             if runs is not None:
                 seen &= (runs[:, None] == runs[None, :]) & (runs >= 0)[:, None]
 
@@ -224,19 +213,19 @@ def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
 
             def read_total() -> Array:
                 """A row for each token."""
-                return dot(jnp.ones((C, COLUMNS), walk.operand), _parts(before_totals[0], walk.operand), (1, 1))
+                return dot(jnp.ones((C, COLUMNS), scan.operand), _parts(before_totals[0], scan.operand), (1, 1))
 
             scores = _sum(dot(x, y, (1, 1)) for x, y in zip(take("a"), take("b"), strict=True))
-            if walk.reverse and e is not None:
+            if scan.reverse and e is not None:
                 scores += e[None, :]
             scores = inside(scores)
-            out = _sum(dot(x, state.astype(walk.operand), (1, 0)) for x, state in zip(take("a"), before, strict=True))
-            if walk.sums == "c" and walk.reverse:
+            out = _sum(dot(x, state.astype(scan.operand), (1, 0)) for x, state in zip(take("a"), before, strict=True))
+            if scan.sums == "c" and scan.reverse:
                 out += read_total()
-            out = _only(reads, out) + dot(scores.astype(walk.operand), c, (1, 0))
+            out = _only(reads, out) + dot(scores.astype(scan.operand), c, (1, 0))
             if "denominator" in refs:
                 # Every tile of c writes the same. A product of float32 would take the registers that others need.
-                weighted = (dot(x, _parts(total, walk.operand), (1, 0)) if walk.operand == jnp.bfloat16 else
+                weighted = (dot(x, _parts(total, scan.operand), (1, 0)) if scan.operand == jnp.bfloat16 else
                             x * _from_columns(total)[None, :]
                             for x, total in zip(take("a"), before_totals, strict=True))
                 denominator = jnp.sum(scores, axis=1) + _only(reads, _sum(jnp.sum(x, axis=1) for x in weighted))
@@ -245,31 +234,32 @@ def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
             if "q" in refs and r is not None:
                 e = -r * jnp.sum(refs["q"][rows, :].astype(jnp.float32) * out, axis=1)
                 refs["e"][rows] = e
-            if not walk.reverse and e is not None:
-                out += e[:, None] * (_only(reads, read_total()) + dot(seen.astype(walk.operand), c, (1, 0)))
-            if not walk.reverse and r is not None:
+            if not scan.reverse and e is not None:
+                out += e[:, None] * (_only(reads, read_total()) + dot(seen.astype(scan.operand), c, (1, 0)))
+            if not scan.reverse and r is not None:
                 out *= r[:, None]
             if "out" in refs:
                 refs["out"][rows, :] = out.astype(refs["out"].dtype)
 
             if "other" in refs:
-                d = refs["d"][rows, :].astype(walk.operand)
-                scores = inside(dot(d, c, (1, 1))).astype(walk.operand)
+                d = refs["d"][rows, :].astype(scan.operand)
+                scores = inside(dot(d, c, (1, 1))).astype(scan.operand)
                 for columns, x, state in zip(slabs, take("b"), before, strict=True):
-                    other = _only(reads, dot(d, state.astype(walk.operand), (1, 1))) + dot(scores, x, (1, 0))
+                    other = _only(reads, dot(d, state.astype(scan.operand), (1, 1))) + dot(scores, x, (1, 0))
                     refs["other"][rows, columns] = other.astype(refs["other"].dtype)
 
         states = tuple(state + dot(_only(writes, x), c, (0, 0)) for state, x in zip(states, take("b"), strict=True))
         return states, totals
 
     if "state" in refs:
-        start = tuple(refs["state"][columns, :] for columns in slabs), tuple(refs["total"][piece] for piece in pieces)
+        start = (tuple(refs["state"][columns, :] for columns in slabs),
+                 tuple(refs["total"][columns] for columns in total_slices))
     else:
         start = (tuple(jnp.zeros((slab, c_ref.shape[1]), jnp.float32) for _ in slabs),
-                 tuple(jnp.zeros((piece.size,), jnp.float32) for piece in pieces))
+                 tuple(jnp.zeros((columns.size,), jnp.float32) for columns in total_slices))
     if "span_states" in refs:
         spans, own = refs["span_states"].shape[0], pl.program_id(2)
-        first, last = (own + 1, spans) if walk.reverse else (0, own)
+        first, last = (own + 1, spans) if scan.reverse else (0, own)
 
         def only(reached, sums):
             return jax.tree.map(lambda x: jnp.where(reached, x, 0.0), sums)
@@ -282,7 +272,7 @@ def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
                 n = first + group * SPANS_AT_ONCE + i
                 there = jnp.minimum(n, spans - 1)
                 adds = (tuple(refs["span_states"][there, columns, :] for columns in slabs),
-                        tuple(refs["span_totals"][there, piece] for piece in pieces))
+                        tuple(refs["span_totals"][there, columns] for columns in total_slices))
                 sums = jax.tree.map(jnp.add, sums, only((n < last) & reaches(there), adds))
             return sums
 
@@ -292,8 +282,8 @@ def _kernel(refs: Mapping[str, Any], walk: _Walk) -> None:
         for columns, state in zip(slabs, states, strict=True):
             refs["end_state"][columns, :] = state
     if "end_total" in refs:
-        for piece, total in zip(pieces, totals, strict=True):
-            refs["end_total"][piece] = _from_columns(total)
+        for columns, total in zip(total_slices, totals, strict=True):
+            refs["end_total"][columns] = _from_columns(total)
 
 
 def _weights(x_C: Array) -> Array:
@@ -357,10 +347,10 @@ class _Segments(NamedTuple):
     def meet(self, spans: int, *, reverse: bool) -> tuple[Array, Array] | None:
         """Which runs meet where spans do; None where there are no segments.
 
-        What a span adds to the state belongs to the run that its walk ends in.
+        What a span adds to the state belongs to the run that its scan ends in.
 
         Returns:
-            The run that each span's walk begins in, and the one that the whole sequence's ends in; the run that what
+            The run that each span's scan begins in, and the one that the whole sequence's ends in; the run that what
             each span adds belongs to, and the one that the state before all of them does: both (B, spans + 1).
         """
         if self.incoming_BN is None or self.outgoing_BN is None:
@@ -373,16 +363,16 @@ class _Segments(NamedTuple):
         return jnp.concatenate([left_BS, last_B1], axis=1), jnp.concatenate([right_BS, first_B1], axis=1)
 
 
-def _launch(walk: _Walk, outputs: Sequence[str], span: int, segments: _Segments, b: Array, c: Array, *,
+def _launch(scan: _Scan, outputs: Sequence[str], span: int, segments: _Segments, b: Array, c: Array, *,
             out_dtype: Any = jnp.float32, **others: Array | None) -> dict[str, Array]:
     """The kernel over all sequences, heads, spans and tiles.
 
     Args:
-        walk: how.
+        scan: how it goes through the chunks.
         outputs: names among ``out`` (B, T, H, U), ``other`` (B, T, H, W) in a's number format, ``denominator``
             (B, H, T), ``e`` (tiles, B, H, T), ``end_state`` (B, H, spans, W, U), ``end_total`` (B, H, spans, W or U).
         span: tokens of a span, whole chunks; T is in whole spans.
-        segments: of chunks of ``walk.tiles.chunk``.
+        segments: of chunks of ``scan.tiles.chunk``.
         b: (B, T, H, W); W a power of two.
         c: (B, T, H, U); U alike.
         out_dtype: of ``out``.
@@ -396,13 +386,13 @@ def _launch(walk: _Walk, outputs: Sequence[str], span: int, segments: _Segments,
         the outputs by name.
     """
     B, T, H, W = b.shape
-    U, C, spans = c.shape[3], walk.tiles.chunk, T // span
-    tile = min(U, walk.tiles.tile)
+    U, C, spans = c.shape[3], scan.tiles.chunk, T // span
+    tile = min(U, scan.tiles.tile)
     inputs = {name: array for name, array in {"b": b, "c": c, **others, **segments._asdict()}.items()
               if array is not None}
-    if "span_states" in inputs and (met := segments.meet(spans, reverse=walk.reverse)) is not None:
+    if "span_states" in inputs and (met := segments.meet(spans, reverse=scan.reverse)) is not None:
         inputs["reaches"] = (met[0][:, :, None] == met[1][:, None, :]).astype(jnp.int32)
-    total, total_tile, at = (W, W, lambda u: 0) if walk.sums == "b" else (U, tile, lambda u: u)
+    total, total_tile, at = (W, W, lambda u: 0) if scan.sums == "b" else (U, tile, lambda u: u)
     # Grid: tiles, heads, spans, sequences. The first is the fastest, so programs that run at a time read neighbouring
     # heads, whose memory is contiguous.
     whole = pl.BlockSpec((None, span, None, W), lambda u, h, s, b: (b, s, h, 0))
@@ -432,28 +422,28 @@ def _launch(walk: _Walk, outputs: Sequence[str], span: int, segments: _Segments,
     if "q" in inputs:
         specs["e"] = pl.BlockSpec((None, None, None, span), lambda u, h, s, b: (u, b, h, s))
     results = pl.pallas_call(
-        lambda *refs: _kernel(dict(zip([*inputs, *outputs], refs, strict=True)), walk),
+        lambda *refs: _kernel(dict(zip([*inputs, *outputs], refs, strict=True)), scan),
         grid=(U // tile, H, spans, B),
         in_specs=[specs[name] for name in inputs],
         out_specs=[specs[name] for name in outputs],
         out_shape=[shapes[name] for name in outputs],
-        compiler_params=triton.CompilerParams(num_warps=walk.tiles.warps, num_stages=walk.tiles.stages),
+        compiler_params=triton.CompilerParams(num_warps=scan.tiles.warps, num_stages=scan.tiles.stages),
         interpret=device.platform() != "gpu",
-        name=f"linear_attention_{_name(outputs, walk)}",
+        name=f"linear_attention_{_name(outputs, scan)}",
     )(*inputs.values())
     return dict(zip(outputs, results, strict=True))
 
 
-def _name(outputs: Sequence[str], walk: _Walk) -> str:
+def _name(outputs: Sequence[str], scan: _Scan) -> str:
     if "out" in outputs:
-        if walk.reverse:
-            return "dv" if walk.sums == "b" else "dk_dv" if "other" in outputs else "dk"
-        return "forward" if walk.sums == "b" else "dq"
-    return "e" if "e" in outputs else "state_gradients" if walk.reverse else "states"
+        if scan.reverse:
+            return "dv" if scan.sums == "b" else "dk_dv" if "other" in outputs else "dk"
+        return "forward" if scan.sums == "b" else "dq"
+    return "e" if "e" in outputs else "state_gradients" if scan.reverse else "states"
 
 
 def _end(start: State, updates: State, segments: _Segments, *, reverse: bool = False) -> State:
-    """The state that a walk through the whole sequence ends with."""
+    """The state that a scan through the whole sequence ends with."""
     sums = jax.tree.map(lambda x, y: jnp.concatenate([y, x[:, :, None]], axis=2), start, updates)
     met = segments.meet(updates.z_BHM.shape[2], reverse=reverse)
     if met is not None:
@@ -474,9 +464,9 @@ class _Padded(NamedTuple):
 
     @classmethod
     def of(cls, q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
-           choose: "Choose") -> "_Padded":
-        T, M, D = q_BTHM.shape[1], _power(q_BTHM.shape[3]), _power(v_BTHD.shape[3])
-        chosen = _chosen(q_BTHM, k_BTHM, v_BTHD, choose)
+           make_plan: "MakePlan") -> "_Padded":
+        T, M, D = q_BTHM.shape[1], block_width(q_BTHM.shape[3]), block_width(v_BTHD.shape[3])
+        chosen = _chosen(q_BTHM, k_BTHM, v_BTHD, make_plan)
         if runs_BT is not None:
             runs_BT = jnp.pad(runs_BT, ((0, 0), (0, -T % chosen.span)), constant_values=-1)
         return cls(_fill(q_BTHM, M, chosen), _fill(k_BTHM, M, chosen), _fill(v_BTHD, D, chosen),
@@ -501,9 +491,9 @@ def _turned(state: State) -> State:
     return State(state.s_BHMD.swapaxes(-2, -1), state.z_BHM)
 
 
-def _states(walk: _Walk, span: int, segments: _Segments, b: Array, c: Array, **others: Array | None) -> State:
+def _states(scan: _Scan, span: int, segments: _Segments, b: Array, c: Array, **others: Array | None) -> State:
     """What each span adds to the state: b cᵀ, and b or c, weighted where there is e."""
-    found = _launch(walk, ("end_state", "end_total"), span, segments, b, c, **others)
+    found = _launch(scan, ("end_state", "end_total"), span, segments, b, c, **others)
     return State(found["end_state"], found["end_total"])
 
 
@@ -513,25 +503,25 @@ def _before(start: State, updates: State | None) -> dict[str, Any]:
     return given if updates is None else given | {"span_states": updates.s_BHMD, "span_totals": updates.z_BHM}
 
 
-Choose = Callable[[int, int, int, int, int, jnp.dtype], Plan]
+MakePlan = Callable[[int, int, int, int, int, jnp.dtype], Plan]
 """The plan of B, T, H, M and D, which are a device's own, and the operands' number format."""
 
 
-def _chosen(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, choose: Choose) -> Plan:
+def _chosen(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, make_plan: MakePlan) -> Plan:
     B, T, H, M = q_BTHM.shape
-    return choose(B, T, H, _power(M), _power(v_BTHD.shape[3]), _operand_dtype(q_BTHM, k_BTHM, v_BTHD))
+    return make_plan(B, T, H, block_width(M), block_width(v_BTHD.shape[3]), operand_dtype(q_BTHM, k_BTHM, v_BTHD))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def attend(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, normalize: bool,
-           choose: Choose) -> tuple[Array, State]:
+           make_plan: MakePlan) -> tuple[Array, State]:
     """:func:`pallas_gpu` with a plan of one's own."""
-    return _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, choose)[0]
+    return _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, make_plan)[0]
 
 
-def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, choose):
+def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, make_plan):
     def forward(q_BTHM, k_BTHM, v_BTHD, s_BHMD, z_BHM, *runs):
-        return _forward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), runs[0] if runs else None, normalize, choose)
+        return _forward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), runs[0] if runs else None, normalize, make_plan)
 
     runs = [] if runs_BT is None else [runs_BT]
     y_BTHD, s_BHMD, z_BHM, *denominator = by_batch_and_heads(
@@ -540,13 +530,13 @@ def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, choose)
     return (y_BTHD, State(s_BHMD, z_BHM)), (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, denominator)
 
 
-def _attend_backward(normalize, choose, saved, gradients):
+def _attend_backward(normalize, make_plan, saved, gradients):
     q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, denominator = saved
     dy_BTHD, dend = gradients
 
     def backward(q_BTHM, k_BTHM, v_BTHD, dy_BTHD, s_BHMD, z_BHM, ds_BHMD, dz_BHM, *others):
         return _backward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), others[-1] if runs else None,
-                         others[0] if normalize else None, dy_BTHD, State(ds_BHMD, dz_BHM), choose)
+                         others[0] if normalize else None, dy_BTHD, State(ds_BHMD, dz_BHM), make_plan)
 
     runs = [] if runs_BT is None else [runs_BT]
     dq_BTHM, dk_BTHM, dv_BTHD, ds_BHMD, dz_BHM = by_batch_and_heads(
@@ -561,36 +551,36 @@ attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _forward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, normalize: bool,
-             choose: Choose) -> tuple[Array, ...]:
+             make_plan: MakePlan) -> tuple[Array, ...]:
     """y, the sums at the end and, where it divides by it, the denominator (B, H, T)."""
     T, M, D = q_BTHM.shape[1], q_BTHM.shape[3], v_BTHD.shape[3]
-    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, choose)
+    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, make_plan)
     q, k, v, start, _, chosen = padded
     span, segments = chosen.span, padded.segments(chosen.forward.chunk)
-    walk = _Walk(chosen.forward, _operand_dtype(q, k, v), _precision(q, k, v))
+    scan = _Scan(chosen.forward, operand_dtype(q, k, v), _precision(q, k, v))
     outputs = ("out", "denominator") if normalize else ("out",)
-    of_y = functools.partial(_launch, walk, span=span, segments=segments, b=k, c=v, a=q, out_dtype=v_BTHD.dtype)
+    of_y = functools.partial(_launch, scan, span=span, segments=segments, b=k, c=v, a=q, out_dtype=v_BTHD.dtype)
     if chosen.schedule == "serial":
         found = of_y((*outputs, "end_state", "end_total"), **_before(start, None))
         end = State(found["end_state"][:, :, 0], found["end_total"][:, :, 0])
     else:
-        updates = _states(walk, span, segments, k, v)
+        updates = _states(scan, span, segments, k, v)
         found, end = of_y(outputs, **_before(start, updates)), _end(start, updates, segments)
     results = (found["out"][:, :T, :, :D], end.s_BHMD[:, :, :M, :D], end.z_BHM[:, :, :M])
     return (*results, found["denominator"][:, :, :T]) if normalize else results
 
 
 def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
-              denominator_BHT: Array | None, dy_BTHD: Array, dend: State, choose: Choose) -> tuple[Array, ...]:
+              denominator_BHT: Array | None, dy_BTHD: Array, dend: State, make_plan: MakePlan) -> tuple[Array, ...]:
     """Gradients of q, k, v and of the initial sums."""
     (_, T, _, M), D = q_BTHM.shape, v_BTHD.shape[3]
-    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, choose)
+    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, make_plan)
     q, k, v, start, _, chosen = padded
     span, segments, serial = chosen.span, padded.segments(chosen.backward.chunk), chosen.schedule == "serial"
-    walk = _Walk(chosen.backward, _operand_dtype(q, k, v), _precision(q, k, v))
+    scan = _Scan(chosen.backward, operand_dtype(q, k, v), _precision(q, k, v))
 
     dy = _fill(dy_BTHD, v.shape[3], chosen)
-    forth = walk._replace(sums="c")
+    forth = scan._replace(sums="c")
     before = _before(_turned(start), None if serial else _states(forth, span, segments, v, k))
     # Not normalised, the sum of keys is of no weight: e = 0.
     e_BHT, r_BHT = jnp.zeros((len(q), q.shape[2], q.shape[1]), jnp.float32), None
@@ -600,7 +590,7 @@ def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
         dq = of_q(("out",))["out"]
     else:
         r_BHT = jnp.pad(1 / (denominator_BHT + EPSILON), ((0, 0), (0, 0), (0, q.shape[1] - T)))
-        whole = walk.tiles.tile >= q.shape[3]
+        whole = scan.tiles.tile >= q.shape[3]
         found = of_q(("out", "e") if whole else ("e",), q=q, r=r_BHT)
         e_BHT = found["e"].sum(axis=0)
         dq = (found if whole else of_q(("out",), e=e_BHT, r=r_BHT))["out"]
@@ -611,7 +601,7 @@ def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
     outputs = ("out", "end_state", "end_total") if serial else ("out",)
     of_k = functools.partial(_launch, back, span=span, segments=segments, b=dy, c=q, a=v, r=r_BHT, e=e_BHT,
                              out_dtype=k_BTHM.dtype, **_before(after, updates))
-    if walk.tiles.tile >= q.shape[3] and walk.operand == jnp.bfloat16 and q.shape[3] * v.shape[3] <= JOINED:
+    if scan.tiles.tile >= q.shape[3] and scan.operand == jnp.bfloat16 and q.shape[3] * v.shape[3] <= JOINED:
         found = of_k((*outputs, "other"), d=k)
         dk, dv = found["out"], found["other"]
     else:

@@ -3,18 +3,12 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels.linear_attention.decode import decode_step, serves
 from kernels.linear_attention.state import EXACT, State, advance, divide, final_state
 
 
 def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
-              normalize: bool, chunk_size: int | None = None) -> tuple[Array, State]:
-    """``lax.scan`` over tokens: constant memory forward, the form that decodes. ``chunk_size`` has no meaning here."""
-    if not causal:
-        raise NotImplementedError("implementation='recurrent' sees the past only; causal=False needs another one")
-    if serves(q_BTHM, initial, runs_BT):
-        return decode_step(q_BTHM, k_BTHM, v_BTHD, initial, normalize)
-
+              normalize: bool) -> tuple[Array, State]:
+    """``lax.scan`` over tokens: constant memory forward, the form that decodes. It is causal."""
     def step(carry, token):
         state, latest_B = carry
         q_BHM, k_BHM, v_BHD, runs_B = token
@@ -35,13 +29,9 @@ def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
 
 
 def cumsum(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
-           normalize: bool, chunk_size: int | None = None) -> tuple[Array, State]:
-    """All states S_t at once, (B, T, H, M, D): the textbook form, whose memory is why nobody trains with it.
-
-    ``chunk_size`` has no meaning here.
-    """
-    if not causal:
-        raise NotImplementedError("implementation='cumsum' sees the past only; causal=False needs another one")
+           normalize: bool) -> tuple[Array, State]:
+    """All states S_t at once, (B, T, H, M, D): the textbook form, whose memory is why nobody trains with it. It is
+    causal."""
     dtype = initial.s_BHMD.dtype
     k = k_BTHM.astype(dtype)
     q = q_BTHM.astype(dtype)

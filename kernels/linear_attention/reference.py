@@ -14,8 +14,8 @@ from kernels.segments import visible
 
 
 def parallel(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
-             normalize: bool, chunk_size: int | None = None) -> tuple[Array, State]:
-    """The masked T × T product, materialised. ``chunk_size`` has no meaning here."""
+             normalize: bool) -> tuple[Array, State]:
+    """The masked T × T product, materialised."""
     dtype = initial.s_BHMD.dtype
     T = q_BTHM.shape[1]
     scores_BHTS = jnp.einsum("bthm,bshm->bhts", q_BTHM, k_BTHM, precision=lax.Precision.HIGHEST,
@@ -32,8 +32,8 @@ def parallel(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_B
 
 
 def rowwise(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
-            normalize: bool, chunk_size: int | None = None) -> tuple[Array, State]:
-    """The same a query at a time, as attention is decoded: sequential, and still T² work. ``chunk_size`` is unused."""
+            normalize: bool) -> tuple[Array, State]:
+    """The same a query at a time, as attention is decoded: sequential, and still T² work."""
     dtype = initial.s_BHMD.dtype
     B, T = q_BTHM.shape[:2]
     every_BT = jnp.zeros((B, T), jnp.int32) if runs_BT is None else runs_BT

@@ -40,8 +40,8 @@ def divide(numerator_BTHD: Array, denominator_BTH: Array | None) -> Array:
     return numerator_BTHD if denominator_BTH is None else numerator_BTHD / (denominator_BTH[..., None] + EPSILON)
 
 
-def level(dq_TM: Array, q_TM: Array, z_M: Array, ddenominator_T: Array, denominator_T: Array,
-          within_T: Array | None) -> Array:
+def remove_rounding_along_z(dq_TM: Array, q_TM: Array, z_M: Array, ddenominator_T: Array,
+                            denominator_T: Array, within_T: Array | None) -> Array:
     """dφ(q) without what rounding to 16 bits has left in it along z.
 
     Scaling φ(q) changes y by ε only, so φ(q)·dφ(q) = −ε d. Two large terms cancel in that, and what is left of them is

@@ -24,6 +24,13 @@ MOST_SPANS = 64
 """Of a sequence: a program begins with the sum of what the spans before its own add."""
 
 
+class ChunkSizes(NamedTuple):
+    """C of each pass."""
+
+    forward: int
+    backward: int
+
+
 class Tiles(NamedTuple):
     """How a launch of the kernel is cut."""
 
@@ -42,7 +49,7 @@ class Plan(NamedTuple):
 
     schedule: Literal["serial", "parallel"]
     span: int
-    """Tokens a program walks: a multiple of both chunk lengths."""
+    """Tokens a program scans: a multiple of both chunk lengths."""
     forward: Tiles
     backward: Tiles
 
@@ -128,7 +135,25 @@ def _default_tiles(kind: str, M: int, D: int, dtype: str, *, backward: bool, seg
                  warps=8 if crowded else 4, stages=1 if small or crowded else 2)
 
 
-def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, chunk_size: int | None = None,
+def kernel_chunk_sizes(tokens: int, M: int, D: int, dtype: DTypeLike, chunk_size: int | None = None, *,
+                       segments: bool = False, row: Row | None = None) -> ChunkSizes:
+    """C of a call: ``chunk_size``, or the table's; powers of two, no longer than the sequence filled up to one.
+
+    Args:
+        tokens: T.
+        M: width of features, a power of two.
+        D: width of values, a power of two.
+        dtype: number format of the operands.
+        chunk_size: for both passes, in place of the table's.
+        segments: whether there are any.
+        row: in place of the table's.
+    """
+    row = _row_of_call(tokens, M, D, dtype, segments, row)
+    longest = max(16, 1 << (tokens - 1).bit_length())
+    return ChunkSizes(*(min(chunk_size or tiles.chunk, longest) for tiles in (row.forward, row.backward)))
+
+
+def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, chunk_sizes: ChunkSizes | None = None,
          schedule: Literal["serial", "parallel"] | None = None, *, segments: bool = False,
          row: Row | None = None) -> Plan:
     """What a call does on the device it is traced for.
@@ -140,17 +165,15 @@ def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, 
         M: width of features, a power of two.
         D: width of values, a power of two.
         dtype: number format of the operands.
-        chunk_size: C of both passes, in place of the table's.
+        chunk_sizes: as decided for the call; None: those of :func:`kernel_chunk_sizes`.
         schedule: None picks: parallel where the sequences, heads and tiles alone do not fill the device.
         segments: whether there are any.
         row: in place of the table's.
     """
-    row = row or row_for(tokens, M, D, dtype)
-    if segments and (max(M, D) > 64 or row.dtype == "float32"):
-        row = default_row(*row[:5], segments=True)
-    longest = max(16, 1 << (tokens - 1).bit_length())
-    forward, backward = (_with_chunk(tiles, min(chunk_size or tiles.chunk, longest))
-                         for tiles in (row.forward, row.backward))
+    chunk_sizes = chunk_sizes or kernel_chunk_sizes(tokens, M, D, dtype, segments=segments, row=row)
+    row = _row_of_call(tokens, M, D, dtype, segments, row)
+    forward, backward = (_with_chunk(tiles, chunk)
+                         for tiles, chunk in zip((row.forward, row.backward), chunk_sizes, strict=True))
     chunk = max(forward.chunk, backward.chunk)
     chunks, programs = -(-tokens // chunk), batch * heads * -(-D // forward.tile)
     spans = min(-(-row.programs_per_core * device.cores() // programs), MOST_SPANS)
@@ -164,6 +187,11 @@ def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, 
     longest = -(-chunks // spans)
     dividing = next((n for n in range(longest, longest // 2, -1) if chunks % n == 0), longest)
     return Plan("parallel", dividing * chunk, forward, backward)
+
+
+def _row_of_call(tokens: int, M: int, D: int, dtype: DTypeLike, segments: bool, row: Row | None) -> Row:
+    row = row or row_for(tokens, M, D, dtype)
+    return default_row(*row[:5], segments=True) if segments and (max(M, D) > 64 or row.dtype == "float32") else row
 
 
 def _with_chunk(tiles: Tiles, chunk: int) -> Tiles:

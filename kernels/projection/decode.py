@@ -127,12 +127,12 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, F: int, r
         at = (slice(None), pl.ds(first, rows)) if transposed else (pl.ds(first, rows), slice(None))
         return [triton.load(ref.at[at], mask=shown, other=0.0) for ref in weight_refs]
 
-    def load_x(first: Any, level: Any, rate: Any) -> Array:
+    def load_x(first: Any, mean: Any, rate: Any) -> Array:
         x_e = vector(x_ref, first, rows).astype(jnp.float32)
         if norm is None or norm_refs is None:
             return x_e
         scale_ref, bias_ref = norm_refs
-        x_e = (x_e - level) * rate * vector(scale_ref, first, rows) + vector(bias_ref, first, rows)
+        x_e = (x_e - mean) * rate * vector(scale_ref, first, rows) + vector(bias_ref, first, rows)
         return x_e.astype(norm.dtype).astype(jnp.float32)
 
     def products(x_e: Array, weights: list[Array]) -> list[Array]:
@@ -146,16 +146,16 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, F: int, r
     first_weights = load_weights(0)
     biases = [] if bias_refs is None else [load(ref) for ref in bias_refs]
     onto_f = None if onto_ref is None else load(onto_ref)
-    level = rate = None
+    mean = rate = None
     if norm is not None:
         x_E = vector(x_ref, 0, pl.next_power_of_2(E)).astype(jnp.float32)
-        level = jnp.sum(x_E) / E
-        rate = lax.rsqrt(jnp.maximum(jnp.sum(x_E * x_E) / E - level * level, 0) + norm.epsilon)
-    sums = products(load_x(0, level, rate), first_weights)
+        mean = jnp.sum(x_E) / E
+        rate = lax.rsqrt(jnp.maximum(jnp.sum(x_E * x_E) / E - mean * mean, 0) + norm.epsilon)
+    sums = products(load_x(0, mean, rate), first_weights)
     if rows < E:
         def step(i: Any, sums: list[Array]) -> list[Array]:
             weights = load_weights(i * rows)
-            more = products(load_x(i * rows, level, rate), weights)
+            more = products(load_x(i * rows, mean, rate), weights)
             return [y_f + more_f for y_f, more_f in zip(sums, more, strict=True)]
 
         sums = lax.fori_loop(1, -(-E // rows), step, sums)

@@ -1,40 +1,28 @@
-"""Softmax attention in three forms: the device's flash kernel, blockwise in plain JAX, and materialised.
+"""Softmax attention of whole sequences, and of new tokens to a cache: checks, and the choice of implementation."""
 
-    y_t = Σ_{s≤t} exp(q_t·k_s / √D) v_s / Σ_{s≤t} exp(q_t·k_s / √D)
-
-The blockwise form is flash attention written with ``lax`` loops, for devices that have no such kernel: an online
-softmax over blocks of keys, blocks above the diagonal skipped, those below it not masked, scores computed again in the
-backward pass, memory linear in T.
-
-Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018; Dao: "FlashAttention-2", 2023, algorithms 1, 2.
-"""
-
-import functools
-import math
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kernels import device
-from kernels.mixed_precision import product, rounded, wide
-from kernels.segments import HIDDEN, runs_of, visible
-from kernels.softmax_attention.decode import refuses, softmax_decode
+from kernels.segments import runs_of
+from kernels.softmax_attention import cached, cudnn, decode
+from kernels.softmax_attention.blockwise import blockwise
+from kernels.softmax_attention.reference import cached_reference, materialised
 
-IMPLEMENTATIONS = ("materialised", "blockwise", "cudnn")
-BLOCK = 256
-"""Queries, and keys, of a block at most. Of 64 to 1,024 the fastest forward and backward on two CPU cores, at contexts
-256 to 4,096 and 16 to 96 heads in a batch."""
-BLOCK_OF_FEW_HEADS = 512
-"""The same where a block of all heads has at most ``FEW_SCORES`` scores: there a step of the loop is short."""
-FEW_SCORES = 2**20
-CACHE_BLOCK = 512
-"""Keys of a cache read at once, where a block meets one query and is cheap."""
-CACHE_BLOCK_CPU = 256
-"""The same on a CPU; it divides the other. Fewer keys are read past the last one."""
-_NO_BLOCKS = (0, 0)
+IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
+    "materialised": materialised,
+    "blockwise": blockwise,
+    "cudnn": cudnn.cudnn,
+}
+"""Of whole sequences, by name. ``materialised`` is the definition, written out."""
+CACHED_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
+    "reference": cached_reference,
+    "blockwise": cached.cached_blockwise,
+    "decode": decode.softmax_decode,
+}
+"""Of new tokens to a cache, by name."""
 
 
 def softmax_attention(
@@ -47,6 +35,8 @@ def softmax_attention(
     implementation: str | None = None,
 ) -> Float[Array, "B T H D"]:
     """Softmax attention with scale 1/√D. The softmax is float32 whatever the inputs are; y has their dtype.
+
+        y_t = Σ_{s≤t} exp(q_t·k_s / √D) v_s / Σ_{s≤t} exp(q_t·k_s / √D)
 
     Args:
         q_BTHD: queries.
@@ -64,19 +54,23 @@ def softmax_attention(
                            ("segment_ids_BT", segment_ids_BT, q_BTHD.shape[:2])):
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} has shape {x.shape}; expected {shape}, from q_BTHD of shape {q_BTHD.shape}")
-    name = implementation or pick_implementation(q_BTHD.dtype, q_BTHD.shape[3], segments=segment_ids_BT is not None)
+    segments = segment_ids_BT is not None
+    name = implementation or pick_implementation(q_BTHD.dtype, q_BTHD.shape[3], segments=segments)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
     if name == "cudnn":
-        return _cudnn(q_BTHD, k_BTHD, v_BTHD, causal=causal, segments=segment_ids_BT is not None)
+        refusal = cudnn.refuses(q_BTHD.dtype, q_BTHD.shape[3], segments)
+        if refusal is not None:
+            raise NotImplementedError(f"implementation='cudnn': {refusal}")
+        return cudnn.cudnn(q_BTHD, k_BTHD, v_BTHD, causal)
     runs_BT = None if segment_ids_BT is None else runs_of(segment_ids_BT)
-    y_BTHD = (_materialised if name == "materialised" else _blockwise)(q_BTHD, k_BTHD, v_BTHD, runs_BT, causal)
+    y_BTHD = IMPLEMENTATIONS[name](q_BTHD, k_BTHD, v_BTHD, runs_BT, causal)
     return y_BTHD if runs_BT is None else jnp.where((runs_BT >= 0)[:, :, None, None], y_BTHD, 0)
 
 
 def pick_implementation(dtype: jnp.dtype, head_width: int, *, segments: bool = False) -> str:
-    """What ``implementation=None`` means on the default device."""
-    return "cudnn" if _cudnn_refusal(dtype, head_width, segments) is None else "blockwise"
+    """What ``implementation=None`` of :func:`softmax_attention` means on the device that is traced for."""
+    return "cudnn" if cudnn.refuses(dtype, head_width, segments) is None else "blockwise"
 
 
 def cached_attention(
@@ -84,234 +78,36 @@ def cached_attention(
     k_BHSD: Float[Array, "B H S D"],
     v_BHSD: Float[Array, "B H S D"],
     position_B: Int[Array, " B"],
+    *,
+    implementation: str | None = None,
 ) -> Float[Array, "B T H D"]:
     """Causal attention to a cache: query t of row b stands at position_B[b] + t among the keys.
 
     Reads only what is filled. Not differentiable. S is at most ``CACHE_BLOCK``, or a multiple of it. One token at a
     time has kernels of its own on a GPU, where a loop whose length the host does not know waits at every turn.
 
+    Args:
+        q_BTHD: queries of the T new tokens, whose keys the cache has already.
+        k_BHSD: keys.
+        v_BHSD: values.
+        position_B: tokens of each row before the new ones.
+        implementation: a name in ``CACHED_IMPLEMENTATIONS``; None picks the fastest for this input on this device.
+
     Raises:
-        ValueError: shapes that do not agree, or a cache of another size.
+        ValueError: shapes that do not agree, a cache of another size, or no implementation of that name.
+        NotImplementedError: a named implementation cannot do what is asked.
     """
-    (B, T, H, D), S = q_BTHD.shape, k_BHSD.shape[2]
+    (B, _, H, D), S = q_BTHD.shape, k_BHSD.shape[2]
     for name, x, shape in (("k_BHSD", k_BHSD, (B, H, S, D)), ("v_BHSD", v_BHSD, (B, H, S, D)),
                            ("position_B", position_B, (B,))):
         if x.shape != shape:
             raise ValueError(f"{name} has shape {x.shape}; expected {shape}, from q_BTHD of shape {q_BTHD.shape}")
-    if S > CACHE_BLOCK and S % CACHE_BLOCK:
-        raise ValueError(f"k_BHSD has room for {S} keys; expected a multiple of {CACHE_BLOCK}")
-    if device.platform() == "gpu" and refuses(q_BTHD, k_BHSD, v_BHSD) is None:
-        return softmax_decode(q_BTHD, k_BHSD, v_BHSD, position_B)
-    rows = _block_size(T, B * H)
-    block = min(S, CACHE_BLOCK_CPU) if device.platform() == "cpu" else min(S, CACHE_BLOCK)
-    if S % block:  # a cache below CACHE_BLOCK may have any size
-        block = S
-    q_BHTD = _pad(q_BTHD.swapaxes(1, 2), rows)
-    last = jnp.max(position_B)
-
-    def mask(t_T, s_S):
-        return s_S[None, None, None, :] <= position_B[:, None, None, None] + t_T[None, None, :, None]
-
-    def key_blocks(i):
-        return _NO_BLOCKS, (0, jnp.minimum((last + (i + 1) * rows - 1) // block + 1, S // block))
-
-    y_BHTD, _ = _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, cached=True)
-    return y_BHTD[:, :, :T].swapaxes(1, 2)
-
-
-def _cudnn_refusal(dtype: jnp.dtype, head_width: int, segments: bool) -> str | None:
-    if device.platform() != "gpu":
-        return f"it needs an NVIDIA GPU, and the default device is a {device.platform()}"
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it takes bfloat16 and float16, not {dtype}"
-    if head_width % 8 or head_width > 128:
-        return f"it takes head widths up to 128 that 8 divides, not {head_width}"
-    return "it is called without segments here" if segments else None
-
-
-def _cudnn(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, causal: bool, segments: bool) -> Array:
-    refusal = _cudnn_refusal(q_BTHD.dtype, q_BTHD.shape[3], segments)
-    if refusal is not None:
-        raise NotImplementedError(f"implementation='cudnn': {refusal}")
-    return jax.nn.dot_product_attention(q_BTHD, k_BTHD, v_BTHD, is_causal=causal, implementation="cudnn")
-
-
-def _materialised(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, runs_BT: Array | None, causal: bool) -> Array:
-    """The definition: all T × T scores at once."""
-    T, D = q_BTHD.shape[1], q_BTHD.shape[3]
-    dtype = jnp.promote_types(jnp.float32, q_BTHD.dtype)
-    scores_BHTS = jnp.einsum("bthd,bshd->bhts", q_BTHD, k_BTHD, preferred_element_type=dtype) / math.sqrt(D)
-    if causal:
-        scores_BHTS = jnp.where(jnp.tril(jnp.ones((T, T), bool))[None, None], scores_BHTS, HIDDEN)
-    if runs_BT is not None:
-        scores_BHTS = jnp.where(visible(runs_BT, runs_BT)[:, None], scores_BHTS, HIDDEN)
-    weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1).astype(v_BTHD.dtype)
-    return jnp.einsum("bhts,bshd->bthd", weights_BHTS, v_BTHD)
-
-
-def _blockwise(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, runs_BT: Array | None, causal: bool) -> Array:
-    B, T, H, _ = q_BTHD.shape
-    block = _block_size(T, B * H)
-    q_BHTD, k_BHSD, v_BHSD = (_pad(x.swapaxes(1, 2), block) for x in (q_BTHD, k_BTHD, v_BTHD))
-    if runs_BT is not None:
-        runs_BT = jnp.pad(runs_BT, ((0, 0), (0, -T % block)), constant_values=-1)
-    return _flash(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block)[:, :, :T].swapaxes(1, 2)
-
-
-def _block_size(tokens: int, heads: int) -> int:
-    """Blocks of one size that are padded little; ``heads``: those of all rows of the batch."""
-    most = BLOCK_OF_FEW_HEADS if heads * BLOCK_OF_FEW_HEADS**2 <= FEW_SCORES else BLOCK
-    blocks = -(-tokens // most)
-    return tokens if blocks == 1 else -(-tokens // (8 * blocks)) * 8
-
-
-def _pad(x_BHTD: Array, multiple: int) -> Array:
-    return jnp.pad(x_BHTD, ((0, 0), (0, 0), (0, -x_BHTD.shape[2] % multiple), (0, 0)))
-
-
-def _take(x: Array, i: Array, size: int, axis: int = 2) -> Array:
-    return lax.dynamic_slice_in_dim(x, i * size, size, axis)
-
-
-def _mask(runs_BT: Array | None, causal: bool, T: int) -> Callable[[Array, Array], Array]:
-    """mask(t_T, s_S) for the positions of a block, to broadcast against (B, H, block, block)."""
-
-    def mask(t_T, s_S):
-        shown = (s_S[None, :] <= t_T[:, None]) if causal else (s_S[None, :] < T)
-        shown = shown[None, None]
-        if runs_BT is not None:
-            shown &= visible(*(lax.dynamic_slice_in_dim(runs_BT, x[0], x.shape[0], 1) for x in (t_T, s_S)))[:, None]
-        return shown
-
-    return mask
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _flash(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block):
-    return _flash_forward(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block)[0]
-
-
-def _flash_forward(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block):
-    blocks = k_BHSD.shape[2] // block
-
-    def key_blocks(i):
-        if runs_BT is not None:
-            return _NO_BLOCKS, (0, i + 1 if causal else blocks)
-        if causal:
-            return (0, i) if blocks > 1 else _NO_BLOCKS, (i, i + 1)
-        return (0, T // block), (T // block, blocks)
-
-    y_BHTD, logsumexp_BHT = _forward(q_BHTD, k_BHSD, v_BHSD, _mask(runs_BT, causal, T), key_blocks, block, block)
-    return y_BHTD, (q_BHTD, k_BHSD, v_BHSD, runs_BT, y_BHTD, logsumexp_BHT)
-
-
-def _forward(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, *, cached=False):
-    """y and the logarithm of its denominator, a block of queries at a time.
-
-    ``key_blocks(i)``: from which to which block all queries of block i see all keys, and where they do not.
-    ``cached``: the keys and values are mostly room for later ones; what no block holds is neither read nor copied.
-    """
-    B, H, T, D = q_BHTD.shape
-    dtype = jnp.promote_types(jnp.float32, q_BHTD.dtype)
-    scale = 1 / math.sqrt(D)
-    # One query uses each key once: copies in a form that is multiplied faster would take longer than the products.
-    one = cached and rows == 1
-    multiply = functools.partial(jnp.einsum, preferred_element_type=dtype) if one else product
-    # With a column of ones the product with v sums the weights too, as they are after rounding.
-    ones_BHSD = v_BHSD if cached else _with_ones(v_BHSD)
-
-    def weighed(weights_BHts, j):
-        v_BHsD = _take(ones_BHSD, j, block)
-        if one:
-            y_BHtD, total_BHt = multiply("bhts,bhsd->bhtd", weights_BHts, v_BHsD), wide(weights_BHts).sum(axis=-1)
-            return jnp.concatenate([y_BHtD, total_BHt[..., None]], axis=-1)
-        return multiply("bhts,bhsd->bhtd", weights_BHts, _with_ones(v_BHsD) if cached else v_BHsD)
-
-    def query_block(i):
-        q_BHtD = _take(q_BHTD, i, rows)
-        t_T = i * rows + jnp.arange(rows)
-
-        def key_block(masked, j, carry):
-            y_BHtD, most_BHt = carry
-            scores_BHts = multiply("bhtd,bhsd->bhts", q_BHtD, _take(k_BHSD, j, block))
-            if masked:
-                scores_BHts = jnp.where(mask(t_T, j * block + jnp.arange(block)), scores_BHts, HIDDEN)
-            new_most_BHt = jnp.maximum(most_BHt, scores_BHts.max(axis=-1) * scale)
-            weights_BHts = rounded(jnp.exp(scores_BHts * scale - new_most_BHt[..., None]), v_BHSD.dtype)
-            return y_BHtD * jnp.exp(most_BHt - new_most_BHt)[..., None] + weighed(weights_BHts, j), new_most_BHt
-
-        start = jnp.zeros((B, H, rows, v_BHSD.shape[3] + 1), dtype), jnp.full((B, H, rows), HIDDEN, dtype)
-        y_BHtD, most_BHt = _loop(key_blocks(i), key_block, start)
-        y_BHtD, total_BHt = y_BHtD[..., :-1], y_BHtD[..., -1]
-        return (y_BHtD / total_BHt[..., None]).astype(v_BHSD.dtype), most_BHt + jnp.log(total_BHt)
-
-    y_NBHtD, logsumexp_NBHt = lax.map(query_block, jnp.arange(T // rows))
-    return (jnp.moveaxis(y_NBHtD, 0, 2).reshape(B, H, T, -1), jnp.moveaxis(logsumexp_NBHt, 0, 2).reshape(B, H, T))
-
-
-def _with_ones(v_BHSD):
-    return jnp.concatenate([v_BHSD, jnp.ones_like(v_BHSD[..., :1])], axis=-1)
-
-
-def _loop(spans, body, carry):
-    """``body(masked, i, carry)`` for all i of two spans, the second of which is masked."""
-    for masked, (start, stop) in zip((False, True), spans, strict=True):
-        if not (isinstance(start, int) and isinstance(stop, int) and start >= stop):  # it would be compiled
-            carry = lax.fori_loop(start, stop, functools.partial(body, masked), carry)
-    return carry
-
-
-def _flash_backward(causal, T, block, saved, dy_BHTD):
-    """Key blocks outside, query blocks inside, so that only dq is added up in memory.
-
-    dk and dv are summed over queries, and are computed with their two axes exchanged: then no block of T × S is turned
-    round for a product, only blocks of T × D.
-    """
-    q_BHTD, k_BHSD, v_BHSD, runs_BT, y_BHTD, logsumexp_BHT = saved
-    dtype = logsumexp_BHT.dtype
-    scale = 1 / math.sqrt(q_BHTD.shape[3])
-    mask = _mask(runs_BT, causal, T)
-    blocks = q_BHTD.shape[2] // block
-    dot_BHT = jnp.sum(dy_BHTD.astype(dtype) * y_BHTD.astype(dtype), axis=-1)
-
-    def query_blocks(j):
-        if runs_BT is not None:
-            return _NO_BLOCKS, (j if causal else 0, blocks)
-        if causal:
-            return (j + 1, blocks) if blocks > 1 else _NO_BLOCKS, (j, j + 1)
-        whole = blocks if T % block == 0 else jnp.where(j < T // block, blocks, 0)
-        return (0, whole), (whole, blocks)
-
-    def key_block(dq_BHTD, j):
-        k_BHsD, v_BHsD = _take(k_BHSD, j, block), _take(v_BHSD, j, block)
-        s_S = j * block + jnp.arange(block)
-
-        def query_block(masked, i, carry):
-            dq_BHTD, dk_BHDs, dv_BHDs = carry
-            q_BHtD, dy_BHtD = _take(q_BHTD, i, block), _take(dy_BHTD, i, block)
-            scores_BHts = product("bhtd,bhsd->bhts", q_BHtD, k_BHsD) * scale
-            weights_BHts = jnp.exp(scores_BHts - _take(logsumexp_BHT, i, block)[..., None])
-            if masked:
-                weights_BHts = jnp.where(mask(i * block + jnp.arange(block), s_S), weights_BHts, 0)
-            # Else the exponential is computed twice, once for each product.
-            weights_BHts = lax.optimization_barrier(rounded(weights_BHts, dy_BHTD.dtype))
-            dweights_BHts = product("bhtd,bhsd->bhts", dy_BHtD, v_BHsD)
-            dscores_BHts = rounded(weights_BHts.astype(dtype) * (dweights_BHts - _take(dot_BHT, i, block)[..., None]),
-                                   q_BHTD.dtype)
-            dq_BHtD = product("bhts,bhsd->bhtd", dscores_BHts, k_BHsD)
-            dk_BHDs += product("bhdt,bhts->bhds", _take(q_BHDT, i, block, 3), dscores_BHts)
-            dv_BHDs += product("bhdt,bhts->bhds", _take(dy_BHDT, i, block, 3), weights_BHts)
-            dq_BHTD = lax.dynamic_update_slice_in_dim(dq_BHTD, _take(dq_BHTD, i, block) + dq_BHtD, i * block, 2)
-            return dq_BHTD, dk_BHDs, dv_BHDs
-
-        start = (dq_BHTD, *(jnp.zeros(x.swapaxes(2, 3).shape, dtype) for x in (k_BHsD, v_BHsD)))
-        dq_BHTD, dk_BHDs, dv_BHDs = _loop(query_blocks(j), query_block, start)
-        return dq_BHTD, ((dk_BHDs * scale).astype(k_BHSD.dtype), dv_BHDs.astype(v_BHSD.dtype))
-
-    q_BHDT, dy_BHDT = q_BHTD.swapaxes(2, 3), dy_BHTD.swapaxes(2, 3)
-    dq_BHTD, (dk_NBHDs, dv_NBHDs) = lax.scan(key_block, jnp.zeros(q_BHTD.shape, dtype), jnp.arange(blocks))
-    dk_BHSD, dv_BHSD = (x.transpose(1, 2, 0, 4, 3).reshape(k_BHSD.shape) for x in (dk_NBHDs, dv_NBHDs))
-    return (dq_BHTD * scale).astype(q_BHTD.dtype), dk_BHSD, dv_BHSD, None
-
-
-_flash.defvjp(_flash_forward, _flash_backward)
+    if S > cached.CACHE_BLOCK and S % cached.CACHE_BLOCK:
+        raise ValueError(f"k_BHSD has room for {S} keys; expected a multiple of {cached.CACHE_BLOCK}")
+    refusal = decode.refuses(q_BTHD, k_BHSD, v_BHSD)
+    name = implementation or ("decode" if device.platform() == "gpu" and refusal is None else "blockwise")
+    if name not in CACHED_IMPLEMENTATIONS:
+        raise ValueError(f"implementation={name!r}: there is {', '.join(CACHED_IMPLEMENTATIONS)}")
+    if name == "decode" and refusal is not None:
+        raise NotImplementedError(f"implementation='decode': {refusal}")
+    return CACHED_IMPLEMENTATIONS[name](q_BTHD, k_BHSD, v_BHSD, position_B)

@@ -9,8 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from kernels.linear_attention import pick_implementation
-from kernels.linear_attention.chunked import default_chunk_size
+from kernels.linear_attention import pick_chunk_sizes, pick_implementation
 from models.attention import linear
 from models.attention.feature_maps import SIGNED, FeatureOptions
 
@@ -53,12 +52,17 @@ class Attention(linear.Attention):
 
     def flops(self, tokens: int, context: int) -> int:
         M, D = self.feature_width, self.head_width
-        chunk = self.chunk_size or default_chunk_size(context)
-        return tokens * self.heads * (chunk * (M + D) + 4 * M * D + self._feature_flops())
+        x_BTHM, v_BTHD = self._shapes(context, jnp.float32)
+        C, _ = pick_chunk_sizes("chunked", x_BTHM, x_BTHM, v_BTHD, self.chunk_size)
+        return tokens * self.heads * (C * (M + D) + 4 * M * D + self._feature_flops())
 
     def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
-        features_dtype = jnp.float32 if self.config.feature_map in SIGNED else dtype
-        x_BTHM = jax.ShapeDtypeStruct((1, self.max_length, self.heads, self.feature_width), features_dtype)
-        v_BTHD = jax.ShapeDtypeStruct((1, self.max_length, self.heads, self.head_width), dtype)
+        x_BTHM, v_BTHD = self._shapes(self.max_length, dtype)
         return super().implementation(dtype, causal=causal) or pick_implementation(
             x_BTHM, x_BTHM, v_BTHD, chunk_size=self.chunk_size)
+
+    def _shapes(self, tokens: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Of the features of a sequence, and of its values."""
+        features_dtype = jnp.float32 if self.config.feature_map in SIGNED else dtype
+        return (jax.ShapeDtypeStruct((1, tokens, self.heads, self.feature_width), features_dtype),
+                jax.ShapeDtypeStruct((1, tokens, self.heads, self.head_width), dtype))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float
 
 from kernels import device
 from kernels.segments import HIDDEN
@@ -24,7 +24,7 @@ from kernels.segments import HIDDEN
 SCORES_AT_ONCE = {"cpu": 2**18, "gpu": 2**26}
 """Scores, over batch and heads, that are in memory together, where groups are no larger."""
 LARGEST = 64
-"""Times as many as a group may have before its queries are taken in pieces."""
+"""Times as many as a group may have before its queries are taken in blocks of rows."""
 
 
 class Part(NamedTuple):
@@ -86,14 +86,14 @@ def grouped_attention(
         if rows >= T:
             return whole(q_BHTD, k_BHSD, v_BHSD, query_tags, key_tags)
 
-        def pieces(x: Array, axis: int) -> Array:
+        def row_blocks(x: Array, axis: int) -> Array:
             x = jnp.pad(x, [(0, -T % rows if i == axis else 0) for i in range(x.ndim)])
             return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, rows, *x.shape[axis + 1:]), axis, 0)
 
-        of_pieces = lax.map(jax.checkpoint(lambda xs: whole(xs[0], k_BHSD, v_BHSD, xs[1], key_tags)), (
-            pieces(q_BHTD, 2), jax.tree.map(lambda x: pieces(x, 2), query_tags)))
+        of_blocks = lax.map(jax.checkpoint(lambda xs: whole(xs[0], k_BHSD, v_BHSD, xs[1], key_tags)), (
+            row_blocks(q_BHTD, 2), jax.tree.map(lambda x: row_blocks(x, 2), query_tags)))
         y_BHTD, logsumexp_BHT = (
-            jnp.moveaxis(x, 0, 2).reshape(B, H, -1, *x.shape[4:])[:, :, :T] for x in of_pieces)
+            jnp.moveaxis(x, 0, 2).reshape(B, H, -1, *x.shape[4:])[:, :, :T] for x in of_blocks)
         return y_BHTD, logsumexp_BHT
 
     first = _groups_first((q_BHNTD, query_tags), N)
@@ -123,35 +123,6 @@ def combine(parts: Sequence[Part]) -> Float[Array, "B H N T D"]:
     weights_PBHNT = jax.nn.softmax(logsumexp_PBHNT, axis=0)
     return sum(weight_BHNT[..., None] * part.y_BHNTD
                for weight_BHNT, part in zip(weights_PBHNT, parts, strict=True))  # pyright: ignore[reportReturnType]
-
-
-def blocks_of(x_BTHD: Shaped[Array, "B T H D"], size: int) -> Shaped[Array, "B H N S D"]:
-    """Blocks of ``size`` tokens in a row; zeros fill the last one."""
-    B, T, H, D = x_BTHD.shape
-    x_BTHD = jnp.pad(x_BTHD, ((0, 0), (0, -T % size), (0, 0), (0, 0)))
-    return x_BTHD.reshape(B, -1, size, H, D).transpose(0, 3, 1, 2, 4)
-
-
-def tag_blocks_of(x_BT: Shaped[Array, "B T"], size: int, fill: int) -> Shaped[Array, "B 1 N S"]:
-    """The same of a number a token, equal in all heads; ``fill`` fills the last block."""
-    B, T = x_BT.shape
-    return jnp.pad(x_BT, ((0, 0), (0, -T % size)), constant_values=fill).reshape(B, 1, -1, size)
-
-
-def tokens_of(x_BHNSD: Shaped[Array, "B H N S D"], tokens: int) -> Shaped[Array, "B T H D"]:
-    """The inverse of :func:`blocks_of`."""
-    B, H, _, _, D = x_BHNSD.shape
-    return x_BHNSD.transpose(0, 2, 3, 1, 4).reshape(B, -1, H, D)[:, :tokens]
-
-
-def with_neighbours(x_BHNS: Shaped[Array, "B H N S *D"], before: int, after: int,
-                    fill: int = 0) -> Shaped[Array, "B H N W *D"]:
-    """Every block with those before and after it, W = (before + 1 + after) S; ``fill`` stands beyond the ends."""
-    N = x_BHNS.shape[2]
-    padding = [(0, 0)] * x_BHNS.ndim
-    padding[2] = (before, after)
-    padded = jnp.pad(x_BHNS, padding, constant_values=fill)
-    return jnp.concatenate([padded[:, :, i:i + N] for i in range(before + 1 + after)], axis=3)
 
 
 def _groups_first(tree: Any, groups: int) -> Any:

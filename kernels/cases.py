@@ -1,0 +1,228 @@
+"""What every op says of itself in its ``cases``: calls for tests, ``make gpu-check``, tuning and the benchmarks.
+
+An op is a folder of ``kernels`` with a file ``cases.py``, or a file that has ``CASES`` itself. :func:`find_cases` and
+:func:`find_attentions` find them by listing the folder.
+"""
+
+import functools
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+User = Literal["tests", "gpu-check", "suite", "suite-quick", "tune"]
+Arrays = dict[str, Any]
+"""Arrays, or their shapes and dtypes, by name."""
+REFERENCE = "reference"
+WORSE_THAN_PLAIN = 1.5
+"""Most that the error in bfloat16 may be of that of the plain JAX form, which rounds as often."""
+ROUNDING_NOISE = 1e-6
+"""A kernel's error may be more times that of the plain form where it is less than this: what float32 sums are off by
+depends on the order of their terms, and those of the plain form may be exact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(ABC):
+    """One call of an op; each op has a subclass with its sizes and options."""
+
+    tolerance: float
+    """Most that RMS(error) / RMS(reference) may be of each output and gradient; whoever sets it says why."""
+    dtype: str = "float32"
+    """Number format of the inputs."""
+    implementations: tuple[str | None, ...] = (None,)
+    """What :meth:`call` takes; None: what the op picks. ``tests`` run all of them on a CPU."""
+    used_by: tuple[User, ...] = ("tests",)
+    """``tests`` and ``suite`` (``suite-quick``: with ``--quick``) compare with the reference, ``gpu-check`` compiles,
+    ``tune`` times."""
+    title: str = ""
+    """What the case is there for; its name where given."""
+    gradients: bool = True
+    """Whether the call is differentiated."""
+    plain: str | None = None
+    """The implementation in plain JAX that bounds the others' errors in bfloat16, by ``WORSE_THAN_PLAIN``, and that
+    ``suite`` takes where there is no GPU."""
+    expected_from: str = REFERENCE
+    """The implementation that gives the expected results, in float64; another one where the reference takes too much
+    memory, and is itself tested against it."""
+    gpu_kernels: tuple[str, ...] = ()
+    """How the names of our kernels begin that the program for a GPU must have."""
+    constants: tuple[tuple[str, Any], ...] = field(default=(), hash=False)
+    """Values for constants of modules, by their full names, with which small inputs take the way of large ones."""
+    device_kind: str | None = None
+    """For this kind of device only, as jax names it."""
+    slow: bool = False
+    """Takes seconds on a CPU."""
+
+    @property
+    def op(self) -> str:
+        """Name of the folder or file in ``kernels``."""
+        return type(self).__module__.split(".")[1]
+
+    @property
+    def name(self) -> str:
+        """As tables show it."""
+        return self.title or self.sizes
+
+    @property
+    @abstractmethod
+    def sizes(self) -> str:
+        """Sizes, number format and options, in words."""
+
+    @abstractmethod
+    def make_shapes(self) -> Arrays:
+        """Shape and dtype of every input."""
+
+    @abstractmethod
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        """The outputs by name. ``reference`` is the definition; None: what the op picks."""
+
+    def make_inputs(self) -> dict[str, np.ndarray]:
+        """Random inputs: standard normal, unless an op needs others."""
+        generator = np.random.default_rng(0)
+        return {name: generator.normal(size=x.shape).astype(x.dtype) for name, x in self.make_shapes().items()}
+
+    def make_cotangents(self, outputs: Arrays) -> dict[str, np.ndarray]:
+        """Random gradients of the outputs. Without a pattern, so that no element can be taken for another, and exact in
+        bfloat16, so that rounding them is not taken for an error."""
+        generator = np.random.default_rng(1)
+        return {name: generator.normal(size=x.shape).astype(jnp.bfloat16).astype(x.dtype)
+                for name, x in outputs.items()}
+
+
+@dataclass(frozen=True)
+class Form:
+    """An implementation of an attention, as ``benchmarks.attention`` times it."""
+
+    parts: tuple[str, ...] = ()
+    """Parts of the benchmark that measure it where no modes are named."""
+    gpu_only: bool = False
+    """Left out on other devices where no modes are named."""
+    quadratic: bool = False
+    """Whether its time grows with the square of the context."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention of ``benchmarks.attention``: ``NAME``, or ``NAME:FORM``."""
+
+    name: str
+    call: Callable[..., jax.Array]
+    """(q_BTHD, k_BTHD, v_BTHD, *, causal, chunk_size, implementation) ↦ y_BTHD."""
+    forms: Mapping[str, Form]
+    """By the name of the implementation."""
+    pick: Callable[..., str | None] | None = None
+    """(x_BTHD, *, causal, chunk_size) ↦ the form that the name alone stands for; None where it is not told. Without
+    it a form has to be named."""
+    pick_chunk_sizes: Callable[..., tuple[int, int] | None] | None = None
+    """(form, x_BTHD) ↦ chunk lengths of the forward and the backward pass; only of attentions in chunks."""
+    published_shapes: tuple[tuple[int, int, int, int], ...] = ()
+    """B, T, H, D of ``benchmarks/published.json``, from the least work to the most."""
+
+
+@functools.cache
+def ops() -> dict[str, ModuleType]:
+    """The module with the cases of every op, by the op's name."""
+    folder = Path(__file__).parent
+    names = {path.parent.name: f"kernels.{path.parent.name}.cases" for path in folder.glob("*/cases.py")}
+    names |= {path.stem: f"kernels.{path.stem}" for path in folder.glob("[!_]*.py")}
+    modules = {name: importlib.import_module(names[name]) for name in sorted(names)}
+    return {name: module for name, module in modules.items() if hasattr(module, "CASES")}
+
+
+def find_cases(user: User) -> list[Case]:
+    """The cases that one of their users takes, of all ops."""
+    return [case for module in ops().values() for case in module.CASES if user in case.used_by]
+
+
+def find_attentions() -> dict[str, Attention]:
+    """The attentions of all ops, by name."""
+    return {attention.name: attention for module in ops().values() for attention in getattr(module, "ATTENTIONS", ())}
+
+
+def outputs_and_gradients(case: Case, implementation: str | None) -> Callable[[Arrays, Arrays], Arrays]:
+    """(inputs, cotangents) ↦ outputs by name and, of a case with gradients, gradients of inputs as ``dNAME``.
+
+    Args:
+        case: the call.
+        implementation: as :meth:`Case.call` takes it.
+    """
+
+    def compute(inputs: Arrays, cotangents: Arrays) -> Arrays:
+        if not case.gradients:
+            return case.call(implementation, **inputs)
+        smooth = {name: x for name, x in inputs.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        others = {name: x for name, x in inputs.items() if name not in smooth}
+        outputs, backward = jax.vjp(lambda smooth: case.call(implementation, **smooth, **others), smooth)
+        (gradients,) = backward({name: cotangents[name].astype(x.dtype) for name, x in outputs.items()})
+        return outputs | {f"d{name}": gradient for name, gradient in gradients.items()}
+
+    return compute
+
+
+def run(case: Case, implementation: str | None) -> Callable[[], dict[str, np.ndarray]]:
+    """A function that computes outputs and gradients of the case's inputs on the default device; compiled once."""
+    inputs = case.make_inputs()
+    compute = jax.jit(outputs_and_gradients(case, implementation))
+    cotangents = case.make_cotangents(output_shapes(case))
+    return lambda: {name: np.asarray(x) for name, x in compute(inputs, cotangents).items()}
+
+
+def output_shapes(case: Case) -> Arrays:
+    """Shapes and dtypes that the outputs of every implementation have."""
+    return jax.eval_shape(lambda inputs: case.call(REFERENCE, **inputs), case.make_shapes())
+
+
+def run_reference(case: Case) -> dict[str, np.ndarray]:
+    """The expected outputs and gradients: of the same inputs, rounded as they are, in float64 on the CPU."""
+    inputs = {name: x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+              for name, x in case.make_inputs().items()}
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        shapes = jax.eval_shape(lambda inputs: case.call(REFERENCE, **inputs), inputs)
+        found = jax.jit(outputs_and_gradients(case, case.expected_from))(inputs, case.make_cotangents(shapes))
+        return {name: np.asarray(x) for name, x in found.items()}
+
+
+def make_segments(batch: int, tokens: int) -> np.ndarray:
+    """Ids (B, T). Rows by turns: segments with padding before, inside, between and after them; one segment to the end;
+    nothing but padding."""
+    generator = np.random.default_rng(tokens)
+    ids_BT = np.full((batch, tokens), -1, np.int32)
+    for b in range(batch):
+        if b % 3 == 0:
+            cuts = np.sort(generator.choice(np.arange(1, tokens), 4, replace=False))
+            ids_BT[b, 1:] = np.repeat([7, 3, 7, 0, 2], np.diff([0, *cuts, tokens]))[1:]
+            ids_BT[b, generator.random(tokens) < 0.1] = -1
+        elif b % 3 == 1:
+            ids_BT[b, tokens // 3:] = 0
+    return ids_BT
+
+
+def error_of(found: np.ndarray, expected: np.ndarray) -> float:
+    """RMS(error)/RMS(reference); infinite where something is not finite."""
+    found = found.astype(np.float64)
+    if not np.isfinite(found).all():
+        return float("inf")
+    size = float(np.sqrt(np.mean(expected**2)))
+    error = float(np.sqrt(np.mean((found - expected) ** 2)))
+    return error / size if size else error
+
+
+def faults_of(case: Case, errors: Mapping[str, float], plain_errors: Mapping[str, float] | None) -> list[str]:
+    """What is farther from the reference than it may be.
+
+    Args:
+        case: the call.
+        errors: of an implementation, by output and gradient.
+        plain_errors: those of ``case.plain``, where it bounds them.
+    """
+    faults = [f"{name}: {error:.1e}" for name, error in errors.items() if not error <= case.tolerance]
+    return faults + [f"{name}: {error:.1e}, the plain form {plain_errors[name]:.1e}"
+                     for name, error in errors.items() if plain_errors is not None
+                     and not error <= max(WORSE_THAN_PLAIN * plain_errors[name], ROUNDING_NOISE)]

@@ -1,0 +1,272 @@
+"""Calls of linear attention: what tests hold to the definition, what is compiled for a GPU, what is timed."""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.cases import Arrays, Attention, Case, Form, make_segments
+from kernels.linear_attention import tuning
+from kernels.linear_attention.api import State, linear_attention, pick_implementation
+from kernels.linear_attention.chunk_size import has_chunks, pick_chunk_sizes
+
+SCHEDULES = SERIAL, PARALLEL = ("pallas_gpu_serial", "pallas_gpu_parallel")
+PLAIN_FORMS = ("blockwise", "chunked", "cumsum", "recurrent", "rowwise")
+"""All in JAX alone, but for the reference."""
+UNMASKED_FORMS = ("blockwise", "chunked", "rowwise")
+"""Those that take ``causal=False``."""
+# Sums of some 200 terms of one sign: a few units in the last place, and the gradients of the normalised form are
+# differences of such sums, ten times smaller than what is subtracted.
+PLAIN_TOLERANCES = {"float64": 1e-13, "float32": 3e-6}
+# One rounding to 8 bits is 2⁻⁹/√3 = 1.1e-3 RMS. Scores, states and results are rounded once each, and the gradient of
+# a query is a difference of such terms, some times smaller than they are.
+PLAIN_TOLERANCES["bfloat16"] = 8e-3
+# float32: sums of up to some thousand terms, and differences of such sums. bfloat16: as above. float16: results are
+# rounded to 11 bits, 1.4e-4 RMS; products are of float32.
+KERNEL_TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 3e-4}
+DEVICE_TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
+"""On a GPU, which has an arithmetic of its own: float32 sums of float32 products, and the rounding of 16-bit inputs to
+products, scores and outputs."""
+
+
+@dataclass(frozen=True)
+class LinearAttentionCase(Case):
+    """A call of ``linear_attention`` on features as softplus gives them."""
+
+    B: int
+    T: int
+    H: int
+    M: int
+    D: int
+    _: KW_ONLY
+    causal: bool = True
+    normalize: bool = True
+    segments: bool = False
+    state: bool = True
+    """Whether there is one before the first token."""
+    chunk_size: int | None = None
+
+    @property
+    def sizes(self) -> str:
+        extras = {"both directions": not self.causal, "unnormalised": not self.normalize, "segments": self.segments,
+                  f"C{self.chunk_size}": self.chunk_size is not None}
+        lengths = (f"{letter}{getattr(self, letter)}" for letter in "BTHMD")
+        return " ".join([*lengths, self.dtype, *(name for name, told in extras.items() if told)])
+
+    def make_shapes(self) -> Arrays:
+        B, T, H, M, D = self.B, self.T, self.H, self.M, self.D
+        sums = jnp.promote_types(jnp.float32, self.dtype)
+        shapes: Arrays = {name: jax.ShapeDtypeStruct((B, T, H, width), self.dtype)
+                          for name, width in (("q", M), ("k", M), ("v", D))}
+        if self.state:
+            shapes |= {"s": jax.ShapeDtypeStruct((B, H, M, D), sums), "z": jax.ShapeDtypeStruct((B, H, M), sums)}
+        if self.segments:
+            shapes["segment_ids"] = jax.ShapeDtypeStruct((B, T), jnp.int32)
+        return shapes
+
+    def make_inputs(self) -> dict[str, np.ndarray]:
+        generator = np.random.default_rng(0)
+        drawn: dict[str, np.ndarray] = {}
+        shapes = self.make_shapes()
+        for name in ("q", "k", "v", "s", "z"):
+            if name in shapes:
+                x = generator.uniform(1, 2, shapes[name].shape) if name == "z" else generator.normal(
+                    size=shapes[name].shape)
+                drawn[name] = (np.logaddexp(0, x) if name in ("q", "k") else x).astype(shapes[name].dtype)
+        return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
+
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        state = State(inputs["s"], inputs["z"]) if self.state else None
+        y, end = linear_attention(
+            inputs["q"], inputs["k"], inputs["v"], causal=self.causal, normalize=self.normalize, initial_state=state,
+            segment_ids_BT=inputs.get("segment_ids"), chunk_size=self.chunk_size, implementation=implementation)
+        return {"y": y, "final s": end.s_BHMD, "final z": end.z_BHM}
+
+
+def _plain(title: str, T: int, M: int = 5, D: int = 7, *, dtype: str = "float64", causal: bool = True,
+           implementations: Sequence[str | None] | None = None, **options: Any) -> LinearAttentionCase:
+    """Small, for all forms in plain JAX."""
+    forms = implementations or (PLAIN_FORMS if causal else UNMASKED_FORMS)
+    return LinearAttentionCase(3, T, 2, M, D, dtype=dtype, title=f"{title}, {dtype}", causal=causal,
+                               implementations=tuple(forms), tolerance=PLAIN_TOLERANCES[dtype], **options)
+
+
+_PLAIN = (
+    _plain("one token", 1),
+    _plain("one more than a chunk", 65, chunk_size=64),
+    _plain("several chunks", 200),
+    _plain("chunks of one", 9, chunk_size=1, segments=True),
+    _plain("chunk longer than the sequence", 63, chunk_size=100, normalize=False),
+    _plain("segments", 200, 4, 3, segments=True),
+    _plain("segments, not normalised", 31, 3, 4, chunk_size=8, normalize=False, segments=True, state=False),
+    _plain("both directions, not normalised", 63, chunk_size=16, causal=False, normalize=False, state=False),
+    _plain("both directions, segments", 65, chunk_size=16, causal=False, segments=True),
+    _plain("several chunks", 200, dtype="float32", implementations=("reference", *PLAIN_FORMS, None)),
+    _plain("several chunks", 200, dtype="bfloat16", implementations=("reference", *PLAIN_FORMS)),
+)
+
+
+def _kernel(title: str, schedule: str, T: int, M: int, D: int, dtype: str, *, B: int = 3, H: int = 2,
+            **options: Any) -> LinearAttentionCase:
+    """For the GPU kernels in interpret mode, with several spans in the parallel schedule."""
+    return LinearAttentionCase(
+        B, T, H, M, D, dtype=dtype, title=f"{title}, {dtype}", implementations=(schedule,),
+        tolerance=KERNEL_TOLERANCES[dtype], plain="chunked" if dtype == "bfloat16" else None, slow=T >= 4096,
+        # T × T scores are too many.
+        expected_from="reference" if T <= 1000 else "chunked", constants=(("kernels.device.cores", lambda: 24),),
+        **options)
+
+
+# The heaviest stand last; each is there once for a dtype, in one of the schedules.
+_KERNEL = (
+    _kernel("1 token", PARALLEL, 1, 16, 16, "float32"),
+    _kernel("63 tokens, not normalised", SERIAL, 63, 48, 48, "float32", chunk_size=64, normalize=False),
+    _kernel("64 tokens", PARALLEL, 64, 100, 100, "float32"),
+    _kernel("65 tokens, wide features", SERIAL, 65, 256, 16, "float32"),
+    _kernel("500 tokens, segments", PARALLEL, 500, 64, 64, "float32", segments=True),
+    _kernel("1,000 tokens", PARALLEL, 1000, 128, 128, "float32", B=1),
+    _kernel("4,096 tokens", SERIAL, 4096, 64, 64, "float32", state=False, B=1),
+    _kernel("63 tokens, not normalised", PARALLEL, 63, 48, 48, "bfloat16", normalize=False),
+    _kernel("65 tokens, wide values", SERIAL, 65, 16, 256, "bfloat16"),
+    _kernel("65 tokens, wide features", SERIAL, 65, 256, 16, "bfloat16", chunk_size=64, segments=True),
+    _kernel("200 tokens, a wide state", PARALLEL, 200, 64, 128, "bfloat16"),
+    _kernel("500 tokens, wide features", PARALLEL, 500, 256, 16, "bfloat16", segments=True),
+    _kernel("500 tokens, segments", PARALLEL, 500, 48, 64, "bfloat16", segments=True),
+    _kernel("500 tokens, widths filled up", SERIAL, 500, 100, 64, "bfloat16", segments=True),
+    _kernel("1,000 tokens", SERIAL, 1000, 128, 128, "bfloat16", B=1),
+    _kernel("4,096 tokens", PARALLEL, 4096, 64, 64, "bfloat16", state=False, B=1),
+    _kernel("65,536 tokens", SERIAL, 65_536, 64, 32, "bfloat16", B=1, H=1),
+    _kernel("200 tokens", PARALLEL, 200, 64, 64, "float16", chunk_size=32),
+)
+
+
+def _decode(B: int, H: int, M: int, D: int, dtype: str, *, normalize: bool = True) -> LinearAttentionCase:
+    """The GPU kernel of one token in interpret mode."""
+    # Sums in float32, and y rounded to the values' format.
+    return LinearAttentionCase(B, 1, H, M, D, dtype=dtype, normalize=normalize, title=f"a token, M{M} D{D} {dtype}",
+                               implementations=("decode",), tolerance={"float32": 1e-6, "bfloat16": 2**-8}[dtype])
+
+
+# Widths that fill a block and that do not, a tile or several of them, few columns because of many features.
+_DECODE = (
+    _decode(1, 3, 16, 16, "bfloat16"),
+    _decode(2, 2, 48, 100, "float32", normalize=False),
+    _decode(2, 2, 16, 24, "float32"),
+)
+
+
+def _compiled(B: int, T: int, H: int, M: int, D: int, dtype: str = "bfloat16", implementation: str | None = None,
+              **options: Any) -> LinearAttentionCase:
+    """Compiled for a GPU, and not run."""
+    return LinearAttentionCase(B, T, H, M, D, dtype=dtype, implementations=(implementation,), used_by=("gpu-check",),
+                               gpu_kernels=("linear_attention_",), tolerance=DEVICE_TOLERANCES[dtype], **options)
+
+
+# The benchmarks' shapes, one of everything the kernels can be asked, and the rows of the kernels' table.
+_COMPILED = (
+    _compiled(1, 8192, 96, 128, 128),
+    _compiled(2, 16384, 16, 128, 128),
+    _compiled(4, 2048, 16, 128, 128),
+    _compiled(8, 1024, 8, 64, 64),
+    _compiled(1, 1024, 12, 64, 64),
+    _compiled(1, 65536, 12, 64, 64),
+    _compiled(1, 16384, 25, 64, 64),
+    _compiled(1, 16384, 25, 64, 64, "bfloat16", SERIAL),
+    _compiled(1, 4096, 12, 64, 64, "float32", SERIAL),
+    _compiled(1, 4096, 12, 64, 64, "float32", PARALLEL),
+    _compiled(1, 4096, 12, 64, 64, "float16"),
+    _compiled(1, 4096, 12, 64, 64, normalize=False),
+    _compiled(1, 4096, 12, 64, 64, segments=True),
+    _compiled(1, 4096, 12, 128, 64),
+    _compiled(1, 4096, 12, 16, 64),
+    _compiled(1, 4096, 4, 64, 128),
+    _compiled(1, 4096, 4, 32, 256),
+    _compiled(1, 4096, 4, 256, 256),
+    _compiled(1, 4096, 4, 64, 256),
+    _compiled(1, 4096, 4, 128, 128, "float32"),
+    _compiled(1, 4096, 4, 256, 256, "float32"),
+    _compiled(1, 4096, 4, 128, 128, "bfloat16", SERIAL, segments=True),
+    _compiled(1, 4096, 4, 128, 128, "bfloat16", PARALLEL, segments=True),
+    _compiled(1, 4096, 4, 256, 256, segments=True),
+    _compiled(1, 4096, 4, 64, 64, "float32", segments=True),
+    *(_compiled(1, 16384 if row.length == "long" else 2048, 16, row.M, row.D, row.dtype, schedule,
+                device_kind=row.device) for row in tuning.rows() for schedule in SCHEDULES),
+)
+
+
+@dataclass(frozen=True)
+class SuiteCase(LinearAttentionCase):
+    """A call on the device at hand. A loss through the state has gradients as large as that through y, for the
+    cotangents of the state are smaller by the number of tokens."""
+
+    def make_cotangents(self, outputs: Arrays) -> dict[str, np.ndarray]:
+        cotangents = super().make_cotangents(outputs)
+        return {name: x if name == "y" else x / self.T for name, x in cotangents.items()}
+
+
+def _suite(B: int, T: int, H: int, M: int, D: int, dtype: str, *, state: bool = False, **options: Any) -> SuiteCase:
+    return SuiteCase(B, T, H, M, D, dtype=dtype, state=state, implementations=(PARALLEL, SERIAL), used_by=("suite",),
+                     plain="chunked", tolerance=DEVICE_TOLERANCES[dtype], **options)
+
+
+_FORMATS = ("float32", "bfloat16")
+# Lengths beside chunk borders, unequal and odd widths, every option.
+_SUITE = (
+    *(_suite(2, 65, 3, 64, 64, dtype) for dtype in _FORMATS),
+    *(_suite(1, 500, 4, 48, 100, dtype) for dtype in DEVICE_TOLERANCES),
+    *(_suite(2, 1000, 3, 128, 128, dtype) for dtype in _FORMATS),
+    *(_suite(1, 4096, 2, 64, 64, dtype) for dtype in _FORMATS),
+    # Where there are fewer heads the parallel schedule has spans of a chunk or few, and hardly scans.
+    *(_suite(4, 1000, 12, 64, 64, dtype, segments=segments) for segments in (False, True) for dtype in _FORMATS),
+    _suite(4, 1000, 12, 128, 128, "bfloat16"),
+    # A first token alone is its own value whatever its query: with a state before it there are gradients to compare.
+    *(_suite(1, 1, 2, 64, 64, dtype, state=True) for dtype in _FORMATS),
+    *(_suite(2, 300, 2, 64, 64, dtype, normalize=False) for dtype in _FORMATS),
+    *(_suite(2, 300, 2, 64, 64, dtype, segments=True) for dtype in _FORMATS),
+    *(_suite(2, 300, 2, 32, 64, dtype, state=True, segments=True) for dtype in _FORMATS),
+)
+_QUICK = tuple(replace(_suite(1, 17, 2, 16, 16, dtype), used_by=("suite-quick",)) for dtype in DEVICE_TOLERANCES)
+
+
+def _tuned(B: int, T: int, H: int, width: int) -> LinearAttentionCase:
+    """Stands for the row of the table with these widths and this length."""
+    return LinearAttentionCase(B, T, H, width, width, dtype="bfloat16", used_by=("tune",),
+                               tolerance=DEVICE_TOLERANCES["bfloat16"])
+
+
+# Layers of GPT-2, and shapes of published figures.
+_TUNED = (_tuned(1, 2048, 12, 64), _tuned(8, 1024, 8, 64), _tuned(1, 16_384, 12, 64), _tuned(4, 2048, 16, 128),
+          _tuned(2, 16_384, 16, 128))
+
+CASES: tuple[Case, ...] = (*_PLAIN, *_KERNEL, *_DECODE, *_COMPILED, *_SUITE, *_QUICK, *_TUNED)
+
+
+def _attend(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool, chunk_size: int | None,
+            implementation: str | None) -> jax.Array:
+    return linear_attention(q_BTHM, k_BTHM, v_BTHD, causal=causal, chunk_size=chunk_size,
+                            implementation=implementation)[0]
+
+
+def _pick(x_BTHD: Any, *, causal: bool, chunk_size: int | None) -> str:
+    return pick_implementation(x_BTHD, x_BTHD, x_BTHD, causal=causal, chunk_size=chunk_size)
+
+
+def _pick_chunk_sizes(form: str, x_BTHD: Any) -> tuple[int, int] | None:
+    return pick_chunk_sizes(form, x_BTHD, x_BTHD, x_BTHD) if has_chunks(form) else None
+
+
+_EVERYWHERE = ("contexts", "chunks", "noncausal", "kernel")
+ATTENTIONS = (
+    Attention("linear", _attend, {
+        "parallel": Form(("contexts",), quadratic=True), "rowwise": Form(("contexts",), quadratic=True),
+        "blockwise": Form(("contexts",), quadratic=True), "cumsum": Form(("contexts",)),
+        "recurrent": Form(("contexts",))}),
+    Attention("chunked", _attend, {
+        "chunked": Form(_EVERYWHERE), "pallas_gpu": Form(_EVERYWHERE, gpu_only=True), "pallas_gpu_serial": Form(),
+        "pallas_gpu_parallel": Form()}, pick=_pick, pick_chunk_sizes=_pick_chunk_sizes,
+        # Of the published kernels.
+        published_shapes=((8, 1024, 8, 64), (4, 2048, 16, 128), (2, 16384, 16, 128), (1, 8192, 96, 128))),
+)

@@ -1,0 +1,37 @@
+"""The chunk length of a call, decided here for every form that has chunks."""
+
+from typing import Any
+
+from kernels.linear_attention.pallas_gpu import block_width, operand_dtype
+from kernels.linear_attention.tuning import ChunkSizes, kernel_chunk_sizes
+
+CHUNK = 64
+"""C of ``chunked``: where the quadratic part inside a chunk and the traffic of the states balance."""
+BLOCK = 256
+"""C of ``blockwise``, whose work does not depend on it."""
+DEFAULTS = {"chunked": CHUNK, "blockwise": BLOCK}
+
+
+def has_chunks(implementation: str) -> bool:
+    """Whether a form of ``linear_attention`` works in chunks, or blocks."""
+    return implementation.startswith("pallas_gpu") or implementation in DEFAULTS
+
+
+def pick_chunk_sizes(implementation: str, q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, chunk_size: int | None = None, *,
+                     segments: bool = False) -> ChunkSizes:
+    """C of the forward and of the backward pass on the device that is traced for.
+
+    Args:
+        implementation: one that :func:`has_chunks`, as ``linear_attention`` names it.
+        q_BTHM: an array, or its shape and dtype.
+        k_BTHM: alike.
+        v_BTHD: alike.
+        chunk_size: what is asked for; None: what is fastest.
+        segments: whether there are any.
+    """
+    T = q_BTHM.shape[1]
+    if implementation.startswith("pallas_gpu"):
+        return kernel_chunk_sizes(T, block_width(q_BTHM.shape[3]), block_width(v_BTHD.shape[3]),
+                                  operand_dtype(q_BTHM, k_BTHM, v_BTHD), chunk_size, segments=segments)
+    C = min(T, chunk_size or DEFAULTS[implementation])
+    return ChunkSizes(C, C)

@@ -1,0 +1,110 @@
+"""Calls of the projections that tests hold to the definition."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels import gelu
+from kernels.cases import REFERENCE, Arrays, Case
+from kernels.layer_norm import Norm
+from kernels.projection.api import project
+from kernels.projection.decode import projection_decode
+from kernels.projection.reference import projection_reference
+
+EPSILON = 1e-5
+FORMATS = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class ProjectCase(Case):
+    """A call of ``project``; weights are float32."""
+
+    B: int
+    T: int
+    E: int
+    F: int
+
+    @property
+    def sizes(self) -> str:
+        return " ".join([*(f"{letter}{getattr(self, letter)}" for letter in "BTEF"), self.dtype])
+
+    def make_shapes(self) -> Arrays:
+        return {"x": jax.ShapeDtypeStruct((self.B, self.T, self.E), self.dtype),
+                "w": jax.ShapeDtypeStruct((self.E, self.F), jnp.float32),
+                "bias": jax.ShapeDtypeStruct((self.F,), jnp.float32)}
+
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        x, w, bias = (inputs[name] for name in ("x", "w", "bias"))
+        if implementation == REFERENCE:
+            return {"y": projection_reference(x, [w], [bias])[0].astype(x.dtype)}
+        return {"y": project(x, w, bias)}
+
+
+@dataclass(frozen=True)
+class DecodeCase(Case):
+    """A call of ``projection_decode``: one token and ``count`` weights in the case's number format, and all that goes
+    with them: LayerNorm, GELU, and what the results are added to."""
+
+    E: int
+    F: int
+    count: int
+    _: KW_ONLY
+    fused: bool = False
+    """With GELU, and a sum in float32."""
+    transposed: bool = False
+    """As an unembedding, without biases."""
+
+    @property
+    def sizes(self) -> str:
+        extras = {"GELU and sum": self.fused, "unembedding": self.transposed}
+        return " ".join(["a token", f"E{self.E} F{self.F} × {self.count}", self.dtype,
+                         *(name for name, told in extras.items() if told)])
+
+    def make_shapes(self) -> Arrays:
+        def of(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        E, F = self.E, self.F
+        shapes = {"x": of(1, 1, E), "scale": of(E), "shift": of(E)}
+        for i in range(self.count):
+            shapes[f"w{i}"] = of(*((F, E) if self.transposed else (E, F)), dtype=self.dtype)
+            shapes[f"bias{i}"] = of(F)
+        return shapes | ({"onto": of(1, 1, F)} if self.fused else {})
+
+    def make_inputs(self) -> dict[str, np.ndarray]:
+        drawn = super().make_inputs()
+        return {name: x * np.asarray(self.E**-0.5, x.dtype) if name.startswith("w") else x for name, x in drawn.items()}
+
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        norm = Norm(inputs["scale"], inputs["shift"], EPSILON, jnp.dtype(self.dtype))
+        weights = [inputs[f"w{i}"] for i in range(self.count)]
+        biases = None if self.transposed else [inputs[f"bias{i}"] for i in range(self.count)]
+        compute, options = projection_decode, {"dtype": jnp.float32}
+        if implementation == REFERENCE:
+            compute, options = projection_reference, {}
+        results = compute(inputs["x"], weights, biases, norm=norm, onto_BTF=inputs.get("onto"),
+                          activation=gelu.reference if self.fused else None, transposed=self.transposed, **options)
+        return {f"y{i}": y_BTF for i, y_BTF in enumerate(results)}
+
+
+def _decode(E: int, F: int, count: int, dtype: str, **options: bool) -> DecodeCase:
+    """With few columns a program and a few rows at a time. In bfloat16 norm(x) is rounded to 8 bits, and nothing else
+    is before the result."""
+    return DecodeCase(E, F, count, dtype=dtype, implementations=("decode",), gradients=False,
+                      tolerance={"float32": 1e-6, "bfloat16": 2**-8}[dtype],
+                      constants=(("kernels.projection.decode.BLOCK_BYTES", 3 * 8 * 32 * 4),), **options)
+
+
+CASES: tuple[Case, ...] = (
+    # bfloat16 has 8 bits: one rounding is at most 2⁻⁹ of a number, and a gradient has three of them.
+    *(ProjectCase(2, 5, E, F, dtype=dtype, tolerance=tolerance) for E, F in ((8, 12), (12, 8))
+      for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 6e-3))),
+    # A width of one program and of many, whole ones and not; rows in one block, and in several of which the last is
+    # short.
+    *(_decode(E, F, 3, dtype) for dtype in FORMATS for E, F in ((1, 1), (32, 24), (48, 100), (100, 48))),
+    *(_decode(48, 40, 1, dtype, fused=True) for dtype in FORMATS),
+    *(_decode(48, 83, 1, dtype, transposed=True) for dtype in FORMATS),
+)

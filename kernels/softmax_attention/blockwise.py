@@ -1,0 +1,198 @@
+"""Softmax attention in blocks of queries and keys: flash attention in plain JAX, for devices without such a kernel.
+
+An online softmax over blocks of keys, blocks above the diagonal skipped, those below it not masked, scores computed
+again in the backward pass, memory linear in T.
+
+Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018; Dao: "FlashAttention-2", 2023, algorithms 1, 2.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels.mixed_precision import product, rounded, wide
+from kernels.segments import HIDDEN, visible
+
+BLOCK = 256
+"""Queries, and keys, of a block at most. Of 64 to 1,024 the fastest forward and backward on two CPU cores, at contexts
+256 to 4,096 and 16 to 96 heads in a batch."""
+BLOCK_OF_FEW_HEADS = 512
+"""The same where a block of all heads has at most ``FEW_SCORES`` scores: there a step of the loop is short."""
+FEW_SCORES = 2**20
+CACHE_BLOCK = 512
+NO_BLOCKS = (0, 0)
+
+
+def blockwise(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, runs_BT: Array | None, causal: bool) -> Array:
+    """Whole sequences, differentiable."""
+    B, T, H, _ = q_BTHD.shape
+    block = block_size(T, B * H)
+    q_BHTD, k_BHSD, v_BHSD = (pad_tokens(x.swapaxes(1, 2), block) for x in (q_BTHD, k_BTHD, v_BTHD))
+    if runs_BT is not None:
+        runs_BT = jnp.pad(runs_BT, ((0, 0), (0, -T % block)), constant_values=-1)
+    return _flash(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block)[:, :, :T].swapaxes(1, 2)
+
+
+def block_size(tokens: int, heads: int) -> int:
+    """Blocks of one size that are padded little; ``heads``: those of all rows of the batch."""
+    most = BLOCK_OF_FEW_HEADS if heads * BLOCK_OF_FEW_HEADS**2 <= FEW_SCORES else BLOCK
+    blocks = -(-tokens // most)
+    return tokens if blocks == 1 else -(-tokens // (8 * blocks)) * 8
+
+
+def pad_tokens(x_BHTD: Array, multiple: int) -> Array:
+    """x with zeros after its last token, to a multiple of tokens."""
+    return jnp.pad(x_BHTD, ((0, 0), (0, 0), (0, -x_BHTD.shape[2] % multiple), (0, 0)))
+
+
+def _take(x: Array, i: Array, size: int, axis: int = 2) -> Array:
+    return lax.dynamic_slice_in_dim(x, i * size, size, axis)
+
+
+def _mask(runs_BT: Array | None, causal: bool, T: int) -> Callable[[Array, Array], Array]:
+    """mask(t_T, s_S) for the positions of a block, to broadcast against (B, H, block, block)."""
+
+    def mask(t_T, s_S):
+        shown = (s_S[None, :] <= t_T[:, None]) if causal else (s_S[None, :] < T)
+        shown = shown[None, None]
+        if runs_BT is not None:
+            shown &= visible(*(lax.dynamic_slice_in_dim(runs_BT, x[0], x.shape[0], 1) for x in (t_T, s_S)))[:, None]
+        return shown
+
+    return mask
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _flash(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block):
+    return _flash_forward(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block)[0]
+
+
+def _flash_forward(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block):
+    blocks = k_BHSD.shape[2] // block
+
+    def key_blocks(i):
+        if runs_BT is not None:
+            return NO_BLOCKS, (0, i + 1 if causal else blocks)
+        if causal:
+            return (0, i) if blocks > 1 else NO_BLOCKS, (i, i + 1)
+        return (0, T // block), (T // block, blocks)
+
+    mask = _mask(runs_BT, causal, T)
+    y_BHTD, logsumexp_BHT = attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, block, block)
+    return y_BHTD, (q_BHTD, k_BHSD, v_BHSD, runs_BT, y_BHTD, logsumexp_BHT)
+
+
+def attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, *, cached=False):
+    """y and the logarithm of its denominator, a block of queries at a time.
+
+    ``key_blocks(i)``: from which to which block all queries of block i see all keys, and where they do not.
+    ``cached``: the keys and values are mostly room for later ones; what no block holds is neither read nor copied.
+    """
+    B, H, T, D = q_BHTD.shape
+    dtype = jnp.promote_types(jnp.float32, q_BHTD.dtype)
+    scale = 1 / math.sqrt(D)
+    # One query uses each key once: copies in a form that is multiplied faster would take longer than the products.
+    one = cached and rows == 1
+    multiply = functools.partial(jnp.einsum, preferred_element_type=dtype) if one else product
+    # With a column of ones the product with v sums the weights too, as they are after rounding.
+    ones_BHSD = v_BHSD if cached else _with_ones(v_BHSD)
+
+    def weighed(weights_BHts, j):
+        v_BHsD = _take(ones_BHSD, j, block)
+        if one:
+            y_BHtD, total_BHt = multiply("bhts,bhsd->bhtd", weights_BHts, v_BHsD), wide(weights_BHts).sum(axis=-1)
+            return jnp.concatenate([y_BHtD, total_BHt[..., None]], axis=-1)
+        return multiply("bhts,bhsd->bhtd", weights_BHts, _with_ones(v_BHsD) if cached else v_BHsD)
+
+    def query_block(i):
+        q_BHtD = _take(q_BHTD, i, rows)
+        t_T = i * rows + jnp.arange(rows)
+
+        def key_block(masked, j, carry):
+            y_BHtD, most_BHt = carry
+            scores_BHts = multiply("bhtd,bhsd->bhts", q_BHtD, _take(k_BHSD, j, block))
+            if masked:
+                scores_BHts = jnp.where(mask(t_T, j * block + jnp.arange(block)), scores_BHts, HIDDEN)
+            new_most_BHt = jnp.maximum(most_BHt, scores_BHts.max(axis=-1) * scale)
+            weights_BHts = rounded(jnp.exp(scores_BHts * scale - new_most_BHt[..., None]), v_BHSD.dtype)
+            return y_BHtD * jnp.exp(most_BHt - new_most_BHt)[..., None] + weighed(weights_BHts, j), new_most_BHt
+
+        start = jnp.zeros((B, H, rows, v_BHSD.shape[3] + 1), dtype), jnp.full((B, H, rows), HIDDEN, dtype)
+        y_BHtD, most_BHt = _loop(key_blocks(i), key_block, start)
+        y_BHtD, total_BHt = y_BHtD[..., :-1], y_BHtD[..., -1]
+        return (y_BHtD / total_BHt[..., None]).astype(v_BHSD.dtype), most_BHt + jnp.log(total_BHt)
+
+    y_NBHtD, logsumexp_NBHt = lax.map(query_block, jnp.arange(T // rows))
+    return (jnp.moveaxis(y_NBHtD, 0, 2).reshape(B, H, T, -1), jnp.moveaxis(logsumexp_NBHt, 0, 2).reshape(B, H, T))
+
+
+def _with_ones(v_BHSD):
+    return jnp.concatenate([v_BHSD, jnp.ones_like(v_BHSD[..., :1])], axis=-1)
+
+
+def _loop(spans, body, carry):
+    """``body(masked, i, carry)`` for all i of two spans, the second of which is masked."""
+    for masked, (start, stop) in zip((False, True), spans, strict=True):
+        if not (isinstance(start, int) and isinstance(stop, int) and start >= stop):  # it would be compiled
+            carry = lax.fori_loop(start, stop, functools.partial(body, masked), carry)
+    return carry
+
+
+def _flash_backward(causal, T, block, saved, dy_BHTD):
+    """Key blocks outside, query blocks inside, so that only dq is added up in memory.
+
+    dk and dv are summed over queries, and are computed with their two axes exchanged: then no block of T × S is turned
+    round for a product, only blocks of T × D.
+    """
+    q_BHTD, k_BHSD, v_BHSD, runs_BT, y_BHTD, logsumexp_BHT = saved
+    dtype = logsumexp_BHT.dtype
+    scale = 1 / math.sqrt(q_BHTD.shape[3])
+    mask = _mask(runs_BT, causal, T)
+    blocks = q_BHTD.shape[2] // block
+    dot_BHT = jnp.sum(dy_BHTD.astype(dtype) * y_BHTD.astype(dtype), axis=-1)
+
+    def query_blocks(j):
+        if runs_BT is not None:
+            return NO_BLOCKS, (j if causal else 0, blocks)
+        if causal:
+            return (j + 1, blocks) if blocks > 1 else NO_BLOCKS, (j, j + 1)
+        whole = blocks if T % block == 0 else jnp.where(j < T // block, blocks, 0)
+        return (0, whole), (whole, blocks)
+
+    def key_block(dq_BHTD, j):
+        k_BHsD, v_BHsD = _take(k_BHSD, j, block), _take(v_BHSD, j, block)
+        s_S = j * block + jnp.arange(block)
+
+        def query_block(masked, i, carry):
+            dq_BHTD, dk_BHDs, dv_BHDs = carry
+            q_BHtD, dy_BHtD = _take(q_BHTD, i, block), _take(dy_BHTD, i, block)
+            scores_BHts = product("bhtd,bhsd->bhts", q_BHtD, k_BHsD) * scale
+            weights_BHts = jnp.exp(scores_BHts - _take(logsumexp_BHT, i, block)[..., None])
+            if masked:
+                weights_BHts = jnp.where(mask(i * block + jnp.arange(block), s_S), weights_BHts, 0)
+            # Else the exponential is computed twice, once for each product.
+            weights_BHts = lax.optimization_barrier(rounded(weights_BHts, dy_BHTD.dtype))
+            dweights_BHts = product("bhtd,bhsd->bhts", dy_BHtD, v_BHsD)
+            dscores_BHts = rounded(weights_BHts.astype(dtype) * (dweights_BHts - _take(dot_BHT, i, block)[..., None]),
+                                   q_BHTD.dtype)
+            dq_BHtD = product("bhts,bhsd->bhtd", dscores_BHts, k_BHsD)
+            dk_BHDs += product("bhdt,bhts->bhds", _take(q_BHDT, i, block, 3), dscores_BHts)
+            dv_BHDs += product("bhdt,bhts->bhds", _take(dy_BHDT, i, block, 3), weights_BHts)
+            dq_BHTD = lax.dynamic_update_slice_in_dim(dq_BHTD, _take(dq_BHTD, i, block) + dq_BHtD, i * block, 2)
+            return dq_BHTD, dk_BHDs, dv_BHDs
+
+        start = (dq_BHTD, *(jnp.zeros(x.swapaxes(2, 3).shape, dtype) for x in (k_BHsD, v_BHsD)))
+        dq_BHTD, dk_BHDs, dv_BHDs = _loop(query_blocks(j), query_block, start)
+        return dq_BHTD, ((dk_BHDs * scale).astype(k_BHSD.dtype), dv_BHDs.astype(v_BHSD.dtype))
+
+    q_BHDT, dy_BHDT = q_BHTD.swapaxes(2, 3), dy_BHTD.swapaxes(2, 3)
+    dq_BHTD, (dk_NBHDs, dv_NBHDs) = lax.scan(key_block, jnp.zeros(q_BHTD.shape, dtype), jnp.arange(blocks))
+    dk_BHSD, dv_BHSD = (x.transpose(1, 2, 0, 4, 3).reshape(k_BHSD.shape) for x in (dk_NBHDs, dv_NBHDs))
+    return (dq_BHTD * scale).astype(q_BHTD.dtype), dk_BHSD, dv_BHSD, None
+
+
+_flash.defvjp(_flash_forward, _flash_backward)

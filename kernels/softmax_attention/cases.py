@@ -1,0 +1,160 @@
+"""Calls of softmax attention: what tests hold to the definition, what is compiled for a GPU, what is timed."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.cases import REFERENCE, Arrays, Attention, Case, Form, make_segments
+from kernels.softmax_attention.api import cached_attention, softmax_attention
+
+# float64, float32: rounding of some hundred sums and exponentials, and nothing else. bfloat16: two to three roundings
+# to 8 bits (weights, result, gradients of scores), 1.1e-3 RMS each.
+TOLERANCES = {"float64": 1e-13, "float32": 3e-6, "bfloat16": 6e-3}
+# Keys and values are taken as they are and multiplied in float32: only the result is rounded, to 8 and to 11 bits, by
+# at most half a unit in the last place.
+DECODE_TOLERANCES = {"float32": 2e-6, "bfloat16": 2**-8, "float16": 2**-11}
+
+
+@dataclass(frozen=True)
+class SoftmaxCase(Case):
+    """A call of ``softmax_attention``."""
+
+    B: int
+    T: int
+    H: int
+    D: int
+    _: KW_ONLY
+    causal: bool = True
+    segments: bool = False
+
+    @property
+    def sizes(self) -> str:
+        extras = {"both directions": not self.causal, "segments": self.segments}
+        lengths = (f"{letter}{getattr(self, letter)}" for letter in "BTHD")
+        return " ".join([*lengths, self.dtype, *(name for name, told in extras.items() if told)])
+
+    def make_shapes(self) -> Arrays:
+        x_BTHD = jax.ShapeDtypeStruct((self.B, self.T, self.H, self.D), self.dtype)
+        ids = {"segment_ids": jax.ShapeDtypeStruct((self.B, self.T), jnp.int32)} if self.segments else {}
+        return {"q": x_BTHD, "k": x_BTHD, "v": x_BTHD} | ids
+
+    def make_inputs(self) -> dict[str, np.ndarray]:
+        drawn = super().make_inputs()
+        # Some weights near 1: the running maximum matters.
+        drawn["q"] = drawn["q"] * np.asarray(3, drawn["q"].dtype)
+        return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
+
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        return {"y": softmax_attention(
+            inputs["q"], inputs["k"], inputs["v"], causal=self.causal, segment_ids_BT=inputs.get("segment_ids"),
+            implementation="materialised" if implementation == REFERENCE else implementation)}
+
+
+@dataclass(frozen=True)
+class CachedCase(Case):
+    """A call of ``cached_attention``: T new tokens, and a cache with room for S, filled differently in each row."""
+
+    B: int
+    T: int
+    S: int
+    H: int
+    D: int
+
+    @property
+    def sizes(self) -> str:
+        return " ".join(["decode", *(f"{letter}{getattr(self, letter)}" for letter in "BTSHD"), self.dtype])
+
+    def make_shapes(self) -> Arrays:
+        keys = jax.ShapeDtypeStruct((self.B, self.H, self.S, self.D), self.dtype)
+        return {"q": jax.ShapeDtypeStruct((self.B, self.T, self.H, self.D), self.dtype), "k": keys, "v": keys,
+                "position": jax.ShapeDtypeStruct((self.B,), jnp.int32)}
+
+    def make_inputs(self) -> dict[str, np.ndarray]:
+        drawn = super().make_inputs()
+        drawn["q"] = drawn["q"] * np.asarray(3, drawn["q"].dtype)
+        # From the first token alone to a full cache.
+        drawn["position"] = np.linspace(0, self.S - self.T, self.B).astype(np.int32)
+        return drawn
+
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        return {"y": cached_attention(inputs["q"], inputs["k"], inputs["v"], inputs["position"],
+                                      implementation=implementation)}
+
+
+def _small(title: str, T: int, *, block: int = 16, dtype: str = "float64",
+           implementations: tuple[str, ...] = ("blockwise",), **options: Any) -> SoftmaxCase:
+    """Small, in blocks that are smaller still."""
+    constants = tuple((f"kernels.softmax_attention.blockwise.{name}", block)
+                      for name in ("BLOCK", "BLOCK_OF_FEW_HEADS"))
+    return SoftmaxCase(3, T, 2, 6, dtype=dtype, title=f"{title}, {dtype}", implementations=implementations,
+                       tolerance=TOLERANCES[dtype], constants=constants, **options)
+
+
+def _cached(T: int, S: int, D: int, dtype: str = "float32", implementation: str = "decode", B: int = 3,
+            tolerance: float | None = None) -> CachedCase:
+    """Small, in blocks that are smaller still."""
+    bytes_of_16_keys = 16 * D * jnp.dtype(dtype).itemsize
+    return CachedCase(B, T, S, 2, D, dtype=dtype, implementations=(implementation,), gradients=False,
+                      title=f"{implementation}, T{T} S{S} D{D} {dtype}",
+                      tolerance=tolerance or DECODE_TOLERANCES[dtype], constants=(
+                          ("kernels.softmax_attention.blockwise.BLOCK", 8),
+                          ("kernels.softmax_attention.blockwise.BLOCK_OF_FEW_HEADS", 8),
+                          ("kernels.softmax_attention.cached.CACHE_BLOCK", 16),
+                          ("kernels.softmax_attention.decode.BLOCK_BYTES", bytes_of_16_keys)))
+
+
+def _compiled(B: int, S: int, H: int, D: int, dtype: str = "bfloat16") -> CachedCase:
+    """Compiled for a GPU, and not run."""
+    return CachedCase(B, 1, S, H, D, dtype=dtype, used_by=("gpu-check",), gradients=False,
+                      gpu_kernels=("softmax_decode_splits", "softmax_decode_combine"),
+                      tolerance=DECODE_TOLERANCES[dtype])
+
+
+CASES: tuple[Case, ...] = (
+    _small("one token", 1),
+    _small("less than a block", 13),
+    _small("one more than a block", 17, segments=True),
+    _small("many blocks", 100),
+    _small("segments", 75, block=32, segments=True),
+    _small("both directions", 75, causal=False),
+    _small("both directions, whole blocks", 64, causal=False),
+    _small("both directions, segments", 50, causal=False, segments=True),
+    _small("many blocks", 300, block=64, dtype="float32", implementations=("materialised", "blockwise")),
+    _small("many blocks", 300, block=64, dtype="bfloat16", implementations=("materialised", "blockwise")),
+    # Weights and y are rounded to 8 bits.
+    *(_cached(T, 64, 6, dtype, "blockwise", tolerance={"float32": 3e-6, "bfloat16": 6e-3}[dtype])
+      for T in (1, 16, 40) for dtype in ("float32", "bfloat16")),
+    # Any room and width, and more than one turn of all splits.
+    *(_cached(1, S, D) for S, D in ((1, 8), (16, 1), (32, 48), (48, 100), (64, 6))),
+    _cached(1, 160, 8, B=9),
+    *(_cached(1, 320, 64, dtype) for dtype in ("bfloat16", "float16")),
+    # The benchmark's shapes and one of everything the kernels can be asked; a cache of more than 4 GiB is indexed in
+    # 64 bits.
+    _compiled(1, 65536, 12, 64),
+    _compiled(32, 65536, 12, 64),
+    _compiled(1, 524288, 25, 64),
+    _compiled(8, 524288, 12, 64),
+    _compiled(4, 1024, 8, 128, "float16"),
+    _compiled(1, 4096, 12, 64, "float32"),
+    _compiled(1, 512, 4, 48),
+    _compiled(1, 4096, 4, 256),
+    _compiled(1, 4096, 4, 256, "float32"),
+)
+
+
+def _attend(q_BTHD: Any, k_BTHD: Any, v_BTHD: Any, *, causal: bool, chunk_size: int | None,
+            implementation: str | None) -> jax.Array:
+    del chunk_size
+    return softmax_attention(q_BTHD, k_BTHD, v_BTHD, causal=causal, implementation=implementation)
+
+
+ATTENTIONS = (
+    Attention("softmax", _attend, {
+        "materialised": Form(("contexts", "noncausal"), quadratic=True),
+        "blockwise": Form(("contexts", "noncausal"), quadratic=True),
+        "cudnn": Form(("contexts", "noncausal", "kernel"), quadratic=True, gpu_only=True)},
+        pick=lambda *_, **__: None),
+)

@@ -1,0 +1,23 @@
+"""cuDNN's flash attention, as jax has it, with the limits of what it is called with here."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kernels import device
+
+
+def refuses(dtype: jnp.dtype, head_width: int, segments: bool) -> str | None:
+    """Why it cannot do something on the device that is traced for; None where it can."""
+    if device.platform() != "gpu":
+        return f"it needs an NVIDIA GPU, and the default device is a {device.platform()}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it takes bfloat16 and float16, not {dtype}"
+    if head_width % 8 or head_width > 128:
+        return f"it takes head widths up to 128 that 8 divides, not {head_width}"
+    return "it is called without segments here" if segments else None
+
+
+def cudnn(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, causal: bool) -> Array:
+    """Attention without segments."""
+    return jax.nn.dot_product_attention(q_BTHD, k_BTHD, v_BTHD, is_causal=causal, implementation="cudnn")

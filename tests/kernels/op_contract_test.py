@@ -1,0 +1,49 @@
+"""Every op in every implementation that runs on a CPU is its reference in float64, outputs and gradients.
+
+The cases are the ops' own (``kernels/cases.py``). Pallas kernels are interpreted, which says nothing about registers,
+time or a GPU's arithmetic: ``make gpu-check`` and ``benchmarks.suite`` do.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from kernels import cases
+from kernels.cases import Case
+
+CALLS = [pytest.param(case, implementation, id=f"{case.op}: {case.name}: {implementation or 'picked'}",
+                      marks=pytest.mark.heavy if case.slow else ())
+         for case in cases.find_cases("tests") for implementation in case.implementations]
+
+
+@functools.cache
+def expected_of(case: Case) -> dict[str, np.ndarray]:
+    return cases.run_reference(case)
+
+
+@pytest.mark.parametrize(("case", "implementation"), CALLS)
+def test_outputs_and_gradients_are_those_of_the_reference(case, implementation, monkeypatch):
+    expected = expected_of(case)
+    for name, value in case.constants:
+        monkeypatch.setattr(name, value)
+    with jax.enable_x64(case.dtype == "float64"):
+        found = cases.run(case, implementation)()
+        inputs, outputs = case.make_shapes(), cases.output_shapes(case)
+        plain = cases.run(case, case.plain)() if case.plain is not None and case.dtype == "bfloat16" else None
+    assert found.keys() == expected.keys()
+    for name, x in found.items():
+        assert x.dtype == (outputs[name] if name in outputs else inputs[name.removeprefix("d")]).dtype, name
+    errors, plain_errors = (None if results is None else {
+        name: cases.error_of(results[name], x) for name, x in expected.items()} for results in (found, plain))
+    assert errors is not None
+    assert cases.faults_of(case, errors, plain_errors) == []
+
+
+def test_every_op_has_cases_a_reference_and_names_without_doubles():
+    for op in cases.ops():
+        tested = [case for case in cases.find_cases("tests") if case.op == op]
+        assert tested, op
+        names = [case.name for case in tested]
+        assert len(set(names)) == len(names), op
