@@ -10,6 +10,7 @@ kernels that XLA writes itself those that spill or serialise are listed, and do 
 
 import argparse
 import contextlib
+import functools
 import re
 import subprocess
 import sys
@@ -27,102 +28,17 @@ from benchmarks import report
 from benchmarks.target import REMEDY, ROOT, Target, can_compile, cuda_folder
 from benchmarks.train_step import implementation, mode_config
 from configs.schema import EncoderConfig, TrainConfig, load_recipe
-from kernels.linear_attention import State, linear_attention, tuning
-from kernels.linear_attention.state import zero_state
-from kernels.softmax_attention import cached_attention
+from kernels import cases as op_cases
 from models import attention, gpt
 from models.encoder import Classifier
 from sampling.sampler import with_product_weights
 from support.errors import ConfigError
 
-OURS = LINEAR, SOFTMAX, PROJECTION = "linear_attention_", "softmax_decode_", "projection_decode"
-"""How the names of our kernels begin."""
+LINEAR, SOFTMAX, PROJECTION = "linear_attention_", "softmax_decode_", "projection_decode"
+"""How the names of the kernels begin that steps and tokens are made of."""
 RECIPE = ROOT / "configs" / "gpt2_124m.py"
 VOCABULARY = 50_257
 HEADINGS = ("case", "kernel", "registers", "spilled bytes", "shared bytes", "warps", "")
-
-
-class Shape(NamedTuple):
-    """One call of the kernels, forward and backward."""
-
-    B: int
-    T: int
-    H: int
-    M: int
-    D: int
-    dtype: str = "bfloat16"
-    schedule: str | None = None
-    """None: as picked."""
-    normalize: bool = True
-    segments: bool = False
-
-    @property
-    def name(self) -> str:
-        """As the table shows it."""
-        extras = [self.schedule, None if self.normalize else "unnormalised", "segments" if self.segments else None]
-        sizes = " ".join(f"{letter}{size}" for letter, size in zip("BTHMD", self[:5], strict=True))
-        return " ".join([sizes, self.dtype, *filter(None, extras)])
-
-
-SHAPES = (
-    Shape(1, 8192, 96, 128, 128),
-    Shape(2, 16384, 16, 128, 128),
-    Shape(4, 2048, 16, 128, 128),
-    Shape(8, 1024, 8, 64, 64),
-    Shape(1, 1024, 12, 64, 64),
-    Shape(1, 65536, 12, 64, 64),
-    Shape(1, 16384, 25, 64, 64),
-    Shape(1, 16384, 25, 64, 64, schedule="serial"),
-    Shape(1, 4096, 12, 64, 64, "float32", schedule="serial"),
-    Shape(1, 4096, 12, 64, 64, "float32", schedule="parallel"),
-    Shape(1, 4096, 12, 64, 64, "float16"),
-    Shape(1, 4096, 12, 64, 64, normalize=False),
-    Shape(1, 4096, 12, 64, 64, segments=True),
-    Shape(1, 4096, 12, 128, 64),
-    Shape(1, 4096, 12, 16, 64),
-    Shape(1, 4096, 4, 64, 128),
-    Shape(1, 4096, 4, 32, 256),
-    Shape(1, 4096, 4, 256, 256),
-    Shape(1, 4096, 4, 64, 256),
-    Shape(1, 4096, 4, 128, 128, "float32"),
-    Shape(1, 4096, 4, 256, 256, "float32"),
-    Shape(1, 4096, 4, 128, 128, schedule="serial", segments=True),
-    Shape(1, 4096, 4, 128, 128, schedule="parallel", segments=True),
-    Shape(1, 4096, 4, 256, 256, segments=True),
-    Shape(1, 4096, 4, 64, 64, "float32", segments=True),
-)
-"""Beside the rows of the kernels' table: the benchmarks' shapes, and one of everything the kernels can be asked."""
-
-
-class Decode(NamedTuple):
-    """Softmax attention of one token to a cache."""
-
-    B: int
-    S: int
-    H: int
-    D: int
-    dtype: str = "bfloat16"
-
-    @property
-    def name(self) -> str:
-        """As the table shows it."""
-        return " ".join(["decode", *(f"{letter}{size}" for letter, size in zip("BSHD", self[:4], strict=True)),
-                         self.dtype])
-
-
-DECODES = (
-    Decode(1, 65536, 12, 64),
-    Decode(32, 65536, 12, 64),
-    Decode(1, 524288, 25, 64),
-    Decode(8, 524288, 12, 64),
-    Decode(4, 1024, 8, 128, "float16"),
-    Decode(1, 4096, 12, 64, "float32"),
-    Decode(1, 512, 4, 48),
-    Decode(1, 4096, 4, 256),
-    Decode(1, 4096, 4, 256, "float32"),
-)
-"""The benchmark's shapes and one of everything the kernels can be asked; a cache of more than 4 GiB is indexed in 64
-bits."""
 
 
 class Token(NamedTuple):
@@ -177,7 +93,7 @@ class Kernel:
     @property
     def ours(self) -> bool:
         """Whether this project wrote it, and not the compiler."""
-        return self.name.startswith(OURS)
+        return self.name.startswith(our_kernels())
 
     def faults(self, shared_limit: int) -> list[str]:
         """What makes it slow, or impossible to launch."""
@@ -261,10 +177,12 @@ def inspect(dump: Path, architecture: str) -> list[Kernel]:
 
 def cases(target: Target) -> Iterator[Case]:
     """All that is compiled."""
-    for shape in dict.fromkeys([*SHAPES, *_table_shapes(target.kind)]):
-        yield Case(shape.name, lambda shape=shape: lower_attention(target, shape), (LINEAR,))
-    for decode in DECODES:
-        yield Case(decode.name, lambda decode=decode: lower_decode(target, decode), (SOFTMAX,))
+    found = {}
+    for case in op_cases.find_cases("gpu-check"):
+        for computed in case.implementations if case.device_kind in (None, target.kind) else ():
+            found[" ".join(filter(None, (case.op, case.name, computed)))] = case, computed
+    for name, (case, computed) in found.items():
+        yield Case(name, functools.partial(lower_op, target, case, computed), case.gpu_kernels)
     for token in TOKENS:
         yield Case(token.name, lambda token=token: lower_token(target, token), token.ours)
     causal = [mode for mode, module in attention.modes().items() if module.Attention.causal]
@@ -277,37 +195,18 @@ def cases(target: Target) -> Iterator[Case]:
             yield Case(f"encoder, {mode}", lambda mode=mode: lower_encoder(target, mode), ())
 
 
-def _table_shapes(kind: str) -> list[Shape]:
-    """The rows of the kernels' table that are of this device, each with both schedules."""
-    return [Shape(1, 16384 if row.length == "long" else 2048, 16, row.M, row.D, row.dtype, schedule)
-            for row in tuning.rows() if row.device == kind for schedule in ("serial", "parallel")]
+@functools.cache
+def our_kernels() -> tuple[str, ...]:
+    """How the names of the kernels of all ops begin."""
+    return tuple(dict.fromkeys(name for case in op_cases.find_cases("gpu-check") for name in case.gpu_kernels))
 
 
-def lower_attention(target: Target, shape: Shape) -> jax.stages.Lowered:
-    """Forward and backward of one call, states in and out with it."""
-    B, T, H, M, D = shape[:5]
-    name = "pallas_gpu" if shape.schedule is None else f"pallas_gpu_{shape.schedule}"
-
-    def both(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, state: State, segment_ids_BT: Any, gradients: Any) -> Any:
-        results, backward = jax.vjp(
-            lambda q_BTHM, k_BTHM, v_BTHD, state: linear_attention(
-                q_BTHM, k_BTHM, v_BTHD, initial_state=state, segment_ids_BT=segment_ids_BT, normalize=shape.normalize,
-                implementation=name),
-            q_BTHM, k_BTHM, v_BTHD, state)
-        return results, backward(gradients)
-
-    features, values = (jax.ShapeDtypeStruct((B, T, H, width), shape.dtype) for width in (M, D))
-    state = jax.eval_shape(lambda: zero_state(B, H, M, D, jnp.float32))
-    segment_ids_BT = jax.ShapeDtypeStruct((B, T), jnp.int32) if shape.segments else None
-    return target.lower(both, features, features, values, state, segment_ids_BT, (values, state))
-
-
-def lower_decode(target: Target, decode: Decode) -> jax.stages.Lowered:
-    """Attention of one token, as the models call it."""
-    B, S, H, D, dtype = decode
-    cache = jax.ShapeDtypeStruct((B, H, S, D), dtype)
-    return target.lower(cached_attention, jax.ShapeDtypeStruct((B, 1, H, D), dtype), cache, cache,
-                        jax.ShapeDtypeStruct((B,), jnp.int32))
+def lower_op(target: Target, case: op_cases.Case, computed: str | None) -> jax.stages.Lowered:
+    """Forward pass of a call, and where it is differentiated backward pass, by an implementation."""
+    shapes = case.make_shapes()
+    with target.tracing():
+        outputs = jax.eval_shape(lambda inputs: case.call(computed, **inputs), shapes)
+    return target.lower(op_cases.outputs_and_gradients(case, computed), shapes, outputs)
 
 
 def lower_token(target: Target, token: Token) -> jax.stages.Lowered:
@@ -424,7 +323,7 @@ def run(chosen: Sequence[Case], target: Target) -> int:
         failures += [f"{case.name}: {problem}" for problem in problems]
         compiled, own = compiled + len(kernels), own + sum(kernel.ours for kernel in kernels)
         for line in rows(case.name, kernels, target.shared_bytes):
-            ours = line[1].startswith(OURS)
+            ours = line[1].startswith(our_kernels())
             (lines if ours else others).append(line)
             if ours and line[-1] != "ok":
                 failures.append(f"{case.name}: {line[1]} {line[-1]}")

@@ -5,8 +5,8 @@
 
 Without a GPU it runs too: then the plain JAX form stands in for the kernel, and every figure is of the processor.
 
-First both schedules of the linear-attention kernel are held against the definition in float64 on this device, outputs
-and gradients, and twice for equal bits, and what draws a token against the parallel form; then a call with more
+First the kernels of every op are held against the definition in float64 on this device, outputs and gradients, and
+twice for equal bits, and what draws a token against the parallel form; then a call with more
 elements than an int32 counts, where there is memory for it, against the same in two parts. Then come the most telling
 cases of the three benchmarks, each step in a process of its own with a share of the time: what one does not use goes to
 those after it, and one that fails or is not done in time is written down and stops no other. Last, ``benchmarks.tune``
@@ -39,21 +39,18 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import attention, report
-from benchmarks.accuracy import BOUNDS, WORSE_THAN_PLAIN, error_of
 from benchmarks.picture import draw_panels, published
 from configs.schema import ModelConfig
+from kernels import cases as op_cases
 from kernels import device
+from kernels.cases import WORSE_THAN_PLAIN, error_of, faults_of
 from kernels.linear_attention import State, linear_attention
+from kernels.linear_attention.cases import SCHEDULES, LinearAttentionCase, make_suite_case
 from models.gpt import GPT, Cache
 from support.errors import ConfigError
 from support.files import write_json, write_text
 from training.environment import compilation_cache, git_commit
 
-INPUTS = ("q", "k", "v", "dy")
-"""What has the case's number format; states are float32."""
-LUCK = 1e-6
-"""The kernel's error may be more times that of the plain form where it is less than this: what float32 sums are off by
-is a matter of luck, and those of the plain form may be exact."""
 LARGE_TOKENS, LARGE_PERIOD = 2**22 + 2**14, 4099
 """T of a call of 8 heads of 64 that has more than 2**31 elements, and after how many tokens its inputs repeat: a prime
 number, so that an address that is off by a power of two finds other numbers."""
@@ -173,22 +170,7 @@ def _last_line(path: Path) -> str:
 # The kernels against the definition.
 
 
-@dataclass(frozen=True)
-class Case:
-    """One call of the kernel."""
-
-    batch: int
-    tokens: int
-    heads: int
-    features: int
-    head_width: int
-    dtype: str
-    normalize: bool = True
-    initial_state: bool = False
-    segments: bool = False
-
-
-TOKEN = Case(1, 101, 4, 64, 64, "float32")
+TOKEN = make_suite_case(1, 101, 4, 64, 64, "float32")
 """The last of these tokens is drawn as a sampler does: on a GPU by the kernels of a single token …"""
 TOKEN_DTYPES = ("float32", "bfloat16")
 """… in these number formats."""
@@ -196,126 +178,55 @@ DRAWN = "a drawn token"
 """What its rows have for an implementation; their bounds are their own."""
 
 
-def cases(quick: bool) -> list[Case]:
-    """What the kernel is tried on: lengths beside chunk borders, unequal and odd widths, every option."""
-    if quick:
-        return [Case(1, 17, 2, 16, 16, dtype) for dtype in BOUNDS]
-    formats = ("float32", "bfloat16")
-    shapes = [(2, 65, 3, 64, 64), (1, 500, 4, 48, 100), (2, 1000, 3, 128, 128), (1, 4096, 2, 64, 64)]
-    found = [Case(*shape, dtype) for shape in shapes for dtype in BOUNDS if dtype != "float16" or shape[1] == 500]
-    # Where there are fewer heads the parallel schedule has spans of a chunk or few, and hardly walks.
-    walked = Case(4, 1000, 12, 64, 64, "float32")
-    found += [replace(walked, dtype=dtype, segments=segments) for segments in (False, True) for dtype in formats]
-    found.append(replace(walked, features=128, head_width=128, dtype="bfloat16"))
-    base = Case(2, 300, 2, 64, 64, "float32")
-    options: list[dict[str, Any]] = [{"normalize": False}, {"segments": True},
-                                     {"initial_state": True, "segments": True, "features": 32}]
-    # A first token alone is its own value whatever its query: with a state before it there are gradients to compare.
-    found += [Case(1, 1, 2, 64, 64, dtype, initial_state=True) for dtype in formats]
-    return found + [replace(base, dtype=dtype, **option) for option in options for dtype in formats]
+def cases(quick: bool) -> list[op_cases.Case]:
+    """What the kernels are tried on, of all ops."""
+    return op_cases.find_cases("suite-quick" if quick else "suite")
 
 
-def arrays(case: Case) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """Inputs and cotangents in float64, rounded to the case's number format, and segment ids."""
-    random = np.random.default_rng(0)
-    B, T, H, M, D = case.batch, case.tokens, case.heads, case.features, case.head_width
-    drawn = {"q": np.log1p(np.exp(random.normal(size=(B, T, H, M)))),
-             "k": np.log1p(np.exp(random.normal(size=(B, T, H, M)))),
-             "v": random.normal(size=(B, T, H, D)), "dy": random.normal(size=(B, T, H, D))}
-    # A loss through the state has gradients as large as that through y where the cotangents are scaled so.
-    drawn |= {"ds": random.normal(size=(B, H, M, D)) / T, "dz": random.normal(size=(B, H, M)) / T}
-    rounded = {name: np.asarray(jnp.asarray(x, case.dtype if name in INPUTS else "float32"), np.float64)
-               for name, x in drawn.items()}
-    if case.initial_state:
-        rounded["s"] = np.asarray(random.normal(size=(B, H, M, D)), np.float32).astype(np.float64)
-        rounded["z"] = np.asarray(random.uniform(1, 2, size=(B, H, M)), np.float32).astype(np.float64)
-    if not case.segments:
-        return rounded, None
-    ids_BT = np.sort(random.integers(0, 3, (B, T)), axis=1).astype(np.int32)
-    ids_BT[:, -3:] = -1
-    return rounded, ids_BT
+def implementations(case: op_cases.Case) -> tuple[str | None, ...]:
+    """What is tried here: the kernels, or without a GPU the plain JAX form, where the case names one."""
+    return case.implementations if device.platform() == "gpu" or case.plain is None else (case.plain,)
 
 
-def outputs_and_gradients(case: Case, implementation: str, *, exact: bool) -> Callable[[], dict[str, np.ndarray]]:
-    """A function that gives y, the final state, and the gradients of all that goes in; compiled once.
-
-    Args:
-        case: the call.
-        implementation: as ``linear_attention`` names it.
-        exact: everything in float64; the caller has enabled it.
-    """
-    given, ids_BT = arrays(case)
-    inputs = {name: jnp.asarray(x, "float64" if exact else case.dtype if name in INPUTS else "float32")
-              for name, x in given.items() if not name.startswith("d")}
-    # A loss in float32 whose terms are the cotangents': y is multiplied in float32, not in its own number format.
-    dy, ds, dz = (jnp.asarray(given[name], "float64" if exact else "float32") for name in ("dy", "ds", "dz"))
-
-    def loss(inputs: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        state = State(inputs["s"], inputs["z"]) if case.initial_state else None
-        y, final = linear_attention(inputs["q"], inputs["k"], inputs["v"], normalize=case.normalize,
-                                    initial_state=state, implementation=implementation,
-                                    segment_ids_BT=None if ids_BT is None else jnp.asarray(ids_BT))
-        total = jnp.sum(y.astype(dy.dtype) * dy) + jnp.sum(final.s_BHMD * ds) + jnp.sum(final.z_BHM * dz)
-        return total, {"y": y, "final s": final.s_BHMD, "final z": final.z_BHM}
-
-    compiled = jax.jit(jax.value_and_grad(loss, has_aux=True))
-
-    def run() -> dict[str, np.ndarray]:
-        (_, found), gradients = compiled(inputs)
-        found |= {f"d{name}": gradient for name, gradient in gradients.items()}
-        return {name: np.asarray(x, np.float64) for name, x in found.items()}
-
-    return run
-
-
-def reference(case: Case) -> dict[str, np.ndarray]:
-    """The same from the definition, in float64 on the processor."""
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        return outputs_and_gradients(case, "reference", exact=True)()
-
-
-def implementations() -> tuple[str, ...]:
-    """What is tried here: both schedules of the kernel, or without a GPU the plain JAX form."""
-    return ("pallas_gpu_parallel", "pallas_gpu_serial") if device.platform() == "gpu" else ("chunked",)
-
-
-def check(case: Case) -> list[dict[str, Any]]:
+def check(case: op_cases.Case) -> list[dict[str, Any]]:
     """The rows of a case, by implementation: errors of outputs and gradients, their bound, and what is wrong."""
-    rows = [_row(case, name) for name in implementations()]
+    rows = [_row(case, name) for name in implementations(case)]
     try:
-        expected = reference(case)
+        expected = op_cases.run_reference(case)
         plain: dict[str, float] | None = None
-        if device.platform() == "gpu" and case.dtype == "bfloat16":
-            found = outputs_and_gradients(case, "chunked", exact=False)()
+        if device.platform() == "gpu" and case.plain is not None and case.dtype == "bfloat16":
+            found = op_cases.run(case, case.plain)()
             plain = {name: error_of(found[name], x) for name, x in expected.items()}
     except Exception as error:  # whatever goes wrong is the finding
         return [row | {"wrong": [_line(error)]} for row in rows]
     for row in rows:
         try:
             with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
-                kernel = outputs_and_gradients(case, row["implementation"], exact=False)
+                kernel = op_cases.run(case, row["implementation"])
                 found, again = kernel(), kernel()
-            row["errors"] = errors = {name: error_of(found[name], x) for name, x in expected.items()}
-            row["wrong"] = [f"{name}: {error:.1e}" for name, error in errors.items() if not error <= row["bound"]]
+            row["errors"] = {name: error_of(found[name], x) for name, x in expected.items()}
+            row["plain_errors"] = plain
+            row["wrong"] = faults_of(case, row["errors"], plain)
             row["wrong"] += [f"{name}: other bits in a second run" for name in found
-                             if not np.array_equal(found[name], again[name], equal_nan=True)]
-            if plain is not None:
-                row["plain_errors"] = plain
-                row["wrong"] += [f"{name}: {error:.1e}, the plain form {plain[name]:.1e}"
-                                 for name, error in errors.items()
-                                 if not error <= max(WORSE_THAN_PLAIN * plain[name], LUCK)]
+                             if not np.array_equal(found[name].astype(np.float64), again[name].astype(np.float64),
+                                                   equal_nan=True)]
         except Exception as error:
             row["wrong"].append(_line(error))
     return rows
 
 
-def _row(case: Case, implementation: str) -> dict[str, Any]:
-    return asdict(case) | {"implementation": implementation, "bound": BOUNDS[case.dtype], "errors": {},
-                           "plain_errors": None, "wrong": [], "skipped": None}
+def _row(case: op_cases.Case, implementation: str | None) -> dict[str, Any]:
+    return {"op": case.op, "case": case.name, "dtype": case.dtype, "implementation": implementation,
+            "bound": case.tolerance, "errors": {}, "plain_errors": None, "wrong": [], "skipped": None}
 
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def large_case(tokens: int = LARGE_TOKENS) -> LinearAttentionCase:
+    """A call with more than 2**31 elements."""
+    return make_suite_case(1, tokens, 8, 64, 64, "bfloat16")
 
 
 class Large:
@@ -329,7 +240,7 @@ class Large:
     """
 
     def __init__(self, implementation: str, tokens: int = LARGE_TOKENS):
-        self.case = Case(1, tokens, 8, 64, 64, "bfloat16")
+        self.case = large_case(tokens)
         self._implementation = implementation
         x_BTHD = jax.ShapeDtypeStruct((1, tokens, 8, 64), jnp.bfloat16)
         self._programs = [jax.jit(program).lower(*[x_BTHD] * 4).compile() for program in (self._whole, self._resumed)]
@@ -349,7 +260,7 @@ class Large:
         return row
 
     def _inputs(self) -> tuple[jax.Array, ...]:
-        tokens_T = jnp.arange(self.case.tokens) % LARGE_PERIOD
+        tokens_T = jnp.arange(self.case.T) % LARGE_PERIOD
         keys = jax.random.split(jax.random.key(0), 4)
         q, k, v, dy = (jax.random.normal(key, (1, LARGE_PERIOD, 8, 64)) for key in keys)
         return tuple(x.astype(jnp.bfloat16)[:, tokens_T] for x in (jax.nn.softplus(q), jax.nn.softplus(k), v, dy))
@@ -358,7 +269,7 @@ class Large:
         return self._from(q, k, v, dy, None)
 
     def _resumed(self, q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> dict[str, jax.Array]:
-        half = self.case.tokens // 2
+        half = self.case.T // 2
         _, state = linear_attention(q[:, :half], k[:, :half], v[:, :half], implementation=self._implementation)
         return self._from(q[:, half:], k[:, half:], v[:, half:], dy[:, half:], state)
 
@@ -395,10 +306,10 @@ def token_row(dtype: str) -> dict[str, Any]:
 
 def _last_logits(dtype: Any, *, in_turns: bool) -> tuple[np.ndarray, np.ndarray]:
     """Of the token after the last, twice; ``in_turns``: of all tokens but one, and then of one."""
-    config = ModelConfig(layers=2, heads=TOKEN.heads, width=TOKEN.heads * TOKEN.head_width, context=TOKEN.tokens,
+    config = ModelConfig(layers=2, heads=TOKEN.H, width=TOKEN.H * TOKEN.D, context=TOKEN.T,
                          dtype=dtype, attention=("chunked", "softmax"), initial_scale=0.1)
     graph, state = nnx.split(GPT(config, 257, rngs=nnx.Rngs(0)))
-    tokens_BT = jax.random.randint(jax.random.key(1), (1, TOKEN.tokens), 0, 257)
+    tokens_BT = jax.random.randint(jax.random.key(1), (1, TOKEN.T), 0, 257)
 
     @jax.jit
     def whole(state: Any, tokens_BT: jax.Array) -> jax.Array:
@@ -410,19 +321,19 @@ def _last_logits(dtype: Any, *, in_turns: bool) -> tuple[np.ndarray, np.ndarray]
         x_BTE, cache = model.extend(tokens_BT, cache)
         return model.next_logits(x_BTE[:, -1:])[:, 0], cache
 
-    def once() -> np.ndarray:
+    def last_logits() -> np.ndarray:
         if not in_turns:
             return np.asarray(whole(state, tokens_BT)[0], np.float64)
-        cache = nnx.merge(graph, state).init_cache(1, TOKEN.tokens)
+        cache = nnx.merge(graph, state).init_cache(1, TOKEN.T)
         _, cache = extended(state, tokens_BT[:, :-1], cache)
         return np.asarray(extended(state, tokens_BT[:, -1:], cache)[0][0], np.float64)
 
-    return once(), once()
+    return last_logits(), last_logits()
 
 
-def large_row(compiled: Future[Large] | None, implementation: str) -> dict[str, Any]:
+def large_row(compiled: Future[Large] | None, implementation: str | None) -> dict[str, Any]:
     """The row of a :class:`Large` call; skipped, with the reason, where there is not the memory for it."""
-    row = _row(Case(1, LARGE_TOKENS, 8, 64, 64, "bfloat16"), implementation)
+    row = _row(large_case(), implementation)
     if compiled is None:
         return row | {"skipped": "more than 2**31 elements are for a GPU, and not for --quick"}
     try:
@@ -455,7 +366,8 @@ def work(options: argparse.Namespace) -> int:
 
     if options.worker == "correctness":
         # In the file from the start: rows that are missing in the end were not tried, for whatever reason.
-        contents["planned"] = (len(cases(options.quick)) + 1) * len(implementations()) + len(TOKEN_DTYPES)
+        contents["planned"] = (sum(len(implementations(case)) for case in cases(options.quick))
+                               + len(implementations(large_case())) + len(TOKEN_DTYPES))
         keep([])
         _try_kernels(options.quick, until, keep)
         return 1 if len(rows) < contents["planned"] or any(row["wrong"] for row in rows) else 0
@@ -486,15 +398,15 @@ def _try_kernels(quick: bool, until: float, keep: Callable[[list[dict[str, Any]]
     every = cases(quick)
     left_out = 0
     with ThreadPoolExecutor(max(1, min(8, len(os.sched_getaffinity(0)) // 2))) as pool:
-        large = {} if device.platform() != "gpu" or quick else {
-            name: pool.submit(Large, name) for name in implementations()}
+        large: dict[str | None, Future[Large]] = {} if device.platform() != "gpu" or quick else {
+            name: pool.submit(Large, name) for name in SCHEDULES}
         for found in pool.map(lambda case: check(case) if time.monotonic() < until else None, every):
             left_out += found is None
             keep(found or [])
             for row in found or []:
                 _print_checked(row)
         # One after the other, and not beside anything else: they take most of the memory.
-        for name in implementations():
+        for name in implementations(large_case()):
             if time.monotonic() > until:
                 print("no time left for more than 2**31 elements")
                 break
@@ -507,8 +419,8 @@ def _try_kernels(quick: bool, until: float, keep: Callable[[list[dict[str, Any]]
 
 def _print_checked(row: dict[str, Any]) -> None:
     worst = max(row["errors"].values(), default=float("nan"))
-    shape = "B{batch} T{tokens} H{heads} M{features} D{head_width} {dtype}".format(**row)
-    print(f"{row['implementation']} {shape}: {worst:.1e}", "; ".join(row["wrong"]), row["skipped"] or "", flush=True)
+    called = f"{row['op']} {row['case']} {row['implementation'] or 'picked'}"
+    print(f"{called}: {worst:.1e}", "; ".join(row["wrong"]), row["skipped"] or "", flush=True)
 
 
 def attention_cases(worker: str, quick: bool) -> list[Any]:
@@ -559,16 +471,16 @@ def figures(out: Path) -> list[Figure]:
     checked = [row for row in rows.get("correctness", []) if not row["skipped"]]
     if "correctness" in files:
         untried = files["correctness"]["planned"] - len(rows["correctness"])
-        kernel = " and ".join(dict.fromkeys(row["implementation"] for row in checked)) or "kernel"
+        kernel = " and ".join(dict.fromkeys(row["implementation"] or row["op"] for row in checked)) or "kernel"
         found.append(Figure(f"correctness: cases of {kernel} that are wrong, of {len(checked)} tried"
                             + (f", {untried} not tried" if untried else ""),
                             sum(bool(row["wrong"]) for row in checked) if checked else None, 0, unit="cases",
                             incomplete="not all tried" if untried else None))
-    for dtype, bound in BOUNDS.items():
-        errors = [error for row in checked if row["dtype"] == dtype and row["implementation"] != DRAWN
+    tried = [row for row in checked if row["implementation"] != DRAWN and row["errors"]]
+    for dtype, bound in dict.fromkeys((row["dtype"], row["bound"]) for row in tried):
+        errors = [error for row in tried if (row["dtype"], row["bound"]) == (dtype, bound)
                   for error in row["errors"].values()]
-        if errors:
-            found.append(Figure(f"correctness: largest error, {dtype}", max(errors), bound, unit="RMS/RMS"))
+        found.append(Figure(f"correctness: largest error, {dtype}", max(errors), bound, unit="RMS/RMS"))
     found += _kernel_figures(rows.get("kernel", []))
     found += _fla_figures(rows.get("fla", []))
     known = published("training_step", "models")

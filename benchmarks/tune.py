@@ -30,9 +30,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks import report
-from benchmarks.accuracy import BOUNDS, WORSE_THAN_PLAIN
 from kernels import device
+from kernels.cases import WORSE_THAN_PLAIN, find_cases
 from kernels.linear_attention import linear_attention, pallas_gpu, tuning
+from kernels.linear_attention.cases import DEVICE_TOLERANCES, LinearAttentionCase
 from kernels.linear_attention.state import zero_state
 from kernels.linear_attention.tuning import Plan, Row, Tiles
 from support.errors import ConfigError
@@ -87,15 +88,8 @@ class Shape(NamedTuple):
         return f"B{self.B} T{self.T} H{self.H}"
 
 
-SHAPES = {
-    (64, 64, "short"): (Shape(1, 2048, 12), Shape(8, 1024, 8)),
-    (64, 64, "long"): (Shape(1, 16_384, 12),),
-    (128, 128, "short"): (Shape(4, 2048, 16),),
-    (128, 128, "long"): (Shape(2, 16_384, 16),),
-}
-"""Calls that stand for a row, by M, D and class of lengths: layers of GPT-2, and shapes of published figures."""
 MODEL_WIDTH, TOKENS = 768, {"short": 2048, "long": 16_384}
-"""Of the call that stands for any other row."""
+"""Of the call that stands for a row that the op's cases have none for."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +111,9 @@ class WrongDefaultError(Exception):
 
 def shapes_of(row: Row) -> tuple[Shape, ...]:
     """The calls that stand for a row."""
-    return SHAPES.get((row.M, row.D, row.length),
-                      (Shape(1, TOKENS[row.length], max(1, MODEL_WIDTH // max(row.M, row.D))),))
+    found = tuple(Shape(case.B, case.T, case.H) for case in find_cases("tune") if isinstance(case, LinearAttentionCase)
+                  and (case.M, case.D, tuning.length_class(case.T)) == (row.M, row.D, row.length))
+    return found or (Shape(1, TOKENS[row.length], max(1, MODEL_WIDTH // max(row.M, row.D))),)
 
 
 def changed(row: Row, passes: str, knob: str) -> list[Row]:
@@ -176,7 +171,7 @@ class Bench:
             with jax.default_matmul_precision("highest"):
                 expected = jax.jit(plain)(*(x.astype(jnp.float32) for x in inputs))
             # The reference is the plain form in float32.
-            exact = BOUNDS["float32"]
+            exact = DEVICE_TOLERANCES["float32"]
             allowed = [exact] * len(expected)
             if self.default.dtype != "float32":
                 allowed = [max(exact, WORSE_THAN_PLAIN * error)
@@ -188,7 +183,7 @@ class Bench:
             except jax.errors.JaxRuntimeError as error:
                 raise WrongDefaultError(f"the defaults fail at {shape.name}: {_reason(error)}") from error
             # Where the defaults are off by more than this, something is wrong with the kernel.
-            bound = BOUNDS[self.default.dtype]
+            bound = DEVICE_TOLERANCES[self.default.dtype]
             wrong = _wrong(found, [max(one, bound) for one in allowed])
             if wrong is not None:
                 raise WrongDefaultError(f"the defaults are wrong at {shape.name}: {wrong}")

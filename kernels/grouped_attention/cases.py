@@ -41,8 +41,9 @@ class GroupedCase(Case):
         attend = grouped_reference if implementation == REFERENCE else grouped_attention
         # Of a group of keys the last ones are the queries' own.
         t_11NT = jnp.arange(self.N * self.T).reshape(1, 1, self.N, self.T)
-        s_11NS = t_11NT[..., :1] + jnp.arange(self.T - self.S, self.T) if self.groups_of_keys > 1 else (
-            jnp.arange(self.S)[None, None, None])
+        s_11NS = jnp.arange(self.S)[None, None, None]
+        if self.groups_of_keys > 1:
+            s_11NS = t_11NT[..., -1:] - self.S + 1 + s_11NS
         part = attend(inputs["q"], inputs["k"], inputs["v"], t_11NT, s_11NS, _sees)
         # A constant where a query sees nothing.
         return {"y": part.y_BHNTD, "logsumexp": jnp.where(part.logsumexp_BHNT > HIDDEN / 2, part.logsumexp_BHNT, 0)}
@@ -54,11 +55,11 @@ def _sees(t_11T: Array, s_11S: Array) -> Array:
 
 
 def _small(title: str, dtype: str, *, at_once: int, largest: int = 10**6, shared: bool = False) -> GroupedCase:
-    module = "kernels.grouped_attention.api"
+    constants = (("kernels.grouped_attention.api.SCORES_AT_ONCE", dict.fromkeys(("cpu", "gpu"), at_once)),
+                 ("kernels.grouped_attention.api.LARGEST", largest))
     S = 20 if shared else 12
     return GroupedCase(2, 3, 4, 5, S, 4, 1 if shared else 4, dtype=dtype, title=f"{title}, {dtype}",
-                       tolerance=TOLERANCES[dtype], constants=((f"{module}.SCORES_AT_ONCE", {"cpu": at_once}),
-                                                               (f"{module}.LARGEST", largest)))
+                       tolerance=TOLERANCES[dtype], constants=constants)
 
 
 CASES: tuple[Case, ...] = (

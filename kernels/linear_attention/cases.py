@@ -207,7 +207,9 @@ class SuiteCase(LinearAttentionCase):
         return {name: x if name == "y" else x / self.T for name, x in cotangents.items()}
 
 
-def _suite(B: int, T: int, H: int, M: int, D: int, dtype: str, *, state: bool = False, **options: Any) -> SuiteCase:
+def make_suite_case(B: int, T: int, H: int, M: int, D: int, dtype: str, *, state: bool = False,
+                    **options: Any) -> SuiteCase:
+    """Run on the device at hand by both schedules of the kernel."""
     return SuiteCase(B, T, H, M, D, dtype=dtype, state=state, implementations=(PARALLEL, SERIAL), used_by=("suite",),
                      plain="chunked", tolerance=DEVICE_TOLERANCES[dtype], **options)
 
@@ -215,20 +217,22 @@ def _suite(B: int, T: int, H: int, M: int, D: int, dtype: str, *, state: bool = 
 _FORMATS = ("float32", "bfloat16")
 # Lengths beside chunk borders, unequal and odd widths, every option.
 _SUITE = (
-    *(_suite(2, 65, 3, 64, 64, dtype) for dtype in _FORMATS),
-    *(_suite(1, 500, 4, 48, 100, dtype) for dtype in DEVICE_TOLERANCES),
-    *(_suite(2, 1000, 3, 128, 128, dtype) for dtype in _FORMATS),
-    *(_suite(1, 4096, 2, 64, 64, dtype) for dtype in _FORMATS),
+    *(make_suite_case(2, 65, 3, 64, 64, dtype) for dtype in _FORMATS),
+    *(make_suite_case(1, 500, 4, 48, 100, dtype) for dtype in DEVICE_TOLERANCES),
+    *(make_suite_case(2, 1000, 3, 128, 128, dtype) for dtype in _FORMATS),
+    *(make_suite_case(1, 4096, 2, 64, 64, dtype) for dtype in _FORMATS),
     # Where there are fewer heads the parallel schedule has spans of a chunk or few, and hardly scans.
-    *(_suite(4, 1000, 12, 64, 64, dtype, segments=segments) for segments in (False, True) for dtype in _FORMATS),
-    _suite(4, 1000, 12, 128, 128, "bfloat16"),
+    *(make_suite_case(4, 1000, 12, 64, 64, dtype, segments=segments) for segments in (False, True)
+      for dtype in _FORMATS),
+    make_suite_case(4, 1000, 12, 128, 128, "bfloat16"),
     # A first token alone is its own value whatever its query: with a state before it there are gradients to compare.
-    *(_suite(1, 1, 2, 64, 64, dtype, state=True) for dtype in _FORMATS),
-    *(_suite(2, 300, 2, 64, 64, dtype, normalize=False) for dtype in _FORMATS),
-    *(_suite(2, 300, 2, 64, 64, dtype, segments=True) for dtype in _FORMATS),
-    *(_suite(2, 300, 2, 32, 64, dtype, state=True, segments=True) for dtype in _FORMATS),
+    *(make_suite_case(1, 1, 2, 64, 64, dtype, state=True) for dtype in _FORMATS),
+    *(make_suite_case(2, 300, 2, 64, 64, dtype, normalize=False) for dtype in _FORMATS),
+    *(make_suite_case(2, 300, 2, 64, 64, dtype, segments=True) for dtype in _FORMATS),
+    *(make_suite_case(2, 300, 2, 32, 64, dtype, state=True, segments=True) for dtype in _FORMATS),
 )
-_QUICK = tuple(replace(_suite(1, 17, 2, 16, 16, dtype), used_by=("suite-quick",)) for dtype in DEVICE_TOLERANCES)
+_QUICK = tuple(replace(make_suite_case(1, 17, 2, 16, 16, dtype), used_by=("suite-quick",))
+               for dtype in DEVICE_TOLERANCES)
 
 
 def _tuned(B: int, T: int, H: int, width: int) -> LinearAttentionCase:

@@ -82,20 +82,28 @@ class DecodeCase(Case):
         norm = Norm(inputs["scale"], inputs["shift"], EPSILON, jnp.dtype(self.dtype))
         weights = [inputs[f"w{i}"] for i in range(self.count)]
         biases = None if self.transposed else [inputs[f"bias{i}"] for i in range(self.count)]
-        compute, options = projection_decode, {"dtype": jnp.float32}
+        options: dict[str, Any] = {"norm": norm, "onto_BTF": inputs.get("onto"), "transposed": self.transposed}
         if implementation == REFERENCE:
-            compute, options = projection_reference, {}
-        results = compute(inputs["x"], weights, biases, norm=norm, onto_BTF=inputs.get("onto"),
-                          activation=gelu.reference if self.fused else None, transposed=self.transposed, **options)
+            results = projection_reference(inputs["x"], weights, biases, **options,
+                                           activation=gelu.reference if self.fused else None)
+        else:
+            results = projection_decode(inputs["x"], weights, biases, **options, dtype=jnp.float32,
+                                        activation=gelu.gelu if self.fused else None)
         return {f"y{i}": y_BTF for i, y_BTF in enumerate(results)}
 
 
-def _decode(E: int, F: int, count: int, dtype: str, **options: bool) -> DecodeCase:
+def _decode(E: int, F: int, count: int, dtype: str, **options: Any) -> DecodeCase:
     """With few columns a program and a few rows at a time. In bfloat16 norm(x) is rounded to 8 bits, and nothing else
     is before the result."""
     return DecodeCase(E, F, count, dtype=dtype, implementations=("decode",), gradients=False,
                       tolerance={"float32": 1e-6, "bfloat16": 2**-8}[dtype],
                       constants=(("kernels.projection.decode.BLOCK_BYTES", 3 * 8 * 32 * 4),), **options)
+
+
+def _compiled(E: int, F: int, count: int, dtype: str, **options: Any) -> DecodeCase:
+    """Compiled for a GPU, and not run."""
+    return DecodeCase(E, F, count, dtype=dtype, used_by=("gpu-check",), gradients=False, tolerance=2**-8,
+                      gpu_kernels=("projection_decode",), **options)
 
 
 CASES: tuple[Case, ...] = (
@@ -107,4 +115,9 @@ CASES: tuple[Case, ...] = (
     *(_decode(E, F, 3, dtype) for dtype in FORMATS for E, F in ((1, 1), (32, 24), (48, 100), (100, 48))),
     *(_decode(48, 40, 1, dtype, fused=True) for dtype in FORMATS),
     *(_decode(48, 83, 1, dtype, transposed=True) for dtype in FORMATS),
+    # Of the largest GPT-2: queries, keys and values, a hidden layer, the head.
+    _compiled(1600, 1600, 3, "bfloat16"),
+    _compiled(1600, 6400, 1, "bfloat16", fused=True),
+    _compiled(1600, 50_257, 1, "bfloat16", transposed=True),
+    _compiled(1600, 1600, 3, "float32"),
 )

@@ -149,7 +149,7 @@ def test_a_kernel_that_does_not_compile_is_a_row_and_longer_contexts_are_tried(s
     def broken(*_, **__):
         raise ValueError("block of 3\nmore")
 
-    monkeypatch.setattr(attention, "linear_attention", broken)
+    monkeypatch.setattr(attention, "attention", broken)
     rows = [row for rows in attention.measure_apart([CASE, replace(CASE, context=128)], 2) for row in rows]
     assert [row.error for row in rows] == ["ValueError: block of 3"] * 2
 

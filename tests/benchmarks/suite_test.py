@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 from benchmarks import suite
-from kernels.linear_attention.pallas_gpu import plan_of
+from kernels import cases as op_cases
+from kernels.cases import error_of
+from kernels.linear_attention.cases import DEVICE_TOLERANCES, make_suite_case
+from kernels.linear_attention.pallas_gpu import block_width
+from kernels.linear_attention.tuning import plan
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +34,13 @@ def test_steps_leave_files_and_a_summary(tmp_path, capsys):
     out = tmp_path / "out"
     assert suite.main(["--out", str(out), "--minutes", "4", "--quick", "--only", "correctness,utilisation"]) == 0
     *drawn, first, second, third, large = json.loads((out / "correctness.json").read_text())["rows"]
-    assert large["tokens"] * large["heads"] * large["features"] > 2**31
+    call = suite.large_case()
+    assert (large["op"], large["case"]) == (call.op, call.name)
+    assert call.T * call.H * call.M > 2**31
     assert "for a GPU" in large["skipped"]
     assert [(row["dtype"], row["wrong"]) for row in drawn] == [(dtype, []) for dtype in suite.TOKEN_DTYPES]
     rows = first, second, third
-    assert {row["dtype"] for row in rows} == set(suite.BOUNDS)
+    assert {row["dtype"] for row in rows} == set(DEVICE_TOLERANCES)
     for row in rows:
         assert row["wrong"] == []
         assert {"y", "final s", "final z", "dq", "dk", "dv"} == row["errors"].keys()
@@ -60,7 +66,8 @@ def test_what_was_not_tried_is_not_correct(tmp_path, monkeypatch, capsys):
     said = "| correctness: cases of kernel that are wrong, of 0 tried, 6 not tried | – | 0 | not measured |"
     assert said in (tmp_path / "summary.md").read_text()
     contents = json.loads(path.read_text())
-    row = {"implementation": "chunked", "dtype": "float32", "errors": {}, "skipped": None, "wrong": []}
+    row = {"op": "linear_attention", "implementation": "chunked", "dtype": "float32", "bound": 1e-5, "errors": {},
+           "skipped": None, "wrong": []}
     for wrong, met in (([], "not all tried"), (["y: 1"], "no")):
         path.write_text(json.dumps(contents | {"rows": [row, row | {"wrong": wrong}]}))
         suite.write_summary(tmp_path, {})
@@ -95,27 +102,28 @@ def test_interrupted_the_summary_has_the_steps_so_far(tmp_path, monkeypatch, cap
 
 
 def test_sums_that_are_exact_in_the_plain_form_may_be_rounded_in_the_kernel(monkeypatch):
-    def off(case, implementation, *, exact):
+    def off(case, implementation):
         size = {"chunked": 0.0, "pallas_gpu_parallel": 1e-7}.get(implementation, 2e-6)
-        return lambda: {"final z": np.ones(3) + (0 if exact else size)}
+        return lambda: {"final z": np.ones(3) + size}
 
-    monkeypatch.setattr(suite, "outputs_and_gradients", off)
+    monkeypatch.setattr(op_cases, "run", off)
+    monkeypatch.setattr(op_cases, "run_reference", lambda case: {"final z": np.ones(3)})
     monkeypatch.setattr(suite, "device", SimpleNamespace(platform=lambda: "gpu"))
-    parallel, serial = suite.check(suite.Case(1, 17, 1, 16, 16, "bfloat16"))
+    parallel, serial = suite.check(make_suite_case(1, 17, 1, 16, 16, "bfloat16"))
     assert parallel["wrong"] == []
     assert serial["wrong"] == ["final z: 2.0e-06, the plain form 0.0e+00"]
 
 
 def test_a_wrong_kernel_is_found(monkeypatch):
-    def wrong(case, implementation, *, exact):
-        run = right(case, implementation, exact=exact)
-        return lambda: {name: x * (1.1 if name == "dv" and not exact else 1) for name, x in run().items()}
+    def wrong(case, implementation):
+        run = right(case, implementation)
+        return lambda: {name: x * (1.1 if name == "dv" else 1) for name, x in run().items()}
 
-    right = suite.outputs_and_gradients
+    right = op_cases.run
     (case, *_) = suite.cases(quick=True)
     (row,) = suite.check(case)
     assert row["wrong"] == []
-    monkeypatch.setattr(suite, "outputs_and_gradients", wrong)
+    monkeypatch.setattr(op_cases, "run", wrong)
     (row,) = suite.check(case)
     assert row["wrong"] == ["dv: 1.0e-01"]
 
@@ -135,20 +143,25 @@ def test_a_token_is_drawn_and_a_wrong_one_is_found(dtype, monkeypatch):
 def test_both_schedules_are_tried_on_a_gpu_twice_and_against_the_plain_form(monkeypatch):
     runs = []
 
-    def counted(case, implementation, *, exact):
-        run = right(case, implementation, exact=exact)
+    def counted(case, implementation):
+        run = right(case, implementation)
 
-        def once():
+        def count_and_run():
             runs.append(implementation)
-            return {name: x * (1 + 1e-9 * len(runs)) for name, x in run().items()}
+            return {name: x.astype(np.float64) * (1 + 1e-9 * len(runs)) for name, x in run().items()}
 
-        return once
+        return count_and_run
 
-    right = suite.outputs_and_gradients
-    monkeypatch.setattr(suite, "outputs_and_gradients", counted)
+    def counted_reference(case):
+        runs.append("reference")
+        return right_reference(case)
+
+    right, right_reference = op_cases.run, op_cases.run_reference
+    monkeypatch.setattr(op_cases, "run", counted)
+    monkeypatch.setattr(op_cases, "run_reference", counted_reference)
     # The kernel itself is still interpreted.
     monkeypatch.setattr(suite, "device", SimpleNamespace(platform=lambda: "gpu"))
-    rows = suite.check(suite.Case(1, 17, 1, 16, 16, "bfloat16"))
+    rows = suite.check(make_suite_case(1, 17, 1, 16, 16, "bfloat16"))
     assert [row["implementation"] for row in rows] == ["pallas_gpu_parallel", "pallas_gpu_serial"]
     assert sorted(runs) == ["chunked", *["pallas_gpu_parallel"] * 2, *["pallas_gpu_serial"] * 2, "reference"]
     for row in rows:
@@ -211,8 +224,8 @@ def test_the_time_plan_gives_tuning_the_rest_and_another_file_than_the_kernels_t
 
 
 def test_what_is_not_finite_is_an_error():
-    assert suite.error_of(np.array([1.0, np.nan]), np.ones(2)) == float("inf")
-    assert suite.error_of(np.full(2, 1.01), np.ones(2)) == pytest.approx(0.01)
+    assert error_of(np.array([1.0, np.nan]), np.ones(2)) == float("inf")
+    assert error_of(np.full(2, 1.01), np.ones(2)) == pytest.approx(0.01)
 
 
 @pytest.mark.thorough
@@ -261,17 +274,16 @@ def test_the_summary_holds_the_kernel_against_fla_with_its_normaliser_and_withou
 def test_the_parallel_schedule_is_tried_where_it_walks_many_chunks_of_many_spans(dtype, segments, monkeypatch):
     monkeypatch.setattr(suite.device, "kind", lambda: "NVIDIA H200")
     monkeypatch.setattr(suite.device, "cores", lambda: 132)
-    plans = [(case, plan_of(*[jax.ShapeDtypeStruct((case.batch, case.tokens, case.heads, width), case.dtype)
-                              for width in (case.features, case.features, case.head_width)],
-                            schedule="parallel", segments=segments))
+    plans = [(case, plan(case.B, case.T, case.H, block_width(case.M), block_width(case.D), dtype, schedule="parallel",
+                         segments=segments))
              for case in suite.cases(quick=False) if (case.dtype, case.segments) == (dtype, segments)]
-    assert any(plan.span >= 2 * plan.forward.chunk and case.tokens > 2 * plan.span for case, plan in plans)
+    assert any(found.span >= 2 * found.forward.chunk and 2 * found.span < case.T for case, found in plans)
 
 
 def test_the_summary_leaves_out_what_was_skipped_and_shows_what_tuning_gained(tmp_path):
     origin = {"device": "NVIDIA H200", "versions": {"jax": "0"}}
-    row = {"implementation": "pallas_gpu_serial", "dtype": "bfloat16", "errors": {"y": 1e-3}, "wrong": [],
-           "skipped": None}
+    row = {"op": "linear_attention", "implementation": "pallas_gpu_serial", "dtype": "bfloat16", "bound": 5e-3,
+           "errors": {"y": 1e-3}, "wrong": [], "skipped": None}
     (tmp_path / "correctness.json").write_text(json.dumps(
         origin | {"planned": 2, "rows": [row, row | {"errors": {}, "skipped": "too large"}]}))
     both = {"default": 1.0, "best": 0.8}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from kernels import grouped_attention as grouped
+from kernels.grouped_attention import api as grouped
 from kernels.grouped_attention import (
     blocks_of,
     combine,

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kernels.linear_attention import State, decode, linear_attention
-from kernels.linear_attention import recurrent as recurrent_module
+from kernels.linear_attention import State, decode, linear_attention, pick_implementation
 from kernels.linear_attention.decode import decode_step
 from kernels.linear_attention.recurrent import recurrent
 from models import attention
@@ -84,22 +83,21 @@ def test_features_are_made_in_the_kernel_and_have_their_gradients(feature_map, m
         assert error(x, wanted) < 2e-2  # y and gradients are rounded to bfloat16
 
 
-def test_its_gradient_is_that_of_the_plain_form(monkeypatch):
-    """One token may be trained on too."""
-    inputs = make_inputs(2, 2, 16, 24, "float32")
-
-    def gradients(*inputs):
-        def total(q_BTHM, k_BTHM, v_BTHD, state):
-            y_BTHD, state = linear_attention(q_BTHM, k_BTHM, v_BTHD, initial_state=state)
-            return sum(jnp.sum(jnp.sin(x)) for x in (y_BTHD, *state))
-
-        return jax.grad(total, argnums=range(4))(*inputs)
-
-    expected = jax.jit(gradients)(*inputs)
-    monkeypatch.setattr(recurrent_module, "serves", lambda *_: True)
-    actual = jax.jit(lambda *inputs: gradients(*inputs))(*inputs)
-    for x, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert error(x, wanted) < 1e-6
+def test_it_is_picked_for_a_token_on_a_gpu_and_refuses_anything_else_by_name(monkeypatch):
+    q_BTHM, k_BTHM, v_BTHD, _ = make_inputs(1, 2, 16, 16, "float32")
+    monkeypatch.setattr(decode.device, "platform", lambda: "gpu")
+    assert pick_implementation(q_BTHM, k_BTHM, v_BTHD) == "decode"
+    assert pick_implementation(q_BTHM, k_BTHM, v_BTHD, segments=True) == "recurrent"
+    wide = np.ones((1, 1, 2, 1025), np.float32)
+    assert pick_implementation(wide, wide, v_BTHD) == "recurrent"
+    pair = np.ones((1, 2, 2, 16), np.float32)
+    for arguments, options, message in [
+            ((pair, pair, pair), {}, "it takes one token, after those of the state, not 2"),
+            ((q_BTHM, k_BTHM, v_BTHD), {"causal": False}, "it sees the past only"),
+            ((q_BTHM, k_BTHM, v_BTHD), {"segment_ids_BT": np.zeros((1, 1), np.int32)}, "it takes no segments"),
+            ((wide, wide, v_BTHD), {}, "q_BTHM has width 1025; it takes widths up to 1024")]:
+        with pytest.raises(NotImplementedError, match=f"implementation='decode': {message}"):
+            linear_attention(*map(jnp.asarray, arguments), implementation="decode", **options)
 
 
 def test_it_serves_a_token_on_a_gpu(monkeypatch):

@@ -1,4 +1,7 @@
-"""Every form of linear attention is the same function: the definition, in float64, outputs and gradients."""
+"""Linear attention: its reference is the definition, and what its forms do with states, segments and bad input.
+
+That every form is the reference is tested for all ops by ``op_contract_test.py``.
+"""
 
 import functools
 
@@ -8,26 +11,10 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from kernels.linear_attention import EPSILON, IMPLEMENTATIONS, State, linear_attention, pick_implementation
-from tests.kernels.linear_attention_cases import (
-    B,
-    Case,
-    H,
-    assert_close,
-    make_inputs,
-    outputs_and_gradients,
-    reference,
-)
-
-FORMS = sorted(name for name in IMPLEMENTATIONS
-               if name not in ("reference", "parallel") and not name.startswith("pallas_gpu"))
-
-# RMS(error) / RMS(reference). Sums of some 200 terms of one sign: a few units in the last place, and the gradients of
-# the normalised form are differences of such sums, ten times smaller than what is subtracted.
-TOLERANCE = {"float64": 1e-13, "float32": 3e-6}
-# One rounding to 8 bits is 2⁻⁹/√3 = 1.1e-3 RMS. Scores, states and results are rounded once each, and the gradient of
-# a query is a difference of such terms, some times smaller than they are.
-BFLOAT16_TOLERANCE = 8e-3
+from kernels import cases
+from kernels.linear_attention import EPSILON, State, linear_attention, pick_implementation
+from kernels.linear_attention.cases import CASES, PLAIN_FORMS, PLAIN_TOLERANCES, UNMASKED_FORMS, LinearAttentionCase
+from tests.kernels.linear_attention_cases import B, Case, make_inputs
 
 
 # Without bfloat16 of segments in both directions: gradients there meet operands of bfloat16, and are rounded as those.
@@ -53,28 +40,15 @@ def test_no_product_with_a_state_is_left_to_round_its_operands(form, causal, seg
     assert [line for line in wide if "precision = [HIGHEST, HIGHEST]" not in line] == []
 
 
-CASES = {
-    "one token": Case(T=1),
-    "one more than a chunk": Case(T=65, chunk_size=64),
-    "several chunks": Case(T=200),
-    "chunks of one": Case(T=9, chunk_size=1, segments=True),
-    "chunk longer than the sequence": Case(T=63, chunk_size=100, normalize=False),
-    "segments": Case(T=200, M=4, D=3, segments=True),
-    "segments, not normalised": Case(T=31, M=3, D=4, chunk_size=8, normalize=False, segments=True, state=False),
-    "both directions, not normalised": Case(T=63, chunk_size=16, causal=False, normalize=False, state=False),
-    "both directions, segments": Case(T=65, chunk_size=16, causal=False, segments=True),
-}
-SEES_PAST_ONLY = ("cumsum", "recurrent")
-
-
-def definition(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def definition(case: LinearAttentionCase) -> dict[str, np.ndarray]:
     """A loop over pairs of tokens in NumPy, with segments as the design words them."""
-    (q, k, v), state, segments = make_inputs(case)
-    if state is None:
-        state = State(np.zeros((B, H, case.M, case.D)), np.zeros((B, H, case.M)))
+    inputs = case.make_inputs()
+    q, k, v, ids_BT = inputs["q"], inputs["k"], inputs["v"], inputs.get("segment_ids")
+    B, T, H, M, D = case.B, case.T, case.H, case.M, case.D
+    state = State(inputs.get("s", np.zeros((B, H, M, D))), inputs.get("z", np.zeros((B, H, M))))
     y, s_end, z_end = np.zeros(v.shape), np.zeros_like(state.s_BHMD), np.zeros_like(state.z_BHM)
     for b in range(B):
-        ids = np.zeros(case.T, int) if segments is None else segments[b]
+        ids = np.zeros(T, int) if ids_BT is None else ids_BT[b]
         valid = np.flatnonzero(ids >= 0)
         run_of, run = {}, 0
         for place, t in enumerate(valid):
@@ -89,45 +63,26 @@ def definition(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         last = [t for t in valid if run_of[t] == run]
         s_end[b] = np.einsum("jhm,jhd->hmd", k[b, last], v[b, last]) + (state.s_BHMD[b] if run == 0 else 0)
         z_end[b] = k[b, last].sum(axis=0) + (state.z_BHM[b] if run == 0 else 0)
-    return y, s_end, z_end
+    return {"y": y, "final s": s_end, "final z": z_end}
 
 
-@pytest.mark.parametrize("name", ["segments", "both directions, segments", "one more than a chunk",
-                                  "segments, not normalised"])
-def test_the_reference_is_the_definition(name):
-    expected = dict(zip("ysz", definition(CASES[name]), strict=True))
-    assert_close({key: reference(CASES[name])[key] for key in "ysz"}, expected, TOLERANCE["float64"])
+@pytest.mark.parametrize("title", ["segments", "both directions, segments", "one more than a chunk",
+                                   "segments, not normalised"])
+def test_the_reference_is_the_definition(title):
+    (case,) = (case for case in CASES if case.title == f"{title}, float64")
+    assert isinstance(case, LinearAttentionCase)
+    found = cases.run_reference(case)
+    for name, x in definition(case).items():
+        assert cases.error_of(found[name], x) < PLAIN_TOLERANCES["float64"], name
 
 
-@pytest.mark.parametrize("implementation", FORMS)
-@pytest.mark.parametrize("name", CASES)
-def test_outputs_and_gradients_in_float64(name, implementation):
-    case = CASES[name]
-    if not case.causal and implementation in SEES_PAST_ONLY:
-        pytest.skip("sees the past only")
-    with jax.enable_x64(True):
-        assert_close(outputs_and_gradients(case, implementation, *make_inputs(case)), reference(case),
-                     TOLERANCE["float64"])
+def test_states_are_float32_whatever_goes_in():
+    (case,) = (case for case in CASES if case.title == "several chunks, bfloat16")
+    dtypes = {name: x.dtype for name, x in cases.output_shapes(case).items()}
+    assert dtypes == {"y": "bfloat16", "final s": "float32", "final z": "float32"}
 
 
-@pytest.mark.parametrize("implementation", ["reference", *FORMS, None])
-def test_outputs_and_gradients_in_float32(implementation):
-    case = CASES["several chunks"]
-    actual = outputs_and_gradients(case, implementation, *make_inputs(case, "float32"))
-    assert {x.dtype for x in actual.values()} == {np.dtype("float32")}
-    assert_close(actual, reference(case, "float32"), TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize("implementation", ["reference", *FORMS])
-def test_bfloat16_keeps_states_in_float32(implementation):
-    case = CASES["several chunks"]
-    actual = outputs_and_gradients(case, implementation, *make_inputs(case, "bfloat16"))
-    for name, array in actual.items():
-        assert array.dtype == ("bfloat16" if name in ("y", "dq", "dk", "dv") else "float32"), name
-    assert_close(actual, reference(case, "bfloat16"), BFLOAT16_TOLERANCE)
-
-
-@pytest.mark.parametrize("implementation", ["reference", *FORMS])
+@pytest.mark.parametrize("implementation", ["reference", *PLAIN_FORMS])
 @pytest.mark.parametrize("segments", [False, True])
 def test_a_sequence_resumed_from_its_state_is_the_unsplit_one(implementation, segments):
     case = Case(T=40, chunk_size=8, segments=segments)
@@ -158,10 +113,10 @@ def test_a_sequence_resumed_from_its_state_is_the_unsplit_one(implementation, se
         np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("implementation", ["reference", *FORMS])
+@pytest.mark.parametrize("implementation", ["reference", *PLAIN_FORMS])
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_segments_are_the_segments_one_by_one(implementation, causal):
-    if not causal and implementation in SEES_PAST_ONLY:
+    if not causal and implementation not in ("reference", *UNMASKED_FORMS):
         pytest.skip("sees the past only")
     length, gap, count = 13, 2, 3
     case = Case(T=count * (gap + length))
@@ -231,9 +186,9 @@ class TestBadInput:
         with pytest.raises(TypeError, match="k_BTHM is int32; expected floating point"):
             self.call(k_BTHM=jnp.ones((2, 8, 3, 4), jnp.int32))
 
-    @pytest.mark.parametrize("implementation", SEES_PAST_ONLY)
+    @pytest.mark.parametrize("implementation", ["cumsum", "recurrent"])
     def test_a_recurrence_cannot_look_ahead(self, implementation):
-        with pytest.raises(NotImplementedError, match=f"'{implementation}' sees the past only"):
+        with pytest.raises(NotImplementedError, match=f"'{implementation}': it sees the past only"):
             self.call(implementation=implementation, causal=False)
 
     def call(self, **changes):

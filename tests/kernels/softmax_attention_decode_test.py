@@ -7,7 +7,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from kernels.softmax_attention import cached_attention
+from kernels.softmax_attention import api, cached_attention
 from kernels.softmax_attention import decode as kernel
 from kernels.softmax_attention.decode import pick_splits, softmax_decode
 
@@ -156,7 +156,7 @@ def test_what_it_cannot_do(change, splits, message, monkeypatch):
 
 def test_on_a_gpu_one_token_takes_these_kernels_and_more_the_plain_form(monkeypatch):
     monkeypatch.setattr(kernel.device, "platform", lambda: "gpu")
-    monkeypatch.setattr("kernels.softmax_attention.api.softmax_decode", lambda q_BTHD, *_: q_BTHD)
+    monkeypatch.setitem(api.CACHED_IMPLEMENTATIONS, "decode", lambda q_BTHD, *_: q_BTHD)
     q, k, v = map(jnp.asarray, make_inputs(1, 64, 8))
     position = jnp.array([5], jnp.int32)
     pair = jnp.concatenate([q, q], axis=1)

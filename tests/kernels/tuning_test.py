@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from kernels.linear_attention import tuning
 from kernels.linear_attention.pallas_gpu import CHUNKS, WIDTHS
-from kernels.linear_attention.tuning import LONG, Plan, Row, Tiles, plan, row_for, rows
+from kernels.linear_attention.tuning import LONG, Plan, Row, Tiles, kernel_chunk_sizes, plan, row_for, rows
 
 POWERS = (16, 32, 64, 128, 256)
 DTYPES = ("float32", "bfloat16")
@@ -96,7 +96,9 @@ def test_a_plan_covers_every_token(cores):
     with tracing_for(cores=cores):
         for tokens, sequences, M, D, dtype, chunk_size, schedule in itertools.product(
                 lengths, (1, 12, 4096), (16, 256), (16, 64), DTYPES, (None, 16, 256), (None, "serial", "parallel")):
-            found = plan(sequences, tokens, 1, M, D, dtype, chunk_size, schedule)
+            chunk_sizes = kernel_chunk_sizes(tokens, M, D, dtype, chunk_size)
+            found = plan(sequences, tokens, 1, M, D, dtype, chunk_sizes, schedule)
+            assert (found.forward.chunk, found.backward.chunk) == chunk_sizes
             assert_covers(found, tokens)
             assert schedule in (None, found.schedule)
             if chunk_size is not None and chunk_size <= tokens:
