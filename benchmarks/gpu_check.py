@@ -3,8 +3,9 @@
     make gpu-check                                              in the environments of two versions of jax
     .venv-gpu/VERSION/bin/python -m benchmarks.gpu_check --only "T8192 "    in one, the cases with that in their name
 
-Prints registers, spilled bytes, shared memory and warps of each of our kernels. Fails where one spills registers, has
-its wgmma instructions serialised, wants more shared memory than a block may have, or cannot be compiled at all. Of the
+Prints registers, spilled bytes, shared memory and warps of each of our kernels, and how many launches draw a token.
+Fails where a kernel spills registers, has its wgmma instructions serialised, wants more shared memory than a block may
+have, or cannot be compiled at all, and where a token takes more launches than it did. Of the
 kernels that XLA writes itself those that spill or serialise are listed, and do not fail.
 """
 
@@ -38,6 +39,8 @@ LINEAR, SOFTMAX, PROJECTION = "linear_attention_", "softmax_decode_", "projectio
 """How the names of the kernels begin that steps and tokens are made of."""
 RECIPE = ROOT / "configs" / "gpt2_124m.py"
 VOCABULARY = 50_257
+CONTROL = ("kSequential", "kWhile", "kConditional")
+"""What XLA lists beside launches: it holds them."""
 HEADINGS = ("case", "kernel", "registers", "spilled bytes", "shared bytes", "warps", "")
 
 
@@ -48,6 +51,9 @@ class Token(NamedTuple):
     B: int = 1
     modes: tuple[str, ...] = ("chunked", "softmax")
     dtype: str = "bfloat16"
+    most_launches: int | None = None
+    """As many as the compiled program has had, in the version of jax that takes more: a launch costs a microsecond or
+    two, which is what decoding with little batch is made of."""
 
     @property
     def name(self) -> str:
@@ -114,6 +120,16 @@ class Case(NamedTuple):
     lower: Callable[[], jax.stages.Lowered]
     ours: tuple[str, ...]
     """How the names of our kernels begin that have to be in it."""
+    most_launches: int | None = None
+    """Its launches are counted, and may not be more."""
+
+
+class Program(NamedTuple):
+    """What a dump says of a compiled program."""
+
+    kernels: list[Kernel]
+    launches: int
+    """Kernels, copies and library calls that a run starts; those in a loop count once."""
 
 
 def read_assembler(text: str) -> list[Kernel]:
@@ -150,19 +166,23 @@ def read_launches(text: str) -> dict[str, tuple[int, int]]:
     return launches
 
 
-def inspect(dump: Path, architecture: str) -> list[Kernel]:
-    """The kernels of a compiled program, from its dump.
+def count_launches(text: str) -> int:
+    """Kernels, copies and library calls in XLA's list of launches; those in a loop count once."""
+    return sum(kind not in CONTROL for kind in re.findall(r"^\s*\d+: (k\w+)", text, re.MULTILINE))
+
+
+def inspect(dump: Path, architecture: str) -> Program:
+    """A compiled program, from its dump.
 
     Raises:
         RuntimeError: the assembler cannot be run, or refuses a kernel.
     """
-    launches: dict[str, tuple[int, int]] = {}
-    for path in dump.glob("*thunk_sequence.txt"):
-        launches |= read_launches(path.read_text())
+    text = "\n".join(path.read_text() for path in dump.glob("*thunk_sequence.txt"))
+    launches = read_launches(text)
     # Constants have a file of their own.
     paths = [str(path) for path in sorted(dump.glob("*.ptx")) if ".entry" in path.read_text()]
     if not paths:
-        return []
+        return Program([], count_launches(text))
     # All in one go: a kernel takes less time than the assembler's start.
     command = [f"{cuda_folder()}/bin/ptxas", "-v", f"-arch={architecture}", *paths, "-o", "/dev/null"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -172,7 +192,7 @@ def inspect(dump: Path, architecture: str) -> list[Kernel]:
     for kernel in read_assembler(ended.stdout + ended.stderr):
         threads, shared = launches.get(kernel.name, (None, 0))
         kernels.append(replace(kernel, threads=threads, shared_bytes=kernel.shared_bytes + shared))
-    return kernels
+    return Program(kernels, count_launches(text))
 
 
 def cases(target: Target) -> Iterator[Case]:
@@ -184,7 +204,8 @@ def cases(target: Target) -> Iterator[Case]:
     for name, (case, computed) in found.items():
         yield Case(name, functools.partial(lower_op, target, case, computed), case.gpu_kernels)
     for token in TOKENS:
-        yield Case(token.name, lambda token=token: lower_token(target, token), token.ours)
+        yield Case(token.name, lambda token=token: lower_token(target, token), token.ours,
+                   token.most_launches)
     causal = [mode for mode, module in attention.modes().items() if module.Attention.causal]
     forms = [mode for mode in causal if not any(form.startswith(f"{mode}:") for form in STEP_FORMS)]
     for form in [*forms, *STEP_FORMS]:
@@ -264,18 +285,20 @@ def lower_encoder(target: Target, mode: str) -> jax.stages.Lowered:
     return target.lower(jax.grad(loss), state, *(jax.ShapeDtypeStruct((8, 4096), dtype) for dtype in (jnp.int32, bool)))
 
 
-def check(case: Case, target: Target) -> tuple[list[Kernel], list[str]]:
-    """The kernels of a case, and what is wrong with it beside them."""
+def check(case: Case, target: Target) -> tuple[Program, list[str]]:
+    """The program of a case, and what is wrong with it beside its kernels."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             target.compile(case.lower(), Path(folder))
-            kernels = inspect(Path(folder), target.architecture)
+            program = inspect(Path(folder), target.architecture)
         except (RuntimeError, NotImplementedError, ValueError) as error:
-            return [], [f"cannot be compiled: {str(error).strip().partition(chr(10))[0]}"]
-    if not kernels:
-        return kernels, ["there is no kernel in it"]
-    return kernels, [f"there is no kernel of ours, {prefix}…, in it" for prefix in case.ours
-                     if not any(kernel.name.startswith(prefix) for kernel in kernels)]
+            return Program([], 0), [f"cannot be compiled: {str(error).strip().partition(chr(10))[0]}"]
+    if not program.kernels:
+        return program, ["there is no kernel in it"]
+    problems = [] if case.most_launches is None or program.launches <= case.most_launches else [
+        f"has {program.launches} launches, more than {case.most_launches}"]
+    return program, problems + [f"there is no kernel of ours, {prefix}…, in it" for prefix in case.ours
+                     if not any(kernel.name.startswith(prefix) for kernel in program.kernels)]
 
 
 def rows(case: str, kernels: Sequence[Kernel], shared_limit: int) -> Iterator[list[str]]:
@@ -316,10 +339,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(chosen: Sequence[Case], target: Target) -> int:
     """Compiles, prints both tables and, as a last line, the verdict; returns the exit code."""
-    lines, others, failures, compiled, own = [], [], [], 0, 0
+    lines, others, counted, failures, compiled, own = [], [], [], [], 0, 0
     for n, case in enumerate(chosen, 1):
         print(f"jax {jax.__version__}: {n}/{len(chosen)} {case.name} …", file=sys.stderr)
-        kernels, problems = check(case, target)
+        program, problems = check(case, target)
+        kernels = program.kernels
+        if case.most_launches is not None:
+            counted.append([case.name, str(program.launches), str(case.most_launches)])
         failures += [f"{case.name}: {problem}" for problem in problems]
         compiled, own = compiled + len(kernels), own + sum(kernel.ours for kernel in kernels)
         for line in rows(case.name, kernels, target.shared_bytes):
@@ -333,6 +359,8 @@ def run(chosen: Sequence[Case], target: Target) -> int:
         print(report.table(HEADINGS, lines))
         if others:
             print(f"\nThe compiler's own that spill or serialise; they do not count\n{report.table(HEADINGS, others)}")
+        if counted:
+            print(f"\nLaunches of a drawn token\n{report.table(('case', 'launches', 'at most'), counted)}")
         print(flush=True)
     for failure in failures:
         print(f"gpu-check: jax {jax.__version__}: {failure}", file=sys.stderr)

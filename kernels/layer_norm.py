@@ -54,8 +54,8 @@ def _backward(epsilon, dtype, saved, dy_BTE):
     E, dy = x_BTE.shape[2], dy_BTE.astype(mean.dtype)
     normal = (x_BTE.astype(mean.dtype) - mean) * rate
     product = dy * normal
-    along, level = _weighted_sum(product, scale_E) / E, _weighted_sum(dy, scale_E) / E
-    dx = rate * (dy * scale_E[None, None] - level - normal * along)
+    along, mean_dnormal = _weighted_sum(product, scale_E) / E, _weighted_sum(dy, scale_E) / E
+    dx = rate * (dy * scale_E[None, None] - mean_dnormal - normal * along)
     dscale, dbias = product.sum(axis=(0, 1)), dy.sum(axis=(0, 1))
     return dx.astype(x_BTE.dtype), dscale.astype(scale_E.dtype), dbias.astype(bias_E.dtype)
 

@@ -5,7 +5,6 @@ Segments reach the forms as runs (``kernels/segments.py``).
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -25,9 +24,9 @@ class State(NamedTuple):
     """Sum of φ(k)."""
 
 
-def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
+def sum_dtype(*arrays: Any) -> jnp.dtype:
     """Number format of states and sums: float32, or float64 where the inputs are."""
-    return jnp.promote_types(jnp.float32, jnp.result_type(*arrays))
+    return jnp.promote_types(jnp.float32, jnp.result_type(*(array.dtype for array in arrays)))
 
 
 def zero_state(batch: int, heads: int, features: int, head_width: int, dtype: Any = jnp.float32) -> State:

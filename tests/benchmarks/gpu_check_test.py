@@ -77,6 +77,22 @@ def test_reads_threads_and_shared_memory_of_launches():
     assert launches == {"loop_pad_fusion_3": (128, 0), "linear_attention_dq": (256, 118784)}
 
 
+def test_counts_kernels_and_copies_and_not_the_loop_around_them():
+    loop = "040: kWhile        [prev=039 (2) | sink         ] kWhile\n  001: kGemm        [source] kGemm\n"
+    assert gpu_check.count_launches(LAUNCHES) == 3
+    assert gpu_check.count_launches(LAUNCHES + loop) == 4
+
+
+@pytest.mark.parametrize(("most", "code"), [(3, 0), (2, 1)])
+def test_more_launches_than_there_were_fail(most, code, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "inspect", lambda *_: gpu_check.Program(gpu_check.read_assembler(CLEAN), 3))
+    case = gpu_check.Case("a token", lambda: "lowered", ("linear_attention_",), most)
+    assert gpu_check.run([case], _Target()) == code
+    printed = capsys.readouterr()
+    assert "Launches of a drawn token\ncase " in printed.out
+    assert ("a token: has 3 launches, more than 2" in printed.err) == bool(code)
+
+
 @pytest.mark.parametrize(("kernel", "faults"), [
     (gpu_check.Kernel("linear_attention_dk", 255, 0, LIMIT), []),
     (gpu_check.Kernel("linear_attention_dk", 255, 24, 0), ["spills registers, 24 bytes"]),
@@ -105,7 +121,7 @@ class _Target(target.Target):
     ("", 1, "a case: there is no kernel in it"),
 ])
 def test_fails_on_faults_of_ours_alone(kernels, code, said, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_check, "inspect", lambda *_: gpu_check.read_assembler(kernels))
+    monkeypatch.setattr(gpu_check, "inspect", lambda *_: gpu_check.Program(gpu_check.read_assembler(kernels), 3))
     assert gpu_check.run([gpu_check.Case("a case", lambda: "lowered", ("linear_attention_",))], _Target()) == code
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
@@ -248,7 +264,7 @@ def test_a_kernel_with_too_few_warps_fails_the_check(python):
                            text=True)
     assert ended.returncode == 1, ended.stderr
     assert "spills registers" in ended.stdout
-    assert ": B8 T1024 H8 M64 D64 bfloat16: linear_attention_" in ended.stderr
+    assert ": linear_attention B8 T1024 H8 M64 D64 bfloat16: linear_attention_" in ended.stderr
 
 
 @pytest.mark.thorough

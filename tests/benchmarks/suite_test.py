@@ -271,7 +271,7 @@ def test_the_summary_holds_the_kernel_against_fla_with_its_normaliser_and_withou
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("segments", [False, True])
-def test_the_parallel_schedule_is_tried_where_it_walks_many_chunks_of_many_spans(dtype, segments, monkeypatch):
+def test_the_parallel_schedule_is_tried_where_it_scans_many_chunks_of_many_spans(dtype, segments, monkeypatch):
     monkeypatch.setattr(suite.device, "kind", lambda: "NVIDIA H200")
     monkeypatch.setattr(suite.device, "cores", lambda: 132)
     plans = [(case, plan(case.B, case.T, case.H, block_width(case.M), block_width(case.D), dtype, schedule="parallel",
