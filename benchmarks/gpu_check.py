@@ -68,10 +68,10 @@ class Token(NamedTuple):
 
 
 TOKENS = (
-    *(Token(recipe) for recipe in ("gpt2_124m", "gpt2_355m", "gpt2_774m", "gpt2_1558m")),
-    Token("gpt2_124m", B=32),
-    Token("gpt2_1558m", dtype="float32"),
-    Token("gpt2_124m", modes=("performer",)),
+    *(Token(recipe, most_launches=22) for recipe in ("gpt2_124m", "gpt2_355m", "gpt2_774m", "gpt2_1558m")),
+    Token("gpt2_124m", B=32, most_launches=39),
+    Token("gpt2_1558m", dtype="float32", most_launches=22),
+    Token("gpt2_124m", modes=("performer",), most_launches=15),
 )
 STEP_FORMS = ("chunked:chunked", "chunked:pallas_gpu")
 """Forms whose training step is compiled beside that of each mode."""
