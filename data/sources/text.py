@@ -24,6 +24,7 @@ _LOOKED_AT = 8192
 
 
 def open_stdlib(selection: Selection) -> Source:
+    """The source files of the Python that runs, of which every machine has some 20 MB."""
     root = Path(sysconfig.get_paths()["stdlib"])
     # Tests are left out because many distributions ship none; the rest is code made for one machine.
     skip = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
