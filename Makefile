@@ -1,11 +1,9 @@
 # Nothing but `make`, `bash`, a network path to the package index and some Python is needed on the machine.
 
-# A virtual environment that is active, and settings of uv that choose a Python, a target or versions, do not count
-# here; those that say how the package index is reached do.
-unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME PYTHONPATH
-unexport $(filter-out UV_INDEX UV_INDEX_% UV_DEFAULT_INDEX UV_EXTRA_INDEX_URL UV_FIND_LINKS UV_HTTP_% UV_NATIVE_TLS \
-	UV_SYSTEM_CERTS UV_INSECURE_HOST UV_KEYRING_PROVIDER UV_PYTHON_INSTALL_MIRROR UV_CACHE_DIR UV_LINK_MODE \
-	UV_CONCURRENT_%,$(filter UV_%,$(.VARIABLES)))
+# A virtual environment that is active, and settings of uv that choose a Python or versions, do not count here; those
+# that say how the package index is reached do.
+unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME PYTHONPATH \
+	UV_PYTHON UV_SYSTEM_PYTHON UV_BREAK_SYSTEM_PACKAGES UV_RESOLUTION UV_PRERELEASE UV_EXCLUDE_NEWER UV_TORCH_BACKEND
 
 # CUDA may also be an environment variable that means something else (a folder): only 0 and 1 count.
 ifeq ($(origin CUDA),command line)
@@ -17,20 +15,26 @@ cuda := $(filter 0 1,$(CUDA))
 
 python := .venv/bin/python
 venv := .venv/.complete
+cpu_build := --require-hashes --requirement requirements.lock
+cuda_build := --requirement requirements.lock --requirement pyproject.toml --extra cuda
 
-.PHONY: help setup test test-thorough lint gpu-check quickstart lock clean always
-.DELETE_ON_ERROR:
+.PHONY: help setup check test-fast test test-thorough lint gpu-check quickstart lock clean always
 
 help:  ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
 setup:  ## build .venv from requirements.lock; with CUDA=1 the GPU build of jax
-	@bash scripts/setup.sh $(or $(cuda),0)
+	@$(MAKE) --no-print-directory $(venv) CUDA=$(or $(cuda),0)
 	@echo 'Set up. To use it: . .venv/bin/activate'
 
-# The stamp is written last, so that an interrupted set-up is not taken for a whole one.
-$(venv): requirements.lock pyproject.toml $(if $(cuda),always)
-	@bash scripts/setup.sh $(cuda)
+# Where nothing is said about CUDA, it stays as it was. The file holds the arguments of the build.
+$(venv): requirements.lock $(if $(cuda),always)
+	@if [ '$(cuda)' = 1 ] || { [ -z '$(cuda)' ] && grep -qs -e '--extra cuda' $@; }; then \
+		bash scripts/environment.sh .venv $(cuda_build); \
+	else \
+		bash scripts/environment.sh .venv $(cpu_build) && if nvidia-smi -L >/dev/null 2>&1; then \
+			echo 'There is an NVIDIA GPU here, and this is the CPU build of jax: `make setup CUDA=1` installs the GPU build.'; fi; \
+	fi
 
 quickstart: $(venv)  ## train softmax and chunked, draw both on one page, sample from each; goes on where it was
 	$(python) train.py configs/quickstart.py --attention softmax --run-dir runs/quickstart-softmax
@@ -42,6 +46,13 @@ quickstart: $(venv)  ## train softmax and chunked, draw both on one page, sample
 
 pytest := $(python) -m pytest -n logical --maxprocesses 4 --dist worksteal
 
+# The type checker keeps one core busy, the tests the other.
+check: $(venv)  ## lint and the fast tests, for the edit loop: under a minute on 2 cores
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint test-fast
+
+test-fast: $(venv)
+	$(python) -m pytest -q -m fast
+
 test: $(venv)  ## run the tests, without the longest: some 5 minutes on 2 cores
 	$(pytest) -m 'not thorough'
 
@@ -50,18 +61,19 @@ test-thorough: $(venv)  ## run the others, such as whole runs and commands: some
 
 # pyright comes whole in its wheel and runs on the node of another wheel; without the first setting it asks an index
 # on the internet for newer versions.
-lint: $(venv)  ## ruff and pyright
+lint: $(venv)  ## ruff, import-linter and pyright
 	$(python) -m ruff check .
+	.venv/bin/lint-imports --no-cache
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(python) -m pyright
 
 gpu-check:  ## compile kernels and training steps for an H200, without one: some 10 minutes on 2 cores, 3 GB of disk
 	@bash scripts/gpu_check.sh
 
 lock:  ## make requirements.lock again, after a change of the dependencies in pyproject.toml
-	uv=$$(bash scripts/find_uv.sh) && "$$uv" pip compile --quiet --universal --python-version 3.12 --extra dev \
+	bash scripts/uv.sh pip compile --quiet --universal --python-version 3.12 --extra dev \
 		--generate-hashes --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" \
 		pyproject.toml --output-file requirements.lock
 
 clean:  ## remove .venv, .venv-gpu, the uv of the project and caches, never runs/
-	rm -rf .venv .venv-gpu .uv .pytest_cache .ruff_cache build dist lineargpt.egg-info
+	rm -rf .venv .venv.new .venv-gpu .uv .pytest_cache .ruff_cache build dist lineargpt.egg-info
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

@@ -1,25 +1,28 @@
-# Sourced in the project's folder by what builds a virtual environment: sets `uv` and the package index, and has
-# `make_environment FOLDER`, which builds an empty one.
+#!/usr/bin/env bash
+# Makes FOLDER a virtual environment that holds what `uv pip install` installs for the other arguments. It is built
+# beside FOLDER and renamed, so that FOLDER is whole or as it was; it works on where the project is moved or copied to.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+folder=$1
+shift
 
-uv=$(bash scripts/find_uv.sh)
-# Where Python may not write bytecode (PYTHONDONTWRITEBYTECODE), each start would compile all of jax and flax: 3 s.
-export UV_COMPILE_BYTECODE=1
-# uv does not read pip's settings, and behind a mirror the address of the index often stands only there.
-if [[ -z ${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-} ]]; then
-    index=${PIP_INDEX_URL:-$(python3 -m pip config get global.index-url 2>/dev/null || true)}
-    if [[ -n $index ]]; then export UV_DEFAULT_INDEX=$index; fi
+# `make test` and `make quickstart` may be started at the same time; the second one waits.
+mkdir -p .uv
+exec 9>.uv/lock
+flock 9
+
+wanted="$* $(cksum < requirements.lock)"
+if [[ $(cat "$folder/.complete" 2>/dev/null) == "$wanted" ]] && "$folder/bin/python" -c "" 2>/dev/null; then
+    touch "$folder/.complete"
+    exit
 fi
-
-make_environment() {
-    rm -rf "$1"
-    local python
-    if python=$(bash scripts/find_python.sh); then
-        "$uv" venv --quiet --no-project --python "$python" "$1"
-    else
-        echo "No Python 3.12 or 3.13 on PATH or under pyenv: uv downloads 3.12" >&2
-        if ! "$uv" venv --quiet --no-project --managed-python --python 3.12 "$1"; then
-            echo "uv could not download it: install Python 3.12 or 3.13, then run \`make setup\` again." >&2
-            exit 1
-        fi
-    fi
-}
+bash scripts/uv.sh venv --quiet --no-project --relocatable --clear --python '>=3.12,<3.14' "$folder.new"
+# Where Python may not write bytecode (PYTHONDONTWRITEBYTECODE), each start would compile all of jax and flax: 3 s.
+UV_COMPILE_BYTECODE=1 bash scripts/uv.sh pip install --python "$folder.new/bin/python" "$@"
+# Our own modules, from any working directory.
+for site_packages in "$folder.new"/lib/python3.*/site-packages; do
+    realpath --relative-to="$site_packages" . > "$site_packages/lineargpt.pth"
+done
+echo "$wanted" > "$folder.new/.complete"
+rm -rf "$folder"
+mv "$folder.new" "$folder"

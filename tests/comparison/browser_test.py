@@ -196,7 +196,7 @@ def chromium(tmp_path_factory) -> Iterator[Browser]:
     """One process for all tests."""
     command = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if command is None:
-        pytest.skip("there is no Chromium here: scripts/browser.sh installs it")
+        pytest.skip("there is no Chromium here: apt-get install chromium")
     browser = Browser(command, tmp_path_factory.mktemp("profile"))
     yield browser
     browser.close()
