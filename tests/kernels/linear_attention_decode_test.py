@@ -13,6 +13,8 @@ from models import attention
 from models.attention import linear
 from models.attention.feature_maps import ELEMENTWISE
 
+pytestmark = pytest.mark.gpu
+
 # RMS(error) / RMS(reference): both sum in float32, and round y to the values' format.
 TOLERANCES = {"float32": 1e-6, "bfloat16": 2**-8}
 

@@ -25,6 +25,8 @@ from tests.kernels.linear_attention_cases import (
     reference,
 )
 
+pytestmark = pytest.mark.gpu
+
 SERIAL, PARALLEL = SCHEDULES = ("pallas_gpu_serial", "pallas_gpu_parallel")
 
 # RMS(error) / RMS(reference): sums of up to some thousand terms, and differences of such sums.

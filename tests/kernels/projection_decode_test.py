@@ -11,6 +11,8 @@ from kernels.projection import api as projection
 from kernels.projection import decode as projection_decode
 from kernels.projection import project_each, unembed
 
+pytestmark = pytest.mark.gpu
+
 EPSILON = 1e-5
 # RMS(error) / RMS(reference). In bfloat16 the products' inputs are rounded to 8 bits, and
 # nothing else is before the result.

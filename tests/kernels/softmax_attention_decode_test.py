@@ -11,6 +11,8 @@ from kernels.softmax_attention import api, cached_attention
 from kernels.softmax_attention import decode as kernel
 from kernels.softmax_attention.decode import pick_splits, softmax_decode
 
+pytestmark = pytest.mark.gpu
+
 BLOCK = 16
 # RMS(error) / RMS(reference): rounding of some hundred sums and exponentials, and nothing else.
 FLOAT32_TOLERANCE = 2e-6
