@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from support.errors import ConfigError
+from support.errors import BenchmarkError, ConfigError
 
 if TYPE_CHECKING:
     from configs.schema import Config
 
 
-class PeerError(RuntimeError):
+class PeerError(BenchmarkError):
     """The peer cannot be timed; the message says why."""
 
 

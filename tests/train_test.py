@@ -193,8 +193,8 @@ def test_every_mode_trains_as_it_is(recipe, tmp_path):
 
 
 def test_blocks_are_no_longer_than_the_sequence(recipe, capsys):
-    config, _ = train.parse([str(recipe), "--attention", "bigbird,longformer", "--model.modes.bigbird.block-size",
-                             "1000"])
+    config = train.parse([str(recipe), "--attention", "bigbird,longformer", "--model.modes.bigbird.block-size",
+                          "1000"]).config
     modes: dict[str, Any] = config.model.modes
     assert (modes["bigbird"].block_size, modes["longformer"].window) == (32, 32)
     assert "note: model.modes.bigbird.block_size is 32, not 1000: the sequence is no longer" in capsys.readouterr().err
@@ -604,16 +604,16 @@ def test_a_mixed_stack_trains_checkpoints_resumes_samples_and_is_in_the_report(r
 @pytest.mark.parametrize(("size", "rate"), [("124m", 6e-4), ("355m", 3e-4), ("774m", 2.5e-4), ("1558m", 2e-4)])
 def test_an_update_of_the_gpt2_recipes_is_as_many_tokens_at_every_context(size, rate):
     for context in (1024, 8192, 65_536):
-        config, _ = train.parse([f"{tiny.ROOT}/configs/gpt2_{size}.py", "--model.context", str(context)])
+        config = train.parse([f"{tiny.ROOT}/configs/gpt2_{size}.py", "--model.context", str(context)]).config
         assert config.train.batch_size * context == 2**19
         assert config.optimizer.learning_rate == rate
         assert config.model.modes["chunked"].feature_map == "softplus"
 
 
 def test_a_batch_in_sequences_goes_before_one_in_tokens(recipe, capsys):
-    config, _ = train.parse([str(recipe), "--train.batch-size", "0", "--train.batch-tokens", "100"])
+    config = train.parse([str(recipe), "--train.batch-size", "0", "--train.batch-tokens", "100"]).config
     assert config.train.batch_size == 3  # of 32 tokens
-    config, _ = train.parse([str(recipe), "--train.batch-size", "5", "--train.batch-tokens", "100"])
+    config = train.parse([str(recipe), "--train.batch-size", "5", "--train.batch-tokens", "100"]).config
     assert (config.train.batch_size, config.train.batch_tokens) == (5, None)
     assert "train.batch_size is 5, and train.batch_tokens 100 does not count" in capsys.readouterr().err
     assert "train.batch_tokens is 31; expected at least model.context, 32" in refused(
