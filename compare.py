@@ -9,12 +9,11 @@ in nothing but their seed are seeds of one set-up: the table adds their mean and
 anew whenever a run has grown, until Ctrl-C; of a pattern in quotes, also runs that come later. Until then a page that
 is open in a browser reloads itself.
 """
-# ruff: noqa: E402
 
 from support import packages
 
-# Before any other import: under a Python without the packages this ends in one sentence.
-packages.require_packages(__name__)
+if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    packages.require_packages()
 
 import sys
 import time

@@ -8,12 +8,11 @@ sample.py samples from it and train.py --init-from starts from it. Products are 
 published model's. ``export`` writes a softmax model with learned positions back. Both give every number bit for bit.
 Only safetensors files are read: nothing pickled. Dropout is not part of this model, nor of what it exports.
 """
-# ruff: noqa: E402
 
 from support import packages
 
-# Before any other import: under a Python without the packages this ends in one sentence.
-packages.require_packages(__name__)
+if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    packages.require_packages()
 
 import re
 import sys

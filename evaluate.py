@@ -12,12 +12,11 @@ last W tokens at most (more than three quarters of W: training.evaluation.short_
 
 A loss stands with its standard error over windows; of other contexts than that of training at least 8 are evaluated.
 """
-# ruff: noqa: E402
 
 from support import packages
 
-# Before any other import: under a Python without the packages this ends in one sentence.
-packages.require_packages(__name__)
+if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    packages.require_packages()
 
 import sys
 from collections.abc import Sequence

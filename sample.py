@@ -9,12 +9,11 @@ Standard output carries the generated text alone, while it is generated; where t
 stands between them. Everything else goes to standard error. A prompt is taken as it is, with the line break that may
 end a file or what `echo` writes.
 """
-# ruff: noqa: E402
 
 from support import packages
 
-# Before any other import: under a Python without the packages this ends in one sentence.
-packages.require_packages(__name__)
+if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    packages.require_packages()
 
 import io
 import os

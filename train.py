@@ -12,8 +12,8 @@ _STARTED = time.perf_counter()
 
 from support import packages
 
-# Before any other import: under a Python without the packages this ends in one sentence.
-packages.require_packages(__name__)
+if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    packages.require_packages()
 
 import dataclasses
 import sys

@@ -128,7 +128,7 @@ def make_step(case: dict[str, Any]) -> Callable[[], None]:
     return step
 
 
-def main() -> int:
+def serve() -> int:
     """Answers every line with ``done`` after an update, or with what went wrong."""
     answers = sys.stdout
     sys.stdout = sys.stderr  # nanoGPT prints what it makes
@@ -144,4 +144,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve())

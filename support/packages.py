@@ -12,19 +12,17 @@ PACKAGES = ("jax", "flax", "optax", "orbax", "grain", "numpy", "tyro", "tiktoken
             "plotly", "matplotlib", "datasets")
 
 
-def require_packages(name=""):
+def require_packages():
     """Returns under a Python of at least 3.12 that has the packages, else exits with 1 and one sentence on stderr.
 
-    Args:
-        name: the ``__name__`` of the script. Where it is the one that Python was started with, Ctrl-C ends it with one
-            word and exit code 130 from here on: the imports that follow take seconds, and have nothing to clean up.
-            :func:`support.command.run_command` replaces this while the command runs.
+    From here on Ctrl-C ends the process with one word and exit code 130: the imports that follow take seconds, and have
+    nothing to clean up. :func:`support.command.run_command` replaces this while the command runs.
 
     Raises:
         SystemExit: the Python is older, or a package is missing.
     """
     # A shell has what it starts in the background ignore Ctrl-C; that stays so.
-    if name == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_interrupted)
     if sys.version_info < (3, 12):  # noqa: UP036 (an older Python reads this file too)
         problem = "is older than 3.12"
