@@ -3,7 +3,6 @@
 Standard library only, and syntax that any Python 3 still in use can read.
 """
 
-import importlib.util
 import os
 import signal
 import sys
@@ -24,6 +23,8 @@ def require_packages():
     # A shell has what it starts in the background ignore Ctrl-C; that stays so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_interrupted)
+    import importlib.util  # not above: this takes time too
+
     if sys.version_info < (3, 12):  # noqa: UP036 (an older Python reads this file too)
         problem = "is older than 3.12"
     else:
