@@ -72,7 +72,7 @@ def verdict(peak: int, card_bytes: int) -> str:
 
 
 def parse(arguments: Sequence[str], gpu: target.Target) -> Config:
-    """The config of train.py's command line, as it would be settled on that GPU.
+    """The config of train.py's command line, validated for that GPU.
 
     Raises:
         ConfigError: it cannot be run, or on more than one device only.

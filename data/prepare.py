@@ -20,7 +20,7 @@ from configs.schema import DataConfig
 from data import journal, synthetic_tasks, texts, token_files, tokenizers
 from data.sources import open_source
 from data.sources.source import Block, Source
-from support.command import run_command
+from support.command import note, run_command
 from support.errors import ConfigError, DataError
 
 _VERSION = 2  # part of the cache folder's name: count it up when the same source comes to give other tokens
@@ -139,7 +139,7 @@ def _write(source: Source, encoding: Any, directory: Path, progress: bool, worke
             documents = sum(entry["documents"] for entry in state["splits"].values())
             print(f"going on after {documents:,} documents, {tokens:,} tokens ({unfinished.path})", file=sys.stderr)
         for line in source.notes:
-            print(f"note: {line}", file=sys.stderr)
+            note(line)
         writer = unfinished.open_writer(vocabulary)
         pool = tokenizers.Workers(encoding, _processes(encoding, source, workers))
         with pool, _progress_bar(source, progress) as show:
