@@ -26,7 +26,7 @@ from tests import tiny
 from training.checkpoint import Checkpoints
 from training.run import load_model
 
-GOLDEN = Path(__file__).parent / "models" / "golden"
+GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.fixture(autouse=True, scope="module")
