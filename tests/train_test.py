@@ -360,6 +360,29 @@ def test_a_folder_that_is_no_run_is_left_alone(recipe, tmp_path, capsys):
     assert contents(tmp_path) == {"thesis.tex": b"years of work"}
 
 
+@pytest.mark.parametrize(("change", "said"), [({"format": 2}, "it has format 2"), (None, "it has no format number")])
+def test_a_run_of_another_format_is_refused_and_left_alone(recipe, run_dir, tmp_path, capsys, change, said):
+    import compare
+    import convert
+    import evaluate
+    import sample
+
+    values = json.loads((run_dir / "config.json").read_text())
+    assert values.pop("format") == 1
+    (run_dir / "config.json").write_text(json.dumps(values | (change or {})))
+    before = contents(run_dir)
+    message = f"{run_dir / 'config.json'}: {said}, and this version of lineargpt reads format 1; use the version that"
+    assert message in refused(capsys, 1, recipe, "--run-dir", run_dir)
+    assert message in refused(capsys, 1, recipe, "--run-dir", tmp_path / "new", "--init-from", run_dir)
+    for command, arguments in ((sample, []), (evaluate, []), (compare, ["--out", str(tmp_path / "page.html")])):
+        assert command.main([str(run_dir), *arguments]) == 1
+        assert message in capsys.readouterr().err
+    assert convert.main(["export", str(run_dir), "--out", str(tmp_path / "out")]) == 1
+    assert message in capsys.readouterr().err
+    assert contents(run_dir) == before
+    assert not any((tmp_path / name).exists() for name in ("new", "page.html", "out"))
+
+
 def test_a_damaged_config_json_is_named(recipe, run_dir, capsys):
     (run_dir / "config.json").write_text("{")
     assert f"{run_dir / 'config.json'} is damaged" in refused(capsys, 1, recipe, "--run-dir", run_dir)
