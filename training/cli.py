@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tyro
 
-from configs.schema import Config, EncoderConfig, LraConfig, ModelConfig
+from configs.schema import Config, LraConfig
 from models import attention as attentions
 from support.command import status
 from support.errors import ConfigError
@@ -24,10 +24,6 @@ class RunFlags:
     run_dir: Path | None = None
     """Folder of the run; by default runs/RECIPE-ATTENTION."""
 
-    def folder(self, recipe: Path, model: ModelConfig | EncoderConfig) -> Path:
-        """Of the run."""
-        return self.run_dir or Path("runs") / f"{recipe.stem}-{'-'.join(model.attention)}"
-
 
 class CommandLine[C: (Config, LraConfig), F: RunFlags](NamedTuple):
     """A command line that was understood."""
@@ -43,7 +39,7 @@ class CommandLine[C: (Config, LraConfig), F: RunFlags](NamedTuple):
 
 def parse_command_line[C: (Config, LraConfig), F: RunFlags](
         arguments: Sequence[str], kind: type[F], load: Callable[[Path, F], C], *, prog: str, usage: str,
-        own_flags: str, amend: Callable[[C, C], C] = lambda config, recipe: config) -> CommandLine[C, F]:
+        own_flags: str, amend: Callable[[C, C], C] | None = None) -> CommandLine[C, F]:
     """``RECIPE [flags]``: first the flags that are not fields, then every field of the recipe's config.
 
     Args:
@@ -74,8 +70,9 @@ def parse_command_line[C: (Config, LraConfig), F: RunFlags](
     description = (f"Train one run. Beside the flags below: --attention MODE[,MODE…] (there are "
                    f"{', '.join(attentions.modes())}), --run-dir DIR, and {own_flags}.")
     config = tyro.cli(type(default), default=default, args=fields, prog=f"{prog} {recipe}", description=description)
-    config = validate_config(amend(config, default))
-    return CommandLine(recipe, flags, config, flags.folder(recipe, config.model))
+    config = validate_config(config if amend is None else amend(config, default))
+    run_dir = flags.run_dir or Path("runs") / f"{recipe.stem}-{'-'.join(config.model.attention)}"
+    return CommandLine(recipe, flags, config, run_dir)
 
 
 def report_outcome(run_dir: Path, outcome: Outcome) -> int:

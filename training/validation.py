@@ -18,8 +18,10 @@ def validate_config[C: (Config, LraConfig)](config: C) -> C:
     Raises:
         ConfigError: a combination that cannot be run; the message names the field and what was expected.
     """
-    model = _resolve_model(config)
     train = config.train
+    if isinstance(config, LraConfig) and train.sample_every:
+        raise ConfigError(f"train.sample_every is {train.sample_every}: a classifier writes no text; expected 0")
+    model: Any = gpt.check(config.model) if isinstance(config, Config) else encoder.check(config.model)
     if train.batch_tokens is not None:
         sequences = train.batch_tokens // model.context
         if sequences < 1:
@@ -81,11 +83,3 @@ def validate_config[C: (Config, LraConfig)](config: C) -> C:
                 mode = dataclasses.replace(mode, **{option: model.context})
                 model = dataclasses.replace(model, modes=model.modes | {name: mode})
     return dataclasses.replace(config, model=model, train=train, optimizer=optimizer)
-
-
-def _resolve_model(config: Config | LraConfig) -> Any:
-    if isinstance(config, Config):
-        return gpt.check(config.model)
-    if config.train.sample_every:
-        raise ConfigError(f"train.sample_every is {config.train.sample_every}: a classifier writes no text; expected 0")
-    return encoder.check(config.model)
