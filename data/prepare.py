@@ -21,7 +21,7 @@ from data import journal, synthetic_tasks, texts, token_files, tokenizers
 from data.sources import open_source
 from data.sources.source import Block, Source
 from support.command import note, run_command
-from support.errors import ConfigError, DataError
+from support.errors import ConfigError
 
 _VERSION = 2  # part of the cache folder's name: count it up when the same source comes to give other tokens
 
