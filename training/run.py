@@ -141,8 +141,9 @@ def load_model(directory: Path, step: int | None = None) -> LoadedRun:
     Damaged checkpoints are skipped, each with a warning that names it.
 
     Raises:
-        ConfigError: no such folder, no run, no checkpoint of ``step``, or a config this version does not know.
-        RunError: the run has no checkpoint yet, or ``config.json`` or ``environment.json`` is damaged.
+        ConfigError: no such folder, no run, no checkpoint of ``step``, or a field this version does not know.
+        RunError: the run has no checkpoint yet, or ``config.json`` or ``environment.json`` is damaged or of another
+            format.
         CheckpointError: no checkpoint is intact, that of ``step`` is not, or it is of another model.
         OSError: a file cannot be read.
     """
