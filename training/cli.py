@@ -76,7 +76,7 @@ def parse_command_line[C: (Config, LraConfig), F: RunFlags](
 
 
 def report_outcome(run_dir: Path, outcome: Outcome) -> int:
-    """Say how a run ended; returns the exit code."""
+    """Prints how a run ended; returns the exit code."""
     position = outcome.position
     if outcome.signal is not None:
         status(f"{run_dir}: stopped and saved at step {position.step:,}; the same command goes on from there")

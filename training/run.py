@@ -11,6 +11,7 @@ from flax import nnx
 
 from configs.schema import Config, LraConfig, check_format, config_class
 from models import attention as attentions
+from models import gpt
 from models.gpt import GPT
 from support.command import note, status
 from support.errors import CheckpointError, ConfigError, RunError, TrainingError
@@ -162,6 +163,7 @@ def load_model(directory: Path, step: int | None = None) -> LoadedRun:
     if not isinstance(config, Config):
         raise ConfigError(f"{directory} is a run of {config.COMMAND}, with a classifier in it; name a run of "
                           f"{Config.COMMAND}, with a language model")
+    config = dataclasses.replace(config, model=gpt.check(config.model))
     graph, parameters, variables = nnx.split(
         nnx.eval_shape(lambda: GPT(config.model, vocabulary_size, rngs=nnx.Rngs(0))), nnx.Param, ...)
     abstract = {"parameters": nnx.to_pure_dict(parameters), "variables": nnx.to_pure_dict(variables)}
@@ -178,7 +180,7 @@ def load_model(directory: Path, step: int | None = None) -> LoadedRun:
     nnx.replace_by_pure_dict(parameters, items["parameters"])
     nnx.replace_by_pure_dict(variables, items["variables"])
     model = nnx.merge(graph, parameters, variables)
-    return LoadedRun(model, dataclasses.replace(config, model=model.config), step, environment)
+    return LoadedRun(model, config, step, environment)
 
 
 def read_config(run_dir: Path) -> Config | LraConfig:
