@@ -95,6 +95,13 @@ def test_warnings_are_lines_while_a_command_runs():
     assert warnings.formatwarning is before
 
 
+def test_it_imports_no_package():
+    code = "import sys; import support.command; print([name for name in sys.modules if 'site-packages' in str(" \
+           "getattr(sys.modules[name], '__file__', ''))])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 # Ctrl-C
 
 
