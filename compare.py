@@ -9,12 +9,11 @@ in nothing but their seed are seeds of one set-up: the table adds their mean and
 anew whenever a run has grown, until Ctrl-C; of a pattern in quotes, also runs that come later. Until then a page that
 is open in a browser reloads itself.
 """
-# ruff: noqa: E402
 
 from support import packages
 
-# Before any other import: under a Python without the packages this ends in one sentence.
-packages.require_packages()
+if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    packages.require_packages()
 
 import sys
 import time
@@ -28,12 +27,11 @@ import comparison
 from comparison.page import page
 from comparison.picture import picture
 from comparison.reading import Reader
-from comparison.runs import load_run
 from comparison.table import as_csv, print_table, table_note
+from support.command import run_command, status
 from support.errors import ConfigError, RunError
 from support.files import replacing
 
-__all__ = ["RunError", "load_run", "main"]
 WATCH_SECONDS = 2.0
 """Between two looks at the runs."""
 RELOAD_SECONDS = 5.0
@@ -94,7 +92,7 @@ def compare(reader: Reader, said: set[str]) -> tuple[comparison.Comparison, int]
     compared = comparison.compare(found.runs)
     for note in [*(f"left out: {error}" for error in found.damaged), *found.notes, *compared.remarks]:
         if note not in said:
-            print(note, file=sys.stderr)
+            status(note)
             said.add(note)
     return compared, len(found.damaged)
 
@@ -136,7 +134,7 @@ def write_others(options: Options, compared: comparison.Comparison) -> None:
             write(path, picture(compared, path.suffix[1:].lower(), options.title))
 
 
-def once(options: Options) -> int:
+def draw(options: Options) -> int:
     """Compare the runs, print the table, write the files; nothing is written where no run can be drawn. Returns 1 if a
     run had to be left out, else 0."""
     compared, left_out = compare(Reader(options.runs), set())
@@ -166,31 +164,27 @@ def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int
                     print(f"page: {options.out}, {len(drawn.runs):,} run(s), up to step {steps:,.0f}")
                 except RunError as error:
                     if str(error) not in said:
-                        print(f"waiting: {error}", file=sys.stderr)
+                        status(f"waiting: {error}")
                         said.add(str(error))
             wait(max(WATCH_SECONDS, 5 * (time.monotonic() - took)))
     except KeyboardInterrupt:
-        print("stopped watching", file=sys.stderr)
+        status("stopped watching")
         return 0
     finally:
         if drawn is not None:
             write_page(options, drawn, watched=False)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 2 for usage, 1 for failures, among them a run that had to be left out."""
-    options = tyro.cli(Options, args=argv, prog="compare.py", description=__doc__)
-    try:
-        check(options)
-        return watch(options) if options.watch else once(options)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except (OSError, RunError) as error:
-        print(error, file=sys.stderr)
-        return 1
+def command(arguments: Sequence[str]) -> int:
+    """Compare as a command line says; returns 1 where a run had to be left out."""
+    options = tyro.cli(Options, args=arguments, prog="compare.py", description=__doc__)
+    check(options)
+    return watch(options) if options.watch else draw(options)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`support.command.run_command`."""
+    return run_command("compare.py", command, arguments)
 
 
 if __name__ == "__main__":

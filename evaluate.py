@@ -12,15 +12,13 @@ last W tokens at most (more than three quarters of W: training.evaluation.short_
 
 A loss stands with its standard error over windows; of other contexts than that of training at least 8 are evaluated.
 """
-# ruff: noqa: E402
 
 from support import packages
 
-# Before any other import: under a Python without the packages this ends in one sentence.
-packages.require_packages()
+if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    packages.require_packages()
 
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,15 +28,14 @@ import jax
 import tyro
 
 from configs.schema import DataConfig
-from convert import PUBLISHED
 from data import tokenizers
 from data.loader import open_corpora
-from kernels import device
-from support.errors import CheckpointError, ConfigError, DataError, RunError
+from support.command import run_command, status, warnings_as_notes
+from support.errors import ConfigError
 from support.files import write_json
 from training import evaluation
-from training.environment import environment
-from training.run import LoadedRun, enable_compilation_cache, load_model
+from training.environment import PUBLISHED, configure_jax, environment
+from training.run import LoadedRun, load_model
 
 LEAST_WINDOWS = 8
 """Of the longest context, where it is not that of training alone and the val split has them."""
@@ -82,18 +79,15 @@ def evaluate(options: Options) -> None:
     windows = lengths("--windows", options.windows)
     if options.batches is not None and options.batches < 1:
         raise ConfigError(f"--batches {options.batches}: expected at least 1")
-    with warnings.catch_warnings(record=True, category=UserWarning) as caught:
-        warnings.simplefilter("always", UserWarning)
+    with warnings_as_notes():
         run = load_model(options.run, options.step)
-    for warning in caught:
-        note(str(warning.message))
     contexts = contexts or [run.config.model.context]
     corpora = open_corpora(data_config(run, options.run, options.data))
     if corpora.vocabulary_size > run.model.vocab_size:
         raise ConfigError(f"{corpora} has a vocabulary of {corpora.vocabulary_size} tokens, and the model of "
                           f"{options.run} one of {run.model.vocab_size}; expected the tokens it was trained on")
     if corpora.checksum != run.environment.get("corpus_checksum"):
-        note(f"{corpora} is another corpus than {options.run} was trained on")
+        status(f"{corpora} is another corpus than {options.run} was trained on")
     evaluation.check_contexts(run.model, corpora, contexts)
     train = run.config.train
     batches = train.eval_batches if options.batches is None else options.batches
@@ -103,7 +97,7 @@ def evaluate(options: Options) -> None:
     entries = evaluation.evaluate(
         run.model, corpora, contexts=contexts, windows=windows, tokens=tokens,
         tokens_at_once=train.batch_size // train.accumulate * run.config.model.context,
-        packing=run.config.data.packing, progress=note)
+        packing=run.config.data.packing, progress=status)
     made_with = environment(run.model, parameters=sum(x.size for x in jax.tree.leaves(run.model)),
                             tokenizer=corpora.tokenizer, checksum=corpora.checksum,
                             segments=run.config.data.packing == "documents")
@@ -200,32 +194,16 @@ def print_table(title: str, rows: Sequence[dict[str, str]]) -> None:
     Console(width=None if sys.stdout.isatty() else 300).print(table)
 
 
-def note(text: str) -> None:
-    """A line for standard error."""
-    print(text, file=sys.stderr, flush=True)
+def command(arguments: Sequence[str]) -> None:
+    """Evaluate as a command line says."""
+    options = tyro.cli(Options, args=arguments, prog="evaluate.py", description=__doc__)
+    configure_jax()
+    evaluate(options)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 2 for usage, 1 for failures."""
-    options = tyro.cli(Options, args=argv, prog="evaluate.py", description=__doc__)
-    try:
-        enable_compilation_cache()
-        device.use_whole_cpu()
-        evaluate(options)
-    except (ConfigError, NotImplementedError) as error:
-        note(str(error))
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except (OSError, RunError, CheckpointError, DataError) as error:
-        note(str(error))
-        return 1
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        note("not enough memory; lower --context")
-        return 1
-    return 0
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`support.command.run_command`."""
+    return run_command("evaluate.py", command, arguments, memory_hint="lower --context")
 
 
 if __name__ == "__main__":

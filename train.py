@@ -12,11 +12,10 @@ _STARTED = time.perf_counter()
 
 from support import packages
 
-# Before any other import: under a Python without the packages this ends in one sentence.
-packages.require_packages()
+if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    packages.require_packages()
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,19 +27,18 @@ import tyro
 from flax import nnx
 
 from configs.schema import Config, load_recipe
-from convert import PUBLISHED
-from data.loader import open_corpora
-from models import attention as attentions
-from models import gpt
+from data.loader import Corpora, open_corpora
+from models.gpt import GPT
 from sampling import samples
+from support.command import note, run_command, status
 from support.errors import ConfigError
 from support.files import write_json
 from training import cli, logging, loop
+from training import run as runs
 from training.checkpoint import Checkpoints
-from training.cli import note
-from training.environment import environment
+from training.environment import configure_jax, environment
+from training.initial_weights import InitialWeights, read_initial_weights, save_initial_checkpoint
 from training.objectives import LanguageModelling
-from training.run import InitialWeights, read_initial_weights, save_initial_checkpoint
 from training.sharding import make_mesh
 from training.step import make_model
 
@@ -62,39 +60,86 @@ for example: python train.py configs/quickstart.py --attention softmax
 all fields:  python train.py configs/quickstart.py --help"""
 
 
-def parse(arguments: Sequence[str]) -> tuple[Config, Path]:
-    """The config of a command line, every field resolved, and the run's folder."""
-    recipe, flags, rest = cli.parse_run_flags(RunFlags, arguments, USAGE)
-    config = cli.parse_fields(load_recipe(recipe, flags.attention), flags, rest, prog=f"train.py {recipe}",
-                                 description=(
-        "Train one run. Beside the flags below: --attention MODE[,MODE…] (there are "
-        f"{', '.join(attentions.modes())}), --run-dir DIR, and --init-from RUN, for a new run to begin with the "
-        "parameters of another (with --init-from.reset attention, without those of its attention layers)."))
-    config = validate_config(config)
-    return config, flags.folder(recipe, config.model)
+def parse(arguments: Sequence[str]) -> cli.CommandLine[Config, RunFlags]:
+    """The command line, its config validated."""
+    return cli.parse_command_line(arguments, RunFlags, load, prog="train.py", usage=USAGE, own_flags=(
+        "--init-from RUN, for a new run to begin with the parameters of another (with --init-from.reset attention, "
+        "without those of its attention layers)"))
 
 
-def parse_start(arguments: Sequence[str]) -> tuple[Path | None, str | None]:
-    """What a command line says of the parameters to begin with: --init-from and --init-from.reset."""
-    _, flags, _ = cli.parse_run_flags(RunFlags, arguments, USAGE)
+def load(recipe: Path, flags: RunFlags) -> Config:
+    """The recipe's config."""
     if flags.init_from is None and flags.init_from_reset is not None:
         raise ConfigError("--init-from.reset: give --init-from RUN too, the run whose parameters are taken")
-    return flags.init_from, flags.init_from_reset
+    return load_recipe(recipe, flags.attention)
 
 
-def validate_config(config: Config) -> Config:
-    """:func:`training.cli.validate_config` of a language model."""
-    return cli.validate_config(config, gpt.check(config.model))
+def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: str | None = None) -> int:
+    """Prepare, write down what this run is, train, and say how it went; returns the exit code.
+
+    Args:
+        config: validated.
+        run_dir: the run's folder.
+        init_from: another run, whose parameters a new run begins with.
+        reset: what of them is drawn anew.
+    """
+    corpora, model, before = check_data_and_devices(config, run_dir)
+    initial = initial_weights(run_dir, model, corpora.tokenizer, init_from, reset)
+    with runs.locked(run_dir):
+        newest, finished = runs.newest_step(config, run_dir)
+        if finished:
+            return 0
+        begun_with = before.get("init_from") if initial is None else {
+            "run": str(initial.run), "step": initial.step, "reset": reset}
+        if initial is None and newest is None and begun_with is not None:
+            # It would be another run than its environment.json says.
+            raise ConfigError(f"{run_dir} was begun with --init-from {begun_with['run']} and has no intact checkpoint "
+                              "yet; give the flag again, or another --run-dir")
+        parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+        write_json(run_dir / "config.json", config.to_dict())
+        write_json(run_dir / "environment.json", environment(
+            model, parameters=parameters, tokenizer=corpora.tokenizer, checksum=corpora.checksum,
+            segments=config.data.packing == "documents")
+            | ({} if begun_with is None else {"init_from": begun_with}))
+        status(f"{run_dir}: {parameters:,} parameters, {','.join(config.model.attention)} attention, context "
+               f"{config.model.context:,}, {config.model.dtype}, {corpora.tokens('train'):,} tokens")
+        if config.data.packing == "documents":
+            padding = corpora.padding("train", config.model.context, config.data.packing)
+            note(f"data.packing documents: {padding:.2%} of the positions in training are padding")
+        if initial is not None:
+            save_initial_checkpoint(config, corpora.vocabulary_size, run_dir, initial)
+        outcome = loop.train(config, LanguageModelling(config, corpora), run_dir, started=_STARTED)
+    return cli.report_outcome(run_dir, outcome)
 
 
-def check_not_imported(run_dir: Path) -> None:
-    """Raises :class:`ConfigError` where ``run_dir`` holds published weights: they are a beginning, not a run."""
-    if PUBLISHED in _environment(run_dir):
-        raise ConfigError(f"{run_dir} holds published weights; to begin with them give --init-from {run_dir} and "
-                          "another --run-dir")
+def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT, dict[str, Any]]:
+    """What a config alone cannot tell: whether folder, corpus, devices and model go together. Writes nothing.
+
+    Returns:
+        the corpora, the model without its numbers, and what the run's ``environment.json`` says so far.
+
+    Raises:
+        ConfigError, NotImplementedError: they do not.
+        LineargptError: the folder or the corpus is damaged.
+    """
+    before = runs.check_folder(config, run_dir)
+    logging.check(config.logging)
+    corpora = open_corpora(config.data)
+    runs.check_corpus(before, corpora.checksum, corpora, run_dir)
+    corpora.check_context(config.model.context)
+    make_mesh(config.mesh, config.train, config.model.context)
+    model = nnx.eval_shape(lambda: make_model(config, corpora.vocabulary_size))
+    samples.check(config.train, model)
+    check_packing(config.data.packing, model)
+    # A kernel that cannot do what is asked says so when it is traced.
+    tokens_BT = jax.ShapeDtypeStruct((1, config.model.context), jnp.int32)
+    segment_ids_BT = tokens_BT if config.data.packing == "documents" else None
+    nnx.eval_shape(lambda model, tokens_BT, segment_ids_BT: model.hidden(tokens_BT, segment_ids_BT=segment_ids_BT),
+                   model, tokens_BT, segment_ids_BT)
+    return corpora, model, before
 
 
-def check_packing(packing: str, model: gpt.GPT) -> None:
+def check_packing(packing: str, model: GPT) -> None:
     """Raises :class:`ConfigError` where documents are to stand side by side and a mode cannot keep them apart."""
     layers = [block.attention for block in model.blocks if not block.attention.packs(causal=True)]
     if packing == "documents" and layers:
@@ -103,8 +148,8 @@ def check_packing(packing: str, model: gpt.GPT) -> None:
                           f"row apart; expected stream{'' if flags is None else f', or {flags}'}")
 
 
-def initial_parameters(run_dir: Path, model: gpt.GPT, tokenizer: str, init_from: Path | None,
-                       reset: str | None) -> InitialWeights | None:
+def initial_weights(run_dir: Path, model: GPT, tokenizer: str, init_from: Path | None,
+                    reset: str | None) -> InitialWeights | None:
     """What ``run_dir``, where it is new, takes from ``init_from``.
 
     Raises:
@@ -121,64 +166,16 @@ def initial_parameters(run_dir: Path, model: gpt.GPT, tokenizer: str, init_from:
     return taken
 
 
-def _environment(run_dir: Path) -> dict[str, Any]:
-    """``environment.json``; empty where there is none, or a damaged one."""
-    try:
-        values = json.loads((run_dir / "environment.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: str | None = None) -> int:
-    """Prepare, write down what this run is, train, and say how it went."""
-    # What does not fit stops before anything is written.
-    check_not_imported(run_dir)
-    cli.check_same_run(config, run_dir)
-    logging.check(config.logging)
-    corpora = open_corpora(config.data)
-    cli.check_same_corpus(corpora.checksum, corpora, run_dir)
-    corpora.check_context(config.model.context)
-    make_mesh(config.mesh, config.train, config.model.context)
-    model = nnx.eval_shape(lambda: make_model(config, corpora.vocabulary_size))
-    samples.check(config.train, model)
-    check_packing(config.data.packing, model)
-    # A kernel that cannot do what is asked says so when it is traced.
-    tokens_BT = jax.ShapeDtypeStruct((1, config.model.context), jnp.int32)
-    segment_ids_BT = tokens_BT if config.data.packing == "documents" else None
-    nnx.eval_shape(lambda model, tokens_BT, segment_ids_BT: model.hidden(tokens_BT, segment_ids_BT=segment_ids_BT),
-                   model, tokens_BT, segment_ids_BT)
-    taken = initial_parameters(run_dir, model, corpora.tokenizer, init_from, reset)
-    with cli.locked(run_dir):
-        newest, finished = cli.newest_step(config, run_dir)
-        if finished:
-            return 0
-        parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-        begun_with = _environment(run_dir).get("init_from") if taken is None else {
-            "run": str(taken.run), "step": taken.step, "reset": reset}
-        if taken is None and newest is None and begun_with is not None:
-            # It would be another run than its environment.json says.
-            raise ConfigError(f"{run_dir} was begun with --init-from {begun_with['run']} and has no intact checkpoint "
-                              "yet; give the flag again, or another --run-dir")
-        write_json(run_dir / "config.json", config.to_dict())
-        write_json(run_dir / "environment.json", environment(
-            model, parameters=parameters, tokenizer=corpora.tokenizer, checksum=corpora.checksum,
-            segments=config.data.packing == "documents")
-            | ({} if begun_with is None else {"init_from": begun_with}))
-        print(f"{run_dir}: {parameters:,} parameters, {','.join(config.model.attention)} attention, context "
-              f"{config.model.context:,}, {config.model.dtype}, {corpora.tokens('train'):,} tokens", file=sys.stderr)
-        if config.data.packing == "documents":
-            padding = corpora.padding("train", config.model.context, config.data.packing)
-            note(f"data.packing documents: {padding:.2%} of the positions in training are padding")
-        if taken is not None:
-            save_initial_checkpoint(config, corpora.vocabulary_size, run_dir, taken)
-        outcome = loop.train(config, LanguageModelling(config, corpora), run_dir, started=_STARTED)
-    return cli.report_outcome(run_dir, outcome)
+def command(arguments: Sequence[str]) -> int:
+    """Train what a command line says; returns the exit code."""
+    configure_jax()
+    line = parse(arguments)
+    return train(line.config, line.run_dir, line.flags.init_from, line.flags.init_from_reset)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`training.cli.main`."""
-    return cli.main("train.py", lambda given: train(*parse(given), *parse_start(given)), arguments)
+    """The command; see :func:`support.command.run_command`."""
+    return run_command("train.py", command, arguments)
 
 
 if __name__ == "__main__":

@@ -669,10 +669,9 @@ def _by_mode(rows: Sequence[Row], value: Callable[[Row], float | None] = _millis
             for mode in dict.fromkeys(row.mode for row in rows)}
 
 
-@report.stoppable
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
-    options = _options(argv)
+def command(arguments: Sequence[str]) -> int:
+    """Measures what the flags say; returns 1 where nothing could be measured."""
+    options = _options(arguments)
     if options.case is not None:  # a process of measure_apart
         print(json.dumps(_answer(json.loads(options.case))))
         return 0
@@ -681,40 +680,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.one_process or fla_installed():
         report.share_device()
     flags = {name: value for name, value in vars(options).items() if name not in ("parts", "case")}
-    try:
-        for path, flag in ((options.json, "--json"), (options.picture, "--picture")):
-            report.check_output(path, flag)
-        for mode in options.modes or ():
-            check_mode(mode)
-        cases = {part: cases_of(part, options) for part in options.parts}
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    for path, flag in ((options.json, "--json"), (options.picture, "--picture")):
+        report.check_output(path, flag)
+    for mode in options.modes or ():
+        check_mode(mode)
+    cases = {part: cases_of(part, options) for part in options.parts}
     contents = report.origin(MODULE, argparse.Namespace(**flags), options.parts)
     print(contents["device"])
     rows: list[Row] = []
     start = time.monotonic()
-    try:
-        for part, its_cases in cases.items():
-            left = None if options.minutes is None else 60 * options.minutes - (time.monotonic() - start)
-            its_rows: list[Row] = []
-            take = measure_here if options.one_process else measure_apart
-            for group in take(its_cases, options.repeats, seconds_per_case=options.seconds_per_case,
-                              total_seconds=left):
-                print(f"{part}: {shape_name(group[0])}, {group[0].passes}", file=sys.stderr)
-                its_rows += group
-                report.keep(options.json, contents | {
-                    "picked": picked(rows + its_rows), "rows": [asdict(row) for row in rows + its_rows]})
-            rows += its_rows
-            _print(part, its_rows)
-            if options.picture is not None and report.has_matplotlib():
-                path = options.picture if len(cases) == 1 else options.picture.with_stem(
-                    f"{options.picture.stem}-{part}")
-                draw_panels(path, panels(part, its_rows), title=f"One attention call, {its_rows[0].dtype}, "
-                                                                f"{contents['device']}")
-    except OSError as error:
-        print(report.message(error), file=sys.stderr)
-        return 1
+    for part, its_cases in cases.items():
+        left = None if options.minutes is None else 60 * options.minutes - (time.monotonic() - start)
+        its_rows: list[Row] = []
+        take = measure_here if options.one_process else measure_apart
+        for group in take(its_cases, options.repeats, seconds_per_case=options.seconds_per_case,
+                          total_seconds=left):
+            print(f"{part}: {shape_name(group[0])}, {group[0].passes}", file=sys.stderr)
+            its_rows += group
+            report.keep(options.json, contents | {
+                "picked": picked(rows + its_rows), "rows": [asdict(row) for row in rows + its_rows]})
+        rows += its_rows
+        _print(part, its_rows)
+        if options.picture is not None and report.has_matplotlib():
+            path = options.picture if len(cases) == 1 else options.picture.with_stem(
+                f"{options.picture.stem}-{part}")
+            draw_panels(path, panels(part, its_rows), title=f"One attention call, {its_rows[0].dtype}, "
+                                                            f"{contents['device']}")
     return 0 if any(row.error is None for row in rows) else 1
 
 
@@ -749,7 +740,7 @@ def _passes(text: str) -> tuple[str, ...]:
 _passes.__name__ = "list of forward and both"  # what argparse calls it
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (all)")
@@ -776,12 +767,17 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--picture", type=Path,
                         help="PNG or SVG to write; with several parts, the part's name is added to that of the file")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     for part in options.parts:
         if part not in PARTS:
             parser.error(f"PART {part}: expected one of {', '.join(PARTS)}")
     options.parts = tuple(dict.fromkeys(options.parts)) or PARTS
     return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark(MODULE, command, arguments)
 
 
 if __name__ == "__main__":

@@ -194,10 +194,9 @@ def _by_power(points: dict[int, float]) -> picture.Curve:
     return {min(x, last): median(ys) for x, ys in groups.items()}
 
 
-@report.stoppable
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
-    options = _options(argv)
+def command(arguments: Sequence[str]) -> int:
+    """Measures what the flags say; returns 1 where nothing could be measured."""
+    options = _options(arguments)
     device.use_whole_cpu()
     report.share_device()
     if options.case is not None:
@@ -207,22 +206,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs, options.runs = options.runs, ",".join(run.name for run in options.runs) or None
     rows: list[Row] = []
     found: list[dict[str, Any]] = []
-    try:
-        report.check_output(options.json)
-        report.check_output(options.picture, "--picture")
-        configs = [_config(mode, positions, options) for mode in options.modes for positions in options.positions]
-        contents = report.origin("benchmarks.endless", options)
-        for run in runs:
-            found.append(losses(run, options.context, options.windows))
-        for config in configs:
-            rows += measure(config, options.vocabulary, options.tokens, options.growing_tokens)
-            report.keep(options.json, contents | {"rows": [asdict(row) for row in rows], "runs": found})
-    except (ConfigError, NotImplementedError) as error:
-        print(report.message(error), file=sys.stderr)
-        return 2
-    except (OSError, RuntimeError) as error:
-        print(report.message(error), file=sys.stderr)
-        return 1
+    report.check_output(options.json)
+    report.check_output(options.picture, "--picture")
+    configs = [_config(mode, positions, options) for mode in options.modes for positions in options.positions]
+    contents = report.origin("benchmarks.endless", options)
+    for run in runs:
+        found.append(losses(run, options.context, options.windows))
+    for config in configs:
+        rows += measure(config, options.vocabulary, options.tokens, options.growing_tokens)
+        report.keep(options.json, contents | {"rows": [asdict(row) for row in rows], "runs": found})
     if options.picture is not None and report.has_matplotlib():
         draw(options.picture, rows, found, contents["device"])
     print(f"{contents['device']}; {configs[0].dtype}")
@@ -242,7 +234,7 @@ def _config(mode: str, positions: str, options: argparse.Namespace) -> ModelConf
     return gpt.check(replace(load_recipe(options.recipe, mode).model, positions=positions))
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.endless", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, default=Path("configs/quickstart.py"),
@@ -263,7 +255,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--picture", type=Path, help="PNG or SVG to draw, where matplotlib is installed")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark("benchmarks.endless", command, arguments)
 
 
 if __name__ == "__main__":

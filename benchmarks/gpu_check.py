@@ -33,7 +33,7 @@ from kernels import cases as op_cases
 from models import attention, gpt
 from models.encoder import Classifier
 from sampling.sampler import with_product_weights
-from support.errors import ConfigError
+from support.errors import BenchmarkError, ConfigError
 
 LINEAR, SOFTMAX, PROJECTION = "linear_attention_", "softmax_decode_", "projection_decode"
 """How the names of the kernels begin that steps and tokens are made of."""
@@ -187,7 +187,7 @@ def inspect(dump: Path, architecture: str) -> Program:
     command = [f"{cuda_folder()}/bin/ptxas", "-v", f"-arch={architecture}", *paths, "-o", "/dev/null"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
-        raise RuntimeError(f"ptxas: {(ended.stderr or ended.stdout).strip().splitlines()[-1]}")
+        raise BenchmarkError(f"ptxas: {(ended.stderr or ended.stdout).strip().splitlines()[-1]}")
     kernels = []
     for kernel in read_assembler(ended.stdout + ended.stderr):
         threads, shared = launches.get(kernel.name, (None, 0))
@@ -315,25 +315,19 @@ def rows(case: str, kernels: Sequence[Kernel], shared_limit: int) -> Iterator[li
                "; ".join(faults) or "ok"]
 
 
-@report.stoppable
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 2 for usage, 1 where a kernel of ours is at fault."""
+def command(arguments: Sequence[str]) -> int:
+    """Compiles the cases that the flags name; returns 1 where a kernel of ours is at fault."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="compile only cases with this in their name")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     if not can_compile():
-        print(f"gpu-check: this Python ({sys.executable}) lacks jax's CUDA plug-in; {REMEDY}", file=sys.stderr)
-        return 2
+        raise ConfigError(f"this Python ({sys.executable}) lacks jax's CUDA plug-in; {REMEDY}")
     target = Target()
-    try:
-        chosen = [case for case in cases(target) if options.only in case.name]
-        if not chosen:
-            raise ConfigError(f"--only {options.only}: no case has this in its name; there are "
-                              + ", ".join(case.name for case in cases(target)))
-    except ConfigError as error:
-        print(f"gpu-check: {error}", file=sys.stderr)
-        return 2
+    chosen = [case for case in cases(target) if options.only in case.name]
+    if not chosen:
+        raise ConfigError(f"--only {options.only}: no case has this in its name; there are "
+                          + ", ".join(case.name for case in cases(target)))
     return run(chosen, target)
 
 
@@ -367,6 +361,11 @@ def run(chosen: Sequence[Case], target: Target) -> int:
     print(f"jax {jax.__version__}: {compiled} kernels in {len(chosen)} programs, {own} of them ours: "
           + (f"{len(failures)} failures" if failures else "no spill, no serialised wgmma, no overrun in ours"))
     return 1 if failures else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark("gpu-check", command, arguments)
 
 
 if __name__ == "__main__":

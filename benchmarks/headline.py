@@ -32,11 +32,12 @@ from configs.schema import Config
 from data.loader import Batch
 from data.sources import open_source
 from kernels import device
-from models import gpt
-from support.errors import CheckpointError, ConfigError, DataError, TrainingError
+from support.command import note
+from support.errors import ConfigError
 from support.files import write_json
 from training import step as steps
 from training.optimizer import learning_rate, make_optimizer
+from training.validation import validate_config
 
 NEEDED = ("datasets", "grain", "orbax", "orjson", "plotly", "rich", "tiktoken", "tyro")
 """Packages that ``train.py`` and ``compare.py`` need beside the bare machine's."""
@@ -89,7 +90,7 @@ def read_corpus(source: str) -> Corpus:
 
 
 def config_of(mode: str, options: argparse.Namespace) -> Config:
-    """The run of a mode.
+    """The run of a mode, validated.
 
     Raises:
         ConfigError: an unknown mode, or sizes that do not go together.
@@ -98,23 +99,19 @@ def config_of(mode: str, options: argparse.Namespace) -> Config:
     sizes = {"layers": options.layers or (12 if gpu else 4), "heads": options.heads or (12 if gpu else 4),
              "width": options.width or (768 if gpu else 128)}
     rate = options.learning_rate or (6e-4 if gpu else config.optimizer.learning_rate)
-    return replace(
-        config, model=gpt.check(replace(config.model, context=options.context, **sizes)),
+    return validate_config(replace(
+        config, model=replace(config.model, context=options.context, **sizes),
         optimizer=replace(config.optimizer, learning_rate=rate),
         train=replace(config.train, minutes=options.minutes, batch_size=options.batch, seed=options.seed,
                       eval_every=options.eval_every or (200 if gpu else 25)),
-        checkpoint=replace(config.checkpoint, every_steps=10**9))  # one, at the end
+        checkpoint=replace(config.checkpoint, every_steps=10**9)))  # one, at the end
 
 
 def train_with_everything(config: Config, run_dir: Path) -> int:
     """``train.py``'s own run."""
     import train
 
-    try:
-        return train.train(train.validate_config(config), run_dir)
-    except (TrainingError, CheckpointError) as error:
-        print(report.message(error), file=sys.stderr)
-        return 1
+    return train.train(config, run_dir)
 
 
 @dataclass
@@ -233,38 +230,29 @@ def draw(path: Path, outcomes: dict[str, dict[str, Any]], title: str) -> None:
     pyplot.close(figure)
 
 
-@report.stoppable
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 2 for usage, 1 for failures."""
-    options = _options(argv)
+def command(arguments: Sequence[str]) -> int:
+    """Trains, compares and draws; returns the exit code of what failed."""
+    options = _options(arguments)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    try:
-        if options.minutes <= 0:
-            raise ConfigError(f"--minutes {options.minutes:g}: expected a number above 0")
-        report.use_whole_device()
-        configs = {mode: config_of(mode, options) for mode in options.modes}
-        contents = report.origin("benchmarks.headline", options, ["--out", "DIR"])
-        report.make_folder(options.out)
-        report.kept(options.out, "the runs so far")
-        corpus = None
-        if missing:
-            print(f"a plain loop trains, without checkpoints: {', '.join(missing)} not installed", file=sys.stderr)
-            corpus = read_corpus(next(iter(configs.values())).data.source)
-        outcomes = {}
-        for mode, config in configs.items():
-            run_dir = options.out / mode.replace(",", "-")
-            code = (train_with_everything(config, run_dir) if corpus is None
-                    else train_plainly(config, corpus, run_dir))
-            if code:
-                return code
-            outcomes[mode] = outcome(run_dir) | {"model": config.to_dict()["model"]}
-            write_json(options.out / "headline.json", contents | {"plain_loop": bool(missing), "runs": outcomes})
-    except (ConfigError, NotImplementedError) as error:
-        print(report.message(error), file=sys.stderr)
-        return 2
-    except (DataError, OSError, jax.errors.JaxRuntimeError) as error:
-        print(report.message(error), file=sys.stderr)
-        return 1
+    if options.minutes <= 0:
+        raise ConfigError(f"--minutes {options.minutes:g}: expected a number above 0")
+    report.use_whole_device()
+    configs = {mode: config_of(mode, options) for mode in options.modes}
+    contents = report.origin("benchmarks.headline", options, ["--out", "DIR"])
+    report.make_folder(options.out)
+    report.kept(options.out, "the runs so far")
+    corpus = None
+    if missing:
+        note(f"a plain loop trains, without checkpoints: {', '.join(missing)} not installed")
+        corpus = read_corpus(next(iter(configs.values())).data.source)
+    outcomes = {}
+    for mode, config in configs.items():
+        run_dir = options.out / mode.replace(",", "-")
+        code = train_with_everything(config, run_dir) if corpus is None else train_plainly(config, corpus, run_dir)
+        if code:
+            return code
+        outcomes[mode] = outcome(run_dir) | {"model": config.to_dict()["model"]}
+        write_json(options.out / "headline.json", contents | {"plain_loop": bool(missing), "runs": outcomes})
     title = (f"{contents['device']}: context {options.context:,}, {options.minutes:g} minutes of training each")
     print(title)
     print(report.table(HEADINGS, [[
@@ -282,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                          "--title", title])
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.headline", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=4.0, help="of training, each run's own (%(default)g)")
@@ -298,7 +286,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=report.positive, help=meaning)
     parser.add_argument("--learning-rate", type=float, help="its peak (on a GPU 6e-4, else 2e-3)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and data (%(default)s)")
-    return parser.parse_args(argv)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark("benchmarks.headline", command, arguments)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import jax
 
 from benchmarks import report
 from benchmarks.train_step import Step
-from support.errors import ConfigError
+from support.errors import INTERRUPTED
 
 WARM_UP_STEPS = 10
 """Steps of the run before the first line that counts."""
@@ -45,10 +45,9 @@ def rates(metrics: Path) -> dict[str, float]:
             "wall_tokens_per_second": tokens / (last["wall_seconds"] - first["wall_seconds"])}
 
 
-@report.stoppable
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 2 for usage, that of ``train.py`` where it fails."""
-    options, more = _options(argv)
+def command(arguments: Sequence[str]) -> int:
+    """Measures what the flags say; returns the exit code of ``train.py`` where it fails."""
+    options, more = _options(arguments)
     report.use_whole_device()
     # Here, not above: the other benchmarks do without the packages that train.py needs.
     import train
@@ -56,16 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from data.token_files import TokenFiles
 
     total = WARM_UP_STEPS + options.steps
-    command = [options.recipe, "--attention", options.attention, "--train.steps", str(total), "--train.minutes", "None",
-               "--train.eval-every", str(total), "--checkpoint.every-steps", str(total),
-               "--optimizer.warmup-steps", str(total // 10), *more]
-    try:
-        report.check_output(options.json)
-        config, _ = train.parse(command)
-        vocabulary_size = TokenFiles.open(ensure(config.data)).vocabulary_size
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    flags = [options.recipe, "--attention", options.attention, "--train.steps", str(total), "--train.minutes", "None",
+             "--train.eval-every", str(total), "--checkpoint.every-steps", str(total),
+             "--optimizer.warmup-steps", str(total // 10), *more]
+    report.check_output(options.json)
+    config = train.parse(flags).config
+    vocabulary_size = TokenFiles.open(ensure(config.data)).vocabulary_size
     contents = report.origin("benchmarks.loop", options, more)
     half = -(-options.steps // 2)
     tokens = 2 * half * config.train.batch_size * config.model.context
@@ -73,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for _ in range(options.rounds):
         before = bare_seconds(step, half)
         with tempfile.TemporaryDirectory() as directory:
-            code = train.main([*command, "--run-dir", f"{directory}/run"])
-            if code == report.INTERRUPTED:
+            code = train.main([*flags, "--run-dir", f"{directory}/run"])
+            if code == INTERRUPTED:
                 raise KeyboardInterrupt
             if code:
                 return code
@@ -94,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loop", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="configs/quickstart.py", help="%(default)s")
@@ -102,7 +97,12 @@ def _options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--steps", type=report.positive, default=200, help="steps that count (%(default)s)")
     parser.add_argument("--rounds", type=report.positive, default=1, help="comparisons (%(default)s)")
     parser.add_argument("--json", type=Path, help="file to write")
-    return parser.parse_known_args(argv)
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark("benchmarks.loop", command, arguments)
 
 
 if __name__ == "__main__":

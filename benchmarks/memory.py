@@ -22,7 +22,8 @@ from typing import Any
 from benchmarks import report, target
 from configs.schema import Config
 from models import gpt
-from support.errors import ConfigError, DataError
+from support.command import status
+from support.errors import BenchmarkError, ConfigError, DataError
 from support.files import write_json
 
 CARDS = {
@@ -71,7 +72,7 @@ def verdict(peak: int, card_bytes: int) -> str:
 
 
 def parse(arguments: Sequence[str], gpu: target.Target) -> Config:
-    """The config of train.py's command line, as it would be settled on that GPU.
+    """The config of train.py's command line, validated for that GPU.
 
     Raises:
         ConfigError: it cannot be run, or on more than one device only.
@@ -80,7 +81,7 @@ def parse(arguments: Sequence[str], gpu: target.Target) -> Config:
     import train
 
     with gpu.tracing():
-        config, _ = train.parse(arguments)
+        config = train.parse(arguments).config
     for axis in ("data", "fsdp", "tensor", "context"):
         if getattr(config.mesh, axis) not in ((1, -1) if axis == "data" else (1,)):
             raise ConfigError(f"mesh.{axis} is {getattr(config.mesh, axis)}; expected 1: the step is compiled for one "
@@ -111,12 +112,12 @@ def compile_elsewhere(config: Config, vocabulary: int, *, triton: bool, python: 
     """The memory of a step, compiled in a process of its own by a Python that can.
 
     Raises:
-        RuntimeError: it cannot be compiled; the message says why.
+        BenchmarkError: it cannot be compiled; the message says why.
     """
     case = {"config": config.to_dict(), "vocabulary": vocabulary, "triton": triton}
     result = report.in_process("benchmarks.memory", case, python=python)
     if "error" in result:
-        raise RuntimeError(result["error"])
+        raise BenchmarkError(f"the step cannot be compiled: {result['error']}")
     return Memory(**result)
 
 
@@ -129,7 +130,7 @@ def compile_here(case: dict[str, Any]) -> Memory:
     lowered = gpu.lower_step(config, case["vocabulary"])
     memory = gpu.compile(lowered, xla_gpu_enable_triton_gemm=case["triton"]).memory_analysis()
     if memory is None:
-        raise RuntimeError("the compiler does not say how much memory the step takes")
+        raise BenchmarkError("the compiler does not say how much memory the step takes")
     return Memory(memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes,
                   memory.temp_size_in_bytes)
 
@@ -144,7 +145,7 @@ def find_batch(config: Config, vocabulary: int, card_bytes: int, python: str) ->
     """The largest power of two of sequences at once that fits, 0 where not even one does."""
     rows = 1
     while True:
-        print(f"{rows} at once …", file=sys.stderr)
+        status(f"{rows} at once …")
         peak = max(compile_elsewhere(with_batch(config, rows), vocabulary, triton=triton, python=python).peak
                    for triton in PRODUCTS.values())
         print(f"{rows} at once: {peak / 2**30:,.2f} GiB, {verdict(peak, card_bytes)}")
@@ -153,43 +154,29 @@ def find_batch(config: Config, vocabulary: int, card_bytes: int, python: str) ->
         rows *= 2
 
 
-@report.stoppable
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 2 for usage, 1 where the step cannot be compiled."""
-    options, more = _options(argv)
+def command(arguments: Sequence[str]) -> int:
+    """Compiles the step that the flags say, and prints whether it fits."""
+    options, more = _options(arguments)
     if options.case is not None:
         # One line of JSON is the last of what this prints.
         print(json.dumps(asdict(compile_here(json.loads(options.case)))))
         return 0
     card_bytes = int((CARDS[options.card] / 2**10 if options.card_gib is None else options.card_gib) * 2**30)
     card = f"{options.card if options.card_gib is None else 'a card'} of {card_bytes / 2**30:,.1f} GiB"
-    try:
-        report.check_output(options.json)
-        config = parse(more, target.Target())
-        python = target.find_python()
-        vocabulary = options.vocabulary or vocabulary_size(config)
-    except (ConfigError, NotImplementedError) as error:
-        print(f"benchmarks.memory: {error}", file=sys.stderr)
-        return 2
-    except (RuntimeError, OSError) as error:
-        print(f"benchmarks.memory: {report.message(error)}", file=sys.stderr)
-        return 1
+    report.check_output(options.json)
+    config = parse(more, target.Target())
+    python = target.find_python()
+    vocabulary = options.vocabulary or vocabulary_size(config)
     rows = config.train.batch_size // config.train.accumulate
     memories: dict[str, Memory] = {}
-    try:
-        if options.find_batch:
-            most = find_batch(config, vocabulary, card_bytes, python)
-            print(f"{card}: " + (f"{most} sequences at once fit: --train.accumulate is --train.batch-size / {most}, or "
-                                 "more" if most else "not even one sequence at once fits"))
-        else:
-            for products, triton in PRODUCTS.items():
-                print(f"compiling with {products} products …", file=sys.stderr)
-                memories[products] = compile_elsewhere(config, vocabulary, triton=triton, python=python)
-    except RuntimeError as error:
-        print(f"benchmarks.memory: the step cannot be compiled: {error}", file=sys.stderr)
-        return 1
     if options.find_batch:
+        most = find_batch(config, vocabulary, card_bytes, python)
+        print(f"{card}: " + (f"{most} sequences at once fit: --train.accumulate is --train.batch-size / {most}, or "
+                             "more" if most else "not even one sequence at once fits"))
         return 0
+    for products, triton in PRODUCTS.items():
+        status(f"compiling with {products} products …")
+        memories[products] = compile_elsewhere(config, vocabulary, triton=triton, python=python)
     print(f"{','.join(config.model.attention)} attention, context {config.model.context:,}, {rows} sequences at once "
           f"({config.train.batch_size} an update in {config.train.accumulate} parts), {config.model.dtype}, "
           f"remat {config.train.remat}")
@@ -205,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="python -m benchmarks.memory RECIPE [flags below] [flags of train.py]")
@@ -217,7 +204,7 @@ def _options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]
                         help="tokens in the vocabulary (the token files', else the tokenizer's)")
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    options, more = parser.parse_known_args(argv)
+    options, more = parser.parse_known_args(arguments)
     if options.case is None and (not more or more[0].startswith("-")):
         parser.error("which recipe? It comes before the flags of train.py")
     return options, more
@@ -230,6 +217,11 @@ def _positive(text: str) -> float:
 
 
 _positive.__name__ = "number above 0"  # what argparse calls it in its message
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark("benchmarks.memory", command, arguments)
 
 
 if __name__ == "__main__":

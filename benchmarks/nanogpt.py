@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from support.errors import ConfigError
+from support.errors import BenchmarkError, ConfigError
 
 if TYPE_CHECKING:
     from configs.schema import Config
 
 
-class PeerError(RuntimeError):
+class PeerError(BenchmarkError):
     """The peer cannot be timed; the message says why."""
 
 
@@ -128,7 +128,7 @@ def make_step(case: dict[str, Any]) -> Callable[[], None]:
     return step
 
 
-def main() -> int:
+def serve() -> int:
     """Answers every line with ``done`` after an update, or with what went wrong."""
     answers = sys.stdout
     sys.stdout = sys.stderr  # nanoGPT prints what it makes
@@ -144,4 +144,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve())

@@ -31,7 +31,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import report
-from support.errors import ConfigError, DataError
+from support.errors import BenchmarkError, ConfigError
 from support.files import write_json
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +92,7 @@ def command_seconds(text: Path, tokenizer: str, workers: int) -> tuple[float, in
     """Runs ``data.prepare`` on a text: the seconds it took, and the most memory its processes had together, in bytes.
 
     Raises:
-        RuntimeError: it failed.
+        BenchmarkError: it failed.
     """
     with tempfile.TemporaryDirectory(dir=text.parent) as folder:
         command = [sys.executable, "-m", "data.prepare", str(text), "--tokenizer", tokenizer, "--workers",
@@ -113,7 +113,7 @@ def command_seconds(text: Path, tokenizer: str, workers: int) -> tuple[float, in
         ended.set()
         thread.join()
     if process.returncode:
-        raise RuntimeError(f"data.prepare failed: {errors.decode(errors='replace').strip()}")
+        raise BenchmarkError(f"data.prepare failed: {errors.decode(errors='replace').strip()}")
     return seconds, peak
 
 
@@ -148,39 +148,31 @@ def tiktoken_seconds(text: Path, encoding: Any, threads: int, *, arrays: bool) -
     return seconds
 
 
-@report.stoppable
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 2 for usage, 1 where the preparation fails."""
-    options = _options(argv)
+def command(arguments: Sequence[str]) -> None:
+    """Measures what the flags say."""
+    options = _options(arguments)
     from data import tokenizers
 
-    try:
-        report.check_output(options.json)
-        encoding = tokenizers.load(options.tokenizer)
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            text, small = Path(folder, "text.txt"), Path(folder, "small.txt")
-            repeat_text(options.text, text, options.megabytes * 10**6)
-            repeat_text(options.text, small, options.megabytes * 10**6 // 4)
-            sources = [text, small]
-            if options.rows is not None:
-                sources = [path.with_suffix(f".{options.rows}") for path in sources]
-                for path, source in zip((text, small), sources, strict=True):
-                    write_rows(path, source)
-            load = os.getloadavg()[0]
-            rounds = []
-            for _ in range(options.rounds):
-                seconds, peak = command_seconds(sources[0], options.tokenizer, options.workers)
-                alone = tiktoken_seconds(text, encoding, options.workers, arrays=False)
-                arrays = tiktoken_seconds(text, encoding, options.workers, arrays=True)
-                rounds.append({"seconds": seconds, "tiktoken_seconds": alone, "tiktoken_arrays_seconds": arrays,
-                               "ratio": alone / seconds, "arrays_ratio": arrays / seconds, "peak_bytes": peak})
-            small_peak = command_seconds(sources[1], options.tokenizer, options.workers)[1]
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except (DataError, RuntimeError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
+    report.check_output(options.json)
+    encoding = tokenizers.load(options.tokenizer)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        text, small = Path(folder, "text.txt"), Path(folder, "small.txt")
+        repeat_text(options.text, text, options.megabytes * 10**6)
+        repeat_text(options.text, small, options.megabytes * 10**6 // 4)
+        sources = [text, small]
+        if options.rows is not None:
+            sources = [path.with_suffix(f".{options.rows}") for path in sources]
+            for path, source in zip((text, small), sources, strict=True):
+                write_rows(path, source)
+        load = os.getloadavg()[0]
+        rounds = []
+        for _ in range(options.rounds):
+            seconds, peak = command_seconds(sources[0], options.tokenizer, options.workers)
+            alone = tiktoken_seconds(text, encoding, options.workers, arrays=False)
+            arrays = tiktoken_seconds(text, encoding, options.workers, arrays=True)
+            rounds.append({"seconds": seconds, "tiktoken_seconds": alone, "tiktoken_arrays_seconds": arrays,
+                           "ratio": alone / seconds, "arrays_ratio": arrays / seconds, "peak_bytes": peak})
+        small_peak = command_seconds(sources[1], options.tokenizer, options.workers)[1]
     contents = report.origin("benchmarks.prepare", options) | {
         "cores": os.cpu_count(), "load_before": load, "megabytes": options.megabytes, "rows": options.rows,
         "workers": options.workers,
@@ -199,10 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
           f"memory is {small_peak / 1e6:,.0f} MB")
     if options.json is not None:
         write_json(options.json, contents)
-    return 0
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prepare", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -214,7 +205,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=report.positive, default=1, help="comparisons (%(default)s)")
     parser.add_argument("--folder", type=Path, help="where the corpus is put meanwhile (the system's)")
     parser.add_argument("--json", type=Path, help="file to write")
-    return parser.parse_args(argv)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark("benchmarks.prepare", command, arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """What the benchmarks share: timing by turns, the table, and a JSON file that says where its numbers come from."""
 
-import functools
 import importlib.util
 import json
 import math
@@ -20,6 +19,8 @@ from typing import Any, NamedTuple
 import jax
 
 from kernels import device
+from support.command import message as error_message
+from support.command import note, run_command
 from support.errors import ConfigError
 from support.files import write_json
 from training.environment import git_commit
@@ -29,8 +30,6 @@ SAMPLE_SECONDS = 0.05
 """A sample is at least about so long: the clock and the wait for the device then do not count."""
 LEAST_SAMPLES = 3
 """Samples of a case that is so long that it has to do with few."""
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 OWN_FLAGS = {"--run-dir": "--out", "--attention": "--modes", "model.layers": "--layers", "model.heads": "--heads",
              "model.width": "--width", "model.context": "--context", "optimizer.learning_rate": "--learning-rate",
              "train.batch_size": "--batch", "train.minutes": "--minutes", "train.seed": "--seed"}
@@ -165,19 +164,15 @@ def in_process(module: str, case: Mapping[str, Any], seconds: float | None = Non
                           messages[-1] if messages else f"exit code {ended.returncode}")}
 
 
-def stoppable(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
-    """A command that Ctrl-C ends with a line that says what was kept, and with exit code ``INTERRUPTED``."""
-    @functools.wraps(main)
-    def run(argv: Sequence[str] | None = None) -> int:
-        _kept.clear()
-        try:
-            return main(argv)
-        except KeyboardInterrupt:
-            said = "; ".join(f"{what} in {path}" for path, what in _kept.items())
-            print(f"interrupted: {said or 'nothing was kept'}", file=sys.stderr)
-            return INTERRUPTED
+def run_benchmark(module: str, command: Callable[[Sequence[str]], int | None],
+                  arguments: Sequence[str] | None = None) -> int:
+    """:func:`support.command.run_command` for a benchmark: errors name its own flags, and Ctrl-C says what was kept."""
+    _kept.clear()
+    return run_command(module, command, arguments, describe=message, interrupted=_say_kept)
 
-    return run
+
+def _say_kept() -> str:
+    return ": " + ("; ".join(f"{what} in {path}" for path, what in _kept.items()) or "nothing was kept")
 
 
 def kept(path: Path, what: str) -> None:
@@ -192,10 +187,10 @@ def keep(path: Path | None, contents: Mapping[str, Any]) -> None:
         kept(path, f"{len(contents['rows'])} row" + "s" * (len(contents["rows"]) != 1))
 
 
-def message(error: Exception) -> str:
-    """An error in the words of the benchmarks: their flags are not those of ``train.py``, and no error number."""
-    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-    return re.sub("|".join(rf"{re.escape(name)}\b" for name in OWN_FLAGS), lambda found: OWN_FLAGS[found[0]], text)
+def message(error: BaseException) -> str:
+    """An error in the words of the benchmarks, whose flags are not those of ``train.py``."""
+    return re.sub("|".join(rf"{re.escape(name)}\b" for name in OWN_FLAGS), lambda found: OWN_FLAGS[found[0]],
+                  error_message(error))
 
 
 def form(implementation: str | None) -> str | None:
@@ -282,7 +277,7 @@ def has_matplotlib() -> bool:
     """Whether pictures can be drawn; says so where not."""
     found = importlib.util.find_spec("matplotlib") is not None
     if not found:
-        print("no picture: matplotlib is not installed", file=sys.stderr)
+        note("no picture: matplotlib is not installed")
     return found
 
 

@@ -291,10 +291,9 @@ def draw(path: Path, rows: Sequence[Row], device: str) -> None:
     picture.draw_panels(path, panels, title=f"Sampling on {device}")
 
 
-@report.stoppable
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 2 for usage, 1 for failures."""
-    options = _options(argv)
+def command(arguments: Sequence[str]) -> int:
+    """Measures what the flags say; returns 1 where nothing could be measured."""
+    options = _options(arguments)
     report.use_whole_device()
     if options.peer:
         report.share_device()
@@ -308,35 +307,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.keep(options.json, contents | {"rows": [asdict(row) for row in rows],
                                               "prompts": [asdict(row) for row in prompts]})
 
-    try:
-        report.check_output(options.json)
-        report.check_output(options.picture, "--picture")
-        configs = _configs(options)
-        for (size, vocabulary), modes in configs.items():
-            samplers = {mode: Sampler(GPT(config, vocabulary, rngs=nnx.Rngs(0))) for mode, config in modes.items()}
-            for batch in options.batches:
-                print(f"{size or 'model'}, batch {batch} …", file=sys.stderr)
-                rows += measure(samplers, options.positions, batch, options.repeats,
-                                seconds=options.seconds_per_case, size=size,
-                                keep=lambda more, before=tuple(rows): keep([*before, *more]))
-                if options.peer:
-                    theirs, versions = measure_peer(next(iter(modes.values())), vocabulary, options.positions, batch,
-                                                    options.repeats, size=size, python=python)
-                    rows += theirs
-                    contents["versions"] |= versions
-                    keep(rows)
-            for mode, sampler in samplers.items() if options.prompt else ():
-                print(f"{mode}, a prompt of {options.prompt:,} tokens …", file=sys.stderr)
-                prompts.append(measure_prompt(sampler, mode, options.prompt, options.repeats, size=size))
+    report.check_output(options.json)
+    report.check_output(options.picture, "--picture")
+    configs = _configs(options)
+    for (size, vocabulary), modes in configs.items():
+        samplers = {mode: Sampler(GPT(config, vocabulary, rngs=nnx.Rngs(0))) for mode, config in modes.items()}
+        for batch in options.batches:
+            print(f"{size or 'model'}, batch {batch} …", file=sys.stderr)
+            rows += measure(samplers, options.positions, batch, options.repeats,
+                            seconds=options.seconds_per_case, size=size,
+                            keep=lambda more, before=tuple(rows): keep([*before, *more]))
+            if options.peer:
+                theirs, versions = measure_peer(next(iter(modes.values())), vocabulary, options.positions, batch,
+                                                options.repeats, size=size, python=python)
+                rows += theirs
+                contents["versions"] |= versions
                 keep(rows)
-        if options.picture is not None and report.has_matplotlib():
-            draw(options.picture, rows, contents["device"])
-    except (ConfigError, NotImplementedError) as error:
-        print(report.message(error), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(report.message(error), file=sys.stderr)
-        return 1
+        for mode, sampler in samplers.items() if options.prompt else ():
+            print(f"{mode}, a prompt of {options.prompt:,} tokens …", file=sys.stderr)
+            prompts.append(measure_prompt(sampler, mode, options.prompt, options.repeats, size=size))
+            keep(rows)
+    if options.picture is not None and report.has_matplotlib():
+        draw(options.picture, rows, contents["device"])
     print(f"{contents['device']}; {next(iter(configs.values()))[options.modes[0]].dtype}")
     print(report.table(HEADINGS, [cells(row) for row in rows]))
     if prompts:
@@ -370,7 +362,7 @@ def _configs(options: argparse.Namespace) -> dict[tuple[str | None, int], dict[s
                       positions="none") for mode in options.modes} for name, size in sizes(options).items()}
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = report.model_parser("benchmarks.sampling", __doc__)
     parser.add_argument("--sizes", type=report.names, help=f"GPT-2's, with commas between, of {','.join(SIZES)}")
     parser.add_argument("--recipe", type=Path, help="recipe whose model is taken, such as configs/quickstart.py")
@@ -383,7 +375,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="time to read a prompt of so many tokens too, and on a CPU the host's share of a token")
     parser.add_argument("--peer", help="transformers: time its GPT-2 too")
     parser.add_argument("--peer-python", help="the Python that has transformers and torch (this one)")
-    return parser.parse_args(argv)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark("benchmarks.sampling", command, arguments)
 
 
 if __name__ == "__main__":

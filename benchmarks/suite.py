@@ -602,23 +602,18 @@ def notes(found: str | None, quick: bool) -> list[str]:
     return [*([] if found in ("gpu", None) else [no_gpu]), *([QUICK] if quick else [])]
 
 
-@report.stoppable
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 2 for usage, 1 if the kernel is wrong or not all of it was tried."""
-    options = _options(argv)
+def command(arguments: Sequence[str]) -> int:
+    """Runs the steps that the flags name; returns 1 if the kernel is wrong or not all of it was tried."""
+    options = _options(arguments)
     if options.worker is not None:
         return work(options)
     start = time.monotonic()
     found = backend()
-    try:
-        wanted = _wanted(options, found)
-        report.make_folder(options.out)
-        names = [f"{step.name}.{suffix}" for step in steps(options.quick) for suffix in ("json", "png", "log")]
-        for name in (*names, TUNED):  # of an earlier run
-            (options.out / name).unlink(missing_ok=True)
-    except (ConfigError, OSError) as error:
-        print(report.message(error), file=sys.stderr)
-        return 2
+    wanted = _wanted(options, found)
+    report.make_folder(options.out)
+    names = [f"{step.name}.{suffix}" for step in steps(options.quick) for suffix in ("json", "png", "log")]
+    for name in (*names, TUNED):  # of an earlier run
+        (options.out / name).unlink(missing_ok=True)
     told = notes(found, options.quick)
     for note in told:
         print(note, file=sys.stderr, flush=True)
@@ -659,7 +654,7 @@ def _wanted(options: argparse.Namespace, backend: str | None) -> list[Step]:
     return [step for name, step in known.items() if not options.only or name in options.only]
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for logs, JSON files, pictures and summary.md")
@@ -671,7 +666,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
     for name in ("worker", "json", "picture"):
         parser.add_argument(f"--{name}", type=str if name == "worker" else Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark("benchmarks.suite", command, arguments)
 
 
 if __name__ == "__main__":

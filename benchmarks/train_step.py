@@ -374,50 +374,41 @@ def draw(path: Path, rows: Sequence[Row], device: str) -> None:
     picture.draw_panels(path, panels, title=f"A training step on {device}")
 
 
-@report.stoppable
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
-    options = _options(argv)
+def command(arguments: Sequence[str]) -> int:
+    """Measures what the flags say; returns 1 where nothing could be measured."""
+    options = _options(arguments)
     report.use_whole_device()
     if options.peer:
         report.share_device()
-    try:
-        report.check_output(options.json)
-        report.check_output(options.picture, "--picture")
-        model = nanogpt.find(options.peer) if options.peer else None
-        configs = {(size, context): {mode: _config(mode, context, sizes(options)[size], options)
-                                     for mode in options.modes}
-                   for size in sizes(options) for context in options.contexts}
-    except ConfigError as error:
-        print(report.message(error), file=sys.stderr)
-        return 2
+    report.check_output(options.json)
+    report.check_output(options.picture, "--picture")
+    model = nanogpt.find(options.peer) if options.peer else None
+    configs = {(size, context): {mode: _config(mode, context, sizes(options)[size], options)
+                                 for mode in options.modes}
+               for size in sizes(options) for context in options.contexts}
     python = options.peer_python or sys.executable
     if model is not None:
         # Where things lie says nothing about numbers.
         options.peer, options.peer_python = f"nanogpt={model.name}", None
     contents = report.origin("benchmarks.train_step", options)
     rows: list[Row] = []
-    try:
-        for (size, context), modes in configs.items():
-            print(f"{size or 'model'} at context {context:,} …", file=sys.stderr)
-            vocabulary_size = sizes(options)[size].vocabulary
-            with contextlib.ExitStack() as stack:
-                peers: dict[str, Callable[[], Any]] = {}
-                if model is not None:
-                    config = next(iter(modes.values()))
-                    try:
-                        peers["nanogpt"] = stack.enter_context(nanogpt.Peer(
-                            model, config, vocabulary_size, python))
-                    except nanogpt.PeerError as error:
-                        rows.append(Row("nanogpt", None, context, config.train.batch_size, size, error=str(error)))
-                rows += measure(modes, vocabulary_size, options.repeats, seconds=options.seconds_per_case,
-                                remat=options.remat, size=size, before=rows, peers=peers)
-            report.keep(options.json, contents | {"rows": [asdict(row) for row in rows]})
-        if options.picture is not None and report.has_matplotlib():
-            draw(options.picture, rows, contents["device"])
-    except (OSError, nanogpt.PeerError) as error:
-        print(report.message(error), file=sys.stderr)
-        return 1
+    for (size, context), modes in configs.items():
+        print(f"{size or 'model'} at context {context:,} …", file=sys.stderr)
+        vocabulary_size = sizes(options)[size].vocabulary
+        with contextlib.ExitStack() as stack:
+            peers: dict[str, Callable[[], Any]] = {}
+            if model is not None:
+                config = next(iter(modes.values()))
+                try:
+                    peers["nanogpt"] = stack.enter_context(nanogpt.Peer(
+                        model, config, vocabulary_size, python))
+                except nanogpt.PeerError as error:
+                    rows.append(Row("nanogpt", None, context, config.train.batch_size, size, error=str(error)))
+            rows += measure(modes, vocabulary_size, options.repeats, seconds=options.seconds_per_case,
+                            remat=options.remat, size=size, before=rows, peers=peers)
+        report.keep(options.json, contents | {"rows": [asdict(row) for row in rows]})
+    if options.picture is not None and report.has_matplotlib():
+        draw(options.picture, rows, contents["device"])
     print(f"{contents['device']}; {next(iter(configs.values()))[options.modes[0]].model.dtype}")
     print(report.table(HEADINGS, [cells(row) for row in rows]))
     for row in rows:
@@ -436,7 +427,7 @@ def _config(mode: str, context: int, size: Size, options: argparse.Namespace) ->
                   train=TrainConfig(batch_size=batch, accumulate=options.accumulate))
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = report.model_parser("benchmarks.train_step", __doc__)
     parser.add_argument("--sizes", type=report.names, help=f"GPT-2's, with commas between, of {','.join(SIZES)}")
     parser.add_argument("--contexts", type=report.positives, default=(512, 1024, 2048, 4096, 8192),
@@ -452,7 +443,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="about how long the samples of a case may take (%(default)g)")
     parser.add_argument("--peer", help="nanogpt=PATH: time nanoGPT's step too")
     parser.add_argument("--peer-python", help="the Python that has torch (this one)")
-    return parser.parse_args(argv)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark("benchmarks.train_step", command, arguments)
 
 
 if __name__ == "__main__":

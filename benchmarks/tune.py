@@ -434,26 +434,21 @@ def candidates(default: Row) -> Iterator[tuple[str, str, Row]]:
                 yield passes, knob, row
 
 
-@report.stoppable
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
-    options = _options(argv)
+def command(arguments: Sequence[str]) -> int:
+    """Measures what the flags say; returns 1 where nothing could be measured."""
+    options = _options(arguments)
     start = time.monotonic()
     report.use_whole_device()
-    try:
-        wanted = _wanted(options)
-        if options.dry_run:
-            _print_candidates(wanted, options.shape)
-            return 0
-        if device.platform() != "gpu":
-            raise ConfigError(f"{MODULE} needs a GPU: this device is a {device.platform()}, where the kernel is "
-                              "interpreted and its time means nothing; --dry-run prints what would be tried")
-        for path, flag in ((options.out, "--out"), (options.json, "--json")):
-            report.check_output(path, flag)
-        table = {row[:5]: row for row in _read(options.out)}
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    wanted = _wanted(options)
+    if options.dry_run:
+        _print_candidates(wanted, options.shape)
+        return 0
+    if device.platform() != "gpu":
+        raise ConfigError(f"{MODULE} needs a GPU: this device is a {device.platform()}, where the kernel is "
+                          "interpreted and its time means nothing; --dry-run prints what would be tried")
+    for path, flag in ((options.out, "--out"), (options.json, "--json")):
+        report.check_output(path, flag)
+    table = {row[:5]: row for row in _read(options.out)}
     flags = {name: value for name, value in vars(options).items() if name != "widths"}
     contents = report.origin(MODULE, argparse.Namespace(
         widths=",".join(f"{M}x{D}" for M, D in options.widths), **flags))
@@ -479,14 +474,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         tried += [{"key": name_of(row), "passes": trial.passes, "settings": settings(trial.row),
                    "milliseconds": trial.milliseconds, "score": trial.score if trial.error is None else None,
                    "error": trial.error} for trial in trials]
-        try:
-            write_json(options.out, [tuning.entry(one) for one in table.values()])
-            if options.json is not None:
-                write_json(options.json, contents | {"chosen": [tuning.entry(one) for one in done],
-                                                    "rows": tried})
-        except OSError as error:
-            print(error, file=sys.stderr)
-            return 1
+        write_json(options.out, [tuning.entry(one) for one in table.values()])
+        if options.json is not None:
+            write_json(options.json, contents | {"chosen": [tuning.entry(one) for one in done], "rows": tried})
     if done:
         print(f"{contents['device']}; rows of {options.out}, times of forward + backward")
         print(report.table(HEADINGS, [cells(row) for row in done]))
@@ -546,7 +536,7 @@ def _widths(text: str) -> tuple[tuple[int, int], ...]:
 _widths.__name__ = "list of MxD, each 16, 32, 64, 128 or 256"  # what argparse calls it
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=_widths, default=((64, 64), (128, 128)),
@@ -562,7 +552,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=tuning.TABLE, help="the table to write (that of the package)")
     parser.add_argument("--json", type=Path, help="file for everything that was tried")
     parser.add_argument("--dry-run", action="store_true", help="print what is one change away from the defaults")
-    return parser.parse_args(argv)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark(MODULE, command, arguments)
 
 
 if __name__ == "__main__":

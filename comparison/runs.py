@@ -15,8 +15,9 @@ import numpy as np
 
 from comparison.curves import Columns, Curve, read_curves, smooth
 from comparison.flops import flops_per_token
-from configs.schema import LraConfig, config_class
+from configs.schema import LraConfig, check_format, config_class
 from support.errors import ConfigError, RunError
+from training.run import read_run_file
 
 AXES = {  # what x can be: column, button and axis title
     "step": ("Steps", "steps"),
@@ -26,13 +27,13 @@ AXES = {  # what x can be: column, button and axis title
     "flops": ("FLOPs", "floating-point operations"),
 }
 REQUIRED = ("step", "tokens", "train_seconds", "loss")
-NO_MATTER = ("checkpoint", "logging", "train.seed", "train.sample_every")
-"""Groups and fields of a config that change no loss, or that seeds of one set-up differ in."""
+NOT_OF_SETUP = ("checkpoint", "logging", "train.seed", "train.sample_every")
+"""Groups and fields of a config in which runs of one set-up may differ: they change no loss, or are the seed."""
 MAX_DISTINCTIONS = 3
 """More fields than these are not told in a name."""
-SAYS_NOTHING = re.compile(r"(runs?|tests?|te?mp|out(put)?s?|exp(eriment)?s?|trials?|results?|new|old)?[-_.\s\d]*",
+GENERIC_NAME = re.compile(r"(runs?|tests?|te?mp|out(put)?s?|exp(eriment)?s?|trials?|results?|new|old)?[-_.\s\d]*",
                           re.IGNORECASE)
-"""Folder names that say nothing of a run."""
+"""Names of folders that do not tell one run from another."""
 
 
 class NotARunError(ConfigError):
@@ -48,7 +49,7 @@ class Run:
     path: Path
     """The folder, as it was named."""
     config: dict[str, Any]
-    """``config.json``."""
+    """``config.json``, without the number of its format."""
     environment: dict[str, Any]
     """``environment.json``; empty where there is none."""
     train: Curve
@@ -99,7 +100,7 @@ class Run:
     def setup(self) -> str:
         """Equal for runs that differ in nothing that changes a loss but the seed."""
         fields = {name: value for name, value in (_defaults(self.config) | self.fields).items()
-                  if not any(name == part or name.startswith(f"{part}.") for part in NO_MATTER)}
+                  if not any(name == part or name.startswith(f"{part}.") for part in NOT_OF_SETUP)}
         checksum = self.environment.get("corpus_checksum")
         if checksum is not None:  # the same tokens may lie elsewhere
             fields |= {"data.dir": checksum}
@@ -201,11 +202,13 @@ def load_run(path: Path) -> Run:
         raise NotARunError(f"{path}: there is no such folder; name run folders, such as runs/quickstart-chunked")
     if not (path / "config.json").is_file():
         raise NotARunError(f"{path}: not a run, it has no config.json; name the --run-dir of a train.py run")
-    config = read_json(path / "config.json")
+    config = read_run_file(path / "config.json")
+    check_format(config, path / "config.json")
+    del config["format"]
     if not (isinstance(config.get("model"), dict) and config["model"].get("attention")
             and isinstance(config.get("train"), dict)):
         raise RunError(f"{path}/config.json: not a config that train.py writes")
-    environment = read_json(path / "environment.json") if (path / "environment.json").is_file() else {}
+    environment = read_run_file(path / "environment.json") if (path / "environment.json").is_file() else {}
     metrics = path / "metrics.jsonl"
     train, val = read_curves(metrics) if metrics.is_file() else (Curve(), Curve())
     for split, curve in (("train", train), ("val", val)):
@@ -236,7 +239,7 @@ def load_evaluations(path: Path) -> list[dict[str, Any]]:
     """What evaluate.py found of a run, if it was called; :class:`RunError` where the file is damaged."""
     if not path.is_file():
         return []
-    evaluations = read_json(path).get("evaluations")
+    evaluations = read_run_file(path).get("evaluations")
     try:
         for entry in evaluations:  # pyright: ignore[reportOptionalIterable]
             _ = entry["context"], entry["corpus"], [(part["first"], part["last"], part["loss"])
@@ -253,17 +256,6 @@ def newest_sample(folder: Path) -> tuple[int | None, str | None]:
         return None, None
     step, path = files[-1]
     return step, path.read_text(encoding="utf-8", errors="replace")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; :class:`RunError` where it holds none."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunError(f"{path}: damaged, not valid JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise RunError(f"{path}: damaged, not a JSON object")
-    return values
 
 
 def scored(runs: Sequence[Run]) -> str:
@@ -315,6 +307,7 @@ def _defaults(config: dict[str, Any]) -> dict[str, Any]:
     modes = {mode: dataclasses.asdict(attention.load(mode).Config())
              for mode in config.get("model", {}).get("modes") or {} if mode in known}
     defaults = config_class(config)().to_dict()
+    del defaults["format"]
     return flatten(defaults | {"model": defaults["model"] | {"modes": modes}})
 
 
@@ -326,7 +319,7 @@ def _setup_label(seeds: Sequence[Run], same_label: Sequence[Run]) -> str:
 
 def distinctions(run: Run, others: Sequence[Run]) -> list[str]:
     """What a run's config has that not all of ``others`` have: ``context 512``, ``learning_rate 0.001``."""
-    leave_out = ("data.dir", "model.attention", *NO_MATTER)
+    leave_out = ("data.dir", "model.attention", *NOT_OF_SETUP)
     return [f"{name.rpartition('.')[2]} {_text(run.fields[name])}" for name in differences(others)
             if name in run.fields and not any(name == part or name.startswith(f"{part}.") for part in leave_out)]
 
@@ -340,7 +333,7 @@ def _text(value: Any) -> str:
 def name_runs(runs: Sequence[Run]) -> list[Run]:
     """The runs with names that are unique and say what they are: the folder's, or what the config says where that is
     ``run-3`` or the like, or the path where several folders have one name."""
-    named = [replace(run, name=describe(run, runs)) if SAYS_NOTHING.fullmatch(run.name) else run for run in runs]
+    named = [replace(run, name=describe(run, runs)) if GENERIC_NAME.fullmatch(run.name) else run for run in runs]
     names = [run.name for run in named]
     return [run if names.count(run.name) == 1 else replace(run, name=_with_path(run, before))
             for run, before in zip(named, runs, strict=True)]

@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from support.errors import ConfigError
+from support.errors import ConfigError, RunError
+
+FORMAT = 1
+"""Number of the format of ``config.json``: count it up where an older file would be misread."""
 
 
 @dataclass(frozen=True)
@@ -214,19 +217,23 @@ class _Run:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists and numbers, as in ``config.json``."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        """The number of the format and plain dicts, lists and numbers, as in ``config.json``."""
+        return {"format": FORMAT} | json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """The inverse of :meth:`to_dict`, but that ``model.modes`` stays a dict of dicts until the modes are known.
 
         Raises:
+            RunError: another format.
             ConfigError: a group or field that this version does not know.
         """
+        check_format(values, "config")
         groups = {group.name: group.default_factory for group in dataclasses.fields(cls)}
         built = {}
         for name, fields in values.items():
+            if name == "format":
+                continue
             if name not in groups:
                 raise ConfigError(f"config: unknown group {name!r}; expected one of {', '.join(groups)}")
             known = {f.name for f in dataclasses.fields(groups[name])}  # pyright: ignore[reportArgumentType]
@@ -262,6 +269,23 @@ class LraConfig(_Run):
 
     model: EncoderConfig = field(default_factory=EncoderConfig)
     data: TaskConfig = field(default_factory=TaskConfig)
+
+
+def check_format(values: dict[str, Any], source: object) -> None:
+    """Checks the format number of what was read from a ``config.json``.
+
+    Args:
+        values: all of it.
+        source: what it is called in the message.
+
+    Raises:
+        RunError: this version reads another format.
+    """
+    found = values.get("format")
+    if found != FORMAT:
+        what = "no format number" if found is None else f"format {json.dumps(found)}"
+        raise RunError(f"{source}: it has {what}, and this version of lineargpt reads format {FORMAT}; use the version "
+                       "that wrote it, or train the run again")
 
 
 def config_class(values: dict[str, Any]) -> type[Config] | type[LraConfig]:

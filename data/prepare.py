@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from configs.schema import DataConfig
 from data import journal, synthetic_tasks, texts, token_files, tokenizers
 from data.sources import open_source
 from data.sources.source import Block, Source
-from support.errors import ConfigError, DataError
+from support.command import note, run_command
+from support.errors import ConfigError
 
 _VERSION = 2  # part of the cache folder's name: count it up when the same source comes to give other tokens
 
@@ -138,7 +139,7 @@ def _write(source: Source, encoding: Any, directory: Path, progress: bool, worke
             documents = sum(entry["documents"] for entry in state["splits"].values())
             print(f"going on after {documents:,} documents, {tokens:,} tokens ({unfinished.path})", file=sys.stderr)
         for line in source.notes:
-            print(f"note: {line}", file=sys.stderr)
+            note(line)
         writer = unfinished.open_writer(vocabulary)
         pool = tokenizers.Workers(encoding, _processes(encoding, source, workers))
         with pool, _progress_bar(source, progress) as show:
@@ -279,22 +280,15 @@ def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer
         print(f"{name}: {entry['tokens']:,} tokens, {entry['bytes']:,} bytes, {entry['documents']:,} documents")
 
 
-def main() -> int:
-    """Runs the command; returns its exit code."""
-    import tyro
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`support.command.run_command`."""
+    def command(given: Sequence[str]) -> None:
+        import tyro
 
-    try:
-        tyro.cli(_command, prog="python -m data.prepare")
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it was", file=sys.stderr)
-        return 130
-    return 0
+        tyro.cli(_command, prog="python -m data.prepare", args=given)
+
+    return run_command("data.prepare", command, arguments,
+                       interrupted=lambda: "; the same command goes on where it was")
 
 
 if __name__ == "__main__":

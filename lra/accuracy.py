@@ -8,7 +8,6 @@ examples.
 import json
 import math
 import shlex
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from comparison.curves import read_curves
-from support.errors import ConfigError, DataError
+from configs.schema import check_format
+from support.command import status
+from support.errors import ConfigError, DataError, LineargptError, RunError
 
 TASKS = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image", "pathfinder": "Pathfinder",
          "pathx": "Path-X"}
@@ -74,11 +75,13 @@ def load(path: Path) -> Run:
     Raises:
         ConfigError: there is no such folder, or it is no run of ``lra.train``.
         DataError: the run is not scored yet, or a file is damaged.
+        RunError: its ``config.json`` has another format.
     """
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path}: not a run, it has no config.json; name the --run-dir of an lra.train run")
     try:
         config = json.loads((path / "config.json").read_text())
+        check_format(config, path / "config.json")
         if "task" not in config["data"]:
             raise ConfigError(f"{path}: a run of train.py, which has no task; name runs of lra.train")
         if not (path / "test.json").is_file():
@@ -107,7 +110,7 @@ def _train_seconds(metrics: Path) -> float | None:
     return float(val.points["train_seconds"][-1]) if val else None
 
 
-def load_all(paths: Sequence[Path]) -> tuple[list[Run], list[DataError]]:
+def load_all(paths: Sequence[Path]) -> tuple[list[Run], list[LineargptError]]:
     """The runs, in the order of tasks, and why others are left out.
 
     Raises:
@@ -117,7 +120,7 @@ def load_all(paths: Sequence[Path]) -> tuple[list[Run], list[DataError]]:
     for path in paths:
         try:
             run = load(path)
-        except DataError as error:
+        except (DataError, RunError) as error:
             left_out.append(error)
             continue
         if (other := seen.setdefault((run.setup, run.seed), path)) is not path:
@@ -286,7 +289,7 @@ def draw(path: Path, runs: Sequence[Run], published: Mapping[str, Any]) -> None:
     pyplot.close(figure)
 
 
-def say_left_out(left_out: Sequence[DataError]) -> None:
+def say_left_out(left_out: Sequence[LineargptError]) -> None:
     """Which runs are not in the table, and why."""
     for error in left_out:
-        print(f"left out: {error}", file=sys.stderr)
+        status(f"left out: {error}")

@@ -37,7 +37,6 @@ from lra.table import named
 from models import attention
 from models.attention.feature_maps import FeatureOptions, draw_directions, features
 from models.attention.self_attention import SelfAttention
-from support.errors import ConfigError
 from support.files import write_json
 
 B, T, H, D = 1, 512, 4, 32
@@ -192,20 +191,15 @@ PARTS: Mapping[str, tuple[Callable[..., dict[str, dict[int, float]]], str]] = {
 """What is approximated, and by how much of what."""
 
 
-@report.stoppable
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
+def command(arguments: Sequence[str]) -> None:
+    """Measures what the flags say."""
     parser = argparse.ArgumentParser(prog="python -m lra.approximation", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="NAME of the files to write, without a suffix")
     parser.add_argument("--draws", type=report.positive, default=9, help="seeds of each point (%(default)s)")
-    options = parser.parse_args(argv)
-    try:
-        report.make_folder(options.out.parent)
-        report.check_output(named(options.out, ".json"), "--out")
-    except ConfigError as problem:
-        print(problem, file=sys.stderr)
-        return 2
+    options = parser.parse_args(arguments)
+    report.make_folder(options.out.parent)
+    report.check_output(named(options.out, ".json"), "--out")
     contents = report.origin("lra.approximation", options) | {"shape": {"B": B, "T": T, "H": H, "D": D}}
     curves = {}
     for name, (measure, _) in PARTS.items():
@@ -222,7 +216,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         panels = [Panel(curves[name], title=name, x=x, y=label) for name, (_, x) in PARTS.items()]
         panels.append(Panel(curves["bias"], title=f"mean over draws, {BIAS_FEATURES} features", x="draws", y=label))
         draw_panels(named(options.out, ".png"), panels, title="Approximations of softmax attention")
-    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark("lra.approximation", command, arguments)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,11 @@ class Classification:
                                  for split in dataset.splits.values()) for tower in range(config.model.towers))
         self.graph = nnx.split(nnx.eval_shape(self.make_model))[0]
 
+    @property
+    def padded(self) -> bool:
+        """Whether any sequence is shorter than the context."""
+        return any(self._padded)
+
     def make_model(self) -> Classifier:
         """The classifier, its parameters drawn from ``train.seed``."""
         return Classifier(self._config.model, self._dataset.vocabulary, rngs=nnx.Rngs(self._config.train.seed))

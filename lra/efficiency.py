@@ -211,13 +211,17 @@ def in_process(case: Case, limit: float) -> Result:
     return Result(**found | measured)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def command(arguments: Sequence[str]) -> None:
     """The process of one case."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("--case", required=True, type=json.loads, help="a case, as JSON")
-    case: Mapping[str, Any] = parser.parse_args(argv).case
+    case: Mapping[str, Any] = parser.parse_args(arguments).case
     print(json.dumps(asdict(measure(Case(**case)))))
-    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark(MODULE, command, arguments)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ takes too long, says so in its place.
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -28,7 +27,7 @@ from benchmarks import report
 from benchmarks.picture import Panel, draw_panels
 from lra import accuracy
 from lra.efficiency import ROWS, SHAPES, Case, Result, in_process
-from support.errors import ConfigError
+from support.command import status
 from support.files import write_json, write_text
 
 PUBLISHED = Path(__file__).parent / "published.json"
@@ -196,34 +195,27 @@ def draw(path: Path, results: Sequence[Result], device: str) -> None:
     draw_panels(path, panels, title=f"Long Range Arena: a step on byte text, {results[0].shape} shape, {device}")
 
 
-@report.stoppable
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 2 for usage, 1 where nothing could be measured."""
-    options = _options(argv)
-    if options.part == "accuracy":
-        return _accuracy(options)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the memory is for the processes that measure
+def command(arguments: Sequence[str]) -> int:
+    """Makes the table that the flags name; returns 1 where nothing could be measured, or a run had to be left out."""
+    options = _options(arguments)
+    report.make_folder(options.out.parent)
+    report.check_output(named(options.out, ".json"), "--out")
+    return _accuracy(options) if options.part == "accuracy" else _efficiency(options)
+
+
+def _efficiency(options: argparse.Namespace) -> int:
+    report.share_device()  # the memory is for the processes that measure
     report.use_whole_device()
-    try:
-        report.make_folder(options.out.parent)
-        report.check_output(named(options.out, ".json"), "--out")
-        cases = {tokens: [Case(row, tokens, options.shape, options.layers, options.batch, options.dtype, options.steps,
-                               options.seconds, options.memory_only) for row in options.rows]
-                 for tokens in options.lengths}
-        for case in (case for of_length in cases.values() for case in of_length):
-            case.config()
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    try:
-        results = efficiency(cases, options)
-    except OSError as error:
-        print(report.message(error), file=sys.stderr)
-        return 1
+    cases = {tokens: [Case(row, tokens, options.shape, options.layers, options.batch, options.dtype, options.steps,
+                           options.seconds, options.memory_only) for row in options.rows]
+             for tokens in options.lengths}
+    for case in (case for of_length in cases.values() for case in of_length):
+        case.config()
+    results = efficiency(cases, options)
     print(named(options.out, ".md").read_text())
     for result in results:
         if result.error is not None:
-            print(f"{result.row} at {result.tokens:,}: {result.error}", file=sys.stderr)
+            status(f"{result.row} at {result.tokens:,}: {result.error}")
     return 0 if any(result.error is None for result in results) else 1
 
 
@@ -235,32 +227,22 @@ def positive_seconds(text: str) -> float:
 
 
 def _accuracy(options: argparse.Namespace) -> int:
-    try:
-        report.make_folder(options.out.parent)
-        report.check_output(named(options.out, ".json"), "--out")
-        runs, left_out = accuracy.load_all(options.runs)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    runs, left_out = accuracy.load_all(options.runs)
     accuracy.say_left_out(left_out)
     if not runs:
         return 1
     published = json.loads(PUBLISHED.read_text())["accuracy"]
     origin = report.origin("lra.table accuracy", argparse.Namespace(), [str(path) for path in options.runs])
     text = accuracy.markdown(runs, published, origin)
-    try:
-        write_json(named(options.out, ".json"), accuracy.contents(runs, origin) | {"published": published})
-        write_text(named(options.out, ".md"), text)
-        if report.has_matplotlib():
-            accuracy.draw(named(options.out, ".png"), runs, published)
-    except OSError as error:
-        print(report.message(error), file=sys.stderr)
-        return 1
+    write_json(named(options.out, ".json"), accuracy.contents(runs, origin) | {"published": published})
+    write_text(named(options.out, ".md"), text)
+    if report.has_matplotlib():
+        accuracy.draw(named(options.out, ".png"), runs, published)
     print(text)
     return 1 if left_out else 0
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lra.table", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True, metavar="efficiency|accuracy")
@@ -283,7 +265,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     part.add_argument("--limit", type=positive_seconds, default=600.0,
                       help="seconds a case may take in all (%(default)g)")
     part.add_argument("--memory-only", action="store_true", help="compile, and run nothing")
-    return parser.parse_args(argv)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark("lra.table", command, arguments)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ _STARTED = time.perf_counter()
 
 from support import packages
 
-# Before any other import: under a Python without the packages this ends in one sentence.
-packages.require_packages()
+if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    packages.require_packages()
 
 import dataclasses
 import json
@@ -31,14 +31,14 @@ from flax import nnx
 from configs.schema import LraConfig, load_recipe
 from lra import tasks
 from lra.classification import Classification
-from models import attention as attentions
-from models import encoder
+from models.encoder import Classifier
+from support.command import note, run_command, status
 from support.errors import ConfigError
 from support.files import write_json
 from training import cli, logging, loop
+from training import run as runs
 from training.checkpoint import Checkpoints
-from training.cli import note
-from training.environment import environment
+from training.environment import configure_jax, environment
 from training.sharding import batch_sharding, make_mesh, state_shardings
 
 DATA_SEED = 0
@@ -62,51 +62,46 @@ for example: python -m lra.train configs/lra/listops.py --attention performer --
 all fields:  python -m lra.train configs/lra/listops.py --help"""
 
 
-def parse(arguments: Sequence[str]) -> tuple[LraConfig, Path]:
-    """The config of a command line, every field resolved, and the run's folder."""
-    recipe, flags, rest = cli.parse_run_flags(RunFlags, arguments, USAGE)
+def parse(arguments: Sequence[str]) -> cli.CommandLine[LraConfig, RunFlags]:
+    """The command line, its config validated."""
+    return cli.parse_command_line(
+        arguments, RunFlags, load, prog="python -m lra.train", usage=USAGE, amend=fit_context, own_flags=(
+            "--preset paper, released or tuned, and --data-dir DIR, the folder of the task's files"))
+
+
+def load(recipe: Path, flags: RunFlags) -> LraConfig:
+    """The recipe's config."""
     config = load_recipe(recipe, flags.attention, LraConfig, preset=flags.preset)
-    if flags.data_dir is not None:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=flags.data_dir))
-    known = config.model.context
-    config = cli.parse_fields(config, flags, rest, prog=f"python -m lra.train {recipe}", description=(
-        "Train one run. Beside the flags below: --attention MODE[,MODE…] (there are "
-        f"{', '.join(attentions.modes())}), --preset paper, released or tuned, --run-dir DIR, and --data-dir DIR, the "
-        "folder of the task's files."))
-    length = config.data.max_length
-    if length is not None and config.model.context not in (length, known):
-        raise ConfigError(f"model.context is {config.model.context}, and data.max_length {length}; "
-                          "give the second alone")
-    config = validate_config(config)
-    return config, flags.folder(recipe, config.model)
+    if flags.data_dir is None:
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, dir=flags.data_dir))
 
 
-def validate_config(config: LraConfig) -> LraConfig:
-    """:func:`training.cli.validate_config` of a classifier, whose context follows ``data.max_length``."""
-    if config.train.sample_every:
-        raise ConfigError(f"train.sample_every is {config.train.sample_every}: a classifier writes no text; expected 0")
-    model, length = config.model, config.data.max_length
-    if length is not None and length >= 1:  # less is refused with the data
-        model = dataclasses.replace(model, context=length)
-    return cli.validate_config(config, encoder.check(model))
+def fit_context(config: LraConfig, recipe: LraConfig) -> LraConfig:
+    """``config`` with the context that ``data.max_length`` asks for; ``recipe`` is what it was before the flags.
+
+    Raises:
+        ConfigError: both were given, and differ.
+    """
+    length, context = config.data.max_length, config.model.context
+    if length is not None and context not in (length, recipe.model.context):
+        raise ConfigError(f"model.context is {context}, and data.max_length {length}; give the second alone")
+    if length is None or length < 1:  # less is refused with the data
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, context=length))
 
 
 def train(config: LraConfig, run_dir: Path, command: Sequence[str]) -> int:
-    """Prepare, write down what this run is, train, score, and say how it went."""
-    # What does not fit stops before anything is written.
-    cli.check_same_run(config, run_dir)
-    logging.check(config.logging)
-    mesh = make_mesh(config.mesh, config.train, config.model.context)
-    dataset = load(config)
-    cli.check_same_corpus(dataset.checksum, f"this one of {config.data.task} (with its data.max_length, "
-                             "train_examples and val_examples)", run_dir)
-    objective = Classification(config, dataset)
-    model = nnx.eval_shape(objective.make_model)
-    # A kernel that cannot do what is asked says so when it is traced.
-    batch = objective.batch_shape(batch_sharding(mesh))
-    nnx.eval_shape(lambda model, batch: model(*batch.tokens, valid_BT=batch.valid), model, batch)
-    with cli.locked(run_dir):
-        newest, finished = cli.newest_step(config, run_dir)
+    """Prepare, write down what this run is, train, score, and say how it went; returns the exit code.
+
+    Args:
+        config: validated.
+        run_dir: the run's folder.
+        command: the command line.
+    """
+    dataset, objective, model = check_data_and_devices(config, run_dir)
+    with runs.locked(run_dir):
+        newest, finished = runs.newest_step(config, run_dir)
         if finished and _scored_step(run_dir) == newest:
             return 0
         if not finished:
@@ -115,10 +110,10 @@ def train(config: LraConfig, run_dir: Path, command: Sequence[str]) -> int:
             write_json(run_dir / "config.json", config.to_dict())
             write_json(run_dir / "environment.json", environment(
                 model.encoder, parameters=parameters, tokenizer=None, checksum=dataset.checksum, command=command,
-                segments=any(mask is not None for mask in batch.valid)))
-            print(f"{run_dir}: {config.data.task}, {parameters:,} parameters, {','.join(config.model.attention)} "
-                  f"attention, context {config.model.context:,}, {config.model.dtype}, "
-                  f"{len(dataset.splits['train'].labels):,} examples", file=sys.stderr)
+                segments=objective.padded))
+            status(f"{run_dir}: {config.data.task}, {parameters:,} parameters, {','.join(config.model.attention)} "
+                   f"attention, context {config.model.context:,}, {config.model.dtype}, "
+                   f"{len(dataset.splits['train'].labels):,} examples")
             outcome = loop.train(config, objective, run_dir, started=_STARTED)
             if code := cli.report_outcome(run_dir, outcome):
                 return code
@@ -126,7 +121,31 @@ def train(config: LraConfig, run_dir: Path, command: Sequence[str]) -> int:
     return 0
 
 
-def load(config: LraConfig) -> tasks.Dataset:
+def check_data_and_devices(config: LraConfig, run_dir: Path) -> tuple[tasks.Dataset, Classification, Classifier]:
+    """What a config alone cannot tell: whether folder, data, devices and model go together. Writes nothing.
+
+    Returns:
+        the data, what is trained on them, and the model without its numbers.
+
+    Raises:
+        ConfigError, NotImplementedError: they do not.
+        LineargptError: the folder or the data are damaged.
+    """
+    before = runs.check_folder(config, run_dir)
+    logging.check(config.logging)
+    mesh = make_mesh(config.mesh, config.train, config.model.context)
+    dataset = load_data(config)
+    runs.check_corpus(before, dataset.checksum, f"this one of {config.data.task} (with its data.max_length, "
+                      "train_examples and val_examples)", run_dir)
+    objective = Classification(config, dataset)
+    model = nnx.eval_shape(objective.make_model)
+    # A kernel that cannot do what is asked says so when it is traced.
+    batch = objective.batch_shape(batch_sharding(mesh))
+    nnx.eval_shape(lambda model, batch: model(*batch.tokens, valid_BT=batch.valid), model, batch)
+    return dataset, objective, model
+
+
+def load_data(config: LraConfig) -> tasks.Dataset:
     """The data of a config; what is generated is kept in ``$XDG_CACHE_HOME/lineargpt/lra`` (``~/.cache``).
 
     Raises:
@@ -170,8 +189,8 @@ def score(config: LraConfig, objective: Classification, dataset: tasks.Dataset, 
         "notes": list(dataset.notes),
         **{name: made_with.get(name) for name in ("command", "commit", "devices", "versions", "parameters",
                                                   "corpus_checksum")}})
-    print(f"{run_dir}: test accuracy {figures['accuracy']:.4f} at step {step:,} ({chosen}); guessing: "
-          + ", ".join(f"{name} {value:.4f}" for name, value in dataset.baselines.items()), file=sys.stderr)
+    status(f"{run_dir}: test accuracy {figures['accuracy']:.4f} at step {step:,} ({chosen}); guessing: "
+           + ", ".join(f"{name} {value:.4f}" for name, value in dataset.baselines.items()))
 
 
 def _scored_step(run_dir: Path) -> int | None:
@@ -183,10 +202,16 @@ def _scored_step(run_dir: Path) -> int | None:
         return None
 
 
+def command(arguments: Sequence[str]) -> int:
+    """Train what a command line says; returns the exit code."""
+    configure_jax()
+    line = parse(arguments)
+    return train(line.config, line.run_dir, ["python", "-m", "lra.train", *arguments])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`training.cli.main`."""
-    return cli.main("lra.train", lambda given: train(*parse(given), ["python", "-m", "lra.train", *given]),
-                       arguments)
+    """The command; see :func:`support.command.run_command`."""
+    return run_command("lra.train", command, arguments)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from support.files import replacing
 
 METADATA = "lineargpt-state"
 FORMAT = 1
+"""Number of the format: count it up where an older file would be misread."""
 PARAMETERS = "parameters"
 
 
@@ -72,8 +73,10 @@ def load(path: Path, model: GPT) -> Memory:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, ValueError) as error:
         raise StateError(f"{path}: damaged, cut short or no state file ({error}); make it again") from error
-    if about.get("format") != FORMAT:
-        raise StateError(f"{path}: no state file that this version of lineargpt knows; make it again")
+    if (found := about.get("format")) != FORMAT:
+        what = "no format number" if found is None else f"format {json.dumps(found)}"
+        raise StateError(f"{path}: no state file that this version of lineargpt knows: it has {what}, and format "
+                         f"{FORMAT} is read; make it again")
     if about.pop("sha256", None) != _checksum(tensors, about):
         raise StateError(f"{path}: damaged, it does not have the checksum it was written with; make it again")
     theirs, ours = about["model"], fingerprint(model)

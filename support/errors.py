@@ -38,3 +38,7 @@ class StateError(LineargptError):
 
 class WeightsError(LineargptError):
     """Published weights that cannot be had, read or written. The message names the file."""
+
+
+class BenchmarkError(LineargptError):
+    """A measurement that cannot be made. The message says why."""

@@ -3,7 +3,8 @@
 Standard library only, and syntax that any Python 3 still in use can read.
 """
 
-import importlib.util
+import os
+import signal
 import sys
 
 PACKAGES = ("jax", "flax", "optax", "orbax", "grain", "numpy", "tyro", "tiktoken", "rich", "orjson", "jaxtyping",
@@ -13,30 +14,32 @@ PACKAGES = ("jax", "flax", "optax", "orbax", "grain", "numpy", "tyro", "tiktoken
 def require_packages():
     """Returns under a Python of at least 3.12 that has the packages, else exits with 1 and one sentence on stderr.
 
-    Ctrl-C while they are imported, which takes seconds, then ends in a word and not in a traceback.
+    From here on Ctrl-C ends the process with one word and exit code 130: the imports that follow take seconds, and have
+    nothing to clean up. :func:`support.command.run_command` replaces this while the command runs.
 
     Raises:
         SystemExit: the Python is older, or a package is missing.
     """
+    # A shell has what it starts in the background ignore Ctrl-C; that stays so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, exit_interrupted)
+    import importlib.util  # not above: this takes time too
+
     if sys.version_info < (3, 12):  # noqa: UP036 (an older Python reads this file too)
         problem = "is older than 3.12"
     else:
-        missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+        missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
         if not missing:
-            _end_interrupts_in_a_word()
             return
         problem = "lacks " + ", ".join(missing)
     python = f"{sys.executable}, {sys.version_info[0]}.{sys.version_info[1]}"
     raise SystemExit(f"This Python ({python}) {problem}: run `make setup`, then `. .venv/bin/activate`.")
 
 
-def _end_interrupts_in_a_word():
-    before = sys.excepthook
+def exit_interrupted(*_):
+    """A signal handler that ends the process at once.
 
-    def tell(kind, error, traceback):
-        if issubclass(kind, KeyboardInterrupt):
-            sys.stderr.write("interrupted\n")
-        else:
-            before(kind, error, traceback)
-
-    sys.excepthook = tell
+    It raises no KeyboardInterrupt, which an import that is under way may swallow or turn into another error.
+    """
+    os.write(2, b"interrupted\n")
+    os._exit(130)

@@ -71,6 +71,8 @@ def test_what_is_wrong_with_lines_is_reported_and_counted(two, tmp_path, capsys)
     lambda run: (run / "config.json").write_text('{"model": {"atten'),
     lambda run: (run / "config.json").write_text("[1]"),
     lambda run: (run / "config.json").write_text("{}"),
+    lambda run: (run / "config.json").write_text(
+        (run / "config.json").read_text().replace('"format": 1', '"format": 2')),
     lambda run: (run / "environment.json").write_text("\0\0\0"),
     lambda run: (run / "metrics.jsonl").write_text('{"step": 1, "split": "train", "loss": 2.0}\n'),
     lambda run: (run / "metrics.jsonl").write_text(""),
@@ -116,7 +118,7 @@ def test_unwritable_page_ends_in_one_line(two, tmp_path, capsys):
     for out in (tmp_path / "file" / "page.html", two[0]):
         assert compare.main([*map(str, two), "--out", str(out)]) == 1
         output = capsys.readouterr()
-        assert output.err.startswith(f"{out}: cannot be written")
+        assert output.err.startswith(f"compare.py: {out}: cannot be written")
         assert len(output.err.splitlines()) == 1
         assert "1.0000" in output.out  # the table is not lost
     assert sorted(os.listdir(tmp_path)) == ["chunked", "file", "softmax"]
@@ -180,7 +182,8 @@ def test_a_run_that_was_only_evaluated_is_on_the_page(two, tmp_path, capsys):
     assert compare.main([str(evaluated), *arguments]) == 0
     assert list(figures(tmp_path / "page.json")) == ["published"]
     assert compare.main([str(evaluated), *arguments, "--png", str(tmp_path / "picture.png")]) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "the png picture is not drawn, for no run has a curve"
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "compare.py: the png picture is not drawn, for no run has a curve")
 
 
 def test_markup_in_names_is_printed_as_it_is(tmp_path, capsys):

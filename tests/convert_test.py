@@ -15,14 +15,16 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-import convert as pretrained
+import convert
 import sample
 from configs.schema import Config, ModelConfig
-from convert import import_weights, load_model
+from convert import import_weights
+from models import gpt2_format
 from models.gpt import GPT
 from support.errors import ConfigError, RunError, WeightsError
 from tests import tiny
 from training.checkpoint import Checkpoints
+from training.run import load_model
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -60,7 +62,7 @@ def edit(folder: Path, changes: dict, file: str = "config.json") -> None:
 
 
 def logits_of(run: Path, tokens_BT: np.ndarray) -> np.ndarray:
-    graph, state = nnx.split(load_model(run))
+    graph, state = nnx.split(load_model(run).model)
     return np.asarray(jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))(state, tokens_BT))
 
 
@@ -76,7 +78,7 @@ def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 def refused(capsys, code: int, *arguments: object) -> str:
     """What the command says that stops with ``code``."""
     capsys.readouterr()
-    assert pretrained.main([str(argument) for argument in arguments]) == code
+    assert convert.main([str(argument) for argument in arguments]) == code
     out, err = capsys.readouterr()
     assert out == ""
     assert "Traceback" not in err
@@ -109,9 +111,9 @@ def test_an_imported_run_says_what_it_is(imported):
 
 
 def test_every_parameter_of_the_model_has_one_published_name():
-    model = nnx.eval_shape(lambda: GPT(pretrained.read_config(GOLDEN / "gpt2")[0], 97, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: GPT(gpt2_format.read_config(GOLDEN / "gpt2")[0], 97, rngs=nnx.Rngs(0)))
     ours = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
-    mapped = [part for parts in pretrained.published_names(2).values() for part in parts]
+    mapped = [part for parts in gpt2_format.published_names(2).values() for part in parts]
     assert sorted(mapped) == sorted(ours)
 
 
@@ -122,7 +124,7 @@ def test_names_without_transformer_masks_and_a_tied_head_are_taken(source, tmp_p
         tensors[f"h.{i}.attn.bias"] = np.tril(np.ones((1, 1, 64, 64), np.float32))
         tensors[f"h.{i}.attn.masked_bias"] = np.array(-1e4, np.float32)
     save(source, tensors | {"lm_head.weight": tensors["wte.weight"]})
-    assert pretrained.main(["import", str(source), "--out", str(tmp_path / "run")]) == 0
+    assert convert.main(["import", str(source), "--out", str(tmp_path / "run")]) == 0
     tokens_BT = load_file(GOLDEN / "gpt2_logits.safetensors")["tokens"]
     np.testing.assert_array_equal(logits_of(tmp_path / "run", tokens_BT), logits_of(imported, tokens_BT))
 
@@ -149,13 +151,13 @@ def test_shards_are_put_together(source, tmp_path, imported):
 
 
 def test_import_then_export_gives_every_tensor_back(imported, tmp_path, capsys):
-    assert pretrained.main(["export", str(imported), "--out", str(tmp_path / "out")]) == 0
+    assert convert.main(["export", str(imported), "--out", str(tmp_path / "out")]) == 0
     assert_same(tensors_of(tmp_path / "out"), tensors_of(GOLDEN / "gpt2"))
     with safe_open(tmp_path / "out" / "model.safetensors", framework="np") as file:
         assert file.metadata() == {"format": "pt"}
     theirs = json.loads((GOLDEN / "gpt2" / "config.json").read_text())
     ours = json.loads((tmp_path / "out" / "config.json").read_text())
-    for name in (*pretrained.COMPUTED, *pretrained.SIZES, *pretrained.END_TOKENS, "n_inner", "architectures",
+    for name in (*gpt2_format.COMPUTED, *gpt2_format.SIZES, *convert.END_TOKENS, "n_inner", "architectures",
                  "tie_word_embeddings"):
         assert ours[name] == theirs[name], name
     assert ours["eos_token_id"] == 96
@@ -166,8 +168,9 @@ def test_half_precision_comes_back_as_it_was(source, tmp_path, dtype):
     tensors = {name: x.astype(dtype) if "ln_" not in name else x for name, x in tensors_of(source).items()}
     save(source, tensors)
     import_weights(str(source), tmp_path / "run")
-    assert {x.dtype for x in jax.tree.leaves(nnx.state(load_model(tmp_path / "run"), nnx.Param))} == {np.dtype("f4")}
-    pretrained.export_weights(tmp_path / "run", tmp_path / "out")
+    parameters = nnx.state(load_model(tmp_path / "run").model, nnx.Param)
+    assert {x.dtype for x in jax.tree.leaves(parameters)} == {np.dtype("f4")}
+    convert.export_weights(tmp_path / "run", tmp_path / "out")
     assert_same(tensors_of(tmp_path / "out"), tensors)
 
 
@@ -176,11 +179,11 @@ def test_a_trained_softmax_run_goes_out_and_comes_back(tmp_path, capsys):
     recipe = tiny.make(tmp_path)
     run = tmp_path / "run"
     assert tiny.run(recipe, "--attention", "softmax", "--run-dir", run) == 0
-    assert pretrained.main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
+    assert convert.main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["vocab_size"] == 257
     assert config["eos_token_id"] == 256
-    assert pretrained.main(["import", str(tmp_path / "out"), "--out", str(tmp_path / "back")]) == 0
+    assert convert.main(["import", str(tmp_path / "out"), "--out", str(tmp_path / "back")]) == 0
     tokens_BT = np.arange(32, dtype=np.int32)[None]
     np.testing.assert_array_equal(logits_of(tmp_path / "back", tokens_BT), logits_of(run, tokens_BT))
 
@@ -301,7 +304,7 @@ def test_a_hub_that_cannot_be_reached_is_one_message(tmp_path, capsys, monkeypat
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     message = refused(capsys, 1, "import", "openai-community/gpt2", "--out", tmp_path / "run")
-    assert message == ("error: openai-community/gpt2: there is no such folder here, and it cannot be had from the "
+    assert message == ("convert.py: openai-community/gpt2: there is no such folder here, and it cannot be had from the "
                        "Hugging Face Hub (no connection)\n")
 
 
@@ -349,7 +352,7 @@ def test_what_is_no_run_cannot_be_loaded(tmp_path):
 
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_noted(source, tmp_path, capsys):
-    assert pretrained.main(["import", str(source), "--out", str(tmp_path / "run")]) == 0
+    assert convert.main(["import", str(source), "--out", str(tmp_path / "run")]) == 0
     assert "a vocabulary of 97 is too small for the tokenizer gpt2" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="there is no tokenizer 'gpt3'"):
         import_weights(str(source), tmp_path / "other", tokenizer="gpt3")

@@ -19,6 +19,7 @@ import sample
 from configs.schema import Config, DataConfig, ModelConfig
 from models import attention as attentions
 from models.gpt import GPT
+from sampling import terminal
 from training.checkpoint import Checkpoints
 from training.run import load_model
 
@@ -216,14 +217,14 @@ def test_a_conversation_ends_where_the_positions_do(runs, monkeypatch, capsys):
 
 
 def test_an_interrupt_ends_a_turn_and_the_next_goes_on(runs, monkeypatch, capsys):
-    write = sample.write
+    write = terminal.write
 
     def interrupting(text: str) -> None:
         write(text)
         os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(sample, "write", interrupting)
+    monkeypatch.setattr(terminal, "write", interrupting)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n")))
     assert run(runs / "chunked", "--interactive", "--max-new-tokens", 10**9) == 0
     assert signal.getsignal(signal.SIGINT) is before
@@ -292,8 +293,10 @@ def test_folders_that_are_no_runs_are_named(runs, tmp_path, capsys):
     (copy / "environment.json").write_text('{"vocab')
     assert "environment.json is damaged" in refused(capsys, 1, copy)
     shutil.copy(runs / "chunked/environment.json", copy)
-    for content, message in (("[1]", "damaged"), ('{"model": 3}', "not a config"),
-                             ('{"model": {"size": 3}}', "unknown field model.size")):
+    for content, message in (("[1]", "damaged"), ('{"format": 1, "model": 3}', "not a config"),
+                             ('{"format": 1, "model": {"size": 3}}', "unknown field model.size"),
+                             ('{"model": {}}', "config.json: it has no format number, and this version of lineargpt"),
+                             ('{"format": 2}', "config.json: it has format 2, and this version of lineargpt")):
         (copy / "config.json").write_text(content)
         assert run(copy) in (1, 2)
         assert message in capsys.readouterr().err
@@ -320,6 +323,6 @@ def test_an_interrupt_ends_it_quietly(runs, monkeypatch, capsys):
     def interrupted(text: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sample, "write", interrupted)
+    monkeypatch.setattr(terminal, "write", interrupted)
     assert run(runs / "chunked", "--max-new-tokens", 3) == 130
     assert "Traceback" not in capsys.readouterr().err

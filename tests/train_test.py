@@ -193,8 +193,8 @@ def test_every_mode_trains_as_it_is(recipe, tmp_path):
 
 
 def test_blocks_are_no_longer_than_the_sequence(recipe, capsys):
-    config, _ = train.parse([str(recipe), "--attention", "bigbird,longformer", "--model.modes.bigbird.block-size",
-                             "1000"])
+    config = train.parse([str(recipe), "--attention", "bigbird,longformer", "--model.modes.bigbird.block-size",
+                          "1000"]).config
     modes: dict[str, Any] = config.model.modes
     assert (modes["bigbird"].block_size, modes["longformer"].window) == (32, 32)
     assert "note: model.modes.bigbird.block_size is 32, not 1000: the sequence is no longer" in capsys.readouterr().err
@@ -358,6 +358,29 @@ def test_a_folder_that_is_no_run_is_left_alone(recipe, tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("years of work")
     assert "holds something that is not a run; give another" in refused(capsys, 2, recipe, "--run-dir", tmp_path)
     assert contents(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+@pytest.mark.parametrize(("change", "said"), [({"format": 2}, "it has format 2"), (None, "it has no format number")])
+def test_a_run_of_another_format_is_refused_and_left_alone(recipe, run_dir, tmp_path, capsys, change, said):
+    import compare
+    import convert
+    import evaluate
+    import sample
+
+    values = json.loads((run_dir / "config.json").read_text())
+    assert values.pop("format") == 1
+    (run_dir / "config.json").write_text(json.dumps(values | (change or {})))
+    before = contents(run_dir)
+    message = f"{run_dir / 'config.json'}: {said}, and this version of lineargpt reads format 1; use the version that"
+    assert message in refused(capsys, 1, recipe, "--run-dir", run_dir)
+    assert message in refused(capsys, 1, recipe, "--run-dir", tmp_path / "new", "--init-from", run_dir)
+    for command, arguments in ((sample, []), (evaluate, []), (compare, ["--out", str(tmp_path / "page.html")])):
+        assert command.main([str(run_dir), *arguments]) == 1
+        assert message in capsys.readouterr().err
+    assert convert.main(["export", str(run_dir), "--out", str(tmp_path / "out")]) == 1
+    assert message in capsys.readouterr().err
+    assert contents(run_dir) == before
+    assert not any((tmp_path / name).exists() for name in ("new", "page.html", "out"))
 
 
 def test_a_damaged_config_json_is_named(recipe, run_dir, capsys):
@@ -604,16 +627,16 @@ def test_a_mixed_stack_trains_checkpoints_resumes_samples_and_is_in_the_report(r
 @pytest.mark.parametrize(("size", "rate"), [("124m", 6e-4), ("355m", 3e-4), ("774m", 2.5e-4), ("1558m", 2e-4)])
 def test_an_update_of_the_gpt2_recipes_is_as_many_tokens_at_every_context(size, rate):
     for context in (1024, 8192, 65_536):
-        config, _ = train.parse([f"{tiny.ROOT}/configs/gpt2_{size}.py", "--model.context", str(context)])
+        config = train.parse([f"{tiny.ROOT}/configs/gpt2_{size}.py", "--model.context", str(context)]).config
         assert config.train.batch_size * context == 2**19
         assert config.optimizer.learning_rate == rate
         assert config.model.modes["chunked"].feature_map == "softplus"
 
 
 def test_a_batch_in_sequences_goes_before_one_in_tokens(recipe, capsys):
-    config, _ = train.parse([str(recipe), "--train.batch-size", "0", "--train.batch-tokens", "100"])
+    config = train.parse([str(recipe), "--train.batch-size", "0", "--train.batch-tokens", "100"]).config
     assert config.train.batch_size == 3  # of 32 tokens
-    config, _ = train.parse([str(recipe), "--train.batch-size", "5", "--train.batch-tokens", "100"])
+    config = train.parse([str(recipe), "--train.batch-size", "5", "--train.batch-tokens", "100"]).config
     assert (config.train.batch_size, config.train.batch_tokens) == (5, None)
     assert "train.batch_size is 5, and train.batch_tokens 100 does not count" in capsys.readouterr().err
     assert "train.batch_tokens is 31; expected at least model.context, 32" in refused(

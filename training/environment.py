@@ -13,9 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels import device
 from models.encoder import Encoder
 from models.gpt import GPT
 from support.files import write_json
+
+PUBLISHED = "published_weights"
+"""What ``environment.json`` has of a run that ``convert.py`` imported, and of no other: where its weights are from, the
+number formats, and what else an export gives back."""
 
 
 def environment(model: GPT | Encoder, *, parameters: int, tokenizer: str | None, checksum: str,
@@ -63,6 +68,15 @@ def git_commit() -> str | None:
     return described.stdout.strip()
 
 
+def peak_bytes(compiled: jax.stages.Compiled) -> int | None:
+    """Memory that a compiled function needs: arguments, outputs and temporaries; None where the device does not say."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return None
+    return (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+            - memory.alias_size_in_bytes)
+
+
 def compilation_cache() -> str | None:
     """The folder that keeps what JAX compiles, made where it is not there; None where it cannot be."""
     directory = os.environ.get("JAX_COMPILATION_CACHE_DIR")
@@ -76,10 +90,17 @@ def compilation_cache() -> str | None:
     return directory
 
 
-def peak_bytes(compiled: jax.stages.Compiled) -> int | None:
-    """Memory that a compiled function needs: arguments, outputs and temporaries; None where the device does not say."""
-    memory = compiled.memory_analysis()
-    if memory is None:
-        return None
-    return (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-            - memory.alias_size_in_bytes)
+def configure_jax() -> None:
+    """Has JAX use all of a CPU, and keep what it compiles in :func:`compilation_cache` for the next start.
+
+    Call it before anything is compiled. ``JAX_COMPILATION_CACHE_DIR`` names another folder; where the folder cannot be
+    made there is no cache.
+    """
+    device.use_whole_cpu()
+    directory = compilation_cache()
+    if directory is None:
+        return
+    jax.config.update("jax_compilation_cache_dir", directory)
+    # A start compiles many small things, which together take as long as the large ones.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

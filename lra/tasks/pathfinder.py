@@ -32,6 +32,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from lra.tasks import Dataset, Split, checksum, files
+from support.command import run_command
 from support.errors import ConfigError, DataError
 
 
@@ -697,14 +698,14 @@ def _grey(path: Path, side: int) -> np.ndarray | None:
     return np.rint(image * 255).astype(np.uint8) if image.shape == (side, side) else None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def command(arguments: Sequence[str]) -> None:
     """Draws examples of both tasks and both labels."""
     from matplotlib.figure import Figure
 
-    parser = ArgumentParser(prog="python -m lra.tasks.pathfinder", description=main.__doc__, allow_abbrev=False)
+    parser = ArgumentParser(prog="python -m lra.tasks.pathfinder", description=command.__doc__, allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="PNG to draw")
     parser.add_argument("--seed", type=int, default=0, help="of the images (%(default)s)")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     if not os.access(options.out.parent, os.W_OK):
         parser.error(f"--out {options.out}: cannot be written; name a file in a folder that can be written to")
     columns = 6
@@ -720,7 +721,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 axis.imshow(image, cmap="gray")
                 axis.set(xticks=[], yticks=[])
     figure.savefig(options.out, format="png", dpi=100)
-    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`support.command.run_command`."""
+    return run_command("lra.tasks.pathfinder", command, arguments)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from benchmarks import headline
+from comparison.runs import load_run
 
 TINY = ["--minutes", "0.005", "--context", "64", "--layers", "1", "--heads", "2", "--width", "16", "--eval-every", "20"]
 
@@ -63,9 +64,7 @@ def test_runs_and_page_are_kept(bare, small_corpus, tmp_path, monkeypatch, capsy
     assert headline.main([*TINY, "--width", "32", "--out", str(out)]) == 2
     assert "another --out" in capsys.readouterr().err
     if bare:  # compare.py draws the same folders elsewhere
-        import compare
-
-        assert [compare.load_run(out / mode).attention for mode in ("softmax", "chunked")] == ["softmax", "chunked"]
+        assert [load_run(out / mode).attention for mode in ("softmax", "chunked")] == ["softmax", "chunked"]
 
 
 @pytest.mark.parametrize(("flags", "message"), [

@@ -8,6 +8,7 @@ import pytest
 
 import configs.schema
 from configs.schema import (
+    FORMAT,
     Config,
     EncoderConfig,
     LoggingConfig,
@@ -19,7 +20,7 @@ from configs.schema import (
     load_recipe,
 )
 from models import attention
-from support.errors import ConfigError
+from support.errors import ConfigError, RunError
 
 LRA = Path(configs.schema.__file__).parent / "lra"
 
@@ -78,7 +79,7 @@ def test_modes_have_their_options_and_positions():
 
 
 def test_missing_fields_are_defaults_so_that_older_runs_can_be_read():
-    assert Config.from_dict({"model": {"layers": 9}}) == Config(model=ModelConfig(layers=9))
+    assert Config.from_dict({"format": FORMAT, "model": {"layers": 9}}) == Config(model=ModelConfig(layers=9))
 
 
 @pytest.mark.parametrize(("values", "message"), [
@@ -87,7 +88,18 @@ def test_missing_fields_are_defaults_so_that_older_runs_can_be_read():
 ])
 def test_unknown_groups_and_fields_are_named(values, message):
     with pytest.raises(ConfigError, match=message):
-        Config.from_dict(values)
+        Config.from_dict({"format": FORMAT} | values)
+
+
+@pytest.mark.parametrize(("number", "message"), [
+    ({}, "config: it has no format number, and this version of lineargpt reads format 1; use the version that wrote"),
+    ({"format": 2}, "config: it has format 2, and this version"), ({"format": "1"}, 'config: it has format "1", and'),
+])
+def test_another_format_is_refused(number, message):
+    values = Config().to_dict()
+    assert values.pop("format") == FORMAT == 1
+    with pytest.raises(RunError, match=message):
+        Config.from_dict(number | values)
 
 
 def test_a_recipe_is_given_the_attention(tmp_path):

@@ -186,7 +186,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(tmp_path):
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")],
                           cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert f"error: cannot write token files to {tmp_path / 'out'}: File too large" in done.stderr
+    assert f"data.prepare: cannot write token files to {tmp_path / 'out'}: File too large" in done.stderr
     assert "Traceback" not in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"text.txt"}
 
@@ -274,10 +274,10 @@ def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, 
         "interrupt": ("signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)",
                       130, "interrupted; the same command goes on"),
         "full disk": ("self.sync(); resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))", 1,
-                      f"error: cannot write token files to {out}: File too large; make room"),
+                      f"data.prepare: cannot write token files to {out}: File too large; make room"),
         "worker": ("[os.kill(int(p.name), 9) for p in Path('/proc').iterdir() if p.name.isdigit() and "
                    "Path('/proc', p.name, 'stat').read_text().rpartition(')')[2].split()[1] == str(os.getpid())]", 1,
-                   "error: a process that tokenizes ended (exit code -9)"),
+                   "data.prepare: a process that tokenizes ended (exit code -9)"),
     }[end]
     for at in (15, 31) if end == "kill" else (15,):
         done = make(rows, out, hook.format(at=at, what=what))
@@ -310,7 +310,7 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(rows, gpt2, tmp_path, monk
                           ("--val-share 0.1", "another val share: None then, 0.1 now")):
         done = command(*arguments, *more.split())
         assert done.returncode == 2
-        assert f"error: {out} was begun with {message}; finish it as it was begun" in done.stderr
+        assert f"data.prepare: {out} was begun with {message}; finish it as it was begun" in done.stderr
     rows.write_text(rows.read_text() + '{"text": "one more"}\n')
     done = command(*arguments)
     assert done.returncode == 2
@@ -423,7 +423,7 @@ def test_the_command(folder, tmp_path):
     assert "train: 26 tokens, 24 bytes, 2 documents" in done.stdout
     wrong = command(str(folder), "--tokenizer", "byte", "--out", str(tmp_path / "other"))
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("error: data.tokenizer: there is no tokenizer 'byte'")
+    assert wrong.stderr.startswith("data.prepare: data.tokenizer: there is no tokenizer 'byte'")
     assert wrong.stderr.count("\n") == 1
 
 

@@ -1,7 +1,6 @@
 """A task small enough to train in a test: whether a sequence has more of token 1 than of token 2."""
 
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,6 @@ def make(folder: Path) -> Path:
 def run(*arguments: object) -> int:
     """The exit code of the command, in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main sets it; this brings it back
         patch.setattr(lra_train, "_STARTED", time.perf_counter())
         given: Any = list(map(str, arguments))
         try:

@@ -181,10 +181,10 @@ def test_the_flags_of_the_data_reach_the_task_and_another_seed_does_not(recipe, 
     monkeypatch.setattr(tasks, "load", load)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for seed in ("1", "2"):
-        config, _ = lra_train.parse([str(recipe), "--data.max-length", "13", "--data.train-examples", "40",
-                                     "--data.val-examples", "20", "--train.seed", seed])
+        config = lra_train.parse([str(recipe), "--data.max-length", "13", "--data.train-examples", "40",
+                                  "--data.val-examples", "20", "--train.seed", seed]).config
         assert config.train.seed == int(seed)
-        lra_train.load(config)
+        lra_train.load_data(config)
     assert asked == [{"task": "fake", "folder": None, "max_length": 13, "train_examples": 40, "val_examples": 20,
                       "seed": 0, "cache": tmp_path / "lineargpt" / "lra"}] * 2
 
@@ -206,9 +206,10 @@ def test_a_shortened_listops_is_trained_on_and_scored_beside_its_guessers(tmp_pa
 
 def test_a_run_is_named_after_recipe_and_attention_and_its_preset_reaches_the_recipe(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config, folder = lra_train.parse([str(recipe), "--attention", "linear,softmax", "--preset", "paper", "--data-dir",
-                                      "here", "--data.max-length", "13"])
-    assert folder == Path("runs/fake-linear-softmax")
+    line = lra_train.parse([str(recipe), "--attention", "linear,softmax", "--preset", "paper", "--data-dir", "here",
+                            "--data.max-length", "13"])
+    config = line.config
+    assert line.run_dir == Path("runs/fake-linear-softmax")
     assert (config.model.dropout, config.model.context, config.data.dir) == (0.5, 13, "here")
     assert set(config.model.modes) == {"linear", "softmax"}
 

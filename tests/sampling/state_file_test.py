@@ -134,7 +134,9 @@ def test_other_files_are_no_states(tmp_path):
     from safetensors.numpy import save_file
 
     save_file({"weight": np.zeros(3)}, tmp_path / "w")
-    assert "no state file that this version of lineargpt knows" in refused(tmp_path / "w")
+    assert "no state file that this version of lineargpt knows: it has no format number" in refused(tmp_path / "w")
+    save_file({"weight": np.zeros(3)}, tmp_path / "w", {state_file.METADATA: '{"format": 2}'})
+    assert "it has format 2, and format 1 is read; make it again" in refused(tmp_path / "w")
 
 
 def test_a_save_that_fails_leaves_the_file_before(tmp_path, monkeypatch):

@@ -1,20 +1,52 @@
-"""What the commands that train have in common."""
+"""The command line of what trains."""
 
-import re
-import warnings
+from pathlib import Path
 
-import numpy as np
 import pytest
+import tyro
 
-from training import cli
+import train
+from configs.schema import LraConfig, TrainConfig
+from support.errors import ConfigError
+from tests import tiny
+from training import cli, loop
+from training.validation import validate_config
+
+RECIPE = f"{tiny.ROOT}/configs/quickstart.py"
 
 
-@pytest.mark.parametrize(("command", "message"), [
-    (lambda _: np.empty(2**60, np.uint8).size, r"out of memory \(Unable to allocate 1\.00 EiB for an array .*\)"),
-    (lambda _: bytearray(2**62), "out of memory"),
-])
-def test_too_little_memory_is_told_in_a_line(command, message, monkeypatch, capsys):
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main sets it; this brings it back
-    assert cli.main("train.py", command, []) == 1
-    said = capsys.readouterr().err
-    assert re.fullmatch(f"train.py: {message}; fewer examples, shorter sequences or smaller batches need less\n", said)
+def test_flags_are_parsed_once_and_the_config_is_validated_once(monkeypatch):
+    calls = []
+
+    def counted(module, name):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: calls.append(name) or function(*args, **kwargs))
+
+    counted(tyro, "cli")
+    counted(cli, "validate_config")
+    line = train.parse([RECIPE, "--attention", "chunked", "--init-from", "other",
+                        "--model.modes.chunked.chunk-size", "8"])
+    assert calls == ["cli", "cli", "validate_config"]  # flags that are no fields, fields
+    assert (line.recipe, line.run_dir, line.flags.init_from) == (
+        Path(RECIPE), Path("runs/quickstart-chunked"), Path("other"))
+    assert line.config.model.modes["chunked"].chunk_size == 8
+    assert validate_config(line.config) == line.config
+
+
+def test_a_run_dir_that_is_given_is_taken():
+    assert train.parse([RECIPE, "--run-dir", "here"]).run_dir == Path("here")
+
+
+def test_a_classifier_writes_no_text():
+    config = LraConfig(train=TrainConfig(sample_every=3))
+    with pytest.raises(ConfigError, match=r"train.sample_every is 3: a classifier writes no text; expected 0"):
+        validate_config(config)
+
+
+@pytest.mark.parametrize(("signal", "code", "said"), [
+    (None, 0, "run: 3 steps in 2.0 s of training (5.0 s in all), val loss 1.2500\n"),
+    (15, 143, "run: stopped and saved at step 3; the same command goes on from there\n")])
+def test_how_a_run_ended_is_told(capsys, signal, code, said):
+    position = loop.Position(step=3, batches=3, train_seconds=2.0, wall_seconds=5.0)
+    assert cli.report_outcome(Path("run"), loop.Outcome(position, 1.25, signal)) == code
+    assert capsys.readouterr() == ("", said)

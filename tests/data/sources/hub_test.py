@@ -84,7 +84,7 @@ def hub_command(endpoint: str, tmp_path: Path) -> subprocess.CompletedProcess:
 def test_without_network_a_dataset_id_ends_in_one_line(tmp_path):
     done = hub_command("http://127.0.0.1:9", tmp_path)
     assert done.returncode == 1
-    assert "error: someone/something: is no file or folder here" in done.stderr
+    assert "data.prepare: someone/something: is no file or folder here" in done.stderr
     assert "JSON-lines or Parquet" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()

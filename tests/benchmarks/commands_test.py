@@ -1,0 +1,71 @@
+"""Every benchmark as a command, on a machine that has little more than jax."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import benchmarks
+from benchmarks import report
+from support.errors import ConfigError
+
+FOLDER = Path(benchmarks.__file__).parent
+COMMANDS = [path.stem for path in sorted(FOLDER.glob("*.py")) if "run_benchmark(" in path.read_text()
+            and path.stem != "report"]
+BARE = """
+import contextlib, io, json, runpy, sys
+for name in ("tyro", "orbax", "grain", "orjson", "datasets"):
+    sys.modules[name] = None
+found = {}
+for command in json.loads(sys.argv[1]):
+    sys.argv, out, err = command, io.StringIO(), io.StringIO()
+    sys.modules.pop(command[0], None)  # another one may have imported it
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        except SystemExit as exit:
+            code = exit.code
+    found[command[0]] = [code, out.getvalue(), err.getvalue()]
+print(json.dumps(found))
+"""
+
+
+def run_bare(*commands: list[str]) -> dict[str, tuple[int, str, str]]:
+    """Exit code, output and errors by module, all in one process, for importing jax takes seconds."""
+    done = subprocess.run([sys.executable, "-c", BARE, json.dumps(commands)], cwd=FOLDER.parent, capture_output=True,
+                          text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, tuple[int, str, str]]:
+    return run_bare(*([f"benchmarks.{name}", "--help"] for name in COMMANDS))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_needs_no_package_that_a_bare_machine_lacks(helps, name):
+    code, out, err = helps[f"benchmarks.{name}"]
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: python -m benchmarks.{name} ")
+
+
+def test_every_benchmark_with_flags_is_a_command():
+    assert {path.stem for path in FOLDER.glob("*.py") if "def _options(" in path.read_text()} <= set(COMMANDS)
+
+
+def test_a_package_that_is_missing_is_named():
+    (code, out, err), = run_bare(["benchmarks.loop", "--steps", "1"]).values()
+    assert (code, out) == (2, ""), err
+    assert err.startswith(f"benchmarks.loop: this Python ({sys.executable}) lacks ")
+    assert err.count("\n") == 1
+
+
+def test_an_error_names_the_flag_of_the_benchmark(capsys):
+    def command(_):
+        raise ConfigError("model.heads is 3, which does not divide model.width, 16; give another --run-dir")
+
+    assert report.run_benchmark("benchmarks.any", command, []) == 2
+    assert capsys.readouterr().err == (
+        "benchmarks.any: --heads is 3, which does not divide --width, 16; give another --out\n")

@@ -1,0 +1,162 @@
+"""How commands end."""
+
+import errno
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from support import packages
+from support.command import note, run_command, status, warnings_as_notes
+from support.errors import ConfigError, LineargptError, RunError
+
+ROOT = Path(packages.__file__).parents[1]
+
+
+def raising(error: BaseException):
+    def command(_):
+        raise error
+
+    return command
+
+
+def test_a_command_has_its_arguments_and_its_exit_code(monkeypatch, capsys):
+    seen = []
+    assert run_command("prog", seen.append, ["a", "b"]) == 0
+    monkeypatch.setattr(sys, "argv", ["prog", "c"])
+    assert run_command("prog", seen.append) == 0
+    assert seen == [["a", "b"], ["c"]]
+    assert run_command("prog", lambda _: 3, []) == 3
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("error", "code", "said"), [
+    (ConfigError("--x is 3; expected 4"), 2, "prog: --x is 3; expected 4\n"),
+    (NotImplementedError("this form needs a GPU"), 2, "prog: this form needs a GPU\n"),
+    (ModuleNotFoundError("No module named 'nobody_has.it'", name="nobody_has.it"), 2,
+     f"prog: this Python ({sys.executable}) lacks nobody_has: run `make setup`, then `. .venv/bin/activate`\n"),
+    (LineargptError("it went wrong"), 1, "prog: it went wrong\n"),
+    (RunError("config.json is damaged"), 1, "prog: config.json is damaged\n"),
+    (FileNotFoundError(errno.ENOENT, "No such file or directory", "text.txt"), 1,
+     "prog: text.txt: No such file or directory\n"),
+    (OSError(errno.ENOSPC, "No space left on device", "file"), 1,
+     "prog: file: No space left on device. Make room on the disk; the same command goes on\n"),
+    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nand more"), 1,
+     "prog: out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.); take less\n"),
+    (KeyboardInterrupt(), 130, "interrupted: 3 rows in file\n"),
+])
+def test_an_error_is_told_in_a_line(error, code, said, capsys):
+    assert run_command("prog", raising(error), [], memory_hint="take less",
+                       interrupted=lambda: ": 3 rows in file") == code
+    assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize(("command", "message"), [
+    (lambda _: np.empty(2**60, np.uint8).size, r"out of memory \(Unable to allocate 1\.00 EiB for an array .*\)"),
+    (lambda _: bytearray(2**62), "out of memory"),
+])
+def test_too_little_memory_is_told_in_a_line(command, message, capsys):
+    assert run_command("train.py", command, []) == 1
+    said = capsys.readouterr().err
+    assert re.fullmatch(f"train.py: {message}; fewer examples, shorter sequences or smaller batches need less\n", said)
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError("a mistake"), ValueError("a mistake"), jax.errors.JaxRuntimeError("INTERNAL: a mistake"),
+    ImportError("a mistake"), ModuleNotFoundError("No module named 'support.nothing'", name="support.nothing"),
+    SystemExit(3)])
+def test_a_mistake_in_the_program_passes_through(error, capsys):
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        run_command("prog", raising(error), [])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_benchmark_may_say_it_in_its_own_words(capsys):
+    assert run_command("prog", raising(ConfigError("train.seed")), [], describe=lambda error: f"{error}!") == 2
+    assert capsys.readouterr().err == "prog: train.seed!\n"
+
+
+def test_notes_and_warnings_are_lines_of_their_own(capsys):
+    note("it is shortened")
+    status("step 3")
+    with warnings_as_notes():
+        warnings.warn("one is damaged", UserWarning, stacklevel=1)
+    assert capsys.readouterr() == ("", "note: it is shortened\nstep 3\none is damaged\n")
+
+
+def test_warnings_are_lines_while_a_command_runs():
+    before = warnings.formatwarning
+    assert run_command("prog", lambda _: len(warnings.formatwarning("careful", UserWarning, "file.py", 3)), []) == 17
+    assert warnings.formatwarning is before
+
+
+def test_it_imports_no_package():
+    code = "import sys; import support.command; print([name for name in sys.modules if 'site-packages' in str(" \
+           "getattr(sys.modules[name], '__file__', ''))])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+# Ctrl-C
+
+
+HARNESS = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from support import packages
+packages.PACKAGES = ()
+packages.require_packages()
+from support.command import run_command
+interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("when", [
+    "interrupt()", "exec('try: interrupt()\\nexcept BaseException: pass')",
+    "sys.exit(run_command('prog', lambda _: interrupt()))", "run_command('prog', lambda _: 0); interrupt()"])
+def test_ctrl_c_ends_a_script_in_a_word_whenever_it_comes(when):
+    done = subprocess.run([sys.executable, "-c", HARNESS + when], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+ENTRIES = ["train.py", "sample.py", "compare.py", "evaluate.py", "convert.py", "lra/train.py"]
+
+
+@pytest.mark.parametrize("script", ENTRIES)
+def test_the_first_lines_of_a_command_are_those_that_end_ctrl_c_in_a_word(script):
+    """The first import of any package that is not Python's own comes after them."""
+    lines = (ROOT / script).read_text().splitlines()
+    at = lines.index("    packages.require_packages()")
+    assert lines[at - 1].startswith('if __name__ == "__main__":')  # what imports it has its own way with Ctrl-C
+    imports = [line for line in lines[:at] if re.match(r"(import|from) ", line)]
+    assert [line for line in imports if line != "import time"] == ["from support import packages"]
+
+
+@pytest.mark.parametrize("script", ENTRIES)
+def test_ctrl_c_while_a_command_is_imported_ends_it_in_a_word(script):
+    """Sent from inside the first import of jax."""
+    module = script.removesuffix(".py").replace("/", ".")
+    code = f"""
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.path.insert(0, {str(ROOT)!r})
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("jax", "tyro"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+from support import packages
+packages.PACKAGES = ()
+sys.meta_path.insert(0, Interrupt())
+sys.argv = [{script!r}, "--help"]
+runpy.run_module({module!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
