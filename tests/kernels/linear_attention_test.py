@@ -14,7 +14,14 @@ import pytest
 from kernels import cases
 from kernels.linear_attention import EPSILON, State, linear_attention, pick_implementation
 from kernels.linear_attention.cases import CASES, PLAIN_FORMS, PLAIN_TOLERANCES, UNMASKED_FORMS, LinearAttentionCase
-from tests.kernels.linear_attention_cases import B, Case, make_inputs
+
+B = 3
+
+
+def make_inputs(T: int) -> tuple[tuple[np.ndarray, ...], State]:
+    """φ(q), φ(k), v and a state, in float64."""
+    x = LinearAttentionCase(B, T, 2, 5, 7, dtype="float64", tolerance=0).make_inputs()
+    return (x["q"], x["k"], x["v"]), State(x["s"], x["z"])
 
 
 # Without bfloat16 of segments in both directions: gradients there meet operands of bfloat16, and are rounded as those.
@@ -85,8 +92,7 @@ def test_states_are_float32_whatever_goes_in():
 @pytest.mark.parametrize("implementation", ["reference", *PLAIN_FORMS])
 @pytest.mark.parametrize("segments", [False, True])
 def test_a_sequence_resumed_from_its_state_is_the_unsplit_one(implementation, segments):
-    case = Case(T=40, chunk_size=8, segments=segments)
-    (q, k, v), state, _ = make_inputs(case)
+    (q, k, v), state = make_inputs(40)
     ids = None
     if segments:
         ids = np.zeros((B, 40), np.int32)
@@ -119,10 +125,10 @@ def test_packed_segments_are_the_segments_one_by_one(implementation, causal):
     if not causal and implementation not in ("reference", *UNMASKED_FORMS):
         pytest.skip("sees the past only")
     length, gap, count = 13, 2, 3
-    case = Case(T=count * (gap + length))
-    (q, k, v), state, _ = make_inputs(case)
-    ids = np.full((B, case.T), -1, np.int32)
-    starts = range(gap, case.T, gap + length)
+    T = count * (gap + length)
+    (q, k, v), state = make_inputs(T)
+    ids = np.full((B, T), -1, np.int32)
+    starts = range(gap, T, gap + length)
     for i, start in enumerate(starts):
         ids[:, start:start + length] = i
     run = jax.jit(functools.partial(linear_attention, causal=causal, chunk_size=8, implementation=implementation))

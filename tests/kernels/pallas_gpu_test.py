@@ -5,6 +5,9 @@ Interpret mode says nothing about registers, time or the GPU's own arithmetic: `
 """
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,30 +15,50 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from kernels import device
-from kernels.linear_attention import linear_attention, pick_implementation, tuning
-from tests.kernels.linear_attention_cases import (
-    B,
-    Case,
-    H,
-    assert_close,
-    errors,
-    make_inputs,
-    outputs_and_gradients,
-    reference,
-)
+from kernels import cases, device
+from kernels.cases import REFERENCE, error_of
+from kernels.linear_attention import State, linear_attention, pick_implementation, tuning
+from kernels.linear_attention.cases import KERNEL_TOLERANCES, PARALLEL, SCHEDULES, SERIAL, LinearAttentionCase
 
 pytestmark = pytest.mark.gpu
 
-SERIAL, PARALLEL = SCHEDULES = ("pallas_gpu_serial", "pallas_gpu_parallel")
+B, H = 3, 2
 
-# RMS(error) / RMS(reference): sums of up to some thousand terms, and differences of such sums.
-FLOAT32_TOLERANCE = 1e-5
-# One rounding to 8 bits is 2⁻⁹/√3 = 1.1e-3 RMS. Scores, states and results are rounded once each, and dφ(q) is a
-# difference of such terms.
-BFLOAT16_TOLERANCE = 5e-3
-# Results are rounded to 11 bits, 1.4e-4 RMS; products are of float32.
-FLOAT16_TOLERANCE = 3e-4
+
+@dataclass(frozen=True)
+class Case(LinearAttentionCase):
+    """A case that the kernels are called for by a function of the test's own, like ``linear_attention``."""
+
+    attend: Callable[..., tuple[jax.Array, State]] = field(default=linear_attention, kw_only=True)
+
+    def call(self, implementation: Any, **inputs: Any) -> dict[str, Any]:
+        if implementation == REFERENCE:
+            return super().call(implementation, **inputs)
+        y, end = self.attend(inputs["q"], inputs["k"], inputs["v"], initial_state=State(inputs["s"], inputs["z"]),
+                             segment_ids_BT=inputs.get("segment_ids"), chunk_size=self.chunk_size,
+                             implementation=implementation)
+        return {"y": y, "final s": end.s_BHMD, "final z": end.z_BHM}
+
+
+def make_case(T: int, M: int, D: int, dtype: str = "float32", **options: Any) -> Case:
+    return Case(B, T, H, M, D, dtype=dtype, tolerance=KERNEL_TOLERANCES[dtype], **options)
+
+
+def make_inputs(case: LinearAttentionCase) -> tuple[tuple[np.ndarray, ...], State]:
+    """φ(q), φ(k), v and a state."""
+    x = case.make_inputs()
+    return (x["q"], x["k"], x["v"]), State(x["s"], x["z"])
+
+
+def assert_is_the_reference(case: Case, implementation: Any) -> None:
+    found = cases.run(case, implementation)()
+    errors = {name: error_of(found[name], x) for name, x in cases.run_reference(case).items()}
+    assert cases.faults_of(case, errors, None) == []
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = KERNEL_TOLERANCES["float32"]) -> None:
+    assert error_of(np.asarray(actual), np.asarray(expected, np.float64)) < tolerance
+
 
 @pytest.fixture(autouse=True)
 def _several_spans(monkeypatch):
@@ -54,36 +77,41 @@ def test_interpret_mode_fills_outputs_with_nan():
 
 
 def test_sums_beyond_the_range_of_float16():
-    (q, k, v), _, _ = make_inputs(Case(T=200, M=64, D=64, state=False), "float16")
+    (q, k, v), _ = make_inputs(make_case(200, 64, 64, "float16"))
     q, k = 100 * q, 100 * k
     assert np.einsum("bthm,bthm->bth", q, k, dtype=np.float32).min() > np.finfo(np.float16).max
     actual, _ = linear_attention(*map(jnp.asarray, (q, k, v)), implementation=SERIAL)
     expected, _ = linear_attention(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), implementation="chunked")
-    assert_close({"y": np.asarray(actual)}, {"y": np.asarray(expected)}, FLOAT16_TOLERANCE)
+    assert_close(actual, expected, KERNEL_TOLERANCES["float16"])
 
 
 def test_dtypes_may_differ():
-    case, dtypes = Case(T=100, M=32, D=64, chunk_size=64, segments=True), ("float32", "bfloat16", "bfloat16")
-    actual = outputs_and_gradients(case, SERIAL, *make_inputs(case, *dtypes))
+    class OfManyDtypes(Case):
+        def make_shapes(self):
+            shapes = super().make_shapes()
+            return shapes | {name: jax.ShapeDtypeStruct(shapes[name].shape, "bfloat16") for name in ("k", "v")}
+
+    case = OfManyDtypes(B, 100, H, 32, 64, dtype="float32", tolerance=0, chunk_size=64, segments=True)
+    actual, expected = cases.run(case, SERIAL)(), cases.run_reference(case)
     assert [actual[name].dtype for name in ("dq", "dk", "dv", "y")] == ["float32", *["bfloat16"] * 3]
-    expected = reference(case, *dtypes)
-    for names, tolerance in (("y dk dv", BFLOAT16_TOLERANCE), ("s z dq ds₀ dz₀", FLOAT32_TOLERANCE)):
-        assert_close(*({name: x[name] for name in names.split()} for x in (actual, expected)), tolerance)
+    assert actual.keys() == {"y", "final s", "final z", "dq", "dk", "dv", "ds", "dz"}
+    for name, x in expected.items():
+        assert_close(actual[name], x, KERNEL_TOLERANCES["bfloat16" if name in ("y", "dk", "dv") else "float32"])
 
 
 def test_values_far_from_zero():
     """A gradient of φ(k) is then the difference of sums many times as large: no part of them may be rounded."""
-    (q, k, v), _, _ = make_inputs(Case(T=300, M=32, D=32), "float32")
+    (q, k, v), _ = make_inputs(make_case(300, 32, 32))
     weights = np.random.default_rng(1).normal(size=v.shape).astype(np.float32)
 
     def gradient(implementation, *qkv):
         pull = jax.grad(lambda *qkv: jnp.sum(linear_attention(*qkv, implementation=implementation)[0] * weights), 1)
-        return {"dk": np.asarray(jax.jit(pull)(*qkv))}
+        return np.asarray(jax.jit(pull)(*qkv))
 
     qkv = q, k, v + np.float32(20)
     with jax.enable_x64(True):
         expected = gradient("reference", *map(np.float64, qkv))
-    error, plain = (errors(gradient(implementation, *qkv), expected)["dk"] for implementation in (SERIAL, "chunked"))
+    error, plain = (error_of(gradient(implementation, *qkv), expected) for implementation in (SERIAL, "chunked"))
     assert error < 1.5 * plain
 
 
@@ -105,21 +133,19 @@ def test_a_row_of_the_table_is_followed(monkeypatch):
         return row._replace(backward=row.backward._replace(chunk=64))
 
     monkeypatch.setattr(tuning, "row_for", another)
-    case, schedule = Case(T=300, M=16, D=32), PARALLEL
+    case = make_case(300, 16, 32)
     plan = tuning.plan(B, case.T, H, case.M, case.D, "float32", schedule="parallel")
     assert (plan.forward.chunk, plan.backward.chunk) == (16, 64)
     assert 3 * plan.span < case.T
-    actual = outputs_and_gradients(case, schedule, *make_inputs(case, "float32"))
-    assert_close(actual, reference(case, "float32"), FLOAT32_TOLERANCE)
+    assert_is_the_reference(case, PARALLEL)
 
 
 def test_a_sequence_resumed_from_its_state_is_the_unsplit_one():
     """Cut inside a segment, and continued in the other schedule; another row has had nothing but padding then."""
-    case = Case(T=200, M=16, D=32, segments=True)
-    qkv, state, ids_BT = make_inputs(case, "float32")
-    assert ids_BT is not None
-    cut = next(t for t in range(40, case.T) if ids_BT[0, t - 1] == ids_BT[0, t] >= 0)
-    assert cut < case.T // 3
+    T = 200
+    ids_BT = cases.make_segments(B, T)
+    cut = next(t for t in range(40, T) if ids_BT[0, t - 1] == ids_BT[0, t] >= 0)
+    assert cut < T // 3
 
     def resumed(q, k, v, *, initial_state, segment_ids_BT, implementation, **options):
         parts = []
@@ -130,14 +156,13 @@ def test_a_sequence_resumed_from_its_state_is_the_unsplit_one():
             parts.append(y)
         return jnp.concatenate(parts, axis=1), initial_state
 
-    actual = outputs_and_gradients(case, (PARALLEL, SERIAL), qkv, state, ids_BT, attend=resumed)
-    assert_close(actual, reference(case, "float32"), FLOAT32_TOLERANCE)
+    assert_is_the_reference(make_case(T, 16, 32, segments=True, attend=resumed), (PARALLEL, SERIAL))
 
 
 @pytest.mark.parametrize("implementation", SCHEDULES)
 def test_packed_segments_are_the_segments_one_by_one(implementation):
-    case, length = Case(T=120, M=16, D=32), 16
-    (q, k, v), state, _ = make_inputs(case, "float32")
+    case, length = make_case(120, 16, 32), 16
+    (q, k, v), state = make_inputs(case)
     # One is a chunk, one follows at once, one begins after padding anywhere; padding of more than a chunk ends the row.
     starts = [0, 16, 35, 80]
     ids_BT = np.full((B, case.T), -1, np.int32)
@@ -150,16 +175,16 @@ def test_packed_segments_are_the_segments_one_by_one(implementation):
     alone = [run(*(x[:, start:start + length] for x in (q, k, v)), initial_state=nothing if i else state)
              for i, start in enumerate(starts)]
     for start, (y, _) in zip(starts, alone, strict=True):
-        assert_close({"y": np.asarray(packed[:, start:start + length])}, {"y": np.asarray(y)}, FLOAT32_TOLERANCE)
+        assert_close(packed[:, start:start + length], y)
     end = alone[-1][1]
-    assert_close({"s": np.asarray(packed_end.s_BHMD), "z": np.asarray(packed_end.z_BHM)},
-                 {"s": np.asarray(end.s_BHMD), "z": np.asarray(end.z_BHM)}, FLOAT32_TOLERANCE)
+    assert_close(packed_end.s_BHMD, end.s_BHMD)
+    assert_close(packed_end.z_BHM, end.z_BHM)
     assert not np.any(np.asarray(packed)[ids_BT < 0])
 
 
 @pytest.mark.parametrize("implementation", SCHEDULES)
 def test_two_runs_give_the_same_bits(implementation):
-    (q, k, v), state, _ = make_inputs(Case(T=65, M=16, D=16), "float32")
+    (q, k, v), state = make_inputs(make_case(65, 16, 16))
 
     def gradients(qkv, state):
         outputs, pull = jax.vjp(lambda *x: linear_attention(*x[0], initial_state=x[1], implementation=implementation),
@@ -176,17 +201,13 @@ def test_two_runs_give_the_same_bits(implementation):
 @pytest.mark.parametrize("implementation", SCHEDULES)
 def test_vmap(implementation):
     """Over one more dimension, with a state and gradients: the same as a larger batch."""
-    case = Case(T=40, M=16, D=32)
-    (q, k, v), state, _ = make_inputs(case, "float32")
-
     def mapped(q, k, v, *, initial_state, segment_ids_BT, **options):
         assert segment_ids_BT is None
         one = jax.tree.map(lambda x: x[:, None], ((q, k, v), initial_state))
         found = jax.vmap(lambda qkv, state: linear_attention(*qkv, initial_state=state, **options))(*one)
         return jax.tree.map(lambda x: x[:, 0], found)
 
-    actual = outputs_and_gradients(case, implementation, (q, k, v), state, None, attend=mapped)
-    assert_close(actual, reference(case, "float32"), FLOAT32_TOLERANCE)
+    assert_is_the_reference(make_case(40, 16, 32, attend=mapped), implementation)
 
 
 class TestWhatIsRefused:
