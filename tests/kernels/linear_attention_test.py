@@ -20,7 +20,7 @@ B = 3
 
 def make_inputs(T: int) -> tuple[tuple[np.ndarray, ...], State]:
     """φ(q), φ(k), v and a state, in float64."""
-    x = LinearAttentionCase(B, T, 2, 5, 7, dtype="float64", tolerance=0).make_inputs()
+    x = LinearAttentionCase(B, T, 2, 5, 7, dtype="float64", tolerance=0.0).make_inputs()
     return (x["q"], x["k"], x["v"]), State(x["s"], x["z"])
 
 
