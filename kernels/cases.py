@@ -52,7 +52,7 @@ class Case(ABC):
     """The implementation that gives the expected results, in float64; another one where the reference takes too much
     memory, and is itself tested against it."""
     gpu_kernels: tuple[str, ...] = ()
-    """How the names of our kernels begin that the program for a GPU must have."""
+    """How the names of our kernels begin that the program for a GPU must have; tests run such a case on a GPU too."""
     constants: tuple[tuple[str, Any], ...] = field(default=(), hash=False)
     """Values for constants of modules, by their full names, with which small inputs take the way of large ones."""
     device_kind: str | None = None

@@ -114,6 +114,7 @@ def _kernel(title: str, schedule: str, T: int, M: int, D: int, dtype: str, *, B:
     """For the GPU kernels in interpret mode, with several spans in the parallel schedule."""
     return LinearAttentionCase(
         B, T, H, M, D, dtype=dtype, title=f"{title}, {dtype}", implementations=(schedule,),
+        gpu_kernels=("linear_attention_",),
         tolerance=KERNEL_TOLERANCES[dtype], plain="chunked" if dtype == "bfloat16" else None, slow=T >= 4096,
         # T × T scores are too many.
         expected_from="reference" if T <= 1000 else "chunked", constants=(("kernels.device.cores", lambda: 24),),
@@ -147,7 +148,8 @@ def _decode(B: int, H: int, M: int, D: int, dtype: str, *, normalize: bool = Tru
     """The GPU kernel of one token in interpret mode."""
     # Sums in float32, and y rounded to the values' format.
     return LinearAttentionCase(B, 1, H, M, D, dtype=dtype, normalize=normalize, title=f"a token, M{M} D{D} {dtype}",
-                               implementations=("decode",), tolerance={"float32": 1e-6, "bfloat16": 2**-8}[dtype])
+                               implementations=("decode",), gpu_kernels=("linear_attention_decode",),
+                               tolerance={"float32": 1e-6, "bfloat16": 2**-8}[dtype])
 
 
 # Widths that fill a block and that do not, a tile or several of them, few columns because of many features.

@@ -96,6 +96,7 @@ def _decode(E: int, F: int, count: int, dtype: str, **options: Any) -> DecodeCas
     """With few columns a program and a few rows at a time. In bfloat16 norm(x) is rounded to 8 bits, and nothing else
     is before the result."""
     return DecodeCase(E, F, count, dtype=dtype, implementations=("decode",), gradients=False,
+                      gpu_kernels=("projection_decode",),
                       tolerance={"float32": 1e-6, "bfloat16": 2**-8}[dtype],
                       constants=(("kernels.projection.decode.BLOCK_BYTES", 3 * 8 * 32 * 4),), **options)
 

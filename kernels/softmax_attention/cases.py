@@ -98,6 +98,7 @@ def _cached(T: int, S: int, D: int, dtype: str = "float32", implementation: str 
     """Small, in blocks that are smaller still."""
     bytes_of_16_keys = 16 * D * jnp.dtype(dtype).itemsize
     return CachedCase(B, T, S, 2, D, dtype=dtype, implementations=(implementation,), gradients=False,
+                      gpu_kernels=("softmax_decode_",) if implementation == "decode" else (),
                       title=f"{implementation}, T{T} S{S} D{D} {dtype}",
                       tolerance=tolerance or DECODE_TOLERANCES[dtype], constants=(
                           ("kernels.softmax_attention.blockwise.BLOCK", 8),

@@ -14,7 +14,8 @@ from kernels import cases
 from kernels.cases import Case
 
 CALLS = [pytest.param(case, implementation, id=f"{case.op}: {case.name}: {implementation or 'picked'}",
-                      marks=pytest.mark.heavy if case.slow else ())
+                      marks=[*([pytest.mark.heavy] if case.slow else []),
+                             *([pytest.mark.gpu] if case.gpu_kernels else [])])
          for case in cases.find_cases("tests") for implementation in case.implementations]
 
 
