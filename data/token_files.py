@@ -51,7 +51,7 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
     return _DTYPES["uint16" if vocabulary_size <= 2**16 else "uint32"]
 
 
-def weights_path(shard: Path) -> Path:
+def _weights_path(shard: Path) -> Path:
     """The file of the weights of a shard."""
     return shard.with_suffix(".weights.bin")
 
@@ -117,7 +117,7 @@ def _find_files(directory: Path, meta: dict[str, Any]) -> tuple[dict[str, _Split
         for name, entry in meta["splits"].items():
             shards = [_File(directory / shard["file"], shard["tokens"], dtype, shard["sha256"])
                       for shard in entry["shards"]]
-            weights = [_File(weights_path(directory / shard["file"]), shard["tokens"], _WEIGHT_DTYPE,
+            weights = [_File(_weights_path(directory / shard["file"]), shard["tokens"], _WEIGHT_DTYPE,
                              shard["weights_sha256"]) for shard in entry["shards"] if meta.get("weights")]
             splits[name] = _SplitFiles(shards, weights)
             wrong += [file.problem for file in (*shards, *weights) if file.problem is not None]
@@ -429,7 +429,7 @@ class _SplitWriter:
             shard = self._shards[-1]
             stop = min(len(ids_T), start + SHARD_TOKENS - shard["tokens"])
             for checksum, array_T in arrays.items():
-                self._files[checksum].write(array_T[start:stop].astype(self._dtypes[checksum], copy=False).tobytes())
+                self._files[checksum].write(np.ascontiguousarray(array_T[start:stop], self._dtypes[checksum]))
             shard["tokens"] += stop - start
             start = stop
             if shard["tokens"] == SHARD_TOKENS:
@@ -453,7 +453,7 @@ class _SplitWriter:
 
 
 def _file_of(shard: Path, checksum: str) -> Path:
-    return shard if checksum == "sha256" else weights_path(shard)
+    return shard if checksum == "sha256" else _weights_path(shard)
 
 
 class _HashedFile:
@@ -467,7 +467,7 @@ class _HashedFile:
                 self._hash.update(part)
         self._file = path.open("wb" if keep is None else "ab")
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: np.ndarray) -> None:
         self._file.write(data)
         self._hash.update(data)
 
