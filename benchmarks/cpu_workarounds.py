@@ -33,8 +33,7 @@ from benchmarks.train_step import Size, Step, lowered_step, model_config
 from configs.schema import Config, ModelConfig, TrainConfig
 from kernels import cpu, device
 from models.gpt import GPT
-from sampling import sampler
-from sampling.sampler import Sampler, Sampling
+from sampling.sampler import Sampler, Sampling, Settings, draw
 from support.errors import ConfigError
 
 MEASURES = ("steps", "tokens", "process")
@@ -101,10 +100,10 @@ def measure_tokens(config: ModelConfig, sampling: Sampling, rounds: int) -> dict
     model = GPT(config, GPT2_VOCABULARY, rngs=nnx.Rngs(0))
 
     def program() -> str:
-        """Of what draws a token from its logits."""
-        logits_BV = jnp.zeros((1, GPT2_VOCABULARY))
-        return jax.jit(sampler.draw).lower(logits_BV, logits_BV > 0, jax.random.split(jax.random.key(0), 1),
-                                           sampler.Settings(0.0, 0, 1.0, 0.0, 1.0)).as_text()
+        """Of what draws a token from its logits; as a new function, or what was traced before would be found."""
+        logits_BV, keys_B = jnp.zeros((1, GPT2_VOCABULARY)), jax.random.split(jax.random.key(0), 1)
+        settings = Settings(*map(jnp.asarray, (0.0, 0, 1.0, 0.0, 1.0)))
+        return jax.jit(lambda: draw(logits_BV, logits_BV > 0, keys_B, settings)).lower().as_text()
 
     def tokens() -> Callable[[], Any]:
         pieces = Sampler(model).generate(np.zeros(1, np.int32), sampling, max_new_tokens=2**30)
