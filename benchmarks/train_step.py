@@ -132,7 +132,8 @@ class Step:
 
 def lowered_step(config: Config, vocabulary_size: int) -> jax.stages.Lowered:
     """The training step of a config, before it is compiled."""
-    batch = Batch(*2 * [jax.ShapeDtypeStruct((config.train.batch_size, config.model.context), jnp.int32)])
+    shape = config.train.batch_size, config.model.context
+    batch = jax.eval_shape(lambda: Batch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32)))
     step = make_train_step(model_graph(config, vocabulary_size), config, make_optimizer(config.optimizer))
     return jax.jit(step, donate_argnums=0).lower(initial_shapes(config, vocabulary_size), batch,
                                                  jax.ShapeDtypeStruct((), jnp.float32))
