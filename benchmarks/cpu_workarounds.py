@@ -34,7 +34,8 @@ from configs.schema import Config, ModelConfig, TrainConfig
 from kernels import cpu, device
 from models.gpt import GPT
 from sampling.sampler import Sampler, Sampling, Settings, draw
-from support.errors import ConfigError
+from support.command import status
+from support.errors import ConfigError, BenchmarkError
 
 MEASURES = ("steps", "tokens", "process")
 VOCABULARY, GPT2_VOCABULARY = 257, 50_257
@@ -123,7 +124,7 @@ def measure_process(case: Mapping[str, Any], rounds: int) -> dict[str, list[floa
     """Seconds of a training step, each the median of a process of its own.
 
     Raises:
-        RuntimeError: a process ended without a result; the message says why.
+        BenchmarkError: a process ended without a result; the message says why.
     """
     names = [workaround.__name__ for workaround in cpu.PROCESS_WORKAROUNDS
              if device.has_fast_bfloat16() or workaround is not cpu.use_widest_vectors]
@@ -132,7 +133,7 @@ def measure_process(case: Mapping[str, Any], rounds: int) -> dict[str, list[floa
         for name in samples:
             found = report.in_process("benchmarks.cpu_workarounds", {**case, "without": name})
             if "error" in found:
-                raise RuntimeError(found["error"])
+                raise BenchmarkError(found["error"])
             samples[name].append(found["seconds"])
     return samples
 
@@ -165,53 +166,46 @@ def cells(row: Row) -> list[str]:
             "{:.3f} to {:.3f}".format(*row.interval)]
 
 
-@report.stoppable
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 2 for usage, 1 where something could not be measured."""
-    options = _options(argv)
+def command(arguments: Sequence[str]) -> None:
+    """Measures what the flags say."""
+    options = _options(arguments)
     if options.case is not None:
         print(json.dumps(steps_of_process(json.loads(options.case))))
-        return 0
+        return
     report.use_whole_device()
+    report.check_output(options.json)
+    if device.platform() != "cpu":
+        raise ConfigError(f"needs a CPU: this device is a {device.platform()}")
     contents = report.origin("benchmarks.cpu_workarounds", options)
     dtypes = ("float32", "bfloat16") if device.has_fast_bfloat16() else ("float32",)
-    cases = [{"mode": mode, "context": context, "layers": options.layers, "width": options.width, "dtype": dtype}
-             for dtype in dtypes for mode in options.modes for context in options.contexts]
+    cases = {f"{mode}, context {context}, {dtype}": {"mode": mode, "context": context, "layers": options.layers,
+                                                     "width": options.width, "dtype": dtype}
+             for dtype in dtypes for mode in options.modes for context in options.contexts}
+    configs = {name: make_config(**case) for name, case in cases.items()}
     rows: list[Row] = []
 
-    def add(measure: str, case: str, measured: Callable[[], Mapping[str, Sequence[float]]]) -> None:
-        print(f"{measure}: {case} …", file=sys.stderr)
-        rows.extend(compare(measure, case, measured()))
+    def add(measure: str, case: str, samples: Mapping[str, Sequence[float]]) -> None:
+        rows.extend(compare(measure, case, samples))
         report.keep(options.json, contents | {"rows": [asdict(row) for row in rows]})
 
-    try:
-        report.check_output(options.json)
-        if device.platform() != "cpu":
-            raise ConfigError(f"benchmarks.cpu_workarounds needs a CPU: this device is a {device.platform()}")
-        configs = [make_config(**case) for case in cases]
+    if "steps" in options.measure:
+        for name, config in configs.items():
+            status(f"steps: {name} …")
+            add("steps", name, measure_steps(config, options.repeats))
+    if "tokens" in options.measure:
         drawn = make_config("chunked", min(options.contexts), options.layers, options.width, dtypes[-1]).model
-        names = ["{mode}, context {context}, {dtype}".format(**case) for case in cases]
-        if "steps" in options.measure:
-            for name, config in zip(names, configs, strict=True):
-                add("steps", name, lambda config=config: measure_steps(config, options.repeats))
-        if "tokens" in options.measure:
-            for name, sampling in DRAWS.items():
-                add("tokens", f"chunked, {name}", lambda sampling=sampling: measure_tokens(
-                    drawn, sampling, options.repeats))
-        if "process" in options.measure:
-            add("process", names[-1], lambda: measure_process(cases[-1], options.processes))
-    except ConfigError as error:
-        print(report.message(error), file=sys.stderr)
-        return 2
-    except (OSError, RuntimeError) as error:
-        print(report.message(error), file=sys.stderr)
-        return 1
+        for name, sampling in DRAWS.items():
+            status(f"tokens: {name} …")
+            add("tokens", f"chunked, {name}", measure_tokens(drawn, sampling, options.repeats))
+    if "process" in options.measure:
+        name, case = list(cases.items())[-1]
+        status(f"process: {name} …")
+        add("process", name, measure_process(case, options.processes))
     print(contents["device"])
     print(report.table(HEADINGS, [cells(row) for row in rows]))
-    return 0
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_workarounds", description=__doc__,
                                      allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", type=report.names, default=MEASURES,
@@ -226,7 +220,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=report.positive, default=default, help=f"{meaning} (%(default)s)")
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark("benchmarks.cpu_workarounds", command, arguments)
 
 
 if __name__ == "__main__":
