@@ -35,14 +35,14 @@ from kernels import cpu, device
 from models.gpt import GPT
 from sampling.sampler import Sampler, Sampling, Settings, draw
 from support.command import status
-from support.errors import ConfigError, BenchmarkError
+from support.errors import BenchmarkError, ConfigError
 
 MEASURES = ("steps", "tokens", "process")
 VOCABULARY, GPT2_VOCABULARY = 257, 50_257
 STEP_TOKENS = 4096
 """Tokens of a training step, where the context is not longer."""
 STEPS_OF_A_PROCESS = 5
-DRAWS = {"greedy": Sampling(temperature=0), "top-k 40": Sampling(top_k=40)}
+DRAWS = {"greedy": Sampling(temperature=0.0), "top-k 40": Sampling(top_k=40)}
 ALL = "all"
 """Names the program that has every workaround."""
 RESAMPLES = 2000
