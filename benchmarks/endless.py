@@ -30,7 +30,7 @@ from flax import nnx
 
 from benchmarks import picture, report
 from configs.schema import ModelConfig, load_recipe
-from kernels import device
+from kernels import cpu
 from models import attention, gpt
 from models.gpt import GPT
 from sampling.sampler import Sampler, Sampling
@@ -197,7 +197,7 @@ def _by_power(points: dict[int, float]) -> picture.Curve:
 def command(arguments: Sequence[str]) -> int:
     """Measures what the flags say; returns 1 where nothing could be measured."""
     options = _options(arguments)
-    device.use_whole_cpu()
+    cpu.configure_process()
     report.share_device()
     if options.case is not None:
         # One line of JSON is the last of what this prints.

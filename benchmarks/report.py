@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kernels import device
+from kernels import cpu, device
 from support.command import message as error_message
 from support.command import note, run_command
 from support.errors import ConfigError
@@ -68,10 +68,10 @@ def device_memory() -> int | None:
 
 
 def use_whole_device() -> None:
-    """Lets jax take nine tenths of a GPU's memory, not three quarters, and all of a CPU; call it before anything runs
+    """Lets jax take nine tenths of a GPU's memory, not three quarters, and sets up a CPU; call it before anything runs
     there."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    device.use_whole_cpu()
+    cpu.configure_process()
 
 
 def share_device() -> None:
@@ -81,7 +81,8 @@ def share_device() -> None:
 
 
 def time_by_turns[Name](runs: Mapping[Name, Callable[[], Any]], repeats: int, sample_seconds: float = SAMPLE_SECONDS,
-                        seconds: float | None = None) -> dict[Name, list[float]]:
+                        seconds: float | None = None,
+                        clock: Callable[[], float] = time.perf_counter) -> dict[Name, list[float]]:
     """Seconds that a call of each run takes, ``repeats`` samples each.
 
     The runs take turns, so that the noise of a shared machine hits all alike. A sample is as many calls in a row as
@@ -92,12 +93,13 @@ def time_by_turns[Name](runs: Mapping[Name, Callable[[], Any]], repeats: int, sa
         repeats: samples of each run.
         sample_seconds: 0 makes every call a sample.
         seconds: about how long all samples of a run may take: a long one has fewer, ``LEAST_SAMPLES`` at least.
+        clock: what times are read from.
     """
     calls: dict[Name, int] = {}
     turns: dict[Name, int] = {}
     for name, run in runs.items():
         jax.block_until_ready(run())
-        call = _seconds(run, 1)
+        call = _seconds(run, 1, clock)
         calls[name] = max(1, math.ceil(sample_seconds / call))
         possible = repeats if seconds is None else max(LEAST_SAMPLES, int(seconds / (calls[name] * call)))
         turns[name] = min(repeats, possible)
@@ -105,17 +107,17 @@ def time_by_turns[Name](runs: Mapping[Name, Callable[[], Any]], repeats: int, sa
     for turn in range(repeats):
         for name, run in runs.items():
             if turn < turns[name]:
-                samples[name].append(_seconds(run, calls[name]))
+                samples[name].append(_seconds(run, calls[name], clock))
     return samples
 
 
-def _seconds(run: Callable[[], Any], calls: int) -> float:
+def _seconds(run: Callable[[], Any], calls: int, clock: Callable[[], float]) -> float:
     result = None
-    start = time.perf_counter()
+    start = clock()
     for _ in range(calls):
         result = run()
     jax.block_until_ready(result)
-    return (time.perf_counter() - start) / calls
+    return (clock() - start) / calls
 
 
 def check_memory(needed: int | None) -> None:

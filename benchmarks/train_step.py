@@ -112,29 +112,36 @@ class Step:
     """
 
     def __init__(self, config: Config, vocabulary_size: int):
-        transform = make_optimizer(config.optimizer)
-
-        def initial() -> TrainState:
-            return initial_state(config, vocabulary_size, transform)
-
         shape = (2, config.train.batch_size, config.model.context)
         tokens = np.random.default_rng(0).integers(0, vocabulary_size, shape, dtype=np.int32)
         self._batch = Batch(*jax.device_put(tuple(tokens)))
         self._learning_rate = jnp.float32(config.optimizer.learning_rate)
-        step = make_train_step(model_graph(config, vocabulary_size), config, transform)
-        lowered = jax.jit(step, donate_argnums=0).lower(jax.eval_shape(initial), self._batch, self._learning_rate)
-        self._compiled = lowered.compile()
+        self._compiled = lowered_step(config, vocabulary_size).compile()
         self.peak_bytes = report.peak_bytes(self._compiled)
         report.check_memory(self.peak_bytes)
         limit = report.device_memory()
         if self.peak_bytes is not None and limit is not None and self.peak_bytes > limit:
             raise MemoryError(f"needs {self.peak_bytes / 2**30:.1f} GiB, the device has {limit / 2**30:.1f}")
-        self._state = like_new(jax.eval_shape(initial))
+        self._state = like_new(initial_shapes(config, vocabulary_size))
 
     def __call__(self) -> StepMetrics:
         """Starts one update; its metrics."""
         self._state, metrics = self._compiled(self._state, self._batch, self._learning_rate)
         return metrics
+
+
+def lowered_step(config: Config, vocabulary_size: int) -> jax.stages.Lowered:
+    """The training step of a config, before it is compiled."""
+    shape = config.train.batch_size, config.model.context
+    batch = jax.eval_shape(lambda: Batch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32)))
+    step = make_train_step(model_graph(config, vocabulary_size), config, make_optimizer(config.optimizer))
+    return jax.jit(step, donate_argnums=0).lower(initial_shapes(config, vocabulary_size), batch,
+                                                 jax.ShapeDtypeStruct((), jnp.float32))
+
+
+def initial_shapes(config: Config, vocabulary_size: int) -> TrainState:
+    """The shapes of what a run begins with."""
+    return jax.eval_shape(lambda: initial_state(config, vocabulary_size, make_optimizer(config.optimizer)))
 
 
 def like_new(shapes: TrainState) -> TrainState:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from kernels import device
+from kernels import cpu
 from kernels.cases import REFERENCE, Arrays, Case
 from kernels.mixed_precision import rounded, wide
 
@@ -61,10 +61,9 @@ def _backward(epsilon, dtype, saved, dy_BTE):
 
 
 def _weighted_sum(x_BTE: Array, scale_E: Array) -> Array:
-    """Σ_e x_e scale_e, (B, T, 1). On a CPU as a product with a vector: of a sum, XLA spreads the scale over all tokens
-    first. A GPU makes the sum in one pass, and for a product would write x to memory."""
-    if device.platform() == "cpu":
-        return jnp.einsum("bte,e->bt", x_BTE, scale_E)[..., None]
+    """Σ_e x_e scale_e, (B, T, 1): a sum in one pass. For a product with a vector a GPU would write x to memory."""
+    if cpu.applies(cpu.weighted_sum):
+        return cpu.weighted_sum(x_BTE, scale_E)
     return (x_BTE * scale_E[None, None]).sum(axis=2, keepdims=True)
 
 

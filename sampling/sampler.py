@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from kernels import device
+from kernels import cpu, device
 from models.block import linears
 from models.gpt import GPT, Cache
 from support.errors import ConfigError
@@ -447,11 +447,9 @@ def draw(logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"], keys_B: Ar
     def noise() -> Array:
         return jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:], logits_BV.dtype))(keys_B)
 
-    # Conditions on the device: other settings compile nothing, only top_k and top_p pay for a sort, and on a CPU, where
-    # a condition costs less than noise does, only a draw for its noise.
+    # A condition on the device: other settings compile nothing, and only top_k and top_p pay for a sort.
     logits_BV = jax.lax.cond((top_k > 0) | (top_p < 1) | (min_p > 0), filtered, lambda: logits_BV)
-    noise_BV = noise() if device.platform() != "cpu" else jax.lax.cond(
-        temperature > 0, noise, lambda: jnp.zeros_like(logits_BV))
+    noise_BV = cpu.zeros_unless(temperature > 0, noise) if cpu.applies(cpu.zeros_unless) else noise()
     # Whatever the temperature, from 0 on, neither term leaves its range.
     warm_BV = logits_BV / jnp.clip(temperature, 1, 1e30) + noise_BV * jnp.minimum(temperature, 1)
     return jnp.argmax(warm_BV, axis=1).astype(jnp.int32)
@@ -459,8 +457,10 @@ def draw(logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"], keys_B: Ar
 
 def likeliest(logits_BV: Float32[Array, "B V"], top_k: Int[Array, ""], top_p: Float[Array, ""]) -> Bool[Array, "B V"]:
     """Which tokens ``top_k`` and then ``top_p`` keep; of equally likely ones the lower ids, and always one at least."""
-    # As whole numbers, which a CPU sorts faster.
-    sorted_BV = _in_order(~jax.lax.sort(~_in_order(logits_BV, jnp.int32), dimension=1, is_stable=False), jnp.float32)
+    if cpu.applies(cpu.sort_descending):
+        sorted_BV = cpu.sort_descending(logits_BV)
+    else:
+        sorted_BV = -jax.lax.sort(-logits_BV, dimension=1, is_stable=False)
     kept_BV = (jnp.arange(logits_BV.shape[1]) < jnp.where(top_k > 0, top_k, logits_BV.shape[1]))[None, :]
     p_BV = jax.nn.softmax(jnp.where(kept_BV, sorted_BV, -jnp.inf), axis=1)
     likelier_BV = jnp.cumsum(p_BV, axis=1) - p_BV
@@ -469,12 +469,6 @@ def likeliest(logits_BV: Float32[Array, "B V"], top_k: Int[Array, ""], top_p: Fl
     least_B1 = jnp.take_along_axis(sorted_BV, count_B1 - 1, axis=1)
     above_BV, equal_BV = logits_BV > least_B1, logits_BV == least_B1
     return above_BV | (equal_BV & (jnp.cumsum(equal_BV, axis=1) <= count_B1 - above_BV.sum(axis=1, keepdims=True)))
-
-
-def _in_order(x: Array, dtype: Any) -> Array:
-    """The bits of float32 as int32 numbers of the same order, or back."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jax.lax.bitcast_convert_type(bits ^ ((bits >> 31) & 0x7FFFFFFF), dtype)
 
 
 def _arrays(sampling: Sampling, samples: int) -> tuple[Array, Settings]:

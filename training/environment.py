@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels import device
+from kernels import cpu
 from models.encoder import Encoder
 from models.gpt import GPT
 from support.files import write_json
@@ -96,7 +96,7 @@ def configure_jax() -> None:
     Call it before anything is compiled. ``JAX_COMPILATION_CACHE_DIR`` names another folder; where the folder cannot be
     made there is no cache.
     """
-    device.use_whole_cpu()
+    cpu.configure_process()
     directory = compilation_cache()
     if directory is None:
         return

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels import cpu
 from kernels.mixed_precision import product, rounded, wide
 from kernels.segments import HIDDEN, visible
 
@@ -174,8 +175,7 @@ def _flash_backward(causal, T, block, saved, dy_BHTD):
             weights_BHts = jnp.exp(scores_BHts - _take(logsumexp_BHT, i, block)[..., None])
             if masked:
                 weights_BHts = jnp.where(mask(i * block + jnp.arange(block), s_S), weights_BHts, 0)
-            # Else the exponential is computed twice, once for each product.
-            weights_BHts = lax.optimization_barrier(rounded(weights_BHts, dy_BHTD.dtype))
+            weights_BHts = cpu.compute_once(rounded(weights_BHts, dy_BHTD.dtype))
             dweights_BHts = product("bhtd,bhsd->bhts", dy_BHtD, v_BHsD)
             dscores_BHts = rounded(weights_BHts.astype(dtype) * (dweights_BHts - _take(dot_BHT, i, block)[..., None]),
                                    q_BHTD.dtype)

@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from kernels import device
+from kernels import cpu
 from kernels.mixed_precision import rounded, wide
 from support.errors import ConfigError
 
@@ -168,7 +168,7 @@ def elementwise(options: FeatureOptions) -> Callable[[Array], Array] | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _elementwise(feature_map: FeatureMap, x_BTHD: Array) -> Array:
-    return device.once(rounded(ELEMENTWISE[feature_map].of(wide(x_BTHD)), x_BTHD.dtype))
+    return cpu.compute_once(rounded(ELEMENTWISE[feature_map].of(wide(x_BTHD)), x_BTHD.dtype))
 
 
 def _elementwise_forward(feature_map: FeatureMap, x_BTHD: Array) -> tuple[Array, Array]:

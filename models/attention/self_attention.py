@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kernels import device
+from kernels import cpu
 from kernels.layer_norm import Norm, normed
 from kernels.projection import project, project_each
 
@@ -185,7 +185,7 @@ def rotate(x_BTHD: Float[Array, "B T H D"], positions_BT: Int[Array, "B T"]) -> 
     """
     half = x_BTHD.shape[-1] // 2
     angle_BTHD = angles(positions_BT, half)[:, :, None]
-    cos_BTHD, sin_BTHD = device.once((jnp.cos(angle_BTHD), jnp.sin(angle_BTHD)))  # and not in every head
+    cos_BTHD, sin_BTHD = cpu.compute_once((jnp.cos(angle_BTHD), jnp.sin(angle_BTHD)))  # and not in every head
     a, b = x_BTHD[..., :half].astype(jnp.float32), x_BTHD[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos_BTHD - b * sin_BTHD, a * sin_BTHD + b * cos_BTHD], axis=-1).astype(x_BTHD.dtype)
 

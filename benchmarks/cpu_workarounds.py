@@ -1,0 +1,232 @@
+"""What each workaround of ``kernels/cpu.py`` gains: the time without it over the time with all of them.
+
+    python -m benchmarks.cpu_workarounds --json workarounds.json
+    python -m benchmarks.cpu_workarounds --measure steps --modes chunked --contexts 4096
+
+``steps`` are whole training steps and ``tokens`` drawn tokens of GPT-2's vocabulary, greedy and among the likeliest.
+The program with all workarounds and those with one left out take turns; a workaround that leaves a program as it is has
+no row. What a workaround sets up for the whole ``process`` is measured in processes of their own, also by turns, with
+the training step of the last mode and context.
+
+Times are the processor's, of all threads: on a machine with other work, those of the clock would measure that work too.
+The ratio is one of medians, and its 95 % interval is from rounds drawn again at random (Efron, "Bootstrap Methods",
+1979).
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks import report
+from benchmarks.train_step import Size, Step, lowered_step, model_config
+from configs.schema import Config, ModelConfig, TrainConfig
+from kernels import cpu, device
+from models.gpt import GPT
+from sampling.sampler import Sampler, Sampling, Settings, draw
+from support.command import status
+from support.errors import BenchmarkError, ConfigError
+
+MEASURES = ("steps", "tokens", "process")
+VOCABULARY, GPT2_VOCABULARY = 257, 50_257
+STEP_TOKENS = 4096
+"""Tokens of a training step, where the context is not longer."""
+STEPS_OF_A_PROCESS = 5
+DRAWS = {"greedy": Sampling(temperature=0.0), "top-k 40": Sampling(top_k=40)}
+ALL = "all"
+"""Names the program that has every workaround."""
+RESAMPLES = 2000
+HEADINGS = ("without", "measured", "with (ms)", "without (ms)", "rounds", "ratio", "95 % interval")
+
+
+@dataclass
+class Row:
+    """A workaround in one case, as the JSON file has it; times are the processor's, in milliseconds."""
+
+    workaround: str
+    """Name of the function in ``kernels/cpu.py``."""
+    measure: str
+    """One of ``MEASURES``."""
+    case: str
+    with_milliseconds: float
+    """Median of a step, or of a call for tokens."""
+    without_milliseconds: float
+    ratio: float
+    """Without over with."""
+    interval: tuple[float, float]
+    """95 %, of the ratio."""
+    with_samples: list[float] = field(default_factory=list)
+    without_samples: list[float] = field(default_factory=list)
+
+
+def compare(measure: str, case: str, samples: Mapping[str, Sequence[float]]) -> list[Row]:
+    """The rows of one case, from the seconds of each program by the name of what it lacks, and those of ``ALL``."""
+    rounds = np.random.default_rng(0).integers(0, len(samples[ALL]), (RESAMPLES, len(samples[ALL])))
+    base = 1e3 * np.asarray(samples[ALL])
+    rows = []
+    for name, seconds in samples.items():
+        if name == ALL:
+            continue
+        other = 1e3 * np.asarray(seconds)
+        ratios = np.median(other[rounds], axis=1) / np.median(base[rounds], axis=1)
+        low, high = np.quantile(ratios, (0.025, 0.975)).tolist()
+        rows.append(Row(name, measure, case, median(base.tolist()), median(other.tolist()),
+                        median(other.tolist()) / median(base.tolist()), (low, high), base.tolist(), other.tolist()))
+    return rows
+
+
+def measure_steps(config: Config, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a training step."""
+    program = lowered_step(config, VOCABULARY).as_text()
+    steps = {ALL: Step(config, VOCABULARY)}
+    for workaround in cpu.WORKAROUNDS:
+        with cpu.without(workaround):
+            if lowered_step(config, VOCABULARY).as_text() != program:
+                steps[workaround.__name__] = Step(config, VOCABULARY)
+    return report.time_by_turns(steps, rounds, sample_seconds=0, clock=time.process_time)
+
+
+def measure_tokens(config: ModelConfig, sampling: Sampling, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a call that draws ``TOKENS_PER_CALL`` tokens."""
+    model = GPT(config, GPT2_VOCABULARY, rngs=nnx.Rngs(0))
+
+    def program() -> str:
+        """Of what draws a token from its logits; as a new function, or what was traced before would be found."""
+        logits_BV, keys_B = jnp.zeros((1, GPT2_VOCABULARY)), jax.random.split(jax.random.key(0), 1)
+        settings = Settings(*map(jnp.asarray, (0.0, 0, 1.0, 0.0, 1.0)))
+        return jax.jit(lambda: draw(logits_BV, logits_BV > 0, keys_B, settings)).lower().as_text()
+
+    def tokens() -> Callable[[], Any]:
+        pieces = Sampler(model).generate(np.zeros(1, np.int32), sampling, max_new_tokens=2**30)
+        next(pieces)
+        return lambda: next(pieces)
+
+    plain = program()
+    runs = {ALL: tokens()}
+    for workaround in cpu.WORKAROUNDS:
+        with cpu.without(workaround):
+            if program() != plain:
+                runs[workaround.__name__] = tokens()
+    return report.time_by_turns(runs, rounds, clock=time.process_time)
+
+
+def measure_process(case: Mapping[str, Any], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a training step, each the median of a process of its own.
+
+    Raises:
+        BenchmarkError: a process ended without a result; the message says why.
+    """
+    names = [workaround.__name__ for workaround in cpu.PROCESS_WORKAROUNDS
+             if device.has_fast_bfloat16() or workaround is not cpu.use_widest_vectors]
+    samples: dict[str, list[float]] = {name: [] for name in (ALL, *names)}
+    for _ in range(rounds):
+        for name in samples:
+            found = report.in_process("benchmarks.cpu_workarounds", {**case, "without": name})
+            if "error" in found:
+                raise BenchmarkError(found["error"])
+            samples[name].append(found["seconds"])
+    return samples
+
+
+def steps_of_process(case: Mapping[str, Any]) -> dict[str, float]:
+    """What a process of :func:`measure_process` measures."""
+    off = [workaround for workaround in cpu.PROCESS_WORKAROUNDS if workaround.__name__ == case["without"]]
+    with cpu.without(*off):
+        cpu.configure_process()
+    step = Step(make_config(**{name: value for name, value in case.items() if name != "without"}), VOCABULARY)
+    samples = report.time_by_turns({ALL: step}, STEPS_OF_A_PROCESS, sample_seconds=0, clock=time.process_time)
+    return {"seconds": median(samples[ALL])}
+
+
+def make_config(mode: str, context: int, layers: int, width: int, dtype: Any) -> Config:
+    """A model like the quickstart's, and a step of ``STEP_TOKENS`` tokens.
+
+    Raises:
+        ConfigError: as :func:`benchmarks.train_step.model_config`.
+    """
+    model = model_config(mode, context, Size(layers, 4, width, VOCABULARY), dtype=dtype, features="softplus")
+    return Config(model=replace(model, positions="rotary"),
+                  train=TrainConfig(batch_size=max(1, STEP_TOKENS // context)))
+
+
+def cells(row: Row) -> list[str]:
+    """A row of the printed table."""
+    return [row.workaround, f"{row.measure}: {row.case}", f"{row.with_milliseconds:,.1f}",
+            f"{row.without_milliseconds:,.1f}", str(len(row.with_samples)), f"{row.ratio:.3f}",
+            "{:.3f} to {:.3f}".format(*row.interval)]
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Measures what the flags say."""
+    options = _options(arguments)
+    if options.case is not None:
+        print(json.dumps(steps_of_process(json.loads(options.case))))
+        return
+    report.use_whole_device()
+    report.check_output(options.json)
+    if device.platform() != "cpu":
+        raise ConfigError(f"needs a CPU: this device is a {device.platform()}")
+    contents = report.origin("benchmarks.cpu_workarounds", options)
+    dtypes = ("float32", "bfloat16") if device.has_fast_bfloat16() else ("float32",)
+    cases = {f"{mode}, context {context}, {dtype}": {"mode": mode, "context": context, "layers": options.layers,
+                                                     "width": options.width, "dtype": dtype}
+             for dtype in dtypes for mode in options.modes for context in options.contexts}
+    configs = {name: make_config(**case) for name, case in cases.items()}
+    rows: list[Row] = []
+
+    def add(measure: str, case: str, samples: Mapping[str, Sequence[float]]) -> None:
+        rows.extend(compare(measure, case, samples))
+        report.keep(options.json, contents | {"rows": [asdict(row) for row in rows]})
+
+    if "steps" in options.measure:
+        for name, config in configs.items():
+            status(f"steps: {name} …")
+            add("steps", name, measure_steps(config, options.repeats))
+    if "tokens" in options.measure:
+        drawn = make_config("chunked", min(options.contexts), options.layers, options.width, dtypes[-1]).model
+        for name, sampling in DRAWS.items():
+            status(f"tokens: {name} …")
+            add("tokens", f"chunked, {name}", measure_tokens(drawn, sampling, options.repeats))
+    if "process" in options.measure:
+        name, case = list(cases.items())[-1]
+        status(f"process: {name} …")
+        add("process", name, measure_process(case, options.processes))
+    print(contents["device"])
+    print(report.table(HEADINGS, [cells(row) for row in rows]))
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_workarounds", description=__doc__,
+                                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", type=report.names, default=MEASURES,
+                        help=f"what to measure, with commas between ({','.join(MEASURES)})")
+    parser.add_argument("--modes", type=report.names, default=("softmax", "chunked"),
+                        help="modes, with commas between (softmax,chunked)")
+    parser.add_argument("--contexts", type=report.positives, default=(1024, 4096),
+                        help="sequence lengths, with commas between (1024,4096)")
+    for name, default, meaning in (("width", 128, "width of the model"), ("layers", 2, "transformer blocks"),
+                                   ("repeats", 20, "rounds of steps and tokens"),
+                                   ("processes", 5, "rounds of processes")):
+        parser.add_argument(f"--{name}", type=report.positive, default=default, help=f"{meaning} (%(default)s)")
+    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`benchmarks.report.run_benchmark`."""
+    return report.run_benchmark("benchmarks.cpu_workarounds", command, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
