@@ -17,7 +17,7 @@ from comparison.curves import Columns, Curve, read_curves, smooth
 from comparison.flops import flops_per_token
 from configs.schema import LraConfig, check_format, config_class
 from support.errors import ConfigError, RunError
-from training.run import read_run_file
+from support.files import read_json
 
 AXES = {  # what x can be: column, button and axis title
     "step": ("Steps", "steps"),
@@ -202,13 +202,13 @@ def load_run(path: Path) -> Run:
         raise NotARunError(f"{path}: there is no such folder; name run folders, such as runs/quickstart-chunked")
     if not (path / "config.json").is_file():
         raise NotARunError(f"{path}: not a run, it has no config.json; name the --run-dir of a train.py run")
-    config = read_run_file(path / "config.json")
+    config = read_json(path / "config.json", RunError)
     check_format(config, path / "config.json")
     del config["format"]
     if not (isinstance(config.get("model"), dict) and config["model"].get("attention")
             and isinstance(config.get("train"), dict)):
         raise RunError(f"{path}/config.json: not a config that train.py writes")
-    environment = read_run_file(path / "environment.json") if (path / "environment.json").is_file() else {}
+    environment = read_json(path / "environment.json", RunError) if (path / "environment.json").is_file() else {}
     metrics = path / "metrics.jsonl"
     train, val = read_curves(metrics) if metrics.is_file() else (Curve(), Curve())
     for split, curve in (("train", train), ("val", val)):
@@ -239,7 +239,7 @@ def load_evaluations(path: Path) -> list[dict[str, Any]]:
     """What evaluate.py found of a run, if it was called; :class:`RunError` where the file is damaged."""
     if not path.is_file():
         return []
-    evaluations = read_run_file(path).get("evaluations")
+    evaluations = read_json(path, RunError).get("evaluations")
     try:
         for entry in evaluations:  # pyright: ignore[reportOptionalIterable]
             _ = entry["context"], entry["corpus"], [(part["first"], part["last"], part["loss"])

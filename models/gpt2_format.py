@@ -188,10 +188,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ConfigError(f"{path.parent}: it has no {path.name}; expected {CONFIG} and {WEIGHTS}")
-    try:
-        return read_json(path)
-    except ValueError as error:
-        raise WeightsError(str(error)) from error
+    return read_json(path, WeightsError)
 
 
 def _tensors_of(model: GPT, source: str, dtypes: dict[str, str]) -> dict[str, np.ndarray]:

@@ -36,17 +36,20 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, damaged: type[Exception] = ValueError) -> dict[str, Any]:
     """The object in a JSON file.
 
+    Args:
+        path: of the file.
+        damaged: what is raised where it holds none; the message says so.
+
     Raises:
-        ValueError: it holds none, and is told to be damaged.
         OSError: it cannot be read.
     """
     try:
         values = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); bring back the file") from error
+        raise damaged(f"{path} is damaged ({error}); bring back the file") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} is damaged: it holds no object; bring back the file")
+        raise damaged(f"{path} is damaged: it holds no object; bring back the file")
     return values

@@ -190,3 +190,10 @@ def test_markup_in_names_is_printed_as_it_is(tmp_path, capsys):
     path = write_run(tmp_path / "<b>[red]")
     assert compare.main([str(path), "--out", str(tmp_path / "page.html")]) == 0
     assert "<b>[red]" in capsys.readouterr().out
+
+
+def test_it_starts_without_jax():
+    """Which takes seconds to import, and draws nothing."""
+    code = "import compare, sys; print('jax' in sys.modules, 'flax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False False\n"

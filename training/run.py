@@ -47,7 +47,7 @@ def check_folder(config: Config | LraConfig, run_dir: Path) -> dict[str, Any]:
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is a file; give another --run-dir")
-    environment = read_run_file(run_dir / "environment.json") if (run_dir / "environment.json").exists() else {}
+    environment = read_json(run_dir / "environment.json", RunError) if (run_dir / "environment.json").exists() else {}
     if PUBLISHED in environment:
         raise ConfigError(f"{run_dir} holds published weights; to begin with them give --init-from {run_dir} and "
                           "another --run-dir")
@@ -154,7 +154,7 @@ def load_model(directory: Path, step: int | None = None) -> LoadedRun:
     for name in ("config.json", "environment.json"):
         if not (directory / name).is_file():
             raise ConfigError(f"{directory}: not a run, it has no {name}; name the --run-dir of a train.py run")
-    environment = read_run_file(directory / "environment.json")
+    environment = read_json(directory / "environment.json", RunError)
     vocabulary_size = environment.get("vocabulary_size")
     if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
         raise RunError(f"{directory}/environment.json: it has no vocabulary_size, which train.py writes; "
@@ -192,21 +192,8 @@ def read_config(run_dir: Path) -> Config | LraConfig:
         OSError: it cannot be read.
     """
     path = run_dir / "config.json"
-    values = read_run_file(path)
+    values = read_json(path, RunError)
     check_format(values, path)
     if not all(isinstance(group, dict) for name, group in values.items() if name != "format"):
         raise RunError(f"{path}: not a config that train.py writes")
     return config_class(values).from_dict(values)
-
-
-def read_run_file(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a run.
-
-    Raises:
-        RunError: the file is damaged.
-        OSError: it cannot be read.
-    """
-    try:
-        return read_json(path)
-    except ValueError as error:
-        raise RunError(str(error)) from error
