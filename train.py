@@ -40,7 +40,7 @@ from training.environment import configure_jax, environment
 from training.initial_weights import InitialWeights, read_initial_weights, save_initial_checkpoint
 from training.objectives import LanguageModelling
 from training.sharding import make_mesh
-from training.step import make_model
+from training.step import abstract_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,13 +128,13 @@ def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT,
     runs.check_corpus(before, corpora.checksum, corpora, run_dir)
     corpora.check_context(config.model.context)
     make_mesh(config.mesh, config.train, config.model.context)
-    model = nnx.eval_shape(lambda: make_model(config, corpora.vocabulary_size))
+    model = abstract_model(config, corpora.vocabulary_size)
     samples.check(config.train, model)
     check_packing(config.data.packing, model)
     # A kernel that cannot do what is asked says so when it is traced.
     tokens_BT = jax.ShapeDtypeStruct((1, config.model.context), jnp.int32)
     segment_ids_BT = tokens_BT if config.data.packing == "documents" else None
-    nnx.eval_shape(lambda model, tokens_BT, segment_ids_BT: model.hidden(tokens_BT, segment_ids_BT=segment_ids_BT),
+    nnx.eval_shape(lambda model, tokens_BT, segment_ids_BT: model.forward(tokens_BT, segment_ids_BT=segment_ids_BT),
                    model, tokens_BT, segment_ids_BT)
     return corpora, model, before
 

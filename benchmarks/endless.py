@@ -64,7 +64,7 @@ def draw_tokens(case: dict[str, Any]) -> dict[str, Any]:
     Args:
         case: ``model``, the fields of a :class:`ModelConfig`, ``vocabulary``, ``tokens`` and ``windows``.
     """
-    config = gpt.check(ModelConfig(**case["model"] | {"attention": tuple(case["model"]["attention"])}))
+    config = gpt.resolve_config(ModelConfig(**case["model"] | {"attention": tuple(case["model"]["attention"])}))
     sampler = Sampler(GPT(config, case["vocabulary"], rngs=nnx.Rngs(0)))
     sampler.warm_up(1, case["tokens"])
     found: list[tuple[int, float, int | None]] = []
@@ -231,7 +231,7 @@ def command(arguments: Sequence[str]) -> int:
 def _config(mode: str, positions: str, options: argparse.Namespace) -> ModelConfig:
     if positions not in ("rotary", "none"):
         raise ConfigError(f"--positions {positions}: expected rotary or none, which go on without end")
-    return gpt.check(replace(load_recipe(options.recipe, mode).model, positions=positions))
+    return gpt.resolve_config(replace(load_recipe(options.recipe, mode).model, positions=positions))
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -31,7 +31,7 @@ from benchmarks.train_step import implementation, mode_config
 from configs.schema import EncoderConfig, TrainConfig, load_recipe
 from kernels import cases as op_cases
 from models import attention, gpt
-from models.encoder import Classifier
+from models.encoder import Classifier, resolve_config
 from sampling.sampler import with_product_weights
 from support.errors import BenchmarkError, ConfigError
 
@@ -234,15 +234,15 @@ def lower_token(target: Target, token: Token) -> jax.stages.Lowered:
     """What a sampler does between one token and the next, but for the draw."""
     with target.tracing():
         config = load_recipe(RECIPE.with_stem(token.recipe), token.modes[0]).model
-        config = gpt.check(replace(config, attention=token.modes, layers=len(token.modes), dtype=token.dtype))
+        config = gpt.resolve_config(replace(config, attention=token.modes, layers=len(token.modes), dtype=token.dtype))
         model = nnx.eval_shape(lambda: with_product_weights(gpt.GPT(config, VOCABULARY, rngs=nnx.Rngs(0))))
         cache = jax.eval_shape(lambda: model.init_cache(token.B, config.context))
     graph, state = nnx.split(model)
 
     def extend(state: Any, tokens_BT: Any, cache: gpt.Cache) -> Any:
         model = nnx.merge(graph, state)
-        x_BTE, cache = model.extend(tokens_BT, cache)
-        return model.next_logits(x_BTE), cache
+        x_BTE, cache = model.forward(tokens_BT, cache)
+        return model.logits(x_BTE), cache
 
     return target.lower(extend, state, jax.ShapeDtypeStruct((token.B, 1), jnp.int32), cache, donate=(2,))
 
@@ -264,7 +264,7 @@ def lower_step(target: Target, form: str) -> jax.stages.Lowered:
         # The form of the one, everything else as in the recipe.
         overrides = config.model.modes.get(name, {})
         model = replace(config.model, modes={name: replace(options, **overrides)})
-        config = replace(config, model=gpt.check(model), train=TrainConfig(batch_size=1))
+        config = replace(config, model=gpt.resolve_config(model), train=TrainConfig(batch_size=1))
         taken = implementation(config, VOCABULARY)
         if computed and taken != computed:
             raise NotImplementedError(f"{form}: the layers take {taken}")
@@ -277,10 +277,10 @@ def lower_encoder(target: Target, mode: str) -> jax.stages.Lowered:
     """Forward and backward pass of a classifier of byte text, 8 sequences with padding."""
     with target.tracing():
         config = EncoderConfig(width=512, heads=8, mlp_width=2048, context=4096, dtype="bfloat16", attention=(mode,))
-        graph, state = nnx.split(nnx.eval_shape(lambda: Classifier(config, 257, rngs=nnx.Rngs(0))))
+        graph, state = nnx.split(nnx.eval_shape(lambda: Classifier(resolve_config(config), 257, rngs=nnx.Rngs(0))))
 
     def loss(state: Any, tokens_BT: Any, valid_BT: Any) -> Any:
-        return jnp.sum(nnx.merge(graph, state)(tokens_BT, valid_BT=(valid_BT,)) ** 2)
+        return jnp.sum(nnx.merge(graph, state).forward(tokens_BT, valid_BT=(valid_BT,)) ** 2)
 
     return target.lower(jax.grad(loss), state, *(jax.ShapeDtypeStruct((8, 4096), dtype) for dtype in (jnp.int32, bool)))
 

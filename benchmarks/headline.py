@@ -36,7 +36,7 @@ from support.command import note
 from support.errors import ConfigError
 from support.files import write_json
 from training import step as steps
-from training.optimizer import learning_rate, make_optimizer
+from training.optimizer import decay_mask, learning_rate, make_optimizer
 from training.validation import validate_config
 
 NEEDED = ("datasets", "grain", "orbax", "orjson", "plotly", "rich", "tiktoken", "tyro")
@@ -143,8 +143,8 @@ def train_plainly(config: Config, corpus: Corpus, run_dir: Path) -> int:
     count, held_out = corpus.windows("train", context), corpus.windows("val", context)
     minutes = config.train.minutes
     assert minutes is not None
-    transform = make_optimizer(config.optimizer)
-    graph = steps.model_graph(config, VOCABULARY)
+    model = steps.abstract_model(config, VOCABULARY)
+    transform = make_optimizer(config.optimizer, decay_mask(model))
     state = jax.jit(lambda: steps.initial_state(config, VOCABULARY, transform))()
     chosen = np.unique(np.arange(config.train.eval_batches) * held_out // config.train.eval_batches)
     val = [jax.device_put(corpus.batch("val", context, [int(i)])) for i in chosen]
@@ -158,10 +158,10 @@ def train_plainly(config: Config, corpus: Corpus, run_dir: Path) -> int:
                             if (form := implementation(config, VOCABULARY)) is not None}})
     log = _Log(run_dir / "metrics.jsonl", batch_size * context)
     data = _batches(corpus, count, config)
-    evaluate = jax.jit(steps.make_eval_step(graph))
+    evaluate = jax.jit(steps.make_eval_step(model))
     rate = jnp.float32(0)
     first = jax.device_put(next(data))
-    update = jax.jit(steps.make_train_step(graph, config, transform), donate_argnums=0).lower(
+    update = jax.jit(steps.make_train_step(model, config, transform), donate_argnums=0).lower(
         state, first, rate).compile()
     jax.block_until_ready([evaluate(state.parameters, state.variables, val[0]), state])
     following, step, finite = first, 0, True

@@ -126,7 +126,7 @@ def compile_here(case: dict[str, Any]) -> Memory:
     config = Config.from_dict(case["config"])
     gpu = target.Target()
     with gpu.tracing():
-        config = replace(config, model=gpt.check(config.model))
+        config = replace(config, model=gpt.resolve_config(config.model))
     lowered = gpu.lower_step(config, case["vocabulary"])
     memory = gpu.compile(lowered, xla_gpu_enable_triton_gemm=case["triton"]).memory_analysis()
     if memory is None:

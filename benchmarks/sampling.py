@@ -24,8 +24,10 @@ times softmax GPT-2 of the same size as the package ``transformers`` samples fro
 """
 
 import argparse
+import functools
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -43,11 +45,11 @@ from configs.schema import ModelConfig, load_recipe
 from kernels import device
 from models import gpt
 from models.gpt import GPT
-from sampling.sampler import TOKENS_PER_CALL, Sampler, Sampling
+from sampling.sampler import TOKENS_PER_CALL, Memory, Sampler, Sampling
 from support.errors import ConfigError
 
 CALLS_PER_SAMPLE = 4
-"""Pieces of text in a sample, drawn one after the other without a wait between; the next one begins where it did."""
+"""Calls in a sample, made one after the other without a wait between; the next sample begins where it did."""
 TOGETHER_BYTES = 2**30
 """All positions take turns where what they keep is no more than this."""
 HEADINGS = ("size", "batch", "position", "mode", "ms/token", "fastest", "samples", "tokens/s", "bandwidth",
@@ -91,11 +93,11 @@ class PromptRow:
     tokens: int
     size: str | None = None
     seconds: float | None = None
-    """Through the sampler, in pieces; median."""
+    """Through the sampler, in chunks; median."""
     one_by_one_seconds: float | None = None
     """To draw as many."""
     ratio: float | None = None
-    """How many times as fast the pieces are."""
+    """How many times as fast the chunks are."""
     step_milliseconds: float | None = None
     """Of one token on the device, after a short prompt; of a CPU alone, as the host's."""
     host_milliseconds: float | None = None
@@ -116,6 +118,63 @@ def bytes_read(model: GPT, position: int, batch: int) -> int:
                      if jnp.issubdtype(leaf.dtype, jnp.floating))
         kept += block.attention.state_bytes(position) * width // 4  # it counts four bytes a number
     return parameters * products + batch * kept
+
+
+def continuation(sampler: Sampler, position: int, *, calls: int, samples: int = 1) -> Callable[[], jax.Array]:
+    """Draw as if ``position`` tokens stood before, without reading any.
+
+    What decoding keeps is filled with random numbers from 0 to 1, its counts of tokens with ``position``; a cache that
+    grows has room for what is drawn and no more. The tokens mean nothing, the time they take does.
+
+    Args:
+        sampler: of the model.
+        position: tokens before, the same in every row.
+        calls: of what is returned, after which the next one is at ``position`` again.
+        samples: B.
+
+    Returns:
+        A function that starts to draw the next ``TOKENS_PER_CALL`` tokens of every row and returns them, (B, T),
+        without waiting for the device.
+
+    Raises:
+        ConfigError: the model has no positions for so many tokens.
+    """
+    model, room = sampler.model, position + calls * TOKENS_PER_CALL
+    if sampler.max_length is not None and sampler.max_length < room:
+        raise ConfigError(f"{room:,} tokens are more than the {sampler.max_length:,} that the model has positions for")
+
+    def fill() -> Memory:
+        key = jax.random.key(0)
+
+        def contents(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
+            if jnp.issubdtype(x.dtype, jnp.integer):
+                return jnp.full(x.shape, position, x.dtype)
+            name = jax.tree_util.keystr(path)
+            return jax.random.uniform(jax.random.fold_in(key, zlib.crc32(name.encode())), x.shape, x.dtype)
+
+        shapes = jax.eval_shape(lambda: model.init_cache(samples, room))
+        logits_BV = jax.random.normal(key, (samples, model.vocab_size))
+        return Memory(logits_BV, jax.tree.map_with_path(contents, shapes), jnp.zeros(logits_BV.shape, bool))
+
+    carry, decode = sampler.begin(jax.jit(fill)()), sampler.decoder(Sampling(), samples)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def back(memory: Memory) -> Memory:
+        return jax.tree.map(lambda x: jnp.full_like(x, position) if jnp.issubdtype(x.dtype, jnp.integer) else x,
+                            memory)
+
+    drawn = 0
+
+    def draw_tokens() -> jax.Array:
+        nonlocal carry, drawn
+        if drawn == calls:
+            carry, drawn = (back(carry[0]), carry[1]), 0
+        drawn += 1
+        _, tokens_BT, *following = decode(*carry, TOKENS_PER_CALL)
+        carry = following[0], following[1]
+        return tokens_BT
+
+    return draw_tokens
 
 
 def measure(samplers: dict[str, Sampler], positions: Sequence[int], batch: int, repeats: int, *,
@@ -144,8 +203,8 @@ def measure(samplers: dict[str, Sampler], positions: Sequence[int], batch: int, 
             row.bytes_read = kept[mode, position]
             try:
                 report.check_memory(row.bytes_read)
-                cases[mode, position] = _sample(samplers[mode].continuation(
-                    position, samples=batch, calls=CALLS_PER_SAMPLE))
+                cases[mode, position] = _sample(continuation(
+                    samplers[mode], position, samples=batch, calls=CALLS_PER_SAMPLE))
                 jax.block_until_ready(cases[mode, position]())
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
                 cases.pop((mode, position), None)
@@ -194,9 +253,9 @@ def _step_and_host(sampler: Sampler, repeats: int) -> tuple[float, float]:
 
 
 def _timed(sampler: Sampler, prompt_T: np.ndarray, tokens: int) -> Iterator[float]:
-    """Seconds until each piece is there; the first one has the prompt too."""
-    pieces, start = sampler.generate(prompt_T, Sampling(), max_new_tokens=tokens), time.perf_counter()
-    for _ in pieces:
+    """Seconds until the tokens of each call are there; the first one has the prompt too."""
+    generation, start = sampler.generate(prompt_T, Sampling(), max_new_tokens=tokens), time.perf_counter()
+    for _ in generation:
         now = time.perf_counter()
         yield now - start
         start = time.perf_counter()
@@ -237,11 +296,11 @@ def compare_batches(rows: Sequence[Row]) -> None:
         row.batch_ratio = row.tokens_per_second / before if row.tokens_per_second and before else None
 
 
-def _sample(draw_piece: Callable[[], jax.Array]) -> Callable[[], jax.Array]:
+def _sample(draw_tokens: Callable[[], jax.Array]) -> Callable[[], jax.Array]:
     def sample() -> jax.Array:
         for _ in range(CALLS_PER_SAMPLE - 1):
-            draw_piece()
-        return draw_piece()
+            draw_tokens()
+        return draw_tokens()
 
     return sample
 
@@ -354,7 +413,7 @@ def _configs(options: argparse.Namespace) -> dict[tuple[str | None, int], dict[s
         if options.sizes is not None:
             raise ConfigError("--recipe and --sizes: expected one of them")
         return {(options.recipe.stem, options.vocabulary): {
-            mode: gpt.check(replace(load_recipe(options.recipe, mode).model, dtype=options.dtype))
+            mode: gpt.resolve_config(replace(load_recipe(options.recipe, mode).model, dtype=options.dtype))
             for mode in options.modes}}
     features = "softplus" if options.sizes else None  # as published for linear GPT-2
     return {(name, size.vocabulary): {

@@ -46,7 +46,7 @@ from kernels import device
 from kernels.cases import WORSE_THAN_PLAIN, error_of, faults_of
 from kernels.linear_attention import State, linear_attention
 from kernels.linear_attention.cases import SCHEDULES, LinearAttentionCase, make_suite_case
-from models.gpt import GPT, Cache
+from models.gpt import GPT, Cache, resolve_config
 from support.errors import ConfigError
 from support.files import write_json, write_text
 from training.environment import compilation_cache, git_commit
@@ -308,7 +308,7 @@ def _last_logits(dtype: Any, *, in_turns: bool) -> tuple[np.ndarray, np.ndarray]
     """Of the token after the last, twice; ``in_turns``: of all tokens but one, and then of one."""
     config = ModelConfig(layers=2, heads=TOKEN.H, width=TOKEN.H * TOKEN.D, context=TOKEN.T,
                          dtype=dtype, attention=("chunked", "softmax"), initial_scale=0.1)
-    graph, state = nnx.split(GPT(config, 257, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(GPT(resolve_config(config), 257, rngs=nnx.Rngs(0)))
     tokens_BT = jax.random.randint(jax.random.key(1), (1, TOKEN.T), 0, 257)
 
     @jax.jit
@@ -318,8 +318,8 @@ def _last_logits(dtype: Any, *, in_turns: bool) -> tuple[np.ndarray, np.ndarray]
     @jax.jit
     def extended(state: Any, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         model = nnx.merge(graph, state)
-        x_BTE, cache = model.extend(tokens_BT, cache)
-        return model.next_logits(x_BTE[:, -1:])[:, 0], cache
+        x_BTE, cache = model.forward(tokens_BT, cache)
+        return model.logits(x_BTE[:, -1:])[:, 0], cache
 
     def last_logits() -> np.ndarray:
         if not in_turns:

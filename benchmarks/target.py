@@ -21,8 +21,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from configs.schema import Config
 from data.loader import Batch
 from support.errors import ConfigError
-from training.optimizer import make_optimizer
-from training.step import initial_state, make_train_step, model_graph
+from training.optimizer import decay_mask, make_optimizer
+from training.step import abstract_model, initial_state, make_train_step
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".venv-gpu"
@@ -88,10 +88,11 @@ class Target:
 
     def lower_step(self, config: Config, vocabulary_size: int) -> jax.stages.Lowered:
         """The training step of a config on one device, as ``train.py`` makes it, yet to be compiled."""
-        transform = make_optimizer(config.optimizer)
         with self.tracing():
+            model = abstract_model(config, vocabulary_size)
+            transform = make_optimizer(config.optimizer, decay_mask(model))
             state = jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform))
-            step = make_train_step(model_graph(config, vocabulary_size), config, transform)
+            step = make_train_step(model, config, transform)
         tokens_BT = jax.ShapeDtypeStruct((config.train.batch_size, config.model.context), jnp.int32)
         return self.lower(step, state, Batch(tokens_BT, tokens_BT),  # pyright: ignore[reportArgumentType]
                           jax.ShapeDtypeStruct((), jnp.float32), donate=(0,))

@@ -38,8 +38,8 @@ from data.loader import Batch
 from models import attention, gpt
 from models.attention.self_attention import INITIAL_SCALE
 from support.errors import ConfigError
-from training.optimizer import make_optimizer
-from training.step import StepMetrics, TrainState, initial_state, make_model, make_train_step, model_graph
+from training.optimizer import decay_mask, make_optimizer
+from training.step import StepMetrics, TrainState, abstract_model, initial_state, make_train_step
 
 FORM_OPTIONS = ("form", "kernel")
 """What modes call the option that names how they are computed."""
@@ -134,14 +134,16 @@ def lowered_step(config: Config, vocabulary_size: int) -> jax.stages.Lowered:
     """The training step of a config, before it is compiled."""
     shape = config.train.batch_size, config.model.context
     batch = jax.eval_shape(lambda: Batch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32)))
-    step = make_train_step(model_graph(config, vocabulary_size), config, make_optimizer(config.optimizer))
+    model = abstract_model(config, vocabulary_size)
+    step = make_train_step(model, config, make_optimizer(config.optimizer, decay_mask(model)))
     return jax.jit(step, donate_argnums=0).lower(initial_shapes(config, vocabulary_size), batch,
                                                  jax.ShapeDtypeStruct((), jnp.float32))
 
 
 def initial_shapes(config: Config, vocabulary_size: int) -> TrainState:
     """The shapes of what a run begins with."""
-    return jax.eval_shape(lambda: initial_state(config, vocabulary_size, make_optimizer(config.optimizer)))
+    transform = make_optimizer(config.optimizer, decay_mask(abstract_model(config, vocabulary_size)))
+    return jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform))
 
 
 def like_new(shapes: TrainState) -> TrainState:
@@ -219,14 +221,15 @@ def model_config(mode: str, context: int, size: Size, *, dtype: Any, features: s
     name, mode_options = mode_config(mode)
     if features is not None and hasattr(mode_options, "feature_map"):
         mode_options = replace(mode_options, feature_map=features)
-    return gpt.check(ModelConfig(layers=size.layers, heads=size.heads, width=size.width, context=context, dtype=dtype,
-                                 attention=(name,), modes={name: mode_options}))
+    return gpt.resolve_config(ModelConfig(
+        layers=size.layers, heads=size.heads, width=size.width, context=context, dtype=dtype, attention=(name,),
+        modes={name: mode_options}))
 
 
 def model_flops(config: Config, vocabulary_size: int) -> float:
     """Floating-point operations of a step: 6 a parameter and token, and the attention's own; positions, and what a mode
     has beside projections, are left out of the former."""
-    model = nnx.eval_shape(lambda: make_model(config, vocabulary_size))
+    model = abstract_model(config, vocabulary_size)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     if model.position_embedding is not None:
         parameters -= config.model.context * config.model.width
@@ -238,7 +241,7 @@ def model_flops(config: Config, vocabulary_size: int) -> float:
 
 def implementation(config: Config, vocabulary_size: int) -> str | None:
     """Which form the first layer's attention takes on this device; None where its mode has only one."""
-    model = nnx.eval_shape(lambda: make_model(config, vocabulary_size))
+    model = abstract_model(config, vocabulary_size)
     return model.blocks[0].attention.implementation(jnp.dtype(model.config.dtype))
 
 

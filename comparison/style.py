@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Sequence
 
 COLOURS = {"softmax": "#d55e00", "chunked": "#0072b2", "linear": "#009e73", "local": "#cc79a7"}
+"""Chosen ones, which are easy to tell apart; a mode that is not here gets a hue from its name."""
 DASHES = {  # Plotly's name of a line: Matplotlib's, and the marker that goes with it
     "solid": ("-", "circle"),
     "dash": ("--", "square"),

@@ -55,7 +55,7 @@ class Classification:
         self._config, self._dataset = config, dataset
         self._padded = tuple(any((split.lengths[tower] < config.model.context).any()
                                  for split in dataset.splits.values()) for tower in range(config.model.towers))
-        self.graph = nnx.split(nnx.eval_shape(self.make_model))[0]
+        self.model = nnx.eval_shape(self.make_model)
 
     @property
     def padded(self) -> bool:
@@ -77,7 +77,7 @@ class Classification:
             losses_B = optax.softmax_cross_entropy_with_integer_labels(logits_BC, jnp.asarray(batch.labels_B))
             return losses_B.sum(), jnp.int32(len(losses_B))
 
-        return steps.make_update(self.graph, loss_sum, transform, parts=train.accumulate, seed=train.seed)
+        return steps.make_update(self.model, loss_sum, transform, parts=train.accumulate, seed=train.seed)
 
     def batch_shape(self, sharding: NamedSharding) -> Examples:
         config = self._config
@@ -129,7 +129,7 @@ class Classification:
 
         @jax.jit
         def evaluate(parameters: Any, variables: Any, batch: Examples) -> tuple[Array, Array]:
-            logits_BC = _logits(steps.build(self.graph, parameters, variables), batch)
+            logits_BC = _logits(steps.build(self.model, parameters, variables), batch)
             losses_B = optax.softmax_cross_entropy_with_integer_labels(logits_BC, jnp.maximum(batch.labels_B, 0))
             right_B = jnp.argmax(logits_BC, axis=1) == batch.labels_B
             return jnp.where(batch.labels_B >= 0, losses_B, 0).sum(), right_B.sum()
@@ -187,7 +187,7 @@ def take(split: Split, rows_B: Int[np.ndarray, " B"], context: int) -> Examples:
 
 def _logits(model: Classifier, batch: Examples, **options: Any) -> Array:
     tokens, valid = jax.tree.map(jnp.asarray, (batch.tokens, batch.valid))
-    return model(*tokens, valid_BT=valid, **options)
+    return model.forward(*tokens, valid_BT=valid, **options)
 
 
 def _of_rows(sharding: NamedSharding) -> NamedSharding:

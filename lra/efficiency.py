@@ -6,6 +6,7 @@ time is the median of steps after three that warm up.
 """
 
 import argparse
+import functools
 import json
 import resource
 import sys
@@ -23,9 +24,10 @@ from jaxtyping import Array, Int
 
 from benchmarks import report
 from configs.schema import EncoderConfig, OptimizerConfig
-from models.encoder import Classifier, check
+from models import attention
+from models.encoder import Classifier, resolve_config
 from support.errors import ConfigError
-from training.optimizer import make_optimizer
+from training.optimizer import decay_mask, make_optimizer
 from training.step import StepMetrics, make_update, state_of
 
 MODULE = "lra.efficiency"
@@ -47,23 +49,24 @@ class Shape(NamedTuple):
 SHAPES = {"paper": Shape(6, 8, 512, 2048, 32), "released": Shape(4, 4, 256, 1024, 32)}
 """Of the byte-level text task: the paper's appendix, and the configuration in the released code."""
 
-ROWS: dict[str, tuple[str, dict[str, Any]]] = {
-    "softmax:materialised": ("softmax", {"form": "materialised"}),
-    "softmax": ("softmax", {}),
-    "local": ("local", {"block_size": 50}),
-    "sparse": ("sparse", {"block_size": 50, "summary": 10}),
-    "longformer": ("longformer", {}),
-    "linformer": ("linformer", {}),
-    "reformer": ("reformer", {}),
-    "sinkhorn": ("sinkhorn", {}),
-    "synthesizer": ("synthesizer", {}),
-    "bigbird": ("bigbird", {}),
-    "linear": ("linear", {}),
-    "chunked": ("chunked", {}),
-    "performer": ("performer", {"features": None}),
+OPTIONS: dict[str, dict[str, Any]] = {
+    "local": {"block_size": 50},
+    "sparse": {"block_size": 50, "summary": 10},
+    "performer": {"features": None},
 }
-"""Rows of the table: mode and options; features None: as many as a head is wide. ``softmax`` is fused: cuDNN's kernel
-on a GPU, elsewhere ours. Blocks are Long Range Arena's for ``local`` and ``sparse``, the rest are the modes' own."""
+"""Options of modes where Long Range Arena's differ from the modes' own; features None: as many as a head is wide."""
+
+
+@functools.cache
+def table_rows() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Rows of the table: mode and options. Softmax with all its scores, then every mode that an encoder can have.
+
+    ``softmax`` is fused: cuDNN's kernel on a GPU, elsewhere ours.
+    """
+    found = attention.encoder_modes()
+    first = sorted(found, key=lambda mode: (mode != "softmax", mode))
+    return {"softmax:materialised": ("softmax", {"form": "materialised"})} | {
+        mode: (mode, OPTIONS.get(mode, {})) for mode in first}
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Case:
     """One row of the table at one length."""
 
     row: str
-    """Name in ``ROWS``."""
+    """Name in :func:`table_rows`."""
     tokens: int
     """T, the CLS token not counted."""
     shape: str = "paper"
@@ -94,16 +97,16 @@ class Case:
         Raises:
             ConfigError: no such row or shape, or sizes that do not go together.
         """
-        for what, name, known in (("--rows", self.row, ROWS), ("--shape", self.shape, SHAPES)):
+        for what, name, known in (("--rows", self.row, table_rows()), ("--shape", self.shape, SHAPES)):
             if name not in known:
                 raise ConfigError(f"{what} {name}: expected one of {', '.join(known)}")
-        shape, (mode, options) = SHAPES[self.shape], ROWS[self.row]
+        shape, (mode, options) = SHAPES[self.shape], table_rows()[self.row]
         head_width = shape.width // shape.heads
         options = {name: head_width if name == "features" and value is None else value
                    for name, value in options.items()}
-        return check(EncoderConfig(
+        return resolve_config(EncoderConfig(
             layers=self.layers or shape.layers, heads=shape.heads, width=shape.width, mlp_width=shape.mlp_width,
-            pooling="mean" if mode == "local" else "cls",  # CLS sees its own block alone
+            pooling="mean" if attention.load(mode).Attention.block_diagonal else "cls",  # CLS would see its own block
             context=self.tokens, classes=2, dtype=self.dtype, attention=(mode,), modes={mode: options}))
 
 
@@ -137,14 +140,14 @@ class Examples(NamedTuple):
 
 def loss_sum(model: Classifier, batch: Examples, _: Array) -> tuple[Array, Array]:
     """The sum of cross-entropies in nats, and of how many examples."""
-    losses_B = optax.softmax_cross_entropy_with_integer_labels(model(batch.tokens_BT), batch.labels_B)
+    losses_B = optax.softmax_cross_entropy_with_integer_labels(model.forward(batch.tokens_BT), batch.labels_B)
     return losses_B.sum(), jnp.int32(len(losses_B))
 
 
 def compiled_step(config: EncoderConfig, batch: int) -> tuple[Any, Any, Examples]:
     """The training step, compiled; its initial state, to be called for; a batch of random bytes."""
-    transform = make_optimizer(OptimizerConfig())
-    graph = nnx.split(nnx.eval_shape(lambda: Classifier(config, BYTES, rngs=nnx.Rngs(0))))[0]
+    model = nnx.eval_shape(lambda: Classifier(config, BYTES, rngs=nnx.Rngs(0)))
+    transform = make_optimizer(OptimizerConfig(), decay_mask(model))
 
     def initial() -> Any:
         return state_of(Classifier(config, BYTES, rngs=nnx.Rngs(0)), transform)
@@ -152,7 +155,7 @@ def compiled_step(config: EncoderConfig, batch: int) -> tuple[Any, Any, Examples
     random = np.random.default_rng(0)
     examples = Examples(jnp.asarray(random.integers(1, BYTES, (batch, config.context), dtype=np.int32)),
                         jnp.asarray(random.integers(0, 2, batch, dtype=np.int32)))
-    step = jax.jit(make_update(graph, loss_sum, transform, seed=0), donate_argnums=0)
+    step = jax.jit(make_update(model, loss_sum, transform, seed=0), donate_argnums=0)
     return step.lower(jax.eval_shape(initial), examples, jnp.float32(1e-3)).compile(), jax.jit(initial), examples
 
 

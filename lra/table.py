@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.picture import Panel, draw_panels
 from lra import accuracy
-from lra.efficiency import ROWS, SHAPES, Case, Result, in_process
+from lra.efficiency import SHAPES, Case, Result, in_process, table_rows
 from support.command import status
 from support.files import write_json, write_text
 
@@ -251,7 +251,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     part.add_argument("--out", type=Path, required=True, help="NAME of the files to write, without a suffix")
     part = parts.add_parser("efficiency", allow_abbrev=False, help="speed and memory against length")
     part.add_argument("--out", type=Path, required=True, help="NAME of the files to write, without a suffix")
-    part.add_argument("--rows", type=report.names, default=tuple(ROWS), help=f"of {','.join(ROWS)} (all)")
+    part.add_argument("--rows", type=report.names, default=tuple(table_rows()),
+                      help=f"of {','.join(table_rows())} (all)")
     part.add_argument("--lengths", type=report.positives, default=LENGTHS,
                       help=f"tokens, with commas between ({','.join(map(str, LENGTHS))})")
     part.add_argument("--shape", default="paper", help=f"{' or '.join(SHAPES)} (%(default)s)")

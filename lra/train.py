@@ -39,7 +39,7 @@ from training import cli, logging, loop
 from training import run as runs
 from training.checkpoint import Checkpoints
 from training.environment import configure_jax, environment
-from training.sharding import batch_sharding, make_mesh, state_shardings
+from training.sharding import batch_sharding, make_mesh, parameter_shardings
 
 DATA_SEED = 0
 """Of what is generated, and of the choice where a task is shortened: runs of all seeds see the same data."""
@@ -138,7 +138,7 @@ def check_data_and_devices(config: LraConfig, run_dir: Path) -> tuple[tasks.Data
     runs.check_corpus(before, dataset.checksum, f"this one of {config.data.task} (with its data.max_length, "
                       "train_examples and val_examples)", run_dir)
     objective = Classification(config, dataset)
-    model = nnx.eval_shape(objective.make_model)
+    model = objective.model
     # A kernel that cannot do what is asked says so when it is traced.
     batch = objective.batch_shape(batch_sharding(mesh))
     nnx.eval_shape(lambda model, batch: model(*batch.tokens, valid_BT=batch.valid), model, batch)
@@ -170,12 +170,13 @@ def score(config: LraConfig, objective: Classification, dataset: tasks.Dataset, 
         CheckpointError: the checkpoint is damaged.
     """
     mesh = make_mesh(config.mesh, config.train, config.model.context)
-    _, parameters, variables = nnx.split(nnx.eval_shape(objective.make_model), nnx.Param, ...)
-    abstract = {"parameters": nnx.to_pure_dict(parameters), "variables": nnx.to_pure_dict(variables)}
-    abstract = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract,
-                            state_shardings(mesh, abstract))
+    _, *states = nnx.split(objective.model, nnx.Param, ...)
+    parameters, variables = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        tuple(map(nnx.to_pure_dict, states)), parameter_shardings(mesh, objective.model))
     with Checkpoints(run_dir / "checkpoints") as checkpoints:
-        last, restored = checkpoints.steps()[-1], checkpoints.restore(abstract, checkpoints.best())
+        last, restored = checkpoints.steps()[-1], checkpoints.restore(
+            {"parameters": parameters, "variables": variables}, checkpoints.best())
     assert restored is not None  # a finished run has a checkpoint
     step, items = restored
     figures = objective.test(items["parameters"], items["variables"], batch_sharding(mesh))

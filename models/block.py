@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -13,13 +14,16 @@ from kernels.gelu import gelu
 from kernels.layer_norm import Norm, layer_norm
 from models import attention as attentions
 from models.attention.self_attention import Linear, project_with
+from models.parameters import declare
 
 
 class LayerNorm(nnx.LayerNorm):
     """``nnx.LayerNorm`` by our own gradient, which moves less memory; its output has the number format ``dtype``."""
 
     def __init__(self, width: int, dtype: str = "float32", *, rngs: nnx.Rngs):
-        super().__init__(width, epsilon=1e-5, dtype=jnp.dtype(dtype), rngs=rngs)
+        declared = declare("width", decays=False)
+        super().__init__(width, epsilon=1e-5, dtype=jnp.dtype(dtype), scale_metadata=declared, bias_metadata=declared,
+                         rngs=rngs)
 
     def __call__(self, x_BTE: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         return layer_norm(x_BTE, *self.parameters)
@@ -36,16 +40,13 @@ class MLP(nnx.Module):
     """Two projections with a tanh GELU between."""
 
     def __init__(self, width: int, mlp_width: int, *, rngs: nnx.Rngs):
-        self.hidden = Linear(width, mlp_width, rngs=rngs)
-        self.output = Linear(mlp_width, width, rngs=rngs)
+        self.hidden = Linear(width, mlp_width, axes=("width", "mlp"), rngs=rngs)
+        self.output = Linear(mlp_width, width, axes=("mlp", "width"), rngs=rngs)
 
-    def __call__(self, x_BTE: Array) -> Array:
-        return self.output(gelu(self.hidden(x_BTE)))
-
-    def decode(self, x_BTE: Array, norm: Norm) -> Array:
-        """x with what it makes of norm(x)."""
-        (hidden_BTF,) = project_with([self.hidden], x_BTE, norm=norm, activation=gelu)
-        return project_with([self.output], hidden_BTF, onto_BTF=x_BTE)[0]
+    def forward(self, x_BTE: Array, *, norm: Norm | None = None, onto_BTE: Array | None = None) -> Array:
+        """What it makes of norm(x), or of x without a norm, added to ``onto_BTE`` where given."""
+        _, (hidden_BTF,) = project_with([self.hidden], x_BTE, norm=norm, activation=gelu)
+        return self.output(hidden_BTF, onto_BTE)
 
 
 class Block(nnx.Module):
@@ -72,18 +73,29 @@ class Block(nnx.Module):
         self.mlp_norm = LayerNorm(width, dtype, rngs=rngs)
         self.mlp = MLP(width, mlp_width, rngs=rngs)
 
-    def __call__(self, x_BTE: Array, positions_BT: Array | None, segment_ids_BT: Array | None, *,
-                 causal: bool = True, drop: Callable[[Array], Array] = lambda y_BTE: y_BTE) -> Array:
-        """``drop`` is applied to what attention and MLP add to the residual stream, in this order."""
-        x_BTE += drop(self.attention(self.attention_norm(x_BTE), causal=causal,
-                                     positions_BT=positions_BT, segment_ids_BT=segment_ids_BT))
-        return x_BTE + drop(self.mlp(self.mlp_norm(x_BTE)))
+    def forward(self, x_BTE: Array, cache: Any = None, *, positions_BT: Array | None = None,
+                segment_ids_BT: Array | None = None, lengths_B: Array | None = None, causal: bool = True,
+                drop: Callable[[Array], Array] | None = None, remat: bool = False) -> tuple[Array, Any]:
+        """The residual stream after the block, and the cache with the new tokens, or None.
 
-    def decode(self, x_BTE: Array, cache: Any, positions_BT: Array | None,
-               lengths_B: Array | None) -> tuple[Array, Any]:
-        x_BTE, cache = self.attention.decode(x_BTE, cache, norm=self.attention_norm.parameters, onto_BTE=x_BTE,
-                                             positions_BT=positions_BT, lengths_B=lengths_B)
-        return self.mlp.decode(x_BTE, self.mlp_norm.parameters), cache
+        Args:
+            x_BTE: the residual stream.
+            cache, positions_BT, segment_ids_BT, lengths_B, causal: as for the attention layer's ``forward``.
+            drop: applied to what attention and MLP add to the residual stream, in this order; None: nothing is.
+            remat: keep only ``x_BTE`` for the backward pass and compute the rest again in it.
+        """
+        def forward(block: Block, x_BTE: Array) -> tuple[Array, Any]:
+            y_BTE, extended = block.attention.forward(
+                x_BTE, cache, norm=block.attention_norm.parameters, onto_BTE=x_BTE if drop is None else None,
+                causal=causal, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
+            x_BTE = y_BTE if drop is None else x_BTE + drop(y_BTE)
+            y_BTE = block.mlp.forward(x_BTE, norm=block.mlp_norm.parameters, onto_BTE=x_BTE if drop is None else None)
+            return y_BTE if drop is None else x_BTE + drop(y_BTE), extended
+
+        if not remat:
+            return forward(self, x_BTE)
+        graph, state = nnx.split(self)
+        return jax.checkpoint(lambda state, x_BTE: forward(nnx.merge(graph, state), x_BTE))(state, x_BTE)
 
 
 def layer_modes(config: ModelConfig | EncoderConfig) -> Sequence[str]:
@@ -98,6 +110,6 @@ def linears(model: nnx.Module) -> Iterator[Linear]:
             yield module
 
 
-def number_format(dtype: str) -> str:
+def compute_dtype(dtype: str) -> str:
     """``dtype`` with ``auto`` resolved: bfloat16 where the device is fast at it."""
     return dtype if dtype != "auto" else "bfloat16" if device.has_fast_bfloat16() else "float32"

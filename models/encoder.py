@@ -7,7 +7,6 @@ model. Padding is never attended to, never averaged, and changes no output; it s
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,8 @@ from configs.schema import EncoderConfig
 from kernels.mixed_precision import wide
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE, Linear, angles
-from models.block import Block, LayerNorm, layer_modes, linears, number_format
+from models.block import Block, LayerNorm, compute_dtype, layer_modes, linears
+from models.parameters import declare
 from support.errors import ConfigError
 
 
@@ -26,23 +26,22 @@ class Encoder(nnx.Module):
     """Tokens to one vector a sequence.
 
     Args:
-        config: sizes, positions, pooling, number format and the attention of each layer.
+        config: sizes, positions, pooling, dtype and the attention of each layer, as :func:`resolve_config` returns it.
         vocab_size: V.
         rngs: initial parameters come from its streams ``params`` and ``attention``.
-
-    Raises:
-        ConfigError: sizes that do not go together, an unknown attention mode, or one that sees the past only.
     """
 
     def __init__(self, config: EncoderConfig, vocab_size: int, *, rngs: nnx.Rngs):
-        config = check(config)
         self.config, self.vocab_size = config, vocab_size
         E, length = config.width, config.context + (config.pooling == "cls")
-        self.token_embedding = nnx.Embed(vocab_size, E, embedding_init=nnx.initializers.normal(1.0), rngs=rngs)
+        self.token_embedding = nnx.Embed(vocab_size, E, embedding_init=nnx.initializers.normal(1.0), rngs=rngs,
+                                         embedding_metadata=declare("vocabulary", "width", decays=True))
         self.position_embedding = nnx.data(
-            nnx.Embed(length, E, embedding_init=nnx.initializers.normal(INITIAL_SCALE), rngs=rngs)
+            nnx.Embed(length, E, embedding_init=nnx.initializers.normal(INITIAL_SCALE), rngs=rngs,
+                      embedding_metadata=declare("positions", "width", decays=True))
             if config.positions == "learned" else None)
-        self.cls_E = nnx.data(nnx.Param(jnp.zeros(E)) if config.pooling == "cls" else None)
+        self.cls_E = nnx.data(
+            nnx.Param(jnp.zeros(E), **declare("width", decays=False)) if config.pooling == "cls" else None)
         self.blocks = nnx.List([
             Block(mode, config.modes[mode], width=E, heads=config.heads, head_width=head_width(config),
                   mlp_width=config.mlp_width, max_length=length, dtype=config.dtype, rngs=rngs)
@@ -51,8 +50,8 @@ class Encoder(nnx.Module):
         for linear in linears(self):
             linear.kernel[...] *= linear.kernel[...].shape[0] ** -0.5 / INITIAL_SCALE
 
-    def __call__(self, tokens_BT: Int[Array, "B T"], *, valid_BT: Bool[Array, "B T"] | None = None,
-                 dropout: Key[Array, ""] | None = None, remat: bool = False) -> Float[Array, "B E"]:
+    def forward(self, tokens_BT: Int[Array, "B T"], *, valid_BT: Bool[Array, "B T"] | None = None,
+                dropout: Key[Array, ""] | None = None, remat: bool = False) -> Float[Array, "B E"]:
         """One vector a sequence, float32: that of the CLS token, or the mean over valid tokens.
 
         Args:
@@ -64,17 +63,6 @@ class Encoder(nnx.Module):
         Raises:
             ValueError: a sequence longer than ``config.context``.
         """
-        x_BTE = self.hidden(tokens_BT, valid_BT=valid_BT, dropout=dropout, remat=remat)
-        if self.config.pooling == "cls":
-            return x_BTE[:, 0]
-        if valid_BT is None:
-            return x_BTE.mean(axis=1)
-        counts_BT1 = valid_BT[..., None].astype(x_BTE.dtype)
-        return (x_BTE * counts_BT1).sum(axis=1) / jnp.maximum(counts_BT1.sum(axis=1), 1)
-
-    def hidden(self, tokens_BT: Int[Array, "B T"], *, valid_BT: Bool[Array, "B T"] | None = None,
-               dropout: Key[Array, ""] | None = None, remat: bool = False) -> Float[Array, "B S E"]:
-        """Every token's vector, float32; that of the CLS token, where there is one, stands before them."""
         B, length = tokens_BT.shape
         if length > self.config.context:
             raise ValueError(f"tokens_BT has {length} tokens; the encoder is made for model.context, "
@@ -93,25 +81,29 @@ class Encoder(nnx.Module):
         elif self.position_embedding is not None:
             x_BTE += self.position_embedding(positions_BT)
         rotations_BT = positions_BT if self.config.positions == "rotary" else None
-        x_BTE = dropping(self.config.dropout, _fold_in(dropout, 0))(x_BTE)
+        drop = dropping(self.config.dropout, _fold_in(dropout, 0))
+        x_BTE = x_BTE if drop is None else drop(x_BTE)
         for number, block in enumerate(self.blocks, 1):
-            graph, state = nnx.split(block)
+            x_BTE, _ = block.forward(x_BTE, positions_BT=rotations_BT, segment_ids_BT=segment_ids_BT, causal=False,
+                                     drop=dropping(self.config.dropout, _fold_in(dropout, number)), remat=remat)
+        x_BTE = self.final_norm(x_BTE)
+        if self.config.pooling == "cls":
+            return x_BTE[:, 0]
+        if valid_BT is None:
+            return x_BTE.mean(axis=1)
+        counts_BT1 = valid_BT[..., None].astype(x_BTE.dtype)
+        return (x_BTE * counts_BT1).sum(axis=1) / jnp.maximum(counts_BT1.sum(axis=1), 1)
 
-            def apply(state: Any, x_BTE: Array, key: Array | None, graph: Any = graph) -> Array:
-                return nnx.merge(graph, state)(x_BTE, rotations_BT, segment_ids_BT, causal=False,
-                                               drop=dropping(self.config.dropout, key))
 
-            x_BTE = (jax.checkpoint(apply) if remat else apply)(state, x_BTE, _fold_in(dropout, number))
-        return self.final_norm(x_BTE)
-
-
-def dropping(rate: float, key: Key[Array, ""] | None) -> Callable[[Array], Array]:
+def dropping(rate: float, key: Key[Array, ""] | None) -> Callable[[Array], Array] | None:
     """Leaves out a share of an array at random and scales up the rest: each call by another draw from the key.
+
+    None where there is no key or nothing to leave out.
 
     Srivastava et al.: "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", 2014.
     """
     if key is None or rate == 0:
-        return lambda x: x
+        return None
     numbers = itertools.count()
 
     def drop(x: Array) -> Array:
@@ -131,24 +123,22 @@ class Classifier(nnx.Module):
     The pair is told to the head as [a, b, a · b, a − b], as for natural language inference.
 
     Args:
-        config: of the encoder; ``classes`` and ``towers`` are the head's.
+        config: of the encoder, resolved; ``classes`` and ``towers`` are the head's.
         vocab_size: V.
         rngs: as for :class:`Encoder`.
-
-    Raises:
-        ConfigError: as :class:`Encoder`.
     """
 
     def __init__(self, config: EncoderConfig, vocab_size: int, *, rngs: nnx.Rngs):
         self.encoder = Encoder(config, vocab_size, rngs=rngs)
-        self.config = config = self.encoder.config
-        self.head_hidden = Linear(config.width * (4 if config.towers == 2 else 1), config.mlp_width, rngs=rngs)
-        self.head_output = Linear(config.mlp_width, config.classes, rngs=rngs)
+        self.config = config
+        self.head_hidden = Linear(config.width * (4 if config.towers == 2 else 1), config.mlp_width,
+                                  axes=("width", "mlp"), rngs=rngs)
+        self.head_output = Linear(config.mlp_width, config.classes, axes=("mlp", None), rngs=rngs)
         for linear in (self.head_hidden, self.head_output):
             linear.kernel[...] *= linear.kernel[...].shape[0] ** -0.5 / INITIAL_SCALE
 
-    def __call__(self, *tokens_BT: Int[Array, "B _"], valid_BT: tuple[Bool[Array, "B _"] | None, ...] | None = None,
-                 dropout: Key[Array, ""] | None = None, remat: bool = False) -> Float[Array, "B classes"]:
+    def forward(self, *tokens_BT: Int[Array, "B _"], valid_BT: tuple[Bool[Array, "B _"] | None, ...] | None = None,
+                dropout: Key[Array, ""] | None = None, remat: bool = False) -> Float[Array, "B classes"]:
         """Logits, float32.
 
         Args:
@@ -164,7 +154,7 @@ class Classifier(nnx.Module):
             raise ValueError(f"{len(tokens_BT)} inputs with {len(valid)} masks; expected model.towers, "
                              f"{self.config.towers}, of each")
         a_BE, *others = (
-            self.encoder(tokens, valid_BT=mask, dropout=_fold_in(dropout, tower), remat=remat)
+            self.encoder.forward(tokens, valid_BT=mask, dropout=_fold_in(dropout, tower), remat=remat)
             for tower, (tokens, mask) in enumerate(zip(tokens_BT, valid, strict=True)))
         x_BE = jnp.concatenate([a_BE, b_BE := others[0], a_BE * b_BE, a_BE - b_BE], axis=-1) if others else a_BE
         hidden_BF = nnx.relu(self.head_hidden(x_BE[:, None].astype(self.config.dtype)))
@@ -176,8 +166,8 @@ def head_width(config: EncoderConfig) -> int:
     return config.head_width or config.width // config.heads
 
 
-def check(config: EncoderConfig) -> EncoderConfig:
-    """``config`` with number format and modes resolved.
+def resolve_config(config: EncoderConfig) -> EncoderConfig:
+    """``config`` with its dtype and the options of its modes resolved, checked; a resolved one comes back unchanged.
 
     Raises:
         ConfigError: sizes that do not go together, an unknown attention mode, or one that sees the past only.
@@ -198,7 +188,7 @@ def check(config: EncoderConfig) -> EncoderConfig:
         raise ConfigError(f"model.dropout is {config.dropout}; expected at least 0, and less than 1")
     if config.towers not in (1, 2):
         raise ConfigError(f"model.towers is {config.towers}; expected 1 or 2")
-    config = attentions.resolve(dataclasses.replace(config, dtype=number_format(config.dtype)))
+    config = attentions.resolve(dataclasses.replace(config, dtype=compute_dtype(config.dtype)))
     layers = [attentions.abstract(mode, options, head_width=head_width(config), width=config.width,
                                   max_length=config.context) for mode, options in config.modes.items()]
     for layer in layers:

@@ -4,18 +4,17 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from configs.schema import ModelConfig
-from kernels.mixed_precision import product
 from kernels.projection import unembed
 from kernels.segments import positions_of
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE
-from models.block import Block, LayerNorm, layer_modes, linears, number_format
+from models.block import Block, LayerNorm, compute_dtype, layer_modes, linears
+from models.parameters import declare
 from support.errors import ConfigError
 
 
@@ -30,23 +29,21 @@ class GPT(nnx.Module):
     """A GPT-2 language model.
 
     Args:
-        config: sizes, positions, number format (``float32`` or ``bfloat16``) and the attention of each layer.
+        config: sizes, positions, dtype and the attention of each layer, as :func:`resolve_config` returns it.
         vocab_size: V.
         rngs: initial parameters come from its streams ``params`` and ``attention``.
-
-    Raises:
-        ConfigError: sizes that do not go together, or an unknown attention mode.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs):
-        config = check(config)
         self.config, self.vocab_size = config, vocab_size
         normal = nnx.initializers.normal(config.initial_scale)
-        self.token_embedding = nnx.Embed(vocab_size, config.width, embedding_init=normal, rngs=rngs)
+        self.token_embedding = nnx.Embed(vocab_size, config.width, embedding_init=normal, rngs=rngs,
+                                         embedding_metadata=declare("vocabulary", "width", decays=True))
         # The sampler keeps the embedding in the products' number format here.
         self.head_weight: nnx.Variable | None = nnx.data(None)
         self.position_embedding = nnx.data(
-            nnx.Embed(config.context, config.width, embedding_init=normal, rngs=rngs)
+            nnx.Embed(config.context, config.width, embedding_init=normal, rngs=rngs,
+                      embedding_metadata=declare("positions", "width", decays=True))
             if config.positions == "learned" else None)
         self.blocks = nnx.List([
             Block(mode, config.modes[mode], width=config.width, heads=config.heads,
@@ -67,33 +64,53 @@ class GPT(nnx.Module):
         bounded = self.position_embedding is not None or any(block.attention.fixed_length for block in self.blocks)
         return self.config.context if bounded else None
 
-    def __call__(self, tokens_BT: Int[Array, "B T"], *,
+    def __call__(self, tokens_BT: Int[Array, "B T"],
                  segment_ids_BT: Int[Array, "B T"] | None = None) -> Float[Array, "B T V"]:
         """Logits, float32, of the token after each token."""
-        return self.logits(self.hidden(tokens_BT, segment_ids_BT=segment_ids_BT))
+        return self.logits(self.forward(tokens_BT, segment_ids_BT=segment_ids_BT)[0])
 
-    def hidden(self, tokens_BT: Int[Array, "B T"], *, segment_ids_BT: Int[Array, "B T"] | None = None,
-               remat: bool = False) -> Float[Array, "B T E"]:
-        """What the head reads. With segments, positions are counted from the start of each.
+    def forward(self, tokens_BT: Int[Array, "B T"], cache: Cache | None = None, *,
+                segment_ids_BT: Int[Array, "B T"] | None = None, lengths_B: Int[Array, " B"] | None = None,
+                remat: bool = False) -> tuple[Float[Array, "B T E"], Any]:
+        """The residual stream after the last block, which :meth:`logits` reads.
 
-        ``remat`` keeps only the blocks' inputs and computes the rest again in the backward pass.
+        Args:
+            tokens_BT: whole sequences or, with a cache, T more tokens of sequences whose past is in it.
+            cache: as :meth:`init_cache` or an earlier call returned it; None: there is no past.
+            segment_ids_BT: of whole sequences; positions are counted from the start of each segment. None: each row is
+                one segment.
+            lengths_B: with a cache, how many of the new tokens of each row enter it; None: all.
+            remat: keep only the blocks' inputs and compute the rest again in the backward pass.
+
+        Returns:
+            The residual stream, and the cache with the new tokens, or None.
         """
-        positions_BT = (jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None, :], tokens_BT.shape)
-                        if segment_ids_BT is None else positions_of(segment_ids_BT))
+        T = tokens_BT.shape[1]
+        if cache is not None:
+            positions_BT = cache.position_B[:, None] + jnp.arange(T)[None, :]
+        elif segment_ids_BT is not None:
+            positions_BT = positions_of(segment_ids_BT)
+        else:
+            positions_BT = jnp.broadcast_to(jnp.arange(T)[None, :], tokens_BT.shape)
         x_BTE = self._embed(tokens_BT, positions_BT)
         rotations_BT = positions_BT if self.config.positions == "rotary" else None
-        for block in self.blocks:
-            if remat:
-                graph, state = nnx.split(block)
-                x_BTE = jax.checkpoint(lambda state, x, graph=graph: nnx.merge(graph, state)(
-                    x, rotations_BT, segment_ids_BT))(state, x_BTE)
-            else:
-                x_BTE = block(x_BTE, rotations_BT, segment_ids_BT)
-        return self.final_norm(x_BTE)
+        layers = []
+        for block, layer_cache in zip(self.blocks, [None] * len(self.blocks) if cache is None else cache.layers,
+                                      strict=True):
+            x_BTE, layer_cache = block.forward(x_BTE, layer_cache, positions_BT=rotations_BT,
+                                               segment_ids_BT=segment_ids_BT, lengths_B=lengths_B, remat=remat)
+            layers.append(layer_cache)
+        if cache is None:
+            return x_BTE, None
+        return x_BTE, Cache(cache.position_B + (T if lengths_B is None else lengths_B), tuple(layers))
 
     def logits(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
-        """The head, tied to the token embedding; float32."""
-        return product("bte,ve->btv", x_BTE, self._head_VE.astype(x_BTE.dtype))
+        """The last LayerNorm and the head, which is tied to the token embedding; float32."""
+        return unembed(x_BTE, self._head_VE, self.final_norm.parameters)
+
+    def head_operands(self, x_BTE: Float[Array, "B T E"]) -> tuple[Float[Array, "B T E"], Float[Array, "V E"]]:
+        """What :meth:`logits` multiplies, for a loss that never holds all logits: norm(x) and the head's weight."""
+        return self.final_norm(x_BTE), self._head_VE
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
         """Before the first token, with room for ``max_length``.
@@ -104,25 +121,6 @@ class GPT(nnx.Module):
         dtype = jnp.dtype(self.config.dtype)
         layers = tuple(block.attention.init_cache(batch, max_length, dtype) for block in self.blocks)
         return Cache(jnp.zeros(batch, jnp.int32), layers)
-
-    def extend(self, tokens_BT: Int[Array, "B T"], cache: Cache,
-               lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"], Cache]:
-        """T more tokens, of which the first ``lengths_B`` of each row count: what :meth:`next_logits` reads, and the
-        cache."""
-        T = tokens_BT.shape[1]
-        positions_BT = cache.position_B[:, None] + jnp.arange(T)[None, :]
-        x_BTE = self._embed(tokens_BT, positions_BT)
-        rotations_BT = positions_BT if self.config.positions == "rotary" else None
-        layers = []
-        for block, layer_cache in zip(self.blocks, cache.layers, strict=True):
-            x_BTE, layer_cache = block.decode(x_BTE, layer_cache, rotations_BT, lengths_B)
-            layers.append(layer_cache)
-        position_B = cache.position_B + (T if lengths_B is None else lengths_B)
-        return x_BTE, Cache(position_B, tuple(layers))
-
-    def next_logits(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
-        """Logits, float32, of the tokens after those of :meth:`extend`."""
-        return unembed(x_BTE, self._head_VE, self.final_norm.parameters)
 
     @property
     def _head_VE(self) -> Array:
@@ -136,8 +134,8 @@ class GPT(nnx.Module):
         return x_BTE + self.position_embedding(jnp.minimum(positions_BT, self.config.context - 1))
 
 
-def check(config: ModelConfig) -> ModelConfig:
-    """``config`` with number format and modes resolved.
+def resolve_config(config: ModelConfig) -> ModelConfig:
+    """``config`` with its dtype and the options of its modes resolved, checked; a resolved one comes back unchanged.
 
     Raises:
         ConfigError: sizes that do not go together, or an unknown attention mode.
@@ -152,7 +150,7 @@ def check(config: ModelConfig) -> ModelConfig:
     if config.positions == "rotary" and config.width // config.heads % 2:
         raise ConfigError(f"model.positions rotary turns pairs: the head width, {config.width // config.heads}, "
                           "has to be even")
-    config = attentions.resolve(dataclasses.replace(config, dtype=number_format(config.dtype)))
+    config = attentions.resolve(dataclasses.replace(config, dtype=compute_dtype(config.dtype)))
     for mode, options in config.modes.items():
         if not attentions.abstract(mode, options, head_width=config.width // config.heads, width=config.width,
                                    max_length=config.context).causal:

@@ -71,7 +71,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
                           f"{sizes['n_embd']}")
     model = ModelConfig(layers=sizes["n_layer"], heads=sizes["n_head"], width=sizes["n_embd"],
                         context=sizes["n_positions"], positions="learned", dtype="float32", attention=("softmax",))
-    return gpt.check(model), sizes["vocab_size"]
+    return gpt.resolve_config(model), sizes["vocab_size"]
 
 
 def published_names(layers: int) -> dict[str, tuple[str, ...]]:

@@ -1,9 +1,7 @@
 """Sampling from a GPT: the prompt in parallel form, then token by token from what decoding keeps."""
 
 import dataclasses
-import functools
 import math
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -99,9 +97,9 @@ class Memory(NamedTuple):
 
 
 class Generation(Iterator[Int[np.ndarray, "B N"]]):
-    """Samples while they are drawn: an iterator over pieces of them, a few tokens of every row at a time.
+    """Samples while they are drawn: an iterator that yields the next few tokens of every row at a time.
 
-    A row that has ended holds end-of-text from there on; when all have, the pieces end.
+    A row that has ended holds end-of-text from there on; when all have, it is exhausted.
     """
 
     def __init__(self, start: Callable[[], tuple[Memory, Array]], decode: Callable[..., tuple], max_new_tokens: int):
@@ -112,7 +110,7 @@ class Generation(Iterator[Int[np.ndarray, "B N"]]):
         if self._left <= 0:
             raise StopIteration
         count = min(self._left, TOKENS_PER_CALL)
-        done, tokens_BT, *carry = self._decode(*(self._carry or self._start()), np.int32(count))
+        done, tokens_BT, *carry = self._decode(*(self._carry or self._start()), count)
         self._carry = carry[0], carry[1]
         self._left = 0 if np.asarray(carry[1]).all() else self._left - count
         return np.asarray(tokens_BT)[:, :int(done)]
@@ -121,7 +119,7 @@ class Generation(Iterator[Int[np.ndarray, "B N"]]):
     def memory(self) -> Memory:
         """Of a ``resumable`` one: what is kept of the prompt and the tokens given out so far, end-of-text with them.
 
-        Good until the next piece is asked for.
+        Good until the next tokens are asked for.
         """
         if self._carry is None:
             self._carry = self._start()
@@ -153,22 +151,22 @@ class Sampler:
         self._graph, state = nnx.split(with_product_weights(model))
         structure = jax.tree.structure(state)
         self.update(model)
-        self._pieces = sorted({min(size, model.config.context) for size in PREFILL_TOKENS})
+        self._prefill_sizes = sorted({min(size, model.config.context) for size in PREFILL_TOKENS})
         graph, end = self._graph, -1 if end_of_text is None else end_of_text
 
         def prefill(leaves: list[Array], tokens_T: Array, memory: Memory, length: Array) -> Memory:
             model = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
 
             def read(tokens_1T: Array) -> Memory:
-                x_1TE, cache = model.extend(tokens_1T, memory.cache, length[None])
-                logits_1V = model.next_logits(jax.lax.dynamic_slice_in_dim(x_1TE, length - 1, 1, axis=1))[:, 0]
+                x_1TE, cache = model.forward(tokens_1T, memory.cache, lengths_B=length[None])
+                logits_1V = model.logits(jax.lax.dynamic_slice_in_dim(x_1TE, length - 1, 1, axis=1))[:, 0]
                 counts_1T = jnp.arange(tokens_1T.shape[1])[None, :] < length
                 return Memory(logits_1V, cache,
                               _mark(memory.seen_BV, jnp.where(counts_1T, tokens_1T, model.vocab_size)))
 
-            *shorter, _ = self._pieces
+            *shorter, _ = self._prefill_sizes
             return jax.lax.switch(sum(length > size for size in shorter),
-                                  [lambda size=size: read(tokens_T[None, :size]) for size in self._pieces])
+                                  [lambda size=size: read(tokens_T[None, :size]) for size in self._prefill_sizes])
 
         def decode(leaves: list[Array], memory: Memory, ended_B: Array, keys_B2: Array, settings: Settings,
                    count: Array, resumable: bool) -> tuple[Array, Array, Memory, Array]:
@@ -182,8 +180,8 @@ class Sampler:
                 done, tokens_BT, memory, ended_B = carry
                 keys_at_B = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys_B2), memory.cache.position_B)
                 token_B = jnp.where(ended_B, end, draw(memory.logits_BV, memory.seen_BV, keys_at_B, settings))
-                x_BTE, cache = model.extend(token_B[:, None], memory.cache)
-                memory = Memory(model.next_logits(x_BTE)[:, 0], cache, _mark(memory.seen_BV, token_B[:, None]))
+                x_BTE, cache = model.forward(token_B[:, None], memory.cache)
+                memory = Memory(model.logits(x_BTE)[:, 0], cache, _mark(memory.seen_BV, token_B[:, None]))
                 return done + 1, tokens_BT.at[:, done].set(token_B), memory, ended_B | (token_B == end)
 
             def step_on(_: Array, carry: Any) -> Any:
@@ -228,9 +226,8 @@ class Sampler:
         room = self._room(prompt_length + max_new_tokens)
         memory = self._read(np.zeros(0, np.int32), jax.device_put(self._blank(1, room), self._device))
         if max_new_tokens:
-            carry = self._begin(self._rows(memory, samples, room))
-            carry = self._decode(self._leaves, *carry, *_arrays(Sampling(), samples), np.int32(0), resumable)
-            memory = carry[2]
+            carry = self.begin(self._rows(memory, samples, room))
+            _, _, memory, _ = self.decoder(Sampling(), samples, resumable=resumable)(*carry, 0)
         jax.block_until_ready(memory)
 
     def length(self, prompt_T: Int[np.ndarray, " T"], memory: Memory | None = None) -> int:
@@ -280,7 +277,8 @@ class Sampler:
             resumable: whether the ``memory`` of what is returned is wanted.
 
         Returns:
-            An iterator over pieces of the samples, drawn as they are asked for; the first has the prompt read.
+            An iterator that yields the next tokens of every sample, drawn as they are asked for; the first call reads
+            the prompt.
 
         Raises:
             ConfigError: a value of ``sampling`` is out of its range; or as :meth:`length`.
@@ -290,75 +288,30 @@ class Sampler:
         if self.max_length is not None:
             max_new_tokens = min(max_new_tokens, self.max_length - length)
         tokens = length + max_new_tokens
-        keys_B2, settings = _arrays(sampling, samples)
 
         def start() -> tuple[Memory, Array]:
             read = self._encode(prompt_T, tokens, memory)
-            return self._begin(read if samples == 1 else self._rows(read, samples, self._room(tokens)))
+            return self.begin(read if samples == 1 else self._rows(read, samples, self._room(tokens)))
 
-        def decode(memory: Memory, ended_B: Array, count: np.int32) -> tuple:
-            return self._decode(self._leaves, memory, ended_B, keys_B2, settings, count, resumable)
+        return Generation(start, self.decoder(sampling, samples, resumable=resumable), max_new_tokens)
 
-        return Generation(start, decode, max_new_tokens)
+    def decoder(self, sampling: Sampling, samples: int = 1, *, resumable: bool = False) -> Callable[..., tuple]:
+        """What draws the next tokens: ``decode(memory, ended_B, count)``, which does not wait for the device.
 
-    def continuation(self, position: int, *, calls: int, samples: int = 1,
-                     sampling: Sampling | None = None) -> Callable[[], Array]:
-        """Draw as if ``position`` tokens stood before, without reading any: for measurements.
-
-        What decoding keeps is filled with random numbers from 0 to 1, its counts of tokens with ``position``; a cache
-        that grows has room for what is drawn and no more. The tokens mean nothing, the time they take does.
-
-        Args:
-            position: tokens before, the same in every row.
-            calls: of what is returned, after which the next one is at ``position`` again.
-            samples: B.
-            sampling: how tokens are drawn; None: the default.
-
-        Returns:
-            A function that starts to draw the next ``TOKENS_PER_CALL`` tokens of every row and returns them, (B, T),
-            without waiting for the device.
-
-        Raises:
-            ConfigError: the model has no positions for so many tokens.
+        It returns how many tokens it drew, at most ``count`` and ``TOKENS_PER_CALL``, the tokens (B, T), the memory
+        after them and which rows have ended. It takes ``memory`` and ``ended_B``, as :meth:`begin` gives them first,
+        for itself. Where nothing ends early but on a CPU, it draws ``TOKENS_PER_CALL``, whatever the count.
         """
-        room = position + calls * TOKENS_PER_CALL
-        if self.max_length is not None and self.max_length < room:
-            raise ConfigError(f"{room:,} tokens are more than the {self.max_length:,} that the model has positions for")
+        keys_B2, settings = jax.device_put(_arrays(sampling, samples), self._device)
 
-        def fill() -> Memory:
-            key = jax.random.key(0)
+        def decode(memory: Memory, ended_B: Array, count: int) -> tuple:
+            return self._decode(self._leaves, memory, ended_B, keys_B2, settings, np.int32(count), resumable)
 
-            def contents(path: Any, x: jax.ShapeDtypeStruct) -> Array:
-                if jnp.issubdtype(x.dtype, jnp.integer):
-                    return jnp.full(x.shape, position, x.dtype)
-                name = jax.tree_util.keystr(path)
-                return jax.random.uniform(jax.random.fold_in(key, zlib.crc32(name.encode())), x.shape, x.dtype)
+        return decode
 
-            shapes = jax.eval_shape(lambda: self._model.init_cache(samples, room))
-            logits_BV = jax.random.normal(key, (samples, self._model.vocab_size))
-            return Memory(logits_BV, jax.tree.map_with_path(contents, shapes), jnp.zeros(logits_BV.shape, bool))
-
-        carry = self._begin(jax.device_put(jax.jit(fill)(), self._device))
-        keys_B2, settings = jax.device_put(_arrays(sampling or Sampling(), samples), self._device)
-
-        @functools.partial(jax.jit, donate_argnums=0)
-        def back(memory: Memory) -> Memory:
-            return jax.tree.map(lambda x: jnp.full_like(x, position) if jnp.issubdtype(x.dtype, jnp.integer) else x,
-                                memory)
-
-        drawn = 0
-
-        def draw_piece() -> Array:
-            nonlocal carry, drawn
-            if drawn == calls:
-                carry, drawn = (back(carry[0]), carry[1]), 0
-            drawn += 1
-            _, tokens_BT, memory, ended_B = self._decode(self._leaves, *carry, keys_B2, settings,
-                                                         np.int32(TOKENS_PER_CALL), False)
-            carry = memory, ended_B
-            return tokens_BT
-
-        return draw_piece
+    def begin(self, memory: Memory) -> tuple[Memory, Array]:
+        """What decoding begins with, on the device: a memory, and that no row has ended."""
+        return jax.device_put((memory, jnp.zeros(len(memory.seen_BV), bool)), self._device)
 
     def _encode(self, prompt_T: np.ndarray, tokens: int, memory: Memory | None) -> Memory:
         """A new memory with room for ``tokens``."""
@@ -366,13 +319,9 @@ class Sampler:
         memory = self._rows(self._blank(1, 1) if memory is None else memory, 1, room)
         return self._read(prompt_T, memory) if len(prompt_T) else memory
 
-    def _begin(self, memory: Memory) -> tuple[Memory, Array]:
-        """What decoding carries: no row has ended."""
-        return memory, jax.device_put(jnp.zeros(len(memory.seen_BV), bool), self._device)
-
     def _read(self, prompt_T: np.ndarray, memory: Memory) -> Memory:
-        """The prompt in long pieces, and what is left in short ones; without any tokens one of padding."""
-        short, long = self._pieces[0], self._pieces[-1]
+        """The prompt in long chunks, and what is left in short ones; without any tokens one of padding."""
+        short, long = self._prefill_sizes[0], self._prefill_sizes[-1]
         at = 0
         while at < max(1, len(prompt_T)):
             left = len(prompt_T) - at

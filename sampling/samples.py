@@ -59,7 +59,7 @@ class Samples:
         else:
             self._sampler.update(model)
         stream = TextStream(encoding)
-        pieces = self._sampler.generate(np.array([end], np.int32), Sampling(), max_new_tokens=SAMPLE_TOKENS)
-        text = "".join(stream.feed(tokens_BT[0]) for tokens_BT in pieces) + stream.close()
+        generation = self._sampler.generate(np.array([end], np.int32), Sampling(), max_new_tokens=SAMPLE_TOKENS)
+        text = "".join(stream.feed(tokens_BT[0]) for tokens_BT in generation) + stream.close()
         self._folder.mkdir(exist_ok=True)
         write_text(self._folder / f"{step:08}.txt", text)

@@ -20,7 +20,7 @@ import sample
 from configs.schema import Config, ModelConfig
 from convert import import_weights
 from models import gpt2_format
-from models.gpt import GPT
+from models.gpt import GPT, resolve_config
 from support.errors import ConfigError, RunError, WeightsError
 from tests import tiny
 from training.checkpoint import Checkpoints
@@ -206,7 +206,7 @@ def test_a_trained_softmax_run_goes_out_and_comes_back(tmp_path, capsys):
 ])
 def test_what_the_format_cannot_say_is_not_exported(tmp_path, capsys, changes, message):
     config = ModelConfig(**{"layers": 2, "heads": 2, "width": 16, "context": 8, "attention": ("softmax",)} | changes)
-    model = GPT(config, 97, rngs=nnx.Rngs(0))
+    model = GPT(resolve_config(config), 97, rngs=nnx.Rngs(0))
     run = tmp_path / "run"
     with Checkpoints(run / "checkpoints") as checkpoints:
         checkpoints.save(1, {"parameters": nnx.to_pure_dict(nnx.state(model, nnx.Param))})

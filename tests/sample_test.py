@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 import sample
 from configs.schema import Config, DataConfig, ModelConfig
 from models import attention as attentions
-from models.gpt import GPT
+from models.gpt import GPT, resolve_config
 from sampling import terminal
 from training.checkpoint import Checkpoints
 from training.run import load_model
@@ -45,8 +45,8 @@ def allow_rank_promotion():
 def write_run(path: Path, attention: str = "chunked", *, steps: tuple[int, ...] = (3,), positions="none",
               context: int = 32) -> Path:
     path.mkdir()
-    model_config = attentions.resolve(ModelConfig(layers=1, heads=2, width=8, context=context, positions=positions,
-                                                  dtype="float32", attention=(attention,)))
+    model_config = resolve_config(ModelConfig(layers=1, heads=2, width=8, context=context, positions=positions,
+                                              dtype="float32", attention=(attention,)))
     config = Config(model=model_config, data=DataConfig(tokenizer="bytes"))
     (path / "config.json").write_text(json.dumps(config.to_dict()))
     (path / "environment.json").write_text(json.dumps({"vocabulary_size": 257}))

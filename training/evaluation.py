@@ -196,7 +196,7 @@ def _scorer(model: GPT, tokens_at_once: int) -> Scorer:
     def score_rows(state: Any, batch: Batch) -> tuple[Array, Array]:
         model = nnx.merge(graph, state)
         segment_ids_BT = None if batch.segment_ids_BT is None else jnp.asarray(batch.segment_ids_BT)
-        x_BTE = model.hidden(jnp.asarray(batch.inputs_BT), segment_ids_BT=segment_ids_BT)
+        x_BTE, _ = model.forward(jnp.asarray(batch.inputs_BT), segment_ids_BT=segment_ids_BT)
         targets_N = jnp.asarray(batch.targets_BT).reshape(-1)
         block = min(len(targets_N), max(1, BLOCK_LOGITS // model.vocab_size))
         padding = -len(targets_N) % block
@@ -204,7 +204,7 @@ def _scorer(model: GPT, tokens_at_once: int) -> Scorer:
 
         def score(part: tuple[Array, Array]) -> tuple[Array, Array]:
             x_CE, targets_C = part
-            logits_CV = model.logits(x_CE[None])[0].astype(jnp.float32)
+            logits_CV = model.logits(x_CE[None])[0]
             of_target_C = jnp.take_along_axis(logits_CV, jnp.maximum(targets_C, 0)[:, None], axis=1)[:, 0]
             return jax.nn.logsumexp(logits_CV, axis=1) - of_target_C, jnp.argmax(logits_CV, axis=1) == targets_C
 

@@ -12,10 +12,10 @@ from models.gpt import GPT
 from support.errors import ConfigError
 from training.checkpoint import Checkpoints
 from training.loop import Position
-from training.optimizer import make_optimizer
+from training.optimizer import decay_mask, make_optimizer
 from training.run import load_model
 from training.sharding import make_mesh, state_shardings
-from training.step import initial_state
+from training.step import abstract_model, initial_state
 
 
 class InitialWeights(NamedTuple):
@@ -97,9 +97,10 @@ def save_initial_checkpoint(config: Config, vocabulary_size: int, run_dir: Path,
     Raises:
         CheckpointError: it could not be written.
     """
-    transform = make_optimizer(config.optimizer)
+    model = abstract_model(config, vocabulary_size)
+    transform = make_optimizer(config.optimizer, decay_mask(model))
     mesh = make_mesh(config.mesh, config.train, config.model.context)
-    shardings = state_shardings(mesh, jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform)))
+    shardings = state_shardings(mesh, model, jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform)))
     parameters, variables = jax.jit(lambda: initial_state(config, vocabulary_size, transform)[:2],
                                     out_shardings=shardings[:2])()
 

@@ -24,7 +24,7 @@ from training.checkpoint import Checkpoints
 from training.environment import add_to_environment, peak_bytes
 from training.logging import Logs
 from training.metrics import MetricsWriter
-from training.optimizer import global_norm, learning_rate, make_optimizer
+from training.optimizer import decay_mask, global_norm, learning_rate, make_optimizer
 from training.sharding import batch_sharding, make_mesh, state_shardings
 
 
@@ -51,8 +51,8 @@ class Objective(Protocol):
     """What is trained, on what: all that the loop does not know."""
 
     @property
-    def graph(self) -> Any:
-        """Of the model."""
+    def model(self) -> Any:
+        """The model, its arrays abstract."""
         ...
 
     def initial(self, transform: optax.GradientTransformationExtraArgs) -> steps.TrainState:
@@ -139,13 +139,13 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         OSError: the disk is full or cannot be written.
     """
     mesh = make_mesh(config.mesh, config.train, config.model.context)
-    transform = make_optimizer(config.optimizer)
+    transform = make_optimizer(config.optimizer, decay_mask(objective.model))
 
     def initial() -> steps.TrainState:
         return objective.initial(transform)
 
     shapes = jax.eval_shape(initial)
-    shardings = state_shardings(mesh, shapes)
+    shardings = state_shardings(mesh, objective.model, shapes)
     with ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep))
         restored = _restore(checkpoints, shapes, shardings)
@@ -165,7 +165,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         add_to_environment(run_dir, step_bytes=peak_bytes(update))
         stop = stack.enter_context(_stop_signals())
         bar = stack.enter_context(_progress(config, position, quiet))
-        run = _Run(config, objective.graph, clock, writer, logs, samples, checkpoints, evaluate, jax.jit(global_norm),
+        run = _Run(config, objective.model, clock, writer, logs, samples, checkpoints, evaluate, jax.jit(global_norm),
                    bar)
 
         pending: _Pending | None = None
@@ -207,8 +207,8 @@ class _Run:
     """What the loop does between steps."""
 
     config: Config | LraConfig
-    graph: Any
-    """Of the model."""
+    model: Any
+    """Its arrays are abstract."""
     clock: _Clock
     writer: MetricsWriter
     logs: Logs
@@ -253,7 +253,7 @@ class _Run:
         """Text of the model of the present step, where samples are asked for, unless there is one."""
         step = self.clock.position.step
         if self.samples is not None and self.config.train.sample_every and self.sampled_at != step:
-            self.samples.write(step, steps.build(self.graph, state.parameters, state.variables))
+            self.samples.write(step, steps.build(self.model, state.parameters, state.variables))
             self.sampled_at = step
 
     def save(self, state: steps.TrainState) -> None:

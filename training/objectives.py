@@ -24,13 +24,13 @@ class LanguageModelling:
 
     def __init__(self, config: Config, corpora: Corpora):
         self._config, self._corpora = config, corpora
-        self.graph = steps.model_graph(config, corpora.vocabulary_size)
+        self.model = steps.abstract_model(config, corpora.vocabulary_size)
 
     def initial(self, transform: optax.GradientTransformationExtraArgs) -> steps.TrainState:
         return steps.initial_state(self._config, self._corpora.vocabulary_size, transform)
 
     def update(self, transform: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[steps.TrainState, Any]]:
-        return steps.make_train_step(self.graph, self._config, transform)
+        return steps.make_train_step(self.model, self._config, transform)
 
     def batch_shape(self, sharding: NamedSharding) -> Batch:
         shape = (self._config.train.batch_size, self._config.model.context)
@@ -49,7 +49,7 @@ class LanguageModelling:
             files, "val", context=self._config.model.context, batch_size=train.batch_size // train.accumulate,
             count=train.eval_batches * train.accumulate, packing=self._config.data.packing)]
             for files in corpora.files]
-        evaluate = jax.jit(steps.make_eval_step(self.graph, accuracy=corpora.weighted))
+        evaluate = jax.jit(steps.make_eval_step(self.model, accuracy=corpora.weighted))
 
         def figures(state: steps.TrainState) -> dict[str, float]:
             sums = [[evaluate(state.parameters, state.variables, batch) for batch in of_corpus] for of_corpus in val]

@@ -6,9 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax import lax
 
 from configs.schema import OptimizerConfig
+from models.parameters import declarations
 
 _SMALL = 2**14
 """Numbers that an array has at most to be summed together with others."""
@@ -16,17 +18,21 @@ _WARMUP_SHARE = 0.1
 """A run bounded by time is past its warm-up after this share of it, however few steps that is."""
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
-    """Clipped gradients, Adam's moments, decay on matrices only; the result is yet to be multiplied by −learning rate.
+def make_optimizer(config: OptimizerConfig, decays: Any) -> optax.GradientTransformationExtraArgs:
+    """Clipped gradients, Adam's moments, weight decay; the result is yet to be multiplied by −learning rate.
 
     Its ``update`` takes ``scale``, a factor that gradients are multiplied by first: together with clipping it is one.
 
     Loshchilov, Hutter: "Decoupled Weight Decay Regularization", 2019.
+
+    Args:
+        config: moments, clipping and weight decay.
+        decays: a tree like the parameters of whether weight decay applies to each, as :func:`decay_mask` makes it.
     """
     return optax.chain(
         _scale_and_clip(config.clip_norm),
         optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
-        optax.add_decayed_weights(config.weight_decay, mask=lambda tree: jax.tree.map_with_path(_decays, tree)),
+        optax.add_decayed_weights(config.weight_decay, mask=decays),
     )
 
 
@@ -51,9 +57,9 @@ def _scale_and_clip(most: float | None) -> optax.GradientTransformationExtraArgs
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def _decays(path: Any, x: jax.Array) -> bool:
-    """Matrices, but for biases that each head has its own of."""
-    return x.ndim >= 2 and not str(getattr(path[-1], "key", "")).startswith("bias")
+def decay_mask(model: nnx.Module) -> Any:
+    """Whether weight decay applies to each parameter, as the model declares it; its arrays may be abstract."""
+    return jax.tree.map(lambda declared: declared.decays, declarations(model))
 
 
 def learning_rate(config: OptimizerConfig, step: int, share: float, *, by_steps: bool) -> float:

@@ -163,7 +163,7 @@ def load_model(directory: Path, step: int | None = None) -> LoadedRun:
     if not isinstance(config, Config):
         raise ConfigError(f"{directory} is a run of {config.COMMAND}, with a classifier in it; name a run of "
                           f"{Config.COMMAND}, with a language model")
-    config = dataclasses.replace(config, model=gpt.check(config.model))
+    config = dataclasses.replace(config, model=gpt.resolve_config(config.model))
     graph, parameters, variables = nnx.split(
         nnx.eval_shape(lambda: GPT(config.model, vocabulary_size, rngs=nnx.Rngs(0))), nnx.Param, ...)
     abstract = {"parameters": nnx.to_pure_dict(parameters), "variables": nnx.to_pure_dict(variables)}

@@ -1,16 +1,23 @@
-"""Where arrays live: one mesh with the axes data, fsdp, tensor and context, and one rule for each kind of array."""
+"""Where arrays live: one mesh with the axes data, fsdp, tensor and context, and what each of them splits."""
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from configs.schema import MeshConfig, TrainConfig
+from models.parameters import Axis, Declaration, declarations
 from support.errors import ConfigError
+from training.step import TrainState
 
 AXES = ("data", "fsdp", "tensor", "context")
+MESH_AXES: Mapping[Axis, str] = MappingProxyType({"heads": "tensor", "mlp": "tensor", "vocabulary": "tensor"})
+"""The mesh axis that splits a logical axis of the parameters."""
 
 
 def make_mesh(config: MeshConfig, train: TrainConfig, context: int) -> Mesh:
@@ -43,28 +50,50 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(("data", "fsdp"), "context"))
 
 
-def state_shardings(mesh: Mesh, state: Any) -> Any:
-    """Of parameters, and of the optimizer's moments, which have the parameters' names and shapes.
+def parameter_shardings(mesh: Mesh, model: nnx.Module) -> tuple[Any, Any]:
+    """Of a model's parameters and of its other variables, by what each declares of its axes.
 
-    ``tensor`` splits heads and MLP width: the last dimension of a projection into them, the first of one out of them,
-    and of a table that each head has for itself. ``fsdp`` splits the largest dimension that is left.
+    ``MESH_AXES`` says which logical axes are split; ``fsdp`` splits the largest dimension that is left. Vectors are
+    whole on every device, and so is what does not divide.
+
+    Args:
+        mesh: where to.
+        model: its arrays may be abstract.
     """
 
-    def spec(path: Any, leaf: Any) -> NamedSharding:
-        axes: list[str | None] = [None] * leaf.ndim
-        names = {str(getattr(key, "key", getattr(key, "name", key))) for key in path}
-        out_of = any(name.endswith(("output", "token_embedding")) for name in names)
-        into = any(name.endswith(("query", "key", "value", "hidden")) for name in names)
-        # Such as scores_HLL.
-        of_heads = leaf.ndim == 3 and any(name.partition("_")[2].startswith("H") for name in names)
-        if leaf.ndim > 1:
-            if of_heads or out_of or into:
-                _split(axes, leaf.shape, 0 if of_heads or out_of else 1, "tensor", mesh)
-            largest = max((i for i in range(leaf.ndim) if axes[i] is None), key=lambda i: leaf.shape[i])
-            _split(axes, leaf.shape, largest, "fsdp", mesh)
-        return NamedSharding(mesh, P(*axes))
+    def spec(array: Any, declared: Declaration) -> NamedSharding:
+        split: list[str | None] = [None] * array.ndim
+        if array.ndim > 1:
+            for dimension, axis in enumerate(declared.axes):
+                if axis in MESH_AXES and MESH_AXES[axis] not in split:
+                    _split(split, array.shape, dimension, MESH_AXES[axis], mesh)
+            largest = max((i for i in range(array.ndim) if split[i] is None), key=lambda i: array.shape[i])
+            _split(split, array.shape, largest, "fsdp", mesh)
+        return NamedSharding(mesh, P(*split))
 
-    return jax.tree_util.tree_map_with_path(spec, state)
+    def of(kind: Any) -> Any:
+        return jax.tree.map(spec, nnx.to_pure_dict(nnx.state(model, kind)), declarations(model, kind))
+
+    return of(nnx.Param), of(nnx.Not(nnx.Param))
+
+
+def state_shardings(mesh: Mesh, model: nnx.Module, state: TrainState) -> TrainState:
+    """Of all that training changes: the optimizer's moments lie as the parameters do, its counts on every device.
+
+    Args:
+        mesh: where to.
+        model: whose state it is; its arrays may be abstract.
+        state: may be abstract too.
+    """
+    parameters, variables = parameter_shardings(mesh, model)
+    structure = jax.tree.structure(state.parameters)
+
+    def is_moment(tree: Any) -> bool:
+        return jax.tree.structure(tree) == structure
+
+    optimizer = jax.tree.map(lambda tree: parameters if is_moment(tree) else NamedSharding(mesh, P()), state.optimizer,
+                             is_leaf=is_moment)
+    return TrainState(parameters, variables, optimizer)
 
 
 def _split(axes: list[str | None], shape: tuple[int, ...], dimension: int, axis: str, mesh: Mesh) -> None:

@@ -41,14 +41,14 @@ def make_model(config: Config, vocabulary_size: int) -> GPT:
     return GPT(config.model, vocabulary_size, rngs=nnx.Rngs(config.train.seed))
 
 
-def model_graph(config: Config, vocabulary_size: int) -> Any:
-    """The static half of the model; :func:`build` puts it together with arrays."""
-    return nnx.split(nnx.eval_shape(lambda: make_model(config, vocabulary_size)))[0]
+def abstract_model(config: Config, vocabulary_size: int) -> GPT:
+    """The model of a config without its numbers; :func:`build` puts it together with arrays."""
+    return nnx.eval_shape(lambda: make_model(config, vocabulary_size))
 
 
-def build(graph: Any, parameters: Any, variables: Any) -> Any:
-    """A model from its graph and plain trees."""
-    return nnx.merge(graph, _merged(parameters, variables))
+def build[M: nnx.Module](model: M, parameters: Any, variables: Any) -> M:
+    """A model with the arrays of plain trees, like ``model``, whose own arrays may be abstract."""
+    return nnx.merge(nnx.graphdef(model), _merged(parameters, variables))
 
 
 def initial_state(config: Config, vocabulary_size: int, transform: optax.GradientTransformationExtraArgs) -> TrainState:
@@ -63,20 +63,19 @@ def state_of(model: nnx.Module, transform: optax.GradientTransformationExtraArgs
     return TrainState(parameters, nnx.to_pure_dict(variables), transform.init(parameters))
 
 
-def make_train_step(graph: Any, config: Config, transform: optax.GradientTransformationExtraArgs,
+def make_train_step(model: GPT, config: Config, transform: optax.GradientTransformationExtraArgs,
                     ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, StepMetrics]]:
     """:func:`make_update` of a language model: the mean loss of the targets that are scored."""
     remat = config.train.remat == "block"
 
     def loss_sum(model: GPT, batch: Batch, _: Array) -> tuple[Array, Array]:
-        x_BTE = _hidden(model, batch, remat=remat)
         targets_BT = jnp.asarray(batch.targets_BT)
-        return cross_entropy(x_BTE, model.token_embedding.embedding[...], targets_BT), jnp.sum(targets_BT >= 0)
+        return cross_entropy(*_head_operands(model, batch, remat=remat), targets_BT), jnp.sum(targets_BT >= 0)
 
-    return make_update(graph, loss_sum, transform, parts=config.train.accumulate, seed=config.train.seed)
+    return make_update(model, loss_sum, transform, parts=config.train.accumulate, seed=config.train.seed)
 
 
-def make_update(graph: Any, loss_sum: Callable[[Any, Any, Array], tuple[Array, Array]],
+def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[Array, Array]],
                 transform: optax.GradientTransformationExtraArgs, *, seed: int, parts: int = 1,
                 ) -> Callable[[TrainState, Any, Array], tuple[TrainState, StepMetrics]]:
     """``step(state, batch, learning_rate)``: one update; jit it with the state donated.
@@ -85,7 +84,7 @@ def make_update(graph: Any, loss_sum: Callable[[Any, Any, Array], tuple[Array, A
     and nowhere else. All that is random comes from seed and step, and so is the same in a resumed run.
 
     Args:
-        graph: the static half of the model.
+        model: its arrays may be abstract.
         loss_sum: of a model, a batch and a random key: the sum of losses, and of how many.
         transform: the optimizer, but for the learning rate.
         seed: of random features and keys, with the step.
@@ -93,12 +92,12 @@ def make_update(graph: Any, loss_sum: Callable[[Any, Any, Array], tuple[Array, A
     """
 
     def loss_of(parameters: Any, variables: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        return loss_sum(build(graph, parameters, variables), batch, key)
+        return loss_sum(build(model, parameters, variables), batch, key)
 
     def step(state: TrainState, batch: Any, learning_rate: Array) -> tuple[TrainState, StepMetrics]:
         count = optax.tree.get(state.optimizer, "count")
         key = jax.random.fold_in(jax.random.key(seed), count)
-        state = state._replace(variables=_redrawn(graph, state, count, key))
+        state = state._replace(variables=_resampled(model, state, count, key))
         key = jax.random.fold_in(key, _OF_LOSS)
         differentiate = jax.value_and_grad(loss_of, has_aux=True)
         if parts == 1:
@@ -123,31 +122,29 @@ def make_update(graph: Any, loss_sum: Callable[[Any, Any, Array], tuple[Array, A
     return step
 
 
-def make_eval_step(graph: Any, *, accuracy: bool = False) -> Callable[[Any, Any, Batch], tuple[Array, ...]]:
+def make_eval_step(model: GPT, *, accuracy: bool = False) -> Callable[[Any, Any, Batch], tuple[Array, ...]]:
     """``evaluate(parameters, variables, batch)``: the sum of losses in nats, and the number of tokens scored.
 
     ``accuracy`` adds the number of those whose logit is the highest, for which the head is computed once more.
     """
 
     def evaluate(parameters: Any, variables: Any, batch: Batch) -> tuple[Array, ...]:
-        model = build(graph, parameters, variables)
         targets_BT = jnp.asarray(batch.targets_BT)
-        x_BTE = _hidden(model, batch)
-        head = (x_BTE, model.token_embedding.embedding[...], targets_BT)
+        head = (*_head_operands(build(model, parameters, variables), batch), targets_BT)
         found = cross_entropy(*head), jnp.sum(targets_BT >= 0)
         return (*found, count_right(*head)) if accuracy else found
 
     return evaluate
 
 
-def _redrawn(graph: Any, state: TrainState, step: Array, key: Array) -> Any:
+def _resampled(model: nnx.Module, state: TrainState, step: Array, key: Array) -> Any:
     """The variables of this update.
 
-    A module that has something to draw defines ``resample(step, key)``, and keeps its own schedule.
+    A module that has something to resample defines ``resample(step, key)``, and keeps its own schedule.
     """
     if not jax.tree.leaves(state.variables):
         return state.variables
-    model = build(graph, state.parameters, state.variables)
+    model = build(model, state.parameters, state.variables)
     for number, (_, module) in enumerate(nnx.iter_modules(model)):
         resample = getattr(module, "resample", None)
         if resample is not None:
@@ -155,9 +152,10 @@ def _redrawn(graph: Any, state: TrainState, step: Array, key: Array) -> Any:
     return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
 
-def _hidden(model: GPT, batch: Batch, *, remat: bool = False) -> Array:
+def _head_operands(model: GPT, batch: Batch, *, remat: bool = False) -> tuple[Array, Array]:
     segment_ids_BT = None if batch.segment_ids_BT is None else jnp.asarray(batch.segment_ids_BT)
-    return model.hidden(jnp.asarray(batch.inputs_BT), segment_ids_BT=segment_ids_BT, remat=remat)
+    x_BTE, _ = model.forward(jnp.asarray(batch.inputs_BT), segment_ids_BT=segment_ids_BT, remat=remat)
+    return model.head_operands(x_BTE)
 
 
 def _merged(a: Any, b: Any) -> Any:

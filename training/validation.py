@@ -21,7 +21,8 @@ def validate_config[C: (Config, LraConfig)](config: C) -> C:
     train = config.train
     if isinstance(config, LraConfig) and train.sample_every:
         raise ConfigError(f"train.sample_every is {train.sample_every}: a classifier writes no text; expected 0")
-    model: Any = gpt.check(config.model) if isinstance(config, Config) else encoder.check(config.model)
+    model: Any = (gpt.resolve_config(config.model) if isinstance(config, Config) else
+                  encoder.resolve_config(config.model))
     if train.batch_tokens is not None:
         sequences = train.batch_tokens // model.context
         if sequences < 1:

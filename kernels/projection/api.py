@@ -12,9 +12,17 @@ from kernels.mixed_precision import product
 from kernels.projection.decode import projection_decode
 
 
-def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"],
-            bias_F: Float[Array, " F"]) -> Float[Array, "B T F"]:
-    """x w + bias in x's number format, summed in float32 or better, and rounded before the bias and after it."""
+def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Float[Array, " F"], *,
+            onto_BTF: Float[Array, "B T F"] | None = None) -> Float[Array, "B T F"]:
+    """x w + bias in x's number format, summed in float32 or better, and rounded before the bias and after it.
+
+    With ``onto_BTF`` it is added to that, in its number format. One token on a GPU then takes a single launch, which
+    has no derivative and rounds once.
+    """
+    if onto_BTF is not None:
+        if _alone_on_gpu(x_BTE):
+            return projection_decode(x_BTE, [w_EF], [bias_F], onto_BTF=onto_BTF)[0]
+        return onto_BTF + project(x_BTE, w_EF, bias_F).astype(onto_BTF.dtype)
     if cpu.applies(cpu.project) and x_BTE.dtype in (jnp.bfloat16, jnp.float32):
         return cpu.project(x_BTE, w_EF, bias_F)
     B, T = x_BTE.shape[:2]
@@ -28,18 +36,18 @@ def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"],
 def project_each(x_BTE: Float[Array, "B T E"], weights: Sequence[Array],
                  biases: Sequence[Float[Array, " F"]], *, norm: Norm | None = None,
                  activation: Callable[[Array], Array] | None = None,
-                 onto_BTF: Float[Array, "B T F"] | None = None) -> list[Float[Array, "B T F"]]:
-    """``onto + activation(norm(x) w + bias)`` for each weight, (E, F), and bias: what decoding does with new tokens.
+                 ) -> tuple[Float[Array, "B T E"], list[Float[Array, "B T F"]]]:
+    """norm(x), and ``activation(norm(x) w + bias)`` for each weight, (E, F), and bias.
 
-    One token on a GPU takes a single launch, which has no derivative and rounds once; anything else goes through
-    :func:`layer_norm` and :func:`project`, which round on the way.
+    Without a norm or an activation it is x, or the products, as they are. For one token on a GPU the products take a
+    single launch, which has no derivative and rounds once; norm(x) is then made beside, where something reads it.
+    Anything else goes through :func:`layer_norm`, once, and :func:`project`, which round on the way.
     """
+    normed_BTE = normed(x_BTE, norm)
     if _alone_on_gpu(x_BTE):
-        return projection_decode(x_BTE, weights, biases, norm=norm, activation=activation, onto_BTF=onto_BTF)
-    x_BTE = normed(x_BTE, norm)
-    results = [project(x_BTE, w_EF, bias_F) for w_EF, bias_F in zip(weights, biases, strict=True)]
-    results = results if activation is None else [activation(y_BTF) for y_BTF in results]
-    return results if onto_BTF is None else [onto_BTF + y_BTF.astype(onto_BTF.dtype) for y_BTF in results]
+        return normed_BTE, projection_decode(x_BTE, weights, biases, norm=norm, activation=activation)
+    results = [project(normed_BTE, w_EF, bias_F) for w_EF, bias_F in zip(weights, biases, strict=True)]
+    return normed_BTE, results if activation is None else [activation(y_BTF) for y_BTF in results]
 
 
 def unembed(x_BTE: Float[Array, "B T E"], w_VE: Float[Array, "V E"], norm: Norm) -> Float[Array, "B T V"]:

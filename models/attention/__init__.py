@@ -61,6 +61,12 @@ def abstract(name: str, options: Any, *, head_width: int, width: int, max_length
         options, heads=1, head_width=head_width, width=width, max_length=max_length, rngs=nnx.Rngs(0)))
 
 
+def encoder_modes() -> list[str]:
+    """The modes that, with their own options, see the whole sequence."""
+    return [name for name, module in modes().items()
+            if abstract(name, module.Config(), head_width=8, width=8, max_length=8).bidirectional]
+
+
 def _mode_config(name: str, options: Any) -> Any:
     config = load(name).Config
     if isinstance(options, config):

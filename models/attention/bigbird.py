@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of
-from models.attention.key_value_cache import KeyValues
-from models.attention.one_segment import valid_tokens
+from models.attention.key_value_cache import KeyValueCache
 from models.attention.self_attention import SelfAttention
 from support.errors import ConfigError
 
@@ -62,7 +61,7 @@ class Attention(SelfAttention):
             segment_ids_BT: Array | None) -> Array:
         b, (B, T, H, D) = self.config.block_size, q_BTHD.shape
         lengths_B1 = (jnp.full((B, 1), T) if segment_ids_BT is None else
-                      jnp.sum(valid_tokens(segment_ids_BT, self.name), axis=1)[:, None])
+                      jnp.sum(segment_ids_BT >= 0, axis=1)[:, None])
         last_B1 = jnp.maximum(lengths_B1 - 1, 0) // b
         t_1T = jnp.arange(T)[None]
         # The last position that a query sees, of the blocks listed for it; −1: none.
@@ -90,12 +89,12 @@ class Attention(SelfAttention):
                                          v_BHCSD.astype(v_BTHD.dtype), last_B1)
         return y_BTHD.astype(v_BTHD.dtype)
 
-    def init_cache(self, batch: int, max_length: int, dtype: Any) -> KeyValues:
+    def init_cache(self, batch: int, max_length: int, dtype: Any) -> KeyValueCache:
         b = self.config.block_size
-        return KeyValues.empty(batch, self.heads, -(-max_length // b) * b, self.head_width, dtype)
+        return KeyValueCache.empty(batch, self.heads, -(-max_length // b) * b, self.head_width, dtype)
 
-    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: KeyValues, *, x_BTE: Array,
-               lengths_B: Array | None = None) -> tuple[Array, KeyValues]:
+    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: KeyValueCache, *, x_BTE: Array,
+               lengths_B: Array | None = None) -> tuple[Array, KeyValueCache]:
         b, (B, T) = self.config.block_size, q_BTHD.shape[:2]
         extended = cache.append(k_BTHD, v_BTHD, lengths_B)
         # A row's new tokens begin anywhere in a block. They are laid out in groups that stand where the blocks do; a

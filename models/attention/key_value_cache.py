@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 
-class KeyValues(NamedTuple):
+class KeyValueCache(NamedTuple):
     """Keys and values of the tokens seen, and how many there are in each row."""
 
     k_BHSD: Array
@@ -14,12 +14,12 @@ class KeyValues(NamedTuple):
     filled_B: Array
 
     @classmethod
-    def empty(cls, batch: int, heads: int, room: int, head_width: int, dtype: Any) -> "KeyValues":
+    def empty(cls, batch: int, heads: int, room: int, head_width: int, dtype: Any) -> "KeyValueCache":
         """With room for ``room`` tokens, before the first."""
         shape = (batch, heads, room, head_width)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
 
-    def append(self, k_BTHD: Array, v_BTHD: Array, lengths_B: Array | None) -> "KeyValues":
+    def append(self, k_BTHD: Array, v_BTHD: Array, lengths_B: Array | None) -> "KeyValueCache":
         """With T more tokens, of which the first ``lengths_B`` of each row count; None: all of them."""
         B, T = k_BTHD.shape[:2]
         t_BT = jnp.broadcast_to(jnp.arange(T)[None, :], (B, T))
@@ -29,4 +29,4 @@ class KeyValues(NamedTuple):
         row_B1 = jnp.arange(B)[:, None]
         k_BHSD = self.k_BHSD.at[row_B1, :, place_BT].set(k_BTHD.astype(self.k_BHSD.dtype), mode="drop")
         v_BHSD = self.v_BHSD.at[row_B1, :, place_BT].set(v_BTHD.astype(self.v_BHSD.dtype), mode="drop")
-        return KeyValues(k_BHSD, v_BHSD, self.filled_B + lengths_B)
+        return KeyValueCache(k_BHSD, v_BHSD, self.filled_B + lengths_B)

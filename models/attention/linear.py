@@ -22,7 +22,6 @@ from models.attention.feature_maps import (
     feature_width,
     features,
 )
-from models.attention.one_segment import valid_tokens
 from models.attention.random_projection import RandomProjection
 from models.attention.self_attention import SelfAttention
 
@@ -89,7 +88,7 @@ class Attention(SelfAttention):
         def attend(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array) -> Array:
             q_BTHM, k_BTHM = self._features(q_BTHD, k_BTHD)
             if not causal and segment_ids_BT is not None:
-                k_BTHM = jnp.where(valid_tokens(segment_ids_BT, self.name)[..., None, None], k_BTHM, 0)
+                k_BTHM = jnp.where((segment_ids_BT >= 0)[..., None, None], k_BTHM, 0)
             return linear_attention(q_BTHM, k_BTHM, v_BTHD, causal=causal, normalize=self.config.normalize,
                                     segment_ids_BT=segment_ids_BT if causal else None, chunk_size=self.chunk_size,
                                     implementation=self.form if causal else self.unmasked_form)[0]

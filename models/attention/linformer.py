@@ -18,8 +18,8 @@ from flax import nnx
 from jax import Array
 
 from kernels.grouped_attention import blocks_of, grouped_attention, tokens_of
-from models.attention.one_segment import valid_tokens
 from models.attention.self_attention import SelfAttention
+from models.parameters import declare
 from support.errors import ConfigError
 
 QUERY_BLOCK = 128
@@ -50,7 +50,8 @@ class Attention(SelfAttention):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         # E, of the variance in the paper's proof.
         normal = nnx.initializers.normal(1 / math.sqrt(self.k))
-        self.projection_KS = nnx.Param(normal(rngs.params(), (self.k, max_length)))
+        self.projection_KS = nnx.Param(normal(rngs.params(), (self.k, max_length)),
+                                       **declare(None, "positions", decays=True))
 
     @property
     def k(self) -> int:
@@ -66,8 +67,7 @@ class Attention(SelfAttention):
         if (T := v_BTHD.shape[1]) > self.max_length:
             raise ConfigError(f"attention mode 'linformer' has a projection of {self.max_length} tokens and was given "
                               f"{T}; expected model.context to be that of the longest sequence")
-        valid_BT11 = (jnp.bool_(True) if segment_ids_BT is None else
-                      valid_tokens(segment_ids_BT, self.name)[:, :, None, None])
+        valid_BT11 = jnp.bool_(True) if segment_ids_BT is None else (segment_ids_BT >= 0)[:, :, None, None]
 
         def project_tokens(x_BTHD: Array) -> Array:
             x_BTHD = jnp.where(valid_BT11, x_BTHD, 0)

@@ -13,7 +13,7 @@ from jax import Array, lax
 from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of, with_neighbours
 from kernels.segments import runs_of, visible
 from models.attention.self_attention import SelfAttention
-from models.attention.window_cache import Window
+from models.attention.window_cache import WindowCache
 from support.errors import ConfigError
 
 
@@ -54,15 +54,16 @@ class Attention(SelfAttention):
                                  _same_block_up_to if causal else _same_block)
         return tokens_of(part.y_BHNTD, T).astype(v_BTHD.dtype)
 
-    def init_cache(self, batch: int, max_length: int, dtype: Any) -> Window:
-        return Window.empty(batch, self.heads, self.config.block_size, self.head_width, dtype)
+    def init_cache(self, batch: int, max_length: int, dtype: Any) -> WindowCache:
+        return WindowCache.empty(batch, self.heads, self.config.block_size, self.head_width, dtype)
 
-    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Window, *, x_BTE: Array,
-               lengths_B: Array | None = None) -> tuple[Array, Window]:
+    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: WindowCache, *, x_BTE: Array,
+               lengths_B: Array | None = None) -> tuple[Array, WindowCache]:
         T, size = q_BTHD.shape[1], self.config.block_size
         # Counted from the start of a block, so that no text is too long for the count.
         keys, cache = cache._replace(seen_B=cache.seen_B % size).append(k_BTHD, v_BTHD, lengths_B)
-        query_tags, key_tags = ((x[:, None, None], x[:, None, None] // size) for x in (keys.t_BT, keys.s_BS))
+        query_tags, key_tags = ((x[:, None, None], x[:, None, None] // size)
+                                for x in (keys.query_positions_BT, keys.positions_BS))
         part = grouped_attention(blocks_of(q_BTHD, T), keys.k_BHSD[:, :, None], keys.v_BHSD[:, :, None],
                                  query_tags, key_tags, _same_block_up_to)
         return tokens_of(part.y_BHNTD, T).astype(v_BTHD.dtype), cache

@@ -22,14 +22,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of, with_neighbours
-from kernels.layer_norm import Norm, normed
 from kernels.segments import runs_of, visible
-from models.attention.key_value_cache import KeyValues
+from models.attention.key_value_cache import KeyValueCache
 from models.attention.self_attention import Linear, SelfAttention, rotate
-from models.attention.window_cache import Window
+from models.attention.window_cache import WindowCache
 from support.errors import ConfigError
 
 type Tags = tuple[Array, Array]
@@ -54,10 +53,10 @@ class Config:
 class Cache(NamedTuple):
     """What decoding keeps."""
 
-    window: Window
-    globals: KeyValues
+    window: WindowCache
+    globals: KeyValueCache
     """The global tokens as everybody sees them."""
-    among_globals: KeyValues
+    among_globals: KeyValueCache
     """The global tokens as they see each other."""
 
 
@@ -74,7 +73,7 @@ class Attention(SelfAttention):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         if config.global_tokens:
             self.global_query, self.global_key, self.global_value = (
-                Linear(width, heads * head_width, rngs=rngs) for _ in range(3))
+                Linear(width, heads * head_width, axes=("width", "heads"), rngs=rngs) for _ in range(3))
             for ours, ordinary in self.init_from_projection.items():
                 getattr(self, ours).kernel[...] = getattr(self, ordinary).kernel[...]
 
@@ -82,48 +81,39 @@ class Attention(SelfAttention):
         """Without global tokens: these are the first of a row."""
         return self.config.global_tokens == 0
 
-    def __call__(self, x_BTE: Float[Array, "B T E"], *, causal: bool = True,
-                 positions_BT: Int[Array, "B T"] | None = None,
-                 segment_ids_BT: Int[Array, "B T"] | None = None) -> Float[Array, "B T E"]:
-        y_BTE = super().__call__(x_BTE, causal=causal, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT)
+    def attend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Cache | None, *, x_BTE: Array, causal: bool,
+               positions_BT: Array | None, segment_ids_BT: Array | None,
+               lengths_B: Array | None) -> tuple[Array, Cache | None]:
+        y_BTHD, extended = super().attend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, causal=causal,
+                                          positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
         B, T = x_BTE.shape[:2]
         early = min(T, self.config.global_tokens)
         if early == 0:
-            return y_BTE
-        seen = early if causal else T
-        tags = _tags(B, T, segment_ids_BT)
-        q_BTHD = self._heads(self.global_query, x_BTE[:, :early], positions_BT)
-        k_BSHD, v_BSHD = self._global_key_values(x_BTE[:, :seen], positions_BT)
-        rows_BTHD = _one_group(q_BTHD, k_BSHD.swapaxes(1, 2), v_BSHD.swapaxes(1, 2), _first(tags, early),
-                               _first(tags, seen), _sees_past if causal else _sees_segment)
-        return jnp.concatenate([self._output(rows_BTHD, x_BTE), y_BTE[:, early:]], axis=1)
+            return y_BTHD, extended
+        if cache is None:
+            seen = early if causal else T
+            tags = _tags(B, T, segment_ids_BT)
+            k_BSHD, v_BSHD = self._global_key_values(x_BTE[:, :seen], positions_BT)
+            rows_BTHD = _one_group(self._global(self.global_query, x_BTE[:, :early], positions_BT),
+                                   k_BSHD.swapaxes(1, 2), v_BSHD.swapaxes(1, 2), _first(tags, early),
+                                   _first(tags, seen), _sees_past if causal else _sees_segment)
+            return jnp.concatenate([rows_BTHD.astype(y_BTHD.dtype), y_BTHD[:, early:]], axis=1), None
+        seen_B = cache.window.seen_B
 
-    def decode(self, x_BTE: Float[Array, "B T E"], cache: Cache, *, norm: Norm | None = None,
-               onto_BTE: Float[Array, "B T E"] | None = None, positions_BT: Int[Array, "B T"] | None = None,
-               lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"], Cache]:
-        y_BTE, extended = super().decode(x_BTE, cache, norm=norm, onto_BTE=onto_BTE, positions_BT=positions_BT,
-                                         lengths_B=lengths_B)
-        B, T = x_BTE.shape[:2]
-        seen_B, early = cache.window.seen_B, min(T, self.config.global_tokens)
-        if early == 0:
-            return y_BTE, extended
-
-        def with_global_rows() -> tuple[Array, KeyValues]:
-            x_first_BTE = normed(x_BTE[:, :early], norm)
-            kept = self._append_global(cache.among_globals, *self._global_key_values(x_first_BTE, positions_BT), seen_B,
-                                       lengths_B)
+        def with_global_rows() -> tuple[Array, KeyValueCache]:
+            kept = self._append_global(cache.among_globals, *self._global_key_values(x_BTE[:, :early], positions_BT),
+                                       seen_B, lengths_B)
             t_BT = seen_B[:, None] + jnp.arange(early)[None]
-            rows_BTHD = _one_group(self._heads(self.global_query, x_first_BTE, positions_BT), kept.k_BHSD, kept.v_BHSD,
-                                   (t_BT, jnp.zeros_like(t_BT)), _tags(B, self.config.global_tokens, None), _sees_past)
-            is_global_BT1 = (t_BT < self.config.global_tokens)[..., None]
-            rows_BTE = self._output(rows_BTHD, x_first_BTE)
-            rows_BTE = rows_BTE if onto_BTE is None else onto_BTE[:, :early] + rows_BTE
-            rows_BTE = jnp.where(is_global_BT1, rows_BTE, y_BTE[:, :early])
-            return jnp.concatenate([rows_BTE, y_BTE[:, early:]], axis=1), kept
+            rows_BTHD = _one_group(self._global(self.global_query, x_BTE[:, :early], positions_BT), kept.k_BHSD,
+                                   kept.v_BHSD, (t_BT, jnp.zeros_like(t_BT)),
+                                   _tags(B, self.config.global_tokens, None), _sees_past)
+            is_global_BT11 = (t_BT < self.config.global_tokens)[..., None, None]
+            rows_BTHD = jnp.where(is_global_BT11, rows_BTHD.astype(y_BTHD.dtype), y_BTHD[:, :early])
+            return jnp.concatenate([rows_BTHD, y_BTHD[:, early:]], axis=1), kept
 
-        y_BTE, kept = lax.cond(jnp.any(seen_B < self.config.global_tokens), with_global_rows,
-                               lambda: (y_BTE, cache.among_globals))
-        return y_BTE, extended._replace(among_globals=kept)
+        y_BTHD, kept = lax.cond(jnp.any(seen_B < self.config.global_tokens), with_global_rows,
+                                lambda: (y_BTHD, cache.among_globals))
+        return y_BTHD, extended._replace(among_globals=kept)
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
@@ -150,9 +140,9 @@ class Attention(SelfAttention):
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> Cache:
         heads, width, globals_ = self.heads, self.head_width, self.config.global_tokens
-        return Cache(Window.empty(batch, heads, self.config.window, width, dtype),
-                     KeyValues.empty(batch, heads, globals_, width, dtype),
-                     KeyValues.empty(batch, heads, globals_, width, dtype))
+        return Cache(WindowCache.empty(batch, heads, self.config.window, width, dtype),
+                     KeyValueCache.empty(batch, heads, globals_, width, dtype),
+                     KeyValueCache.empty(batch, heads, globals_, width, dtype))
 
     def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Cache, *, x_BTE: Array,
                lengths_B: Array | None = None) -> tuple[Array, Cache]:
@@ -160,12 +150,13 @@ class Attention(SelfAttention):
         everybodys = self._append_global(cache.globals, k_BTHD, v_BTHD, seen_B, lengths_B)
         keys, window = cache.window.append(k_BTHD, v_BTHD, lengths_B)
         early_s_BS, early_runs_BS = _tags(B, self.config.global_tokens, None)
-        runs_BS = self._but_globals(keys.s_BS, jnp.where(keys.s_BS < 0, -1, 0))
-        key_tags = (jnp.concatenate([early_s_BS, keys.s_BS], axis=1),
+        runs_BS = self._but_globals(keys.positions_BS, jnp.where(keys.positions_BS < 0, -1, 0))
+        key_tags = (jnp.concatenate([early_s_BS, keys.positions_BS], axis=1),
                     jnp.concatenate([early_runs_BS, runs_BS], axis=1))
         y_BTHD = _one_group(q_BTHD, jnp.concatenate([everybodys.k_BHSD, keys.k_BHSD], axis=2),
                             jnp.concatenate([everybodys.v_BHSD, keys.v_BHSD], axis=2),
-                            (keys.t_BT, jnp.zeros_like(keys.t_BT)), key_tags, self._sees(causal=True))
+                            (keys.query_positions_BT, jnp.zeros_like(keys.query_positions_BT)), key_tags,
+                            self._sees(causal=True))
         # No global token is in the window of what comes after so many: no text is too long for the count.
         seen_B = jnp.minimum(window.seen_B, self.config.window + self.config.global_tokens)
         return y_BTHD.astype(v_BTHD.dtype), cache._replace(window=window._replace(seen_B=seen_B), globals=everybodys)
@@ -201,8 +192,8 @@ class Attention(SelfAttention):
         """Global tokens hidden: they stand beside the window, and would count twice."""
         return jnp.where(t_BT < self.config.global_tokens, -1, runs_BT)
 
-    def _append_global(self, kept: KeyValues, k_BTHD: Array, v_BTHD: Array, seen_B: Array,
-                       lengths_B: Array | None) -> KeyValues:
+    def _append_global(self, kept: KeyValueCache, k_BTHD: Array, v_BTHD: Array, seen_B: Array,
+                       lengths_B: Array | None) -> KeyValueCache:
         """With those of T more tokens that are global."""
         early = min(k_BTHD.shape[1], self.config.global_tokens)
         count_B = jnp.clip(self.config.global_tokens - seen_B, 0, early)
@@ -210,16 +201,12 @@ class Attention(SelfAttention):
                            count_B if lengths_B is None else jnp.minimum(count_B, lengths_B))
 
     def _global_key_values(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array]:
-        return self._heads(self.global_key, x_BTE, positions_BT), self._heads(self.global_value, x_BTE, None)
+        return self._global(self.global_key, x_BTE, positions_BT), self._global(self.global_value, x_BTE, None)
 
-    def _heads(self, projection: Linear, x_BTE: Array, positions_BT: Array | None) -> Array:
-        """A projection of the first tokens, turned where positions are given."""
-        B, T = x_BTE.shape[:2]
-        x_BTHD = projection(x_BTE).reshape(B, T, self.heads, self.head_width)
-        return x_BTHD if positions_BT is None else rotate(x_BTHD, positions_BT[:, :T])
-
-    def _output(self, y_BTHD: Array, x_BTE: Array) -> Array:
-        return self.output(y_BTHD.reshape(*y_BTHD.shape[:2], -1).astype(x_BTE.dtype))
+    def _global(self, projection: Linear, x_BTE: Array, positions_BT: Array | None) -> Array:
+        """A projection of the first tokens, rotated where positions are given."""
+        x_BTHD = self.split_heads(projection(x_BTE))
+        return x_BTHD if positions_BT is None else rotate(x_BTHD, positions_BT[:, :x_BTE.shape[1]])
 
 
 def _tags(batch: int, tokens: int, segment_ids_BT: Array | None) -> Tags:

@@ -21,6 +21,7 @@ the token itself.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,9 +32,9 @@ from jax import Array, lax
 
 from kernels.grouped_attention import Part, combine, grouped_attention, with_neighbours
 from kernels.segments import HIDDEN, runs_of
-from models.attention.key_value_cache import KeyValues
+from models.attention.key_value_cache import KeyValueCache
 from models.attention.random_projection import RandomProjection
-from models.attention.self_attention import SelfAttention, rotate
+from models.attention.self_attention import Linear, SelfAttention, rotate
 from support.errors import ConfigError
 
 UNFACTORED = 64
@@ -68,7 +69,7 @@ class Config:
 class Cache(NamedTuple):
     """What decoding keeps: all keys and values, and the bucket of each key in each round R."""
 
-    past: KeyValues
+    past: KeyValueCache
     buckets_BHSR: Array
     """Whole numbers in float32: integers in a cache are counts."""
 
@@ -104,21 +105,25 @@ class Attention(SelfAttention):
         """:meth:`RandomProjection.resample` of the rotations; the training step calls it."""
         self.rotations_DRM.resample(step, self.config.resample_every, lambda: self._draw(key))
 
-    def project(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array, Array]:
+    @property
+    def projections(self) -> Sequence[Linear]:
+        return (self.value,)
+
+    def queries_keys_values(self, projected: Sequence[Array], *, x_BTE: Array,
+                            positions_BT: Array | None) -> tuple[Array, Array, Array]:
         """q_BTHD, rotated where positions are given, k_BTHD of length √D, and v_BTHD.
 
         Queries are made, and keys from them, in float32 or better: rounded, some would fall into another bucket.
         """
         assert self.query.bias is not None
-        shape = (*x_BTE.shape[:2], self.heads, self.head_width)
         dtype = jnp.promote_types(jnp.float32, x_BTE.dtype)
         q_BTF = jnp.einsum("bte,ef->btf", x_BTE.astype(dtype), self.query.kernel[...].astype(dtype),
                            precision=lax.Precision.HIGHEST)
-        q_BTHD = (q_BTF + self.query.bias[...].astype(dtype)[None, None]).reshape(shape)
+        q_BTHD = self.split_heads(q_BTF + self.query.bias[...].astype(dtype)[None, None])
         if positions_BT is not None:
             q_BTHD = rotate(q_BTHD, positions_BT)
         k_BTHD = q_BTHD * lax.rsqrt(jnp.mean(q_BTHD**2, axis=-1, keepdims=True) + 1e-6)
-        return q_BTHD, k_BTHD, self.value(x_BTE).reshape(shape)
+        return q_BTHD, k_BTHD, self.split_heads(projected[0])
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
@@ -168,7 +173,7 @@ class Attention(SelfAttention):
         return jnp.where((runs_BT >= 0)[..., None, None], y_BTHD, 0).astype(v_BTHD.dtype)
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> Cache:
-        return Cache(KeyValues.empty(batch, self.heads, max_length, self.head_width, dtype),
+        return Cache(KeyValueCache.empty(batch, self.heads, max_length, self.head_width, dtype),
                      jnp.zeros((batch, self.heads, max_length, self.config.rounds), jnp.float32))
 
     def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Cache, *, x_BTE: Array,
@@ -178,7 +183,7 @@ class Attention(SelfAttention):
         buckets_BTHR = jnp.moveaxis(buckets_RBHT, 0, 3).swapaxes(1, 2)
         filled_B, old = cache.past.filled_B, cache.buckets_BHSR
         past = cache.past.append(k_BTHD, v_BTHD, lengths_B)
-        buckets_BHSR = KeyValues(old, old, filled_B).append(buckets_BTHR, buckets_BTHR, lengths_B).k_BHSD
+        buckets_BHSR = KeyValueCache(old, old, filled_B).append(buckets_BTHR, buckets_BTHR, lengths_B).k_BHSD
 
         def visible(query: Any, key_buckets_RBHS: Any) -> Array:
             """Tokens before the query, sorted in every round as if the query were the last."""

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from kernels import cpu
-from kernels.layer_norm import Norm, normed
+from kernels.layer_norm import Norm
 from kernels.projection import project, project_each
+from models.parameters import Axis, declare, own_parameters
 
 INITIAL_SCALE = 0.02
 """Standard deviation of GPT-2's initial weights; the model scales them to its ``initial_scale``."""
@@ -26,11 +28,13 @@ class Linear(nnx.Linear):
     exact: bool = False
     """Its weights are never kept in a shorter format than they are trained in."""
 
-    def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs):
-        super().__init__(inputs, outputs, kernel_init=nnx.initializers.normal(INITIAL_SCALE), rngs=rngs)
+    def __init__(self, inputs: int, outputs: int, *, axes: tuple[Axis, Axis], shared: bool = False, rngs: nnx.Rngs):
+        super().__init__(inputs, outputs, kernel_init=nnx.initializers.normal(INITIAL_SCALE), rngs=rngs,
+                         kernel_metadata=declare(*axes, decays=True, shared=shared),
+                         bias_metadata=declare(axes[1], decays=False, shared=shared))
 
-    def __call__(self, x: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return project(x, *self.parameters)
+    def __call__(self, x: Array, onto_BTF: Array | None = None) -> Array:
+        return project(x, *self.parameters, onto_BTF=onto_BTF)
 
     @property
     def parameters(self) -> tuple[Array, Array]:
@@ -39,11 +43,11 @@ class Linear(nnx.Linear):
         return self.kernel[...], self.bias[...]
 
 
-def project_with(linears: Sequence[Linear], x: Array, *, norm: Norm | None = None,
-                 activation: Callable[[Array], Array] | None = None, onto_BTF: Array | None = None) -> list[Array]:
+def project_with(linears: Sequence[Linear], x_BTE: Array, *, norm: Norm | None = None,
+                 activation: Callable[[Array], Array] | None = None) -> tuple[Array, list[Array]]:
     """:func:`project_each` with the weights and biases of these."""
     parameters = [linear.parameters for linear in linears]
-    return project_each(x, *zip(*parameters, strict=True), norm=norm, activation=activation, onto_BTF=onto_BTF)
+    return project_each(x_BTE, *zip(*parameters, strict=True), norm=norm, activation=activation)
 
 
 class SelfAttention(nnx.Module):
@@ -82,10 +86,9 @@ class SelfAttention(nnx.Module):
     def __init__(self, config: Any, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         self.config = config
         self.heads, self.head_width, self.width, self.max_length = heads, head_width, width, max_length
-        self.query = Linear(width, heads * head_width, rngs=rngs)
-        self.key = Linear(width, heads * head_width, rngs=rngs)
-        self.value = Linear(width, heads * head_width, rngs=rngs)
-        self.output = Linear(heads * head_width, width, rngs=rngs)
+        self.query, self.key, self.value = (
+            Linear(width, heads * head_width, axes=("width", "heads"), shared=True, rngs=rngs) for _ in range(3))
+        self.output = Linear(heads * head_width, width, axes=("heads", "width"), shared=True, rngs=rngs)
 
     def packs(self, causal: bool) -> bool:
         """Whether segments can stand side by side in a row; where not, a row is one segment, and padding after it."""
@@ -122,60 +125,92 @@ class SelfAttention(nnx.Module):
         """
         return None
 
+    # A mode whose projections are others, or that has more to do than to mix, overrides these.
+
+    @property
+    def projections(self) -> Sequence[Linear]:
+        """What the layer's input is multiplied with for :meth:`queries_keys_values`."""
+        return self.query, self.key, self.value
+
+    def queries_keys_values(self, projected: Sequence[Array], *, x_BTE: Array,
+                            positions_BT: Array | None) -> tuple[Array, Array, Array]:
+        """q_BTHD, k_BTHD and v_BTHD, rotated where positions are given, of the :attr:`projections` of x."""
+        q_BTHD, k_BTHD, v_BTHD = map(self.split_heads, projected)
+        if positions_BT is not None:
+            q_BTHD, k_BTHD = rotate(q_BTHD, positions_BT), rotate(k_BTHD, positions_BT)
+        return q_BTHD, k_BTHD, v_BTHD
+
+    def attend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Any, *, x_BTE: Array, causal: bool,
+               positions_BT: Array | None, segment_ids_BT: Array | None,
+               lengths_B: Array | None) -> tuple[Array, Any]:
+        """y_BTHD and the cache: :meth:`mix` where there is no cache, else :meth:`extend`."""
+        if cache is None:
+            return self.mix(q_BTHD, k_BTHD, v_BTHD, x_BTE=x_BTE, causal=causal, segment_ids_BT=segment_ids_BT), None
+        return self.extend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, lengths_B=lengths_B)
+
     # The rest is shared.
 
     @property
     def own_parameters(self) -> int:
         """How many the mode has beside the projections that all share: :meth:`flops` counts what is done with them."""
-        shared = ("query", "key", "value", "output")
-        return sum(leaf.size for path, leaf in nnx.to_flat_state(nnx.state(self, nnx.Param)) if path[0] not in shared)
+        return own_parameters(self)
 
     @property
     def name(self) -> str:
         """The mode's name: that of its file."""
         return type(self).__module__.rpartition(".")[2]
 
-    def __call__(self, x_BTE: Float[Array, "B T E"], *, causal: bool = True,
-                 positions_BT: Int[Array, "B T"] | None = None,
-                 segment_ids_BT: Int[Array, "B T"] | None = None) -> Float[Array, "B T E"]:
-        """Attention over a whole sequence; queries and keys are rotated where ``positions_BT`` is given.
+    def forward(self, x_BTE: Float[Array, "B T E"], cache: Any = None, *, norm: Norm | None = None,
+                onto_BTE: Float[Array, "B T E"] | None = None, causal: bool = True,
+                positions_BT: Int[Array, "B T"] | None = None, segment_ids_BT: Int[Array, "B T"] | None = None,
+                lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"], Any]:
+        """Attention over whole sequences or, with a cache, over T more tokens of sequences whose past is in it.
+
+        LayerNorm and residual sum are made here, so that one token takes few launches on a GPU.
+
+        Args:
+            x_BTE: the tokens.
+            cache: as :meth:`init_cache` or an earlier call returned it; None: there is no past.
+            norm: LayerNorm of x; None: none.
+            onto_BTE: what the result is added to; None: nothing.
+            causal: a token sees no later one. With a cache it never does.
+            positions_BT: queries and keys are rotated by them; None: they are not.
+            segment_ids_BT: of whole sequences; None: each row is one segment.
+            lengths_B: with a cache, how many of the new tokens of each row enter it; None: all.
+
+        Returns:
+            The result, and the cache with the new tokens, or None.
 
         Raises:
-            NotImplementedError: a mask that the mode cannot do.
+            NotImplementedError: a mask, a cache or a row of several segments that the mode cannot do.
         """
         if not (self.causal if causal else self.bidirectional):
             raise NotImplementedError(f"attention mode {self.name!r} "
                                       + ("sees the whole sequence and cannot be causal" if causal else
                                          "sees the past only and cannot look in both directions"))
-        q_BTHD, k_BTHD, v_BTHD = self.project(x_BTE, positions_BT)
-        y_BTHD = self.mix(q_BTHD, k_BTHD, v_BTHD, x_BTE=x_BTE, causal=causal, segment_ids_BT=segment_ids_BT)
-        return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1))
+        if segment_ids_BT is not None and not self.packs(causal):
+            self._check_segments(segment_ids_BT)
+        x_BTE, projected = project_with(self.projections, x_BTE, norm=norm)
+        q_BTHD, k_BTHD, v_BTHD = self.queries_keys_values(projected, x_BTE=x_BTE, positions_BT=positions_BT)
+        y_BTHD, cache = self.attend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, causal=causal,
+                                    positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
+        return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1), onto_BTE), cache
 
-    def decode(self, x_BTE: Float[Array, "B T E"], cache: Any, *, norm: Norm | None = None,
-               onto_BTE: Float[Array, "B T E"] | None = None, positions_BT: Int[Array, "B T"] | None = None,
-               lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"], Any]:
-        """T more tokens of sequences whose past is in ``cache``: of norm(x), added to ``onto``, where these are given.
+    def split_heads(self, x_BTF: Array) -> Array:
+        """x_BTHD of what a projection gives."""
+        return x_BTF.reshape(*x_BTF.shape[:2], self.heads, self.head_width)
 
-        Block and attention are not told apart here, so that one token takes few launches on a GPU.
+    def _check_segments(self, segment_ids_BT: Array) -> None:
+        """Raises where a row is not one segment and padding after it.
+
+        Inside ``jax.jit`` ids that are arguments are not known, and the rule is the caller's to keep.
         """
-        if type(self).project is SelfAttention.project:
-            q_BTHD, k_BTHD, v_BTHD = self._heads_of(
-                project_with((self.query, self.key, self.value), x_BTE, norm=norm), positions_BT)
-        else:
-            q_BTHD, k_BTHD, v_BTHD = self.project(normed(x_BTE, norm), positions_BT)
-        y_BTHD, cache = self.extend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=normed(x_BTE, norm), lengths_B=lengths_B)
-        y_BTF = y_BTHD.reshape(*x_BTE.shape[:2], -1)
-        return project_with([self.output], y_BTF, onto_BTF=onto_BTE)[0], cache
-
-    def project(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array, Array]:
-        """q_BTHD, k_BTHD and v_BTHD, rotated where positions are given."""
-        return self._heads_of([linear(x_BTE) for linear in (self.query, self.key, self.value)], positions_BT)
-
-    def _heads_of(self, projected: Sequence[Array], positions_BT: Array | None) -> tuple[Array, Array, Array]:
-        q_BTHD, k_BTHD, v_BTHD = (y_BTF.reshape(*y_BTF.shape[:2], self.heads, self.head_width) for y_BTF in projected)
-        if positions_BT is not None:
-            q_BTHD, k_BTHD = rotate(q_BTHD, positions_BT), rotate(k_BTHD, positions_BT)
-        return q_BTHD, k_BTHD, v_BTHD
+        if isinstance(segment_ids_BT, Tracer):
+            return
+        ids_BT = np.asarray(segment_ids_BT)
+        if np.any((ids_BT[:, 1:] != ids_BT[:, :-1]) & (ids_BT[:, 1:] >= 0)):
+            raise NotImplementedError(f"attention mode {self.name!r} cannot keep the segments of a row apart; expected "
+                                      "one in each row, and padding after it")
 
 
 def rotate(x_BTHD: Float[Array, "B T H D"], positions_BT: Int[Array, "B T"]) -> Float[Array, "B T H D"]:

@@ -30,7 +30,6 @@ from jaxtyping import Array, Bool, Float
 
 from kernels.grouped_attention import blocks_of, tag_blocks_of, tokens_of
 from kernels.segments import HIDDEN
-from models.attention.one_segment import valid_tokens
 from models.attention.self_attention import Linear, SelfAttention
 from support.errors import ConfigError
 
@@ -67,7 +66,7 @@ class Attention(SelfAttention):
 
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
-        self.sort = Linear(width, heads * -(-max_length // config.block_size), rngs=rngs)
+        self.sort = Linear(width, heads * -(-max_length // config.block_size), axes=("width", None), rngs=rngs)
 
     def packs(self, causal: bool) -> bool:
         """A block may lie in two segments."""
@@ -80,7 +79,7 @@ class Attention(SelfAttention):
             raise ConfigError(f"attention mode 'sinkhorn' sorts the blocks of {self.max_length} tokens and was given "
                               f"{T}; expected model.context to be that of the longest sequence")
         dtype = jnp.promote_types(jnp.float32, x_BTE.dtype)
-        valid_BT = jnp.ones((B, T), bool) if segment_ids_BT is None else valid_tokens(segment_ids_BT, self.name)
+        valid_BT = jnp.ones((B, T), bool) if segment_ids_BT is None else segment_ids_BT >= 0
         valid_BT11 = valid_BT[:, :, None, None]
         x_BNSE = blocks_of(jnp.where(valid_BT11, x_BTE[:, :, None], 0), size)[:, 0]
         q_BHNSD = blocks_of(q_BTHD, size)

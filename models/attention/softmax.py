@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jax import Array
 
 from kernels.softmax_attention import CACHE_BLOCK, cached_attention, pick_implementation, softmax_attention
-from models.attention.key_value_cache import KeyValues
+from models.attention.key_value_cache import KeyValueCache
 from models.attention.self_attention import SelfAttention
 
 
@@ -34,12 +34,12 @@ class Attention(SelfAttention):
         return softmax_attention(q_BTHD, k_BTHD, v_BTHD, causal=causal, segment_ids_BT=segment_ids_BT,
                                  implementation=self.config.form)
 
-    def init_cache(self, batch: int, max_length: int, dtype: Any) -> KeyValues:
+    def init_cache(self, batch: int, max_length: int, dtype: Any) -> KeyValueCache:
         room = max_length if max_length <= CACHE_BLOCK else -(-max_length // CACHE_BLOCK) * CACHE_BLOCK
-        return KeyValues.empty(batch, self.heads, room, self.head_width, dtype)
+        return KeyValueCache.empty(batch, self.heads, room, self.head_width, dtype)
 
-    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: KeyValues, *, x_BTE: Array,
-               lengths_B: Array | None = None) -> tuple[Array, KeyValues]:
+    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: KeyValueCache, *, x_BTE: Array,
+               lengths_B: Array | None = None) -> tuple[Array, KeyValueCache]:
         extended = cache.append(k_BTHD, v_BTHD, lengths_B)
         return cached_attention(q_BTHD, extended.k_BHSD, extended.v_BHSD, cache.filled_B), extended
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from kernels.grouped_attention import blocks_of, combine, grouped_attention, tag_blocks_of, tokens_of
-from models.attention.one_segment import valid_tokens
 from models.attention.self_attention import SelfAttention
 from support.errors import ConfigError
 
@@ -75,7 +74,7 @@ class Attention(SelfAttention):
         B, T = q_BTHD.shape[:2]
         positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
         if segment_ids_BT is not None:
-            positions_BT = jnp.where(valid_tokens(segment_ids_BT, self.name), positions_BT, -1)
+            positions_BT = jnp.where(segment_ids_BT >= 0, positions_BT, -1)
         positions_B1NT = tag_blocks_of(positions_BT, b, fill=-1)
         q_BHNTD, k_BHNSD, v_BHNSD = (blocks_of(x, b) for x in (q_BTHD, k_BTHD, v_BTHD))
 

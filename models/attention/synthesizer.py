@@ -16,6 +16,7 @@ The default is the kind of Long Range Arena's row, random; its released code how
 and keys, and leaves out of its text task the factorised kind with k = 32 that the configs ask for.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -25,8 +26,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.segments import HIDDEN, positions_of, runs_of, visible
-from models.attention.key_value_cache import KeyValues
-from models.attention.self_attention import SelfAttention
+from models.attention.key_value_cache import KeyValueCache
+from models.attention.self_attention import Linear, SelfAttention
+from models.parameters import Axis, declare
 from support.errors import ConfigError
 
 Kind = Literal["random", "factorised", "dense"]
@@ -60,33 +62,35 @@ class Attention(SelfAttention):
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
 
-        def normal(*shape: int, deviation: float) -> nnx.Param:
-            return nnx.Param(nnx.initializers.normal(deviation)(rngs.params(), shape))
+        def normal(width: int, deviation: float, axis: Axis = None) -> nnx.Param:
+            numbers = nnx.initializers.normal(deviation)(rngs.params(), (heads, max_length, width))
+            return nnx.Param(numbers, **declare("heads", "positions", axis, decays=True))
 
-        H, L, K = heads, max_length, config.k
         del self.key
         if config.kind == "dense":
-            self.scores_HLD = normal(H, L, head_width, deviation=head_width**-0.5)
-            self.bias_HL = nnx.Param(jnp.zeros((H, L)))
+            self.scores_HLD = normal(head_width, head_width**-0.5)
+            self.bias_HL = nnx.Param(jnp.zeros((heads, max_length)), **declare("heads", "positions", decays=False))
             return
         del self.query
         if config.kind == "factorised":
-            self.rows_HLK, self.columns_HLK = (normal(H, L, K, deviation=K**-0.25) for _ in range(2))
+            self.rows_HLK, self.columns_HLK = (normal(config.k, config.k**-0.25) for _ in range(2))
         else:
-            self.scores_HLL = normal(H, L, L, deviation=1.0)
+            self.scores_HLL = normal(max_length, 1.0, "positions")
 
     def packs(self, causal: bool) -> bool:
         """Causal rows look their scores up by the positions within a segment; encoders are spared the look-up."""
         return causal
 
-    def project(self, x_BTE: Array, positions_BT: Array | None) -> tuple[Array, Array, Array]:
+    @property
+    def projections(self) -> Sequence[Linear]:
+        return (self.query, self.value) if self.config.kind == "dense" else (self.value,)
+
+    def queries_keys_values(self, projected: Sequence[Array], *, x_BTE: Array,
+                            positions_BT: Array | None) -> tuple[Array, Array, Array]:
         """The hidden layer of ``dense`` for queries, or vectors of no width; keys of no width; and the values."""
-        B, T = x_BTE.shape[:2]
-        v_BTHD = self.value(x_BTE).reshape(B, T, self.heads, self.head_width)
+        *hidden, v_BTHD = map(self.split_heads, projected)
         nothing_BTHD = v_BTHD[..., :0]
-        if self.config.kind != "dense":
-            return nothing_BTHD, nothing_BTHD, v_BTHD
-        return jax.nn.relu(self.query(x_BTE)).reshape(v_BTHD.shape), nothing_BTHD, v_BTHD
+        return jax.nn.relu(hidden[0]) if hidden else nothing_BTHD, nothing_BTHD, v_BTHD
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
@@ -104,12 +108,12 @@ class Attention(SelfAttention):
         y_BTHD = _attend(self._scores(q_BTHD, positions_BT, positions_BT, T), seen_BTS, v_BTHD.swapaxes(1, 2))
         return jnp.where((runs_BT >= 0)[:, :, None, None], y_BTHD, 0)
 
-    def init_cache(self, batch: int, max_length: int, dtype: Any) -> KeyValues:
-        cache = KeyValues.empty(batch, self.heads, max_length, self.head_width, dtype)
+    def init_cache(self, batch: int, max_length: int, dtype: Any) -> KeyValueCache:
+        cache = KeyValueCache.empty(batch, self.heads, max_length, self.head_width, dtype)
         return cache._replace(k_BHSD=cache.k_BHSD[..., :0])
 
-    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: KeyValues, *, x_BTE: Array,
-               lengths_B: Array | None = None) -> tuple[Array, KeyValues]:
+    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: KeyValueCache, *, x_BTE: Array,
+               lengths_B: Array | None = None) -> tuple[Array, KeyValueCache]:
         extended = cache.append(k_BTHD, v_BTHD, lengths_B)
         v_BHSD = extended.v_BHSD[:, :, :self.max_length]
         S = v_BHSD.shape[2]

@@ -1,16 +1,19 @@
 """The benchmark of sampling prints and writes what it promises, at positions that it reads no text for."""
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 from benchmarks import report, sampling
 from configs.schema import ModelConfig
-from models.gpt import GPT
+from models.gpt import GPT, resolve_config
 from sampling.sampler import TOKENS_PER_CALL
+from support.errors import ConfigError
 from tests import tiny
 
 TINY = ["--width", "16", "--layers", "1", "--heads", "2", "--repeats", "3", "--dtype", "float32"]
@@ -61,7 +64,7 @@ def test_the_host_is_what_a_call_takes_beside_its_steps(monkeypatch):
 @pytest.mark.parametrize("mode", ["softmax", "chunked"])
 def test_nothing_is_compiled_while_tokens_are_drawn_one_by_one(mode, monkeypatch):
     config = ModelConfig(layers=1, heads=2, width=16, positions="none", dtype="float32", attention=(mode,))
-    sampler = sampling.Sampler(GPT(config, 11, rngs=nnx.Rngs(0)))
+    sampler = sampling.Sampler(GPT(resolve_config(config), 11, rngs=nnx.Rngs(0)))
     compiled = []
 
     def timed(sampler, prompt_T, tokens):
@@ -106,7 +109,7 @@ def test_the_peer_is_timed_at_the_same_sizes_or_a_row_with_the_reason(tmp_path, 
 def test_bytes_are_those_of_parameters_and_of_what_is_kept():
     for dtype, mode, kept in (("float32", "softmax", 2 * 4 * 100 * 16), ("float32", "linear", 4 * 2 * (8 * 8 + 8))):
         config = ModelConfig(layers=2, heads=2, width=16, context=32, positions="none", dtype=dtype, attention=(mode,))
-        model = nnx.eval_shape(lambda config=config: GPT(config, 11, rngs=nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda config=config: GPT(resolve_config(config), 11, rngs=nnx.Rngs(0)))
         parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
         assert sampling.bytes_read(model, 100, 3) == parameters * jnp.dtype(dtype).itemsize + 3 * 2 * kept
 
@@ -159,7 +162,7 @@ def test_each_group_of_positions_is_kept_when_it_is_there(monkeypatch):
     monkeypatch.setattr(sampling, "TOGETHER_BYTES", 0)
     monkeypatch.setattr(report, "time_by_turns", lambda cases, *_, **__: {case: [1.0] for case in cases})
     config = ModelConfig(layers=1, heads=2, width=16, positions="none", dtype="float32", attention=("chunked",))
-    sampler = sampling.Sampler(GPT(config, 11, rngs=nnx.Rngs(0)))
+    sampler = sampling.Sampler(GPT(resolve_config(config), 11, rngs=nnx.Rngs(0)))
     kept = []
     rows = sampling.measure({"chunked": sampler}, [8, 16], 1, 1, keep=lambda rows: kept.append(len(rows)))
     assert kept == [1, 2]
@@ -177,3 +180,36 @@ def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, monkeypatch,
     monkeypatch.chdir(tmp_path)
     assert sampling.main([*TINY, *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def make_sampler(**fields: Any) -> sampling.Sampler:
+    """With a mode of every kind of state."""
+    config = resolve_config(ModelConfig(**{"layers": 3, "heads": 2, "width": 16, "context": 32, "positions": "none",
+                                           "dtype": "float32", "attention": ("chunked", "local", "softmax")} | fields))
+    return sampling.Sampler(GPT(config, 11, rngs=nnx.Rngs(0)))
+
+
+def test_a_continuation_needs_no_prompt():
+    draw_tokens = sampling.continuation(make_sampler(), 5000, calls=3, samples=2)
+    drawn = [np.asarray(draw_tokens()) for _ in range(3)]
+    assert [tokens_BT.shape for tokens_BT in drawn] == [(2, TOKENS_PER_CALL)] * 3
+    assert all((tokens_BT >= 0).all() and (tokens_BT < 11).all() for tokens_BT in drawn)
+    assert (drawn[0] != drawn[1]).any()
+
+
+@pytest.mark.thorough
+def test_a_continuation_comes_back_to_its_position(monkeypatch):
+    """Or what is measured at a position would be the time at those after it."""
+    sampler, positions = make_sampler(), []
+    decode = sampler._decode
+    monkeypatch.setattr(sampler, "_decode", lambda leaves, memory, *rest: (
+        positions.append(memory.cache.position_B.tolist()), decode(leaves, memory, *rest))[1])
+    draw_tokens = sampling.continuation(sampler, 5000, calls=2, samples=2)
+    drawn = [draw_tokens() for _ in range(5)]
+    assert positions == [[place] * 2 for place in (5000, 5000 + TOKENS_PER_CALL) * 2 + (5000,)]
+    assert all(tokens_BT.shape == (2, TOKENS_PER_CALL) for tokens_BT in drawn)
+
+
+def test_a_continuation_beyond_the_learned_positions_is_refused():
+    with pytest.raises(ConfigError, match="64 tokens are more than the 32 that the model has positions"):
+        sampling.continuation(make_sampler(positions="learned"), 32, calls=1)

@@ -135,7 +135,13 @@ def test_a_token_is_drawn_and_a_wrong_one_is_found(dtype, monkeypatch):
         row = suite.token_row(dtype)
         assert row["wrong"] == []
         assert 0 < row["errors"]["logits"] <= row["bound"]
-        monkeypatch.setattr(suite.GPT, "next_logits", lambda self, x_BTE: self.logits(x_BTE))  # without the last norm
+        forward = suite.GPT.forward
+
+        def wrong_with_a_cache(self, tokens_BT, cache=None, **options):
+            x_BTE, extended = forward(self, tokens_BT, cache, **options)
+            return x_BTE if cache is None else -x_BTE, extended
+
+        monkeypatch.setattr(suite.GPT, "forward", wrong_with_a_cache)
         (wrong,) = suite.token_row(dtype)["wrong"]
     assert wrong.startswith("logits: ")
 

@@ -12,9 +12,9 @@ import pytest
 
 from configs.schema import EncoderConfig, LraConfig, OptimizerConfig, TaskConfig, TrainConfig
 from lra.classification import Classification, order, take
-from models.encoder import check
+from models.encoder import resolve_config
 from tests.lra import fake
-from training.optimizer import make_optimizer
+from training.optimizer import decay_mask, make_optimizer
 from training.sharding import batch_sharding, make_mesh
 from training.step import build
 
@@ -29,10 +29,15 @@ def settings():
 
 
 def config(*, dropout: float = 0.0, towers: int = 1, **train: Any) -> LraConfig:
-    model = check(EncoderConfig(layers=1, heads=2, width=8, mlp_width=8, context=CONTEXT, dtype="float32",
-                                pooling="mean", dropout=dropout, towers=towers, attention=("softmax",)))
+    model = resolve_config(EncoderConfig(
+        layers=1, heads=2, width=8, mlp_width=8, context=CONTEXT, dtype="float32", pooling="mean", dropout=dropout,
+        towers=towers, attention=("softmax",)))
     return LraConfig(model=model, data=TaskConfig(task="fake"), optimizer=OptimizerConfig(weight_decay=0.0),
                      train=TrainConfig(batch_size=8, **train))
+
+
+def optimizer(objective: Classification) -> Any:
+    return make_optimizer(OptimizerConfig(), decay_mask(objective.model))
 
 
 def sharding(config: LraConfig) -> Any:
@@ -43,16 +48,16 @@ def sharding(config: LraConfig) -> Any:
 def initial(towers: int = 1) -> Any:
     """What dropout and the like do not change."""
     objective = Classification(config(towers=towers), fake.dataset(towers))
-    return jax.jit(lambda: objective.initial(make_optimizer(OptimizerConfig())))()
+    return jax.jit(lambda: objective.initial(optimizer(objective)))()
 
 
 @functools.cache
 def after_one_update(**given: Any) -> tuple[float, float]:
     """Loss and gradient norm of the first."""
-    objective, transform = Classification(config(**given), fake.dataset()), make_optimizer(OptimizerConfig())
+    objective = Classification(config(**given), fake.dataset())
     state = initial()
     with objective.batches(start=0, sharding=sharding(config())) as batches:
-        metrics = jax.jit(objective.update(transform))(state, next(batches), jnp.float32(0.01))[1]
+        metrics = jax.jit(objective.update(optimizer(objective)))(state, next(batches), jnp.float32(0.01))[1]
     return float(metrics.loss), float(metrics.gradient_norm)
 
 
@@ -96,7 +101,7 @@ def test_evaluation_is_of_the_whole_val_split_without_dropout(towers):
     state = initial(towers)
     val = dataset.splits["val"]
     valid = tuple(jnp.arange(fake.LENGTH)[None] < lengths_N[:, None] for lengths_N in val.lengths)
-    logits = jax.jit(lambda state, tokens, valid: build(objective.graph, state.parameters, state.variables)(
+    logits = jax.jit(lambda state, tokens, valid: build(objective.model, state.parameters, state.variables).forward(
         *tokens, valid_BT=valid))(state, tuple(jnp.asarray(x, jnp.int32) for x in val.tokens), valid)
     expected = optax.softmax_cross_entropy_with_integer_labels(logits, val.labels).mean()
     found = objective.evaluator(sharding(given))(state)

@@ -58,7 +58,7 @@ def test_linear_and_performer_need_under_a_ninth_of_materialised_softmax():
 
 
 def test_every_row_of_the_table_is_a_classifier():
-    for row in efficiency.ROWS:
+    for row in efficiency.table_rows():
         config = Case(row, 100).config()
         assert config.attention == (row.partition(":")[0],)
     assert Case("performer", 100).config().modes["performer"].features == 64

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,10 @@ from jax.test_util import check_grads
 from kernels.layer_norm import Norm, normed
 from models import attention
 from models.attention.self_attention import SelfAttention
+from models.parameters import Axis, declarations
 
 ROOT = Path(__file__).parents[2]
 MODES = sorted(attention.modes())
-PARAMETER_FREE = ["bigbird", "chunked", "linear", "local", "performer", "softmax", "sparse"]
 B, H, D, E = 2, 2, 4, 8
 T, ROOM = 150, 320  # more than two chunks of 64
 
@@ -48,7 +49,7 @@ def run(module: SelfAttention):
 
 @jax.jit(static_argnames=("graph", "causal"))  # once for all tests that build the same
 def _layer(graph, state, x_BTE, segment_ids_BT, causal):
-    return nnx.merge(graph, state)(x_BTE, causal=causal, segment_ids_BT=segment_ids_BT)
+    return nnx.merge(graph, state).forward(x_BTE, causal=causal, segment_ids_BT=segment_ids_BT)[0]
 
 
 def run_decode(module: SelfAttention):
@@ -58,7 +59,7 @@ def run_decode(module: SelfAttention):
 
 @jax.jit(static_argnames="graph")
 def _decode(graph, state, x_BTE, cache, lengths_B):
-    return nnx.merge(graph, state).decode(x_BTE, cache, lengths_B=lengths_B)
+    return nnx.merge(graph, state).forward(x_BTE, cache, lengths_B=lengths_B)
 
 
 def whole(module: SelfAttention):
@@ -96,7 +97,7 @@ def masks(module: SelfAttention) -> list[bool]:
 
 
 def test_the_modes_are_found_and_helpers_are_not():
-    assert set(PARAMETER_FREE) <= set(MODES)
+    assert {"bigbird", "chunked", "linear", "local", "performer", "softmax", "sparse"} <= set(MODES)
     assert not {"self_attention", "feature_maps", "__init__"} & set(MODES)
 
 
@@ -161,7 +162,7 @@ def test_a_mask_that_a_mode_cannot_do_is_refused(mode):
     module = build(mode)
     for causal in {True, False} - set(masks(module)):
         with pytest.raises(NotImplementedError, match=f"attention mode '{mode}'"):
-            module(make_x(), causal=causal)
+            module.forward(make_x(), causal=causal)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -169,7 +170,7 @@ def test_extending_in_pieces_is_the_whole(mode):
     """As a block has it: of a LayerNorm, and added to what was there."""
     module = decoder(mode)
     norm = Norm(20 + jnp.arange(E, dtype=jnp.float32), jnp.arange(E, dtype=jnp.float32), 1e-5, jnp.float32)
-    extend = jax.jit(lambda x, cache: module.decode(x, cache, norm=norm, onto_BTE=x / 100))
+    extend = jax.jit(lambda x, cache: module.forward(x, cache, norm=norm, onto_BTE=x / 100))
     x = make_x()
     cache, pieces = module.init_cache(B, ROOM, jnp.float32), []
     buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache) if leaf.size]
@@ -222,12 +223,13 @@ def test_segments_are_separate_sequences(mode):
             assert_close(packed[:, start:end], layer(x[:, start:end], causal=causal))
 
 
-@pytest.mark.parametrize("mode", ["bigbird", "linformer", "sinkhorn", "sparse"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ids", [[0, 0, 1, -1], [-1, 0, 0, 0]])
 def test_rows_that_are_not_one_segment_are_refused_where_ids_are_known(mode, ids):
     module, x = build(mode), make_x(4)
-    with pytest.raises(NotImplementedError, match=f"attention mode '{mode}' cannot keep the segments of a row apart"):
-        module(x, causal=False, segment_ids_BT=jnp.array([[0, 0, 0, -1], ids], jnp.int32))
+    for causal in itertools.filterfalse(module.packs, masks(module)):
+        with pytest.raises(NotImplementedError, match=f"'{mode}' cannot keep the segments of a row apart"):
+            module.forward(x, causal=causal, segment_ids_BT=jnp.array([[0, 0, 0, -1], ids], jnp.int32))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -242,8 +244,8 @@ def test_gradients_are_the_slopes(mode):
         if not module.packs(module.causal):
             segments = jnp.where(jnp.arange(70) < 60, 0, -1)
         segment_ids = segments[None].repeat(B, axis=0)
-        layer = jax.jit(lambda parameters, x: nnx.merge(graph, parameters, rest)(
-            x, causal=module.causal, segment_ids_BT=segment_ids.astype(jnp.int32)))
+        layer = jax.jit(lambda parameters, x: nnx.merge(graph, parameters, rest).forward(
+            x, causal=module.causal, segment_ids_BT=segment_ids.astype(jnp.int32))[0])
         # Steps small beside initial parameters of 0.02, which inputs of 20 amplify; the tolerance is check_grads' own.
         check_grads(layer, (parameters, x), order=1, modes=["rev"], eps=1e-6)
 
@@ -260,7 +262,7 @@ def test_gradients_in_bfloat16_are_those_in_float32(mode):
     @jax.jit
     def gradients(parameters, x_BTE):
         def total(parameters):
-            y_BTE = nnx.merge(graph, parameters, rest)(x_BTE, causal=module.causal, segment_ids_BT=segments)
+            y_BTE, _ = nnx.merge(graph, parameters, rest).forward(x_BTE, causal=module.causal, segment_ids_BT=segments)
             signs = jnp.sign(jnp.sin(1 + jnp.arange(y_BTE.size))).reshape(y_BTE.shape)
             return jnp.sum(y_BTE.astype(jnp.float32) * signs)
 
@@ -303,19 +305,32 @@ def test_flops_are_counted(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_shared_parameters_start_equal(mode):
-    """The projections, from one seed; modes without parameters of their own have nothing but these."""
+    """The projections, from one seed; all others are declared to be the mode's own."""
     base = SelfAttention(None, heads=H, head_width=D, width=E, max_length=ROOM, rngs=nnx.Rngs(3))
-    expected, actual = (dict(nnx.to_flat_state(nnx.state(module, nnx.Param))) for module in (base, build(mode)))
-    if mode in PARAMETER_FREE:
-        assert actual.keys() == expected.keys()
+    module = build(mode)
+    expected, actual = (dict(nnx.to_flat_state(nnx.state(layer, nnx.Param))) for layer in (base, module))
+    assert module.own_parameters == sum(actual[path].size for path in actual.keys() - expected.keys())
     for path in expected.keys() & actual.keys():
         np.testing.assert_array_equal(actual[path][...], expected[path][...])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_parameter_declares_its_axes_and_whether_it_decays(mode):
+    """Which sharding and the optimizer go by: a parameter that does not is named, with what was expected."""
+    module = build(mode)
+    known = set(get_args(get_args(Axis)[0]))
+    for declared in jax.tree.leaves(declarations(module)):
+        assert set(declared.axes) - {None} <= known
+        assert type(declared.decays) is bool
+    module.forgotten_HD = nnx.Param(jnp.zeros((H, D)))
+    with pytest.raises(ValueError, match=r"the parameter forgotten_HD of shape \(2, 4\) declares nothing; expected"):
+        declarations(module)
 
 
 def test_a_mode_without_a_cached_decode_refuses_by_name():
     module = SelfAttention(None, heads=H, head_width=D, width=E, max_length=ROOM, rngs=nnx.Rngs(0))
     x = make_x(1)
-    for call in (lambda: module.init_cache(1, 8, jnp.float32), lambda: module.decode(x, None),
+    for call in (lambda: module.init_cache(1, 8, jnp.float32), lambda: module.forward(x, ()),
                  lambda: module.state_bytes(8)):
         with pytest.raises(NotImplementedError, match="attention mode 'self_attention' has no cached decode"):
             call()
@@ -353,12 +368,12 @@ import jax.numpy as jnp
 from flax import nnx
 from configs.schema import ModelConfig
 from models import attention
-from models.gpt import GPT
+from models.gpt import GPT, resolve_config
 
 assert "running_mean" in attention.modes() and "helper" not in attention.modes(), attention.modes()
 config = ModelConfig(layers=2, heads=2, width=8, context=8, attention=("running_mean", "softmax"), dtype="float32",
                      modes={"running_mean": {"scale": 2.0}})
-model = GPT(config, 11, rngs=nnx.Rngs(0))
+model = GPT(resolve_config(config), 11, rngs=nnx.Rngs(0))
 assert model.blocks[0].attention.config.scale == 2.0
 assert model(jnp.zeros((1, 8), jnp.int32)).shape == (1, 8, 11)
 """
@@ -366,7 +381,7 @@ assert model(jnp.zeros((1, 8), jnp.int32)).shape == (1, 8, 11)
 
 @pytest.mark.thorough
 def test_a_file_dropped_into_the_folder_is_a_mode(tmp_path):
-    for package in ("configs", "kernels", "models"):
+    for package in ("configs", "kernels", "models", "support"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "models" / "attention" / "running_mean.py").write_text(NEW_MODE)
     (tmp_path / "models" / "attention" / "helper.py").write_text("Config = None\n")

@@ -13,7 +13,7 @@ from flax import nnx
 from configs.schema import ModelConfig
 from models import attention
 from models.attention.self_attention import Linear
-from models.gpt import GPT, check
+from models.gpt import GPT, resolve_config
 from support.errors import ConfigError
 
 VOCABULARY = 31
@@ -22,7 +22,7 @@ TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, TINY.context)).ast
 
 
 def build(seed: int = 0, **changes) -> GPT:
-    return GPT(dataclasses.replace(TINY, **changes), VOCABULARY, rngs=nnx.Rngs(seed))
+    return GPT(resolve_config(dataclasses.replace(TINY, **changes)), VOCABULARY, rngs=nnx.Rngs(seed))
 
 
 def sharpened(model: GPT) -> GPT:
@@ -54,7 +54,7 @@ def assert_close(actual, expected, tolerance: float) -> None:
     (12, 12, 768, 124_439_808), (24, 16, 1024, 354_823_168), (36, 20, 1280, 774_030_080),
     (48, 25, 1600, 1_557_611_200)])
 def test_parameter_counts_are_the_published_ones(layers, heads, width, count):
-    config = ModelConfig(layers=layers, heads=heads, width=width, context=1024, dtype="float32")
+    config = resolve_config(ModelConfig(layers=layers, heads=heads, width=width, context=1024, dtype="float32"))
     model = nnx.eval_shape(lambda: GPT(config, 50257, rngs=nnx.Rngs(0)))
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) == count
 
@@ -90,7 +90,8 @@ def test_the_forward_pass_is_gpt2():
 
 
 def test_initial_parameters_are_those_of_gpt2():
-    config = ModelConfig(layers=3, heads=4, width=128, context=64, dtype="float32", attention=("chunked",))
+    config = resolve_config(ModelConfig(layers=3, heads=4, width=128, context=64, dtype="float32",
+                                        attention=("chunked",)))
     residual = 0.02 / math.sqrt(2 * config.layers)
     for path, value in parameters_of(GPT(config, 500, rngs=nnx.Rngs(1))).items():
         if path[-1] == "scale":
@@ -146,15 +147,16 @@ def test_decoding_is_the_forward_pass(positions):
     @jax.jit
     def decode(state, tokens_BT):
         model = nnx.merge(graph, state)
-        x_BTE, cache = model.extend(tokens_BT[:, :20], model.init_cache(2, TINY.context), jnp.asarray(prompt_B))
+        x_BTE, cache = model.forward(tokens_BT[:, :20], model.init_cache(2, TINY.context),
+                                     lengths_B=jnp.asarray(prompt_B))
 
         def step(cache, _):
             next_B1 = jnp.take_along_axis(tokens_BT, cache.position_B[:, None], axis=1)
-            x_B1E, cache = model.extend(next_B1, cache)
-            return cache, model.next_logits(x_B1E)[:, 0]
+            x_B1E, cache = model.forward(next_B1, cache)
+            return cache, model.logits(x_B1E)[:, 0]
 
         cache, logits_TBV = jax.lax.scan(step, cache, None, length=steps)
-        return model.next_logits(x_BTE), logits_TBV.swapaxes(0, 1), cache.position_B
+        return model.logits(x_BTE), logits_TBV.swapaxes(0, 1), cache.position_B
 
     prefilled, decoded, position_B = decode(state, TOKENS)
     expected = logits_of(model)
@@ -178,7 +180,7 @@ def test_rotary_positions_are_relative():
     model = sharpened(build(positions="rotary"))
     graph, state = nnx.split(model.blocks[0].attention)
     x = jax.random.normal(jax.random.key(0), (2, 40, TINY.width))
-    layer = jax.jit(lambda state, positions: nnx.merge(graph, state)(x, positions_BT=positions))
+    layer = jax.jit(lambda state, positions: nnx.merge(graph, state).forward(x, positions_BT=positions)[0])
     positions = jnp.arange(40)[None].repeat(2, axis=0)
     assert_close(layer(state, positions + 100), layer(state, positions), 1e-5)
 
@@ -197,7 +199,9 @@ def test_recomputed_blocks_have_the_same_gradients():
 
     def gradient(remat):
         def loss(state):
-            return jnp.sum(jnp.sin(nnx.merge(graph, state).hidden(jnp.asarray(TOKENS), remat=remat)))
+            model = nnx.merge(graph, state)
+            x_BTE, _ = model.forward(jnp.asarray(TOKENS), remat=remat)
+            return jnp.sum(jnp.sin(model.head_operands(x_BTE)[0]))
 
         text = str(jax.make_jaxpr(jax.grad(loss))(state))
         assert ("remat" in text or "checkpoint" in text) == remat
@@ -222,11 +226,12 @@ def test_a_pattern_is_repeated_to_the_depth():
     assert [block.attention.name for block in model.blocks] == ["chunked", "chunked", "softmax", "chunked", "chunked"]
 
 
-def test_check_resolves_what_is_left_open():
+def test_what_is_left_open_is_resolved():
     modes = {"chunked": {"chunk_size": 8}}
-    config = check(dataclasses.replace(TINY, dtype="auto", attention=("chunked",), modes=modes))
+    config = resolve_config(dataclasses.replace(TINY, dtype="auto", attention=("chunked",), modes=modes))
     assert config.dtype in ("float32", "bfloat16")
     assert config.modes == {"chunked": attention.modes()["chunked"].Config(chunk_size=8)}
+    assert resolve_config(config) == config
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -12,7 +12,7 @@ from configs.schema import ModelConfig
 from models.attention import softmax
 from models.attention.longformer import Attention, Config
 from models.attention.self_attention import rotate
-from models.gpt import GPT
+from models.gpt import GPT, resolve_config
 from support.errors import ConfigError
 from train import check_packing
 
@@ -71,7 +71,8 @@ def dense(module: Attention, x: jax.Array, causal: bool, positions: Any, segment
     (7, 3, None, PADDED), (5, 0, POSITIONS, PACKED), (1, 1, None, SHORT), (4, 40, POSITIONS, SHORT)])
 def test_it_is_attention_to_the_window_and_the_global_tokens(window, global_tokens, positions, segment_ids, causal):
     module = build(window, global_tokens)
-    y = jax.jit(lambda: module(inputs(), causal=causal, positions_BT=positions, segment_ids_BT=segment_ids))()
+    y = jax.jit(lambda: module.forward(inputs(), causal=causal, positions_BT=positions,
+                                       segment_ids_BT=segment_ids)[0])()
     np.testing.assert_allclose(y, dense(module, inputs(), causal, positions, segment_ids), atol=1e-5)
 
 
@@ -84,8 +85,8 @@ def test_gradients_are_those_of_the_definition():
     def gradients(layer: Any) -> Any:
         return jax.vjp(lambda state, x: layer(nnx.merge(graph, state), x), state, inputs())[1](weights)
 
-    actual = jax.jit(lambda: gradients(lambda module, x: module(
-        x, causal=False, positions_BT=POSITIONS, segment_ids_BT=PADDED)))()
+    actual = jax.jit(lambda: gradients(lambda module, x: module.forward(
+        x, causal=False, positions_BT=POSITIONS, segment_ids_BT=PADDED)[0]))()
     expected = gradients(lambda module, x: dense(module, x, False, POSITIONS, PADDED))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
 
@@ -99,7 +100,7 @@ def test_decoding_in_pieces(window, global_tokens):
     graph, state = nnx.split(module)
     x = inputs()
     expected = dense(module, x, True, POSITIONS, None)
-    decode = jax.jit(lambda x, cache, positions, lengths: nnx.merge(graph, state).decode(
+    decode = jax.jit(lambda x, cache, positions, lengths: nnx.merge(graph, state).forward(
         x, cache, positions_BT=positions, lengths_B=lengths))
     cache, at = module.init_cache(B, T, jnp.float32), np.zeros(B, np.int32)
     for lengths in ([1, 0], [1, 2], [4, 8], [0, 1], [8, 1], [8, 8]):
@@ -116,7 +117,7 @@ def test_a_new_one_whose_window_holds_all_is_softmax():
     sizes: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": T}
     longformer, other = Attention(Config(), **sizes, rngs=nnx.Rngs(3)), softmax.Attention(
         softmax.Config(), **sizes, rngs=nnx.Rngs(3))
-    y, expected = jax.jit(lambda: (longformer(20 * inputs()), other(20 * inputs())))()
+    y, expected = jax.jit(lambda: [layer.forward(20 * inputs())[0] for layer in (longformer, other)])()
     np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
@@ -129,8 +130,8 @@ def test_rows_of_several_segments_and_global_tokens_exclude_each_other(global_to
 
 def test_packed_documents_are_refused_with_the_way_out():
     def model(**options: int) -> GPT:
-        config = ModelConfig(layers=1, heads=2, width=8, context=8, attention=("longformer",),
-                             modes={"longformer": options})
+        config = resolve_config(ModelConfig(layers=1, heads=2, width=8, context=8, attention=("longformer",),
+                                            modes={"longformer": options}))
         return nnx.eval_shape(lambda: GPT(config, 5, rngs=nnx.Rngs(0)))
 
     with pytest.raises(ConfigError, match=r"expected stream, or --model\.modes\.longformer\.global-tokens 0$"):
@@ -144,7 +145,7 @@ def test_memory_of_the_gradient_is_that_of_no_dense_mask(causal):
     graph, state = nnx.split(build(128, 2))
     tokens = 16_384
     x = jax.ShapeDtypeStruct((1, tokens, H * D), jnp.float32)
-    gradient = jax.grad(lambda state, x: nnx.merge(graph, state)(x, causal=causal).sum(), argnums=(0, 1))
+    gradient = jax.grad(lambda state, x: nnx.merge(graph, state).forward(x, causal=causal)[0].sum(), argnums=(0, 1))
     memory = jax.jit(gradient).lower(state, x).compile().memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < 64 * x.size * 4 < tokens**2

@@ -28,11 +28,11 @@ from models.attention.chunked import Config as ChunkedConfig
 from models.attention.performer import Attention
 from models.attention.performer import Config as PerformerConfig
 from models.attention.self_attention import SelfAttention
-from models.gpt import check
+from models.gpt import resolve_config
 from tests.lra import fake
-from training.optimizer import make_optimizer
+from training.optimizer import decay_mask, make_optimizer
 from training.sharding import batch_sharding, make_mesh
-from training.step import TrainState, build, initial_state, make_train_step, model_graph
+from training.step import TrainState, abstract_model, build, initial_state, make_train_step
 
 B, T, H, D = 2, 40, 2, 4
 SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_length": T}
@@ -112,13 +112,16 @@ BATCH = Batch(TOKENS_BT[:, :-1], TOKENS_BT[:, 1:])
 
 @functools.cache
 def training(seed: int = 0) -> tuple[Any, Any, Any]:
-    """The graph, an update and the initial state of two layers that are to have new directions every other update."""
-    model = check(ModelConfig(layers=2, heads=2, width=8, context=8, dtype="float32", attention=("performer",),
-                              modes={"performer": {"features": 8, "resample_every": 2}}))
-    config = Config(model=model, train=TrainConfig(batch_size=2, seed=seed))
-    graph, transform = model_graph(config, 11), make_optimizer(config.optimizer)
-    step = make_train_step(graph, config, transform)
-    return (graph, lambda state: step(state, BATCH, jnp.float32(0.01))[0],
+    """The abstract model, an update and the initial state of two layers that are to have new directions every other
+    update."""
+    resolved = resolve_config(ModelConfig(layers=2, heads=2, width=8, context=8, dtype="float32",
+                                          attention=("performer",),
+                                          modes={"performer": {"features": 8, "resample_every": 2}}))
+    config = Config(model=resolved, train=TrainConfig(batch_size=2, seed=seed))
+    model = abstract_model(config, 11)
+    transform = make_optimizer(config.optimizer, decay_mask(model))
+    step = make_train_step(model, config, transform)
+    return (model, lambda state: step(state, BATCH, jnp.float32(0.01))[0],
             functools.cache(jax.jit(lambda: initial_state(config, 11, transform))))
 
 
@@ -156,13 +159,13 @@ def test_random_directions_change_on_schedule_and_from_seed_and_step_alone():
 @pytest.mark.thorough
 def test_evaluation_and_decoding_leave_them_alone():
     with jax.numpy_rank_promotion("allow"):
-        graph, _, initial = training()
+        abstract, _, initial = training()
 
         @jax.jit
         def variables_after(state: TrainState) -> Any:
-            model = build(graph, state.parameters, state.variables)
+            model = build(abstract, state.parameters, state.variables)
             model(TOKENS_BT[:, :8])
-            model.extend(TOKENS_BT[:, :8], model.init_cache(2, 8))
+            model.forward(TOKENS_BT[:, :8], model.init_cache(2, 8))
             return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
         np.testing.assert_array_equal(directions(variables_after(initial())), directions(initial().variables))
@@ -179,11 +182,12 @@ def test_a_schedule_of_0_draws_nothing():
 @pytest.mark.thorough
 def test_a_classifier_has_them_drawn_anew_in_training_and_scored_as_they_are():
     """By the update and the evaluation that ``lra.train`` runs."""
-    model = encoder.check(EncoderConfig(layers=1, heads=2, width=8, mlp_width=8, context=12, dtype="float32",
+    model = encoder.resolve_config(EncoderConfig(layers=1, heads=2, width=8, mlp_width=8, context=12, dtype="float32",
                                         attention=("performer",),
                                         modes={"performer": {"features": 8, "resample_every": 1}}))
     config = LraConfig(model=model, data=TaskConfig(task="fake"), train=TrainConfig(batch_size=8))
-    objective, transform = Classification(config, fake.dataset(val=8)), make_optimizer(OptimizerConfig())
+    objective = Classification(config, fake.dataset(val=8))
+    transform = make_optimizer(OptimizerConfig(), decay_mask(objective.model))
     sharding = batch_sharding(make_mesh(MeshConfig(), config.train, 12))
     with jax.numpy_rank_promotion("allow"), objective.batches(start=0, sharding=sharding) as batches:
         update, evaluate = jax.jit(objective.update(transform)), objective.evaluator(sharding)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.attention.self_attention import project_with
 from models.attention.synthesizer import Attention, Config
 from support.errors import ConfigError
 
@@ -31,8 +32,8 @@ def make_x(seed: int = 0) -> jax.Array:
 def run(module: Any, x_BTE: jax.Array, segment_ids_BT: jax.Array | None = None, *, causal: bool = True,
         positions_BT: jax.Array | None = None) -> np.ndarray:
     graph, state = nnx.split(module)
-    return np.asarray(jax.jit(lambda state, x_BTE: nnx.merge(graph, state)(
-        x_BTE, causal=causal, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT))(state, x_BTE))
+    return np.asarray(jax.jit(lambda state, x_BTE: nnx.merge(graph, state).forward(
+        x_BTE, causal=causal, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT)[0])(state, x_BTE))
 
 
 def double(x: Any) -> np.ndarray:
@@ -77,7 +78,8 @@ def test_only_dense_weights_depend_on_the_tokens(kind):
     v_BTHD = jnp.broadcast_to(jnp.arange(float(T))[None, :, None, None], (B, T, H, D))
 
     def mixed(x_BTE: jax.Array) -> jax.Array:
-        q_BTHD, k_BTHD, _ = module.project(x_BTE, None)
+        _, projected = project_with(module.projections, x_BTE)
+        q_BTHD, k_BTHD, _ = module.queries_keys_values(projected, x_BTE=x_BTE, positions_BT=None)
         return module.mix(q_BTHD, k_BTHD, v_BTHD, x_BTE=x_BTE, causal=False, segment_ids_BT=None)
 
     assert np.array_equal(mixed(make_x()), mixed(make_x(1))) == (kind != "dense")
@@ -92,7 +94,7 @@ def test_there_are_no_parameters_without_use(kind, own):
     module = build(kind)
     assert set(nnx.to_pure_dict(nnx.state(module, nnx.Param))) == {"value", "output"} | own
     graph, state = nnx.split(module)
-    gradients = jax.jit(jax.grad(lambda state: jnp.sum(nnx.merge(graph, state)(make_x()) ** 2)))(state)
+    gradients = jax.jit(jax.grad(lambda state: jnp.sum(nnx.merge(graph, state).forward(make_x())[0] ** 2)))(state)
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(gradients))
 
 
@@ -105,7 +107,7 @@ def test_decoding_and_packed_rows_are_the_whole_sequence(kind):
     positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
     np.testing.assert_array_equal(run(module, x, positions_BT=positions_BT), expected)
     graph, state = nnx.split(module)
-    decode = jax.jit(lambda state, x_BTE, cache: nnx.merge(graph, state).decode(
+    decode = jax.jit(lambda state, x_BTE, cache: nnx.merge(graph, state).forward(
         x_BTE, cache, positions_BT=positions_BT[:, :x_BTE.shape[1]]))
     cache, pieces = module.init_cache(B, L + 8, jnp.float32), []  # room for more than the mode has scores for
     for start, end in itertools.pairwise((0, 9, 10, T)):
@@ -124,7 +126,7 @@ def test_what_it_has_no_parameters_for_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"model\.modes\.synthesizer\.k is 0; expected at least 1"):
         Config(k=0)
     with pytest.raises(ConfigError, match="'synthesizer' has scores of 24 tokens and was given 25"):
-        build("random")(jnp.zeros((1, L + 1, E)))
+        build("random").forward(jnp.zeros((1, L + 1, E)))
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # outside of tests nothing else checks it
     with pytest.raises(ConfigError, match=r"model\.modes\.synthesizer\.kind is 'Random'; expected one of random, fac"):
         Config(kind="Random")  # pyright: ignore[reportArgumentType]

@@ -18,7 +18,7 @@ from kernels.projection import api as projection
 from models import attention as attentions
 from models.attention import linear
 from models.attention.self_attention import angles
-from models.gpt import GPT
+from models.gpt import GPT, resolve_config
 from sampling import sampler as sampler_module
 from sampling.sampler import TOKENS_PER_CALL, Sampler, Sampling, Settings, draw, likeliest
 from support.errors import ConfigError
@@ -42,7 +42,7 @@ def make_model(*attention: str, positions: Any = "rotary", context: int = 32, se
                bias: float = 0) -> GPT:
     config = ModelConfig(layers=max(1, len(attention)), heads=2, width=16, context=context, positions=positions,
                          dtype=dtype, attention=attention or ("linear",))
-    graph, parameters = nnx.split(nnx.eval_shape(lambda: GPT(config, V, rngs=nnx.Rngs(0))))
+    graph, parameters = nnx.split(nnx.eval_shape(lambda: GPT(resolve_config(config), V, rngs=nnx.Rngs(0))))
     random = np.random.default_rng(seed)
 
     # Large and random, but for the biases: initial parameters give nearly equal logits and repeat the last token.
@@ -281,45 +281,18 @@ def test_end_of_text_ends_each_sample(platform, monkeypatch):
     np.testing.assert_array_equal(fewer_BT, drawn_BT[:, :21])
 
 
-def test_a_continuation_needs_no_prompt():
-    sampler = Sampler(make_model(*EACH_STATE, positions="none"))
-    draw_piece = sampler.continuation(5000, calls=3, samples=2)
-    pieces = [np.asarray(draw_piece()) for _ in range(3)]
-    assert [piece.shape for piece in pieces] == [(2, TOKENS_PER_CALL)] * 3
-    assert all((piece >= 0).all() and (piece < V).all() for piece in pieces)
-    assert (pieces[0] != pieces[1]).any()
-
-
-@pytest.mark.thorough
-def test_a_continuation_comes_back_to_its_position(monkeypatch):
-    """Or what is measured at a position would be the time at those after it."""
-    sampler, positions = Sampler(make_model(*EACH_STATE, positions="none")), []
-    decode = sampler._decode
-    monkeypatch.setattr(sampler, "_decode", lambda leaves, memory, *rest: (
-        positions.append(memory.cache.position_B.tolist()), decode(leaves, memory, *rest))[1])
-    draw_piece = sampler.continuation(5000, calls=2, samples=2)
-    pieces = [draw_piece() for _ in range(5)]
-    assert positions == [[place] * 2 for place in (5000, 5000 + TOKENS_PER_CALL) * 2 + (5000,)]
-    assert all(piece.shape == (2, TOKENS_PER_CALL) for piece in pieces)
-
-
 def test_weights_are_kept_in_the_number_format_of_the_products():
     """So that half the bytes are read for a token; the model itself stays as it is."""
     config = ModelConfig(layers=1, heads=2, width=16, context=8, dtype="bfloat16", attention=("linear",))
-    model = GPT(config, V, rngs=nnx.Rngs(0))
+    model = GPT(resolve_config(config), V, rngs=nnx.Rngs(0))
     formats = {leaf.dtype for leaf in Sampler(model)._leaves if leaf.shape == (16, 64)}
     assert formats == {jnp.dtype("bfloat16")}
     assert model.blocks[0].mlp.hidden.kernel[...].dtype == jnp.float32
 
 
-def test_a_continuation_beyond_the_learned_positions_is_refused():
-    with pytest.raises(ConfigError, match="64 tokens are more than the 32 that the model has positions"):
-        Sampler(make_model(positions="learned")).continuation(32, calls=1)
-
-
-def test_pieces_come_while_the_rest_is_still_to_be_drawn():
-    pieces = linear_sampler().generate(prompt_of(3), GREEDY, max_new_tokens=10**9)
-    assert [piece.shape for piece in itertools.islice(pieces, 3)] == [(1, TOKENS_PER_CALL)] * 3
+def test_tokens_come_while_the_rest_is_still_to_be_drawn():
+    generation = linear_sampler().generate(prompt_of(3), GREEDY, max_new_tokens=10**9)
+    assert [tokens_BT.shape for tokens_BT in itertools.islice(generation, 3)] == [(1, TOKENS_PER_CALL)] * 3
 
 
 @pytest.mark.thorough

@@ -11,7 +11,7 @@ from flax import nnx
 
 from configs.schema import ModelConfig
 from models import attention as attentions
-from models.gpt import GPT
+from models.gpt import GPT, resolve_config
 from sampling import state_file
 from sampling.sampler import Memory, Sampler
 from support.errors import StateError
@@ -31,7 +31,7 @@ def allow_rank_promotion():
 
 
 def make_model(seed: int = 0, **changes: object) -> GPT:
-    return GPT(dataclasses.replace(CONFIG, **changes), 300, rngs=nnx.Rngs(seed))
+    return GPT(resolve_config(dataclasses.replace(CONFIG, **changes)), 300, rngs=nnx.Rngs(seed))
 
 
 @functools.cache

@@ -9,15 +9,16 @@ import pytest
 from flax import nnx
 
 from configs.schema import EncoderConfig, ModelConfig
-from models.encoder import Encoder
+from models import gpt
+from models.encoder import Encoder, resolve_config
 from models.gpt import GPT
 from training import environment
 
 
 @pytest.fixture(scope="module")
 def model():
-    config = ModelConfig(layers=3, heads=2, width=8, context=16, dtype="float32", attention=("softmax", "linear"),
-                         modes={"linear": {"form": "cumsum"}})
+    config = gpt.resolve_config(ModelConfig(layers=3, heads=2, width=8, context=16, dtype="float32",
+                                            attention=("softmax", "linear"), modes={"linear": {"form": "cumsum"}}))
     with jax.numpy_rank_promotion("allow"):
         return nnx.eval_shape(lambda: GPT(config, 257, rngs=nnx.Rngs(0)))
 
@@ -42,9 +43,9 @@ def test_it_says_what_a_run_was_made_with(model):
 def test_the_form_is_that_of_the_mask_and_the_rows_there_are(model, monkeypatch):
     """cuDNN takes neither segments nor padding, and what is not causal has products of its own."""
     monkeypatch.setattr("kernels.device.platform", lambda: "gpu")
-    encoder = nnx.eval_shape(lambda: Encoder(EncoderConfig(
+    encoder = nnx.eval_shape(lambda: Encoder(resolve_config(EncoderConfig(
         layers=3, heads=2, width=16, mlp_width=8, context=16, dtype="bfloat16", pooling="mean",
-        attention=("softmax", "linear", "chunked")), 5, rngs=nnx.Rngs(0)))
+        attention=("softmax", "linear", "chunked"))), 5, rngs=nnx.Rngs(0)))
     made = {segments: environment.environment(encoder, parameters=1, tokenizer=None, checksum="", segments=segments)
             for segments in (False, True)}
     products = {"linear": "two products", "chunked": "two products"}

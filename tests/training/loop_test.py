@@ -17,7 +17,7 @@ from flax import nnx
 from configs.schema import ModelConfig, TrainConfig
 from data import tokenizers
 from data.synthetic_tasks import Document, write_corpus
-from models.gpt import GPT
+from models.gpt import GPT, resolve_config
 from sampling.sampler import Sampler, Sampling
 from sampling.samples import SAMPLE_TOKENS, check
 from sampling.text_stream import TextStream
@@ -255,7 +255,7 @@ def test_the_planned_memory_of_a_step_is_noted(straight):
 
 
 def test_samples_are_refused_of_a_mode_that_has_no_decode():
-    config = ModelConfig(layers=1, heads=1, width=2, context=2, attention=("linear",))
+    config = resolve_config(ModelConfig(layers=1, heads=1, width=2, context=2, attention=("linear",)))
     model = nnx.eval_shape(lambda: GPT(config, 3, rngs=nnx.Rngs(0)))
     check(TrainConfig(sample_every=5), model)
     model.blocks[0].attention.decode_state = "none"

@@ -13,8 +13,8 @@ from training.optimizer import global_norm, learning_rate, make_optimizer
 CONFIG = OptimizerConfig(learning_rate=2.0, final_fraction=0.25, warmup_steps=4)
 
 
-def test_decay_is_on_matrices_only():
-    transform = make_optimizer(OptimizerConfig(weight_decay=0.5))
+def test_decay_is_on_what_is_flagged_only():
+    transform = make_optimizer(OptimizerConfig(weight_decay=0.5), {"kernel": True, "bias": False, "scale": False})
     parameters = {"kernel": jnp.full((2, 3), 4.0), "bias": jnp.full(3, 4.0), "scale": jnp.full(2, 4.0)}
     zeros = jax.tree.map(jnp.zeros_like, parameters)
     updates: Any = transform.update(zeros, transform.init(parameters), parameters)[0]
@@ -24,7 +24,7 @@ def test_decay_is_on_matrices_only():
 
 
 def test_gradients_are_clipped_to_the_global_norm():
-    transform = make_optimizer(OptimizerConfig(clip_norm=1.0, beta1=0.9))
+    transform = make_optimizer(OptimizerConfig(clip_norm=1.0, beta1=0.9), {"a": False, "b": False})
     parameters = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
 
     def mean(gradients, **options):
@@ -76,7 +76,7 @@ def test_the_inverse_root_follows_the_step_alone():
 
 
 def test_epsilon_is_beside_the_root_and_clipping_may_be_left_out():
-    transform = make_optimizer(OptimizerConfig(epsilon=3.0, clip_norm=None, weight_decay=0.0))
+    transform = make_optimizer(OptimizerConfig(epsilon=3.0, clip_norm=None, weight_decay=0.0), {"a": True})
     parameters = {"a": jnp.zeros(2)}
     updates: Any = transform.update({"a": jnp.array([30.0, 40.0])}, transform.init(parameters), parameters)[0]
     np.testing.assert_allclose(updates["a"], [30 / 33, 40 / 43], rtol=1e-5)

@@ -9,12 +9,17 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from configs.schema import MeshConfig, TrainConfig
+from models.attention.self_attention import Linear
+from models.parameters import declare
 from support.errors import ConfigError
-from training.sharding import make_mesh, state_shardings
+from training.sharding import make_mesh, parameter_shardings, state_shardings
+from training.step import state_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,24 +28,25 @@ import json, sys
 import jax, jax.numpy as jnp
 from configs.schema import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
 from data.loader import Batch
-from models.gpt import check
+from models.gpt import resolve_config
 from training import step as steps
 from training.objectives import put
-from training.optimizer import make_optimizer
+from training.optimizer import decay_mask, make_optimizer
 from training.sharding import batch_sharding, make_mesh, state_shardings
 
 found = {}
 tokens_BT = jnp.arange(4 * 33).reshape(4, 33) ** 2 * 7 % 32
 for name, sizes in json.loads(sys.argv[1]).items():
-    model = check(ModelConfig(layers=1, heads=2, width=16, context=32, dtype="float32"))
+    model = resolve_config(ModelConfig(layers=1, heads=2, width=16, context=32, dtype="float32"))
     config = Config(model=model, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=4, accumulate=2),
                     mesh=MeshConfig(**sizes))
     mesh = make_mesh(config.mesh, config.train, config.model.context)
-    transform = make_optimizer(config.optimizer)
+    model = steps.abstract_model(config, 32)
+    transform = make_optimizer(config.optimizer, decay_mask(model))
     initial = lambda: steps.initial_state(config, 32, transform)
-    shardings = state_shardings(mesh, jax.eval_shape(initial))
+    shardings = state_shardings(mesh, model, jax.eval_shape(initial))
     state = jax.jit(initial, out_shardings=shardings)()
-    step = jax.jit(steps.make_train_step(steps.model_graph(config, 32), config, transform), donate_argnums=0,
+    step = jax.jit(steps.make_train_step(model, config, transform), donate_argnums=0,
                    out_shardings=(shardings, None))
     batch = jax.device_put(Batch(tokens_BT[:, :-1], tokens_BT[:, 1:]), batch_sharding(mesh))
     losses = []
@@ -48,7 +54,7 @@ for name, sizes in json.loads(sys.argv[1]).items():
         state, metrics = step(state, batch, jnp.float32(0.01))
         losses.append([float(metrics.loss), float(metrics.gradient_norm)])
     odd = put(Batch(tokens_BT[:3, :-1], tokens_BT[:3, 1:]), batch_sharding(mesh))
-    evaluate = jax.jit(steps.make_eval_step(steps.model_graph(config, 32)))
+    evaluate = jax.jit(steps.make_eval_step(model))
     val = float(evaluate(state.parameters, state.variables, odd)[0]) if name in ("one", "all") else None
     size = sum(x.size for x in jax.tree.leaves(state.parameters))
     own = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state.parameters))
@@ -96,18 +102,31 @@ def test_each_axis_splits_what_it_is_for(runs):
 
 def test_projections_are_split_by_heads_and_back_together():
     mesh: Any = jax.sharding.AbstractMesh((1, 1, 2, 1), ("data", "fsdp", "tensor", "context"))
-    matrix = jax.ShapeDtypeStruct((8, 8), np.float32)
-    state = {"attention": {name: {"kernel": matrix, "bias": jax.ShapeDtypeStruct((8,), np.float32)}
-                           for name in ("query", "global_key", "output")},
-             "scores_HLL": jax.ShapeDtypeStruct((4, 6, 6), np.float32),
-             "odd": {"query": {"kernel": jax.ShapeDtypeStruct((8, 7), np.float32)}}}
-    specs = jax.tree.map(lambda sharding: sharding.spec, state_shardings(mesh, state))
-    assert specs["attention"]["query"]["kernel"] == P(None, "tensor")
-    assert specs["attention"]["global_key"]["kernel"] == P(None, "tensor")
-    assert specs["scores_HLL"] == P("tensor", None, None)
-    assert specs["attention"]["output"]["kernel"] == P("tensor", None)
-    assert specs["attention"]["query"]["bias"] == P(None)
-    assert specs["odd"]["query"]["kernel"] == P(None, None)  # seven do not split in two
+
+    class Layers(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.into, self.odd = (Linear(8, heads, axes=("width", "heads"), rngs=rngs) for heads in (8, 7))
+            self.out_of = Linear(8, 8, axes=("heads", "width"), rngs=rngs)
+            self.scores_HLL = nnx.Param(np.zeros((4, 6, 6)), **declare("heads", "positions", "positions", decays=True))
+            self.directions_RD = nnx.Variable(np.zeros((8, 4)))
+
+    parameters, variables = jax.tree.map(lambda sharding: sharding.spec, parameter_shardings(mesh, Layers()))
+    assert parameters["into"]["kernel"] == P(None, "tensor")
+    assert parameters["scores_HLL"] == P("tensor", None, None)
+    assert parameters["out_of"]["kernel"] == P("tensor", None)
+    assert parameters["into"]["bias"] == P(None)
+    assert parameters["odd"]["kernel"] == P(None, None)  # seven do not split in two
+    assert variables["directions_RD"] == P(None, None)
+
+
+def test_the_moments_lie_as_the_parameters_do_and_counts_everywhere():
+    mesh: Any = jax.sharding.AbstractMesh((1, 2, 2, 1), ("data", "fsdp", "tensor", "context"))
+    model = Linear(8, 8, axes=("width", "mlp"), rngs=nnx.Rngs(0))
+    state = state_of(model, optax.scale_by_adam())
+    specs: Any = jax.tree.map(lambda sharding: sharding.spec, state_shardings(mesh, model, state))
+    assert specs.parameters == {"kernel": P("fsdp", "tensor"), "bias": P(None)}
+    assert specs.optimizer == optax.ScaleByAdamState(P(), specs.parameters, specs.parameters)
 
 
 @pytest.mark.parametrize(("mesh", "train", "message"), [

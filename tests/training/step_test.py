@@ -14,16 +14,16 @@ from flax import nnx
 
 from configs.schema import Config, ModelConfig, OptimizerConfig, TrainConfig
 from data.loader import Batch
-from models.gpt import check
-from training.optimizer import make_optimizer
+from models.gpt import resolve_config
+from training.optimizer import decay_mask, make_optimizer
 from training.step import (
     TrainState,
+    abstract_model,
     build,
     initial_state,
     make_eval_step,
     make_train_step,
     make_update,
-    model_graph,
     state_of,
 )
 
@@ -38,8 +38,13 @@ def settings():
 
 
 def tiny(attention: str = "chunked", *, clip_norm: float = 0.5, **train: Any) -> Config:
-    model = check(ModelConfig(layers=1, heads=2, width=16, context=32, dtype="float32", attention=(attention,)))
+    model = resolve_config(ModelConfig(layers=1, heads=2, width=16, context=32, dtype="float32",
+                                       attention=(attention,)))
     return Config(model=model, optimizer=OptimizerConfig(clip_norm=clip_norm), train=TrainConfig(batch_size=4, **train))
+
+
+def optimizer(config: Config) -> Any:
+    return make_optimizer(config.optimizer, decay_mask(abstract_model(config, VOCABULARY)))
 
 
 def batch() -> Batch:
@@ -59,13 +64,13 @@ def uneven() -> Batch:
 def initial(seed: int = 0) -> TrainState:
     """The same in every mode without parameters of its own, which a test here asserts."""
     config = tiny(seed=seed)
-    return jax.jit(lambda: initial_state(config, VOCABULARY, make_optimizer(config.optimizer)))()
+    return jax.jit(lambda: initial_state(config, VOCABULARY, optimizer(config)))()
 
 
 @functools.cache
 def compiled(attention: str = "chunked", **options: Any) -> Any:
     config = tiny(attention, **options)
-    step = make_train_step(model_graph(config, VOCABULARY), config, make_optimizer(config.optimizer))
+    step = make_train_step(abstract_model(config, VOCABULARY), config, optimizer(config))
     return jax.jit(step, donate_argnums=0)
 
 
@@ -119,7 +124,7 @@ def test_recomputed_blocks_give_the_same_update():
 def test_remat_recomputes_each_block():
     def checkpoints(remat):
         config = tiny("softmax", remat=remat)
-        step = make_train_step(model_graph(config, VOCABULARY), config, make_optimizer(config.optimizer))
+        step = make_train_step(abstract_model(config, VOCABULARY), config, optimizer(config))
         return str(jax.make_jaxpr(step)(initial(), batch(), jnp.float32(0))).count("prevent_cse=True")
 
     assert checkpoints("block") > checkpoints("none")
@@ -139,7 +144,7 @@ def test_the_old_state_gives_its_memory_to_the_new_one():
 def test_parameters_start_equal_in_every_mode_and_follow_the_seed():
     for attention in ("softmax", "linear"):
         config = tiny(attention)
-        state = initial_state(config, VOCABULARY, make_optimizer(config.optimizer))
+        state = initial_state(config, VOCABULARY, optimizer(config))
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-8), state.parameters,
                      initial().parameters)
     embedding, other = (initial(seed).parameters["token_embedding"]["embedding"] for seed in (0, 1))
@@ -155,11 +160,11 @@ def test_what_a_loss_draws_comes_from_seed_and_step_and_is_another_in_each_part(
     def loss_sum(model, batch, key):
         return model.x[...] * jax.random.uniform(key), jnp.int32(1)
 
-    transform = make_optimizer(OptimizerConfig())
+    transform = make_optimizer(OptimizerConfig(), {"x": False})
 
     def losses(parts, seed=0, count=2):
         state, found = state_of(One(), transform), []
-        step = jax.jit(make_update(nnx.split(One())[0], loss_sum, transform, seed=seed, parts=parts))
+        step = jax.jit(make_update(One(), loss_sum, transform, seed=seed, parts=parts))
         for _ in range(count):
             state, metrics = step(state, jnp.zeros(4), jnp.float32(0))
             found.append(float(metrics.loss))
@@ -211,18 +216,18 @@ def test_packed_documents_have_the_loss_and_the_gradient_that_they_have_alone(at
         config = tiny(attention, clip_norm=1e9, accumulate=accumulate)
         return dataclasses.replace(config, model=dataclasses.replace(config.model, positions=positions))
 
-    transform = make_optimizer(config(1).optimizer)
+    transform = optimizer(config(1))
     state = jax.jit(lambda: initial_state(config(1), VOCABULARY, transform))()
     # Far from the start, where attention is all but even and little depends on what is seen.
     state = state._replace(parameters=jax.tree.map(lambda x: 10 * x if x.ndim == 2 else x, state.parameters))
 
     def update(batch, accumulate):
-        step = make_train_step(model_graph(config(1), VOCABULARY), config(accumulate), transform)
+        step = make_train_step(abstract_model(config(1), VOCABULARY), config(accumulate), transform)
         metrics = jax.jit(step)(state, batch, jnp.float32(0.01))[1]
         return [float(metrics.loss), float(metrics.gradient_norm)]
 
     def evaluation(batch):
-        total, count = jax.jit(make_eval_step(model_graph(config(1), VOCABULARY)))(
+        total, count = jax.jit(make_eval_step(abstract_model(config(1), VOCABULARY)))(
             state.parameters, state.variables, batch)
         return float(total / count)
 
@@ -237,21 +242,21 @@ def test_packed_documents_have_the_loss_and_the_gradient_that_they_have_alone(at
 @pytest.mark.thorough
 @pytest.mark.parametrize("data", [uneven, packed])
 def test_accuracy_is_the_share_of_scored_targets_that_are_most_likely(data):
-    graph, state = model_graph(tiny(), VOCABULARY), initial()
-    logits_BTV = build(graph, state.parameters, state.variables)(
+    model, state = abstract_model(tiny(), VOCABULARY), initial()
+    logits_BTV = build(model, state.parameters, state.variables)(
         data().inputs_BT, segment_ids_BT=data().segment_ids_BT)
     right_BT = np.argmax(logits_BTV, axis=-1) == np.asarray(data().targets_BT)
-    evaluate = jax.jit(make_eval_step(graph, accuracy=True))
+    evaluate = jax.jit(make_eval_step(model, accuracy=True))
     total, count, right = evaluate(state.parameters, state.variables, data())
     assert (int(count), int(right)) == ((data().targets_BT >= 0).sum(), right_BT.sum())
-    assert total == jax.jit(make_eval_step(graph))(state.parameters, state.variables, data())[0]
+    assert total == jax.jit(make_eval_step(model))(state.parameters, state.variables, data())[0]
     best_BT = np.where(data().targets_BT >= 0, np.argmax(logits_BTV, axis=-1), -1)
     _, count, right = evaluate(state.parameters, state.variables, data()._replace(targets_BT=jnp.asarray(best_BT)))
     assert right == count
 
 
 def test_evaluation_sums_the_loss_of_the_tokens_that_are_scored():
-    evaluate = jax.jit(make_eval_step(model_graph(tiny(), VOCABULARY)))
+    evaluate = jax.jit(make_eval_step(abstract_model(tiny(), VOCABULARY)))
     state = initial()
     for data, scored, (loss, _) in ((batch, 128, train()[1][0]), (uneven, 99, train(data=uneven)[1][0])):
         total, count = evaluate(state.parameters, state.variables, data())
