@@ -89,6 +89,7 @@ def test_a_run_that_cannot_be_drawn_is_left_out_and_named(two, tmp_path, capsys,
     assert not (tmp_path / "none.html").exists()
 
 
+@pytest.mark.fast
 def test_usage_errors_stop_before_anything_is_written(two, tmp_path, capsys):
     out = tmp_path / "page.html"
     out.write_text("old")

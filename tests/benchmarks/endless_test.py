@@ -13,6 +13,8 @@ from configs.schema import ModelConfig
 from support.errors import ConfigError
 from tests import tiny
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.fixture(autouse=True)
 def allow_rank_promotion():

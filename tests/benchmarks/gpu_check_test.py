@@ -14,6 +14,8 @@ from configs.schema import Config, DataConfig, ModelConfig, TrainConfig
 from data import tokenizers
 from support.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.fast
+
 SPILLING = """\
 ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient \
 register resources for the function 'linear_attention_dq'

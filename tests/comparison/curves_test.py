@@ -8,6 +8,8 @@ import pytest
 import training.metrics
 from comparison.curves import MAX_MEANS, MAX_POINTS, mean_curve, read_curves, smooth
 
+pytestmark = pytest.mark.fast
+
 
 def write(path, steps, losses, split="train", mode="w"):
     with path.open(mode) as file:

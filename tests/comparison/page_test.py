@@ -16,6 +16,8 @@ from comparison.page import page
 from comparison.runs import Run
 from configs.schema import Config, ModelConfig, TrainConfig
 
+pytestmark = pytest.mark.fast
+
 HOSTILE = '</script><script>alert("1")</script><b>[red] & more'
 
 

@@ -13,6 +13,8 @@ from comparison.runs import differences, group, load_run, name_runs
 from support.errors import ConfigError, RunError
 from tests.comparison.made import read_lines, write_lines, write_run
 
+pytestmark = pytest.mark.fast
+
 
 def test_runs_that_differ_in_what_changes_no_loss_are_seeds_of_one_setup(tmp_path):
     paths = [write_run(tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b"))]

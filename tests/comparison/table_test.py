@@ -13,6 +13,8 @@ from comparison.table import as_csv, table_note
 from support.errors import RunError
 from tests.comparison.made import write_evaluated, write_run
 
+pytestmark = pytest.mark.fast
+
 
 def compared(*paths):
     return comparison.compare([load_run(path) for path in paths])

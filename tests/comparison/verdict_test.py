@@ -6,6 +6,8 @@ from comparison.runs import group, load_run
 from comparison.verdict import student_quantile, verdict, welch_interval
 from tests.comparison.made import write_evaluated, write_run
 
+pytestmark = pytest.mark.fast
+
 
 def said(*paths):
     return verdict(group([load_run(path) for path in paths]))

@@ -22,6 +22,8 @@ from configs.schema import (
 from models import attention
 from support.errors import ConfigError, RunError
 
+pytestmark = pytest.mark.fast
+
 LRA = Path(configs.schema.__file__).parent / "lra"
 
 

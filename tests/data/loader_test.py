@@ -50,6 +50,7 @@ def order(found: list) -> list[int]:
     return [int(first) // CONTEXT for batch in found for first in batch.inputs_BT[:, 0]]
 
 
+@pytest.mark.fast
 def test_a_batch_is_windows_and_their_tokens_shifted_by_one(files):
     for batch in take(files, 6):
         assert batch.inputs_BT.shape == batch.targets_BT.shape == (5, CONTEXT)
@@ -84,6 +85,7 @@ def test_seeds_are_unrelated(files):
     assert len(epochs) == 8
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("start", [1, 7, 103])
 def test_start_continues_exactly(files, start):
     assert order(take(files, 3, start=start)) == order(take(files, start + 3))[-15:]
@@ -282,6 +284,7 @@ def test_a_last_document_without_separator_ends_in_a_target(tmp_path):
     assert window.targets_BT.tolist() == [2, 3, 0, 2, 3, 4, 5, -1]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("context", [16, 100])
 def test_packing_is_best_fit_and_loses_nothing(tmp_path, context):
     lengths = np.random.default_rng(0).integers(1, 60, 400).tolist()

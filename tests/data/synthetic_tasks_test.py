@@ -12,6 +12,8 @@ from data.synthetic_tasks import FILLER, Document, Mqar, parse, write_corpus
 from data.token_files import TokenFiles
 from support.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.fast
+
 
 def examples(source: str, count: int = 50):
     task = parse(source)

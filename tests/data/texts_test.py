@@ -1,6 +1,10 @@
 """Chunks of texts: where a text is cut."""
 
+import pytest
+
 from data import texts
+
+pytestmark = pytest.mark.fast
 
 
 def test_cut_falls_between_tokens_or_at_least_between_characters():

@@ -57,6 +57,7 @@ def test_values_and_gradients(dtype, tolerance):
     assert not np.any(np.asarray(gradients[0])[targets < 0])
 
 
+@pytest.mark.fast
 @pytest.mark.usefixtures("_block_logits")
 def test_right_targets_are_counted():
     x, embedding, targets = make_inputs("float32")
@@ -66,6 +67,7 @@ def test_right_targets_are_counted():
         assert jax.jit(count_right)(x, embedding, given) == (given == best).sum()
 
 
+@pytest.mark.fast
 def test_nothing_scored_is_zero():
     x, embedding, targets = make_inputs("float32")
     arguments = map(jnp.asarray, (x, embedding, np.full_like(targets, -1)))

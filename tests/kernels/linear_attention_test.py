@@ -73,6 +73,7 @@ def definition(case: LinearAttentionCase) -> dict[str, np.ndarray]:
     return {"y": y, "final s": s_end, "final z": z_end}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("title", ["segments", "both directions, segments", "one more than a chunk",
                                    "segments, not normalised"])
 def test_the_reference_is_the_definition(title):
@@ -183,6 +184,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message):
             self.call(**change)
 
+    @pytest.mark.fast
     def test_no_tokens(self):
         empty = jnp.ones((2, 0, 3, 4))
         with pytest.raises(ValueError, match="T must be at least 1"):

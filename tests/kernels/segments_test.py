@@ -2,8 +2,11 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kernels.segments import positions_of, runs_of
+
+pytestmark = pytest.mark.fast
 
 IDS = jnp.array([[-1, 7, 7, 7, 3, -1, 3, 7, -1, -1], [0, 0, 1, 1, 1, 0, 0, 0, 2, -1], [-1] * 10])
 

@@ -9,6 +9,8 @@ from lra import tasks
 from lra.tasks import image, text
 from support.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.fast
+
 
 def load(task, folder, **options):
     options = {"max_length": None, "train_examples": None, "val_examples": None, "seed": 0} | options

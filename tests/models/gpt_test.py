@@ -59,6 +59,7 @@ def test_parameter_counts_are_the_published_ones(layers, heads, width, count):
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) == count
 
 
+@pytest.mark.fast
 def test_the_forward_pass_is_gpt2():
     """Against GPT-2 written out in NumPy, float64."""
     model = sharpened(build())

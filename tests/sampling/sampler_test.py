@@ -183,6 +183,7 @@ def test_rotary_angles_are_exact_at_any_position(position):
     np.testing.assert_allclose(np.exp(1j * angle_TD), np.exp(1j * expected_TD), rtol=0, atol=1e-6)
 
 
+@pytest.mark.fast
 def test_a_sample_does_not_depend_on_how_many_are_drawn():
     sampler, sampling = linear_sampler(), Sampling(temperature=1.5, seed=7)
     three_BT = tokens_of(sampler, prompt_of(5), sampling, max_new_tokens=40, samples=3)

@@ -7,6 +7,8 @@ import pytest
 from data import tokenizers
 from sampling.text_stream import TextStream
 
+pytestmark = pytest.mark.fast
+
 
 class Words:
     """An encoding whose tokens are the words it is made with; the last one is end-of-text."""

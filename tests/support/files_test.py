@@ -8,6 +8,8 @@ import pytest
 
 from support import files
 
+pytestmark = pytest.mark.fast
+
 
 def full(*_):
     raise OSError(28, "full")

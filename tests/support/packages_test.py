@@ -12,6 +12,8 @@ import pytest
 
 from support import packages
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).parents[2]
 
 

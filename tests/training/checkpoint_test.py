@@ -70,6 +70,7 @@ def value_of(restored) -> int:
 SMALL = abstract_of(small_items(0))
 
 
+@pytest.mark.fast
 def test_every_item_comes_back_bit_for_bit(tmp_path):
     items = make_items()
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:

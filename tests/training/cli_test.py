@@ -14,6 +14,8 @@ from training.validation import validate_config
 
 RECIPE = f"{tiny.ROOT}/configs/quickstart.py"
 
+pytestmark = pytest.mark.fast
+
 
 def test_flags_are_parsed_once_and_the_config_is_validated_once(monkeypatch):
     calls = []

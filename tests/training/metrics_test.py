@@ -12,6 +12,8 @@ import pytest
 import training.metrics
 from training.metrics import MetricsWriter, read_blocks
 
+pytestmark = pytest.mark.fast
+
 COMPLETE = '{"step":1,"split":"train","loss":3.0}\n{"step":2,"split":"train","loss":2.0}\n'
 
 

@@ -9,6 +9,8 @@ from data.sources import open_source
 from support.errors import ConfigError
 from tests.data.sources.made import documents, write_jsonl
 
+pytestmark = pytest.mark.fast
+
 
 def test_the_standard_library_is_ten_to_thirty_megabytes_in_fixed_order_with_a_twentieth_held_out():
     source = open_source("python-stdlib")
