@@ -51,7 +51,7 @@ check: $(venv)  ## lint and the fast tests, for the edit loop: under a minute on
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint test-fast
 
 test-fast: $(venv)
-	$(python) -m pytest -q -m fast
+	$(python) -m pytest -q -m 'fast and not heavy and not thorough'
 
 test: $(venv)  ## run the tests, without the longest: some 5 minutes on 2 cores
 	$(pytest) -m 'not thorough'
@@ -63,7 +63,7 @@ test-thorough: $(venv)  ## run the others, such as whole runs and commands: some
 # on the internet for newer versions.
 lint: $(venv)  ## ruff, import-linter and pyright
 	$(python) -m ruff check .
-	.venv/bin/lint-imports --no-cache
+	.venv/bin/lint-imports --no-cache --no-logo
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(python) -m pyright
 
 gpu-check:  ## compile kernels and training steps for an H200, without one: some 10 minutes on 2 cores, 3 GB of disk

@@ -73,7 +73,6 @@ def definition(case: LinearAttentionCase) -> dict[str, np.ndarray]:
     return {"y": y, "final s": s_end, "final z": z_end}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("title", ["segments", "both directions, segments", "one more than a chunk",
                                    "segments, not normalised"])
 def test_the_reference_is_the_definition(title):

@@ -1,7 +1,7 @@
 """Every op in every implementation that runs on a CPU is its reference in float64, outputs and gradients.
 
-The cases are the ops' own (``kernels/cases.py``). Pallas kernels are interpreted, which says nothing about registers,
-time or a GPU's arithmetic: ``make gpu-check`` and ``benchmarks.suite`` do.
+The cases are the ops' own (``kernels/cases.py``). On a CPU Pallas kernels are interpreted, which says nothing about
+registers, time or a GPU's arithmetic: ``make gpu-check``, ``pytest -m gpu`` and ``benchmarks.suite`` do.
 """
 
 import functools
@@ -13,10 +13,19 @@ import pytest
 from kernels import cases
 from kernels.cases import Case
 
-CALLS = [pytest.param(case, implementation, id=f"{case.op}: {case.name}: {implementation or 'picked'}",
-                      marks=[*([pytest.mark.heavy] if case.slow else []),
-                             *([pytest.mark.gpu] if case.gpu_kernels else [])])
-         for case in cases.find_cases("tests") for implementation in case.implementations]
+
+def _calls():
+    ops = set()
+    for case in cases.find_cases("tests"):
+        for implementation in case.implementations:
+            marks = [pytest.mark.heavy] if case.slow else []
+            if case.gpu_kernels:
+                marks.append(pytest.mark.gpu)
+            if case.op not in ops:
+                ops.add(case.op)
+                marks.append(pytest.mark.fast)
+            name = f"{case.op}: {case.name}: {implementation or 'picked'}"
+            yield pytest.param(case, implementation, id=name, marks=marks)
 
 
 @functools.cache
@@ -24,7 +33,7 @@ def expected_of(case: Case) -> dict[str, np.ndarray]:
     return cases.run_reference(case)
 
 
-@pytest.mark.parametrize(("case", "implementation"), CALLS)
+@pytest.mark.parametrize(("case", "implementation"), list(_calls()))
 def test_outputs_and_gradients_are_those_of_the_reference(case, implementation, monkeypatch):
     expected = expected_of(case)
     for name, value in case.constants:

@@ -96,6 +96,7 @@ def masks(module: SelfAttention) -> list[bool]:
     return [causal for causal, can in ((True, module.causal), (False, module.bidirectional)) if can]
 
 
+@pytest.mark.fast
 def test_the_modes_are_found_and_helpers_are_not():
     assert {"bigbird", "chunked", "linear", "local", "performer", "softmax", "sparse"} <= set(MODES)
     assert not {"self_attention", "feature_maps", "__init__"} & set(MODES)
@@ -327,6 +328,7 @@ def test_every_parameter_declares_its_axes_and_whether_it_decays(mode):
         declarations(module)
 
 
+@pytest.mark.fast
 def test_a_mode_without_a_cached_decode_refuses_by_name():
     module = SelfAttention(None, heads=H, head_width=D, width=E, max_length=ROOM, rngs=nnx.Rngs(0))
     x = make_x(1)
