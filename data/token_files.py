@@ -94,9 +94,9 @@ class _File(NamedTuple):
         """What is wrong with it as far as it shows without reading it."""
         expected = self.tokens * self.dtype.itemsize
         if not self.path.is_file():
-            return f"{self.path.name}: expected {expected:,} bytes, found 0: it is missing"
+            return f"{self.path}: expected {expected:,} bytes, found 0: it is missing"
         found = self.path.stat().st_size
-        return None if found == expected else f"{self.path.name}: expected {expected:,} bytes, found {found:,}"
+        return None if found == expected else f"{self.path}: expected {expected:,} bytes, found {found:,}"
 
 
 class _SplitFiles(NamedTuple):
@@ -122,15 +122,15 @@ def _find_files(directory: Path, meta: dict[str, Any]) -> tuple[dict[str, _Split
             splits[name] = _SplitFiles(shards, weights)
             wrong += [file.problem for file in (*shards, *weights) if file.problem is not None]
             if (found := sum(file.tokens for file in shards)) != entry["tokens"]:
-                wrong.append(f"meta.json is damaged: it gives {name} {entry['tokens']:,} tokens, and its shards "
-                             f"{found:,}")
+                wrong.append(f"{directory / 'meta.json'} is damaged: it gives {name} {entry['tokens']:,} tokens, and "
+                             f"its shards {found:,}")
             if entry["largest_id"] >= meta["vocabulary_size"]:
-                wrong.append(f"the token {entry['largest_id']} of {name} is beyond the vocabulary of "
+                wrong.append(f"{directory}: the token {entry['largest_id']} of {name} is beyond the vocabulary of "
                              f"{meta['vocabulary_size']} tokens of {meta['tokenizer']}")
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{directory / 'meta.json'} is damaged ({error!r}); {_REMEDY}") from error
     known = {file.path for split in splits.values() for files in split for file in files}
-    wrong += [f"{path.name}: meta.json does not know it; it is perhaps of another tokenizer: move it away"
+    wrong += [f"{path}: meta.json does not know it; it is perhaps of another tokenizer: move it away"
               for path in sorted(directory.glob("*.bin"))
               if re.fullmatch(r"(train|val)-\d+(\.weights)?\.bin", path.name) and path not in known]
     return splits, wrong
@@ -165,7 +165,7 @@ class TokenFiles:
         meta = read_meta(directory)
         splits, wrong = _find_files(directory, meta)
         if wrong:
-            raise DataError(f"{directory}: {'; '.join(wrong)}; {_REMEDY}")
+            raise DataError(f"{'; '.join(wrong)}; {_REMEDY}")
         arrays = {file.path: np.asarray(np.memmap(file.path, file.dtype, mode="r"))
                   for split in splits.values() for files in split for file in files}
         return cls(directory, meta["tokenizer"], meta["vocabulary_size"], meta["document_separator"], meta["checksum"],
@@ -259,11 +259,11 @@ def verify(directory: Path) -> dict[str, Any]:
                 if file in split.shards:
                     largest = max(largest, int(np.frombuffer(part, file.dtype).max()))
             if digest.hexdigest() != file.sha256:
-                wrong.append(f"{file.path.name} does not have the checksum it was written with")
+                wrong.append(f"{file.path} does not have the checksum it was written with")
         if not wrong and largest != (expected := meta["splits"][name]["largest_id"]):
-            wrong.append(f"the largest id of {name} is {largest}, and meta.json gives {expected}")
+            wrong.append(f"{directory}: the largest id of {name} is {largest}, and meta.json gives {expected}")
     if wrong:
-        raise DataError(f"{directory}: {'; '.join(wrong)}; {_REMEDY}")
+        raise DataError(f"{'; '.join(wrong)}; {_REMEDY}")
     return meta
 
 

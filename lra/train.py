@@ -141,7 +141,7 @@ def check_data_and_devices(config: LraConfig, run_dir: Path) -> tuple[tasks.Data
     model = objective.model
     # A kernel that cannot do what is asked says so when it is traced.
     batch = objective.batch_shape(batch_sharding(mesh))
-    nnx.eval_shape(lambda model, batch: model(*batch.tokens, valid_BT=batch.valid), model, batch)
+    nnx.eval_shape(lambda model, batch: model.forward(*batch.tokens, valid_BT=batch.valid), model, batch)
     return dataset, objective, model
 
 

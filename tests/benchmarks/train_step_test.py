@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import report, train_step
 from configs.schema import Config, ModelConfig, TrainConfig
+from models.gpt import resolve_config
 from tests import tiny
 
 TINY = ["--tokens", "64", "--width", "16", "--layers", "1", "--heads", "2", "--repeats", "2", "--dtype", "float32"]
@@ -93,7 +94,7 @@ def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, monkeypatch,
 
 
 def test_flops_are_six_a_parameter_and_the_attentions_own():
-    config = Config(model=ModelConfig(layers=2, heads=2, width=16, context=64, attention=("softmax",)),
+    config = Config(model=resolve_config(ModelConfig(layers=2, heads=2, width=16, context=64, attention=("softmax",))),
                     train=TrainConfig(batch_size=3))
     layer = 12 * 16**2 + 13 * 16  # four projections and the MLP, their biases and the two norms
     expected = 6 * (11 * 16 + 2 * layer + 2 * 16) * 3 * 64 + 3 * 2 * (2 * 3 * 64 * 64 * 16)

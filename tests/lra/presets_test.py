@@ -20,7 +20,7 @@ BLOCKS = {task: 64 if task in ("image", "pathfinder") else 50 for task in TASKS}
 
 def model(task: str, mode: str, preset: str, *flags: object) -> EncoderConfig:
     """As it would be trained."""
-    return parse([str(LRA / f"{task}.py"), "--attention", mode, "--preset", preset, *map(str, flags)])[0].model
+    return parse([str(LRA / f"{task}.py"), "--attention", mode, "--preset", preset, *map(str, flags)]).config.model
 
 
 @pytest.mark.thorough
