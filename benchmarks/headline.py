@@ -36,8 +36,8 @@ from support.command import note
 from support.errors import ConfigError
 from support.files import write_json
 from training import step as steps
+from training.config_validation import validate_config
 from training.optimizer import decay_mask, learning_rate, make_optimizer
-from training.validation import validate_config
 
 NEEDED = ("datasets", "grain", "orbax", "orjson", "plotly", "rich", "tiktoken", "tyro")
 """Packages that ``train.py`` and ``compare.py`` need beside the bare machine's."""

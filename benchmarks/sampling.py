@@ -156,7 +156,7 @@ def continuation(sampler: Sampler, position: int, *, calls: int, samples: int = 
         logits_BV = jax.random.normal(key, (samples, model.vocab_size))
         return Memory(logits_BV, jax.tree.map_with_path(contents, shapes), jnp.zeros(logits_BV.shape, bool))
 
-    carry, decode = sampler.begin(jax.jit(fill)()), sampler.decoder(Sampling(), samples)
+    carry, decode = sampler.start(jax.jit(fill)()), sampler.decoder(Sampling(), samples)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def back(memory: Memory) -> Memory:

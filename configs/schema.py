@@ -2,7 +2,7 @@
 
 A recipe (``configs/NAME.py``) returns a :class:`Config`, one of Long Range Arena (``configs/lra/NAME.py``) an
 :class:`LraConfig`; every field becomes a flag of ``train.py`` or ``lra.train``; the resolved config is written to
-``RUN/config.json`` and read back from there. This module imports nothing of the project.
+``RUN/config.json`` and read back from there. This module imports nothing of the project but its errors.
 """
 
 import dataclasses
@@ -128,7 +128,7 @@ class OptimizerConfig:
     warmup_steps: int = 100
     """Steps of linear warm-up; with cosine shortened, with a note, to a tenth of a run given in steps."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only."""
+    """Decoupled weight decay, on matrices, biases of heads left out."""
     beta1: float = 0.9
     """Decay of the gradient's running mean."""
     beta2: float = 0.95

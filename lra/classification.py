@@ -36,7 +36,7 @@ class Examples(NamedTuple):
 
 
 class Classification:
-    """A :class:`training.loop.Objective`: an encoder with a classifier on the examples of a task.
+    """A :class:`training.objectives.Objective`: an encoder with a classifier on the examples of a task.
 
     Every epoch has an order of its own, and a batch may begin in one and end in the next. An evaluation takes the whole
     val split where it has at most ``WHOLE_SPLIT`` examples, else ``train.eval_batches`` batches evenly spaced over it;

@@ -60,9 +60,9 @@ class GPT(nnx.Module):
 
     @property
     def max_length(self) -> int | None:
-        """Tokens of a sequence at most, where positions are learned or an attention mode is bounded; else None."""
-        bounded = self.position_embedding is not None or any(block.attention.fixed_length for block in self.blocks)
-        return self.config.context if bounded else None
+        """Tokens of a sequence at most, where positions are learned or an attention mode takes no more; else None."""
+        fixed_length = self.position_embedding is not None or any(block.attention.fixed_length for block in self.blocks)
+        return self.config.context if fixed_length else None
 
     def __call__(self, tokens_BT: Int[Array, "B T"],
                  segment_ids_BT: Int[Array, "B T"] | None = None) -> Float[Array, "B T V"]:

@@ -226,7 +226,7 @@ class Sampler:
         room = self._room(prompt_length + max_new_tokens)
         memory = self._read(np.zeros(0, np.int32), jax.device_put(self._blank(1, room), self._device))
         if max_new_tokens:
-            carry = self.begin(self._rows(memory, samples, room))
+            carry = self.start(self._rows(memory, samples, room))
             _, _, memory, _ = self.decoder(Sampling(), samples, resumable=resumable)(*carry, 0)
         jax.block_until_ready(memory)
 
@@ -291,7 +291,7 @@ class Sampler:
 
         def start() -> tuple[Memory, Array]:
             read = self._encode(prompt_T, tokens, memory)
-            return self.begin(read if samples == 1 else self._rows(read, samples, self._room(tokens)))
+            return self.start(read if samples == 1 else self._rows(read, samples, self._room(tokens)))
 
         return Generation(start, self.decoder(sampling, samples, resumable=resumable), max_new_tokens)
 
@@ -299,7 +299,7 @@ class Sampler:
         """What draws the next tokens: ``decode(memory, ended_B, count)``, which does not wait for the device.
 
         It returns how many tokens it drew, at most ``count`` and ``TOKENS_PER_CALL``, the tokens (B, T), the memory
-        after them and which rows have ended. It takes ``memory`` and ``ended_B``, as :meth:`begin` gives them first,
+        after them and which rows have ended. It takes ``memory`` and ``ended_B``, as :meth:`start` gives them first,
         for itself. Where nothing ends early but on a CPU, it draws ``TOKENS_PER_CALL``, whatever the count.
         """
         keys_B2, settings = jax.device_put(_arrays(sampling, samples), self._device)
@@ -309,8 +309,8 @@ class Sampler:
 
         return decode
 
-    def begin(self, memory: Memory) -> tuple[Memory, Array]:
-        """What decoding begins with, on the device: a memory, and that no row has ended."""
+    def start(self, memory: Memory) -> tuple[Memory, Array]:
+        """What decoding starts with, on the device: a memory, and that no row has ended."""
         return jax.device_put((memory, jnp.zeros(len(memory.seen_BV), bool)), self._device)
 
     def _encode(self, prompt_T: np.ndarray, tokens: int, memory: Memory | None) -> Memory:

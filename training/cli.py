@@ -11,8 +11,8 @@ from configs.schema import Config, LraConfig
 from models import attention as attentions
 from support.command import status
 from support.errors import ConfigError
+from training.config_validation import validate_config
 from training.loop import Outcome
-from training.validation import validate_config
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,16 +6,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.sharding import NamedSharding
 
 from configs.schema import Config, LraConfig
 from support.errors import TrainingError
@@ -24,6 +22,7 @@ from training.checkpoint import Checkpoints
 from training.environment import add_to_environment, peak_bytes
 from training.logging import Logs
 from training.metrics import MetricsWriter
+from training.objectives import Objective, Samples
 from training.optimizer import decay_mask, global_norm, learning_rate, make_optimizer
 from training.sharding import batch_sharding, make_mesh, state_shardings
 
@@ -39,45 +38,6 @@ class Position:
     """Time spent on updates: no compilation, evaluation or checkpoints."""
     wall_seconds: float = 0.0
     """All time."""
-
-
-class Samples(Protocol):
-    """Writes what a model makes up."""
-
-    def write(self, step: int, model: Any) -> None: ...
-
-
-class Objective(Protocol):
-    """What is trained, on what: all that the loop does not know."""
-
-    @property
-    def model(self) -> Any:
-        """The model, its arrays abstract."""
-        ...
-
-    def initial(self, transform: optax.GradientTransformationExtraArgs) -> steps.TrainState:
-        """Before the first update; jitted by the loop."""
-        ...
-
-    def update(self, transform: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[steps.TrainState, Any]]:
-        """As :func:`training.step.make_update` gives it."""
-        ...
-
-    def batch_shape(self, sharding: NamedSharding) -> Any:
-        """The shapes of a batch."""
-        ...
-
-    def batches(self, *, start: int, sharding: NamedSharding) -> AbstractContextManager[Iterator[Any]]:
-        """Batches without end, after ``start`` that were consumed before; batch n depends on seed and n alone."""
-        ...
-
-    def evaluator(self, sharding: NamedSharding) -> Callable[[steps.TrainState], dict[str, float]]:
-        """The figures of a val line, ``loss`` among them."""
-        ...
-
-    def samples(self, folder: Path, *, keep_through: int) -> Samples | None:
-        """What writes samples into ``folder``; None where there is none."""
-        ...
 
 
 class Outcome(NamedTuple):

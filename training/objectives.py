@@ -1,10 +1,10 @@
-"""Training language models: what the loop needs of a config and its corpora."""
+"""What is trained, and on what: all that the loop does not know. :class:`LanguageModelling` is a GPT on corpora."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,41 @@ from sampling.samples import Samples
 from training import step as steps
 
 
+class Objective(Protocol):
+    """What is trained, on what: all that the loop does not know."""
+
+    @property
+    def model(self) -> Any:
+        """The model, its arrays abstract."""
+        ...
+
+    def initial(self, transform: optax.GradientTransformationExtraArgs) -> steps.TrainState:
+        """Before the first update; jitted by the loop."""
+        ...
+
+    def update(self, transform: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[steps.TrainState, Any]]:
+        """As :func:`training.step.make_update` gives it."""
+        ...
+
+    def batch_shape(self, sharding: NamedSharding) -> Any:
+        """The shapes of a batch."""
+        ...
+
+    def batches(self, *, start: int, sharding: NamedSharding) -> AbstractContextManager[Iterator[Any]]:
+        """Batches without end, after ``start`` that were consumed before; batch n depends on seed and n alone."""
+        ...
+
+    def evaluator(self, sharding: NamedSharding) -> Callable[[steps.TrainState], dict[str, float]]:
+        """The figures of a val line, ``loss`` among them."""
+        ...
+
+    def samples(self, folder: Path, *, keep_through: int) -> Samples | None:
+        """What writes samples into ``folder``; None where there is none."""
+        ...
+
+
 class LanguageModelling:
-    """A :class:`training.loop.Objective`: a GPT on the windows of corpora."""
+    """A :class:`Objective`: a GPT on the windows of corpora."""
 
     def __init__(self, config: Config, corpora: Corpora):
         self._config, self._corpora = config, corpora

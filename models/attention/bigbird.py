@@ -50,6 +50,7 @@ class Config:
 class Attention(SelfAttention):
     """Attention to a window, to global and to random blocks: decoding keeps every key and value."""
 
+    length_fields = ("block_size",)
     bidirectional = True
     decode_state = "growing"
 

@@ -31,6 +31,7 @@ class Config(FeatureOptions):
 class Attention(linear.Attention):
     """Linear attention in chunks."""
 
+    length_fields = ("chunk_size",)
     implementation_fields = ("kernel", "chunk_size")
 
     @property

@@ -33,6 +33,7 @@ class Attention(SelfAttention):
     """Local attention: token t of a segment is in its block t // ``block_size``; padding inside a segment has a place
     in it. Decoding keeps the last block."""
 
+    length_fields = ("block_size",)
     bidirectional = True
     block_diagonal = True
     decode_state = "window"

@@ -64,6 +64,7 @@ class Attention(SelfAttention):
     """Window and global tokens. ``mix`` and ``extend`` compute all tokens as ordinary ones; the rows of the global ones
     are then replaced."""
 
+    length_fields = ("window",)
     bidirectional = True
     init_from_projection = MappingProxyType({"global_query": "query", "global_key": "key", "global_value": "value"})
     decode_state = "window"

@@ -30,6 +30,8 @@ class Config(RandomFeatures):
 class Attention(chunked.Attention):
     """Chunked linear attention of the Performer's features."""
 
+    implementation_fields = ("chunk_size",)
+
     def __init__(self, config: Config, **sizes: Any):
         super().__init__(chunked.Config(
             feature_map=config.phi, features=config.features, orthogonal=config.orthogonal,

@@ -77,6 +77,7 @@ class Cache(NamedTuple):
 class Attention(SelfAttention):
     """Attention by locality-sensitive hashing; decoding keeps every key and value."""
 
+    length_fields = ("chunk_size",)
     bidirectional = True
     decode_state = "growing"
     prefix_exact = False

@@ -74,6 +74,8 @@ class SelfAttention(nnx.Module):
     """An output never depends on later tokens, not even through bucketing."""
     block_diagonal: bool = False
     """It cuts a sequence into parts that never see each other, in however many layers."""
+    length_fields: tuple[str, ...] = ()
+    """Options that count tokens, and need not be more than the sequence has."""
     implementation_fields: tuple[str, ...] = ()
     """Options that change how its function is computed, and nothing else."""
     init_from_projection: Mapping[str, str] = MappingProxyType({})

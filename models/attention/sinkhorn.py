@@ -59,6 +59,7 @@ class Config:
 class Attention(SelfAttention):
     """Attention inside blocks and sorted blocks; it sees the whole sequence."""
 
+    length_fields = ("block_size",)
     causal = False
     bidirectional = True
     prefix_exact = False

@@ -61,6 +61,7 @@ class Keys(NamedTuple):
 class Attention(SelfAttention):
     """Attention inside blocks and to summary columns: decoding keeps (c + 1) / b of all keys and values."""
 
+    length_fields = ("block_size",)
     bidirectional = True
     decode_state = "growing"
 

@@ -19,7 +19,7 @@ class VisibleKeys(NamedTuple):
 
 
 class WindowCache(NamedTuple):
-    """VisibleKeys and values of the last W tokens, the latest at the end, and how many tokens each row has seen."""
+    """Keys and values of the last W tokens, the latest at the end, and how many tokens each row has seen."""
 
     k_BHWD: Array
     v_BHWD: Array

@@ -10,7 +10,7 @@ from configs.schema import LraConfig, TrainConfig
 from support.errors import ConfigError
 from tests import tiny
 from training import cli, loop
-from training.validation import validate_config
+from training.config_validation import validate_config
 
 RECIPE = f"{tiny.ROOT}/configs/quickstart.py"
 

@@ -1,0 +1,112 @@
+"""What can be run: a config is resolved and checked here, once."""
+
+import dataclasses
+import math
+from typing import Any
+
+from configs.schema import Config, LraConfig, OptimizerConfig, TrainConfig
+from kernels import device
+from models import attention as attentions
+from models import encoder, gpt
+from support.command import note
+from support.errors import ConfigError
+
+
+def validate_config[C: (Config, LraConfig)](config: C) -> C:
+    """The config as it will run: the attention modes and the number format are resolved, and what is too long is
+    shortened, with a note.
+
+    Raises:
+        ConfigError: a combination that cannot be run; the message names the field and what was expected.
+    """
+    if isinstance(config, LraConfig) and config.train.sample_every:
+        raise ConfigError(f"train.sample_every is {config.train.sample_every}: a classifier writes no text; expected 0")
+    model: Any = (gpt.resolve_config(config.model) if isinstance(config, Config) else
+                  encoder.resolve_config(config.model))
+    train = _with_batch_size(config.train, model.context)
+    _check_ranges(config, train)
+    train = _with_fitting_accumulation(train)
+    return dataclasses.replace(config, model=_with_fitting_modes(model), train=train,
+                               optimizer=_with_fitting_warmup(config.optimizer, train))
+
+
+def _with_batch_size(train: TrainConfig, context: int) -> TrainConfig:
+    """``batch_size`` from ``batch_tokens``, where it is to follow the context."""
+    if train.batch_tokens is None:
+        return train
+    sequences = train.batch_tokens // context
+    if sequences < 1:
+        raise ConfigError(f"train.batch_tokens is {train.batch_tokens}; expected at least model.context, {context}")
+    if train.batch_size == 0:
+        return dataclasses.replace(train, batch_size=sequences)
+    if train.batch_size == sequences:
+        return train
+    note(f"train.batch_size is {train.batch_size}, and train.batch_tokens {train.batch_tokens} does not count; "
+         "for a batch that follows the context give --train.batch-size 0")
+    return dataclasses.replace(train, batch_tokens=None)
+
+
+def _check_ranges(config: Config | LraConfig, train: TrainConfig) -> None:
+    optimizer, checkpoint = config.optimizer, config.checkpoint
+    if train.steps is None and train.minutes is None:
+        raise ConfigError("train.steps and train.minutes are both None: give one of them")
+    for name, value, least in (
+            ("train.steps", train.steps, 1), ("train.batch_size", train.batch_size, 1),
+            ("train.accumulate", train.accumulate, 1), ("train.eval_every", train.eval_every, 1),
+            ("train.eval_batches", train.eval_batches, 1), ("train.sample_every", train.sample_every, 0),
+            ("optimizer.warmup_steps", optimizer.warmup_steps, 0),
+            ("checkpoint.every_steps", checkpoint.every_steps, 1), ("checkpoint.keep", checkpoint.keep, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"{name} is {value}; expected at least {least}")
+    for name, value in (("train.minutes", train.minutes), ("optimizer.learning_rate", optimizer.learning_rate),
+                        ("optimizer.epsilon", optimizer.epsilon), ("optimizer.clip_norm", optimizer.clip_norm)):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{name} is {value}; expected a number above 0")
+    for name, value, most in (("optimizer.beta1", optimizer.beta1, 1 - 1e-9),
+                              ("optimizer.beta2", optimizer.beta2, 1 - 1e-9),
+                              ("optimizer.final_fraction", optimizer.final_fraction, 1),
+                              ("optimizer.weight_decay", optimizer.weight_decay, math.inf)):
+        if not (0 <= value <= most and math.isfinite(value)):
+            raise ConfigError(f"{name} is {value}; expected 0 to {most:g}")
+    if not 0 <= train.seed < 2**32:
+        raise ConfigError(f"train.seed is {train.seed}; expected 0 to {2**32 - 1}")
+
+
+def _with_fitting_accumulation(train: TrainConfig) -> TrainConfig:
+    if train.batch_size % train.accumulate == 0:
+        return train
+    parts = max(n for n in range(1, train.accumulate) if train.batch_size % n == 0)
+    note(f"train.accumulate is {parts}, not {train.accumulate}, which does not divide train.batch_size")
+    return dataclasses.replace(train, accumulate=parts)
+
+
+def _with_fitting_warmup(optimizer: OptimizerConfig, train: TrainConfig) -> OptimizerConfig:
+    # The warm-up of inverse_sqrt sets its peak as well.
+    if optimizer.schedule != "cosine" or train.steps is None:
+        return optimizer
+    longest = max(1, train.steps // 10)
+    if optimizer.warmup_steps <= longest:
+        return optimizer
+    note(f"optimizer.warmup_steps is {longest}, not {optimizer.warmup_steps}: a tenth of the run")
+    return dataclasses.replace(optimizer, warmup_steps=longest)
+
+
+def _with_fitting_modes(model: Any) -> Any:
+    """The model in a number format that the device is fast at, and modes with no length above the context."""
+    if model.dtype == "bfloat16" and not device.has_fast_bfloat16():
+        note("model.dtype is float32: this CPU has no fast products of bfloat16")
+        model = dataclasses.replace(model, dtype="float32")
+    modes = {}
+    for name, options in model.modes.items():
+        layer = attentions.load(name).Attention
+        for field in layer.implementation_fields:
+            if str(getattr(options, field)).startswith("pallas_gpu") and device.platform() != "gpu":
+                note(f"model.modes.{name}.{field} {getattr(options, field)} is interpreted on a {device.platform()}: "
+                     "slow, and there for tests")
+        for field in layer.length_fields:
+            length = getattr(options, field)
+            if length is not None and length > model.context:
+                note(f"model.modes.{name}.{field} is {model.context}, not {length}: the sequence is no longer")
+                options = dataclasses.replace(options, **{field: model.context})
+        modes[name] = options
+    return dataclasses.replace(model, modes=modes)
