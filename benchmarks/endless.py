@@ -90,7 +90,8 @@ def resident_bytes() -> int | None:
 def measure(config: ModelConfig, vocabulary: int, tokens: int, growing_tokens: int) -> list[Row]:
     """The rows of a mode with a kind of positions."""
     (mode,) = config.attention
-    if attention.load(mode).Attention.decode_state != "growing":
+    if attention.abstract(mode, config.modes[mode], head_width=config.width // config.heads, width=config.width,
+                          max_length=config.context).decode_state != "growing":
         return _draw(config, vocabulary, tokens, WINDOWS)
     rows, length = [], min(LEAST_GROWING, growing_tokens)
     while length <= growing_tokens:

@@ -206,7 +206,7 @@ def cases(target: Target) -> Iterator[Case]:
     for token in TOKENS:
         yield Case(token.name, lambda token=token: lower_token(target, token), token.ours,
                    token.most_launches)
-    causal = [mode for mode, module in attention.modes().items() if module.Attention.causal]
+    causal = attention.causal_modes()
     forms = [mode for mode in causal if not any(form.startswith(f"{mode}:") for form in STEP_FORMS)]
     for form in [*forms, *STEP_FORMS]:
         yield Case(f"training step, {form}", lambda form=form: lower_step(target, form),

@@ -184,7 +184,7 @@ def test_every_form_trains(recipe, tmp_path, mode, form):
 @pytest.mark.thorough
 def test_every_mode_trains_as_it_is(recipe, tmp_path):
     """A layer of each that can be a language model."""
-    modes = [name for name, mode in attentions.modes().items() if mode.Attention.causal]
+    modes = attentions.causal_modes()
     assert tiny.run(recipe, "--attention", ",".join(modes), "--run-dir", tmp_path / "run", "--model.layers",
                     len(modes)) == 0
     first, second = tiny.lines(tmp_path / "run", "train")
@@ -215,7 +215,7 @@ def test_documents_side_by_side_need_a_mode_that_keeps_them_apart(recipe, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("mode", sorted(name for name, mode in attentions.modes().items() if not mode.Attention.causal))
+@pytest.mark.parametrize("mode", sorted(set(attentions.modes()) - set(attentions.causal_modes())))
 def test_what_sees_the_whole_sequence_is_no_language_model(recipe, tmp_path, capsys, mode):
     message = refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", "--attention", mode)
     assert f"--attention {mode}: it sees the whole sequence and cannot be a language model" in message

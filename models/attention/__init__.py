@@ -61,10 +61,26 @@ def abstract(name: str, options: Any, *, head_width: int, width: int, max_length
         options, heads=1, head_width=head_width, width=width, max_length=max_length, rngs=nnx.Rngs(0)))
 
 
+@functools.cache
+def _with_default_options() -> dict[str, Any]:
+    """A layer of every mode, without its numbers: its flags may depend on the options."""
+    return {name: abstract(name, module.Config(), head_width=8, width=8, max_length=8)
+            for name, module in modes().items()}
+
+
+def causal_modes() -> list[str]:
+    """The modes that, with their default options, can see the past only."""
+    return [name for name, layer in _with_default_options().items() if layer.causal]
+
+
 def encoder_modes() -> list[str]:
-    """The modes that, with their own options, see the whole sequence."""
-    return [name for name, module in modes().items()
-            if abstract(name, module.Config(), head_width=8, width=8, max_length=8).bidirectional]
+    """The modes that, with their default options, can see the whole sequence."""
+    return [name for name, layer in _with_default_options().items() if layer.bidirectional]
+
+
+def sampling_modes() -> list[str]:
+    """The causal modes that, with their default options, have a cached decode."""
+    return [name for name, layer in _with_default_options().items() if layer.causal and layer.decode_state != "none"]
 
 
 def _mode_config(name: str, options: Any) -> Any:

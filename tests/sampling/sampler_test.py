@@ -24,8 +24,7 @@ from sampling.sampler import TOKENS_PER_CALL, Sampler, Sampling, Settings, draw,
 from support.errors import ConfigError
 
 V = 13
-MODES = tuple(name for name, mode in attentions.modes().items()
-              if mode.Attention.causal and mode.Attention.decode_state != "none")
+MODES = tuple(attentions.sampling_modes())
 EACH_STATE = ("chunked", "local", "softmax")
 """A mode of every kind of state."""
 GREEDY = Sampling(temperature=0.0)

@@ -16,8 +16,7 @@ from sampling import state_file
 from sampling.sampler import Memory, Sampler
 from support.errors import StateError
 
-ALL = tuple(name for name, mode in attentions.modes().items()
-            if mode.Attention.causal and mode.Attention.decode_state != "none")
+ALL = tuple(attentions.sampling_modes())
 MODES = ("chunked", "linear", "local", "softmax")
 CONFIG = ModelConfig(layers=len(MODES), heads=2, width=16, context=1024, positions="rotary", dtype="float32",
                      attention=MODES)
