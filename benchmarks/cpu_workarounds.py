@@ -107,9 +107,9 @@ def measure_tokens(config: ModelConfig, sampling: Sampling, rounds: int) -> dict
         return jax.jit(lambda: draw(logits_BV, logits_BV > 0, keys_B, settings)).lower().as_text()
 
     def tokens() -> Callable[[], Any]:
-        pieces = Sampler(model).generate(np.zeros(1, np.int32), sampling, max_new_tokens=2**30)
-        next(pieces)
-        return lambda: next(pieces)
+        generation = Sampler(model).generate(np.zeros(1, np.int32), sampling, max_new_tokens=2**30)
+        next(generation)
+        return lambda: next(generation)
 
     plain = program()
     runs = {ALL: tokens()}

@@ -40,7 +40,7 @@ class Case(ABC):
     """What :meth:`call` takes; None: what the op picks. ``tests`` run all of them on a CPU."""
     used_by: tuple[User, ...] = ("tests",)
     """``tests`` and ``suite`` (``suite-quick``: with ``--quick``) compare with the reference, ``gpu-check`` compiles,
-    ``tune`` times."""
+    ``tune`` times, of linear attention alone."""
     title: str = ""
     """What the case is there for; its name where given."""
     gradients: bool = True

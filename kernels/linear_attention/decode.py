@@ -48,13 +48,6 @@ def decode(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT:
     return decode_step(q_BTHM, k_BTHM, v_BTHD, initial, normalize)
 
 
-def serves(q_BTHM: Any, initial: State, runs_BT: Any) -> bool:
-    """Whether :func:`decode_step` can do it: one token after a float32 state, without segments, on a GPU."""
-    _, T, _, M = q_BTHM.shape
-    return (device.platform() == "gpu" and T == 1 and runs_BT is None and M <= MOST_FEATURES
-            and initial.s_BHMD.dtype == jnp.float32)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def decode_step(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, normalize: bool,
                 feature: Callable[[Array], Array] | None = None) -> tuple[Array, State]:

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from kernels.linear_attention import State, linear_attention
-from kernels.linear_attention.decode import decode_step, serves
+from kernels.linear_attention import State, extend_state, linear_attention
 from models.attention.feature_maps import (
     RANDOM,
     FeatureOptions,
@@ -103,13 +102,10 @@ class Attention(SelfAttention):
     def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: State, *, x_BTE: Array,
                lengths_B: Array | None = None) -> tuple[Array, State]:
         segment_ids_BT = None
-        feature = elementwise(self.config)
-        if lengths_B is None and feature is not None and serves(q_BTHD, cache, None):
-            return decode_step(q_BTHD, k_BTHD, v_BTHD, cache, self.config.normalize, feature)
         if lengths_B is not None:
             segment_ids_BT = jnp.where(jnp.arange(q_BTHD.shape[1])[None, :] < lengths_B[:, None], 0, -1)
-        return linear_attention(*self._features(q_BTHD, k_BTHD), v_BTHD, normalize=self.config.normalize,
-                                initial_state=cache, segment_ids_BT=segment_ids_BT)
+        return extend_state(q_BTHD, k_BTHD, v_BTHD, cache, features=self._features, feature=elementwise(self.config),
+                            normalize=self.config.normalize, segment_ids_BT=segment_ids_BT)
 
     def flops(self, tokens: int, context: int) -> int:
         M, D = self.feature_width, self.head_width

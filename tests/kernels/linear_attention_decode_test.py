@@ -1,16 +1,17 @@
 """The GPU kernel of linear attention's next token in interpret mode, against the plain form."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from kernels.linear_attention import State, decode, linear_attention, pick_implementation
+from kernels.linear_attention import State, api, decode, linear_attention, pick_implementation
 from kernels.linear_attention.decode import decode_step
 from kernels.linear_attention.recurrent import recurrent
 from models import attention
-from models.attention import linear
 from models.attention.feature_maps import ELEMENTWISE
 
 pytestmark = pytest.mark.gpu
@@ -75,10 +76,12 @@ def test_features_are_made_in_the_kernel_and_have_their_gradients(feature_map, m
 
         return jax.value_and_grad(total, argnums=range(4))(q_BTHD, k_BTHD, v_BTHD, state)
 
+    monkeypatch.setattr(decode.device, "platform", lambda: "cpu")
     expected = gradients(q_BTHD, k_BTHD, v_BTHD, state)
     assert not called
-    monkeypatch.setattr(linear, "serves", lambda *_: True)
-    monkeypatch.setattr(linear, "decode_step", step)
+    monkeypatch.undo()
+    monkeypatch.setattr(api, "pick_implementation", lambda *_, **__: "decode")
+    monkeypatch.setattr(api, "decode", SimpleNamespace(decode_step=step))
     actual = gradients(q_BTHD, k_BTHD, v_BTHD, state)
     assert called == [ELEMENTWISE[feature_map].of]
     for x, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
@@ -102,12 +105,17 @@ def test_it_is_picked_for_a_token_on_a_gpu_and_refuses_anything_else_by_name(mon
             linear_attention(*map(jnp.asarray, arguments), implementation="decode", **options)
 
 
-def test_it_serves_a_token_on_a_gpu(monkeypatch):
-    q_BTHM, _, _, state = make_inputs(1, 2, 16, 16, "float32")
-    assert not decode.serves(q_BTHM, state, None)
+def test_it_is_picked_on_a_gpu_alone(monkeypatch):
+    def picked(q_BTHM, v_BTHD, **options):
+        return pick_implementation(q_BTHM, q_BTHM, v_BTHD, **options)
+
+    q_BTHM, _, v_BTHD, _ = make_inputs(1, 2, 16, 16, "float32")
+    monkeypatch.setattr(decode.device, "platform", lambda: "cpu")
+    assert picked(q_BTHM, v_BTHD) == "recurrent"
     monkeypatch.setattr(decode.device, "platform", lambda: "gpu")
-    assert decode.serves(q_BTHM, state, None)
-    assert not decode.serves(q_BTHM, state, np.zeros((1, 1), np.int32))
-    assert not decode.serves(np.repeat(q_BTHM, 2, axis=1), state, None)
-    assert not decode.serves(q_BTHM, State(*(x.astype(np.float64) for x in state)), None)
-    assert not decode.serves(np.zeros((1, 1, 2, 1025)), state, None)
+    assert picked(q_BTHM, v_BTHD) == "decode"
+    assert picked(q_BTHM, v_BTHD, segments=True) == "recurrent"
+    assert picked(np.repeat(q_BTHM, 2, axis=1), v_BTHD) != "decode"
+    assert picked(np.zeros((1, 1, 2, 1025), np.float32), v_BTHD) == "recurrent"
+    with jax.enable_x64(True):
+        assert picked(q_BTHM.astype(np.float64), v_BTHD) == "recurrent"

@@ -108,6 +108,7 @@ def test_what_does_not_go_together_is_refused(one_launch):
 
 def test_one_token_on_a_gpu_takes_it(monkeypatch):
     x_BTE = np.zeros((1, 1, 4), np.float32)
+    monkeypatch.setattr(projection.device, "platform", lambda: "cpu")
     assert not projection._alone_on_gpu(x_BTE)
     monkeypatch.setattr(projection.device, "platform", lambda: "gpu")
     assert projection._alone_on_gpu(x_BTE)

@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 from configs.schema import ModelConfig
+from kernels.linear_attention import api
 from kernels.projection import api as projection
 from models import attention as attentions
-from models.attention import linear
 from models.attention.self_attention import angles
 from models.gpt import GPT, resolve_config
 from sampling import sampler as sampler_module
@@ -117,7 +117,9 @@ def test_the_kernels_of_a_gpu_draw_the_same(dtype, tolerance, monkeypatch):
         return asked
 
     monkeypatch.setattr(projection, "_alone_on_gpu", serves("projection", lambda x_BTE: x_BTE.shape[:2] == (1, 1)))
-    monkeypatch.setattr(linear, "serves", serves("state", lambda q, state, runs: q.shape[1] == 1 and runs is None))
+    token, pick = serves("state", lambda q, segments: q.shape[1] == 1 and not segments), api.pick_implementation
+    monkeypatch.setattr(api, "pick_implementation", lambda q, *arrays, segments=False, **options: (
+        "decode" if token(q, segments) else pick(q, *arrays, segments=segments, **options)))
     model = make_model("chunked", "longformer", positions="learned", context=40, dtype=dtype, bias=0.5)
     pieces = Sampler(model).generate(prompt_of(19), Sampling(temperature=9.0), max_new_tokens=20, resumable=True)
     text_T = np.concatenate([prompt_of(19), *(piece_BT[0] for piece_BT in pieces)])
