@@ -101,6 +101,7 @@ def train(config: LraConfig, run_dir: Path, command: Sequence[str]) -> int:
     """
     dataset, objective, model = check_data_and_devices(config, run_dir)
     with runs.locked(run_dir):
+        runs.check_folder(config, run_dir)  # again: another process may have begun the run since
         newest, finished = runs.newest_step(config, run_dir)
         if finished and _scored_step(run_dir) == newest:
             return 0
