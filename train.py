@@ -10,9 +10,10 @@ import time
 
 _STARTED = time.perf_counter()
 
-from support import packages
+from support import interrupts, packages
 
 if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    interrupts.end_with_a_word()
     packages.require_packages()
 
 import dataclasses

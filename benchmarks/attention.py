@@ -17,6 +17,11 @@ A case that does not fit, is not supported, or takes too long is a row with ``er
 holds for larger cases too, they are not tried; what is only too slow is still compiled, for its memory.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import importlib.util
 import json

@@ -14,6 +14,11 @@ point over the first.
 times that of training; a ring marks the bin that ends at the context of training.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import json
 import sys

@@ -9,6 +9,11 @@ have, or cannot be compiled at all, and where a token takes more launches than i
 kernels that XLA writes itself those that spill or serialise are listed, and do not fail.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import contextlib
 import functools

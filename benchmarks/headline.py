@@ -9,6 +9,11 @@ GPU machine, a plain loop makes such updates on the same text, writes the same m
 PNG where matplotlib is installed; ``compare.py`` makes the page of such folders elsewhere.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import hashlib
 import importlib.util

@@ -23,6 +23,11 @@ times softmax GPT-2 of the same size as the package ``transformers`` samples fro
 ``--peer-python``, in another that has it and torch.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import functools
 import sys

@@ -20,6 +20,11 @@ write, and ``summary.md``: every figure beside its target on an H200 and what wa
 optax, numpy and jaxtyping alone. Exit code 1 if the kernel is wrong here or not all of its cases were tried.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import importlib.util
 import json

@@ -17,6 +17,11 @@ the device, versions, commit and command that they come from. A case that does n
 does not support, or that would take too long, is a row with ``error`` and without times.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import contextlib
 import itertools

@@ -11,6 +11,11 @@ the end the best and the defaults take turns, and the defaults stay unless the b
 over, what is best so far counts. Rows of the file for other devices, widths, formats and lengths stay as they are.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import itertools
 import math

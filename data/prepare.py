@@ -4,6 +4,11 @@ The text is tokenized in processes, in chunks that depend on nothing but the tex
 again, the same command goes on where it was and gives the same files. :mod:`data.token_files` says what is in ``DIR``.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import contextlib
 import hashlib
 import os

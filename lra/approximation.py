@@ -14,6 +14,11 @@ unbiased, so that its error falls with the draws for ever; the output, a ratio o
 error stays.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import functools
 import sys

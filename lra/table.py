@@ -13,6 +13,11 @@ takes too long, says so in its place.
 ``accuracy``: that of runs of ``lra.train`` on the test split (lra.accuracy), written as the same files.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import json
 import math

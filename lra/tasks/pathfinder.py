@@ -14,6 +14,11 @@ paddle of the first contour does not keep them away. Results on such images are 
     python -m lra.tasks.pathfinder --out docs/pathfinder.png
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import copy
 import functools
 import json
