@@ -43,6 +43,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.picture import Curve, Panel, draw_panels, published
 from kernels.cases import Attention, find_attentions
+from support.command import status
 from support.errors import ConfigError
 
 MODULE = "benchmarks.attention"
@@ -700,7 +701,7 @@ def command(arguments: Sequence[str]) -> int:
         take = measure_here if options.one_process else measure_apart
         for group in take(its_cases, options.repeats, seconds_per_case=options.seconds_per_case,
                           total_seconds=left):
-            print(f"{part}: {shape_name(group[0])}, {group[0].passes}", file=sys.stderr)
+            status(f"{part}: {shape_name(group[0])}, {group[0].passes}")
             its_rows += group
             report.keep(options.json, contents | {
                 "picked": picked(rows + its_rows), "rows": [asdict(row) for row in rows + its_rows]})
@@ -725,7 +726,7 @@ def _print(part: str, rows: Sequence[Row]) -> None:
                  f"takes {sweep['ratio']:.2f} times the fastest, {fastest} tokens"))
     for row in rows:
         if row.error is not None:
-            print(f"{row.mode} at {shape_name(row)}, {row.passes}: {row.error}", file=sys.stderr)
+            status(f"{row.mode} at {shape_name(row)}, {row.passes}: {row.error}")
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:

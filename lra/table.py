@@ -47,7 +47,7 @@ def efficiency(cases: Mapping[int, Sequence[Case]], options: argparse.Namespace)
         name: value for name, value in vars(options).items() if name not in ("part", "limit")}))
     for tokens, of_length in cases.items():
         for case in of_length:
-            print(f"{case.row} at {tokens:,} …", file=sys.stderr)
+            status(f"{case.row} at {tokens:,} …")
             results.append(in_process(case, options.limit))
         write_json(named(options.out, ".json"), origin | {"rows": [asdict(result) for result in results]})
         write_text(named(options.out, ".md"), markdown(results, origin))
