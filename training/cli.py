@@ -63,8 +63,8 @@ def parse_command_line[C: (Config, LraConfig), F: RunFlags](
     recipe = Path(arguments[0])
     flags, fields = tyro.cli(kind, args=list(arguments[1:]), return_unknown_args=True, add_help=False)
     default = load(recipe, flags)
-    # Fields are flags only where there are values: of each mode, its options. --model.attention may
-    # name other modes, which validate_config resolves.
+    # Fields are flags only where there are values: of each mode, its options. --model.attention may name other modes,
+    # which validate_config resolves.
     model: Any = attentions.resolve(default.model)
     default = dataclasses.replace(default, model=model)
     description = (f"Train one run. Beside the flags below: --attention MODE[,MODE…] (there are "
