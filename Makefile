@@ -32,8 +32,7 @@ $(venv): requirements.lock $(if $(cuda),always)
 	@if [ '$(cuda)' = 1 ] || { [ -z '$(cuda)' ] && grep -qs -e '--extra cuda' $@; }; then \
 		bash scripts/environment.sh .venv $(cuda_build); \
 	else \
-		bash scripts/environment.sh .venv $(cpu_build) && if nvidia-smi -L >/dev/null 2>&1; then \
-			echo 'There is an NVIDIA GPU here, and this is the CPU build of jax: `make setup CUDA=1` installs the GPU build.'; fi; \
+		bash scripts/environment.sh .venv $(cpu_build); \
 	fi
 
 quickstart: $(venv)  ## train softmax and chunked, draw both on one page, sample from each; goes on where it was

@@ -10,9 +10,10 @@ anew whenever a run has grown, until Ctrl-C; of a pattern in quotes, also runs t
 is open in a browser reloads itself.
 """
 
-from support import packages
+from support import interrupts, packages
 
 if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    interrupts.end_with_a_word()
     packages.require_packages()
 
 import sys

@@ -9,9 +9,10 @@ published model's. ``export`` writes a softmax model with learned positions back
 Only safetensors files are read: nothing pickled. Dropout is not part of this model, nor of what it exports.
 """
 
-from support import packages
+from support import interrupts, packages
 
 if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    interrupts.end_with_a_word()
     packages.require_packages()
 
 import re

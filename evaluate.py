@@ -13,9 +13,10 @@ last W tokens at most (more than three quarters of W: training.evaluation.short_
 A loss stands with its standard error over windows; of other contexts than that of training at least 8 are evaluated.
 """
 
-from support import packages
+from support import interrupts, packages
 
 if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    interrupts.end_with_a_word()
     packages.require_packages()
 
 import sys

@@ -10,9 +10,10 @@ stands between them. Everything else goes to standard error. A prompt is taken a
 end a file or what `echo` writes.
 """
 
-from support import packages
+from support import interrupts, packages
 
 if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    interrupts.end_with_a_word()
     packages.require_packages()
 
 import io

@@ -10,16 +10,17 @@ import time
 
 _STARTED = time.perf_counter()
 
-from support import packages
+from support import interrupts, packages
 
 if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    interrupts.end_with_a_word()
     packages.require_packages()
 
 import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -83,9 +84,10 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
         init_from: another run, whose parameters a new run begins with.
         reset: what of them is drawn anew.
     """
-    corpora, model, before = check_data_and_devices(config, run_dir)
+    corpora, model = check_data_and_devices(config, run_dir)
     initial = initial_weights(run_dir, model, corpora.tokenizer, init_from, reset)
     with runs.locked(run_dir):
+        before = runs.check_folder(config, run_dir)  # again: another process may have begun the run since
         newest, finished = runs.newest_step(config, run_dir)
         if finished:
             return 0
@@ -112,11 +114,11 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
     return cli.report_outcome(run_dir, outcome)
 
 
-def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT, dict[str, Any]]:
+def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT]:
     """What a config alone cannot tell: whether folder, corpus, devices and model go together. Writes nothing.
 
     Returns:
-        the corpora, the model without its numbers, and what the run's ``environment.json`` says so far.
+        the corpora, and the model without its numbers.
 
     Raises:
         ConfigError, NotImplementedError: they do not.
@@ -136,7 +138,7 @@ def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT,
     segment_ids_BT = tokens_BT if config.data.packing == "documents" else None
     nnx.eval_shape(lambda model, tokens_BT, segment_ids_BT: model.forward(tokens_BT, segment_ids_BT=segment_ids_BT),
                    model, tokens_BT, segment_ids_BT)
-    return corpora, model, before
+    return corpora, model
 
 
 def check_packing(packing: str, model: GPT) -> None:

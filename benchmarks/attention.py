@@ -17,6 +17,11 @@ A case that does not fit, is not supported, or takes too long is a row with ``er
 holds for larger cases too, they are not tried; what is only too slow is still compiled, for its memory.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import importlib.util
 import json
@@ -38,6 +43,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.picture import Curve, Panel, draw_panels, published
 from kernels.cases import Attention, find_attentions
+from support.command import status
 from support.errors import ConfigError
 
 MODULE = "benchmarks.attention"
@@ -695,7 +701,7 @@ def command(arguments: Sequence[str]) -> int:
         take = measure_here if options.one_process else measure_apart
         for group in take(its_cases, options.repeats, seconds_per_case=options.seconds_per_case,
                           total_seconds=left):
-            print(f"{part}: {shape_name(group[0])}, {group[0].passes}", file=sys.stderr)
+            status(f"{part}: {shape_name(group[0])}, {group[0].passes}")
             its_rows += group
             report.keep(options.json, contents | {
                 "picked": picked(rows + its_rows), "rows": [asdict(row) for row in rows + its_rows]})
@@ -720,7 +726,7 @@ def _print(part: str, rows: Sequence[Row]) -> None:
                  f"takes {sweep['ratio']:.2f} times the fastest, {fastest} tokens"))
     for row in rows:
         if row.error is not None:
-            print(f"{row.mode} at {shape_name(row)}, {row.passes}: {row.error}", file=sys.stderr)
+            status(f"{row.mode} at {shape_name(row)}, {row.passes}: {row.error}")
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:

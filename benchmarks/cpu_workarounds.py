@@ -13,6 +13,11 @@ The ratio is one of medians, and its 95 % interval is from rounds drawn again at
 1979).
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import json
 import sys

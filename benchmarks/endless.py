@@ -14,6 +14,11 @@ point over the first.
 times that of training; a ring marks the bin that ends at the context of training.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import json
 import sys
@@ -34,6 +39,7 @@ from kernels import cpu
 from models import attention, gpt
 from models.gpt import GPT
 from sampling.sampler import Sampler, Sampling
+from support.command import status
 from support.errors import ConfigError
 
 WINDOWS = 50
@@ -102,7 +108,7 @@ def measure(config: ModelConfig, vocabulary: int, tokens: int, growing_tokens: i
 
 def _draw(config: ModelConfig, vocabulary: int, tokens: int, windows: int) -> list[Row]:
     (mode,) = config.attention
-    print(f"{mode}, {config.positions} positions, {tokens:,} tokens …", file=sys.stderr)
+    status(f"{mode}, {config.positions} positions, {tokens:,} tokens …")
     found = report.in_process("benchmarks.endless", {
         "model": asdict(config), "vocabulary": vocabulary, "tokens": tokens, "windows": windows})
     if "error" in found:
@@ -134,7 +140,7 @@ def losses(run_dir: Path, context: int | None, windows: int) -> dict[str, Any]:
     evaluation.check_contexts(run.model, corpora, [context])
     entry = evaluation.evaluate(run.model, corpora, contexts=[context], windows=(), tokens=windows * context,
                                 tokens_at_once=context, packing=run.config.data.packing,
-                                progress=lambda line: print(f"{run_dir.name}: {line}", file=sys.stderr))[0]
+                                progress=lambda line: status(f"{run_dir.name}: {line}"))[0]
     return {"run": run_dir.name, "step": run.step, "attention": ",".join(run.config.model.attention),
             "positions": run.config.model.positions, "trained_context": trained, "context": context,
             "losses": entry["positions"]}
@@ -225,7 +231,7 @@ def command(arguments: Sequence[str]) -> int:
               + ", ".join(f"{bin['loss']:.3f} at {bin['last']:,}" for bin in run["losses"] if bin["last"] >= 64))
     for row in rows:
         if row.error is not None:
-            print(f"{row.mode}, {row.positions} positions: {row.error}", file=sys.stderr)
+            status(f"{row.mode}, {row.positions} positions: {row.error}")
     return 0 if _curves(rows) else 1
 
 

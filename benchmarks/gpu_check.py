@@ -9,6 +9,11 @@ have, or cannot be compiled at all, and where a token takes more launches than i
 kernels that XLA writes itself those that spill or serialise are listed, and do not fail.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import contextlib
 import functools
@@ -33,6 +38,7 @@ from kernels import cases as op_cases
 from models import attention, gpt
 from models.encoder import Classifier, resolve_config
 from sampling.sampler import with_product_weights
+from support.command import status
 from support.errors import BenchmarkError, ConfigError
 
 LINEAR, SOFTMAX, PROJECTION = "linear_attention_", "softmax_decode_", "projection_decode"
@@ -335,7 +341,7 @@ def run(chosen: Sequence[Case], target: Target) -> int:
     """Compiles, prints both tables and, as a last line, the verdict; returns the exit code."""
     lines, others, counted, failures, compiled, own = [], [], [], [], 0, 0
     for n, case in enumerate(chosen, 1):
-        print(f"jax {jax.__version__}: {n}/{len(chosen)} {case.name} …", file=sys.stderr)
+        status(f"jax {jax.__version__}: {n}/{len(chosen)} {case.name} …")
         program, problems = check(case, target)
         kernels = program.kernels
         if case.most_launches is not None:
@@ -357,7 +363,7 @@ def run(chosen: Sequence[Case], target: Target) -> int:
             print(f"\nLaunches of a drawn token\n{report.table(('case', 'launches', 'at most'), counted)}")
         print(flush=True)
     for failure in failures:
-        print(f"gpu-check: jax {jax.__version__}: {failure}", file=sys.stderr)
+        status(f"gpu-check: jax {jax.__version__}: {failure}")
     print(f"jax {jax.__version__}: {compiled} kernels in {len(chosen)} programs, {own} of them ours: "
           + (f"{len(failures)} failures" if failures else "no spill, no serialised wgmma, no overrun in ours"))
     return 1 if failures else 0

@@ -9,6 +9,11 @@ GPU machine, a plain loop makes such updates on the same text, writes the same m
 PNG where matplotlib is installed; ``compare.py`` makes the page of such folders elsewhere.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import hashlib
 import importlib.util
@@ -32,7 +37,7 @@ from configs.schema import Config
 from data.loader import Batch
 from data.sources import open_source
 from kernels import device
-from support.command import note
+from support.command import note, status
 from support.errors import ConfigError
 from support.files import write_json
 from training import step as steps
@@ -186,7 +191,7 @@ def train_plainly(config: Config, corpus: Corpus, run_dir: Path) -> int:
             evaluated = step
             print(f"{run_dir.name}: step {step:,}, {log.train_seconds:.0f} s, val loss {val_loss:.4f}", flush=True)
     if not finite or evaluated != step:
-        print(f"{run_dir}: step {step}: the loss is not finite; try a lower --learning-rate", file=sys.stderr)
+        status(f"{run_dir}: step {step}: the loss is not finite; try a lower --learning-rate")
         return 1
     return 0
 

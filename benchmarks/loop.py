@@ -7,6 +7,11 @@ apart and with no evaluation or checkpoint between them, with those of the same 
 and just after. Further flags are those of ``train.py``, such as ``--model.context 1024``.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import json
 import sys

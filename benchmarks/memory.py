@@ -11,6 +11,11 @@ jax takes three quarters of a card's memory for itself at the start; what fits o
 is meant: the driver, evaluations and other programs on the card come on top.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import json
 import sys

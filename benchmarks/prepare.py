@@ -15,6 +15,11 @@ Then the command runs once more on a corpus of a quarter of the size. Peak memor
 processes together, of which what they share counts for each. Figures are medians over the rounds.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import itertools
 import json

@@ -23,6 +23,11 @@ times softmax GPT-2 of the same size as the package ``transformers`` samples fro
 ``--peer-python``, in another that has it and torch.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import functools
 import sys
@@ -46,6 +51,7 @@ from kernels import device
 from models import gpt
 from models.gpt import GPT
 from sampling.sampler import TOKENS_PER_CALL, Memory, Sampler, Sampling
+from support.command import status
 from support.errors import ConfigError
 
 CALLS_PER_SAMPLE = 4
@@ -266,7 +272,7 @@ def measure_peer(config: ModelConfig, vocabulary: int, positions: Sequence[int],
     """The rows of ``transformers``' GPT-2 of the sizes of a model, and the versions behind them."""
     rows, versions = [], {}
     for position in positions:
-        print(f"transformers at {position:,}, batch {batch} …", file=sys.stderr)
+        status(f"transformers at {position:,}, batch {batch} …")
         row = Row("transformers", position, batch, size)
         found = report.in_process("benchmarks.transformers_gpt2", {
             "layers": config.layers, "heads": config.heads, "width": config.width, "vocabulary": vocabulary,
@@ -372,7 +378,7 @@ def command(arguments: Sequence[str]) -> int:
     for (size, vocabulary), modes in configs.items():
         samplers = {mode: Sampler(GPT(config, vocabulary, rngs=nnx.Rngs(0))) for mode, config in modes.items()}
         for batch in options.batches:
-            print(f"{size or 'model'}, batch {batch} …", file=sys.stderr)
+            status(f"{size or 'model'}, batch {batch} …")
             rows += measure(samplers, options.positions, batch, options.repeats,
                             seconds=options.seconds_per_case, size=size,
                             keep=lambda more, before=tuple(rows): keep([*before, *more]))
@@ -383,7 +389,7 @@ def command(arguments: Sequence[str]) -> int:
                 contents["versions"] |= versions
                 keep(rows)
         for mode, sampler in samplers.items() if options.prompt else ():
-            print(f"{mode}, a prompt of {options.prompt:,} tokens …", file=sys.stderr)
+            status(f"{mode}, a prompt of {options.prompt:,} tokens …")
             prompts.append(measure_prompt(sampler, mode, options.prompt, options.repeats, size=size))
             keep(rows)
     if options.picture is not None and report.has_matplotlib():
@@ -394,10 +400,10 @@ def command(arguments: Sequence[str]) -> int:
         print(report.table(PROMPT_HEADINGS, [prompt_cells(row) for row in prompts]))
     for row in rows:
         if row.error is not None:
-            print(f"{row.mode} at {row.position:,}, batch {row.batch}: {row.error}", file=sys.stderr)
+            status(f"{row.mode} at {row.position:,}, batch {row.batch}: {row.error}")
     for row in prompts:
         if row.error is not None:
-            print(f"{row.mode}, a prompt of {row.tokens:,} tokens: {row.error}", file=sys.stderr)
+            status(f"{row.mode}, a prompt of {row.tokens:,} tokens: {row.error}")
     return 0 if any(row.error is None for row in rows) else 1
 
 

@@ -20,6 +20,11 @@ write, and ``summary.md``: every figure beside its target on an H200 and what wa
 optax, numpy and jaxtyping alone. Exit code 1 if the kernel is wrong here or not all of its cases were tried.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import importlib.util
 import json
@@ -47,6 +52,7 @@ from kernels.cases import WORSE_THAN_PLAIN, error_of, faults_of
 from kernels.linear_attention import State, linear_attention
 from kernels.linear_attention.cases import SCHEDULES, LinearAttentionCase, make_suite_case
 from models.gpt import GPT, Cache, resolve_config
+from support.command import status
 from support.errors import ConfigError
 from support.files import write_json, write_text
 from training.environment import compilation_cache, git_commit
@@ -559,8 +565,8 @@ def _fla_figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
     return found
 
 
-def write_summary(out: Path, outcomes: dict[str, Outcome], notes: Sequence[str] = ()) -> str:
-    """Writes ``summary.md``, with notes above its table, and returns the table as text."""
+def write_summary(out: Path, outcomes: dict[str, Outcome], remarks: Sequence[str] = ()) -> str:
+    """Writes ``summary.md``, with remarks above its table, and returns the table as text."""
     where = next(iter(_files(out).values()), {"device": "unknown device", "versions": {}})
     judged = "H200" in where["device"]
     lines = []
@@ -578,7 +584,7 @@ def write_summary(out: Path, outcomes: dict[str, Outcome], notes: Sequence[str] 
             f"jax {where['versions'].get('jax', '?')}, commit {git_commit()}. Targets are those on an H200; what was "
             "published was measured on an H100. Times are medians of so many samples; every one is in the JSON file "
             "of its step. Figures begin with the name of their step.", "",
-            *(line for note in notes for line in (note, "")),
+            *(line for remark in remarks for line in (remark, "")),
             "| " + " | ".join(HEADINGS) + " |", "|---|" + "---:|" * (len(HEADINGS) - 1),
             *("| " + " | ".join(line) + " |" for line in lines), "", "| step | seconds | ended |", "|---|---:|---|",
             *(f"| {name} | {outcome.seconds:.0f} | {(outcome.error or 'well').replace('|', '/')} |"
@@ -615,14 +621,14 @@ def command(arguments: Sequence[str]) -> int:
     for name in (*names, TUNED):  # of an earlier run
         (options.out / name).unlink(missing_ok=True)
     told = notes(found, options.quick)
-    for note in told:
-        print(note, file=sys.stderr, flush=True)
+    for remark in told:
+        status(remark)
     outcomes: dict[str, Outcome] = {}
     text = ""
     for i, step in enumerate(wanted):
         left = 60 * options.minutes - (time.monotonic() - start)
         share = left * step.weight / sum(later.weight for later in wanted[i:])
-        print(f"{step.name}: {share:.0f} s at most …", file=sys.stderr, flush=True)
+        status(f"{step.name}: {share:.0f} s at most …")
         try:
             outcomes[step.name] = run(step, options.out, share) if share >= LEAST_SECONDS else Outcome(
                 error="no time left")
@@ -632,7 +638,7 @@ def command(arguments: Sequence[str]) -> int:
             report.kept(options.out / "summary.md", "the steps so far")
             raise
         if outcomes[step.name].error:
-            print(f"{step.name}: {outcomes[step.name].error}", file=sys.stderr, flush=True)
+            status(f"{step.name}: {outcomes[step.name].error}")
         text = write_summary(options.out, outcomes, told)
     print(text)
     return 1 if "correctness" in outcomes and outcomes["correctness"].error else 0

@@ -17,6 +17,11 @@ the device, versions, commit and command that they come from. A case that does n
 does not support, or that would take too long, is a row with ``error`` and without times.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import contextlib
 import itertools
@@ -37,6 +42,7 @@ from configs.schema import Config, ModelConfig, TrainConfig
 from data.loader import Batch
 from models import attention, gpt
 from models.attention.self_attention import INITIAL_SCALE
+from support.command import status
 from support.errors import ConfigError
 from training.optimizer import decay_mask, make_optimizer
 from training.step import StepMetrics, TrainState, abstract_model, initial_state, make_train_step
@@ -403,7 +409,7 @@ def command(arguments: Sequence[str]) -> int:
     contents = report.origin("benchmarks.train_step", options)
     rows: list[Row] = []
     for (size, context), modes in configs.items():
-        print(f"{size or 'model'} at context {context:,} …", file=sys.stderr)
+        status(f"{size or 'model'} at context {context:,} …")
         vocabulary_size = sizes(options)[size].vocabulary
         with contextlib.ExitStack() as stack:
             peers: dict[str, Callable[[], Any]] = {}
@@ -423,7 +429,7 @@ def command(arguments: Sequence[str]) -> int:
     print(report.table(HEADINGS, [cells(row) for row in rows]))
     for row in rows:
         if row.error is not None:
-            print(f"{row.mode} at {row.context:,}: {row.error}", file=sys.stderr)
+            status(f"{row.mode} at {row.context:,}: {row.error}")
     return 0 if any(row.error is None for row in rows) else 1
 
 

@@ -11,6 +11,11 @@ the end the best and the defaults take turns, and the defaults stay unless the b
 over, what is best so far counts. Rows of the file for other devices, widths, formats and lengths stay as they are.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import itertools
 import math
@@ -36,6 +41,7 @@ from kernels.linear_attention import linear_attention, pallas_gpu, tuning
 from kernels.linear_attention.cases import DEVICE_TOLERANCES, LinearAttentionCase
 from kernels.linear_attention.state import zero_state
 from kernels.linear_attention.tuning import Plan, Row, Tiles
+from support.command import status
 from support.errors import ConfigError
 from support.files import write_json
 
@@ -206,7 +212,7 @@ class Bench:
             if row in compiled and key not in self._seen:
                 trial = self._seen[key] = self._time(row, passes, compiled[row])
                 self.trials.append(trial)
-                print(describe(trial), file=sys.stderr, flush=True)
+                status(describe(trial))
             if key in self._seen:
                 found.append(replace(self._seen[key], row=row))
         return found
@@ -452,22 +458,22 @@ def command(arguments: Sequence[str]) -> int:
     flags = {name: value for name, value in vars(options).items() if name != "widths"}
     contents = report.origin(MODULE, argparse.Namespace(
         widths=",".join(f"{M}x{D}" for M, D in options.widths), **flags))
-    print(contents["device"], file=sys.stderr)
+    status(contents["device"])
     origin = {name: contents[name] for name in ("versions", "commit", "command")}
     done: list[Row] = []
     tried: list[dict[str, Any]] = []
     for i, default in enumerate(wanted):
         left = 60 * options.minutes - (time.monotonic() - start)
         if left < LEAST_SECONDS:
-            print(f"no time left for {', '.join(map(name_of, wanted[i:]))}", file=sys.stderr)
+            status(f"no time left for {', '.join(map(name_of, wanted[i:]))}")
             break
         seconds = max(left / (len(wanted) - i), LEAST_SECONDS)
-        print(f"{name_of(default)}: {seconds:.0f} s …", file=sys.stderr, flush=True)
+        status(f"{name_of(default)}: {seconds:.0f} s …")
         shapes = shapes_of(default) if options.shape is None else (options.shape,)
         try:
             row, trials = tune(default, shapes, table.get(default[:5]), time.monotonic() + seconds, origin)
         except WrongDefaultError as error:
-            print(f"{name_of(default)}: {error}", file=sys.stderr)
+            status(f"{name_of(default)}: {error}")
             continue
         done.append(row)
         table[row[:5]] = row

@@ -221,14 +221,20 @@ class _Run:
         return {"format": FORMAT} | json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
+    def from_dict(cls, values: dict[str, Any], source: object = "config") -> Self:
         """The inverse of :meth:`to_dict`, but that ``model.modes`` stays a dict of dicts until the modes are known.
 
+        Args:
+            values: all of them.
+            source: what they are called in the messages of a ``RunError``.
+
         Raises:
-            RunError: another format.
+            RunError: another format, or a group that is no dict.
             ConfigError: a group or field that this version does not know.
         """
-        check_format(values, "config")
+        check_format(values, source)
+        if not all(isinstance(group, dict) for name, group in values.items() if name != "format"):
+            raise RunError(f"{source}: not a config that train.py writes")
         groups = {group.name: group.default_factory for group in dataclasses.fields(cls)}
         built = {}
         for name, fields in values.items():
@@ -290,7 +296,8 @@ def check_format(values: dict[str, Any], source: object) -> None:
 
 def config_class(values: dict[str, Any]) -> type[Config] | type[LraConfig]:
     """The kind of run that a ``config.json`` is of."""
-    return LraConfig if "task" in values.get("data", {}) else Config
+    data = values.get("data")
+    return LraConfig if isinstance(data, dict) and "task" in data else Config
 
 
 def load_recipe[C: (Config, LraConfig)](path: str | Path, attention: str | None = None, kind: type[C] = Config,

@@ -10,13 +10,13 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from data.token_files import TokenFilesWriter, Vocabulary, write_errors
+from data.token_files import TokenFilesWriter, Vocabulary, shard_files, write_errors
+from support.command import status
 from support.errors import ConfigError, DataError
 from support.files import read_json, replacing
 
@@ -39,7 +39,7 @@ def lock(directory: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                print(f"waiting for another process that prepares {directory}", file=sys.stderr)
+                status(f"waiting for another process that prepares {directory}")
                 fcntl.flock(file, fcntl.LOCK_EX)
             try:
                 there = os.path.samestat(os.fstat(file.fileno()), path.stat())
@@ -102,7 +102,7 @@ class UnfinishedFolder:
                 shutil.rmtree(self.path, ignore_errors=True)
                 self.path.mkdir()
             splits = {} if self.state is None else self.state["splits"]
-            known = {"journal.json", *(shard["file"] for entry in splits.values() for shard in entry["shards"])}
+            known = {"journal.json", *shard_files(splits)}
             for path in self.path.iterdir():
                 if path.name not in known:
                     path.unlink()

@@ -4,6 +4,11 @@ The text is tokenized in processes, in chunks that depend on nothing but the tex
 again, the same command goes on where it was and gives the same files. :mod:`data.token_files` says what is in ``DIR``.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import contextlib
 import hashlib
 import os
@@ -20,7 +25,7 @@ from configs.schema import DataConfig
 from data import journal, synthetic_tasks, texts, token_files, tokenizers
 from data.sources import open_source
 from data.sources.source import Block, Source
-from support.command import note, run_command
+from support.command import note, run_command, status
 from support.errors import ConfigError
 
 _VERSION = 2  # part of the cache folder's name: count it up when the same source comes to give other tokens
@@ -137,7 +142,7 @@ def _write(source: Source, encoding: Any, directory: Path, progress: bool, worke
         if unfinished.state is not None:
             tokens = sum(entry["tokens"] for entry in state["splits"].values())
             documents = sum(entry["documents"] for entry in state["splits"].values())
-            print(f"going on after {documents:,} documents, {tokens:,} tokens ({unfinished.path})", file=sys.stderr)
+            status(f"going on after {documents:,} documents, {tokens:,} tokens ({unfinished.path})")
         for line in source.notes:
             note(line)
         writer = unfinished.open_writer(vocabulary)
@@ -200,9 +205,9 @@ def _skipped_rows(skipped: dict[str, int], template: str) -> str:
 
 def _report_rows(meta: dict[str, Any]) -> None:
     if line := _skipped_rows(meta["skipped"], "skipped documents: {}"):
-        print(line, file=sys.stderr)
+        status(line)
     if meta["replaced"]:
-        print(f"{meta['replaced']:,} places are not UTF-8 and were read as U+FFFD", file=sys.stderr)
+        status(f"{meta['replaced']:,} places are not UTF-8 and were read as U+FFFD")
 
 
 def _processes(encoding: Any, source: Source, workers: int | None) -> int:

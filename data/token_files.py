@@ -302,6 +302,12 @@ def write_errors(directory: Path, remedy: str) -> Iterator[None]:
         raise DataError(f"cannot write token files to {directory}: {error.strerror or error}; {remedy}") from error
 
 
+def shard_files(state: dict[str, Any]) -> set[str]:
+    """Names of the files that a state of :class:`TokenFilesWriter` tells of: shards, and their weights."""
+    return {_file_of(Path(shard["file"]), checksum).name for entry in state.values() for shard in entry["shards"]
+            for checksum in ("sha256", "weights_sha256") if checksum in shard}
+
+
 class TokenFilesWriter:
     """Writes token files into a folder: shards as tokens come, ``meta.json`` last. Close it, or use it in a ``with``
     statement.
@@ -320,7 +326,8 @@ class TokenFilesWriter:
 
     def __init__(self, folder: Path, vocabulary: Vocabulary, state: dict[str, Any] | None = None):
         self._folder, self._vocabulary = folder, vocabulary
-        self._weighted: bool | None = None
+        shards = [shard for entry in (state or {}).values() for shard in entry["shards"]]
+        self._weighted = "weights_sha256" in shards[0] if shards else None
         self._splits = {split: _SplitWriter(folder, split, token_dtype(vocabulary.size), (state or {}).get(split))
                         for split in SPLITS}
 

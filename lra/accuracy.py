@@ -19,6 +19,7 @@ from comparison.curves import read_curves
 from configs.schema import check_format
 from support.command import status
 from support.errors import ConfigError, DataError, LineargptError, RunError
+from support.files import read_json
 
 TASKS = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image", "pathfinder": "Pathfinder",
          "pathx": "Path-X"}
@@ -80,14 +81,14 @@ def load(path: Path) -> Run:
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path}: not a run, it has no config.json; name the --run-dir of an lra.train run")
     try:
-        config = json.loads((path / "config.json").read_text())
+        config = read_json(path / "config.json", DataError)
         check_format(config, path / "config.json")
         if "task" not in config["data"]:
             raise ConfigError(f"{path}: a run of train.py, which has no task; name runs of lra.train")
         if not (path / "test.json").is_file():
             raise DataError(f"{path}: not scored yet, it has no test.json; the command that began the run goes on to "
                             "its end and writes it")
-        found = json.loads((path / "test.json").read_text())
+        found = read_json(path / "test.json", DataError)
         config = {name: group for name, group in config.items() if name not in SAME}
         config["train"].pop("seed")
         config["data"].pop("dir")  # the same data may lie elsewhere

@@ -14,6 +14,11 @@ unbiased, so that its error falls with the draws for ever; the output, a ratio o
 error stays.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import functools
 import sys
@@ -37,6 +42,7 @@ from lra.table import named
 from models import attention
 from models.attention.feature_maps import FeatureOptions, draw_directions, features
 from models.attention.self_attention import SelfAttention
+from support.command import status
 from support.files import write_json
 
 B, T, H, D = 1, 512, 4, 32
@@ -203,9 +209,9 @@ def command(arguments: Sequence[str]) -> None:
     contents = report.origin("lra.approximation", options) | {"shape": {"B": B, "T": T, "H": H, "D": D}}
     curves = {}
     for name, (measure, _) in PARTS.items():
-        print(f"{name} …", file=sys.stderr)
+        status(f"{name} …")
         curves[name] = measure(options.draws)
-    print("bias …", file=sys.stderr)
+    status("bias …")
     curves["bias"] = bias()
     write_json(named(options.out, ".json"), contents | {"curves": curves})
     for name, of_name in curves.items():

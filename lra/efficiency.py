@@ -5,6 +5,11 @@ update on random bytes. Memory is what the compiler plans for arguments, outputs
 time is the median of steps after three that warm up.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import functools
 import json

@@ -13,6 +13,11 @@ takes too long, says so in its place.
 ``accuracy``: that of runs of ``lra.train`` on the test split (lra.accuracy), written as the same files.
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import argparse
 import json
 import math
@@ -42,7 +47,7 @@ def efficiency(cases: Mapping[int, Sequence[Case]], options: argparse.Namespace)
         name: value for name, value in vars(options).items() if name not in ("part", "limit")}))
     for tokens, of_length in cases.items():
         for case in of_length:
-            print(f"{case.row} at {tokens:,} …", file=sys.stderr)
+            status(f"{case.row} at {tokens:,} …")
             results.append(in_process(case, options.limit))
         write_json(named(options.out, ".json"), origin | {"rows": [asdict(result) for result in results]})
         write_text(named(options.out, ".md"), markdown(results, origin))
@@ -251,8 +256,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     part.add_argument("--out", type=Path, required=True, help="NAME of the files to write, without a suffix")
     part = parts.add_parser("efficiency", allow_abbrev=False, help="speed and memory against length")
     part.add_argument("--out", type=Path, required=True, help="NAME of the files to write, without a suffix")
-    part.add_argument("--rows", type=report.names, default=tuple(table_rows()),
-                      help=f"of {','.join(table_rows())} (all)")
+    part.add_argument("--rows", type=report.names,
+                      help=f"of {BASELINE} and the modes that see the whole sequence (all); a wrong one lists them")
     part.add_argument("--lengths", type=report.positives, default=LENGTHS,
                       help=f"tokens, with commas between ({','.join(map(str, LENGTHS))})")
     part.add_argument("--shape", default="paper", help=f"{' or '.join(SHAPES)} (%(default)s)")
@@ -266,7 +271,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     part.add_argument("--limit", type=positive_seconds, default=600.0,
                       help="seconds a case may take in all (%(default)g)")
     part.add_argument("--memory-only", action="store_true", help="compile, and run nothing")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.part == "efficiency" and options.rows is None:
+        options.rows = tuple(table_rows())  # not before: it makes a layer of each mode
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,18 +12,18 @@ import time
 
 _STARTED = time.perf_counter()
 
-from support import packages
+from support import interrupts, packages
 
 if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    interrupts.end_with_a_word()
     packages.require_packages()
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from flax import nnx
@@ -33,8 +33,8 @@ from lra import tasks
 from lra.classification import Classification
 from models.encoder import Classifier
 from support.command import note, run_command, status
-from support.errors import ConfigError
-from support.files import write_json
+from support.errors import ConfigError, RunError
+from support.files import read_json, write_json
 from training import cli, logging, loop
 from training import run as runs
 from training.checkpoint import Checkpoints
@@ -91,16 +91,17 @@ def fit_context(config: LraConfig, recipe: LraConfig) -> LraConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, context=length))
 
 
-def train(config: LraConfig, run_dir: Path, command: Sequence[str]) -> int:
+def train(config: LraConfig, run_dir: Path, command_line: Sequence[str]) -> int:
     """Prepare, write down what this run is, train, score, and say how it went; returns the exit code.
 
     Args:
         config: validated.
         run_dir: the run's folder.
-        command: the command line.
+        command_line: what started it, for ``environment.json``.
     """
     dataset, objective, model = check_data_and_devices(config, run_dir)
     with runs.locked(run_dir):
+        runs.check_folder(config, run_dir)  # again: another process may have begun the run since
         newest, finished = runs.newest_step(config, run_dir)
         if finished and _scored_step(run_dir) == newest:
             return 0
@@ -109,8 +110,8 @@ def train(config: LraConfig, run_dir: Path, command: Sequence[str]) -> int:
             parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
             write_json(run_dir / "config.json", config.to_dict())
             write_json(run_dir / "environment.json", environment(
-                model.encoder, parameters=parameters, tokenizer=None, checksum=dataset.checksum, command=command,
-                segments=objective.padded))
+                model.encoder, parameters=parameters, tokenizer=None, checksum=dataset.checksum,
+                command=command_line, segments=objective.padded))
             status(f"{run_dir}: {config.data.task}, {parameters:,} parameters, {','.join(config.model.attention)} "
                    f"attention, context {config.model.context:,}, {config.model.dtype}, "
                    f"{len(dataset.splits['train'].labels):,} examples")
@@ -168,6 +169,7 @@ def score(config: LraConfig, objective: Classification, dataset: tasks.Dataset, 
 
     Raises:
         CheckpointError: the checkpoint is damaged.
+        RunError: ``environment.json`` is damaged.
     """
     mesh = make_mesh(config.mesh, config.train, config.model.context)
     _, *states = nnx.split(objective.model, nnx.Param, ...)
@@ -181,7 +183,7 @@ def score(config: LraConfig, objective: Classification, dataset: tasks.Dataset, 
     step, items = restored
     figures = objective.test(items["parameters"], items["variables"], batch_sharding(mesh))
     chosen = "last" if step == last else "best by val loss"
-    made_with = json.loads((run_dir / "environment.json").read_text())
+    made_with = read_json(run_dir / "environment.json", RunError)
     write_json(run_dir / "test.json", {
         "task": config.data.task, "attention": list(config.model.attention), "seed": config.train.seed,
         "step": step, "checkpoint": chosen, "trained_steps": last,
@@ -197,9 +199,8 @@ def score(config: LraConfig, objective: Classification, dataset: tasks.Dataset, 
 def _scored_step(run_dir: Path) -> int | None:
     """How far the run had come that ``test.json`` is of; None where there is none, or a damaged one."""
     try:
-        values: Any = json.loads((run_dir / "test.json").read_text())
-        return values["trained_steps"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_json(run_dir / "test.json").get("trained_steps")
+    except (OSError, ValueError):
         return None
 
 

@@ -26,3 +26,6 @@ done
 echo "$wanted" > "$folder.new/.complete"
 rm -rf "$folder"
 mv "$folder.new" "$folder"
+if [[ $folder == .venv && $* != *"--extra cuda"* ]] && nvidia-smi -L >/dev/null 2>&1; then
+    echo 'There is an NVIDIA GPU here, and this is the CPU build of jax: `make setup CUDA=1` installs the GPU build.'
+fi

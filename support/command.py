@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from support import packages
+from support import interrupts
 from support.errors import FAILURE, INTERRUPTED, USAGE, ConfigError, LineargptError
 
 
@@ -49,7 +49,7 @@ def run_command(prog: str, command: Callable[[Sequence[str]], int | None], argum
         interrupted: what to add to the line that Ctrl-C ends in, such as what was kept.
         memory_hint: what needs less memory.
     """
-    formats, ends_at_once = warnings.formatwarning, signal.getsignal(signal.SIGINT) is packages.exit_interrupted
+    formats, ends_at_once = warnings.formatwarning, signal.getsignal(signal.SIGINT) is interrupts.exit_interrupted
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         if ends_at_once:  # now there may be something to clean up
@@ -83,7 +83,7 @@ def run_command(prog: str, command: Callable[[Sequence[str]], int | None], argum
     finally:
         warnings.formatwarning = formats
         if ends_at_once:
-            signal.signal(signal.SIGINT, packages.exit_interrupted)
+            signal.signal(signal.SIGINT, interrupts.exit_interrupted)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

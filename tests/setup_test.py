@@ -17,7 +17,8 @@ UV = """#!/bin/bash
 echo "$*" >> "$CALLS"
 case "$1 ${2:-}" in
     --version*) echo "uv 1.0 (a stand-in)" ;;
-    venv*) mkdir -p "${@: -1}"/bin "${@: -1}"/lib/python3.12/site-packages
+    venv*) [[ "$*" == *" --clear "* ]] && rm -rf "${@: -1}"
+           mkdir -p "${@: -1}"/bin "${@: -1}"/lib/python3.12/site-packages
            echo "#!/bin/sh" > "${@: -1}/bin/python"; /bin/chmod +x "${@: -1}/bin/python" ;;
     "pip install") /bin/sleep "${INSTALL_SECONDS:-0}"; exit "${INSTALL_STATUS:-0}" ;;
 esac
@@ -49,19 +50,19 @@ class Machine:
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
 
-    def make(self, arguments: str, fails: bool = False, **environment: str) -> str:
-        """Returns what it prints and what it complains of."""
+    def make(self, arguments: str, code: int = 0, **environment: str) -> str:
+        """Returns what it prints and what it complains of, after it ended with ``code``."""
         done = subprocess.run(["bash", "-c", f"make {arguments}"], cwd=self.checkout, capture_output=True, text=True,
                               env=self.environment | environment)
-        assert (done.returncode != 0) == fails, done.stderr
+        assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
-    def change_lock(self) -> None:
+    def change(self, name: str) -> None:
         """Other contents, and a time of change that is later than .venv's whatever the clock's resolution."""
-        lock = self.checkout / "requirements.lock"
-        lock.write_text(lock.read_text() + "# changed\n")
+        file = self.checkout / name
+        file.write_text(file.read_text() + "# changed\n")
         later = (self.checkout / ".venv/.complete").stat().st_mtime + 1
-        os.utime(lock, (later, later))
+        os.utime(file, (later, later))
 
     def installed(self) -> list[str]:
         return [line for line in self.calls.read_text().splitlines() if line.startswith("pip install")]
@@ -88,6 +89,14 @@ def test_uv_finds_the_versions_of_pyenv_and_not_the_settings_of_the_caller(machi
     assert install == f"{CPU} UV_COMPILE_BYTECODE UV_INDEX_URL UV_LINK_MODE   {path}"
 
 
+def test_uv_is_asked_for_a_python_that_will_do_where_there_is_only_an_older_one(machine: Machine):
+    for name in ("python3", "python3.11"):
+        machine.program(name, "#!/bin/bash\n[[ $1 == --version ]] && echo 'Python 3.11.7'\nexit 1\n")
+    machine.make("setup")
+    (venv,) = (line for line in machine.calls.read_text().splitlines() if line.startswith("venv"))
+    assert "--python >=3.12,<3.14 .venv.new" in venv
+
+
 def test_the_index_of_pip_is_handed_on(machine: Machine):
     machine.program("python3", '#!/bin/bash\n[[ "$*" == "-m pip config get global.index-url" ]] && echo mirror\n')
     machine.program("uv", UV.replace('echo "$*"', 'echo "$* $UV_DEFAULT_INDEX"'))
@@ -110,7 +119,7 @@ def test_no_uv_and_no_way_to_get_one_ends_in_one_sentence(machine: Machine):
     (machine.bin / "uv").unlink()
     script = machine.checkout / "scripts/uv.sh"
     script.write_text(script.read_text().replace("/usr/bin/python3", "/nowhere/python3"))
-    assert "install uv yourself, then run `make setup` again" in machine.make("setup", fails=True)
+    assert "install uv yourself, then run `make setup` again" in machine.make("setup", code=2)
 
 
 def test_a_whole_environment_is_kept_and_made_anew_only_for_a_new_lock(machine: Machine):
@@ -118,12 +127,19 @@ def test_a_whole_environment_is_kept_and_made_anew_only_for_a_new_lock(machine: 
         machine.make("setup")
         machine.make(".venv/.complete")
     assert machine.installed() == [CPU]
-    machine.change_lock()
-    (machine.checkout / ".venv/whole").touch()
-    machine.make(".venv/.complete", fails=True, INSTALL_STATUS="1")
-    assert (machine.checkout / ".venv/whole").exists(), "without a network the environment must stay usable"
-    (machine.checkout / ".venv.new/half-installed").touch()
+    machine.change("pyproject.toml")
     machine.make(".venv/.complete")
+    machine.make("setup")
+    assert machine.installed() == [CPU]
+    machine.change("requirements.lock")
+    (machine.checkout / ".venv/whole").touch()
+    machine.make(".venv/.complete", code=2, INSTALL_STATUS="1")
+    assert (machine.checkout / ".venv/whole").exists(), "without a network the environment must stay usable"
+    leftover = machine.checkout / ".venv.new/half-installed"
+    leftover.touch()
+    machine.make(".venv/.complete")
+    assert not leftover.exists()
+    assert not (machine.checkout / ".venv/half-installed").exists()
     assert not (machine.checkout / ".venv/whole").exists()
     assert machine.installed() == [CPU] * 3
 
@@ -135,17 +151,18 @@ def test_two_at_once_build_one_environment(machine: Machine):
 
 def test_the_gpu_build_comes_goes_and_stays_through_a_rebuild(machine: Machine):
     machine.make("setup CUDA=1")
-    machine.change_lock()
+    machine.change("requirements.lock")
     machine.make(".venv/.complete")
     assert machine.installed() == [CUDA, CUDA]
     machine.program("nvidia-smi", "#!/bin/bash\necho 'GPU 0'\n")
     assert "There is an NVIDIA GPU" not in machine.make("setup CUDA=1")
     assert machine.make("setup").count("`make setup CUDA=1`") == 1
+    assert "There is an NVIDIA GPU" not in machine.make("setup")
     assert machine.installed() == [CUDA, CUDA, CPU]
 
 
 def test_cuda_on_the_command_line_is_0_or_1(machine: Machine):
-    assert "CUDA=yes: expected CUDA=1" in machine.make("setup CUDA=yes", fails=True)
+    assert "CUDA=yes: expected CUDA=1" in machine.make("setup CUDA=yes", code=2)
     machine.make("help", CUDA="/usr/local/cuda")
 
 

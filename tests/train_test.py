@@ -1,5 +1,6 @@
 """train.py as a user runs it: what it writes, which modes and forms it trains, and what it says to bad input."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -15,6 +16,7 @@ from configs.schema import Config
 from data.prepare import prepare
 from models import attention as attentions
 from tests import tiny
+from training import run as runs
 from training.checkpoint import Checkpoints
 
 
@@ -589,6 +591,22 @@ def test_a_run_whose_shapes_disagree_is_refused(recipe, softmax_run, tmp_path, c
     assert f"--init-from {softmax_run}: " in said
     assert message in said
     assert not (tmp_path / "run").exists()
+
+
+def test_what_another_process_began_meanwhile_is_read_under_the_lock(recipe, finished, tmp_path, capsys, monkeypatch):
+    locked = runs.locked
+
+    @contextlib.contextmanager
+    def after_another(run_dir):
+        with locked(run_dir):
+            shutil.copy(finished / "config.json", run_dir)
+            values = json.loads((finished / "environment.json").read_text()) | {"init_from": {"run": "theirs"}}
+            (run_dir / "environment.json").write_text(json.dumps(values))
+            yield
+
+    monkeypatch.setattr(runs, "locked", after_another)
+    assert "was begun with --init-from theirs and has no intact checkpoint" in refused(
+        capsys, 2, recipe, "--run-dir", tmp_path / "run")
 
 
 def test_init_from_what_is_no_run_is_refused(recipe, tmp_path, capsys):

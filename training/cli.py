@@ -63,9 +63,9 @@ def parse_command_line[C: (Config, LraConfig), F: RunFlags](
     recipe = Path(arguments[0])
     flags, fields = tyro.cli(kind, args=list(arguments[1:]), return_unknown_args=True, add_help=False)
     default = load(recipe, flags)
-    modes = default.model.attention if flags.attention is None else tuple(flags.attention.split(","))
-    # Fields are flags only where there are values: of each mode, its options.
-    model: Any = attentions.resolve(dataclasses.replace(default.model, attention=modes))
+    # Fields are flags only where there are values: of each mode, its options. --model.attention may name other modes,
+    # which validate_config resolves.
+    model: Any = attentions.resolve(default.model)
     default = dataclasses.replace(default, model=model)
     description = (f"Train one run. Beside the flags below: --attention MODE[,MODE…] (there are "
                    f"{', '.join(attentions.modes())}), --run-dir DIR, and {own_flags}.")

@@ -1,6 +1,5 @@
 """What a run was made with: ``RUN/environment.json``."""
 
-import json
 import os
 import platform
 import subprocess
@@ -16,7 +15,8 @@ import jax.numpy as jnp
 from kernels import cpu
 from models.encoder import Encoder
 from models.gpt import GPT
-from support.files import write_json
+from support.errors import RunError
+from support.files import read_json, write_json
 
 PUBLISHED = "published_weights"
 """What ``environment.json`` has of a run that ``convert.py`` imported, and of no other: where its weights are from, the
@@ -50,9 +50,13 @@ def environment(model: GPT | Encoder, *, parameters: int, tokenizer: str | None,
 
 
 def add_to_environment(run_dir: Path, **values: Any) -> None:
-    """Adds what is known only later to the ``environment.json`` of a run."""
+    """Adds what is known only later to the ``environment.json`` of a run.
+
+    Raises:
+        RunError: the file is damaged.
+    """
     path = run_dir / "environment.json"
-    write_json(path, json.loads(path.read_text()) | values)
+    write_json(path, read_json(path, RunError) | values)
 
 
 def git_commit() -> str | None:

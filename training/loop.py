@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from configs.schema import Config, LraConfig
+from support.command import status
 from support.errors import TrainingError
 from training import step as steps
 from training.checkpoint import Checkpoints
@@ -289,13 +290,13 @@ def _stop_signals() -> Iterator[list[int]]:
     received: list[int] = []
     before: dict[int, Any] = {}
 
-    def note(number: int, _frame: FrameType | None) -> None:
+    def on_signal(number: int, _frame: FrameType | None) -> None:
         received.append(number)
         signal.signal(number, before[number])
         os.write(2, b"\nStopping after this step; saving.\n")  # print could fail inside a print it interrupts
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, note)
+        before[number] = signal.signal(number, on_signal)
     try:
         yield received
     finally:
@@ -337,7 +338,6 @@ class _Bar:
         if self.progress is not None:
             self.progress.update(self.task, val=f"{val_loss:.4f}")
         elif self.lines:
-            print(f"step {position.step}: val loss {val_loss:.4f} after {position.train_seconds:.1f} s of training",
-                  file=sys.stderr)
+            status(f"step {position.step}: val loss {val_loss:.4f} after {position.train_seconds:.1f} s of training")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from flax import nnx
 
-from configs.schema import Config, LraConfig, check_format, config_class
+from configs.schema import Config, LraConfig, config_class
 from models import attention as attentions
 from models import gpt
 from models.gpt import GPT
@@ -193,7 +193,4 @@ def read_config(run_dir: Path) -> Config | LraConfig:
     """
     path = run_dir / "config.json"
     values = read_json(path, RunError)
-    check_format(values, path)
-    if not all(isinstance(group, dict) for name, group in values.items() if name != "format"):
-        raise RunError(f"{path}: not a config that train.py writes")
-    return config_class(values).from_dict(values)
+    return config_class(values).from_dict(values, path)

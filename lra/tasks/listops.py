@@ -11,7 +11,6 @@ import functools
 import itertools
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 from jaxtyping import Int32, Integer, UInt8
 
 from lra.tasks import Dataset, Split, checksum, files
+from support.command import status
 from support.errors import DataError
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -180,7 +180,7 @@ def _generated(max_length: int, counts: dict[str, int], seed: int,
 def _draw(max_length: int, count: int, seed: int) -> tuple[list[UInt8[np.ndarray, " T"]], np.ndarray]:
     """So many different expressions and what they come to. They do not depend on the number of threads, which compute
     side by side, for NumPy leaves the interpreter's lock."""
-    print(f"generating {count:,} expressions …", file=sys.stderr)
+    status(f"generating {count:,} expressions …")
     rows, labels, seen = [], [], set()
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(threads) as pool:

@@ -14,6 +14,11 @@ paddle of the first contour does not keep them away. Results on such images are 
     python -m lra.tasks.pathfinder --out docs/pathfinder.png
 """
 
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
 import copy
 import functools
 import json
@@ -32,7 +37,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from lra.tasks import Dataset, Split, checksum, files
-from support.command import run_command
+from support.command import run_command, status
 from support.errors import ConfigError, DataError
 
 
@@ -598,7 +603,7 @@ def generate(level: Level, seed: int, start: int, count: int, title: str = "imag
     from rich.console import Console
     from rich.progress import track
 
-    print(f"generating {count:,} {title} …", file=sys.stderr)
+    status(f"generating {count:,} {title} …")
     images = np.empty((count, level.side, level.side), np.uint8)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         drawn = pool.map(functools.partial(_in_process, level, seed), chunks)

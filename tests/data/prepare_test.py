@@ -318,6 +318,38 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(rows, gpt2, tmp_path, monk
     assert files_of(tmp_path / ".out.partial") == before
 
 
+def test_what_is_weighted_goes_on_weighted(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "SHARD_TOKENS", 3)
+    vocabulary = token_files.Vocabulary("bytes", None, 257, 256)
+
+    def write(writer, at):
+        for split in token_files.SPLITS:
+            writer.write(split, np.arange(at, at + 5), np.arange(5) % 2, text_bytes=5, documents=1)
+
+    with journal.UnfinishedFolder(tmp_path / "out", {}) as unfinished:
+        writer = unfinished.open_writer(vocabulary)
+        write(writer, 0)
+        unfinished.state = {"splits": writer.state()}
+        unfinished.commit_when_due(journal.COMMIT_BYTES)
+    left = unfinished.path / "train-00077.weights.bin"
+    left.write_bytes(b"begun after the journal's last state")
+    with journal.UnfinishedFolder(tmp_path / "out", {}) as unfinished:
+        writer = unfinished.open_writer(vocabulary)
+        assert not left.exists()
+        with pytest.raises(DataError, match="weights with all documents or with none"):
+            writer.write("train", np.arange(5), text_bytes=5, documents=1)
+        write(writer, 5)
+        writer.finish({"source": "some"})
+        unfinished.finish()
+    (tmp_path / "whole").mkdir()
+    with token_files.TokenFilesWriter(tmp_path / "whole", vocabulary) as writer:
+        for at in (0, 5):
+            write(writer, at)
+        writer.finish({"source": "some"})
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert prepare.verify_files(tmp_path / "out")["weights"]
+
+
 @pytest.mark.thorough
 def test_a_text_longer_than_a_chunk_goes_on_within_it(gpt2, tmp_path):
     (tmp_path / "text.txt").write_bytes("Some wörds and \xff more 中文。".encode("latin-1", "ignore") * 900)

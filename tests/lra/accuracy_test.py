@@ -152,6 +152,9 @@ def test_what_is_no_scored_run_is_named(tmp_path, capsys):
     (damaged / "test.json").write_text(json.dumps(found | {"accuracy": "x"}))
     assert made(tmp_path, run, damaged)[0] == 1
     assert f"left out: {damaged}: config.json or test.json is damaged (TypeError: " in capsys.readouterr().err
+    (damaged / "test.json").write_text('{"accuracy": 0')
+    assert made(tmp_path, run, damaged)[0] == 1
+    assert f"left out: {damaged / 'test.json'} is damaged (" in capsys.readouterr().err
     values = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps(values | {"format": 2}))
     assert made(tmp_path, run, damaged)[0] == 1

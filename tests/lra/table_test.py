@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
@@ -135,3 +136,11 @@ def test_wrong_flags_are_refused_before_any_work(tmp_path, capsys, flags, messag
 def test_a_case_says_what_is_wrong_with_it():
     with pytest.raises(ConfigError, match="expected one of"):
         Case("linear", 10, "other").config()
+
+
+def test_only_what_is_measured_makes_a_layer_of_each_mode(monkeypatch):
+    monkeypatch.setattr(table, "table_rows", lambda: pytest.fail("it was asked for"))
+    assert table._options(["accuracy", "run", "--out", "name"]).runs == [Path("run")]
+    assert table._options(["efficiency", "--out", "name", "--rows", "linear"]).rows == ("linear",)
+    with pytest.raises(SystemExit, match="0"):
+        table._options(["efficiency", "--help"])

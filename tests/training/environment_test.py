@@ -12,6 +12,7 @@ from configs.schema import EncoderConfig, ModelConfig
 from models import gpt
 from models.encoder import Encoder, resolve_config
 from models.gpt import GPT
+from support.errors import RunError
 from training import environment
 
 
@@ -76,3 +77,9 @@ def test_the_commit_says_when_files_differ_from_it(tmp_path, monkeypatch):
 def test_without_git_the_commit_is_none(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.git_commit() is None
+
+
+def test_a_damaged_file_is_one_sentence(tmp_path):
+    (tmp_path / "environment.json").write_text("{")
+    with pytest.raises(RunError, match=r"environment\.json is damaged \(.*\); bring back the file"):
+        environment.add_to_environment(tmp_path, step_bytes=3)
