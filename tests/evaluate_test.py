@@ -120,7 +120,7 @@ def test_figures_are_those_of_plain_forward_passes(folder):
     files = TokenFiles.open(folder / "tokens")
     long, trained = evaluation.evaluate(model, Corpora.of(files), contexts=[48, 24], windows=[4], tokens=48,
                                         tokens_at_once=1)
-    tokens_T = files.window("val", 48, 0)
+    tokens_T = files.read("val", 0, 49)
     of_all = losses(model, tokens_T)
     assert long["context"] == 48
     assert long["loss"] == pytest.approx(of_all.mean(), rel=1e-5)
