@@ -26,8 +26,8 @@ def validate_config[C: (Config, LraConfig)](config: C) -> C:
     train = _with_batch_size(config.train, model.context)
     _check_ranges(config, train)
     train = _with_fitting_accumulation(train)
-    return dataclasses.replace(config, model=_with_fitting_modes(model), train=train,
-                               optimizer=_with_fitting_warmup(config.optimizer, train))
+    optimizer = _with_fitting_warmup(config.optimizer, train)
+    return dataclasses.replace(config, model=_with_fitting_modes(model), train=train, optimizer=optimizer)
 
 
 def _with_batch_size(train: TrainConfig, context: int) -> TrainConfig:
