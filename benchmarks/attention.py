@@ -42,7 +42,7 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.picture import Curve, Panel, draw_panels, published
-from kernels.cases import Attention, find_attentions
+from kernels.cases import TimedAttention, find_attentions
 from support.command import status
 from support.errors import ConfigError
 
@@ -70,8 +70,7 @@ class Case:
 
     part: str
     mode: str
-    """As it is named on the command line: ``softmax``, ``softmax:FORM``, ``linear:FORM``, ``chunked:FORM``, ``fla``,
-    ``fla:unnormalised``."""
+    """As it is named on the command line: ``NAME`` or ``NAME:FORM`` of :func:`attentions`, or one of ``FLA``."""
     context: int
     passes: str
     batch: int = 1
@@ -132,7 +131,7 @@ class Row(Case):
         return self.mode + ", interpreted" * (self.implementation or "").endswith(", interpreted")
 
 
-def attentions() -> dict[str, Attention]:
+def attentions() -> dict[str, TimedAttention]:
     """Those of all ops by name, the one that the others are held against first."""
     return dict(sorted(find_attentions().items(), key=lambda item: item[0] != BASELINE))
 
@@ -756,7 +755,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--chunks", type=report.positives, default=(16, 32, 64, 128, 256, 512),
                         help="chunk lengths (16,32,64,128,256,512)")
     parser.add_argument("--modes", type=report.names,
-                        help="MODE:FORM, with commas between: softmax, linear and chunked with a form, fla (all that "
+                        help=f"MODE or MODE:FORM, with commas between, of {', '.join([*attentions(), *FLA])} (all that "
                              "this kind of device has)")
     parser.add_argument("--passes", type=_passes, default=PASSES, help="forward, both (forward,both)")
     for name, default, meaning in (("batch", 1, "sequences"), ("heads", 12, "heads"), ("head-width", 64, "D and M"),

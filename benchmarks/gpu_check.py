@@ -32,7 +32,6 @@ from flax import nnx
 
 from benchmarks import report
 from benchmarks.target import REMEDY, ROOT, Target, can_compile, cuda_folder
-from benchmarks.train_step import implementation, mode_config
 from configs.schema import EncoderConfig, TrainConfig, load_recipe
 from kernels import cases as op_cases
 from models import attention, gpt
@@ -41,8 +40,8 @@ from sampling.sampler import with_product_weights
 from support.command import status
 from support.errors import BenchmarkError, ConfigError
 
-LINEAR, SOFTMAX, PROJECTION = "linear_attention_", "softmax_decode_", "projection_decode"
-"""How the names of the kernels begin that steps and tokens are made of."""
+PROJECTION = "projection_decode"
+"""How the names of the kernels begin that are the projections of a single sample's token."""
 RECIPE = ROOT / "configs" / "gpt2_124m.py"
 VOCABULARY = 50_257
 CONTROL = ("kSequential", "kWhile", "kConditional")
@@ -54,12 +53,9 @@ class Token(NamedTuple):
     """Drawing one token, up to its logits: a layer of each mode."""
 
     recipe: str
+    modes: tuple[str, ...]
     B: int = 1
-    modes: tuple[str, ...] = ("chunked", "softmax")
     dtype: str = "bfloat16"
-    most_launches: int | None = None
-    """As many as the compiled program has had, in the version of jax that takes more: a launch costs a microsecond or
-    two, which is what decoding with little batch is made of."""
 
     @property
     def name(self) -> str:
@@ -69,21 +65,26 @@ class Token(NamedTuple):
     @property
     def ours(self) -> tuple[str, ...]:
         """Kernels of ours that draw it; of several samples, XLA makes the projections."""
-        return (*(SOFTMAX if mode == "softmax" else f"{LINEAR}decode" for mode in self.modes),
+        return (*(name for mode in self.modes for name in attention.load(mode).Attention.decode_kernels),
                 *((PROJECTION,) if self.B == 1 else ()))
 
 
+COMPARED = ("chunked", "softmax")
+"""The modes of the tokens that are drawn at every size. At the least one every mode draws one."""
 TOKENS = (
-    *(Token(recipe, most_launches=22) for recipe in ("gpt2_124m", "gpt2_355m", "gpt2_774m", "gpt2_1558m")),
-    Token("gpt2_124m", B=32, most_launches=39),
-    Token("gpt2_1558m", dtype="float32", most_launches=22),
-    Token("gpt2_124m", modes=("performer",), most_launches=15),
+    *(Token(recipe, COMPARED) for recipe in ("gpt2_124m", "gpt2_355m", "gpt2_774m", "gpt2_1558m")),
+    Token("gpt2_124m", COMPARED, B=32),
+    Token("gpt2_1558m", COMPARED, dtype="float32"),
 )
-STEP_FORMS = ("chunked:chunked", "chunked:pallas_gpu")
-"""Forms whose training step is compiled beside that of each mode."""
-WHOLE = ("pallas_gpu", "cudnn")
-"""Forms whose training step is compiled with all its layers. The others are all XLA's own: of them two layers tell as
-much as twelve, and compile sooner."""
+MOST_LAUNCHES = {
+    **{f"token B1 {recipe} chunked,softmax bfloat16": 22
+       for recipe in ("gpt2_124m", "gpt2_355m", "gpt2_774m", "gpt2_1558m")},
+    "token B32 gpt2_124m chunked,softmax bfloat16": 39,
+    "token B1 gpt2_1558m chunked,softmax float32": 22,
+    "token B1 gpt2_124m performer bfloat16": 15,
+}
+"""Launches of the tokens that have a bound: as many as they have had, in the version of jax that takes more. A launch
+costs a microsecond or two, which is what decoding with little batch is made of."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,8 @@ class Case(NamedTuple):
     lower: Callable[[], jax.stages.Lowered]
     ours: tuple[str, ...]
     """How the names of our kernels begin that have to be in it."""
-    most_launches: int | None = None
-    """Its launches are counted, and may not be more."""
+    token: bool = False
+    """Its launches are counted."""
 
 
 class Program(NamedTuple):
@@ -209,14 +210,12 @@ def cases(target: Target) -> Iterator[Case]:
             found[" ".join(filter(None, (case.op, case.name, computed)))] = case, computed
     for name, (case, computed) in found.items():
         yield Case(name, functools.partial(lower_op, target, case, computed), case.gpu_kernels)
-    for token in TOKENS:
-        yield Case(token.name, lambda token=token: lower_token(target, token), token.ours,
-                   token.most_launches)
+    for token in (*TOKENS, *(Token(RECIPE.stem, (mode,)) for mode in attention.sampling_modes())):
+        yield Case(token.name, lambda token=token: lower_token(target, token), token.ours, token=True)
     causal = attention.causal_modes()
-    forms = [mode for mode in causal if not any(form.startswith(f"{mode}:") for form in STEP_FORMS)]
-    for form in [*forms, *STEP_FORMS]:
-        yield Case(f"training step, {form}", lambda form=form: lower_step(target, form),
-                   (LINEAR,) if form.endswith("pallas_gpu") else ())
+    for mode in causal:
+        yield Case(f"training step, {mode}", lambda mode=mode: lower_step(target, mode),
+                   attention.load(mode).Attention.step_kernels)
     for mode in attention.modes():
         if mode not in causal:
             yield Case(f"encoder, {mode}", lambda mode=mode: lower_encoder(target, mode), ())
@@ -253,30 +252,12 @@ def lower_token(target: Target, token: Token) -> jax.stages.Lowered:
     return target.lower(extend, state, jax.ShapeDtypeStruct((token.B, 1), jnp.int32), cache, donate=(2,))
 
 
-def lower_step(target: Target, form: str) -> jax.stages.Lowered:
-    """A training step of the recipe on one sequence.
-
-    Args:
-        target: what for.
-        form: ``MODE`` or ``MODE:FORM``.
-
-    Raises:
-        NotImplementedError: the mode does not take the form named on this device.
-    """
-    name, _, computed = form.partition(":")
+def lower_step(target: Target, mode: str) -> jax.stages.Lowered:
+    """A training step of the recipe on one sequence, of two layers: they tell as much as twelve, and compile sooner."""
     with target.tracing():
-        config = load_recipe(RECIPE, name)
-        _, options = mode_config(form)
-        # The form of the one, everything else as in the recipe.
-        overrides = config.model.modes.get(name, {})
-        model = replace(config.model, modes={name: replace(options, **overrides)})
-        config = replace(config, model=gpt.resolve_config(model), train=TrainConfig(batch_size=1))
-        taken = implementation(config, VOCABULARY)
-        if computed and taken != computed:
-            raise NotImplementedError(f"{form}: the layers take {taken}")
-        if taken not in WHOLE:
-            config = replace(config, model=replace(config.model, layers=2))
-    return target.lower_step(config, VOCABULARY)
+        config = load_recipe(RECIPE, mode)
+        model = gpt.resolve_config(replace(config.model, layers=2))
+    return target.lower_step(replace(config, model=model, train=TrainConfig(batch_size=1)), VOCABULARY)
 
 
 def lower_encoder(target: Target, mode: str) -> jax.stages.Lowered:
@@ -301,10 +282,12 @@ def check(case: Case, target: Target) -> tuple[Program, list[str]]:
             return Program([], 0), [f"cannot be compiled: {str(error).strip().partition(chr(10))[0]}"]
     if not program.kernels:
         return program, ["there is no kernel in it"]
-    problems = [] if case.most_launches is None or program.launches <= case.most_launches else [
-        f"has {program.launches} launches, more than {case.most_launches}"]
-    return program, problems + [f"there is no kernel of ours, {prefix}…, in it" for prefix in case.ours
-                     if not any(kernel.name.startswith(prefix) for kernel in program.kernels)]
+    problems = [f"there is no kernel of ours, {prefix}…, in it" for prefix in case.ours
+                if not any(kernel.name.startswith(prefix) for kernel in program.kernels)]
+    most = MOST_LAUNCHES.get(case.name)
+    if most is not None and program.launches > most:
+        problems.append(f"has {program.launches} launches, more than {most}")
+    return program, problems
 
 
 def rows(case: str, kernels: Sequence[Kernel], shared_limit: int) -> Iterator[list[str]]:
@@ -344,8 +327,8 @@ def run(chosen: Sequence[Case], target: Target) -> int:
         status(f"jax {jax.__version__}: {n}/{len(chosen)} {case.name} …")
         program, problems = check(case, target)
         kernels = program.kernels
-        if case.most_launches is not None:
-            counted.append([case.name, str(program.launches), str(case.most_launches)])
+        if case.token:
+            counted.append([case.name, str(program.launches), str(MOST_LAUNCHES.get(case.name, "–"))])
         failures += [f"{case.name}: {problem}" for problem in problems]
         compiled, own = compiled + len(kernels), own + sum(kernel.ours for kernel in kernels)
         for line in rows(case.name, kernels, target.shared_bytes):

@@ -97,7 +97,7 @@ class Case(ABC):
 
 
 @dataclass(frozen=True)
-class Form:
+class TimedForm:
     """An implementation of an attention, as ``benchmarks.attention`` times it."""
 
     parts: tuple[str, ...] = ()
@@ -109,13 +109,13 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Attention:
+class TimedAttention:
     """An attention of ``benchmarks.attention``: ``NAME``, or ``NAME:FORM``."""
 
     name: str
     call: Callable[..., jax.Array]
     """(q_BTHD, k_BTHD, v_BTHD, *, causal, chunk_size, implementation) ↦ y_BTHD."""
-    forms: Mapping[str, Form]
+    forms: Mapping[str, TimedForm]
     """By the name of the implementation."""
     pick: Callable[..., str | None] | None = None
     """(x_BTHD, *, causal, chunk_size) ↦ the form that the name alone stands for; None where it is not told. Without
@@ -141,7 +141,7 @@ def find_cases(user: User) -> list[Case]:
     return [case for module in ops().values() for case in module.CASES if user in case.used_by]
 
 
-def find_attentions() -> dict[str, Attention]:
+def find_attentions() -> dict[str, TimedAttention]:
     """The attentions of all ops, by name."""
     return {attention.name: attention for module in ops().values() for attention in getattr(module, "ATTENTIONS", ())}
 

@@ -24,11 +24,6 @@ class Norm(NamedTuple):
     dtype: Any
 
 
-def normed(x_BTE: Float[Array, "B T E"], norm: Norm | None) -> Float[Array, "B T E"]:
-    """:func:`layer_norm` of x, or x where there is none."""
-    return x_BTE if norm is None else layer_norm(x_BTE, *norm)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def layer_norm(x_BTE: Float[Array, "B T E"], scale_E: Float[Array, " E"], bias_E: Float[Array, " E"],
                epsilon: float, dtype: Any) -> Float[Array, "B T E"]:

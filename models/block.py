@@ -12,8 +12,9 @@ from configs.schema import EncoderConfig, ModelConfig
 from kernels import device
 from kernels.gelu import gelu
 from kernels.layer_norm import Norm, layer_norm
+from kernels.projection import project_each
 from models import attention as attentions
-from models.attention.self_attention import Linear, project_with
+from models.attention.self_attention import Linear
 from models.parameters import declare
 
 
@@ -45,7 +46,7 @@ class MLP(nnx.Module):
 
     def forward(self, x_BTE: Array, *, norm: Norm | None = None, onto_BTE: Array | None = None) -> Array:
         """What it makes of norm(x), or of x without a norm, added to ``onto_BTE`` where given."""
-        _, (hidden_BTF,) = project_with([self.hidden], x_BTE, norm=norm, activation=gelu)
+        _, (hidden_BTF,) = project_each(x_BTE, [self.hidden.parameters], norm=norm, activation=gelu)
         return self.output(hidden_BTF, onto_BTE)
 
 
@@ -84,18 +85,17 @@ class Block(nnx.Module):
             drop: applied to what attention and MLP add to the residual stream, in this order; None: nothing is.
             remat: keep only ``x_BTE`` for the backward pass and compute the rest again in it.
         """
-        def forward(block: Block, x_BTE: Array) -> tuple[Array, Any]:
-            y_BTE, extended = block.attention.forward(
-                x_BTE, cache, norm=block.attention_norm.parameters, onto_BTE=x_BTE if drop is None else None,
-                causal=causal, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
-            x_BTE = y_BTE if drop is None else x_BTE + drop(y_BTE)
-            y_BTE = block.mlp.forward(x_BTE, norm=block.mlp_norm.parameters, onto_BTE=x_BTE if drop is None else None)
-            return y_BTE if drop is None else x_BTE + drop(y_BTE), extended
-
-        if not remat:
-            return forward(self, x_BTE)
-        graph, state = nnx.split(self)
-        return jax.checkpoint(lambda state, x_BTE: forward(nnx.merge(graph, state), x_BTE))(state, x_BTE)
+        options = {"causal": causal, "positions_BT": positions_BT, "segment_ids_BT": segment_ids_BT,
+                   "lengths_B": lengths_B}
+        if remat:
+            graph, state = nnx.split(self)
+            return jax.checkpoint(lambda state, x_BTE: nnx.merge(graph, state).forward(
+                x_BTE, cache, drop=drop, **options))(state, x_BTE)
+        y_BTE, cache = self.attention.forward(x_BTE, cache, norm=self.attention_norm.parameters,
+                                              onto_BTE=x_BTE if drop is None else None, **options)
+        x_BTE = y_BTE if drop is None else x_BTE + drop(y_BTE)
+        y_BTE = self.mlp.forward(x_BTE, norm=self.mlp_norm.parameters, onto_BTE=x_BTE if drop is None else None)
+        return y_BTE if drop is None else x_BTE + drop(y_BTE), cache
 
 
 def layer_modes(config: ModelConfig | EncoderConfig) -> Sequence[str]:

@@ -92,7 +92,10 @@ class GPT(nnx.Module):
             positions_BT = positions_of(segment_ids_BT)
         else:
             positions_BT = jnp.broadcast_to(jnp.arange(T)[None, :], tokens_BT.shape)
-        x_BTE = self._embed(tokens_BT, positions_BT)
+        x_BTE = self.token_embedding(tokens_BT)
+        if self.position_embedding is not None:
+            # Padding may stand past the last position; nobody sees it, but NaN would spread.
+            x_BTE += self.position_embedding(jnp.minimum(positions_BT, self.config.context - 1))
         rotations_BT = positions_BT if self.config.positions == "rotary" else None
         layers = []
         for block, layer_cache in zip(self.blocks, [None] * len(self.blocks) if cache is None else cache.layers,
@@ -125,13 +128,6 @@ class GPT(nnx.Module):
     @property
     def _head_VE(self) -> Array:
         return (self.token_embedding.embedding if self.head_weight is None else self.head_weight)[...]
-
-    def _embed(self, tokens_BT: Array, positions_BT: Array) -> Array:
-        x_BTE = self.token_embedding(tokens_BT)
-        if self.position_embedding is None:
-            return x_BTE
-        # Padding may stand past the last position; nobody sees it, but NaN would spread.
-        return x_BTE + self.position_embedding(jnp.minimum(positions_BT, self.config.context - 1))
 
 
 def resolve_config(config: ModelConfig) -> ModelConfig:

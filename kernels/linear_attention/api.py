@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from kernels import device
 from kernels.linear_attention import decode, pallas_gpu
 from kernels.linear_attention.blockwise import blockwise
-from kernels.linear_attention.chunk_size import has_chunks, pick_chunk_sizes
+from kernels.linear_attention.chunk_size import pick_chunk_sizes
 from kernels.linear_attention.chunked import chunked
 from kernels.linear_attention.recurrent import cumsum, recurrent
 from kernels.linear_attention.reference import parallel, rowwise
@@ -25,8 +25,8 @@ class Implementation(NamedTuple):
 
     compute: Callable[..., tuple[Array, State]]
     """(q, k, v, state, runs_BT, *, causal, normalize), and ``chunk_sizes`` where the form has chunks."""
-    refuses: Callable[..., str | None] = lambda *_, **__: None
-    """(q, k, v, *, causal, chunk_size, segments) ↦ why it cannot do a call; None where it can."""
+    refuses: Callable[..., str | None] | None = None
+    """(q, k, v, *, causal, chunk_size, segments) ↦ why it cannot do a call; None where it can. None: it can do all."""
 
 
 def _refuses_no_mask(*_: Any, causal: bool, **__: Any) -> str | None:
@@ -96,17 +96,16 @@ def linear_attention(
     name = pick_implementation(q_BTHM, k_BTHM, v_BTHD, **options) if implementation is None else implementation
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
-    refusal = IMPLEMENTATIONS[name].refuses(q_BTHM, k_BTHM, v_BTHD, **options)
-    if refusal is not None:
+    form = IMPLEMENTATIONS[name]
+    refusal = form.refuses and form.refuses(q_BTHM, k_BTHM, v_BTHD, **options)
+    if refusal:
         raise NotImplementedError(f"implementation={name!r}: {refusal}")
     state = zero_state(B, H, M, v_BTHD.shape[3], dtype) if initial_state is None else \
         State(initial_state.s_BHMD.astype(dtype), initial_state.z_BHM.astype(dtype))
     runs_BT = None if segment_ids_BT is None else runs_of(segment_ids_BT)
-    compute = functools.partial(IMPLEMENTATIONS[name].compute, causal=causal, normalize=normalize)
-    if has_chunks(name):
-        compute = functools.partial(compute, chunk_sizes=pick_chunk_sizes(
-            name, q_BTHM, k_BTHM, v_BTHD, chunk_size, segments=runs_BT is not None))
-    return compute(q_BTHM, k_BTHM, v_BTHD, state, runs_BT)
+    chunk_sizes = pick_chunk_sizes(name, q_BTHM, k_BTHM, v_BTHD, chunk_size, segments=runs_BT is not None)
+    return form.compute(q_BTHM, k_BTHM, v_BTHD, state, runs_BT, causal=causal, normalize=normalize,
+                        **({} if chunk_sizes is None else {"chunk_sizes": chunk_sizes}))
 
 
 def extend_state(

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.cases import Arrays, Attention, Case, Form, make_segments
+from kernels.cases import Arrays, Case, TimedAttention, TimedForm, make_segments
 from kernels.linear_attention import tuning
 from kernels.linear_attention.api import State, linear_attention, pick_implementation
-from kernels.linear_attention.chunk_size import has_chunks, pick_chunk_sizes
+from kernels.linear_attention.chunk_size import pick_chunk_sizes
 
 SCHEDULES = SERIAL, PARALLEL = ("pallas_gpu_serial", "pallas_gpu_parallel")
 PLAIN_FORMS = ("blockwise", "chunked", "cumsum", "recurrent", "rowwise")
@@ -194,6 +194,7 @@ _COMPILED = (
     _compiled(1, 4096, 4, 128, 128, "bfloat16", PARALLEL, segments=True),
     _compiled(1, 4096, 4, 256, 256, segments=True),
     _compiled(1, 4096, 4, 64, 64, "float32", segments=True),
+    replace(_compiled(1, 4096, 12, 64, 64, "bfloat16", "chunked"), gpu_kernels=()),
     *(_compiled(1, 16384 if row.length == "long" else 2048, 16, row.M, row.D, row.dtype, schedule,
                 device_kind=row.device) for row in tuning.rows() for schedule in SCHEDULES),
 )
@@ -261,18 +262,19 @@ def _pick(x_BTHD: Any, *, causal: bool, chunk_size: int | None) -> str:
 
 
 def _pick_chunk_sizes(form: str, x_BTHD: Any) -> tuple[int, int] | None:
-    return pick_chunk_sizes(form, x_BTHD, x_BTHD, x_BTHD) if has_chunks(form) else None
+    return pick_chunk_sizes(form, x_BTHD, x_BTHD, x_BTHD)
 
 
 _EVERYWHERE = ("contexts", "chunks", "noncausal", "kernel")
 ATTENTIONS = (
-    Attention("linear", _attend, {
-        "parallel": Form(("contexts",), quadratic=True), "rowwise": Form(("contexts",), quadratic=True),
-        "blockwise": Form(("contexts",), quadratic=True), "cumsum": Form(("contexts",)),
-        "recurrent": Form(("contexts",))}),
-    Attention("chunked", _attend, {
-        "chunked": Form(_EVERYWHERE), "pallas_gpu": Form(_EVERYWHERE, gpu_only=True), "pallas_gpu_serial": Form(),
-        "pallas_gpu_parallel": Form()}, pick=_pick, pick_chunk_sizes=_pick_chunk_sizes,
+    TimedAttention("linear", _attend, {
+        "parallel": TimedForm(("contexts",), quadratic=True), "rowwise": TimedForm(("contexts",), quadratic=True),
+        "blockwise": TimedForm(("contexts",), quadratic=True), "cumsum": TimedForm(("contexts",)),
+        "recurrent": TimedForm(("contexts",))}),
+    TimedAttention("chunked", _attend, {
+        "chunked": TimedForm(_EVERYWHERE), "pallas_gpu": TimedForm(_EVERYWHERE, gpu_only=True),
+        "pallas_gpu_serial": TimedForm(), "pallas_gpu_parallel": TimedForm()},
+        pick=_pick, pick_chunk_sizes=_pick_chunk_sizes,
         # Of the published kernels.
         published_shapes=((8, 1024, 8, 64), (4, 2048, 16, 128), (2, 16384, 16, 128), (1, 8192, 96, 128))),
 )

@@ -12,17 +12,12 @@ BLOCK = 256
 DEFAULTS = {"chunked": CHUNK, "blockwise": BLOCK}
 
 
-def has_chunks(implementation: str) -> bool:
-    """Whether a form of ``linear_attention`` works in chunks, or blocks."""
-    return implementation.startswith("pallas_gpu") or implementation in DEFAULTS
-
-
 def pick_chunk_sizes(implementation: str, q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, chunk_size: int | None = None, *,
-                     segments: bool = False) -> ChunkSizes:
-    """C of the forward and of the backward pass on the device that is traced for.
+                     segments: bool = False) -> ChunkSizes | None:
+    """C of the forward and of the backward pass on the device that is traced for; None: the form has no chunks.
 
     Args:
-        implementation: one that :func:`has_chunks`, as ``linear_attention`` names it.
+        implementation: as ``linear_attention`` names it.
         q_BTHM: an array, or its shape and dtype.
         k_BTHM: alike.
         v_BTHD: alike.
@@ -33,5 +28,7 @@ def pick_chunk_sizes(implementation: str, q_BTHM: Any, k_BTHM: Any, v_BTHD: Any,
     if implementation.startswith("pallas_gpu"):
         return kernel_chunk_sizes(T, block_width(q_BTHM.shape[3]), block_width(v_BTHD.shape[3]),
                                   operand_dtype(q_BTHM, k_BTHM, v_BTHD), chunk_size, segments=segments)
+    if implementation not in DEFAULTS:
+        return None
     C = min(T, chunk_size or DEFAULTS[implementation])
     return ChunkSizes(C, C)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels import cpu, device
-from kernels.layer_norm import Norm, normed
+from kernels.layer_norm import Norm, layer_norm
 from kernels.mixed_precision import product
 from kernels.projection.decode import projection_decode
 
@@ -33,20 +33,20 @@ def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Flo
     return (x_BTE @ w_EF.astype(x_BTE.dtype))[:B, :T] + bias_F[None, None].astype(x_BTE.dtype)
 
 
-def project_each(x_BTE: Float[Array, "B T E"], weights: Sequence[Array],
-                 biases: Sequence[Float[Array, " F"]], *, norm: Norm | None = None,
+def project_each(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array, Array]], *, norm: Norm | None = None,
                  activation: Callable[[Array], Array] | None = None,
                  ) -> tuple[Float[Array, "B T E"], list[Float[Array, "B T F"]]]:
-    """norm(x), and ``activation(norm(x) w + bias)`` for each weight, (E, F), and bias.
+    """norm(x), and ``activation(norm(x) w + bias)`` for each weight w, (E, F), and bias, (F,), of ``parameters``.
 
     Without a norm or an activation it is x, or the products, as they are. For one token on a GPU the products take a
     single launch, which has no derivative and rounds once; norm(x) is then made beside, where something reads it.
     Anything else goes through :func:`layer_norm`, once, and :func:`project`, which round on the way.
     """
-    normed_BTE = normed(x_BTE, norm)
+    normed_BTE = x_BTE if norm is None else layer_norm(x_BTE, *norm)
     if _alone_on_gpu(x_BTE):
+        weights, biases = zip(*parameters, strict=True)
         return normed_BTE, projection_decode(x_BTE, weights, biases, norm=norm, activation=activation)
-    results = [project(normed_BTE, w_EF, bias_F) for w_EF, bias_F in zip(weights, biases, strict=True)]
+    results = [project(normed_BTE, w_EF, bias_F) for w_EF, bias_F in parameters]
     return normed_BTE, results if activation is None else [activation(y_BTF) for y_BTF in results]
 
 
@@ -54,7 +54,7 @@ def unembed(x_BTE: Float[Array, "B T E"], w_VE: Float[Array, "V E"], norm: Norm)
     """Logits, float32, of a head that is an embedding: norm(x) wᵀ. One token on a GPU as in :func:`project_each`."""
     if _alone_on_gpu(x_BTE):
         return projection_decode(x_BTE, [w_VE], norm=norm, transposed=True, dtype=jnp.float32)[0]
-    x_BTE = normed(x_BTE, norm)
+    x_BTE = layer_norm(x_BTE, *norm)
     return product("bte,ve->btv", x_BTE, w_VE.astype(x_BTE.dtype))
 
 

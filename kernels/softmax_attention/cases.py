@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.cases import REFERENCE, Arrays, Attention, Case, Form, make_segments
+from kernels.cases import REFERENCE, Arrays, Case, TimedAttention, TimedForm, make_segments
 from kernels.softmax_attention.api import cached_attention, softmax_attention
 
 # float64, float32: rounding of some hundred sums and exponentials, and nothing else. bfloat16: two to three roundings
@@ -153,9 +153,9 @@ def _attend(q_BTHD: Any, k_BTHD: Any, v_BTHD: Any, *, causal: bool, chunk_size: 
 
 
 ATTENTIONS = (
-    Attention("softmax", _attend, {
-        "materialised": Form(("contexts", "noncausal"), quadratic=True),
-        "blockwise": Form(("contexts", "noncausal"), quadratic=True),
-        "cudnn": Form(("contexts", "noncausal", "kernel"), quadratic=True, gpu_only=True)},
+    TimedAttention("softmax", _attend, {
+        "materialised": TimedForm(("contexts", "noncausal"), quadratic=True),
+        "blockwise": TimedForm(("contexts", "noncausal"), quadratic=True),
+        "cudnn": TimedForm(("contexts", "noncausal", "kernel"), quadratic=True, gpu_only=True)},
         pick=lambda *_, **__: None),
 )

@@ -33,6 +33,7 @@ class Attention(linear.Attention):
 
     length_fields = ("chunk_size",)
     implementation_fields = ("kernel", "chunk_size")
+    step_kernels = ("linear_attention_",)
 
     @property
     def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -54,8 +55,9 @@ class Attention(linear.Attention):
     def flops(self, tokens: int, context: int) -> int:
         M, D = self.feature_width, self.head_width
         x_BTHM, v_BTHD = self._shapes(context, jnp.float32)
-        C, _ = pick_chunk_sizes("chunked", x_BTHM, x_BTHM, v_BTHD, self.chunk_size)
-        return tokens * self.heads * (C * (M + D) + 4 * M * D + self._feature_flops())
+        sizes = pick_chunk_sizes("chunked", x_BTHM, x_BTHM, v_BTHD, self.chunk_size)
+        assert sizes is not None
+        return tokens * self.heads * (sizes.forward * (M + D) + 4 * M * D + self._feature_flops())
 
     def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
         x_BTHM, v_BTHD = self._shapes(self.max_length, dtype)

@@ -39,6 +39,7 @@ class Attention(SelfAttention):
 
     implementation_fields = ("form",)
     decode_state = "constant"
+    decode_kernels = ("linear_attention_decode",)
 
     def __init__(self, config: FeatureOptions, *, heads: int, head_width: int, width: int, max_length: int,
                  rngs: nnx.Rngs):

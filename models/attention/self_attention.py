@@ -1,6 +1,6 @@
 """What every attention mode shares: the q, k, v and output projections, heads, and rotary positions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -43,13 +43,6 @@ class Linear(nnx.Linear):
         return self.kernel[...], self.bias[...]
 
 
-def project_with(linears: Sequence[Linear], x_BTE: Array, *, norm: Norm | None = None,
-                 activation: Callable[[Array], Array] | None = None) -> tuple[Array, list[Array]]:
-    """:func:`project_each` with the weights and biases of these."""
-    parameters = [linear.parameters for linear in linears]
-    return project_each(x_BTE, *zip(*parameters, strict=True), norm=norm, activation=activation)
-
-
 class SelfAttention(nnx.Module):
     """Multi-head self-attention around a mode's :meth:`mix`.
 
@@ -84,6 +77,10 @@ class SelfAttention(nnx.Module):
     """It has parameters for ``max_length`` tokens, and none beyond."""
     packs_with: str | None = None
     """Flags of ``train.py`` with which it packs, where it could and does not."""
+    step_kernels: tuple[str, ...] = ()
+    """How the names of our GPU kernels begin that a training step of it has; ``make gpu-check`` looks for them."""
+    decode_kernels: tuple[str, ...] = ()
+    """The same of a token that it draws."""
 
     def __init__(self, config: Any, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         self.config = config
@@ -192,7 +189,7 @@ class SelfAttention(nnx.Module):
                                          "sees the past only and cannot look in both directions"))
         if segment_ids_BT is not None and not self.packs(causal):
             self._check_segments(segment_ids_BT)
-        x_BTE, projected = project_with(self.projections, x_BTE, norm=norm)
+        x_BTE, projected = project_each(x_BTE, [linear.parameters for linear in self.projections], norm=norm)
         q_BTHD, k_BTHD, v_BTHD = self.queries_keys_values(projected, x_BTE=x_BTE, positions_BT=positions_BT)
         y_BTHD, cache = self.attend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, causal=causal,
                                     positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)

@@ -28,6 +28,7 @@ class Attention(SelfAttention):
     bidirectional = True
     implementation_fields = ("form",)
     decode_state = "growing"
+    decode_kernels = ("softmax_decode_",)
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:

@@ -88,7 +88,8 @@ def test_counts_kernels_and_copies_and_not_the_loop_around_them():
 @pytest.mark.parametrize(("most", "code"), [(3, 0), (2, 1)])
 def test_more_launches_than_there_were_fail(most, code, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "inspect", lambda *_: gpu_check.Program(gpu_check.read_assembler(CLEAN), 3))
-    case = gpu_check.Case("a token", lambda: "lowered", ("linear_attention_",), most)
+    monkeypatch.setattr(gpu_check, "MOST_LAUNCHES", {"a token": most})
+    case = gpu_check.Case("a token", lambda: "lowered", ("linear_attention_",), token=True)
     assert gpu_check.run([case], _Target()) == code
     printed = capsys.readouterr()
     assert "Launches of a drawn token\ncase " in printed.out
@@ -277,6 +278,7 @@ def test_memory_of_a_small_step(python):
     assert step.arguments >= 3 * 4 * (257 * 64 + 12 * 64**2)  # float32 weights and their two moments alone
     assert step.outputs < 4096  # the state takes the place of the old one
     assert step.temporaries > 4 * 64 * 64 * 4  # residual stream
-    result = report.in_process("benchmarks.memory", {"config": {"unknown": {}}, "vocabulary": 1, "triton": True},
+    unknown = config.to_dict() | {"unknown": {}}
+    result = report.in_process("benchmarks.memory", {"config": unknown, "vocabulary": 1, "triton": True},
                                python=python)
     assert "unknown group 'unknown'" in result["error"]

@@ -5,6 +5,7 @@ registers, time or a GPU's arithmetic: ``make gpu-check``, ``pytest -m gpu`` and
 """
 
 import functools
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -49,6 +50,13 @@ def test_outputs_and_gradients_are_those_of_the_reference(case, implementation, 
         name: cases.error_of(results[name], x) for name, x in expected.items()} for results in (found, plain))
     assert errors is not None
     assert cases.faults_of(case, errors, plain_errors) == []
+
+
+def test_every_op_in_a_folder_has_the_same_parts():
+    folders = [path.parent for path in Path(cases.__file__).parent.glob("*/__init__.py")]
+    assert {folder.name for folder in folders} <= cases.ops().keys()
+    for folder in folders:
+        assert {"api.py", "reference.py", "cases.py"} <= {path.name for path in folder.glob("*.py")}, folder.name
 
 
 def test_every_op_has_cases_a_reference_and_names_without_doubles():

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from jax.test_util import check_grads
 
-from kernels.layer_norm import Norm, normed
+from kernels.layer_norm import Norm, layer_norm
 from models import attention
 from models.attention.self_attention import SelfAttention
 from models.parameters import Axis, declarations
@@ -181,7 +181,7 @@ def test_extending_in_pieces_is_the_whole(mode):
         y, cache = extend(x[:, start:end], cache)
         pieces.append(y)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache) == structure  # a loop can carry it
-    assert_close(jnp.concatenate(pieces, axis=1), x / 100 + whole(module)(normed(x, norm)))
+    assert_close(jnp.concatenate(pieces, axis=1), x / 100 + whole(module)(layer_norm(x, *norm)))
 
 
 @pytest.mark.parametrize("mode", MODES)

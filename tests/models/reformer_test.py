@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from kernels.projection import project_each
 from models.attention.reformer import Attention, Config
-from models.attention.self_attention import project_with
 from support.errors import ConfigError
 
 B, T, H, D = 2, 45, 2, 4
@@ -134,7 +134,7 @@ def test_rotations_are_no_parameters_and_there_is_no_key_projection():
     module = build()
     assert set(nnx.to_pure_dict(nnx.state(module, nnx.Param))) == {"query", "value", "output"}
     x = 100 * jax.random.normal(jax.random.key(0), (B, T, H * D))
-    _, projected = project_with(module.projections, x)
+    _, projected = project_each(x, [linear.parameters for linear in module.projections])
     q, k, _ = module.queries_keys_values(projected, x_BTE=x, positions_BT=jnp.arange(T)[None].repeat(B, axis=0))
     np.testing.assert_allclose(k, D**0.5 * q / jnp.linalg.norm(q, axis=-1, keepdims=True), atol=1e-3)
 

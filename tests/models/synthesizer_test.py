@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.attention.self_attention import project_with
+from kernels.projection import project_each
 from models.attention.synthesizer import Attention, Config
 from support.errors import ConfigError
 
@@ -78,7 +78,7 @@ def test_only_dense_weights_depend_on_the_tokens(kind):
     v_BTHD = jnp.broadcast_to(jnp.arange(float(T))[None, :, None, None], (B, T, H, D))
 
     def mixed(x_BTE: jax.Array) -> jax.Array:
-        _, projected = project_with(module.projections, x_BTE)
+        _, projected = project_each(x_BTE, [linear.parameters for linear in module.projections])
         q_BTHD, k_BTHD, _ = module.queries_keys_values(projected, x_BTE=x_BTE, positions_BT=None)
         return module.mix(q_BTHD, k_BTHD, v_BTHD, x_BTE=x_BTE, causal=False, segment_ids_BT=None)
 
