@@ -58,7 +58,7 @@ class Case(ABC):
     device_kind: str | None = None
     """For this kind of device only, as jax names it."""
     slow: bool = False
-    """Takes seconds on a CPU."""
+    """Takes seconds on a CPU, where other cases show most of it: left to ``make test-thorough``."""
 
     @property
     def op(self) -> str:

@@ -39,12 +39,14 @@ def run(folder: Path, *arguments: str, backend: str | None = None) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_the_cpu_with_checks(tmp_path):
     printed = run(tmp_path)
     assert "SETTINGS cpu --xla_backend_optimization_level=0 --xla_cpu_prefer_vector_width=256 raise True" in printed
     assert "2 passed" in printed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("expression", ["gpu", "gpu and not heavy"])
 def test_a_gpu_as_it_is(tmp_path, expression):
     printed = run(tmp_path, "-m", expression, backend="gpu")
@@ -52,6 +54,7 @@ def test_a_gpu_as_it_is(tmp_path, expression):
     assert "1 passed, 1 deselected" in printed
 
 
+@pytest.mark.thorough
 def test_without_a_gpu_they_are_skipped_with_the_reason(tmp_path):
     printed = run(tmp_path, "-m", "gpu")
     assert "SETTINGS" not in printed

@@ -136,6 +136,7 @@ def test_a_prompt_file_is_the_same_as_the_prompt(runs, tmp_path, capsys):
     assert capsys.readouterr().err.count("prompt of 9 tokens") == 2
 
 
+@pytest.mark.thorough
 def test_learned_positions_end_and_it_says_so(runs, capsys):
     assert run(runs / "learned", "--prompt", "x" * 20, "--max-new-tokens", 100, "--temperature", 0) == 0
     assert "stopped at position 32: the model has positions for no more" in capsys.readouterr().err

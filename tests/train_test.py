@@ -558,6 +558,7 @@ def test_a_run_that_has_begun_ignores_init_from_and_says_so(recipe, softmax_run,
     assert "init_from" not in json.loads((run_dir / "environment.json").read_text())
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_remembers_what_it_began_with_and_is_the_uninterrupted_one(recipe, softmax_run, tmp_path):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     start = ("--init-from", softmax_run, "--optimizer.final-fraction", 1)  # a rate that more steps do not change
@@ -577,6 +578,7 @@ def test_a_shorter_context_takes_the_first_positions(recipe, softmax_run, tmp_pa
     np.testing.assert_array_equal(tiny.arrays(tmp_path / "run", 0)[name], tiny.arrays(softmax_run, 2)[name][:16])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--model.width", 32], "has shape (16,) there and (32,) here; model.width is 16 there and 32 here"),
     (["--model.layers", 3], "it has no blocks.2.attention_norm.bias, which this model has; model.layers is 2 there"),

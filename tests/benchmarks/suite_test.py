@@ -146,6 +146,7 @@ def test_a_token_is_drawn_and_a_wrong_one_is_found(dtype, monkeypatch):
     assert wrong.startswith("logits: ")
 
 
+@pytest.mark.thorough
 def test_both_schedules_are_tried_on_a_gpu_twice_and_against_the_plain_form(monkeypatch):
     runs = []
 

@@ -19,7 +19,7 @@ def _calls():
     ops = set()
     for case in cases.find_cases("tests"):
         for implementation in case.implementations:
-            marks = [pytest.mark.heavy] if case.slow else []
+            marks = [pytest.mark.thorough] if case.slow else []
             if case.gpu_kernels:
                 marks.append(pytest.mark.gpu)
             if case.op not in ops:

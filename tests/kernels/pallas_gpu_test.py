@@ -23,6 +23,7 @@ from kernels.linear_attention.cases import KERNEL_TOLERANCES, PARALLEL, SCHEDULE
 pytestmark = pytest.mark.gpu
 
 B, H = 3, 2
+PARALLEL_THEN_SERIAL = [PARALLEL, pytest.param(SERIAL, marks=pytest.mark.thorough)]
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def test_a_row_of_the_table_is_followed(monkeypatch):
     assert_is_the_reference(case, PARALLEL)
 
 
+@pytest.mark.thorough
 def test_a_sequence_resumed_from_its_state_is_the_unsplit_one():
     """Cut inside a segment, and continued in the other schedule; another row has had nothing but padding then."""
     T = 200
@@ -159,7 +161,7 @@ def test_a_sequence_resumed_from_its_state_is_the_unsplit_one():
     assert_is_the_reference(make_case(T, 16, 32, segments=True, attend=resumed), f"{PARALLEL},{SERIAL}")
 
 
-@pytest.mark.parametrize("implementation", SCHEDULES)
+@pytest.mark.parametrize("implementation", PARALLEL_THEN_SERIAL)
 def test_packed_segments_are_the_segments_one_by_one(implementation):
     case, length = make_case(120, 16, 32), 16
     (q, k, v), state = make_inputs(case)
@@ -182,7 +184,7 @@ def test_packed_segments_are_the_segments_one_by_one(implementation):
     assert not np.any(np.asarray(packed)[ids_BT < 0])
 
 
-@pytest.mark.parametrize("implementation", SCHEDULES)
+@pytest.mark.parametrize("implementation", PARALLEL_THEN_SERIAL)
 def test_two_runs_give_the_same_bits(implementation):
     (q, k, v), state = make_inputs(make_case(65, 16, 16))
 
@@ -198,7 +200,7 @@ def test_two_runs_give_the_same_bits(implementation):
     jax.tree.map(np.testing.assert_array_equal, run((q, k, v), state), run((q, k, v), state))
 
 
-@pytest.mark.parametrize("implementation", SCHEDULES)
+@pytest.mark.parametrize("implementation", PARALLEL_THEN_SERIAL)
 def test_vmap(implementation):
     """Over one more dimension, with a state and gradients: the same as a larger batch."""
     def mapped(q, k, v, *, initial_state, segment_ids_BT, **options):

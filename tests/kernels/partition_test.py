@@ -54,11 +54,13 @@ def found():
     return json.loads(ended.stdout.splitlines()[-1])
 
 
+@pytest.mark.thorough
 def test_results_are_those_of_one_device(found):
     # Sums of 40 terms in float32, in another order.
     assert all(case["error"] < 1e-5 for case in found)
 
 
+@pytest.mark.thorough
 def test_no_device_gathers_what_others_have(found):
     assert all(case["gathers"] == 0 for case in found)
     assert all(case["own"] for case in found)

@@ -138,7 +138,8 @@ def test_the_forms_of_linear_are_one_model(form):
     assert_close(logits_of(other), logits_of(parallel), 1e-5)
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary", pytest.param("none", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("positions", [
+    "rotary", *(pytest.param(other, marks=pytest.mark.thorough) for other in ("learned", "none"))])
 def test_decoding_is_the_forward_pass(positions):
     """A prompt of another length in each row, then token by token in a compiled loop."""
     model = sharpened(build(positions=positions, attention=("chunked", "local", "softmax"), layers=3))
