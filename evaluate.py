@@ -11,6 +11,9 @@ The gain over a window of W tokens is of the tokens that stand after more than W
 last W tokens at most (more than three quarters of W: training.evaluation.short_windows), less that where it sees all.
 
 A loss stands with its standard error over windows; of other contexts than that of training at least 8 are evaluated.
+
+The loss of each window goes to RUN/evaluation-windows.npz: its sum over the window's tokens, in nats, and their number.
+By these compare.py pairs two set-ups seed by seed and window by window, which needs fewer seeds to show a difference.
 """
 
 from support import interrupts, packages
@@ -37,6 +40,8 @@ from support.files import write_json
 from training import evaluation
 from training.environment import PUBLISHED, configure_jax, environment
 from training.run import LoadedRun, load_model
+from training.window_losses import FILE as WINDOW_LOSSES
+from training.window_losses import write_window_losses
 
 LEAST_WINDOWS = 8
 """Of the longest context, where it is not that of training alone and the val split has them."""
@@ -95,19 +100,21 @@ def evaluate(options: Options) -> None:
     tokens = batches * train.batch_size * run.config.model.context
     if contexts != [run.config.model.context]:  # else the loss is that of the val lines
         tokens = max(tokens, LEAST_WINDOWS * max(contexts))
-    entries = evaluation.evaluate(
+    found = evaluation.evaluate(
         run.model, corpora, contexts=contexts, windows=windows, tokens=tokens,
         tokens_at_once=train.batch_size // train.accumulate * run.config.model.context,
         packing=run.config.data.packing, progress=status)
     made_with = environment(run.model, parameters=sum(x.size for x in jax.tree.leaves(run.model)),
                             tokenizer=corpora.tokenizer, checksum=corpora.checksum,
                             segments=run.config.data.packing == "documents")
+    entries = [one.figures for one in found]
+    write_window_losses(options.run, [one.windows for one in found])
     write_json(options.run / "evaluation.json", {
         "step": run.step, "attention": list(run.config.model.attention), "context": run.config.model.context,
         "packing": run.config.data.packing,
         **{name: made_with[name] for name in ("versions", "commit", "devices", "command", "corpus_checksum",
                                               "tokenizer", "dtype")},
-        "evaluations": entries})
+        "window_losses": WINDOW_LOSSES, "evaluations": entries})
     print(f"{options.run}: step {run.step:,}, {','.join(run.config.model.attention)}, trained at a context of "
           f"{run.config.model.context:,}")
     for title, rows in tables(entries):

@@ -140,7 +140,7 @@ def losses(run_dir: Path, context: int | None, windows: int) -> dict[str, Any]:
     evaluation.check_contexts(run.model, corpora, [context])
     entry = evaluation.evaluate(run.model, corpora, contexts=[context], windows=(), tokens=windows * context,
                                 tokens_at_once=context, packing=run.config.data.packing,
-                                progress=lambda line: status(f"{run_dir.name}: {line}"))[0]
+                                progress=lambda line: status(f"{run_dir.name}: {line}"))[0].figures
     return {"run": run_dir.name, "step": run.step, "attention": ",".join(run.config.model.attention),
             "positions": run.config.model.positions, "trained_context": trained, "context": context,
             "losses": entry["positions"]}

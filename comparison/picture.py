@@ -1,7 +1,9 @@
 """The main picture, for a paper."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +13,9 @@ from comparison.remarks import tokenizers_differ
 from comparison.runs import AXES, Run, scored
 from comparison.style import DASHES, colour, dashes
 from support.errors import RunError
+
+if TYPE_CHECKING:
+    import matplotlib.figure
 
 
 def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
@@ -24,18 +29,14 @@ def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
     Raises:
         RunError: no run has a curve.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
     runs, setups = [run for run in comparison.runs if run.has_curve], comparison.setups
     if not runs:
         raise RunError(f"the {kind} picture is not drawn, for no run has a curve")
     split = "val" if all(run.val for run in runs) else "train"
     quantity = "bits_per_byte" if split == "val" and tokenizers_differ(runs) else "loss"
     unit = "bits per byte" if quantity == "bits_per_byte" else f"loss (nats per {scored(runs)})"
-    with matplotlib.rc_context({"svg.hashsalt": "lineargpt", "axes.spines.top": False, "axes.spines.right": False}):
-        drawing = Figure(figsize=(10, 4.2), layout="constrained")
-        panels = drawing.subplots(1, 2, sharey=True)
+    with drawing(figsize=(10, 4.2)) as canvas:
+        panels = canvas.subplots(1, 2, sharey=True)
         for panel, axis in zip(panels, ("step", "train_seconds"), strict=True):
             for setup, dash in zip(setups, dashes([setup.attention for setup in setups]), strict=True):
                 curves = [curve for run in setup.runs if len((curve := run.curve(axis, split, quantity))[0])]
@@ -53,9 +54,24 @@ def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
         panels[0].set_ylabel(f"{split} {unit}")
         panels[1].legend(frameon=False)
         if title:
-            drawing.suptitle(title)
-        file = io.BytesIO()
-        drawing.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+            canvas.suptitle(title)
+        return saved(canvas, kind)
+
+
+@contextmanager
+def drawing(figsize: tuple[float, float]) -> "Iterator[matplotlib.figure.Figure]":
+    """A sheet of paper (width and height in inches) to draw on inside, in the look of all pictures."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.hashsalt": "lineargpt", "axes.spines.top": False, "axes.spines.right": False}):
+        yield Figure(figsize=figsize, layout="constrained")
+
+
+def saved(canvas: "matplotlib.figure.Figure", kind: str) -> bytes:
+    """What was drawn, as ``png`` or ``svg``; call it inside :func:`drawing`."""
+    file = io.BytesIO()
+    canvas.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     return file.getvalue()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from comparison.runs import NotARunError, Run, load_run, name_runs
 from support.errors import ConfigError, RunError
+from training.window_losses import FILE as WINDOW_LOSSES
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _is_pattern(path: Path) -> bool:
 def _state(folder: Path) -> list[tuple[int, int] | None]:
     """Times and sizes of the files that are read."""
     found = []
-    for name in ("config.json", "environment.json", "metrics.jsonl", "evaluation.json", "samples"):
+    for name in ("config.json", "environment.json", "metrics.jsonl", "evaluation.json", WINDOW_LOSSES, "samples"):
         try:
             stat = (folder / name).stat()
         except OSError:

@@ -5,9 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from comparison.runs import Run
-
-MAX_NAMES = 3
-"""Runs named in a sentence; the others are counted."""
+from comparison.wording import few
 
 
 def remarks(runs: Sequence[Run]) -> list[str]:
@@ -19,7 +17,7 @@ def _same_seeds(runs: Sequence[Run]) -> list[str]:
     """Runs that are one experiment twice."""
     alike: dict[tuple[str, Any], list[str]] = {}
     for run in runs:
-        alike.setdefault((run.setup, run.config.get("train", {}).get("seed")), []).append(run.name)
+        alike.setdefault((run.setup, run.seed), []).append(run.name)
     return [f"{' and '.join(names)} have the same config and the same seed: no mean is taken of them."
             for names in alike.values() if len(names) > 1]
 
@@ -126,6 +124,4 @@ def _values(runs: Sequence[Run], value_of: Callable[[Run], str | None]) -> str:
             names.setdefault(value, []).append(run.name)
     if len(names) < 2:
         return ""
-    return "; ".join(f"{value}: {', '.join(of[:MAX_NAMES])}"
-                     + (f" and {len(of) - MAX_NAMES:,} more" if len(of) > MAX_NAMES else "")
-                     for value, of in names.items())
+    return "; ".join(f"{value}: {few(of)}" for value, of in names.items())

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from comparison.flops import flops_per_token
 from configs.schema import LraConfig, check_format, config_class
 from support.errors import ConfigError, RunError
 from support.files import read_json
+from training.window_losses import WindowLosses, read_window_losses
 
 AXES = {  # what x can be: column, button and axis title
     "step": ("Steps", "steps"),
@@ -59,6 +60,10 @@ class Run:
     """The val lines; false where there are none."""
     evaluations: Sequence[dict[str, Any]] = ()
     """Those of ``evaluation.json``, which evaluate.py writes; empty where there is none."""
+    window_losses: Mapping[tuple[str, int, str], WindowLosses] = field(default_factory=dict)
+    """The loss of each window, by corpus, context and checksum of the windows, as evaluate.py writes them."""
+    evaluated_step: int | None = None
+    """The step whose checkpoint was evaluated."""
     sample: str | None = None
     """The newest text in ``samples/``."""
     sample_step: int | None = None
@@ -81,6 +86,11 @@ class Run:
         return f"{self.attention} ({', '.join(forms)})"
 
     @property
+    def seed(self) -> Any:
+        """Of initial parameters and the order of the data; None where the config names none."""
+        return self.config["train"].get("seed")
+
+    @property
     def context(self) -> int | None:
         """Tokens the model is trained on at once."""
         return self.config["model"].get("context")
@@ -96,15 +106,34 @@ class Run:
         """Every field of the config by its dotted name."""
         return flatten(self.config)
 
+    @cached_property
+    def setup_fields(self) -> dict[str, Any]:
+        """The fields that can change a loss, the seed left out, by dotted name; ``data.dir`` is the tokens' checksum
+        where that is known, for the same tokens may lie elsewhere."""
+        fields = {name: value for name, value in (_defaults(self.config) | self.fields).items()
+                  if not is_of(name, NOT_OF_SETUP)}
+        checksum = self.environment.get("corpus_checksum")
+        return fields if checksum is None else fields | {"data.dir": checksum}
+
     @property
     def setup(self) -> str:
         """Equal for runs that differ in nothing that changes a loss but the seed."""
-        fields = {name: value for name, value in (_defaults(self.config) | self.fields).items()
-                  if not any(name == part or name.startswith(f"{part}.") for part in NOT_OF_SETUP)}
-        checksum = self.environment.get("corpus_checksum")
-        if checksum is not None:  # the same tokens may lie elsewhere
-            fields |= {"data.dir": checksum}
-        return json.dumps([self.label, fields], sort_keys=True)
+        return json.dumps([self.label, self.setup_fields], sort_keys=True)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the loss by which the run is judged is known at the end that its config names, in steps or minutes;
+        true of one that names none."""
+        train = self.config["train"]
+        ends = {axis: end for axis, end in (("step", train.get("steps")),
+                                            ("train_seconds", 60 * (train.get("minutes") or 0))) if end}
+        points = (self.val if self.split == "val" else self.train).points
+        return not ends or (self.has_curve and any(points[axis].max() >= end for axis, end in ends.items()))
+
+    def final(self, quantity: str = "loss") -> float | None:
+        """What the last val line says, NaN where it is not finite; None where no val line has it."""
+        values = self.val.points.get(quantity, np.empty(0))
+        return float(values[-1]) if len(values) else None
 
     @property
     def has_curve(self) -> bool:
@@ -219,12 +248,15 @@ def load_run(path: Path) -> Run:
         if missing:
             raise RunError(f"{metrics}: the {split} lines have no {missing[0]}; train.py writes it")
     evaluations = load_evaluations(path / "evaluation.json")
+    windows = {(entry["corpus"], entry["context"], entry["windows_checksum"]): of_windows for entry, of_windows
+               in zip(evaluations, read_window_losses(path, evaluations), strict=False)}
+    evaluated_step = read_json(path / "evaluation.json", RunError).get("step") if evaluations else None
     if not (train or val or evaluations):
         raise RunError(f"{metrics}: no step was logged yet; train the run first, or evaluate it with evaluate.py")
     per_token = flops_per_token(config, environment)
     sample_step, sample = newest_sample(path / "samples")
     return Run(path.resolve().name, path, config, environment, with_flops(train, per_token), with_flops(val, per_token),
-               evaluations, sample, sample_step)
+               evaluations, windows, evaluated_step, sample, sample_step)
 
 
 def with_flops(curve: Curve, per_token: float | None) -> Curve:
@@ -271,15 +303,23 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def is_of(name: str, parts: Sequence[str]) -> bool:
+    """Whether a field's dotted name is one of these fields, or of one of these groups."""
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """The fields of the config in which runs differ: the value of each run, None where a run has no such field (an
     option of a mode it does not use)."""
-    fields = [run.fields for run in runs]
+    return differing([run.fields for run in runs])
+
+
+def differing(fields: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Those of which not all that have one have the same value: the values, None where one lacks the field."""
     found = {}
     for name in dict.fromkeys(name for of_run in fields for name in of_run):
-        values = [of_run.get(name) for of_run in fields]
         if len({json.dumps(of_run[name]) for of_run in fields if name in of_run}) > 1:
-            found[name] = values
+            found[name] = [of_run.get(name) for of_run in fields]
     return found
 
 
@@ -288,7 +328,7 @@ def group(runs: Sequence[Run]) -> list[Setup]:
     setups: dict[tuple[str, int], list[Run]] = {}
     of_seed: Counter[tuple[str, Any]] = Counter()
     for run in runs:
-        seed = (run.setup, run.config.get("train", {}).get("seed"))
+        seed = (run.setup, run.seed)
         # A second run of one seed says nothing of how much seeds differ: it is no member of the mean.
         setups.setdefault((run.setup, of_seed[seed]), []).append(run)
         of_seed[seed] += 1
@@ -317,14 +357,16 @@ def _setup_label(seeds: Sequence[Run], same_label: Sequence[Run]) -> str:
     return ", ".join([seeds[0].label, *(told if len(told) <= MAX_DISTINCTIONS else [seeds[0].name])])
 
 
-def distinctions(run: Run, others: Sequence[Run]) -> list[str]:
-    """What a run's config has that not all of ``others`` have: ``context 512``, ``learning_rate 0.001``."""
-    leave_out = ("data.dir", "model.attention", *NOT_OF_SETUP)
-    return [f"{name.rpartition('.')[2]} {_text(run.fields[name])}" for name in differences(others)
-            if name in run.fields and not any(name == part or name.startswith(f"{part}.") for part in leave_out)]
+def distinctions(run: Run, others: Sequence[Run], leave_out: Sequence[str] = ()) -> list[str]:
+    """What a run's config has that not all of ``others`` have: ``context 512``, ``learning_rate 0.001``; the fields in
+    ``leave_out`` aside."""
+    leave_out = ("data.dir", "model.attention", *NOT_OF_SETUP, *leave_out)
+    return [f"{name.rpartition('.')[2]} {value_text(run.fields[name])}" for name in differences(others)
+            if name in run.fields and not is_of(name, leave_out)]
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A value of a config."""
     if isinstance(value, float):
         return f"{value:g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
@@ -347,5 +389,5 @@ def describe(run: Run, others: Sequence[Run]) -> str:
     """What a run is: mode, size, context, what it differs in from the others, seed."""
     context = [] if run.context is None else [f"context {run.context:,}"]
     told = [text for text in distinctions(run, others) if text.split()[0] not in ("layers", "width", "context")]
-    seed = [f"seed {run.config['train']['seed']}"] if run.config["train"].get("seed") is not None else []
+    seed = [f"seed {run.seed}"] if run.seed is not None else []
     return ", ".join([run.attention, run.size, *context, *told[:MAX_DISTINCTIONS], *seed])

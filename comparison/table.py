@@ -159,10 +159,6 @@ def figures(run: Run, end_of_shortest: float | None, times: TimesToLoss | None) 
                 if name in curve.points]
         return float(max(both)) if both else None
 
-    def last_val(name: str) -> float | None:
-        values = run.val.points.get(name, np.empty(0))
-        return float(values[-1]) if len(values) else None
-
     val = run.val.points.get("loss", np.empty(0))
     return {
         "context": run.context,
@@ -173,10 +169,10 @@ def figures(run: Run, end_of_shortest: float | None, times: TimesToLoss | None) 
         "tokens_per_second": run.train.median_speed,
         "peak_mib": None if run.peak_bytes is None else run.peak_bytes / 2**20,
         "train_loss": run.train.last_loss,
-        "val_loss": last_val("loss"),
+        "val_loss": run.final("loss"),
         "best_val_loss": float(np.nanmin(val)) if np.isfinite(val).any() else None,
-        "bits_per_byte": last_val("bits_per_byte"),
-        "accuracy": last_val("accuracy"),
+        "bits_per_byte": run.final("bits_per_byte"),
+        "accuracy": run.final("accuracy"),
         "loss_at_shortest": None if end_of_shortest is None else run.loss_at(
             "train_seconds", end_of_shortest, run.split),
     } | ({} if times is None else dict(zip(map(_key, times.levels), times.seconds[run.name], strict=True)))

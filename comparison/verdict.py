@@ -6,10 +6,12 @@ from typing import NamedTuple
 import numpy as np
 
 from comparison.curves import mean_curve
+from comparison.paired import paired_sentences
 from comparison.remarks import data_differs, devices_differ, tokenizers_differ
 from comparison.runs import Run, Setup, group
+from comparison.statistics import CONFIDENCE, welch_interval
+from comparison.wording import Mean, interval_text, listed, of_many, of_numbers, of_two
 
-CONFIDENCE = 0.95
 SCHEDULES_ALIKE = 0.1
 """Learning rates, as shares of their peaks, that differ by no more are not mentioned."""
 PLACES = {  # name, and how a place on the axis is told, at length and in short
@@ -28,7 +30,8 @@ def verdict(setups: Sequence[Setup]) -> list[str]:
     A difference between means over seeds is claimed where its 95 % interval (Welch's, by Student's t) leaves out zero;
     among more than two set-ups the lowest is compared with each other one at the level that makes all intervals hold
     together with 95 % (Bonferroni). A single seed is taken to vary as much as those it is compared with; one seed each
-    carries no interval: then the losses are told, and that.
+    carries no interval: then the losses are told, and that. Where evaluate.py has written the loss of each val window,
+    the set-ups are compared once more, paired by seed and window: see :func:`comparison.paired.paired_sentences`.
 
     All are compared where the shortest of them ends, save that what ended early, or has just begun, does not hold the
     others back. A run has ended early where another seed of its set-up came further by more than a tenth, and, among
@@ -52,7 +55,7 @@ def verdict(setups: Sequence[Setup]) -> list[str]:
     if not sentences and len(group(measured)) > 1:
         sentences.append("Nothing is claimed: no two set-ups have the same size and context.")
     if unmeasured and len(setups) > 1:
-        sentences.append(f"Nothing is claimed of {_listed(unmeasured)}, without val loss.")
+        sentences.append(f"Nothing is claimed of {listed(unmeasured)}, without val loss.")
     return sentences
 
 
@@ -71,6 +74,7 @@ def _of_group(setups: Sequence[Setup]) -> list[str]:
         counted = {axis: _counted(axis, known) for axis in axes}
         sentences = [_at_equal(axis, *counted[axis], quantity) for axis in axes]
         sentences += _left_out(known, {axis: of_axis for axis, (of_axis, _) in counted.items()})
+        sentences += paired_sentences(known)
         single = list(dict.fromkeys(setup.label for of_axis, _ in counted.values() for setup in of_axis
                                     if len(setup.runs) == 1))
         if single:
@@ -78,10 +82,10 @@ def _of_group(setups: Sequence[Setup]) -> list[str]:
                 sentences.append("One seed each: no interval, for how much the loss varies from seed to seed is not "
                                  "known.")
             else:
-                sentences.append(f"One seed of {_listed(single)}: taken to vary as much as the set-up compared with, "
+                sentences.append(f"One seed of {listed(single)}: taken to vary as much as the set-up compared with, "
                                  "where that has several; between two of one seed there is no interval.")
     if unknown:
-        sentences.append(f"Nothing is claimed of {_listed(unknown)}, without bits per byte of val tokens.")
+        sentences.append(f"Nothing is claimed of {listed(unknown)}, without bits per byte of val tokens.")
     return sentences
 
 
@@ -112,16 +116,15 @@ def _left_out(setups: Sequence[Setup], counted: Mapping[str, Sequence[Setup]]) -
             for name, end in seeds if setup.label in kept else whole:
                 axes_of.setdefault(f"{name} (last evaluated at step {end:,.0f})", []).append(axis)
     everywhere = [text for text, axes in axes_of.items() if len(axes) == len(counted)]
-    sentences = [f"Left out, for others came further: {_listed(everywhere)}."] if everywhere else []
+    sentences = [f"Left out, for others came further: {listed(everywhere)}."] if everywhere else []
     for axis in counted:
         if here := [text for text, axes in axes_of.items() if axis in axes and text not in everywhere]:
-            sentences.append(f"Left out at equal {PLACES[axis][0]}, for others came further: {_listed(here)}.")
+            sentences.append(f"Left out at equal {PLACES[axis][0]}, for others came further: {listed(here)}.")
     return sentences
 
 
 def _seed_of(setup: Setup, run: Run) -> str:
-    seed = run.config["train"].get("seed")
-    return run.name if seed is None else f"seed {seed} of {setup.label}"
+    return run.name if run.seed is None else f"seed {run.seed} of {setup.label}"
 
 
 def _at_equal(axis: str, setups: Sequence[Setup], where: float, quantity: str) -> str:
@@ -132,7 +135,7 @@ def _at_equal(axis: str, setups: Sequence[Setup], where: float, quantity: str) -
     losses = {run.name: run.loss_at(axis, where, "val", quantity) for setup in setups for run in setup.runs}
     none = [name for name, loss in losses.items() if loss is None]
     if none:
-        return f"At equal {name} nothing is claimed: no {what} of {_listed(none)} is known at {place}."
+        return f"At equal {name} nothing is claimed: no {what} of {listed(none)} is known at {place}."
     best, *others = sorted((Losses(setup, tuple(loss for run in setup.runs if (loss := losses[run.name]) is not None))
                             for setup in setups), key=lambda losses: losses.mean)
     crossings = [_crossing(axis, where, best.setup, other.setup, quantity) for other in others]
@@ -167,8 +170,9 @@ class Losses(NamedTuple):
     def mean(self) -> float:
         return float(np.mean(self.values))
 
-    def __str__(self) -> str:
-        return f"{self.mean:.4f} of {self.setup.label}"
+    @property
+    def told(self) -> Mean:
+        return Mean(self.setup.label, self.mean)
 
 
 class Crossing(NamedTuple):
@@ -187,16 +191,12 @@ class Crossing(NamedTuple):
 def _of_two(best: Losses, other: Losses, what: str, place: str, crossing: Crossing | None, style: str) -> str:
     """``place`` is where; a crossing is told in the same ``style``."""
     interval = welch_interval(other.values, best.values, CONFIDENCE)
-    told = interval and f"{_range(interval)} over {len(best.values)} and {len(other.values)} seeds"
-    if not _is_lower(best, other, CONFIDENCE):
-        covers = f"; the 95 % interval of their difference, {told}, covers zero" if told else ""
-        return f"After {place}, no difference in {what} is shown: {best} and {other}{covers}."
-    numbers = f"{best.mean:.4f}, against {other}" + (f" (95 % interval of the difference {told})" if told else "")
-    lower, higher = best.setup.label, other.setup.label
-    if crossing is None:
-        return f"After {place}, {lower} has the lower {what}: {numbers}."
-    return (f"{lower} passes {higher} {crossing.told(style)} and is {other.mean - best.mean:.4f} lower at {place}: "
-            f"{what} {numbers}.")
+    told = interval and f"{interval_text(interval)} over {len(best.values)} and {len(other.values)} seeds"
+    shown = _is_lower(best, other, CONFIDENCE)
+    if crossing is None or not shown:
+        return of_two(f"After {place}", what, best.told, other.told, shown=shown, interval=told)
+    return (f"{best.setup.label} passes {other.setup.label} {crossing.told(style)} and is "
+            f"{other.mean - best.mean:.4f} lower at {place}: {what} {of_numbers(best.told, other.told, told)}.")
 
 
 def _of_many(best: Losses, others: Sequence[Losses], what: str, place: str, crossings: Sequence[Crossing | None],
@@ -204,14 +204,11 @@ def _of_many(best: Losses, others: Sequence[Losses], what: str, place: str, cros
     """The lowest against each other one; ``crossings`` are those with it."""
     confidence = 1 - (1 - CONFIDENCE) / len(others)
     lower = [_is_lower(best, other, confidence) for other in others]
-    higher = [str(other) for other, is_lower in zip(others, lower, strict=True) if is_lower]
-    alike = [str(other) for other, is_lower in zip(others, lower, strict=True) if not is_lower]
-    text = f"After {place}, the lowest {what} is {best}"
-    text += f", against {_listed(higher)}" if higher else ""
-    text += f"; no difference is shown from {_listed(alike)}." if alike else "."
+    text = of_many(f"After {place}", what, best.told,
+                   [(other.told, is_lower) for other, is_lower in zip(others, lower, strict=True)])
     passed = [f"{other.setup.label} {crossing.told(style)}"
               for other, crossing, is_lower in zip(others, crossings, lower, strict=True) if crossing and is_lower]
-    return text + (f" {best.setup.label} passes {_listed(passed)}." if passed else "")
+    return text + (f" {best.setup.label} passes {listed(passed)}." if passed else "")
 
 
 def _is_lower(best: Losses, other: Losses, confidence: float) -> bool:
@@ -236,43 +233,3 @@ def _crossing(axis: str, where: float, best: Setup, other: Setup, quantity: str)
         return None
     i = changes[-1]
     return Crossing(float(x[i] + (x[i + 1] - x[i]) * ahead[i] / (ahead[i] - ahead[i + 1])), len(changes))
-
-
-def welch_interval(a: Sequence[float], b: Sequence[float], confidence: float) -> tuple[float, float] | None:
-    """The confidence interval of mean(a) − mean(b), with variances that may differ; None where neither has two values,
-    or where they do not vary. A single value is taken to vary as much as the others do.
-
-    Welch, "The generalization of 'Student's' problem when several different population variances are involved", 1947.
-    """
-    difference = float(np.mean(a) - np.mean(b))
-    several = [values for values in (a, b) if len(values) > 1]
-    variances = [float(np.var(values if len(values) > 1 else several[0], ddof=1)) for values in (a, b) if several]
-    if not sum(variances):
-        return None
-    errors = [variance / len(values) for variance, values in zip(variances, (a, b), strict=True)]
-    if len(several) == 1:
-        freedom = len(several[0]) - 1.0
-    else:
-        freedom = sum(errors) ** 2 / sum(error**2 / (len(values) - 1)
-                                         for error, values in zip(errors, (a, b), strict=True))
-    reach = student_quantile(confidence, freedom) * sum(errors) ** 0.5
-    return difference - reach, difference + reach
-
-
-def student_quantile(confidence: float, freedom: float) -> float:
-    """The t with which Student's distribution has ``confidence`` of its mass within ± t.
-
-    With t = √ν tan θ the density is cos^(ν−1) θ, which is summed over a fine grid: right to 4 digits for ν ≥ 1.
-    """
-    theta = np.linspace(0, np.pi / 2, 200_001)
-    density = np.cos(theta) ** (freedom - 1)
-    mass = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
-    return float(freedom**0.5 * np.tan(np.interp(confidence * mass[-1], mass, theta)))
-
-
-def _range(interval: tuple[float, float]) -> str:
-    return " to ".join(f"{value:.4f}".replace("-", "−") for value in interval)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -118,8 +118,8 @@ def losses(model, tokens_T) -> np.ndarray:
 def test_figures_are_those_of_plain_forward_passes(folder):
     model = load_model(folder / "none").model
     files = TokenFiles.open(folder / "tokens")
-    long, trained = evaluation.evaluate(model, Corpora.of(files), contexts=[48, 24], windows=[4], tokens=48,
-                                        tokens_at_once=1)
+    found = evaluation.evaluate(model, Corpora.of(files), contexts=[48, 24], windows=[4], tokens=48, tokens_at_once=1)
+    long, trained = (one.figures for one in found)
     tokens_T = files.read("val", 0, 49)
     of_all = losses(model, tokens_T)
     assert long["context"] == 48
@@ -145,8 +145,8 @@ def test_figures_are_those_of_plain_forward_passes(folder):
 @pytest.mark.thorough
 def test_figures_do_not_depend_on_how_much_is_computed_at_once(folder):
     model, corpora = load_model(folder / "none").model, Corpora.of(TokenFiles.open(folder / "tokens"))
-    (alone,), (pairs,) = (evaluation.evaluate(model, corpora, contexts=[16], windows=[8], tokens=5 * 16,
-                                              tokens_at_once=rows * 16) for rows in (1, 2))
+    alone, pairs = (evaluation.evaluate(model, corpora, contexts=[16], windows=[8], tokens=5 * 16,
+                                        tokens_at_once=rows * 16)[0].figures for rows in (1, 2))
     assert alone["tokens"] == pairs["tokens"] == 5 * 16  # five windows: by twos, the last one is alone
     assert pairs["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     assert pairs["short_context"][0]["loss_window"] == pytest.approx(alone["short_context"][0]["loss_window"], rel=1e-5)

@@ -16,6 +16,7 @@ from data.token_files import TokenFiles
 from kernels.cross_entropy import BLOCK_LOGITS
 from models.gpt import GPT
 from support.errors import ConfigError, DataError
+from training.window_losses import WindowLosses, windows_checksum
 
 
 class Scores(NamedTuple):
@@ -25,6 +26,15 @@ class Scores(NamedTuple):
     """Nats, float64."""
     right_BT: Bool[np.ndarray, "B T"]
     """Whether its logit was the highest."""
+
+
+class Evaluation(NamedTuple):
+    """Of the val split of one corpus at one context."""
+
+    figures: dict[str, Any]
+    """JSON values; see :func:`evaluate`."""
+    windows: WindowLosses
+    """The loss of each window."""
 
 
 Scorer = Callable[[Batch], Scores]
@@ -56,7 +66,7 @@ def check_contexts(model: GPT, corpora: Corpora, contexts: Sequence[int]) -> Non
 
 def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: Sequence[int], tokens: int,
              tokens_at_once: int, packing: str = "stream",
-             progress: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+             progress: Callable[[str], None] = lambda _: None) -> list[Evaluation]:
     """The figures of a model on the val split of each corpus, at each context.
 
     With ``packing="stream"`` all contexts are of the same tokens: stretches as long as the longest, evenly spaced over
@@ -71,7 +81,8 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
         progress: takes a line when a part begins.
 
     Returns:
-        For each corpus and context: ``corpus``, ``context``, ``trained_context``, ``windows``, ``tokens`` (scored),
+        For each corpus and context the loss of each window, and ``corpus``, ``context``, ``trained_context``,
+        ``windows``, ``windows_checksum`` (equal for the same windows of tokens), ``tokens`` (scored),
         ``loss`` (nats a token), ``standard_error`` of it, ``perplexity``, ``bits_per_byte`` or, where the corpus has
         weights, ``accuracy``; ``positions``, a list of ``first``, ``last``, ``tokens``, ``loss``, ``standard_error``
         (and ``accuracy``) of the tokens that are predicted from ``first`` to ``last`` tokens of context;
@@ -91,7 +102,8 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
                 raise DataError(f"{files.directory}: the weights leave no target in the windows of val that are "
                                 "evaluated; expected some weights of 1")
             entry: dict[str, Any] = {"corpus": name, "context": context, "trained_context": model.config.context,
-                                     "windows": len(scored_BT)}
+                                     "windows": len(scored_BT),
+                                     "windows_checksum": windows_checksum(*map(np.asarray, jax.tree.leaves(batch)))}
             entry |= _figures(files, scores, scored_BT)
             loss = entry["loss"]
             entry["perplexity"] = math.exp(loss) if loss < 700 else None
@@ -115,7 +127,8 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
                     | {f"{figure}_window": value for figure, value in of_window.items()
                        if figure not in ("tokens", "standard_error")}  # its windows overlap
                     | of_all | {"gain": of_window["loss"] - of_all["loss"]})
-            found.append(entry)
+            found.append(Evaluation(entry, WindowLosses(
+                np.where(scored_BT, scores.loss_BT, 0).sum(axis=1), scored_BT.sum(axis=1).astype(np.int32))))
     return found
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from comparison.runs import group, load_run
-from comparison.verdict import student_quantile, verdict, welch_interval
+from comparison.verdict import verdict
 from tests.comparison.made import write_evaluated, write_run
 
 pytestmark = pytest.mark.fast
@@ -125,21 +125,6 @@ def test_of_many_it_is_told_whom_the_lowest_passed_and_where(tmp_path):
     assert said(*runs[:3], short)[0].endswith(
         "After 60 steps, the lowest val loss is 1.6750 of linear, against 1.8000 of chunked, 1.9000 of softmax and "
         "2.2600 of local.")
-
-
-def test_the_interval_is_welchs():
-    # Student's t tables; 2.353 freedom is between the rows of 2 and 3.
-    for freedom, quantile in ((1, 12.7062), (2, 4.3027), (4, 2.7764), (30, 2.0423), (1e4, 1.9602)):
-        assert student_quantile(0.95, freedom) == pytest.approx(quantile, abs=2e-4)
-    assert student_quantile(0.99, 2) == pytest.approx(9.9248, abs=2e-4)
-    # Means 3 and 2 with squared errors 1/3 and 4/3; by Welch–Satterthwaite 50/17 degrees of freedom.
-    low, high = welch_interval([2.0, 3.0, 4.0], [0.0, 2.0, 4.0], 0.95)
-    reach = student_quantile(0.95, 50 / 17) * (5 / 3) ** 0.5
-    assert (low, high) == pytest.approx((1 - reach, 1 + reach))
-    reach = student_quantile(0.95, 1) * (0.5 + 0.5 / 2) ** 0.5
-    assert welch_interval([1.0], [2.0, 3.0], 0.95) == pytest.approx((-1.5 - reach, -1.5 + reach))
-    assert welch_interval([1.0], [2.0], 0.95) is None
-    assert welch_interval([2.0, 2.0], [1.0, 1.0], 0.95) is None  # the same run again, not a spread of nothing
 
 
 def test_nothing_is_claimed_that_the_data_do_not_carry(tmp_path):

@@ -1,0 +1,501 @@
+"""The figures of a study: points with their intervals over seeds, and the table beside them.
+
+A study's ``figures(runs)`` calls :func:`loss_against`, :func:`accuracy_against` and :func:`differences`, or makes a
+:class:`Figure` of its own; sweep.py and compare.py --study write and show what it returns.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+
+from comparison.paired import PairedDifference, missing_text, paired_difference
+from comparison.picture import drawing, saved
+from comparison.runs import MAX_DISTINCTIONS, Run, differing, distinctions, group, is_of, scored, value_text
+from comparison.statistics import mean_interval
+from comparison.style import DASHES, colour, dashes
+from comparison.verdict import verdict
+from comparison.wording import few, interval_text, listed, number_text
+from support.errors import ConfigError
+from support.files import replacing
+
+MAX_TICKS = 8
+"""An axis that has no more values than these is marked at each of them."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The horizontal axis of a figure."""
+
+    title: str
+    kind: Literal["linear", "log", "category"] = "linear"
+    """category: values are texts, side by side in the order of their first point."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """The mean over the seeds of a set-up."""
+
+    x: float | str
+    """Where it stands; a text on an axis of categories."""
+    y: float
+    """The mean."""
+    interval: tuple[float, float] | None
+    """Its 95 % interval over the seeds; None of a single seed."""
+    runs: tuple[str, ...]
+    """Names of the runs it is the mean of, one a seed."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points of one kind, drawn in one colour, and joined where the axis is one of numbers."""
+
+    label: str
+    attention: str
+    """The attention mode or pattern, which gives the colour."""
+    points: tuple[Point, ...]
+    best: int | None = None
+    """Index of the point that is marked as the best; None: none is."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a study shows: a picture, a table, and what there is to say of them."""
+
+    name: str
+    """Of its files, unique in a study: ``loss-against-learning_rate``."""
+    title: str
+    x: Axis
+    y: str
+    """Title of the vertical axis, with its unit."""
+    lines: tuple[Line, ...]
+    headings: tuple[str, ...]
+    """Of the table."""
+    rows: tuple[tuple[str, ...], ...]
+    """The table's cells as texts."""
+    remarks: tuple[str, ...] = ()
+    """Sentences: what the figure shows, and what to know before believing it."""
+    zero: bool = False
+    """Whether a line is drawn at zero, for differences."""
+
+    @property
+    def values(self) -> list[float | str]:
+        """Of the horizontal axis: numbers ascending, or categories in the order of their first point."""
+        values = list(dict.fromkeys(point.x for line in self.lines for point in line.points))
+        return values if self.x.kind == "category" else sorted(values, key=float)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of JSON values, numbers in full; null where a point has no interval."""
+        return {
+            "name": self.name, "title": self.title, "x": self.x.title, "x_axis": self.x.kind, "y": self.y,
+            "lines": [{"label": line.label, "attention": line.attention,
+                       "points": [{"x": point.x, "mean": point.y, "interval": point.interval,
+                                   "seeds": len(point.runs), "runs": point.runs} for point in line.points],
+                       "best": None if line.best is None else line.points[line.best].x} for line in self.lines],
+            "remarks": self.remarks,
+        }
+
+    def as_markdown(self) -> str:
+        """Title, table and remarks."""
+        table = [self.headings, ["---"] * len(self.headings), *self.rows] if self.rows else []
+        return "\n".join([
+            f"## {self.title}", "",
+            *("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in table),
+            *([""] if table else []), *(line for remark in self.remarks for line in (remark, ""))])
+
+
+def loss_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | None = None,
+                 best_over: str | None = None, mark_best: bool | None = None, log: bool | None = None,
+                 title: str = "") -> Figure:
+    """Final val loss against a field of the config: a line for each attention, and for each set of the other fields in
+    which runs differ; each point the mean over the seeds with its 95 % interval (Student's t).
+
+    Fields that change together with the one on the axis, such as the batch with the context, do not part lines; a
+    remark names them. A run that is not finished, or whose last val loss is not finite, does not count, and a remark
+    names it; so does one for an attention of which no run counts. A second run of one seed does not count either.
+
+    Args:
+        runs: of a study; those without val loss are named and left out.
+        field: dotted name, such as ``optimizer.learning_rate``, ``model.context`` or ``model.modes.local.window``. Of a
+            mode's option, the modes without it are left out, and a remark names them.
+        of: what stands on the axis, of a run, where that is not the field's value itself, such as the number of pairs
+            in ``data.source``: a number or a text.
+        best_over: a field that was tuned, such as ``optimizer.learning_rate``: a point is of its best value, that with
+            the lowest mean at this place, which the table names.
+        mark_best: mark the best point of each line, warn where it lies at the edge of what was tried, and compare the
+            best points of all lines; None: for fields of the optimizer alone.
+        log: the axis is logarithmic; None: for learning rates, and numbers above zero of which the largest is four
+            times the smallest or more.
+        title: None: what is drawn.
+
+    Raises:
+        ConfigError: no run has the field.
+    """
+    return _against(runs, field, "loss", of, best_over, mark_best, log, title)
+
+
+def accuracy_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | None = None,
+                     best_over: str | None = None, mark_best: bool | None = None, log: bool | None = None,
+                     title: str = "") -> Figure:
+    """The same of the val accuracy, of tasks that have one; the best is the highest. See :func:`loss_against`."""
+    return _against(runs, field, "accuracy", of, best_over, mark_best, log, title)
+
+
+@dataclass
+class _Place:
+    """Runs of one set-up: of one place on the axis, and one value of the field that was tuned."""
+
+    runs: list[Run] = field(default_factory=list)
+    """Those that count, one a seed."""
+    lost: list[str] = field(default_factory=list)
+    """Names of runs whose last loss is not finite."""
+    values: list[float] = field(default_factory=list)
+    """Of the runs that count."""
+
+    def mean(self, seeds: Sequence[Any] = ()) -> float:
+        """Over some of the seeds; over all where none is named."""
+        return float(np.mean([value for run, value in zip(self.runs, self.values, strict=True)
+                              if not seeds or run.seed in seeds]))
+
+
+@dataclass
+class _Arm:
+    """Runs that a line is drawn of."""
+
+    first: Run
+    fields: dict[str, Any]
+    """The fields that all of them share."""
+    places: dict[Any, dict[Any, _Place]] = field(default_factory=dict)
+    """By the place on the axis, and by the value of the field that was tuned; those that were tried."""
+    label: str = ""
+
+
+def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], Any] | None, best_over: str | None,
+             mark_best: bool | None, log: bool | None, title: str) -> Figure:
+    """:func:`loss_against` of a column of the val lines, ``loss`` or ``accuracy``."""
+    with_field = [run for run in runs if name in run.setup_fields]
+    if not with_field:
+        raise ConfigError(f"no run has a field {name} that could change its loss; expected a field of the config, such "
+                          "as optimizer.learning_rate, model.context or model.modes.MODE.OPTION")
+    remarks = []
+    if without := dict.fromkeys(run.attention for run in runs if name not in run.setup_fields):
+        remarks.append(f"Left out, for they have no {name}: {listed(list(without))}.")
+
+    def place_of(run: Run) -> Any:
+        value = run.setup_fields[name] if of is None else of(run)
+        return value if _is_number(value) or isinstance(value, str) else value_text(value)
+
+    arms, notes = _arms(with_field, quantity, place_of, name, best_over)
+    remarks += notes
+    marks = name.startswith("optimizer.") if mark_best is None else mark_best
+    places = [x for arm in arms for x in arm.places]
+    is_numeric = all(map(_is_number, places))
+    if not is_numeric:
+        for arm in arms:
+            arm.places = {value_text(x): of_x for x, of_x in arm.places.items()}
+    what, sign = ("val loss", 1) if quantity == "loss" else ("val accuracy", -1)
+    lines, rows, best_runs = [], [], []
+    for arm in arms:
+        tried = sorted(arm.places) if is_numeric else list(arm.places)
+        chosen = {x: _best(arm.places[x], sign) for x in tried}
+        counted = [x for x in tried if arm.places[x][chosen[x]].values]
+        best = None
+        if marks and counted:
+            best = _best({x: arm.places[x][chosen[x]] for x in counted}, sign)
+            best_runs += arm.places[best][chosen[best]].runs
+            if is_numeric:
+                remarks += _edge(arm.label, short_name(name), best, tried)
+        points = []
+        for x in tried:
+            place = arm.places[x][chosen[x]]
+            interval = mean_interval(place.values)
+            if place.values:
+                points.append(Point(x, place.mean(), interval, tuple(run.name for run in place.runs)))
+            rows.append((arm.label, value_text(x), *([value_text(chosen[x])] if best_over else []),
+                         str(len(place.values)) + (f" of {len(place.values) + len(place.lost)}" if place.lost else ""),
+                         number_text(place.mean()) if place.values else "not finite",
+                         _interval_cell(interval, place.values), *(["best" if x == best else ""] if marks else [])))
+        lines.append(Line(arm.label, arm.first.attention, tuple(points), None if best is None else counted.index(best)))
+    if any(len(place.values) == 1 for arm in arms for of_x in arm.places.values() for place in of_x.values()):
+        remarks.append("A point without an interval is of one seed.")
+    if best_over:
+        remarks.append(f"Each point is of its best {short_name(best_over)}, which was chosen by the same runs.")
+    if quantity == "loss" and len(group(best_runs)) > 1:
+        remarks.append(f"Each at its best {short_name(name)}: {' '.join(verdict(group(best_runs)))}")
+    kind = "category" if not is_numeric else "log" if _is_log(name, places, log) else "linear"
+    unit = f" (nats per {scored(runs)})" if quantity == "loss" else ""
+    return Figure(
+        f"{quantity}-against-{name.rpartition('.')[2]}", title or f"Final {what} against {short_name(name)}",
+        Axis(short_name(name), kind), f"final {what}{unit}", tuple(lines),
+        ("attention", short_name(name), *([short_name(best_over)] if best_over else []), "seeds", what,
+         "95 % interval", *(["best"] if marks else [])), tuple(rows), tuple(remarks))
+
+
+def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], name: str | None,
+          tuned: str | None) -> tuple[list[_Arm], list[str]]:
+    """The runs that count, by line, place and value of the tuned field, and remarks on the others."""
+    remarks: list[str] = []
+    unfinished = [run.name for run in runs if not run.is_finished]
+    unmeasured = [run.name for run in runs if run.is_finished and run.final(quantity) is None]
+    axes = tuple(axis for axis in (name, tuned) if axis)
+    by_attention: dict[str, list[Run]] = {}
+    for run in runs:
+        by_attention.setdefault(run.attention, []).append(run)
+    arms: list[_Arm] = []
+    together: dict[str, None] = {}
+    twice, not_finite = [], []
+    for of_attention in by_attention.values():
+        along = _along(of_attention, lambda run: [place_of(run), run.setup_fields.get(tuned or "")], axes)
+        together |= dict.fromkeys(along)
+        of_key: dict[str, _Arm] = {}
+        for run in of_attention:
+            fields = {each: value for each, value in run.setup_fields.items() if each not in (*axes, *along)}
+            arm = of_key.setdefault(json.dumps(fields, sort_keys=True), _Arm(run, fields))
+            if run.name in unfinished or run.name in unmeasured:
+                continue
+            place = arm.places.setdefault(place_of(run), {}).setdefault(
+                run.setup_fields.get(tuned) if tuned else None, _Place())
+            value = run.final(quantity)
+            if run.seed in [other.seed for other in place.runs]:
+                twice.append(run.name)
+            elif value is None or not math.isfinite(value):
+                place.lost.append(run.name)
+                not_finite.append(run.name)
+            else:
+                place.runs.append(run)
+                place.values.append(value)
+        _name_arms(list(of_key.values()), (*axes, *along))
+        arms += of_key.values()
+    for names, why in ((unfinished, "not finished"), (unmeasured, f"without {quantity} of val tokens"),
+                       (twice, "of a seed that another run has"), (not_finite, f"the last val {quantity} is not "
+                                                                               "finite")):
+        if names:
+            remarks.append(f"Left out of the means, {why}: {few(names)}.")
+    if empty := [arm.label for arm in arms if not any(place.values for of_x in arm.places.values()
+                                                      for place in of_x.values())]:
+        remarks.append(f"Nothing is drawn of {listed(empty)}, of which no run counts.")
+    if together.keys() - {"data.dir"}:
+        remarks.append(f"Together with {short_name(name or tuned or '')} change: "
+                       f"{listed([short_name(each) for each in together if each != "data.dir"])}.")
+    return [arm for arm in arms if arm.places], remarks
+
+
+def _along(runs: Sequence[Run], at: Callable[[Run], Any], axes: Sequence[str]) -> list[str]:
+    """The fields that have one value at each place, and not the same one at all places."""
+    found = []
+    for name in differing([run.setup_fields for run in runs]):
+        values: dict[str, set[str]] = {}
+        for run in runs:
+            values.setdefault(json.dumps(at(run)), set()).add(json.dumps(run.setup_fields.get(name)))
+        if name not in axes and all(len(of_place) == 1 for of_place in values.values()):
+            found.append(name)
+    return found
+
+
+def _name_arms(arms: Sequence[_Arm], leave_out: Sequence[str]) -> None:
+    """Label each arm of one attention: by what tells it from the others, or by its first run where that is much."""
+    for arm in arms:
+        told = distinctions(arm.first, [other.first for other in arms], leave_out)
+        arm.label = ", ".join([arm.first.attention,
+                               *(told if len(told) <= MAX_DISTINCTIONS else [f"as {arm.first.name}"])])
+    labels = [arm.label for arm in arms]
+    for arm, label in zip(arms, labels, strict=True):
+        if labels.count(label) > 1:
+            arm.label = f"{arm.first.attention}, as {arm.first.name}"
+
+
+def _best(places: dict[Any, _Place], sign: int) -> Any:
+    """The key of the place with the lowest mean (``sign`` 1) or the highest (−1) over the seeds that all have, for a
+    seed may be an easy one; over all that each has where there is no such seed. A place that lost a run is chosen only
+    where every one did."""
+    whole = {key: place for key, place in places.items() if place.values and not place.lost}
+    candidates = whole or {key: place for key, place in places.items() if place.values}
+    if not candidates:
+        return next(iter(places))
+    shared = set.intersection(*({run.seed for run in place.runs} for place in candidates.values()))
+    return min(candidates, key=lambda key: sign * candidates[key].mean(tuple(shared)))
+
+
+def _edge(label: str, name: str, best: Any, tried: Sequence[Any]) -> list[str]:
+    """A warning where the best value is the first or the last that was tried."""
+    if len(tried) == 1:
+        return [f"Warning: {label} was tried at one {name} alone, {value_text(best)}."]
+    ends = {tried[0]: ("smallest", "smaller"), tried[-1]: ("largest", "larger")}
+    if best not in ends:
+        return []
+    end, further = ends[best]
+    return [f"Warning: the best {name} of {label}, {value_text(best)}, is the {end} that was tried; a {further} one "
+            "may be better."]
+
+
+def _interval_cell(interval: tuple[float, float] | None, values: Sequence[float]) -> str:
+    if interval is None:
+        return "– (one seed)" if len(values) == 1 else "–"
+    return interval_text(interval)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_log(name: str, places: Sequence[Any], log: bool | None) -> bool:
+    if not places or min(places) <= 0:
+        return False
+    return log if log is not None else name.endswith("learning_rate") or max(places) >= 4 * min(places)
+
+
+def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = None, title: str = "") -> Figure:
+    """How much higher the val loss of each other attention is than that of one, paired by seed and, where evaluate.py
+    has written the losses of the same windows, by window: see :func:`comparison.paired.paired_difference`.
+
+    Set-ups are paired that differ in the attention, the options of modes and ``best_over`` alone. An interval that
+    covers zero shows no difference; those of several pairs hold with 95 % each.
+
+    Args:
+        runs: of a study. Those that are not finished, or have no finite val loss, are named and left out.
+        baseline: an attention, such as ``softmax``.
+        best_over: a field that was tuned, such as ``optimizer.learning_rate``: of each set-up the runs with its best
+            value count, as in :func:`loss_against`.
+        title: None: what is drawn.
+
+    Raises:
+        ConfigError: no run has the baseline's attention.
+    """
+    if baseline not in (attentions := dict.fromkeys(run.attention for run in runs)):
+        raise ConfigError(f"no run has the attention {baseline}; there are {listed(list(attentions)) or 'none'}")
+    arms, remarks = _arms(runs, "loss", lambda run: "", None, best_over)
+    tuned = [(arm, of_x[key]) for arm in arms for of_x in arm.places.values()
+             for key in [_best(of_x, 1)] if of_x[key].values]
+    lines, rows, alone = [], [], []
+    for arm, place in tuned:
+        if arm.first.attention == baseline:
+            continue
+        base = [(other, of_other) for other, of_other in tuned if other.first.attention == baseline
+                and _but_attention(other.fields) == _but_attention(arm.fields)]
+        pair = paired_difference(base[0][1].runs, place.runs) if len(base) == 1 else None
+        if pair is None:
+            alone.append(arm.label)
+            continue
+        point, row = _difference(pair, base[0][0].label, arm.label, place)
+        lines.append(Line(arm.label, arm.first.attention, (point,)))
+        rows.append(row)
+        if any(pair.missing):
+            remarks.append(missing_text(pair, base[0][0].label, arm.label))
+    if alone:
+        remarks.append(f"Left out, for nothing of {baseline} can be paired with them: {listed(alone)}.")
+    return Figure(
+        f"difference-from-{baseline.replace(',', '+')}", title or f"Val loss less that of {baseline}",
+        Axis("", "category"), f"difference in val loss (nats per {scored(runs)})", tuple(lines),
+        ("attention", "against", "seeds", "windows", "difference", "95 % interval", ""), tuple(rows), tuple(remarks),
+        zero=True)
+
+
+def _but_attention(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if not is_of(name, ("model.attention", "model.modes"))}
+
+
+def _difference(pair: PairedDifference, baseline: str, label: str, place: _Place) -> tuple[Point, tuple[str, ...]]:
+    """What is drawn of a pair, and its row in the table."""
+    interval = pair.interval()
+    says = "" if interval is None else "no difference shown" if not pair.is_shown() else (
+        "higher" if pair.mean > 0 else "lower")
+    names = tuple(run.name for run in place.runs if run.seed in pair.seeds)
+    return Point(label, pair.mean, interval, names), (
+        label, baseline, str(len(pair.seeds)), "–" if pair.windows is None else f"{pair.windows:,}",
+        number_text(pair.mean), _interval_cell(interval, pair.of_seeds), says)
+
+
+def short_name(field: str) -> str:
+    """The last part of a field's dotted name, as words: ``learning rate``."""
+    return field.rpartition(".")[2].replace("_", " ")
+
+
+def write_figures(figures: Sequence[Figure], folder: Path, remarks: Sequence[str] = ()) -> list[Path]:
+    """Write ``NAME.svg`` and ``NAME.png`` of each figure that has points, ``figures.md`` with the tables of all, and
+    ``figures.json``. The same figures give the same bytes.
+
+    Args:
+        figures: of a study.
+        folder: made where it is not there. A file there that has one of these names is replaced.
+        remarks: on all of them, such as the runs that are left out.
+
+    Returns:
+        the files.
+
+    Raises:
+        ConfigError: two figures have one name, or one that is no file's.
+        OSError: a file cannot be written.
+    """
+    check_names(figures)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [(f"{figure.name}.{kind}", draw(figure, kind))
+               for figure in figures for kind in ("svg", "png") if figure.values]
+    texts = [*(line for remark in remarks for line in (remark, "")), *(figure.as_markdown() for figure in figures)]
+    written.append(("figures.md", "\n".join(texts).encode()))
+    written.append(("figures.json", orjson.dumps(
+        {"remarks": list(remarks), "figures": [figure.as_dict() for figure in figures]},
+        option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)))
+    for name, contents in written:
+        with replacing(folder / name) as beside:
+            beside.write_bytes(contents)
+    return [folder / name for name, _ in written]
+
+
+def check_names(figures: Sequence[Figure]) -> None:
+    """Raises :class:`ConfigError` where figures cannot be written for their names."""
+    names = [figure.name for figure in figures]
+    for name in names:
+        if not name or name.startswith(".") or "/" in name or name == "figures":
+            raise ConfigError(f"a figure is named {name!r}; expected a name of a file without a folder, and not "
+                              "figures, which is the table's")
+        if names.count(name) > 1:
+            raise ConfigError(f"two figures are named {name}; give each a name of its own")
+
+
+def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
+    """The figure as a picture: a colour a mode and a dash a line, bars for intervals, a ring around the best point of
+    a line; the same figure gives the same bytes."""
+    with drawing(figsize=(7, 4.5)) as canvas:
+        panel = canvas.subplots()
+        places = {value: i for i, value in enumerate(figure.values)} if figure.x.kind == "category" else {}
+        patterns = dashes([line.attention for line in figure.lines])
+        for i, (line, dash) in enumerate(zip(figure.lines, patterns, strict=True)):
+            style, symbol = DASHES[dash]
+            # Beside each other where they would hide one another.
+            shift = 0.1 * (i - (len(figure.lines) - 1) / 2) / max(1, len(figure.lines) - 1) if places else 0.0
+            x = [places[point.x] + shift if places else point.x for point in line.points]
+            y = [point.y for point in line.points]
+            look: dict[str, Any] = {"color": colour(line.attention)}
+            panel.plot(x, y, label=line.label, linestyle="none" if places else style, marker=MARKERS[symbol],
+                       markersize=6, **look)
+            for at, point in zip(x, line.points, strict=True):
+                if point.interval is not None:
+                    low, high = point.interval
+                    panel.errorbar([at], [point.y], yerr=[[point.y - low], [high - point.y]], capsize=3, **look)
+            if line.best is not None:
+                panel.plot([x[line.best]], [y[line.best]], marker="o", markersize=14, fillstyle="none",
+                           linestyle="none", **look)
+        if figure.zero:
+            panel.axhline(0, color="#8c959f", linewidth=1)
+        if places:
+            panel.set_xticks(range(len(places)), [str(value) for value in places])
+            panel.margins(x=0.1)
+        else:
+            panel.set_xscale(figure.x.kind)
+            if len(figure.values) <= MAX_TICKS:
+                panel.set_xticks(figure.values, [f"{value:g}" for value in figure.values])
+                panel.minorticks_off()
+        panel.set(title=figure.title, xlabel=figure.x.title, ylabel=figure.y)
+        panel.grid(color="#eceef1")
+        if len(figure.lines) > 1:
+            panel.legend(frameon=False)
+        return saved(canvas, kind)
+
+
+MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^"}
+"""Matplotlib's names of Plotly's markers."""

@@ -1,0 +1,159 @@
+"""Differences between two set-ups that were trained with the same seeds and evaluated on the same windows.
+
+What the seeds of two set-ups share, such as the order of the data and the easy and the hard windows of the val split,
+cancels in their difference: its interval is narrower than that of two means taken apart.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from comparison.remarks import data_differs
+from comparison.runs import Run, Setup
+from comparison.statistics import CONFIDENCE, mean_interval
+from comparison.wording import Mean, interval_text, listed, of_many, of_two
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """Of two set-ups, a and b; losses in nats a token."""
+
+    seeds: tuple[Any, ...]
+    """Those that both have, each of which counts once."""
+    a: tuple[float, ...]
+    """The loss of a, by seed."""
+    b: tuple[float, ...]
+    """The loss of b, by seed."""
+    windows: int | None
+    """Val windows that were paired in each seed; None: the final val losses were, whose windows are the same for runs
+    of one val split and context."""
+    missing: tuple[tuple[Any, ...], tuple[Any, ...]]
+    """The seeds that a lacks and b has, and those that b lacks and a has: they do not count."""
+    steps: tuple[int, ...] = ()
+    """The steps that were evaluated, ascending; empty where ``windows`` is None."""
+
+    @property
+    def of_seeds(self) -> tuple[float, ...]:
+        """Loss of b less loss of a, by seed: the mean over the tokens of all paired windows."""
+        return tuple(b - a for a, b in zip(self.a, self.b, strict=True))
+
+    @property
+    def mean(self) -> float:
+        """Over the seeds."""
+        return float(np.mean(self.of_seeds))
+
+    def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
+        """Of the mean, over the seeds, by Student's t; None of a single seed."""
+        return mean_interval(self.of_seeds, confidence)
+
+    def is_shown(self, confidence: float = CONFIDENCE) -> bool:
+        """Whether the interval leaves out zero; false of a single seed."""
+        interval = self.interval(confidence)
+        return interval is not None and not interval[0] <= 0 <= interval[1]
+
+
+def paired_difference(a: Sequence[Run], b: Sequence[Run], *, windows_only: bool = False) -> PairedDifference | None:
+    """Two set-ups, paired by seed and by window.
+
+    Windows are paired where each run that counts has the losses of the same ones (evaluate.py): those at the context of
+    training, or else at the longest context that all were evaluated at. Where they have not, the final val losses are
+    paired, unless ``windows_only``.
+
+    Args:
+        a: runs that differ in their seed alone; of several of one seed the first counts.
+        b: the same, of the other set-up.
+        windows_only: whether windows have to be paired.
+
+    Returns:
+        None where the two have no seed in common, read other tokens, or have no loss to pair.
+    """
+    of_a, of_b = _by_seed(a), _by_seed(b)
+    seeds = tuple(seed for seed in of_a if seed in of_b)
+    pairs = [(of_a[seed], of_b[seed]) for seed in seeds]
+    missing = tuple(seed for seed in of_b if seed not in of_a), tuple(seed for seed in of_a if seed not in of_b)
+    if not seeds:
+        return None
+    counted = [run for pair in pairs for run in pair]
+    shared = set.intersection(*(set(run.window_losses) for run in counted))
+    if shared:
+        contexts = {context for _, context, _ in shared}
+        trained = counted[0].context
+        context = trained if trained in contexts else max(contexts)
+        keys = sorted(key for key in shared if key[1] == context)
+        losses = [[_mean_loss(run, keys) for run in pair] for pair in pairs]
+        steps = tuple(sorted({run.evaluated_step for run in counted if run.evaluated_step is not None}))
+        windows = sum(len(counted[0].window_losses[key].loss_N) for key in keys)
+    elif windows_only or data_differs(counted):
+        return None
+    else:
+        finals = [[run.final() for run in pair] for pair in pairs]
+        losses = [[loss for loss in pair if loss is not None] for pair in finals]
+        steps, windows = (), None
+        if any(len(pair) < 2 for pair in losses):
+            return None
+    if not np.isfinite(losses).all():
+        return None
+    lower, higher = (tuple(float(loss) for loss in column) for column in zip(*losses, strict=True))
+    return PairedDifference(seeds, lower, higher, windows, missing, steps)
+
+
+def _by_seed(runs: Sequence[Run]) -> Mapping[Any, Run]:
+    found: dict[Any, Run] = {}
+    for run in runs:
+        found.setdefault(run.seed, run)
+    return found
+
+
+def _mean_loss(run: Run, keys: Sequence[tuple[str, int, str]]) -> float:
+    """Over the tokens of all windows: its differences are the means of those of the windows, by their tokens."""
+    loss, tokens = (np.concatenate([getattr(run.window_losses[key], name) for key in keys])
+                    for name in ("loss_N", "tokens_N"))
+    return float(loss.sum() / tokens.sum())
+
+
+def paired_sentences(setups: Sequence[Setup]) -> list[str]:
+    """Which set-up has the lower val loss, paired by seed and window: of those all of whose runs have the losses of the
+    same windows, and that have two seeds or more in common with the lowest. Among more than two, the lowest is compared
+    with each other one at the level that makes all intervals hold together with 95 % (Bonferroni). Empty where nothing
+    can be paired.
+    """
+    of_windows: dict[tuple[Any, ...], list[Setup]] = {}
+    for setup in setups:
+        if keys := set.intersection(*(set(run.window_losses) for run in setup.runs)):
+            of_windows.setdefault(tuple(sorted(keys)), []).append(setup)
+    return [text for keys, alike in of_windows.items() for text in _sentences(alike, keys)]
+
+
+def _sentences(setups: Sequence[Setup], keys: Sequence[tuple[str, int, str]]) -> list[str]:
+    """Of set-ups that were evaluated on the same windows."""
+    means = {setup.label: float(np.mean([_mean_loss(run, keys) for run in setup.runs])) for setup in setups}
+    best, *others = sorted(setups, key=lambda setup: means[setup.label])
+    found = [(other, pair) for other in others if (pair := paired_difference(best.runs, other.runs, windows_only=True))
+             if len(pair.seeds) > 1]
+    if not found:
+        return []
+    steps = [f"{step:,}" for step in (min(pair.steps[0] for _, pair in found), max(pair.steps[-1] for _, pair in found))
+             ] if all(pair.steps for _, pair in found) else []
+    after = f"after {' to '.join(dict.fromkeys(steps))} steps " if steps else ""
+    opening = f"Evaluated {after}and paired by seed and val window"
+    if len(found) == 1:
+        (other, pair), = found
+        interval = pair.interval()
+        told = interval and f"{interval_text(interval)} over {len(pair.seeds)} seeds of {pair.windows:,} windows each"
+        text = of_two(opening, "val loss", Mean(best.label, float(np.mean(pair.a))),
+                      Mean(other.label, float(np.mean(pair.b))), shown=pair.is_shown(), interval=told)
+    else:
+        confidence = 1 - (1 - CONFIDENCE) / len(found)
+        text = of_many(opening, "val loss", Mean(best.label, means[best.label]),
+                       [(Mean(other.label, means[other.label]), pair.is_shown(confidence)) for other, pair in found])
+    return [" ".join([text, *(missing_text(pair, best.label, other.label) for other, pair in found
+                              if any(pair.missing))])]
+
+
+def missing_text(pair: PairedDifference, a: str, b: str) -> str:
+    """Which seeds do not count, for one of the two set-ups lacks them."""
+    lacks = [f"{label} lacks seed{'s' * (len(seeds) > 1)} {listed(list(map(str, seeds)))}"
+             for label, seeds in zip((a, b), pair.missing, strict=True) if seeds]
+    return f"{' and '.join(lacks)}: the other {len(pair.seeds)} seed{'s' * (len(pair.seeds) > 1)} count."

@@ -1,0 +1,69 @@
+"""How a difference is told, on top of the page and beside a study's figures."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+MAX_NAMES = 3
+"""Runs named in a sentence; the others are counted."""
+
+
+class Mean(NamedTuple):
+    """The mean loss of a set-up."""
+
+    label: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f} of {self.label}"
+
+
+def of_two(opening: str, what: str, best: Mean, other: Mean, *, shown: bool, interval: str | None) -> str:
+    """Which of two is lower, or that no difference is shown.
+
+    Args:
+        opening: where, such as ``After 100 steps``.
+        what: is lower, such as ``val loss``.
+        best: the lower one.
+        other: the other one.
+        shown: whether their difference is.
+        interval: that of the difference, told with its seeds; None where there is none.
+    """
+    if not shown:
+        covers = f"; the 95 % interval of their difference, {interval}, covers zero" if interval else ""
+        return f"{opening}, no difference in {what} is shown: {best} and {other}{covers}."
+    return f"{opening}, {best.label} has the lower {what}: {of_numbers(best, other, interval)}."
+
+
+def of_numbers(best: Mean, other: Mean, interval: str | None) -> str:
+    """``1.1000, against 2.1000 of linear (95 % interval of the difference …)``."""
+    return f"{best.value:.4f}, against {other}" + (f" (95 % interval of the difference {interval})" if interval else "")
+
+
+def of_many(opening: str, what: str, best: Mean, others: Sequence[tuple[Mean, bool]]) -> str:
+    """The lowest against each other one, with whether the difference is shown."""
+    higher = [str(other) for other, shown in others if shown]
+    alike = [str(other) for other, shown in others if not shown]
+    text = f"{opening}, the lowest {what} is {best}"
+    text += f", against {listed(higher)}" if higher else ""
+    return text + (f"; no difference is shown from {listed(alike)}." if alike else ".")
+
+
+def interval_text(interval: tuple[float, float]) -> str:
+    """``−0.1767 to 0.2767``."""
+    return " to ".join(number_text(value) for value in interval)
+
+
+def number_text(value: float) -> str:
+    """``−0.1767``."""
+    return f"{value:.4f}".replace("-", "−")
+
+
+def listed(names: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def few(names: Sequence[str]) -> str:
+    """The first ``MAX_NAMES`` of them; the others are counted."""
+    more = [f"{len(names) - MAX_NAMES:,} more"] if len(names) > MAX_NAMES else []
+    return listed([*names[:MAX_NAMES], *more])
