@@ -89,6 +89,12 @@ class Figure:
         values = list(dict.fromkeys(point.x for line in self.lines for point in line.points))
         return values if self.x.kind == "category" else sorted(values, key=float)
 
+    @property
+    def has_legend(self) -> bool:
+        """Whether lines have to be told apart: there are several, and not each at a place of its own."""
+        places = [point.x for line in self.lines for point in line.points]
+        return len(self.lines) > 1 and (self.x.kind != "category" or len(set(places)) < len(places))
+
     def as_dict(self) -> dict[str, Any]:
         """Of JSON values, numbers in full; null where a point has no interval."""
         return {
@@ -416,7 +422,7 @@ def short_name(field: str) -> str:
 
 
 def write_figures(figures: Sequence[Figure], folder: Path, remarks: Sequence[str] = ()) -> list[Path]:
-    """Write ``NAME.svg`` and ``NAME.png`` of each figure that has points, ``figures.md`` with the tables of all, and
+    """Writes ``NAME.svg`` and ``NAME.png`` of each figure that has points, ``figures.md`` with the tables of all, and
     ``figures.json``. The same figures give the same bytes.
 
     Args:
@@ -464,10 +470,10 @@ def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
         panel = canvas.subplots()
         places = {value: i for i, value in enumerate(figure.values)} if figure.x.kind == "category" else {}
         patterns = dashes([line.attention for line in figure.lines])
-        for i, (line, dash) in enumerate(zip(figure.lines, patterns, strict=True)):
+        # Side by side on an axis of categories, where they would hide one another.
+        shifts = np.linspace(-0.1, 0.1, len(figure.lines)) if places and figure.has_legend else [0.0] * len(patterns)
+        for line, dash, shift in zip(figure.lines, patterns, shifts, strict=True):
             style, symbol = DASHES[dash]
-            # Beside each other where they would hide one another.
-            shift = 0.1 * (i - (len(figure.lines) - 1) / 2) / max(1, len(figure.lines) - 1) if places else 0.0
             x = [places[point.x] + shift if places else point.x for point in line.points]
             y = [point.y for point in line.points]
             look: dict[str, Any] = {"color": colour(line.attention)}
@@ -492,7 +498,7 @@ def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
                 panel.minorticks_off()
         panel.set(title=figure.title, xlabel=figure.x.title, ylabel=figure.y)
         panel.grid(color="#eceef1")
-        if len(figure.lines) > 1:
+        if figure.has_legend:
             panel.legend(frameon=False)
         return saved(canvas, kind)
 

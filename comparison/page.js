@@ -395,14 +395,14 @@
   const hiddenSection = (id) => byId(id).closest("section").hidden;
   const reveal = (id, known) => { byId(id).closest("section").hidden = !known; };
 
-  /** Rows { cells, runs, best, mean }: a row is of some runs and hidden with the last of them. */
+  /** Rows { cells, runs, best, mean }: a row is of some runs and hidden with the last of them; one of none stays. */
   function table(id, { headings, rows, text = 2 }) {
     const kind = (column) => (column < text ? "text" : "");
     const body = rows.map((row) => {
       const cells = row.cells.map((cell, i) => element("td", {
         class: `${kind(i)}${row.best?.includes(i) ? " best" : ""}` }, cell));
       return Object.assign(element("tr", { class: row.mean ? "mean" : "" }, ...cells),
-                           { of: row.runs.map((index) => runs[index]) });
+                           { of: row.runs?.map((index) => runs[index]) });
     });
     byId(id).replaceChildren(element("table", {},
       element("thead", {}, element("tr", {}, ...headings.map(
@@ -424,6 +424,58 @@
       .filter(([, ...values]) => new Set(values).size > 1);
     table("configs", { headings: ["", ...columns.map((i) => runs[i].name)], text: Infinity,
                        rows: rows.map((cells) => ({ cells, runs: columns })) });
+  }
+
+  /** The figures of a study, which stay as they are: each with its legend, its table and its remarks. */
+  function buildStudy() {
+    payload.study.forEach((figure, i) => {
+      const [plotId, tableId] = [`study-${i}`, `study-table-${i}`];
+      byId("study").append(
+        element("h3", {}, figure.title),
+        ...(figure.values.length ? [element("div", { class: "plot", id: plotId })] : []),
+        ...(figure.legend ? [element("div", { class: "legend" }, ...figure.lines.map(
+          (line) => element("span", {}, swatch(line), line.label)))] : []),
+        element("div", { class: "scroll", id: tableId }),
+        ...figure.remarks.map((remark) => element("p", { class: "note" }, remark)));
+      if (figure.rows.length) table(tableId, { ...figure, rows: figure.rows.map((cells) => ({ cells })), text: 1 });
+    });
+    reveal("study", payload.study.length);
+    payload.study.forEach((figure, i) => { if (figure.values.length) drawStudy(`study-${i}`, figure); });
+  }
+
+  function drawStudy(id, figure) {
+    const traces = figure.lines.flatMap((line) => [studyTrace(figure, line), ...bestTrace(line)]);
+    const ticks = figure.ticks && figure.x_axis !== "category"
+      ? { tickvals: figure.values, ticktext: figure.values.map((value) => Number(value.toPrecision(6)).toLocaleString(
+        "en", { maximumSignificantDigits: 6 })) }
+      : {};
+    const order = figure.x_axis === "category" ? { categoryorder: "array", categoryarray: figure.values } : {};
+    plot(id, traces, { type: figure.x_axis, title: { text: figure.x }, ...ticks, ...order },
+         { type: "linear", title: { text: figure.y }, zeroline: figure.zero, zerolinecolor: "#8c959f" });
+  }
+
+  /** A line of means with bars for their intervals. */
+  function studyTrace(figure, { label, colour, dash, symbol, points }) {
+    const bars = (end, sign) => points.map(({ mean, interval }) => interval ? sign * (interval[end] - mean) : 0);
+    const customdata = points.map(({ interval, seeds }) => [
+      interval ? `95 % interval ${interval.map((end) => end.toFixed(4)).join(" to ")}` : "no interval",
+      `${seeds} seed${seeds > 1 ? "s" : ""}`]);
+    return { type: "scatter", name: label, meta: { kind: "study", runs: points.flatMap((point) => point.runs) },
+             x: points.map(({ x }) => x), y: points.map(({ mean }) => mean), showlegend: false, customdata,
+             mode: figure.x_axis === "category" ? "markers" : "lines+markers", line: { color: colour, dash, width: 2 },
+             marker: { color: colour, symbol, size: 8 },
+             error_y: { type: "data", symmetric: false, array: bars(1, 1), arrayminus: bars(0, -1), color: colour,
+                        thickness: 1.5, width: 4 },
+             hovertemplate: `<b>${escaped(label)}</b><br>${escaped(figure.x)} %{x}<br>%{y:.4f}<br>%{customdata[0]}` +
+                            "<br>%{customdata[1]}<extra></extra>" };
+  }
+
+  /** A ring around the best point of a line. */
+  function bestTrace({ label, colour, points, best }) {
+    const at = points.filter(({ x }) => best !== null && x === best);
+    return at.map(({ x, mean, runs: of }) => ({
+      type: "scatter", name: label, meta: { kind: "best", runs: of }, x: [x], y: [mean], mode: "markers",
+      showlegend: false, hoverinfo: "skip", marker: { color: colour, symbol: "circle-open", size: 18, line: { width: 2 } } }));
   }
 
   function drawBars(id, key, text) {
@@ -531,6 +583,7 @@
     table("times", payload.times);
     byId("times-note").textContent = payload.times.note;
     byId("note").textContent = payload.note;
+    buildStudy();
     refresh();
     if (runs.some(hasCurve)) keepZoom();
     if (zoom) {  // after the first drawing, to which a double click goes back

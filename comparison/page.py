@@ -13,6 +13,7 @@ import numpy as np
 
 from comparison import Comparison
 from comparison.curves import Columns
+from comparison.figures import MAX_TICKS, Figure
 from comparison.runs import AXES, Run, scored
 from comparison.style import DASHES, colour, dashes
 from comparison.table import TimesToLoss, table_note
@@ -24,10 +25,12 @@ MAX_SAMPLE = 4000
 """Characters shown of a sample."""
 
 
-def page(comparison: Comparison, *, title: str = "", note: str = "", reload_seconds: float | None = None) -> str:
+def page(comparison: Comparison, *, figures: Sequence[Figure] = (), title: str = "", note: str = "",
+         reload_seconds: float | None = None) -> str:
     """The whole page as HTML, plotly.js included: the same comparison gives the same text.
 
     Args:
+        figures: those of the study that the runs are of, which stand above the curves.
         title: its heading; empty: the modes compared.
         note: a text at its end.
         reload_seconds: for a page that is written again: after as many without a touch of the reader's, it reloads
@@ -38,7 +41,8 @@ def page(comparison: Comparison, *, title: str = "", note: str = "", reload_seco
     part = {kind: Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8")
             for kind in ("html", "css", "js")}
     # A run's name could hold "</script>".
-    as_json = json.dumps(payload(comparison) | {"note": note, "reload_seconds": reload_seconds},
+    as_json = json.dumps(payload(comparison) | {"study": [figure_payload(figure) for figure in figures], "note": note,
+                                                "reload_seconds": reload_seconds},
                          separators=(",", ":"), allow_nan=False)
     return string.Template(part["html"]).substitute(
         title=html.escape(title or comparison.default_title), style=part["css"], plotly=get_plotlyjs(),
@@ -65,6 +69,18 @@ def payload(comparison: Comparison) -> dict[str, Any]:
         "times": times_table(comparison.times, runs),
         "configs": [{"field": field, "values": [as_text(value) for value in values]}
                     for field, values in comparison.differences.items()],
+    }
+
+
+def figure_payload(figure: Figure) -> dict[str, Any]:
+    """A figure of a study, with the look of its lines."""
+    patterns = dashes([line.attention for line in figure.lines])
+    found = figure.as_dict()
+    return found | {
+        "lines": [line | {"colour": colour(line["attention"]), "dash": dash, "symbol": DASHES[dash][1]}
+                  for line, dash in zip(found["lines"], patterns, strict=True)],
+        "values": figure.values, "ticks": len(figure.values) <= MAX_TICKS, "zero": figure.zero,
+        "legend": figure.has_legend, "headings": figure.headings, "rows": figure.rows,
     }
 
 
