@@ -1,0 +1,231 @@
+"""A study: a file that says which runs answer a question, and draws what they show.
+
+    studies/NAME.py          a docstring (the question, the command, the time, the result) and two functions:
+                             get_runs(quick: bool) -> list[Variation]
+                             figures(runs: Sequence[comparison.runs.Run]) -> Sequence[comparison.figures.Figure]
+    OUT/study.json           which study the folder is of, and the name and the hash of each of its runs
+    OUT/NAME/                a run, as its command writes it
+    OUT/NAME/run.json        what sweep.py knows of it: its fields, their hash, and whether it is finished
+
+``sweep.py`` starts the runs, ``compare.py --study OUT`` reads them again.
+"""
+
+import importlib.util
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from comparison.runs import NotARunError, Run, load_run
+from support.errors import ConfigError, LineargptError, RunError
+from support.files import read_json
+
+ROOT = Path(__file__).absolute().parent.parent
+"""What a relative path of a study or a recipe is looked for in, where the working folder has no such file."""
+FORMAT = 1
+"""Number of the format of ``study.json``: count it up where an older file would be misread."""
+RECORD = "study.json"
+FIGURES = "figures"
+"""The folder in OUT that the figures are written to."""
+
+
+@dataclass(frozen=True)
+class Variation:
+    """One run of a study."""
+
+    name: str
+    """Its folder; unique in the study."""
+    recipe: str | None = None
+    """The file that the command takes first, such as ``configs/quickstart.py``; None for a benchmark, which takes
+    none."""
+    attention: str | None = None
+    """``--attention``: a mode, or a comma-separated pattern over layers; None: the recipe's own."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Flags by their names without dashes: ``{"optimizer.learning_rate": 1e-3, "train.seed": 0}``. A tuple gives a
+    flag several values, True and False a flag that takes none."""
+    command: str = "train.py"
+    """``train.py``, or a module: ``lra.train``, ``benchmarks.train_step``."""
+
+    def flags(self) -> list[str]:
+        """Recipe, attention and fields as arguments of the command."""
+        arguments = [] if self.recipe is None else [str(located(self.recipe))]
+        if self.attention is not None:
+            arguments += ["--attention", self.attention]
+        for name, value in self.fields.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                group, _, last = flag.rpartition(".")
+                arguments.append("--" + (f"{group}." if group else "") + ("" if value else "no-") + last)
+            else:
+                arguments += [f"--{flag}", *map(str, value if isinstance(value, list | tuple) else (value,))]
+        return arguments
+
+    @property
+    def arm(self) -> tuple[Any, ...]:
+        """Equal for runs that differ in their seed alone."""
+        return (self.command, self.recipe, self.attention,
+                *sorted((name, repr(value)) for name, value in self.fields.items() if name != "train.seed"))
+
+
+def grid(recipe: str | None, attentions: Sequence[str | None] = (None,),
+         axes: Mapping[str, Sequence[Any] | Mapping[Any, Mapping[str, Any]]] | None = None,
+         fields: Mapping[str, Any] | None = None, command: str = "train.py") -> list[Variation]:
+    """Every combination of attentions and of the values of the axes; the last axis changes first.
+
+    A run is named after its attention and its place on each axis: ``softmax-learning_rate-0.001-seed-0``.
+
+    Args:
+        recipe: of all runs.
+        attentions: the modes, or patterns of modes.
+        axes: the values of a field by its name, such as ``{"train.seed": (0, 1, 2)}``; or, where more than one field
+            changes, for each value the fields that belong to it: ``{"pairs": {2: {"data.source": …, "model.context":
+            16}, 4: …}}``.
+        fields: of all runs.
+        command: of all runs.
+    """
+    choices = [[(axis.rpartition(".")[2], value, values[value] if isinstance(values, Mapping) else {axis: value})
+                for value in values] for axis, values in (axes or {}).items()]
+    runs = []
+    for attention, *places in itertools.product(attentions, *choices):
+        named = [] if attention is None else [attention.replace(",", "+")]
+        of_run = dict(fields or {})
+        for axis, value, given in places:
+            named += [axis, f"{value:g}" if isinstance(value, float) else str(value)]
+            of_run |= given
+        runs.append(Variation("-".join(named), recipe, attention, of_run, command))
+    return runs
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study file that was loaded."""
+
+    path: Path
+    """As ``study.json`` has it: relative to the root of lineargpt where the file lies below it."""
+    module: Any
+
+    def runs(self, quick: bool) -> list[Variation]:
+        """The runs of the study, or those of its quick form, in the order in which they are to be made.
+
+        Raises:
+            ConfigError: ``get_runs`` fails, or returns no runs, two of one name, or a name that is no folder's.
+        """
+        runs = self._call("get_runs", quick)
+        if not isinstance(runs, Sequence) or not runs or not all(isinstance(run, Variation) for run in runs):
+            raise ConfigError(f"{self.path}: get_runs returns no runs; expected a list of Variation")
+        for name, count in Counter(run.name for run in runs).items():
+            if count > 1:
+                raise ConfigError(f"{self.path}: {count} runs are named {name}; a run's name is its folder, so each "
+                                  "needs one of its own")
+            if not name or name.startswith(".") or "/" in name or name in (RECORD, FIGURES):
+                raise ConfigError(f"{self.path}: a run is named {name!r}; a run's name is its folder: without a "
+                                  f"slash, no dot in front, and not {RECORD} or {FIGURES}")
+        return list(runs)
+
+    def figures(self, runs: Sequence[Run]) -> Sequence[Any]:
+        """What the study draws of its runs.
+
+        Raises:
+            ConfigError: ``figures`` fails.
+        """
+        return self._call("figures", runs)
+
+    def _call(self, function: str, argument: Any) -> Any:
+        try:
+            return getattr(self.module, function)(argument)
+        except (ConfigError, LineargptError):
+            raise
+        except Exception as error:  # a study is the user's own code
+            raise ConfigError(f"{self.path}: {function} fails: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """``study.json``."""
+
+    study: Path
+    """The study's file, for :func:`load_study`."""
+    quick: bool
+    """Whether the runs are those of its quick form."""
+    runs: Mapping[str, str]
+    """The hash of each run by its name, in the order of the study."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the file."""
+        return {"format": FORMAT, "study": self.study.as_posix(), "quick": self.quick,
+                "runs": [{"name": name, "hash": digest} for name, digest in self.runs.items()]}
+
+
+def located(path: str | Path) -> Path:
+    """A file of the working folder; where there is none of this name, one of lineargpt's own."""
+    return Path(path) if Path(path).exists() or not (ROOT / path).exists() else ROOT / path
+
+
+def load_study(path: str | Path) -> Study:
+    """The study in a file.
+
+    Raises:
+        ConfigError: there is no such file, it fails, or lacks ``get_runs`` or ``figures``.
+    """
+    found = located(path)
+    if not found.is_file():
+        there = ", ".join(f"studies/{file.name}" for file in sorted((ROOT / "studies").glob("*.py"))
+                          if not file.name.startswith("_"))
+        raise ConfigError(f"{path}: no such study. There are: {there}")
+    spec = importlib.util.spec_from_file_location(f"study_{found.stem}", found)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path}: not a study; a study is a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a study is the user's own code
+        raise ConfigError(f"{path}: the study fails: {type(error).__name__}: {error}") from error
+    for function, signature in (("get_runs", "get_runs(quick) -> list[Variation]"),
+                                ("figures", "figures(runs) -> list[Figure]")):
+        if not callable(getattr(module, function, None)):
+            raise ConfigError(f"{path}: a study defines {signature}; this file does not")
+    resolved = found.resolve()
+    return Study(resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else resolved, module)
+
+
+def read_study(out_dir: Path) -> StudyRecord:
+    """What the folder of a study is of.
+
+    Raises:
+        ConfigError: ``out_dir`` is no folder of a study.
+        RunError: its ``study.json`` is damaged, or of another format.
+        OSError: it cannot be read.
+    """
+    path = Path(out_dir) / RECORD
+    if not path.is_file():
+        raise ConfigError(f"{out_dir}: not the folder of a study, it has no {RECORD}; name the --out of a sweep.py")
+    values = read_json(path, RunError)
+    if values.get("format") != FORMAT:
+        raise RunError(f"{path}: it has format {values.get('format')!r}, and this version of lineargpt reads format "
+                       f"{FORMAT}; use the version that wrote it")
+    try:
+        return StudyRecord(Path(values["study"]), bool(values["quick"]),
+                           {run["name"]: run["hash"] for run in values["runs"]})
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{path}: not what sweep.py writes ({type(error).__name__}: {error}); bring back the "
+                       "file") from error
+
+
+def load_runs(out_dir: Path, record: StudyRecord) -> tuple[list[Run], list[str]]:
+    """The runs of a study that can be read, in its order, and for each of the others why it is left out.
+
+    Runs of benchmarks, whose results are their own files, are in neither.
+    """
+    runs, left_out = [], []
+    for name in record.runs:
+        folder = Path(out_dir) / name
+        try:
+            runs.append(load_run(folder))
+        except NotARunError:
+            if not (folder / "result.json").is_file():
+                left_out.append(f"{name}: not begun")
+        except RunError as error:
+            left_out.append(str(error))
+    return runs, left_out
