@@ -3,11 +3,13 @@
     python compare.py runs/softmax runs/chunked --out report.html
     python compare.py runs/* --csv figures.csv --svg figure.svg
     python compare.py 'runs/*' --watch
+    python compare.py --study runs/lr --out study.html
 
 The page is one file and opens without network; its first sentences say what the runs show. Runs whose configs differ
 in nothing but their seed are seeds of one set-up: the table adds their mean and standard deviation. --watch draws all
 anew whenever a run has grown, until Ctrl-C; of a pattern in quotes, also runs that come later. Until then a page that
-is open in a browser reloads itself.
+is open in a browser reloads itself. --study draws the runs of a study, as sweep.py made them, with the study's own
+figures above them.
 """
 
 from support import interrupts, packages
@@ -25,10 +27,13 @@ from pathlib import Path
 import tyro
 
 import comparison
+from comparison.figures import Figure
 from comparison.page import page
 from comparison.picture import picture
 from comparison.reading import Reader
-from comparison.table import as_csv, print_table, table_note
+from comparison.study import load_study, read_study
+from comparison.table import as_csv, print_table, print_texts, table_note
+from comparison.wording import few
 from support.command import run_command, status
 from support.errors import ConfigError, RunError
 from support.files import replacing
@@ -45,6 +50,8 @@ class Options:
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders of runs, as train.py made them, or convert and evaluate.py; others are passed over."""
+    study: Path | None = None
+    """Instead of runs, the --out of a sweep.py: all its runs, and the study's figures and tables."""
     out: Path = Path("report.html")
     """The page."""
     csv: Path | None = None
@@ -65,7 +72,9 @@ class Options:
 
 def check(options: Options) -> None:
     """Raises :class:`ConfigError` for options that cannot be meant."""
-    if not options.runs:
+    if options.runs and options.study is not None:
+        raise ConfigError(f"{options.runs[0]} and --study {options.study}: expected runs or a study, not both")
+    if not options.runs and options.study is None:
         raise ConfigError("name one or more run folders: python compare.py runs/softmax runs/chunked")
     for flag, path, suffixes in (("--png", options.png, (".png", ".svg")), ("--svg", options.svg, (".svg",))):
         if path is not None and path.suffix.lower() not in suffixes:
@@ -76,37 +85,85 @@ def check(options: Options) -> None:
             raise ConfigError(f"{path}: named for two outputs; name one file each")
 
 
-def compare(reader: Reader, said: set[str]) -> tuple[comparison.Comparison, int]:
-    """Read the runs and compare them. Returns how many had to be left out, too.
+@dataclass(frozen=True)
+class Drawn:
+    """What is drawn."""
+
+    comparison: comparison.Comparison
+    figures: Sequence[Figure]
+    """Those of the study."""
+    title: str
+    """Of the page; empty: the modes compared."""
+    left_out: int
+    """How many runs could not be read."""
+
+
+class Source:
+    """What the command line names: runs, or a study.
 
     Args:
-        reader: of the runs.
-        said: notes that were printed before; the new ones are added.
+        options: of the command line.
 
     Raises:
-        ConfigError: a folder that is not there, none that is a run, or none named.
-        RunError: none of the runs can be drawn.
+        ConfigError: ``--study`` names no folder of a study, or one whose study cannot be loaded.
+        RunError: its ``study.json`` is damaged.
     """
-    found = reader.read()
-    if not found.runs:
-        raise RunError("; ".join(map(str, found.damaged)) or "there is no run yet")
-    compared = comparison.compare(found.runs)
-    for note in [*(f"left out: {error}" for error in found.damaged), *found.notes, *compared.remarks]:
-        if note not in said:
-            status(note)
-            said.add(note)
-    return compared, len(found.damaged)
+
+    def __init__(self, options: Options):
+        self.options, self.study = options, None
+        if options.study is None:
+            self.reader = Reader(options.runs, awaited=options.watch)
+            return
+        record = read_study(options.study)
+        self.study = load_study(record.study)
+        self.reader = Reader([options.study / name for name in record.runs], awaited=True, may_be_empty=True)
+
+    def compare(self, said: set[str]) -> Drawn:
+        """Read the runs and compare them.
+
+        Args:
+            said: notes that were printed before; the new ones are added.
+
+        Raises:
+            ConfigError: a folder that is not there, none that is a run, or none named; or the study's figures fail.
+            RunError: none of the runs can be drawn.
+        """
+        found = self.reader.read()
+        runs = [run for run in found.runs if not run.is_empty]
+        if not runs:
+            raise RunError("; ".join(map(str, found.damaged)) or "there is no run yet")
+        compared = comparison.compare(runs)
+        if self.study is None:
+            figures, left, title = (), [f"passed over: {note}" for note in found.passed_over], ""
+        else:
+            figures, title = self.study.figures(found.runs), (self.study.module.__doc__ or "").partition("\n")[0]
+            left = [f"nothing was logged of {run.name}" for run in found.runs if run.is_empty]
+            # A benchmark leaves a result, and no run.
+            if missing := [path.name for path in self.reader.paths
+                           if not any((path / name).is_file() for name in ("config.json", "result.json"))]:
+                left.append(f"not begun: {few(missing)}")
+        for note in [*(f"left out: {error}" for error in found.damaged), *found.notes, *left, *compared.remarks]:
+            if note not in said:
+                status(note)
+                said.add(note)
+        return Drawn(compared, figures, self.options.title or title, len(found.damaged))
 
 
-def show(compared: comparison.Comparison) -> None:
-    """Print the table, and what the runs show."""
+def show(drawn: Drawn) -> None:
+    """Print the tables, and what the runs show."""
+    compared = drawn.comparison
     print_table(compared.rows, compared.columns)
     print("\n".join(filter(None, [*compared.verdict, table_note(compared.rows, compared.runs)])))
+    for figure in drawn.figures:
+        print()
+        print_texts(figure.title, figure.headings, figure.rows, texts=1)
+        print("\n".join(figure.remarks))
 
 
-def write_page(options: Options, compared: comparison.Comparison, *, watched: bool) -> None:
+def write_page(options: Options, drawn: Drawn, *, watched: bool) -> None:
     """Write the page; one that is watched reloads itself."""
-    text = page(compared, title=options.title, note=options.note, reload_seconds=RELOAD_SECONDS if watched else None)
+    text = page(drawn.comparison, figures=drawn.figures, title=drawn.title, note=options.note,
+                reload_seconds=RELOAD_SECONDS if watched else None)
     write(options.out, text.encode())
 
 
@@ -124,12 +181,13 @@ def write(path: Path, contents: bytes) -> None:
         raise OSError(f"{path}: cannot be written ({error.strerror}); name another file") from error
 
 
-def write_others(options: Options, compared: comparison.Comparison) -> None:
+def write_others(options: Options, drawn: Drawn) -> None:
     """Write the files that were asked for beside the page."""
+    compared = drawn.comparison
     if options.csv:
         write(options.csv, as_csv(compared.rows, compared.columns).encode())
     if options.json:
-        write(options.json, compared.as_json())
+        write(options.json, compared.as_json([figure.as_dict() for figure in drawn.figures]))
     for path in (options.png, options.svg):
         if path is not None:
             write(path, picture(compared, path.suffix[1:].lower(), options.title))
@@ -138,31 +196,31 @@ def write_others(options: Options, compared: comparison.Comparison) -> None:
 def draw(options: Options) -> int:
     """Compare the runs, print the table, write the files; nothing is written where no run can be drawn. Returns 1 if a
     run had to be left out, else 0."""
-    compared, left_out = compare(Reader(options.runs), set())
-    show(compared)
-    write_page(options, compared, watched=False)
-    write_others(options, compared)
+    drawn = Source(options).compare(set())
+    show(drawn)
+    write_page(options, drawn, watched=False)
+    write_others(options, drawn)
     print(f"page: {options.out}")
-    return 1 if left_out else 0
+    return 1 if drawn.left_out else 0
 
 
 def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int:
     """The same whenever the runs have changed, until Ctrl-C; the table once. The last page does not reload itself."""
-    reader, said, seen, drawn = Reader(options.runs, awaited=True), set[str](), None, None
+    source, said, seen, drawn = Source(options), set[str](), None, None
     try:
         while True:
             took = time.monotonic()
-            if (state := reader.state()) != seen:
+            if (state := source.reader.state()) != seen:
                 seen = state
                 try:
-                    compared, _ = compare(reader, said)
-                    if drawn is None:
-                        show(compared)
-                    drawn = compared
+                    first = drawn is None
+                    drawn = source.compare(said)
+                    if first:
+                        show(drawn)
                     write_page(options, drawn, watched=True)
                     write_others(options, drawn)
-                    steps = max(row.figures["steps"] or 0 for row in drawn.rows)
-                    print(f"page: {options.out}, {len(drawn.runs):,} run(s), up to step {steps:,.0f}")
+                    steps = max(row.figures["steps"] or 0 for row in drawn.comparison.rows)
+                    print(f"page: {options.out}, {len(drawn.comparison.runs):,} run(s), up to step {steps:,.0f}")
                 except RunError as error:
                     if str(error) not in said:
                         status(f"waiting: {error}")

@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import tyro
 
+from comparison.table import print_texts
 from configs.schema import DataConfig
 from data import tokenizers
 from data.loader import open_corpora
@@ -118,7 +119,7 @@ def evaluate(options: Options) -> None:
     print(f"{options.run}: step {run.step:,}, {','.join(run.config.model.attention)}, trained at a context of "
           f"{run.config.model.context:,}")
     for title, rows in tables(entries):
-        print_table(title, rows)
+        print_texts(title, list(rows[0]), [list(row.values()) for row in rows])
 
 
 def lengths(flag: str, value: str) -> list[int]:
@@ -185,21 +186,6 @@ def with_error(figures: dict[str, Any]) -> str:
     """A loss and its standard error, where it has one."""
     error = figures["standard_error"]
     return f"{figures['loss']:.4f}" + ("" if error is None else f" ± {error:.4f}")
-
-
-def print_table(title: str, rows: Sequence[dict[str, str]]) -> None:
-    """A table on standard output."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(*(escape(heading) for heading in rows[0]), title=escape(title) or None, title_justify="left")
-    for column in table.columns:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row.values()))
-    # Not a terminal: nothing to fit, and a wrapped line is hard to read by a program.
-    Console(width=None if sys.stdout.isatty() else 300).print(table)
 
 
 def command(arguments: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """The comparison of runs: what the table, the page, the picture and the files of compare.py are made of."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,9 @@ class Comparison:
     differences: dict[str, list[Any]]
     """Fields of the config in which the runs differ, by dotted name: the value of each run, None where it has none."""
 
-    def as_json(self) -> bytes:
-        """The verdict, the remarks and the table, numbers in full; null where unknown or not finite."""
+    def as_json(self, figures: Sequence[Mapping[str, Any]] = ()) -> bytes:
+        """The verdict, the remarks and the table, and the figures of a study where there are some; numbers in full,
+        null where unknown or not finite."""
         keys = [column.key for column in self.columns]
         return orjson.dumps({
             "verdict": self.verdict, "remarks": self.remarks,
@@ -47,7 +48,7 @@ class Comparison:
                      for row in self.rows],
             "config_differences": {name: dict(zip([run.name for run in self.runs], values, strict=True))
                                    for name, values in self.differences.items()},
-        }, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        } | ({"figures": figures} if figures else {}), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
     @property
     def default_title(self) -> str:

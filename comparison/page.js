@@ -451,7 +451,8 @@
       : {};
     const order = figure.x_axis === "category" ? { categoryorder: "array", categoryarray: figure.values } : {};
     plot(id, traces, { type: figure.x_axis, title: { text: figure.x }, ...ticks, ...order },
-         { type: "linear", title: { text: figure.y }, zeroline: figure.zero, zerolinecolor: "#8c959f" });
+         { type: "linear", title: { text: figure.y }, zeroline: figure.zero, zerolinecolor: "#8c959f",
+           ...(figure.zero && { rangemode: "tozero" }) });
   }
 
   /** A line of means with bars for their intervals. */

@@ -21,7 +21,9 @@ class Found:
     damaged: list[RunError]
     """Runs that cannot be drawn."""
     notes: list[str]
-    """What was passed over: folders that are no runs, lines that are damaged."""
+    """What was noticed, such as lines that are damaged."""
+    passed_over: list[str]
+    """Folders that are no runs, each with the reason."""
 
 
 class Reader:
@@ -31,10 +33,11 @@ class Reader:
         paths: folders of runs; others among them are passed over. A pattern such as ``runs/*`` stands for what matches
             it at the time.
         awaited: folders that do not exist are passed over too, for they may come.
+        may_be_empty: runs of which nothing was logged yet are read, without curves; otherwise they are damaged.
     """
 
-    def __init__(self, paths: Sequence[Path], *, awaited: bool = False):
-        self.paths, self.awaited = paths, awaited
+    def __init__(self, paths: Sequence[Path], *, awaited: bool = False, may_be_empty: bool = False):
+        self.paths, self.awaited, self.may_be_empty = paths, awaited, may_be_empty
         self._read: dict[Path, tuple[Any, Run | Exception, list[str]]] = {}
 
     def state(self) -> Any:
@@ -52,7 +55,7 @@ class Reader:
         for path, place in zip(folders, resolved, strict=True):
             if resolved.count(place) > 1:
                 raise ConfigError(f"{path}: named twice; name each run once")
-        found, passed_over = Found([], [], []), []
+        found = Found([], [], [], [])
         for path in folders:
             result, notes = self._load(path)
             if isinstance(result, Run):
@@ -60,12 +63,11 @@ class Reader:
             elif isinstance(result, RunError):
                 found.damaged.append(result)
             else:
-                passed_over.append(str(result))
+                found.passed_over.append(str(result))
             found.notes.extend(notes)
         if not (found.runs or found.damaged or self.awaited):
-            raise ConfigError(passed_over[0] if passed_over else
+            raise ConfigError(found.passed_over[0] if found.passed_over else
                               f"{', '.join(map(str, self.paths))}: there is no such folder; name run folders")
-        found.notes.extend(f"passed over: {note}" for note in passed_over)
         found.runs[:] = name_runs(found.runs)
         return found
 
@@ -80,7 +82,7 @@ class Reader:
             with warnings.catch_warnings(record=True, category=UserWarning) as caught:
                 warnings.simplefilter("always")
                 try:
-                    result = load_run(path)
+                    result = load_run(path, may_be_empty=self.may_be_empty)
                 except (RunError, NotARunError) as error:
                     if not (path.exists() or self.awaited):
                         raise

@@ -141,6 +141,11 @@ class Run:
         return bool(self.train or self.val)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was logged of it and nothing evaluated."""
+        return not (self.has_curve or self.evaluations)
+
+    @property
     def split(self) -> str:
         """The loss by which the run is judged: val, or train where it was never evaluated."""
         return "val" if self.val else "train"
@@ -220,8 +225,13 @@ class Setup:
         return self.runs[0].size
 
 
-def load_run(path: Path) -> Run:
+def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
     """Read a run's folder.
+
+    Args:
+        path: of the folder.
+        may_be_empty: whether a run of which nothing was logged yet is one, without curves: so a study can tell that it
+            failed.
 
     Raises:
         NotARunError: the folder does not exist or is no run.
@@ -251,7 +261,7 @@ def load_run(path: Path) -> Run:
     windows = {(entry["corpus"], entry["context"], entry["windows_checksum"]): of_windows for entry, of_windows
                in zip(evaluations, read_window_losses(path, evaluations), strict=False)}
     evaluated_step = read_json(path / "evaluation.json", RunError).get("step") if evaluations else None
-    if not (train or val or evaluations):
+    if not (train or val or evaluations or may_be_empty):
         raise RunError(f"{metrics}: no step was logged yet; train the run first, or evaluate it with evaluate.py")
     per_token = flops_per_token(config, environment)
     sample_step, sample = newest_sample(path / "samples")
@@ -367,6 +377,8 @@ def distinctions(run: Run, others: Sequence[Run], leave_out: Sequence[str] = ())
 
 def value_text(value: Any) -> str:
     """A value of a config."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(value_text, value))
     if isinstance(value, float):
         return f"{value:g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -226,6 +226,28 @@ def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
     console.print(fitting[0] if fitting else tables[-1])
 
 
+def print_texts(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, texts: int = 0) -> None:
+    """A table on standard output, of cells as they are.
+
+    Args:
+        title: above it; may be empty.
+        headings: of the columns.
+        rows: a cell for each heading.
+        texts: how many columns from the left hold words; the others hold numbers and stand to the right.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*(escape(heading) for heading in headings), title=escape(title) or None, title_justify="left")
+    for column in table.columns[texts:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    # Not a terminal: nothing to fit, and a wrapped line is hard to read by a program.
+    Console(width=None if sys.stdout.isatty() else 300).print(table)
+
+
 def as_csv(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """The table as CSV, numbers in full: a line a run and one of means for each set-up of several seeds, with their
     standard deviations in columns of their own; empty where unknown."""

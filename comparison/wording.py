@@ -55,7 +55,7 @@ def interval_text(interval: tuple[float, float]) -> str:
 
 def number_text(value: float) -> str:
     """``−0.1767``."""
-    return f"{value:.4f}".replace("-", "−")
+    return f"{round(value, 4) + 0.0:.4f}".replace("-", "−")  # no −0.0000
 
 
 def listed(names: Sequence[str]) -> str:

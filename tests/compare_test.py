@@ -89,6 +89,75 @@ def test_a_run_that_cannot_be_drawn_is_left_out_and_named(two, tmp_path, capsys,
     assert not (tmp_path / "none.html").exists()
 
 
+STUDY = '''"""Which rate does each attention want?
+
+More of it.
+"""
+
+from comparison.figures import loss_against
+
+
+def get_runs(quick):
+    return []
+
+
+def figures(runs):
+    return [loss_against(runs, "optimizer.learning_rate")]
+'''
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Runs of two rates and a study of them, of which one run has logged nothing and one is not begun."""
+    (tmp_path / "study.py").write_text(STUDY)
+    out = tmp_path / "out"
+    for rate, loss in ((1e-3, 2.0), (3e-3, 2.5)):
+        write_run(out / f"softmax-{rate}", learning_rate=rate, loss=loss)
+    (write_run(out / "failed", "linear") / "metrics.jsonl").unlink()
+    names = [*sorted(path.name for path in out.iterdir()), "later"]
+    (out / "study.json").write_text(json.dumps({
+        "format": 1, "study": str(tmp_path / "study.py"), "quick": False,
+        "runs": [{"name": name, "hash": "0"} for name in names]}))
+    write_run(out / "not-of-the-study", "chunked")
+    return out
+
+
+def test_a_study_is_shown_with_its_figures(study, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    assert compare.main(["--study", str(study), "--out", str(out), "--json", str(tmp_path / "page.json")]) == 0
+    said = capsys.readouterr()
+    for text in ("Final val loss against learning rate", "Warning: the best learning rate of softmax, 0.001, is the",
+                 "Nothing is drawn of linear, of which no run counts."):
+        assert text in said.out
+    assert "nothing was logged of failed" in said.err
+    assert "not begun: later" in said.err
+    text = out.read_text()
+    assert "<h1>Which rate does each attention want?</h1>" in text
+    assert '"title":"Final val loss against learning rate"' in text
+    assert list(figures(tmp_path / "page.json")) == ["softmax-0.001", "softmax-0.003"]
+    figure, = json.loads((tmp_path / "page.json").read_text())["figures"]
+    assert [point["mean"] for point in figure["lines"][0]["points"]] == pytest.approx([1.0, 1.5])
+    # Without a study, nothing of it.
+    assert compare.main([str(study / "softmax-0.001"), "--out", str(out), "--json", str(tmp_path / "page.json")]) == 0
+    assert '"study":[]' in out.read_text()
+    assert "figures" not in json.loads((tmp_path / "page.json").read_text())
+
+
+def test_what_is_no_study_is_refused(study, tmp_path, capsys):
+    def refused(code, *arguments):
+        out = tmp_path / "none.html"
+        assert compare.main([*map(str, arguments), "--out", str(out)]) == code
+        said = capsys.readouterr().err
+        assert len(said.splitlines()) == 1
+        assert not out.exists()
+        return said
+
+    assert "expected runs or a study, not both" in refused(2, study / "softmax-0.001", "--study", study)
+    assert "not the folder of a study" in refused(2, "--study", tmp_path)
+    (tmp_path / "study.py").write_text(STUDY.replace("optimizer.learning_rate", "optimizer.learning_rte"))
+    assert "no run has a field optimizer.learning_rte" in refused(2, "--study", study)
+
+
 @pytest.mark.fast
 def test_usage_errors_stop_before_anything_is_written(two, tmp_path, capsys):
     out = tmp_path / "page.html"

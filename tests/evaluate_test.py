@@ -13,7 +13,7 @@ import tiktoken
 from flax import nnx
 
 import evaluate
-from comparison.runs import load_evaluations
+from comparison.runs import load_evaluations, load_run
 from data import synthetic_tasks, tokenizers
 from data.loader import Batch, Corpora
 from data.token_files import TokenFiles
@@ -101,6 +101,12 @@ def test_the_loss_is_that_of_the_val_lines(folder, capsys):
     for text in (f"{entry['loss']:.4f}", f"{short['gain']:.4f}", "17 to 32", "7 to 8"):
         assert text in out
     assert [path.name for path in (folder / "none").glob("*.tmp")] == []
+    # The windows make up the whole.
+    ((corpus, context, _), windows), = load_run(folder / "none").window_losses.items()
+    assert (corpus, context) == (entry["corpus"], 32)
+    assert windows.tokens_N.tolist() == [32] * entry["windows"]
+    assert len(set(windows.loss_N.tolist())) == entry["windows"]
+    assert windows.loss_N.sum() / windows.tokens_N.sum() == pytest.approx(entry["loss"])
 
 
 @nnx.jit
@@ -130,6 +136,9 @@ def test_figures_are_those_of_plain_forward_passes(folder):
     assert trained["tokens"] == 48
     assert trained["loss"] == pytest.approx(halves.mean(), rel=1e-5)
     assert (long["windows"], trained["windows"]) == (1, 2)
+    of_windows = found[1].windows
+    assert of_windows.loss_N / of_windows.tokens_N == pytest.approx([halves[:24].mean(), halves[24:].mean()], rel=1e-5)
+    assert of_windows.tokens_N.tolist() == [24, 24]
     assert long["standard_error"] is None
     # Of two windows of as many tokens each: the standard deviation of their means, by the root of two; as exact as a
     # float32 of the losses whose difference it is.
@@ -147,6 +156,7 @@ def test_figures_do_not_depend_on_how_much_is_computed_at_once(folder):
     model, corpora = load_model(folder / "none").model, Corpora.of(TokenFiles.open(folder / "tokens"))
     alone, pairs = (evaluation.evaluate(model, corpora, contexts=[16], windows=[8], tokens=5 * 16,
                                         tokens_at_once=rows * 16)[0].figures for rows in (1, 2))
+    assert alone["windows_checksum"] == pairs["windows_checksum"]
     assert alone["tokens"] == pairs["tokens"] == 5 * 16  # five windows: by twos, the last one is alone
     assert pairs["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     assert pairs["short_context"][0]["loss_window"] == pytest.approx(alone["short_context"][0]["loss_window"], rel=1e-5)
@@ -195,7 +205,11 @@ def test_contexts_that_the_positions_allow(folder, learned, capsys):
     assert run(learned, "--context", "16") == 0
     err = refused(capsys, 2, learned, "--context", "16,33")
     assert "--context 33: the model has positions for 32 tokens" in err
-    assert [entry["context"] for entry in found(learned)["evaluations"]] == [16]
+    before = found(learned)["evaluations"]
+    assert [entry["context"] for entry in before] == [16]
+    # Other windows of the same val split are not taken for the same.
+    assert run(learned, "--context", "16", "--batches", "1") == 0
+    assert len({entry["windows_checksum"] for entry in [*found(learned)["evaluations"], *before]}) == 2
 
 
 @pytest.mark.thorough

@@ -61,7 +61,7 @@ def read_window_losses(directory: Path, evaluations: Sequence[Mapping[str, Any]]
     if not (path.is_file() and all("windows_checksum" in entry for entry in evaluations)):
         return []
     try:
-        with np.load(path) as arrays:
+        with path.open("rb") as file, np.load(file) as arrays:
             found = [WindowLosses(arrays[f"loss_{i}"], arrays[f"tokens_{i}"]) for i in range(len(evaluations))]
     except Exception as error:  # zipfile, zlib and NumPy each have their own
         raise RunError(f"{path} is damaged ({error}); start evaluate.py again") from error

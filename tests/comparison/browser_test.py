@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from comparison import compare
+from comparison.figures import Axis, Figure, Line, Point
 from comparison.page import page
 from comparison.runs import load_run
 from tests import tiny
@@ -187,7 +188,14 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 def report(runs) -> Path:
     """The page of the runs."""
     path = runs["copy"].parent / "report.html"
-    path.write_text(page(compare([load_run(run) for run in runs.values()]), title="Tiny runs"))
+    points = (Point(1e-3, 2.0, (1.5, 3.0), ("a", "b")), Point(3e-3, 1.0, None, ("c",)))
+    lines = (Line("softmax", "softmax", points, best=1), Line("chunked", "chunked", points[:1]))
+    figures = [Figure("rates", "Loss against rate", Axis("learning rate", "log"), "val loss", lines,
+                      ("attention", "val loss"), (("softmax", "1.0000"),), ("Warning: the edge.",)),
+               Figure("none", "Nothing", Axis("x"), "y", (), (), (), ("No run counts.",)),
+               Figure("pairs", "Differences", Axis("", "category"), "difference",
+                      (Line("chunked", "chunked", (Point("chunked", 0.1, (0.0, 0.2), ("a",)),)),), (), (), zero=True)]
+    path.write_text(page(compare([load_run(run) for run in runs.values()]), figures=figures, title="Tiny runs"))
     return path
 
 
@@ -262,6 +270,25 @@ def test_scales_and_bits_per_byte(browser, runs):
     assert all(text in hover for text in ("mean of 2 seeds", "bits per byte ", "step 12", "s of training",
                                           "learning rate 0.0"))
     assert "Not known in bits per byte: copy." in browser.value("document.body.innerText")
+
+
+def test_the_figures_of_a_study_stand_above_the_curves(browser):
+    text = browser.value("document.getElementById('study').innerText")
+    for part in ("Loss against rate", "Warning: the edge.", "Nothing", "No run counts.", "Differences", "1.0000"):
+        assert part in text
+    assert browser.drawn("study", "study-0") == {"a,b,c": {"runs": "a,b,c", "x": [1e-3, 3e-3], "y": [2.0, 1.0]},
+                                                 "a,b": {"runs": "a,b", "x": [1e-3], "y": [2.0]}}
+    assert browser.drawn("best", "study-0")["c"]["x"] == [3e-3]
+    bars = browser.value("(({array, arrayminus}) => [array, arrayminus])(document.getElementById('study-0').data[0]"
+                         ".error_y)")
+    assert bars == [[1.0, 0], [0.5, 0]]
+    assert browser.value("document.getElementById('study-0')._fullLayout.xaxis.type") == "log"
+    assert browser.value("[...document.querySelectorAll('#study-0 .xtick text')].map(each => each.textContent)"
+                         ) == ["0.001", "0.003"]
+    assert browser.drawn("study", "study-2")["a"]["x"] == ["chunked"]
+    # It is of no run that the legend could hide.
+    browser.click("document.querySelector('#legend button')", times=2)
+    assert "1.0000" in browser.value("document.getElementById('study').innerText")
 
 
 def test_a_click_in_the_legend_hides_a_run_everywhere(browser):

@@ -2,10 +2,14 @@
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from configs.schema import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from training.window_losses import WindowLosses, write_window_losses
 
 TOKENS_PER_STEP = 64
 
@@ -35,6 +39,33 @@ def write_run(path: Path, mode: str = "softmax", *, seed: int = 0, steps: int = 
             lines.append(at | {"split": "val", "loss": val, "bits_per_byte": val / math.log(2) / (
                 1 if tokenizer == "bytes" else 4)})
     write_lines(path, lines)
+    return path
+
+
+def set_fields(path: Path, fields: Mapping[str, Any]) -> Path:
+    """Change fields of a run's config, by dotted name; returns the run."""
+    config = json.loads((path / "config.json").read_text())
+    for name, value in fields.items():
+        *groups, last = name.split(".")
+        group = config
+        for each in groups:
+            group = group.setdefault(each, {})
+        group[last] = value
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def write_windows(path: Path, losses: Sequence[float], *, tokens: Sequence[int] | None = None, step: int = 100,
+                  context: int = 32, checksum: str = "c0ffee") -> Path:
+    """What evaluate.py writes of a run: the mean loss of each val window, in nats, of which each has 32 tokens or as
+    many as ``tokens`` says; returns the run."""
+    counts = np.array(tokens or [32] * len(losses), np.int32)
+    windows = WindowLosses(np.array(losses) * counts, counts)
+    loss = float(windows.loss_N.sum() / counts.sum())
+    (path / "evaluation.json").write_text(json.dumps({"step": step, "evaluations": [
+        {"context": context, "corpus": "a book", "windows": len(losses), "windows_checksum": checksum, "loss": loss,
+         "positions": []}]}))
+    write_window_losses(path, [windows])
     return path
 
 

@@ -12,6 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from comparison import compare
 from comparison.curves import MAX_MEANS, MAX_POINTS, Curve
+from comparison.figures import Axis, Figure, Line, Point
 from comparison.page import page
 from comparison.runs import Run
 from configs.schema import Config, ModelConfig, TrainConfig
@@ -109,6 +110,22 @@ def test_setups_are_told_apart_without_colours():
     assert len({(setup["dash"], setup["symbol"]) for setup in setups[:5]}) == 5
     assert len({setup["colour"] for setup in setups}) == 2
     assert all(one["symbol"] != other["symbol"] for one, other in pairwise(setups))
+
+
+def test_the_figures_of_a_study_come_with_the_look_of_their_lines():
+    lines = [Line(label, mode, (Point(1e-3, 2.0, (1.5, 2.5), ("a", "b")), Point(3e-3, 1.0, None, ("c",))), best=1)
+             for label, mode in (("chunked", "chunked"), (HOSTILE, "chunked"))]
+    figure = Figure("rates", HOSTILE, Axis("learning rate", "log"), "val loss", tuple(lines), ("attention", "best"),
+                    (("chunked", HOSTILE),), (HOSTILE,))
+    text = page(compare([run("one")]), figures=[figure])
+    assert text.count("<script") == page(compare([run("one")])).count("<script")
+    found, = payload(text)["study"]
+    assert found["lines"][0]["points"] == [
+        {"x": 1e-3, "mean": 2.0, "interval": [1.5, 2.5], "seeds": 2, "runs": ["a", "b"]},
+        {"x": 3e-3, "mean": 1.0, "interval": None, "seeds": 1, "runs": ["c"]}]
+    assert [line["dash"] for line in found["lines"]] == ["solid", "dash"]
+    assert [line["best"] for line in found["lines"]] == [3e-3, 3e-3]
+    assert (found["title"], found["values"], found["rows"]) == (HOSTILE, [1e-3, 3e-3], [["chunked", HOSTILE]])
 
 
 def test_fifty_long_runs_make_a_small_page():

@@ -1,0 +1,220 @@
+"""The figures of a study, of runs that are made by formulas."""
+
+import json
+import re
+
+import pytest
+
+from comparison.figures import Axis, Figure, Line, Point, accuracy_against, differences, loss_against, write_figures
+from comparison.runs import load_run
+from comparison.style import COLOURS
+from support.errors import ConfigError
+from tests.comparison.made import read_lines, set_fields, write_lines, write_run, write_windows
+
+RATE = "optimizer.learning_rate"
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def make(tmp_path):
+    """``make(mode, loss, ...)``: a run that ends with this val loss; the fields are those of its config."""
+    count = iter(range(1000))
+
+    def made(mode, loss, *, fields=None, **options):
+        path = write_run(tmp_path / f"{mode}-{next(count)}", mode, loss=loss + 1, **options)
+        return load_run(set_fields(path, fields or {}))
+
+    return made
+
+
+def grid(make, mode, losses_of_rates, **options):
+    """Runs of a mode: by learning rate, the loss of each seed."""
+    return [make(mode, loss, learning_rate=rate, seed=seed, **options)
+            for rate, losses in losses_of_rates.items() for seed, loss in enumerate(losses)]
+
+
+def means(line):
+    return {point.x: pytest.approx(point.y) for point in line.points}
+
+
+def test_points_are_means_over_seeds_with_students_interval(make):
+    figure = loss_against(
+        [*grid(make, "softmax", {3e-3: [1.0, 1.1, 1.2], 1e-3: [1.5], 1e-2: [1.3, 1.3]}),
+         *grid(make, "chunked", {1e-3: [1.2, 1.3]})], RATE)
+    softmax, chunked = figure.lines
+    assert (softmax.label, softmax.attention) == ("softmax", "softmax")
+    assert means(softmax) == {1e-3: 1.5, 3e-3: 1.1, 1e-2: 1.3}
+    assert [point.x for point in softmax.points] == [1e-3, 3e-3, 1e-2]
+    # 1.1 ± 4.3027 · 0.1 / √3; for two seeds 12.7062 times half their distance.
+    assert softmax.points[1].interval == pytest.approx((1.1 - 0.24842, 1.1 + 0.24842), abs=1e-5)
+    assert chunked.points[0].interval == pytest.approx((1.25 - 0.63531, 1.25 + 0.63531), abs=1e-5)
+    assert softmax.points[0].interval is None
+    assert [len(point.runs) for point in softmax.points] == [1, 3, 2]
+    assert (figure.x.kind, figure.y) == ("log", "final val loss (nats per token)")
+    assert figure.rows[0] == ("softmax", "0.001", "1", "1.5000", "– (one seed)", "")
+    assert figure.rows[1] == ("softmax", "0.003", "3", "1.1000", "0.8516 to 1.3484", "best")
+    assert "A point without an interval is of one seed." in figure.remarks
+
+
+def test_the_best_rate_is_marked_and_warned_of_at_the_edge_of_the_grid(make):
+    inside = grid(make, "softmax", {1e-3: [1.5], 3e-3: [1.1], 1e-2: [1.3]})
+    low, high = (grid(make, mode, {1e-3: [first], 3e-3: [1.2], 1e-2: [last]})
+                 for mode, first, last in (("chunked", 1.1, 1.3), ("linear", 1.3, 1.1)))
+    figure = loss_against([*inside, *low, *high, *grid(make, "local", {1e-3: [1.0]})], RATE)
+    assert [line.points[line.best].x for line in figure.lines] == [3e-3, 1e-3, 1e-2, 1e-3]
+    assert [remark for remark in figure.remarks if remark.startswith("Warning")] == [
+        "Warning: the best learning rate of chunked, 0.001, is the smallest that was tried; a smaller one may be "
+        "better.",
+        "Warning: the best learning rate of linear, 0.01, is the largest that was tried; a larger one may be better.",
+        "Warning: local was tried at one learning rate alone, 0.001."]
+    assert figure.remarks[-1].startswith(
+        "Each at its best learning rate: After 100 steps, the lowest val loss is 1.0000 of local")
+    # A rate at which it diverges was tried too.
+    diverged = make("linear", float("nan"), learning_rate=3e-2)
+    assert not any("of linear, 0.01" in remark for remark in loss_against([*high, diverged], RATE).remarks)
+
+
+def test_the_best_is_chosen_by_the_seeds_that_all_have(make):
+    # The rate that was best for seed 0 was run with two harder seeds too.
+    figure = loss_against(grid(make, "softmax", {1e-3: [1.2], 3e-3: [1.1, 1.4, 1.5], 1e-2: [1.3]}), RATE)
+    assert figure.lines[0].best == 1
+
+
+def test_runs_that_do_not_count_are_named(make, tmp_path):
+    runs = grid(make, "softmax", {1e-3: [1.0, 1.1], 3e-3: [1.2, float("nan")], 1e-2: [float("nan")]})
+    twice = make("softmax", 9.0, learning_rate=1e-3, seed=1)
+    cut = make("softmax", 9.0, learning_rate=1e-3, seed=2, steps=40, planned=100)
+    never = make("softmax", 9.0, learning_rate=1e-3, seed=2, every=0)
+    empty = write_run(tmp_path / "empty", "linear")
+    (empty / "metrics.jsonl").unlink()
+    failed = load_run(empty, may_be_empty=True)
+    figure = loss_against([*runs, twice, cut, never, failed], RATE)
+    softmax, = figure.lines
+    assert means(softmax) == {1e-3: 1.05, 3e-3: 1.2}
+    assert softmax.best == 0
+    assert figure.remarks[:5] == (
+        f"Left out of the means, not finished: {cut.name} and empty.",
+        f"Left out of the means, without loss of val tokens: {never.name}.",
+        f"Left out of the means, of a seed that another run has: {twice.name}.",
+        f"Left out of the means, the last val loss is not finite: {runs[3].name} and {runs[4].name}.",
+        "Nothing is drawn of linear, of which no run counts.")
+    assert [row[2:4] for row in figure.rows] == [("2", "1.0500"), ("1 of 2", "1.2000"), ("0 of 1", "not finite")]
+    # A mean that lacks a seed that diverged is not the best, however low.
+    low = loss_against(grid(make, "softmax", {1e-3: [1.0], 3e-3: [0.5, float("nan")]}), RATE)
+    assert low.lines[0].best == 0
+
+
+def test_other_fields_part_lines_unless_they_change_with_the_one_on_the_axis(make):
+    runs = [make("softmax", 1 + width / 128 - context / 64, context=context, seed=seed,
+                 fields={"model.width": width, "train.batch_size": 256 // context})
+            for context in (32, 64) for width in (128, 256) for seed in (0, 1)]
+    figure = loss_against(runs, "model.context")
+    assert {line.label: means(line) for line in figure.lines} == {
+        "softmax, width 128": {32: 1.5, 64: 1.0}, "softmax, width 256": {32: 2.5, 64: 2.0}}
+    assert "Together with context change: batch size." in figure.remarks
+    assert figure.x.kind == "linear"
+    assert [line.best for line in figure.lines] == [None, None]
+    assert not any("Warning" in remark for remark in figure.remarks)
+
+
+def test_an_option_of_a_mode_leaves_out_the_others(make):
+    runs = [make("local", loss, fields={"model.modes.local.window": window})
+            for window, loss in ((16, 1.2), (64, 1.1))]
+    figure = loss_against([*runs, make("softmax", 1.0)], "model.modes.local.window")
+    assert means(figure.lines[0]) == {16: 1.2, 64: 1.1}
+    assert figure.x.kind == "log"
+    assert figure.remarks[0] == "Left out, for they have no model.modes.local.window: softmax."
+    with pytest.raises(ConfigError, match=r"no run has a field model\.wdith"):
+        loss_against(runs, "model.wdith")
+
+
+def test_each_point_at_its_best_rate_against_what_is_no_number(make):
+    losses = {("learned", 1e-3): 1.3, ("learned", 3e-3): 1.1, ("rotary", 1e-3): 1.0, ("rotary", 3e-3): 1.2}
+    runs = [make("softmax", loss, learning_rate=rate, fields={"model.positions": positions})
+            for (positions, rate), loss in losses.items()]
+    figure = loss_against(runs, "model.positions", best_over=RATE)
+    assert figure.x.kind == "category"
+    assert means(figure.lines[0]) == {"learned": 1.1, "rotary": 1.0}
+    assert [row[1:4] for row in figure.rows] == [("learned", "0.003", "1"), ("rotary", "0.001", "1")]
+    assert any("which was chosen by the same runs" in remark for remark in figure.remarks)
+    # What stands on the axis can be made of a field.
+    figure = loss_against(runs, "model.positions", of=lambda run: len(run.config["model"]["positions"]), best_over=RATE)
+    assert means(figure.lines[0]) == {7: 1.1, 6: 1.0}
+
+
+def test_of_accuracies_the_highest_is_best(make):
+    runs = [make("softmax", 1.0, learning_rate=rate) for rate in (1e-3, 3e-3, 1e-2)]
+    for run, accuracy in zip(runs, (0.2, 0.7, 0.4), strict=True):
+        write_lines(run.path, [line | {"accuracy": accuracy} for line in read_lines(run.path)])
+    figure = accuracy_against([load_run(run.path) for run in runs], RATE)
+    assert means(figure.lines[0]) == {1e-3: 0.2, 3e-3: 0.7, 1e-2: 0.4}
+    assert figure.lines[0].best == 1
+    assert (figure.name, figure.y) == ("accuracy-against-learning_rate", "final val accuracy")
+    with_loss = accuracy_against(runs, RATE)
+    assert with_loss.lines == ()
+    assert "Nothing is drawn of softmax, of which no run counts." in with_loss.remarks
+
+
+def test_differences_are_paired_by_seed_at_the_best_rate_of_each(make):
+    softmax = grid(make, "softmax", {1e-3: [1.0, 2.0, 3.0], 3e-3: [1.5, 2.5, 3.5]})
+    chunked = grid(make, "chunked", {1e-3: [1.9, 2.9, 3.9], 3e-3: [1.1, 2.12, 3.14]})
+    linear = grid(make, "linear", {1e-3: [0.9, 2.1]})
+    other = grid(make, "local", {1e-3: [1.0, 2.0]}, context=64)
+    figure = differences([*softmax, *chunked, *linear, *other], "softmax", best_over=RATE)
+    assert figure.zero
+    assert [(line.label, line.points[0].x) for line in figure.lines] == [("chunked", "chunked"), ("linear", "linear")]
+    point, = figure.lines[0].points
+    assert point.y == pytest.approx(0.12)
+    assert point.interval == pytest.approx((0.12 - 0.04968, 0.12 + 0.04968), abs=1e-5)
+    assert [row[2:] for row in figure.rows] == [
+        ("3", "–", "0.1200", "0.0703 to 0.1697", "higher"),
+        ("2", "–", "0.0000", "−1.2706 to 1.2706", "no difference shown")]
+    assert figure.remarks == ("linear lacks seed 2: the other 2 seeds count.",
+                              "Left out, for nothing of softmax can be paired with them: local.")
+    with pytest.raises(ConfigError, match="no run has the attention linformer; there are softmax"):
+        differences(softmax, "linformer")
+
+
+def test_differences_are_of_windows_where_there_are_their_losses(make):
+    runs = [make(mode, 1.0, seed=seed) for mode in ("softmax", "chunked") for seed in (0, 1)]
+    for run, loss in zip(runs, (1.0, 2.0, 1.2, 2.4), strict=True):
+        write_windows(run.path, [loss, loss + 1])
+    figure = differences([load_run(run.path) for run in runs], "softmax")
+    assert figure.rows[0][2:5] == ("2", "2", "0.3000")
+
+
+def test_what_is_written(make, tmp_path):
+    runs = [*grid(make, "softmax", {1e-3: [1.0, 1.2], 3e-3: [0.9, 1.0]}),
+            *grid(make, "chunked", {1e-3: [1.1, 1.2], 3e-3: [1.2, 1.4]})]
+    figures = [loss_against(runs, RATE), differences(runs, "softmax", best_over=RATE),
+               Figure("empty", "Nothing", Axis("x"), "y", (), ("x",), (), ("Why.",))]
+    names = ["loss-against-learning_rate.svg", "loss-against-learning_rate.png", "difference-from-softmax.svg",
+             "difference-from-softmax.png", "figures.md", "figures.json"]
+    written = write_figures(figures, tmp_path / "figures", ["Left out: a | b."])
+    assert [path.name for path in written] == names
+    before = [path.read_bytes() for path in written]
+    assert [path.read_bytes() for path in write_figures(figures, tmp_path / "figures", ["Left out: a | b."])] == before
+    svg = (tmp_path / "figures" / names[0]).read_text()
+    assert set(re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1\.5", svg)) >= {COLOURS["softmax"], COLOURS["chunked"]}
+    assert written[1].read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "figures" / "figures.md").read_text()
+    for part in ("Left out: a | b.", "## Final val loss against learning rate", "| softmax | 0.003 | 2 | 0.9500 |",
+                 "## Nothing\n\nWhy."):
+        assert part in text
+    found = json.loads((tmp_path / "figures" / "figures.json").read_text())
+    assert found["remarks"] == ["Left out: a | b."]
+    line = found["figures"][0]["lines"][0]
+    assert (line["label"], line["best"]) == ("softmax", 3e-3)
+    assert line["points"][1]["mean"] == pytest.approx(0.95)
+    assert line["points"][1]["seeds"] == 2
+
+
+def test_figures_of_one_name_or_none_are_refused(tmp_path):
+    one = Figure("one", "One", Axis("x"), "y", (Line("a", "softmax", (Point(1, 1.0, None, ("run",)),)),), (), ())
+    with pytest.raises(ConfigError, match="two figures are named one"):
+        write_figures([one, one], tmp_path / "figures")
+    for name in ("", "figures", "a/b", ".hidden"):
+        with pytest.raises(ConfigError, match="a figure is named"):
+            write_figures([Figure(name, "One", Axis("x"), "y", (), (), ())], tmp_path / "figures")
+    assert not (tmp_path / "figures").exists()
