@@ -10,6 +10,7 @@
 ``sweep.py`` starts the runs, ``compare.py --study OUT`` reads them again.
 """
 
+import importlib
 import importlib.util
 import itertools
 from collections import Counter
@@ -229,3 +230,15 @@ def load_runs(out_dir: Path, record: StudyRecord) -> tuple[list[Run], list[str]]
         except RunError as error:
             left_out.append(str(error))
     return runs, left_out
+
+
+def draw(study: Study, out_dir: Path) -> list[Path]:
+    """Draw what a study shows of the runs there are, into ``OUT/figures``; returns the files.
+
+    Raises:
+        ConfigError: the study's ``figures`` fails.
+        OSError: a file cannot be written.
+    """
+    runs, left_out = load_runs(out_dir, read_study(out_dir))
+    return importlib.import_module("comparison.figures").write_figures(
+        study.figures(runs), out_dir / FIGURES, remarks=[f"Left out: {why}." for why in left_out])

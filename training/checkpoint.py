@@ -27,11 +27,13 @@ import jax
 import orjson
 
 from support.errors import CheckpointError, ConfigError
+from support.files import write_text
 
 CHECKSUMS = "SHA256SUMS"
 LOSS = "loss.json"
 UNFINISHED = "unfinished"
 JSON_ITEM = "position"
+OPTIMIZER = "optimizer"
 LEAF_NAMES = {"parameters": "parameter", "variables": "variable", "optimizer": "optimizer state"}
 
 
@@ -172,6 +174,30 @@ class Checkpoints:
                                   "start over")
         return found
 
+    def keep_parameters(self) -> None:
+        """Of a finished run, keep what evaluating and sampling need: parameters and other variables of the best and of
+        the last checkpoint. Training cannot go on from there.
+
+        A process that dies in between leaves a checkpoint whose optimizer state counts as damaged; the next call
+        removes the rest.
+
+        Raises:
+            OSError: a file cannot be written or removed.
+        """
+        self.wait()
+        kept = {self.best(), *self.steps()[-1:]}
+        self._unfinished.mkdir(parents=True, exist_ok=True)
+        for step in self.steps():
+            folder = self.directory / str(step)
+            if step not in kept:
+                self._remove(step)
+            elif (folder / OPTIMIZER).exists():
+                lines = (folder / CHECKSUMS).read_text().splitlines(keepends=True)
+                write_text(folder / CHECKSUMS, "".join(
+                    line for line in lines if not line.partition("  ")[2].startswith(f"{OPTIMIZER}/")))
+                shutil.rmtree(folder / OPTIMIZER)
+        shutil.rmtree(self._unfinished, ignore_errors=True)
+
     def _finish(self, step: int, response: Any, loss: float | None) -> None:
         """On the background thread: when Orbax is done, checksum the checkpoint, put it in place, remove old ones."""
         with self._one_clear_error(step):
@@ -248,6 +274,10 @@ def _load(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:
             if name == JSON_ITEM:
                 wanted[name] = None
                 continue
+            if name == OPTIMIZER and jax.tree.leaves(tree) and not (folder / name).is_dir():
+                raise CheckpointError(f"{folder} keeps the parameters without the optimizer state, as sweep.py leaves "
+                                      "a finished run unless --keep-all is given: training cannot go on from it. "
+                                      "--init-from begins a new run with its parameters")
             stored = ocp.metadata(folder, checkpointable_name=name).metadata if (folder / name).is_dir() else {}
             if (difference := _difference(LEAF_NAMES.get(name, name), stored, tree)) is not None:
                 raise CheckpointError(f"{folder} is a checkpoint of another model: {difference}")

@@ -35,6 +35,8 @@ class CommandLine[C: (Config, LraConfig), F: RunFlags](NamedTuple):
     """As it will run: validated, and not to be checked again."""
     run_dir: Path
     """The folder of the run."""
+    asked: C
+    """The config as it was asked for, before it was validated."""
 
 
 def parse_command_line[C: (Config, LraConfig), F: RunFlags](
@@ -70,9 +72,10 @@ def parse_command_line[C: (Config, LraConfig), F: RunFlags](
     description = (f"Train one run. Beside the flags below: --attention MODE[,MODE…] (there are "
                    f"{', '.join(attentions.modes())}), --run-dir DIR, and {own_flags}.")
     config = tyro.cli(type(default), default=default, args=fields, prog=f"{prog} {recipe}", description=description)
-    config = validate_config(config if amend is None else amend(config, default))
+    asked = config if amend is None else amend(config, default)
+    config = validate_config(asked)
     run_dir = flags.run_dir or Path("runs") / f"{recipe.stem}-{'-'.join(config.model.attention)}"
-    return CommandLine(recipe, flags, config, run_dir)
+    return CommandLine(recipe, flags, config, run_dir, asked)
 
 
 def report_outcome(run_dir: Path, outcome: Outcome) -> int:

@@ -20,6 +20,11 @@ from training import loop
 from training.checkpoint import Checkpoints
 from training.environment import PUBLISHED
 
+SWEEP_RECORD = "run.json"
+"""What sweep.py writes into the folder of a run before the run begins: which run it is to be."""
+OUTPUT = "output.log"
+"""What a run that sweep.py started has printed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRun:
@@ -52,7 +57,8 @@ def check_folder(config: Config | LraConfig, run_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"{run_dir} holds published weights; to begin with them give --init-from {run_dir} and "
                           "another --run-dir")
     if not (run_dir / "config.json").exists():
-        if run_dir.exists() and any(not p.name.startswith(".") for p in run_dir.iterdir()):
+        if run_dir.exists() and any(
+                not p.name.startswith(".") and p.name not in (SWEEP_RECORD, OUTPUT) for p in run_dir.iterdir()):
             raise ConfigError(f"{run_dir} holds something that is not a run; give another --run-dir")
         return environment
     before = read_config(run_dir)
@@ -112,6 +118,18 @@ def locked(run_dir: Path) -> Iterator[None]:
         except BlockingIOError:
             raise TrainingError(f"{run_dir}: another process is training in it") from None
         yield
+
+
+def in_training(run_dir: Path) -> bool:
+    """Whether a process trains in a run's folder now."""
+    try:
+        with (run_dir / ".lock").open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def newest_step(config: Config | LraConfig, run_dir: Path) -> tuple[int | None, bool]:

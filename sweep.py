@@ -1,0 +1,146 @@
+"""Run a study: every run that it needs, one process each, then its figures.
+
+    python sweep.py studies/learning_rate.py --out runs/lr --quick
+    python sweep.py studies/learning_rate.py --out runs/lr --dry-run --measure
+    python sweep.py studies/learning_rate.py --out runs/lr --commands runs.txt
+    python sweep.py studies/learning_rate.py --out runs/lr --index 3
+
+The same command skips the runs that are finished and goes on with those that were cut. A run that fails does not stop
+the others. Ctrl-C stops the run under way as it stops train.py: what it has is saved. docs/sweeps.md says how to spread
+a study over machines.
+"""
+
+from support import interrupts, packages
+
+if __name__ == "__main__":  # before any other import, which takes seconds, or fails
+    interrupts.end_with_a_word()
+    packages.require_packages()
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import tyro
+
+from comparison.study import Study, draw, load_study
+from support.command import run_command, status
+from support.errors import FAILURE, ConfigError
+from support.files import write_text
+from sweeps import estimates, folder, processes
+from sweeps.plan import PlannedRun, plan
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    study: tyro.conf.Positional[Path]
+    """The study's file, such as studies/learning_rate.py."""
+    out: Path
+    """Folder of the study: a folder in it for each run, and the figures."""
+    quick: bool = False
+    """The study's quick form: fewer and shorter runs."""
+    parallel: int = 1
+    """Runs at once, one device each."""
+    dry_run: bool = False
+    """List the runs with their time, memory and disk, and run nothing."""
+    measure: bool = False
+    """With --dry-run: time three steps of each distinct program that no finished run tells of."""
+    keep_all: bool = False
+    """Keep every checkpoint of finished runs, and their optimizer state; otherwise the parameters of the best and the
+    last."""
+    commands: Path | None = None
+    """Write the command of each run into this file, one shell line a run, and run nothing."""
+    index: int | None = None
+    """Run only this one, counted from 0 in the order of --dry-run and --commands."""
+
+
+def check(options: Options) -> None:
+    """Raises :class:`ConfigError` for options that cannot be meant."""
+    ways = [flag for flag, given in (("--dry-run", options.dry_run), ("--commands", options.commands is not None),
+                                     ("--index", options.index is not None)) if given]
+    if len(ways) > 1:
+        raise ConfigError(f"{' and '.join(ways)}: give one of them")
+    if options.measure and not options.dry_run:
+        raise ConfigError("--measure: give --dry-run too")
+    if options.parallel < 1:
+        raise ConfigError(f"--parallel {options.parallel}: expected at least 1")
+
+
+def chosen(runs: Sequence[PlannedRun], index: int | None) -> Sequence[PlannedRun]:
+    """All runs, or the one of ``--index``; :class:`ConfigError` where there is none."""
+    if index is None:
+        return runs
+    if not 0 <= index < len(runs):
+        raise ConfigError(f"--index {index}: the study has {len(runs)} runs, 0 to {len(runs) - 1}")
+    return [runs[index]]
+
+
+def list_runs(options: Options, runs: Sequence[PlannedRun]) -> int:
+    """``--dry-run``; returns the exit code."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    known = estimates.Estimates(runs)
+    if options.measure:
+        known.measure(options.out, processes.child_environment(), status)
+    headings, rows = estimates.table(runs, known, keep_all=options.keep_all)
+    table = Table(*headings)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    # Not a terminal: nothing to fit, and a wrapped line is hard to read by a program.
+    Console(width=None if sys.stdout.isatty() else 400).print(table)
+    estimates.check_disk(known, runs, options.out, keep_all=options.keep_all, parallel=options.parallel)
+    return 0
+
+
+def run(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
+    """Make the runs, draw the figures and tell what failed; returns the exit code."""
+    environment = processes.child_environment()
+    mine = chosen(runs, options.index)
+    places = processes.devices(options.parallel, mine, environment)
+    known = estimates.Estimates(runs)
+    estimates.check_disk(known, mine, options.out, keep_all=options.keep_all, parallel=options.parallel)
+    folder.begin(study, runs, options.out, quick=options.quick)
+    progress = processes.run_all(mine, known, places, environment, keep_all=options.keep_all)
+    if progress.stopped_by is not None:
+        status(f"{options.out}: stopped with {len(progress.finished)} of {len(mine)} runs finished; the same command "
+               "goes on from there")
+        return 128 + progress.stopped_by
+    if options.index is None and progress.finished:
+        for path in draw(study, options.out):
+            print(path)
+    for line in processes.failures(progress):
+        status(line)
+    return FAILURE if progress.failed else 0
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Run a study as a command line says; returns the exit code."""
+    # The devices are for the runs: this process would hold the memory of a GPU that it never uses.
+    jax.config.update("jax_platforms", "cpu")
+    options = tyro.cli(Options, args=arguments, prog="sweep.py", description=__doc__)
+    check(options)
+    study = load_study(options.study)
+    runs = plan(study, options.out, quick=options.quick)
+    chosen(runs, options.index)
+    folder.check_out(study, runs, options.out, quick=options.quick)
+    if options.dry_run:
+        return list_runs(options, runs)
+    if options.commands is not None:
+        folder.begin(study, runs, options.out, quick=options.quick)
+        write_text(options.commands, "".join(f"{run.shell_line}\n" for run in runs))
+        return 0
+    return run(options, study, runs)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see :func:`support.command.run_command`."""
+    return run_command("sweep.py", command, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""What runs will take: time, memory and disk, from runs that have finished or from a few timed steps."""
+
+import contextlib
+import io
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from itertools import chain, pairwise
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from configs.schema import Config, LraConfig
+from support.errors import ConfigError, DataError, LineargptError
+from support.files import read_json
+from sweeps.folder import is_finished
+from sweeps.plan import PlannedRun, module_of, plan_run, python
+from training.metrics import read_blocks
+
+TIMED_STEPS = 3
+"""Of a distinct program, after one that is not timed."""
+FLOAT_BYTES = 4
+STATE_COPIES = 3
+"""A checkpoint has each parameter and AdamW's two moments of it."""
+KEPT_CHECKPOINTS = 2
+"""Of a finished run, with the parameters alone: the best and the last."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Where the time of a run went, in seconds, and what its step needs."""
+
+    step: float
+    evaluation: float
+    """One of them, without its compilation where there was more than one."""
+    other: float
+    """Start, compilation, checkpoints."""
+    memory: float | None
+    """Bytes of the training step; None where the device does not say."""
+
+    def seconds(self, config: Config | LraConfig) -> float:
+        """Wall time of a run with the same step."""
+        train = config.train
+        bounds = [train.steps * self.step] if train.steps is not None else []
+        bounds += [60 * train.minutes] if train.minutes is not None else []
+        training = min(bounds)
+        evaluations = ceil(training / self.step / train.eval_every)
+        return self.other + training + evaluations * self.evaluation
+
+
+def timing(folder: Path) -> Timing | None:
+    """How the time of a run went; None where its metrics do not tell."""
+    path = folder / "metrics.jsonl"
+    lines = list(chain.from_iterable(reversed(list(read_blocks(path))))) if path.is_file() else []
+    train = [line for line in lines if line["split"] == "train"]
+    if len(train) < 2 or train[-1]["step"] == train[0]["step"]:
+        return None
+    # The first step is still warming up.
+    step = (train[-1]["train_seconds"] - train[0]["train_seconds"]) / (train[-1]["step"] - train[0]["step"])
+    evaluations = [line["wall_seconds"] - before["wall_seconds"] for before, line in pairwise(lines)
+                   if line["split"] == "val"]
+    evaluation = min(evaluations, default=0.0)
+    other = lines[-1]["wall_seconds"] - train[-1]["train_seconds"] - len(evaluations) * evaluation
+    with contextlib.suppress(OSError, ValueError):
+        environment = read_json(folder / "environment.json")
+        memory = environment.get("peak_bytes") or environment.get("step_bytes")
+        return Timing(step, evaluation, max(other, 0.0), memory)
+    return None
+
+
+class Estimates:
+    """Estimates of a study's runs; what was found of one is used for all of its shape.
+
+    Args:
+        runs: the study's.
+    """
+
+    def __init__(self, runs: Sequence[PlannedRun]):
+        self.runs = runs
+        self._timings: dict[str, Timing] = {}
+        self._parameters: dict[str, int | None] = {}
+        for run in runs:
+            self.learn(run)
+
+    def learn(self, run: PlannedRun) -> None:
+        """Use a run for the others of its shape, if it is finished."""
+        if run.config is not None and is_finished(run) and (found := timing(run.folder)) is not None:
+            self._timings[run.shape] = found
+
+    def measure(self, out: Path, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
+        """Time a few steps of each distinct program that no finished run tells of, one after the other.
+
+        Args:
+            out: the folder of the study; the runs of a few steps come and go in a folder beside it.
+            environment: of the processes.
+            say: told before each.
+
+        Raises:
+            LineargptError: a run fails.
+        """
+        for run in self.runs:
+            if run.config is None or run.shape in self._timings:
+                continue
+            say(f"timing {TIMED_STEPS} steps of {run.name}")
+            steps = TIMED_STEPS + 1
+            with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=_existing(out)) as folder:
+                fields = {**{name.replace("-", "_"): value for name, value in run.variation.fields.items()},
+                          "train.steps": steps, "train.minutes": None, "train.eval_every": steps // 2,
+                          "train.sample_every": 0}
+                short = plan_run(Path("timed steps"), replace(run.variation, fields=fields), Path(folder))
+                ended = subprocess.run([python(), *short.arguments], env=environment, capture_output=True, text=True,
+                                       check=False, stdin=subprocess.DEVNULL)
+                if ended.returncode or (found := timing(short.folder)) is None:
+                    said = ended.stderr.strip().splitlines()
+                    raise LineargptError(f"timing {run.name}: it ended with exit code {ended.returncode}"
+                                         + (f": {said[-1]}" if said else ""))
+                self._timings[run.shape] = found
+
+    def seconds(self, run: PlannedRun) -> float | None:
+        """Wall time from start to end; None where nothing tells."""
+        known = self._timings.get(run.shape)
+        return None if known is None or run.config is None else known.seconds(run.config)
+
+    def memory(self, run: PlannedRun) -> float | None:
+        """Bytes that the training step needs; None where nothing tells."""
+        known = self._timings.get(run.shape)
+        return None if known is None else known.memory
+
+    def disk(self, run: PlannedRun, *, keep_all: bool) -> tuple[float, float] | None:
+        """Bytes that a run needs: at most, while it trains, and when it is finished; None where its model cannot be
+        made here."""
+        if run.config is None:
+            return 0.0, 0.0
+        count = self._count(run)
+        if count is None:
+            return None
+        whole = STATE_COPIES * FLOAT_BYTES * count
+        kept = run.config.checkpoint.keep + 1  # the best too
+        checkpoints = _checkpoints(run.config, self._timings.get(run.shape))
+        if checkpoints is not None:
+            kept = min(kept, checkpoints)
+        final = kept * whole if keep_all else min(kept, KEPT_CHECKPOINTS) * FLOAT_BYTES * count
+        return (kept + 1) * whole, final  # one is written before another goes
+
+    def _count(self, run: PlannedRun) -> int | None:
+        """Parameters of the run's model."""
+        if run.shape not in self._parameters:
+            same = [other.folder for other in self.runs if other.shape == run.shape]
+            self._parameters[run.shape] = next(
+                (count for count in map(_counted, same) if count is not None), None) or _count_of(run)
+        return self._parameters[run.shape]
+
+
+def _checkpoints(config: Config | LraConfig, known: Timing | None) -> int | None:
+    """How many checkpoints a run writes; None where its steps are not known."""
+    steps = config.train.steps
+    if steps is None:
+        assert config.train.minutes is not None
+        if known is None:
+            return None
+        steps = 60 * config.train.minutes / known.step
+    return ceil(steps / config.checkpoint.every_steps)
+
+
+def _counted(folder: Path) -> int | None:
+    """Parameters, as a run that has begun tells."""
+    with contextlib.suppress(OSError, ValueError):
+        count = read_json(folder / "environment.json").get("parameters")
+        return count if isinstance(count, int) else None
+    return None
+
+
+def _count_of(run: PlannedRun) -> int | None:
+    """Parameters of a model that is made without its numbers; None where this machine cannot make it."""
+    import jax
+    from flax import nnx
+
+    module = module_of(run.variation.command, run.name)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            *_, model = module.check_data_and_devices(run.config, run.folder)
+    except (ConfigError, LineargptError, NotImplementedError):  # another machine may
+        return None
+    return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def check_disk(estimates: Estimates, runs: Sequence[PlannedRun], out: Path, *, keep_all: bool, parallel: int) -> None:
+    """Checks that the runs that are left fit the disk; those of an unknown size are passed over.
+
+    Raises:
+        DataError: they do not.
+    """
+    known = [found for run in runs if not is_finished(run)
+             and (found := estimates.disk(run, keep_all=keep_all)) is not None]
+    beyond = sorted((most - final for most, final in known), reverse=True)[:parallel]
+    needed, free = sum(final for _, final in known) + sum(beyond), shutil.disk_usage(_existing(out)).free
+    if needed > free:
+        raise DataError(f"the {len(known):,} runs that are left need {size(needed)} of disk, and {_existing(out)} has "
+                        f"{size(free)} free; make room, or give another --out"
+                        + (", or leave out --keep-all" if keep_all else ""))
+
+
+def _existing(path: Path) -> Path:
+    """The nearest folder above ``path`` that is there."""
+    path = path.absolute()
+    return next(folder for folder in path.parents if folder.is_dir())
+
+
+def table(runs: Sequence[PlannedRun], estimates: Estimates, *, keep_all: bool) -> tuple[list[str], list[list[str]]]:
+    """What ``--dry-run`` lists: the headings, a row a run, and the sum of those that are left."""
+    rows, left = [], [run for run in runs if not is_finished(run)]
+    disk = partial(estimates.disk, keep_all=keep_all)
+    for index, run in enumerate(runs):
+        needed = disk(run)
+        rows.append([str(index), run.name, state(run), duration(estimates.seconds(run)), size(estimates.memory(run)),
+                     size(None if needed is None else needed[0]), size(None if needed is None else needed[1])])
+    kept = [None if (needed := disk(run)) is None else needed[1] for run in left]
+    rows.append(["", f"{len(left)} left", "", duration(total(map(estimates.seconds, left))), "", "", size(total(kept))])
+    return ["index", "run", "state", "time", "memory", "disk, training", "disk, kept"], rows
+
+
+def state(run: PlannedRun) -> str:
+    """Where a run is, in words."""
+    if is_finished(run):
+        return "finished"
+    folder = run.folder / "checkpoints"
+    steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+    return f"goes on from step {max(steps):,}" if steps else "to do"
+
+
+def total(values: Any) -> float | None:
+    """The sum; None where one is not known."""
+    values = list(values)
+    return None if any(value is None for value in values) else sum(values)
+
+
+def duration(seconds: float | None) -> str:
+    """``1:02:03``; ``?`` where not known."""
+    return "?" if seconds is None else str(timedelta(seconds=round(seconds)))
+
+
+def size(count: float | None) -> str:
+    """Bytes with a unit; ``?`` where not known."""
+    if count is None:
+        return "?"
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

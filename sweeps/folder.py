@@ -1,0 +1,123 @@
+"""The folder of a study and those of its runs: whose they are, which runs are finished, and what is kept of those."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from comparison.study import FORMAT, RECORD, Study, StudyRecord, read_study
+from support.errors import ConfigError, RunError
+from support.files import read_json, write_json
+from sweeps.plan import PlannedRun
+from training.checkpoint import Checkpoints
+from training.metrics import read_blocks
+from training.run import SWEEP_RECORD
+
+
+def check_out(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool) -> None:
+    """Checks that a folder is new, or of this study as it is now. Writes nothing.
+
+    Raises:
+        ConfigError: it is of another study, of another version of this one, or a run's folder holds another run; the
+            message names what differs first.
+        RunError: a file in it is damaged.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file; give another --out")
+    if (out / RECORD).exists():
+        before = read_study(out)
+        if before.study != study.path:
+            raise ConfigError(f"{out} is of {before.study}, not of {study.path}; give another --out")
+        if before.quick != quick:
+            raise ConfigError(f"{out} is of {study.path} {'with' if before.quick else 'without'} --quick; give another "
+                              "--out")
+        for run in runs:
+            check_run(run, out)
+        now = {run.name: run.hash for run in runs}
+        other = f"{out} is of another version of {study.path}"
+        for name in [*before.runs, *now]:
+            if name not in now or name not in before.runs:
+                raise ConfigError(f"{other}, which has {'no' if name in now else 'a'} run {name}; give another --out")
+            if before.runs[name] != now[name]:
+                raise ConfigError(f"{other}, whose run {name} has another config; give another --out")
+        if list(before.runs) != list(now):
+            raise ConfigError(f"{other}, with its runs in another order; give another --out")
+        return
+    for run in runs:
+        check_run(run, out)
+
+
+def check_run(run: PlannedRun, out: Path) -> None:
+    """Checks that a run's folder is new, or its own.
+
+    Raises:
+        ConfigError: it holds another run; the message names the first field that differs.
+    """
+    path = run.folder / SWEEP_RECORD
+    if not path.exists():
+        if run.folder.exists() and (not run.folder.is_dir() or any(
+                not entry.name.startswith(".") for entry in run.folder.iterdir())):
+            raise ConfigError(f"{run.folder} holds something that is not of this study; give another --out than {out}")
+        return
+    before = read_json(path, RunError)
+    if before.get("hash") == run.hash:
+        return
+    raise ConfigError(f"{run.folder} is a run with {_first_difference(before, run)}; give another --out than {out}")
+
+
+def _first_difference(before: Mapping[str, Any], run: PlannedRun) -> str:
+    fields = before.get("fields")
+    there = {"command": before.get("command")} | (fields if isinstance(fields, dict) else {})
+    here = {"command": run.variation.command} | json.loads(json.dumps(run.fields))
+    for name in {**here, **there}:
+        if name not in there or name not in here or there[name] != here[name]:
+            return f"{name} {there.get(name, 'not known')}, not {here.get(name, 'not known')}"
+    return "another hash"
+
+
+def begin(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool) -> None:
+    """Write down which study the folder is of, and in the folder of each run which run that is.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        if not (run.folder / SWEEP_RECORD).exists():
+            run.folder.mkdir(exist_ok=True)
+            _write(run, finished=False)
+    if not (out / RECORD).exists():
+        write_json(out / RECORD, StudyRecord(study.path, quick, {run.name: run.hash for run in runs}).to_dict())
+
+
+def is_finished(run: PlannedRun) -> bool:
+    """Whether the command of a run came to its end."""
+    path = run.folder / SWEEP_RECORD
+    return path.exists() and read_json(path, RunError).get("finished") is True
+
+
+def finish(run: PlannedRun, *, keep_all: bool) -> None:
+    """Write down that a run is finished, and remove what only more training would need, unless ``keep_all``."""
+    if not is_finished(run):
+        _write(run, finished=True)
+    if not keep_all and run.config is not None:
+        with Checkpoints(run.folder / "checkpoints") as checkpoints:
+            checkpoints.keep_parameters()
+
+
+def _write(run: PlannedRun, *, finished: bool) -> None:
+    write_json(run.folder / SWEEP_RECORD, {
+        "format": FORMAT, "command": run.variation.command, "hash": run.hash, "finished": finished,
+        "fields": run.fields})
+
+
+def last_lines(folder: Path) -> dict[str, dict[str, Any]]:
+    """The last train line and the last val line of a run's metrics, by split; what there is of them."""
+    found: dict[str, dict[str, Any]] = {}
+    path = folder / "metrics.jsonl"
+    for records in read_blocks(path) if path.is_file() else ():
+        for record in reversed(records):
+            found.setdefault(record["split"], record)
+        if {"train", "val"} <= found.keys():
+            break
+    return found

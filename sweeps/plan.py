@@ -1,0 +1,184 @@
+"""The runs of a study, each with the config it will have, and what makes it this run and no other."""
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import io
+import json
+import shlex
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from comparison.runs import NOT_OF_SETUP, flatten
+from comparison.study import ROOT, Study, Variation
+from configs.schema import Config, LraConfig
+from support.errors import ConfigError
+
+RESULT = "result.json"
+"""What a benchmark of a study writes into its folder."""
+NOT_OF_RESULT = tuple(name for name in NOT_OF_SETUP if name != "train.seed")
+"""Groups and fields of a config that change no result."""
+GIVEN_BY_SWEEP = ("run_dir", "json")
+"""Flags that a study does not give."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a study."""
+
+    variation: Variation
+    folder: Path
+    config: Config | LraConfig | None
+    """As it will run; None for a benchmark."""
+    fields: dict[str, Any]
+    """What its result follows from, by dotted name: the config with its defaults, without what changes no result. The
+    number format is as it was asked for, for what ``auto`` is depends on the device."""
+
+    @property
+    def name(self) -> str:
+        """Of the run, and of its folder."""
+        return self.variation.name
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the command and the fields."""
+        return hashlib.sha256(json.dumps([self.variation.command, self.fields], sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def shape(self) -> str:
+        """Equal for runs whose training step is the same program."""
+        return json.dumps([self.variation.command, {
+            name: value for name, value in self.fields.items() if not name.startswith("optimizer.") and name not in (
+                "train.seed", "train.steps", "train.minutes", "train.eval_every")}], sort_keys=True)
+
+    @property
+    def arguments(self) -> list[str]:
+        """What follows ``python``."""
+        where = ["--json", str(self.folder / RESULT)] if self.config is None else ["--run-dir", str(self.folder)]
+        return [*program(self.variation.command), *self.variation.flags(), *where]
+
+    @property
+    def shell_line(self) -> str:
+        """The command for a shell in the working folder."""
+        path = [] if Path.cwd() == ROOT else [f"PYTHONPATH={shlex.quote(str(ROOT))}"]
+        return " ".join([*path, "python", shlex.join(self.arguments)])
+
+
+def program(command: str) -> list[str]:
+    """What follows ``python`` for a script of the root, such as ``train.py``, or a module."""
+    if not command.endswith(".py"):
+        return ["-m", command]
+    return [command if Path.cwd() == ROOT else str(ROOT / command)]
+
+
+def plan(study: Study, out: Path, *, quick: bool) -> list[PlannedRun]:
+    """The runs of a study, in its order.
+
+    Raises:
+        ConfigError: a run that cannot be made; the message names it and the field.
+    """
+    return [plan_run(study.path, variation, out) for variation in study.runs(quick)]
+
+
+def plan_run(study: Path, variation: Variation, out: Path) -> PlannedRun:
+    """One run of a study; see :func:`plan`."""
+    where = f"{study}: run {variation.name}"
+    for name in variation.fields:
+        if name.replace("-", "_") in GIVEN_BY_SWEEP:
+            raise ConfigError(f"{where}: the field {name} is given by sweep.py: a run's folder is OUT and its name")
+    module = module_of(variation.command, where)
+    if not trains(module):
+        check_benchmark(module, variation, where)
+        return PlannedRun(variation, out / variation.name, None, {
+            "arguments": json.loads(json.dumps(dict(variation.fields))), "attention": variation.attention,
+            "recipe": variation.recipe})
+    line = parse(module, variation, where)
+    config = flatten({name: group for name, group in line.config.to_dict().items() if name != "format"})
+    fields = {name: value for name, value in config.items()
+              if not any(name == part or name.startswith(f"{part}.") for part in NOT_OF_RESULT)}
+    fields["model.dtype"] = line.asked.model.dtype
+    others = {name: value for name, value in dataclasses.asdict(line.flags).items()
+              if name not in ("attention", "run_dir") and value is not None}
+    return PlannedRun(variation, out / variation.name, line.config,
+                      fields | {name: str(value) for name, value in others.items()})
+
+
+def module_of(command: str, where: str) -> ModuleType:
+    """The module of a command; :class:`ConfigError` where there is none."""
+    name = command.removesuffix(".py")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(f"{where}: there is no command {command}; expected train.py, or a module such as lra.train "
+                          "or benchmarks.train_step") from None
+
+
+def trains(module: ModuleType) -> bool:
+    """Whether a command trains a run in a folder, from a recipe; else it is a benchmark."""
+    return hasattr(module, "check_data_and_devices")
+
+
+def parse(module: ModuleType, variation: Variation, where: str) -> Any:
+    """The command line of a run that trains, understood: a :class:`training.cli.CommandLine`.
+
+    Raises:
+        ConfigError: a field that does not exist, or that has not the right type, or a config that cannot be run.
+    """
+    if variation.recipe is None:
+        raise ConfigError(f"{where}: {variation.command} needs a recipe, such as configs/quickstart.py")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):  # the run itself prints its notes
+            return module.parse(variation.flags())
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except SystemExit:
+        pass
+    _check_names(module, variation, where)
+    lines = [line.strip(" │╭╮╰╯─") for line in said.getvalue().splitlines()]
+    raise ConfigError(f"{where}: {' '.join(line for line in lines if line and not line.startswith('For full help'))}")
+
+
+def _check_names(module: ModuleType, variation: Variation, where: str) -> None:
+    """Raises :class:`ConfigError` for a field that does not exist."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        line = module.parse(dataclasses.replace(variation, fields={}).flags())
+    own = [name for name in vars(line.flags) if name not in ("attention", "run_dir")]
+    known = [*flatten(line.config.to_dict()), *own]
+    for name in variation.fields:
+        plain = name.replace("-", "_")
+        if plain not in known and plain.replace(".", "_") not in own:
+            close = difflib.get_close_matches(plain, known, n=1)
+            raise ConfigError(f"{where}: there is no field {name}" + (f"; perhaps you meant {close[0]}" if close else
+                              f"; `{variation.command} RECIPE --help` lists them"))
+
+
+def check_benchmark(module: ModuleType, variation: Variation, where: str) -> None:
+    """Raises :class:`ConfigError` where a benchmark has no such flag."""
+    if not hasattr(module, "main"):
+        raise ConfigError(f"{where}: {variation.command} is no command")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        module.main(["--help"])
+    known = {word.strip("[],=") for word in said.getvalue().split() if word.strip("[],=").startswith("--")}
+    given = {f"--{name.replace('_', '-')}": name for name in variation.fields}
+    if variation.attention is not None:
+        given["--attention"] = "attention"
+    for flag, name in {**given, "--json": "json"}.items():
+        if flag not in known:
+            close = difflib.get_close_matches(flag, known, n=1)
+            raise ConfigError(f"{where}: {variation.command} has no flag {flag}, for the field {name}"
+                              + (f"; perhaps you meant {close[0]}" if close else ""))
+
+
+def python() -> str:
+    """The interpreter of the runs: this one."""
+    return sys.executable

@@ -1,0 +1,323 @@
+"""Runs the runs of a study, each in a process of its own, and shows how far they are."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from comparison.study import ROOT
+from support.command import status
+from support.errors import ConfigError
+from sweeps.estimates import Estimates, duration
+from sweeps.folder import finish, is_finished, last_lines
+from sweeps.plan import PlannedRun, python
+from training.run import OUTPUT, in_training
+
+POLL_SECONDS = 0.1
+REDRAW_SECONDS = 1.0
+SHOWN = 8
+"""Rows of the table beside the runs under way: what ended last, and what comes next."""
+
+
+@dataclass
+class Progress:
+    """How far a study is."""
+
+    runs: Sequence[PlannedRun]
+    estimates: Estimates
+    finished: list[PlannedRun] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    """By the name of a run, why."""
+    took: list[float] = field(default_factory=list)
+    """Wall seconds of the runs that finished in this process."""
+    stopped_by: int | None = None
+    """The signal that ended it."""
+
+    @property
+    def left(self) -> list[PlannedRun]:
+        """Runs that are neither finished nor failed; those under way are among them."""
+        done = {run.name for run in self.finished} | self.failed.keys()
+        return [run for run in self.runs if run.name not in done]
+
+    def seconds_left(self, active: "Sequence[Active]", parallel: int) -> float | None:
+        """Of all runs that are left; None where one of them cannot be told."""
+        mean = sum(self.took) / len(self.took) if self.took else None
+        spent = {one.run.name: time.monotonic() - one.began for one in active}
+        needed = []
+        for run in self.left:
+            expected = self.estimates.seconds(run)
+            expected = mean if expected is None else expected
+            if expected is None:
+                return None
+            needed.append(max(expected - spent.get(run.name, 0.0), 0.0))
+        return max(sum(needed) / parallel, max(needed, default=0.0))
+
+
+@dataclass
+class Active:
+    """A run under way."""
+
+    run: PlannedRun
+    device: str | None
+    process: subprocess.Popen[bytes] | None = None
+    """None before it begins: a process of an earlier sweep may still train in the run's folder."""
+    began: float = field(default_factory=time.monotonic)
+    waits: bool = False
+    """Whether it was said that it waits for that process."""
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a run: modules are found from any working folder."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return dict(os.environ) | {"PYTHONPATH": path}
+
+
+def devices(parallel: int, runs: Sequence[PlannedRun], environment: Mapping[str, str]) -> list[str | None]:
+    """The device of each run that is under way at once; None leaves a run all that there are.
+
+    Raises:
+        ConfigError: the machine has not so many, or runs that are bounded by minutes would share its cores.
+    """
+    if parallel == 1:
+        return [None]
+    asked = subprocess.run([python(), "-c", "import jax; print(jax.default_backend(), jax.local_device_count())"],
+                           env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if asked.returncode:
+        raise ConfigError(f"--parallel {parallel}: jax finds no devices: {asked.stderr.strip().splitlines()[-1]}")
+    platform, count = asked.stdout.split()
+    return devices_of(platform, int(count), parallel, runs, environment)
+
+
+def devices_of(platform: str, count: int, parallel: int, runs: Sequence[PlannedRun],
+               environment: Mapping[str, str]) -> list[str | None]:
+    """:func:`devices`, of a machine with ``count`` devices of a platform."""
+    if platform == "cpu":
+        for run in runs:
+            if run.config is not None and run.config.train.minutes is not None and not is_finished(run):
+                raise ConfigError(
+                    f"--parallel {parallel}: {run.name} ends after {run.config.train.minutes:g} minutes of training, "
+                    "and runs that share the cores of a CPU make fewer steps in them; leave out --parallel, or bound "
+                    "the runs by train.steps, with train.minutes None")
+        if parallel > (cores := len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
+                       os.cpu_count() or 1):
+            raise ConfigError(f"--parallel {parallel}: this machine has {cores} core(s); expected no more runs at once")
+        return [None] * parallel
+    if platform != "gpu":
+        raise ConfigError(f"--parallel {parallel}: a run cannot be given one device of platform {platform}; give each "
+                          "machine its runs with --index or --commands")
+    if parallel > count:
+        raise ConfigError(f"--parallel {parallel}: a run takes one device, and this machine has {count}")
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return list((visible.split(",") if visible else [str(number) for number in range(count)])[:parallel])
+
+
+def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[str | None],
+            environment: Mapping[str, str], *, keep_all: bool) -> Progress:
+    """Make the runs that are not finished, in their order, as many at once as there are ``places``.
+
+    Ctrl-C and SIGTERM are passed on to the runs under way, and no other is begun.
+
+    Args:
+        runs: the study's, their folders begun.
+        estimates: for the time that is left; learns from the runs that finish.
+        places: the device of each run that is under way at once; see :func:`devices`.
+        environment: of the processes.
+        keep_all: keep every checkpoint of a finished run.
+    """
+    progress = Progress(runs, estimates)
+    for run in runs:
+        if is_finished(run):
+            finish(run, keep_all=keep_all)  # where a sweep was killed in the middle of that
+            progress.finished.append(run)
+    waiting, free, active = progress.left, list(places), list[Active]()
+    with _signals() as received, _display(progress, len(places)) as display:
+        passed_on = 0
+        while active or (waiting and not received):
+            while waiting and free and not received:
+                active.append(Active(waiting.pop(0), free.pop(0)))
+                display.say(active[-1].run, "begins", active)
+            while passed_on < len(received):
+                for one in active:
+                    if one.process is not None:
+                        one.process.send_signal(received[passed_on])
+                passed_on += 1
+            for one in list(active):
+                code = _look_at(one, environment, stopped=bool(received))
+                if code is None:
+                    continue
+                active.remove(one)
+                free.append(one.device)
+                if one.process is not None:
+                    said = _ended(one, code, progress, stopped=bool(received), keep_all=keep_all)
+                    display.say(one.run, said, active)
+            display.update(active)
+            if active:
+                time.sleep(POLL_SECONDS)
+        progress.stopped_by = received[0] if received else None
+    return progress
+
+
+def _look_at(one: Active, environment: Mapping[str, str], *, stopped: bool) -> int | None:
+    """The exit code of a run that has ended, else None; begins its process once nobody else trains in its folder."""
+    if one.process is not None:
+        return one.process.poll()
+    if stopped:
+        return 0
+    if not in_training(one.run.folder):
+        if one.device is not None:
+            environment = {**environment, "CUDA_VISIBLE_DEVICES": one.device}
+        with (one.run.folder / OUTPUT).open("ab") as output:
+            # In a process group of its own, it is stopped by us alone and not by the terminal as well: a second signal
+            # ends a run at once.
+            one.process = subprocess.Popen([python(), *one.run.arguments], env=environment, process_group=0,
+                                           stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        one.began = time.monotonic()
+    elif not one.waits:
+        one.waits = True
+        status(f"{one.run.folder}: another process is training in it; waiting for it to end")
+    return None
+
+
+def _ended(one: Active, code: int, progress: Progress, *, stopped: bool, keep_all: bool) -> str:
+    """Write down how a run ended; returns it in words."""
+    run, seconds = one.run, time.monotonic() - one.began
+    if code == 0:
+        finish(run, keep_all=keep_all)
+        progress.finished.append(run)
+        progress.took.append(seconds)
+        progress.estimates.learn(run)
+        val = last_lines(run.folder).get("val", {}).get("loss")
+        return f"finished in {duration(seconds)}" + ("" if val is None else f", val loss {val:.4f}")
+    if stopped:
+        return "stopped; the same command goes on from there"
+    why = f"signal {-code}" if code < 0 else f"exit code {code}"
+    said = [line for line in (run.folder / OUTPUT).read_text(errors="replace").splitlines() if line.strip()]
+    # Behind the last word of a process that was killed stands nothing of why.
+    progress.failed[run.name] = why + (f": {said[-1].strip()}" if said and code > 0 else "")
+    return f"failed with {progress.failed[run.name]}"
+
+
+def failures(progress: Progress) -> list[str]:
+    """What there is to tell of the runs that failed."""
+    if not progress.failed:
+        return []
+    count = len(progress.failed)
+    lines = [f"{count} run{'s' if count > 1 else ''} failed; {OUTPUT} in a run's folder has what it printed, and the "
+             "same command tries again:"]
+    arms: dict[tuple[Any, ...], list[PlannedRun]] = {}
+    for run in progress.runs:
+        arms.setdefault(run.variation.arm, []).append(run)
+    for runs in arms.values():
+        lost = [run for run in runs if run.name in progress.failed]
+        lines += [f"  {run.name}: {progress.failed[run.name]}" for run in lost]
+        if len(runs) > 1 and len(lost) == len(runs):
+            lines.append(f"  That is every seed of {', '.join(run.name for run in runs)}: the study says nothing of "
+                         "this arm")
+    return lines
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Every Ctrl-C and SIGTERM ends up in the list."""
+    received: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda number, _: received.append(number)) for number in numbers]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+class Display(Protocol):
+    """Shows how far a study is."""
+
+    def say(self, run: PlannedRun, what: str, active: Sequence[Active]) -> None:
+        """What has become of a run."""
+        ...
+
+    def update(self, active: Sequence[Active]) -> None:
+        """Time has passed."""
+        ...
+
+
+@contextmanager
+def _display(progress: Progress, parallel: int) -> Iterator[Display]:
+    """A live table on a terminal; elsewhere a line whenever a run begins or ends."""
+    if not sys.stdout.isatty():
+        yield Lines(progress, parallel)
+        return
+    from rich.live import Live
+
+    with Live(auto_refresh=False) as live:
+        table = LiveTable(progress, parallel, live)
+        yield table
+        table.update([], now=True)
+
+
+def summary(progress: Progress, active: Sequence[Active], parallel: int) -> str:
+    """``3 done, 1 failed, 1 running, 13 left, ETA 0:12:10``."""
+    failed = f"{len(progress.failed)} failed, " if progress.failed else ""
+    return (f"{len(progress.finished)} done, {failed}{len(active)} running, {len(progress.left) - len(active)} left, "
+            f"ETA {duration(progress.seconds_left(active, parallel))}")
+
+
+@dataclass
+class Lines:
+    """A line whenever a run begins or ends."""
+
+    progress: Progress
+    parallel: int
+
+    def say(self, run: PlannedRun, what: str, active: Sequence[Active]) -> None:
+        print(f"{run.name}: {what} ({summary(self.progress, active, self.parallel)})", flush=True)
+
+    def update(self, active: Sequence[Active]) -> None:
+        pass
+
+
+@dataclass
+class LiveTable:
+    """The runs under way, those that ended last and those that come next."""
+
+    progress: Progress
+    parallel: int
+    live: Any
+    said: dict[str, str] = field(default_factory=dict)
+    """What became of a run, by its name."""
+    drawn: float = 0.0
+
+    def say(self, run: PlannedRun, what: str, active: Sequence[Active]) -> None:
+        self.said[run.name] = what
+        self.update(active, now=True)
+
+    def update(self, active: Sequence[Active], *, now: bool = False) -> None:
+        if not now and time.monotonic() - self.drawn < REDRAW_SECONDS:
+            return
+        from rich.markup import escape
+        from rich.table import Table
+
+        self.drawn = time.monotonic()
+        table = Table("run", "state", "steps", "loss", "time",
+                      caption=summary(self.progress, active, self.parallel), caption_justify="left")
+        running = {one.run.name: one for one in active}
+        ended = [name for name in self.said if name not in running]
+        coming = [run.name for run in self.progress.left if run.name not in self.said]
+        for name in [*ended[-SHOWN:], *running, *coming[:SHOWN]]:
+            if name not in running:
+                table.add_row(*map(escape, (name, self.said.get(name, "to do"), "", "", "")))
+                continue
+            one = running[name]
+            line = last_lines(one.run.folder).get("train", {})
+            steps = None if one.run.config is None else one.run.config.train.steps
+            table.add_row(*map(escape, (
+                name, "waiting" if one.process is None else "running",
+                f"{line.get('step', 0):,}" + ("" if steps is None else f" / {steps:,}"),
+                f"{line['loss']:.4f}" if line.get("loss") is not None else "–",
+                duration(time.monotonic() - one.began))))
+        self.live.update(table, refresh=True)
