@@ -110,11 +110,11 @@ def run(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
         status(f"{options.out}: stopped with {len(progress.finished)} of {len(mine)} runs finished; the same command "
                "goes on from there")
         return 128 + progress.stopped_by
+    for line in processes.failures(progress):
+        status(line)
     if options.index is None and progress.finished:
         for path in draw(study, options.out):
             print(path)
-    for line in processes.failures(progress):
-        status(line)
     return FAILURE if progress.failed else 0
 
 

@@ -10,7 +10,6 @@
 ``sweep.py`` starts the runs, ``compare.py --study OUT`` reads them again.
 """
 
-import importlib
 import importlib.util
 import itertools
 from collections import Counter
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from comparison.figures import Figure, write_figures
 from comparison.runs import NotARunError, Run, load_run
 from support.errors import ConfigError, LineargptError, RunError
 from support.files import read_json
@@ -89,7 +89,7 @@ def grid(recipe: str | None, attentions: Sequence[str | None] = (None,),
     choices = [[(axis.rpartition(".")[2], value, values[value] if isinstance(values, Mapping) else {axis: value})
                 for value in values] for axis, values in (axes or {}).items()]
     runs = []
-    for attention, *places in itertools.product(attentions, *choices):
+    for attention, places in itertools.product(attentions, itertools.product(*choices)):
         named = [] if attention is None else [attention.replace(",", "+")]
         of_run = dict(fields or {})
         for axis, value, given in places:
@@ -125,7 +125,7 @@ class Study:
                                   f"slash, no dot in front, and not {RECORD} or {FIGURES}")
         return list(runs)
 
-    def figures(self, runs: Sequence[Run]) -> Sequence[Any]:
+    def figures(self, runs: Sequence[Run]) -> Sequence[Figure]:
         """What the study draws of its runs.
 
         Raises:
@@ -240,5 +240,4 @@ def draw(study: Study, out_dir: Path) -> list[Path]:
         OSError: a file cannot be written.
     """
     runs, left_out = load_runs(out_dir, read_study(out_dir))
-    return importlib.import_module("comparison.figures").write_figures(
-        study.figures(runs), out_dir / FIGURES, remarks=[f"Left out: {why}." for why in left_out])
+    return write_figures(study.figures(runs), out_dir / FIGURES, [f"Left out: {why}." for why in left_out])

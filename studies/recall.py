@@ -9,7 +9,7 @@ attention, computed chunked, carries the pairs in width² / heads numbers a laye
 steps, so that each schedule ends, at two learning rates, of which a mode's better one counts at each place, and three
 seeds.
 
-The quick form has 2 and 4 pairs, 1 and 4 heads, two seeds and 1,000 steps, at the rate that benchmarks/results/mqar.md
+The quick form has 2 and 4 pairs, 1 and 4 heads, two seeds and 800 steps, at the rate that benchmarks/results/mqar.md
 found for each mode: 16 runs, within 10 minutes on two idle CPU cores. Linear attention is learning still at its end;
 whether it ever recalls 4 pairs is for the whole study.
 """
@@ -33,7 +33,7 @@ def get_runs(quick: bool) -> list[Variation]:
             {"train.steps": 4000, "train.eval_every": 500})
     return [run for mode, rate in QUICK_RATES.items() for run in grid(
         RECIPE, (mode,), {"pairs": pairs(2, 4), "heads": heads(1, 4), "train.seed": (0, 1)},
-        {"train.steps": 1000, "train.eval_every": 250, RATE: rate})]
+        {"train.steps": 800, "train.eval_every": 200, RATE: rate})]
 
 
 def pairs(*counts: int) -> dict[int, dict[str, object]]:

@@ -1,0 +1,393 @@
+"""sweep.py: most tests have a short script in place of train.py, so that a run is a process of a tenth of a second."""
+
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import sample
+import sweep
+from support.files import read_json
+from sweeps import estimates, plan, processes
+from tests import tiny
+
+FAKE = '''
+import json, os, signal, sys, time
+from pathlib import Path
+
+flags = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+folder = Path(flags["--run-dir"])
+study = folder.parent.parent
+with (study / "begun.txt").open("a") as file:
+    print(folder.name, os.environ.get("CUDA_VISIBLE_DEVICES"), file=file)
+if folder.name in (study / "failing.txt").read_text().split():
+    sys.exit("the loss is not finite")
+if folder.name in (study / "endless.txt").read_text().split():
+    stopped = []
+    signal.signal(signal.SIGINT, lambda number, _: stopped.append(number))
+    (study / "under_way").touch()
+    while not stopped:
+        time.sleep(0.01)
+    (study / "saved").write_text(folder.name)
+    sys.exit(130)
+folder.mkdir(exist_ok=True)
+line = {"step": 10, "tokens": 10, "train_seconds": 1.0, "wall_seconds": 3.0, "loss": 2.5}
+with (folder / "metrics.jsonl").open("w") as file:
+    for step in (1, 11):
+        print(json.dumps(line | {"split": "train", "step": step, "train_seconds": float(step)}), file=file)
+    print(json.dumps(line | {"split": "val", "step": 11, "wall_seconds": 20.0}), file=file)
+(folder / "environment.json").write_text(json.dumps({"parameters": 1000, "step_bytes": 5_000_000}))
+'''
+
+STUDY = '''
+"""A study of a tiny model."""
+
+from pathlib import Path
+
+from comparison.study import Variation, grid
+
+RECIPE = str(Path(__file__).parent / "recipe" / "tiny.py")
+
+
+def get_runs(quick):
+    return grid(RECIPE, ("softmax",), {"optimizer.learning_rate": (1e-3, 1e-2), "train.seed": (0, 1)})
+
+
+def figures(runs):
+    return []
+'''
+RUNS = [f"softmax-learning_rate-{rate}-seed-{seed}" for rate in ("0.001", "0.01") for seed in (0, 1)]
+
+
+class Made:
+    """A study file in a folder, and sweep.py on it, with a script in place of train.py."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.path, self.out = folder, folder / "study.py", folder / "out"
+        self.path.write_text(STUDY)
+        for name in ("failing.txt", "endless.txt", "begun.txt"):
+            (folder / name).touch()
+
+    def change(self, old: str, new: str) -> None:
+        """Edit the study."""
+        assert old in self.path.read_text()
+        self.path.write_text(self.path.read_text().replace(old, new))
+
+    def sweep(self, *flags: object) -> int:
+        """The exit code of sweep.py."""
+        return sweep.main([str(self.path), "--out", str(self.out), *map(str, flags)])
+
+    def begun(self) -> list[str]:
+        """The names of the runs that began since the last call, in order."""
+        names = [line.split()[0] for line in (self.folder / "begun.txt").read_text().splitlines()]
+        (self.folder / "begun.txt").write_text("")
+        return names
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture
+def made(tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
+    (tmp_path / "recipe").symlink_to(recipe.parent)
+    (tmp_path / "fake.py").write_text(FAKE)
+    monkeypatch.setattr(plan, "program", lambda command: [str(tmp_path / "fake.py")])
+    monkeypatch.setattr(processes, "POLL_SECONDS", 0.01)
+    return Made(tmp_path)
+
+
+def test_makes_the_runs_in_order_and_skips_them_the_next_time(made: Made, capsys: pytest.CaptureFixture[str]):
+    assert made.sweep() == 0
+    assert made.begun() == RUNS
+    assert "4 done, 0 running, 0 left, ETA 0:00:00" in capsys.readouterr().out
+    record = read_json(made.out / "study.json")
+    assert record["format"] == 1
+    assert Path(record["study"]) == made.path
+    assert [run["name"] for run in record["runs"]] == RUNS
+    assert len({run["hash"] for run in record["runs"]}) == 4
+    kept = read_json(made.out / RUNS[0] / "run.json")
+    assert (kept["hash"], kept["finished"]) == (record["runs"][0]["hash"], True)
+    assert kept["fields"]["optimizer.learning_rate"] == 1e-3
+    assert (made.out / "figures" / "figures.md").is_file()
+    assert made.sweep() == 0
+    assert made.begun() == []
+
+
+def test_a_run_that_fails_stops_no_other_and_is_tried_again(made: Made, capsys: pytest.CaptureFixture[str]):
+    (made.folder / "failing.txt").write_text(f"{RUNS[0]} {RUNS[2]} {RUNS[3]}")
+    assert made.sweep() == 1
+    assert made.begun() == RUNS
+    told = capsys.readouterr().err
+    assert f"{RUNS[0]}: exit code 1: the loss is not finite" in told
+    assert f"every seed of {RUNS[2]}, {RUNS[3]}" in told
+    assert f"every seed of {RUNS[0]}" not in told
+    (made.folder / "failing.txt").write_text("")
+    assert made.sweep() == 0
+    assert made.begun() == [RUNS[0], RUNS[2], RUNS[3]]
+
+
+def test_ctrl_c_stops_the_run_under_way_and_the_sweep(made: Made):
+    (made.folder / "endless.txt").write_text(RUNS[1])
+    script = ("import sys; from sweeps import plan; import sweep; "
+              f"plan.program = lambda command: [{str(made.folder / 'fake.py')!r}]; sys.exit(sweep.main(sys.argv[1:]))")
+    process = subprocess.Popen([sys.executable, "-c", script, str(made.path), "--out", str(made.out)],
+                               cwd=tiny.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for((made.folder / "under_way").exists, process)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (made.folder / "saved").read_text() == RUNS[1]
+    assert "1 of 4 runs finished; the same command goes on" in told
+    (made.folder / "endless.txt").write_text("")
+    made.begun()
+    assert made.sweep() == 0
+    assert made.begun() == RUNS[1:]
+
+
+def test_a_run_that_another_process_trains_is_waited_for(made: Made, monkeypatch: pytest.MonkeyPatch,
+                                                         capsys: pytest.CaptureFixture[str]):
+    looks = iter([True, True, False, False, False, False])
+    monkeypatch.setattr(processes, "in_training", lambda folder: next(looks))
+    assert made.sweep() == 0
+    assert made.begun() == RUNS
+    assert capsys.readouterr().err.count("waiting for it to end") == 1
+
+
+@pytest.mark.parametrize(("old", "new", "told"), [
+    ("(1e-3, 1e-2)", "(2e-3, 1e-2)", "has a run softmax-learning_rate-0.001-seed-0"),
+    ('{"optimizer', '{**{}, "optimizer', None),
+    ('"train.seed": (0, 1)}', '"train.seed": (0, 1)}, {"train.steps": 5}', "train.steps 2, not 5"),
+    ('"train.seed": (0, 1)}', '"train.seed": (0, 1)}, {"checkpoint.keep": 1, "train.sample_every": 1}', None),
+    ('"train.seed": (0, 1)', '"train.seed": (1, 0)', "another order"),
+])
+def test_the_folder_of_another_version_of_the_study_is_refused(made: Made, capsys: pytest.CaptureFixture[str],
+                                                               old: str, new: str, told: str | None):
+    assert made.sweep() == 0
+    before = {path: path.read_bytes() for path in made.out.rglob("*") if path.is_file()}
+    made.change(old, new)
+    assert made.sweep() == (0 if told is None else 2)
+    assert (told or "") in capsys.readouterr().err
+    for path, contents in before.items():
+        assert path.read_bytes() == contents
+
+
+def test_the_folder_of_another_study_or_form_is_refused(made: Made, capsys: pytest.CaptureFixture[str]):
+    assert made.sweep() == 0
+    assert made.sweep("--quick") == 2
+    assert "without --quick" in capsys.readouterr().err
+    made.path = made.path.rename(made.folder / "other.py")
+    assert made.sweep() == 2
+    assert f"is of {made.folder / 'study.py'}, not of {made.path}" in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_something_else_is_not_touched(made: Made, capsys: pytest.CaptureFixture[str]):
+    (made.out / RUNS[1]).mkdir(parents=True)
+    (made.out / RUNS[1] / "config.json").write_text("mine")
+    assert made.sweep() == 2
+    assert f"{RUNS[1]} holds something that is not of this study" in capsys.readouterr().err
+    assert [path.name for path in made.out.iterdir()] == [RUNS[1]]
+
+
+@pytest.mark.parametrize(("old", "new", "told"), [
+    ('"train.seed": (0, 1)', '"train.sed": (0, 1)', "there is no field train.sed; perhaps you meant train.seed"),
+    ('"train.seed": (0, 1)', '"train.seed": ("x",)', "--train.seed"),
+    ('"train.seed": (0, 1)', '"train.steps": (0,)', "train.steps is 0; expected at least 1"),
+    ('"train.seed": (0, 1)', '"run-dir": ("x",)', "the field run-dir is given by sweep.py"),
+    ('("softmax",)', '("softmx",)', "perhaps you meant softmax"),
+    ('("softmax",)', '("softmax", "softmax")', "2 runs are named softmax-learning_rate-0.001-seed-0"),
+    ("return grid(", 'return [Variation("a/b", RECIPE)] + grid(', "a run is named 'a/b'"),
+    ("return grid(", 'return [Variation("a", RECIPE, command="trane.py")] + grid(', "there is no command trane.py"),
+    ("return grid(", 'return [Variation("a")] + grid(', "train.py needs a recipe"),
+    ("return grid(", "return [] and grid(", "get_runs returns no runs"),
+    ("return grid(", "1 / 0\n    return grid(", "get_runs fails: ZeroDivisionError"),
+    ("def get_runs(", "def runs(", "a study defines get_runs(quick)"),
+    ("def figures(", "def pictures(", "a study defines figures(runs)"),
+])
+def test_a_study_that_cannot_be_run_is_refused(made: Made, capsys: pytest.CaptureFixture[str], old: str, new: str,
+                                               told: str):
+    made.change(old, new)
+    assert made.sweep() == 2
+    assert told in capsys.readouterr().err
+    assert not made.out.exists()
+
+
+def test_no_such_study(capsys: pytest.CaptureFixture[str]):
+    assert sweep.main(["studies/nothing.py", "--out", "unused"]) == 2
+    assert "There are: studies/learning_rate.py, studies/recall.py" in capsys.readouterr().err
+
+
+def test_benchmarks_are_runs_too(made: Made, capsys: pytest.CaptureFixture[str]):
+    made.change("return grid(", 'return [Variation("step", command="benchmarks.train_step", '
+                                'fields={"contexts": "128"})] or grid(')
+    assert made.sweep("--commands", made.folder / "lines.txt") == 0
+    line = (made.folder / "lines.txt").read_text()
+    assert f"--contexts 128 --json {made.out / 'step' / 'result.json'}" in line
+    made.change('"contexts"', '"contents"')
+    assert made.sweep("--dry-run") == 2
+    assert "benchmarks.train_step has no flag --contents" in capsys.readouterr().err
+
+
+def test_one_line_a_run_and_one_run_by_its_index(made: Made, monkeypatch: pytest.MonkeyPatch,
+                                                 capsys: pytest.CaptureFixture[str]):
+    lines = made.folder / "lines.txt"
+    assert made.sweep("--commands", lines) == 0
+    assert made.begun() == []
+    assert len(lines.read_text().splitlines()) == 4
+    line = lines.read_text().splitlines()[2].replace("python", sys.executable, 1)
+    subprocess.run(line, shell=True, check=True)
+    assert made.begun() == [RUNS[2]]
+    assert made.sweep("--index", 3) == 0
+    assert made.sweep("--index", 3) == 0
+    assert made.begun() == [RUNS[3]]
+    assert not (made.out / "figures").exists()
+    assert made.sweep("--index", 4) == 2
+    assert "--index 4: the study has 4 runs, 0 to 3" in capsys.readouterr().err
+
+
+def test_the_estimates_come_from_finished_runs_of_the_same_shape(made: Made, capsys: pytest.CaptureFixture[str]):
+    made.change("return grid(", 'return grid(RECIPE, ("chunked",)) + grid(')
+    assert made.sweep("--dry-run") == 0
+    assert not made.out.exists()
+    assert rows(capsys.readouterr().out)["1"][2:5] == ["to do", "?", "?"]
+    assert made.sweep("--index", 1) == 0
+    capsys.readouterr()
+    assert made.sweep("--dry-run") == 0
+    found = rows(capsys.readouterr().out)
+    # Two steps of 1 s each, and the evaluation, which the val line says took 17 s.
+    assert found["1"][2:4] == ["finished", "0:00:19"]
+    assert found["2"][2:5] == ["to do", "0:00:19", "5 MB"]
+    assert found["0"][2:5] == ["to do", "?", "?"]
+    # A checkpoint has each of 1,000 parameters three times, in 4 bytes; the run makes one; there is room for one more.
+    assert found["2"][5:] == ["24 kB", "4 kB"]
+
+
+def test_what_does_not_fit_the_disk_is_refused(made: Made, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]):
+    usage = estimates.shutil.disk_usage(made.folder)
+    monkeypatch.setattr(estimates.shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+    for flags in ([], ["--dry-run"]):
+        assert made.sweep(*flags) == 1
+        assert "4 runs that are left need" in capsys.readouterr().err
+    assert made.begun() == []
+    assert not made.out.exists()
+
+
+def test_measure_times_a_step_of_each_program(made: Made, capsys: pytest.CaptureFixture[str]):
+    assert made.sweep("--dry-run", "--measure") == 0
+    told = capsys.readouterr()
+    assert told.err.count("timing 3 steps") == 1
+    assert [row[3] for row in rows(told.out).values()] == ["0:00:19"] * 4
+    assert not made.out.exists()
+
+
+def test_several_at_once(made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(processes.os, "sched_getaffinity", lambda process: {0, 1})
+    assert made.sweep("--parallel", 2) == 0
+    assert sorted(made.begun()) == sorted(RUNS)
+    made.change('"train.seed": (0, 1)}', '"train.seed": (0, 1)}, {"train.minutes": 1.0}')
+    made.out = made.folder / "by_minutes"
+    assert made.sweep("--parallel", 2) == 2
+    assert "share the cores of a CPU" in capsys.readouterr().err
+
+
+def test_on_gpus_each_run_has_its_own(made: Made, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(processes.ConfigError, match="this machine has 2"):
+        processes.devices_of("gpu", 2, 3, [], {})
+    assert processes.devices_of("gpu", 4, 2, [], {}) == ["0", "1"]
+    assert processes.devices_of("gpu", 2, 2, [], {"CUDA_VISIBLE_DEVICES": "5,7"}) == ["5", "7"]
+    with pytest.raises(processes.ConfigError, match="platform tpu"):
+        processes.devices_of("tpu", 4, 2, [], {})
+    monkeypatch.setattr(processes, "devices", lambda parallel, runs, environment: ["5", "7"])
+    assert made.sweep("--parallel", 2) == 0
+    used = [line.split()[1] for line in (made.folder / "begun.txt").read_text().splitlines()]
+    assert set(used) == {"5", "7"}
+
+
+@pytest.mark.parametrize(("flags", "told"), [
+    (["--measure"], "give --dry-run too"), (["--dry-run", "--index", "0"], "--dry-run and --index: give one"),
+    (["--parallel", "0"], "expected at least 1"),
+])
+def test_flags_that_cannot_be_meant(made: Made, capsys: pytest.CaptureFixture[str], flags: list[str], told: str):
+    assert made.sweep(*flags) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "recall"])
+def test_the_studies_of_the_project_can_be_planned(name: str, tmp_path: Path):
+    from comparison.study import load_study
+
+    study = load_study(f"studies/{name}.py")
+    variations = {form: study.runs(form) for form in (True, False)}
+    assert len(variations[True]) < len(variations[False])
+    planned = plan.plan(study, tmp_path, quick=True)
+    for run in planned:
+        assert run.config is not None
+        assert run.config.train.minutes is None
+        assert run.config.optimizer.warmup_steps < (run.config.train.steps or 0)
+
+
+@pytest.mark.thorough
+def test_a_study_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, recipe: Path,
+                                                        capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "recipe").symlink_to(recipe.parent)
+    made = Made(tmp_path)
+    made.change('"optimizer.learning_rate": (1e-3, 1e-2), "train.seed": (0, 1)}',
+                '"train.seed": (0,)}, {"train.steps": 120, "train.eval_every": 40, "checkpoint.every_steps": 10, '
+                '"checkpoint.keep": 2}')
+    name = "softmax-seed-0"
+    process = subprocess.Popen([sys.executable, "sweep.py", str(made.path), "--out", str(made.out)], cwd=tiny.ROOT,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: tiny.saved_steps(made.out / name), process)
+    # The run first, or the sweep would write down that it failed; then nothing of either is left running.
+    os.kill(process.pid, signal.SIGSTOP)
+    for child in children(process.pid):
+        os.kill(child, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    assert read_json(made.out / name / "run.json")["finished"] is False
+    assert made.sweep() == 0
+    cut = made.out
+    made.out = tmp_path / "whole"
+    assert made.sweep("--keep-all") == 0
+
+    def losses(out: Path) -> list[tuple]:
+        return [(line["split"], line["step"], line["loss"]) for line in tiny.lines(out / name)]
+
+    assert losses(cut) == losses(made.out)
+    # What is kept can be sampled from, and train.py knows that it is finished.
+    whole, parameters = (set(path.name for path in (out / name / "checkpoints").glob("120/*"))
+                         for out in (made.out, cut))
+    assert whole - parameters == {"optimizer"}
+    assert set(tiny.saved_steps(cut / name)) <= set(tiny.saved_steps(made.out / name))
+    config = ["--train.steps", 120, "--train.eval-every", 40]
+    with tiny.settings():
+        capsys.readouterr()
+        assert tiny.run(recipe, "--attention", "softmax", "--run-dir", cut / name, *config) == 0
+        assert "is finished: step 120" in capsys.readouterr().err
+        assert tiny.run(recipe, "--attention", "softmax", "--run-dir", cut / name, "--train.steps", 121) == 1
+        assert "without the optimizer state" in capsys.readouterr().err
+        assert sample.main([str(cut / name), "--prompt", "3", "--max-new-tokens", "2"]) == 0
+
+
+def rows(printed: str) -> dict[str, list[str]]:
+    """The cells of the table that --dry-run prints, by index."""
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
+    return {row[0]: row for row in cells if row[0]}
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen) -> None:
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
