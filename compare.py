@@ -31,9 +31,8 @@ from comparison.figures import Figure
 from comparison.page import page
 from comparison.picture import picture
 from comparison.reading import Reader
-from comparison.study import load_study, read_study
+from comparison.study import left_out, load_study, read_study, reader
 from comparison.table import as_csv, print_table, print_texts, table_note
-from comparison.wording import few
 from support.command import run_command, status
 from support.errors import ConfigError, RunError
 from support.files import replacing
@@ -116,7 +115,7 @@ class Source:
             return
         record = read_study(options.study)
         self.study = load_study(record.study)
-        self.reader = Reader([options.study / name for name in record.runs], awaited=True, may_be_empty=True)
+        self.reader = reader(options.study, record)
 
     def compare(self, said: set[str]) -> Drawn:
         """Read the runs and compare them.
@@ -134,15 +133,13 @@ class Source:
             raise RunError("; ".join(map(str, found.damaged)) or "there is no run yet")
         compared = comparison.compare(runs)
         if self.study is None:
-            figures, left, title = (), [f"passed over: {note}" for note in found.passed_over], ""
+            figures, title = (), ""
+            left = [*(f"left out: {error}" for error in found.damaged),
+                    *(f"passed over: {note}" for note in found.passed_over)]
         else:
             figures, title = self.study.figures(found.runs), (self.study.module.__doc__ or "").partition("\n")[0]
-            left = [f"nothing was logged of {run.name}" for run in found.runs if run.is_empty]
-            # A benchmark leaves a result, and no run.
-            if missing := [path.name for path in self.reader.paths
-                           if not any((path / name).is_file() for name in ("config.json", "result.json"))]:
-                left.append(f"not begun: {few(missing)}")
-        for note in [*(f"left out: {error}" for error in found.damaged), *found.notes, *left, *compared.remarks]:
+            left = [f"left out: {why}" for why in left_out(found, self.reader.paths)]
+        for note in [*left, *found.notes, *compared.remarks]:
             if note not in said:
                 status(note)
                 said.add(note)

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from comparison.figures import Figure, write_figures
-from comparison.runs import NotARunError, Run, load_run
+from comparison.reading import Found, Reader
+from comparison.runs import Run
+from comparison.wording import few
 from support.errors import ConfigError, LineargptError, RunError
 from support.files import read_json
 
@@ -214,22 +216,24 @@ def read_study(out_dir: Path) -> StudyRecord:
                        "file") from error
 
 
-def load_runs(out_dir: Path, record: StudyRecord) -> tuple[list[Run], list[str]]:
-    """The runs of a study that can be read, in its order, and for each of the others why it is left out.
+def reader(out_dir: Path, record: StudyRecord) -> Reader:
+    """Reads the runs of a study, in its order; those that have not begun are passed over."""
+    return Reader([Path(out_dir) / name for name in record.runs], awaited=True, may_be_empty=True)
 
-    Runs of benchmarks, whose results are their own files, are in neither.
+
+def left_out(found: Found, folders: Sequence[Path]) -> list[str]:
+    """Of which runs of a study nothing can be drawn, and why; benchmarks, which leave a result and no run, are not
+    among them.
+
+    Args:
+        found: what was read of the runs.
+        folders: those of all runs of the study.
     """
-    runs, left_out = [], []
-    for name in record.runs:
-        folder = Path(out_dir) / name
-        try:
-            runs.append(load_run(folder))
-        except NotARunError:
-            if not (folder / "result.json").is_file():
-                left_out.append(f"{name}: not begun")
-        except RunError as error:
-            left_out.append(str(error))
-    return runs, left_out
+    left = [*map(str, found.damaged), *(f"nothing was logged of {run.name}" for run in found.runs if run.is_empty)]
+    if missing := [folder.name for folder in folders
+                   if not any((folder / name).is_file() for name in ("config.json", "result.json"))]:
+        left.append(f"not begun: {few(missing)}")
+    return left
 
 
 def draw(study: Study, out_dir: Path) -> list[Path]:
@@ -239,5 +243,7 @@ def draw(study: Study, out_dir: Path) -> list[Path]:
         ConfigError: the study's ``figures`` fails.
         OSError: a file cannot be written.
     """
-    runs, left_out = load_runs(out_dir, read_study(out_dir))
-    return write_figures(study.figures(runs), out_dir / FIGURES, [f"Left out: {why}." for why in left_out])
+    runs = reader(out_dir, read_study(out_dir))
+    found = runs.read()
+    return write_figures(study.figures(found.runs), out_dir / FIGURES, [
+        f"Left out: {why}." for why in left_out(found, runs.paths)])
