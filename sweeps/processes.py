@@ -1,5 +1,6 @@
 """Runs the runs of a study, each in a process of its own, and shows how far they are."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -8,7 +9,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TextIO
 
 from comparison.study import ROOT
 from support.command import status
@@ -20,6 +22,8 @@ from training.run import OUTPUT, in_training
 
 POLL_SECONDS = 0.1
 REDRAW_SECONDS = 1.0
+LOCK = ".sweep.lock"
+"""In a run's folder: held by the process of the run from its first moment on, also where sweep.py was killed."""
 SHOWN = 8
 """Rows of the table beside the runs under way: what ended last, and what comes next."""
 
@@ -168,19 +172,30 @@ def _look_at(one: Active, environment: Mapping[str, str], *, stopped: bool) -> i
         return one.process.poll()
     if stopped:
         return 0
-    if not in_training(one.run.folder):
-        if one.device is not None:
-            environment = {**environment, "CUDA_VISIBLE_DEVICES": one.device}
-        with (one.run.folder / OUTPUT).open("ab") as output:
-            # In a process group of its own, it is stopped by us alone and not by the terminal as well: a second signal
-            # ends a run at once.
-            one.process = subprocess.Popen([python(), *one.run.arguments], env=environment, process_group=0,
-                                           stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        one.began = time.monotonic()
-    elif not one.waits:
-        one.waits = True
-        status(f"{one.run.folder}: another process is training in it; waiting for it to end")
+    with (one.run.folder / LOCK).open("w") as lock:
+        if _is_free(one.run.folder, lock):
+            if one.device is not None:
+                environment = {**environment, "CUDA_VISIBLE_DEVICES": one.device}
+            with (one.run.folder / OUTPUT).open("ab") as output:
+                # In a process group of its own, it is stopped by us alone and not by the terminal as well: a second
+                # signal ends a run at once. The process inherits the lock, and holds it until it ends.
+                one.process = subprocess.Popen(
+                    [python(), *one.run.arguments], env=environment, process_group=0, pass_fds=(lock.fileno(),),
+                    stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+            one.began = time.monotonic()
+        elif not one.waits:
+            one.waits = True
+            status(f"{one.run.folder}: another process is training in it; waiting for it to end")
     return None
+
+
+def _is_free(folder: Path, lock: TextIO) -> bool:
+    """Takes the lock of a run's folder, unless a process has it that an earlier sweep started, or trains in it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return not in_training(folder)
 
 
 def _ended(one: Active, code: int, progress: Progress, *, stopped: bool, keep_all: bool) -> str:

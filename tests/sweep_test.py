@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,13 @@ class Made:
         """The exit code of sweep.py."""
         return sweep.main([str(self.path), "--out", str(self.out), *map(str, flags)])
 
+    def start(self) -> subprocess.Popen:
+        """sweep.py as a process."""
+        script = ("import sys; from sweeps import plan; import sweep; plan.program = lambda command: "
+                  f"[{str(self.folder / 'fake.py')!r}]; sys.exit(sweep.main(sys.argv[1:]))")
+        return subprocess.Popen([sys.executable, "-c", script, str(self.path), "--out", str(self.out)], cwd=tiny.ROOT,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
     def begun(self) -> list[str]:
         """The names of the runs that began since the last call, in order."""
         names = [line.split()[0] for line in (self.folder / "begun.txt").read_text().splitlines()]
@@ -136,10 +144,7 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(made: Made, capsys: 
 
 def test_ctrl_c_stops_the_run_under_way_and_the_sweep(made: Made):
     (made.folder / "endless.txt").write_text(RUNS[1])
-    script = ("import sys; from sweeps import plan; import sweep; "
-              f"plan.program = lambda command: [{str(made.folder / 'fake.py')!r}]; sys.exit(sweep.main(sys.argv[1:]))")
-    process = subprocess.Popen([sys.executable, "-c", script, str(made.path), "--out", str(made.out)],
-                               cwd=tiny.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = made.start()
     wait_for((made.folder / "under_way").exists, process)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
@@ -152,13 +157,20 @@ def test_ctrl_c_stops_the_run_under_way_and_the_sweep(made: Made):
     assert made.begun() == RUNS[1:]
 
 
-def test_a_run_that_another_process_trains_is_waited_for(made: Made, monkeypatch: pytest.MonkeyPatch,
-                                                         capsys: pytest.CaptureFixture[str]):
-    looks = iter([True, True, False, False, False, False])
-    monkeypatch.setattr(processes, "in_training", lambda folder: next(looks))
+def test_a_run_that_a_killed_sweep_left_under_way_is_waited_for(made: Made, capsys: pytest.CaptureFixture[str]):
+    (made.folder / "endless.txt").write_text(RUNS[0])
+    process = made.start()
+    wait_for((made.folder / "under_way").exists, process)
+    (child,) = children(process.pid)
+    process.kill()
+    process.communicate()
+    (made.folder / "endless.txt").write_text("")
+    waiting = threading.Thread(target=lambda: (wait_for(lambda: "waiting" in capsys.readouterr().err),
+                                               os.kill(child, signal.SIGINT)))
+    waiting.start()
     assert made.sweep() == 0
-    assert made.begun() == RUNS
-    assert capsys.readouterr().err.count("waiting for it to end") == 1
+    waiting.join()
+    assert made.begun() == [RUNS[0], *RUNS]
 
 
 @pytest.mark.parametrize(("old", "new", "told"), [
@@ -383,9 +395,9 @@ def rows(printed: str) -> dict[str, list[str]]:
     return {row[0]: row for row in cells if row[0]}
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen) -> None:
+def wait_for(condition: Callable[[], object], process: subprocess.Popen | None = None) -> None:
     while not condition():
-        assert process.poll() is None, process.communicate()
+        assert process is None or process.poll() is None, process.communicate()
         time.sleep(0.02)
 
 
