@@ -116,7 +116,7 @@ class Figure:
 
 
 def loss_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | None = None,
-                 best_over: str | None = None, mark_best: bool | None = None, log: bool | None = None,
+                 called: str = "", best_over: str | None = None, mark_best: bool | None = None, log: bool | None = None,
                  title: str = "") -> Figure:
     """Final val loss against a field of the config: a line for each attention, and for each set of the other fields in
     which runs differ; each point the mean over the seeds with its 95 % interval (Student's t).
@@ -131,6 +131,7 @@ def loss_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | 
             mode's option, the modes without it are left out, and a remark names them.
         of: what stands on the axis, of a run, where that is not the field's value itself, such as the number of pairs
             in ``data.source``: a number or a text.
+        called: the name of what stands on the axis, such as ``pairs``; empty: the field's.
         best_over: a field that was tuned, such as ``optimizer.learning_rate``: a point is of its best value, that with
             the lowest mean at this place, which the table names.
         mark_best: mark the best point of each line, warn where it lies at the edge of what was tried, and compare the
@@ -142,14 +143,14 @@ def loss_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | 
     Raises:
         ConfigError: no run has the field.
     """
-    return _against(runs, field, "loss", of, best_over, mark_best, log, title)
+    return _against(runs, field, "loss", of, called, best_over, mark_best, log, title)
 
 
 def accuracy_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | None = None,
-                     best_over: str | None = None, mark_best: bool | None = None, log: bool | None = None,
+                     called: str = "", best_over: str | None = None, mark_best: bool | None = None, log: bool | None = None,
                      title: str = "") -> Figure:
     """The same of the val accuracy, of tasks that have one; the best is the highest. See :func:`loss_against`."""
-    return _against(runs, field, "accuracy", of, best_over, mark_best, log, title)
+    return _against(runs, field, "accuracy", of, called, best_over, mark_best, log, title)
 
 
 @dataclass
@@ -181,14 +182,14 @@ class _Arm:
     label: str = ""
 
 
-def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], Any] | None, best_over: str | None,
-             mark_best: bool | None, log: bool | None, title: str) -> Figure:
+def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], Any] | None, called: str,
+             best_over: str | None, mark_best: bool | None, log: bool | None, title: str) -> Figure:
     """:func:`loss_against` of a column of the val lines, ``loss`` or ``accuracy``."""
     with_field = [run for run in runs if name in run.setup_fields]
     if not with_field:
         raise ConfigError(f"no run has a field {name} that could change its loss; expected a field of the config, such "
                           "as optimizer.learning_rate, model.context or model.modes.MODE.OPTION")
-    remarks = []
+    called, remarks = called or short_name(name), []
     if without := dict.fromkeys(run.attention for run in runs if name not in run.setup_fields):
         remarks.append(f"Left out, for they have no {name}: {listed(list(without))}.")
 
@@ -215,7 +216,7 @@ def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], 
             best = _best({x: arm.places[x][chosen[x]] for x in counted}, sign)
             best_runs += arm.places[best][chosen[best]].runs
             if is_numeric:
-                remarks += _edge(arm.label, short_name(name), best, tried)
+                remarks += _edge(arm.label, called, best, tried)
         points = []
         for x in tried:
             place = arm.places[x][chosen[x]]
@@ -229,16 +230,16 @@ def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], 
         lines.append(Line(arm.label, arm.first.attention, tuple(points), None if best is None else counted.index(best)))
     if any(len(place.values) == 1 for arm in arms for of_x in arm.places.values() for place in of_x.values()):
         remarks.append("A point without an interval is of one seed.")
-    if best_over:
+    if best_over and any(len(of_x) > 1 for arm in arms for of_x in arm.places.values()):
         remarks.append(f"Each point is of its best {short_name(best_over)}, which was chosen by the same runs.")
     if quantity == "loss" and len(group(best_runs)) > 1:
-        remarks.append(f"Each at its best {short_name(name)}: {' '.join(verdict(group(best_runs)))}")
+        remarks.append(f"Each at its best {called}: {' '.join(verdict(group(best_runs)))}")
     kind = "category" if not is_numeric else "log" if _is_log(name, places, log) else "linear"
     unit = f" (nats per {scored(runs)})" if quantity == "loss" else ""
     return Figure(
-        f"{quantity}-against-{name.rpartition('.')[2]}", title or f"Final {what} against {short_name(name)}",
-        Axis(short_name(name), kind), f"final {what}{unit}", tuple(lines),
-        ("attention", short_name(name), *([short_name(best_over)] if best_over else []), "seeds", what,
+        f"{quantity}-against-{called.replace(' ', '_').replace('/', '_')}", title or f"Final {what} against {called}",
+        Axis(called, kind), f"final {what}{unit}", tuple(lines),
+        ("attention", called, *([short_name(best_over)] if best_over else []), "seeds", what,
          "95 % interval", *(["best"] if marks else [])), tuple(rows), tuple(remarks))
 
 

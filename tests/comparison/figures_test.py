@@ -139,8 +139,11 @@ def test_each_point_at_its_best_rate_against_what_is_no_number(make):
     assert [row[1:4] for row in figure.rows] == [("learned", "0.003", "1"), ("rotary", "0.001", "1")]
     assert any("which was chosen by the same runs" in remark for remark in figure.remarks)
     # What stands on the axis can be made of a field.
-    figure = loss_against(runs, "model.positions", of=lambda run: len(run.config["model"]["positions"]), best_over=RATE)
+    figure = loss_against(runs, "model.positions", of=lambda run: len(run.config["model"]["positions"]),
+                          called="letters", best_over=RATE)
     assert means(figure.lines[0]) == {7: 1.1, 6: 1.0}
+    assert (figure.name, figure.title, figure.x.title, figure.headings[1]) == (
+        "loss-against-letters", "Final val loss against letters", "letters", "letters")
 
 
 def test_of_accuracies_the_highest_is_best(make):
@@ -196,7 +199,8 @@ def test_what_is_written(make, tmp_path):
     before = [path.read_bytes() for path in written]
     assert [path.read_bytes() for path in write_figures(figures, tmp_path / "figures", ["Left out: a | b."])] == before
     svg = (tmp_path / "figures" / names[0]).read_text()
-    assert set(re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1\.5", svg)) >= {COLOURS["softmax"], COLOURS["chunked"]}
+    colours = set(re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1\.5", svg))
+    assert colours >= {COLOURS["softmax"], COLOURS["chunked"]}
     assert written[1].read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "figures" / "figures.md").read_text()
     for part in ("Left out: a | b.", "## Final val loss against learning rate", "| softmax | 0.003 | 2 | 0.9500 |",

@@ -90,8 +90,8 @@ def test_of_many_the_lowest_is_paired_with_each(tmp_path):
     runs = [*evaluated(tmp_path, "softmax", [0.0, 0.0, 0.0]), *evaluated(tmp_path, "chunked", [0.1, -0.1, 0.03]),
             *evaluated(tmp_path, "linear", [1.0, 1.01, 1.02])]
     assert verdict(group(runs))[2] == (
-        "Evaluated after 100 steps and paired by seed and val window, the lowest val loss is 4.6250 of softmax, against "
-        "5.6350 of linear; no difference is shown from 4.6350 of chunked.")
+        "Evaluated after 100 steps and paired by seed and val window, the lowest val loss is 4.6250 of softmax, "
+        "against 5.6350 of linear; no difference is shown from 4.6350 of chunked.")
 
 
 def test_windows_that_are_damaged_or_of_another_evaluation_are_refused(tmp_path):
