@@ -147,8 +147,8 @@ def loss_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | 
 
 
 def accuracy_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | None = None,
-                     called: str = "", best_over: str | None = None, mark_best: bool | None = None, log: bool | None = None,
-                     title: str = "") -> Figure:
+                     called: str = "", best_over: str | None = None, mark_best: bool | None = None,
+                     log: bool | None = None, title: str = "") -> Figure:
     """The same of the val accuracy, of tasks that have one; the best is the highest. See :func:`loss_against`."""
     return _against(runs, field, "accuracy", of, called, best_over, mark_best, log, title)
 
