@@ -278,7 +278,7 @@ def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], na
                 place.values.append(value)
         _name_arms(list(of_key.values()), (*axes, *along))
         arms += of_key.values()
-    for names, why in ((unfinished, "not finished"), (unmeasured, f"without {quantity} of val tokens"),
+    for names, why in ((unfinished, "not finished"), (unmeasured, f"without val {quantity}"),
                        (twice, "of a seed that another run has"), (not_finite, f"the last val {quantity} is not "
                                                                                "finite")):
         if names:

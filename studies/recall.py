@@ -60,7 +60,10 @@ def state_of(run: Run) -> int:
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     return [
-        accuracy_against(runs, "data.source", of=pairs_of, best_over=RATE, title="Recall by the number of pairs"),
-        loss_against(runs, "data.source", of=pairs_of, best_over=RATE, title="Loss by the number of pairs"),
-        accuracy_against(runs, "model.heads", of=state_of, best_over=RATE, title="Recall by the size of the state"),
+        accuracy_against(runs, "data.source", of=pairs_of, called="pairs", best_over=RATE,
+                         title="Recall by the number of pairs"),
+        loss_against(runs, "data.source", of=pairs_of, called="pairs", best_over=RATE,
+                     title="Loss by the number of pairs"),
+        accuracy_against(runs, "model.heads", of=state_of, called="state of a layer", best_over=RATE,
+                         title="Recall by the size of the state"),
     ]

@@ -95,7 +95,7 @@ def test_runs_that_do_not_count_are_named(make, tmp_path):
     assert softmax.best == 0
     assert figure.remarks[:5] == (
         f"Left out of the means, not finished: {cut.name} and empty.",
-        f"Left out of the means, without loss of val tokens: {never.name}.",
+        f"Left out of the means, without val loss: {never.name}.",
         f"Left out of the means, of a seed that another run has: {twice.name}.",
         f"Left out of the means, the last val loss is not finite: {runs[3].name} and {runs[4].name}.",
         "Nothing is drawn of linear, of which no run counts.")
