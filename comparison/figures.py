@@ -194,8 +194,7 @@ def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], 
         remarks.append(f"Left out, for they have no {name}: {listed(list(without))}.")
 
     def place_of(run: Run) -> Any:
-        value = run.setup_fields[name] if of is None else of(run)
-        return value if _is_number(value) or isinstance(value, str) else value_text(value)
+        return _on_axis(run.setup_fields[name] if of is None else of(run))
 
     arms, notes = _arms(with_field, quantity, place_of, name, best_over)
     remarks += notes
@@ -228,7 +227,7 @@ def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], 
                          number_text(place.mean()) if place.values else "not finite",
                          _interval_cell(interval, place.values), *(["best" if x == best else ""] if marks else [])))
         lines.append(Line(arm.label, arm.first.attention, tuple(points), None if best is None else counted.index(best)))
-    if any(len(place.values) == 1 for arm in arms for of_x in arm.places.values() for place in of_x.values()):
+    if any(len(point.runs) == 1 for line in lines for point in line.points):
         remarks.append("A point without an interval is of one seed.")
     if best_over and any(len(of_x) > 1 for arm in arms for of_x in arm.places.values()):
         remarks.append(f"Each point is of its best {short_name(best_over)}, which was chosen by the same runs.")
@@ -266,7 +265,7 @@ def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], na
             if run.name in unfinished or run.name in unmeasured:
                 continue
             place = arm.places.setdefault(place_of(run), {}).setdefault(
-                run.setup_fields.get(tuned) if tuned else None, _Place())
+                _on_axis(run.setup_fields.get(tuned)) if tuned else None, _Place())
             value = run.final(quantity)
             if run.seed in [other.seed for other in place.runs]:
                 twice.append(run.name)
@@ -344,6 +343,11 @@ def _interval_cell(interval: tuple[float, float] | None, values: Sequence[float]
     if interval is None:
         return "– (one seed)" if len(values) == 1 else "–"
     return interval_text(interval)
+
+
+def _on_axis(value: Any) -> float | str:
+    """A number as it is, anything else as a text."""
+    return value if _is_number(value) else value_text(value)
 
 
 def _is_number(value: Any) -> bool:
