@@ -62,7 +62,7 @@ class Variation:
                 group, _, last = flag.rpartition(".")
                 arguments.append("--" + (f"{group}." if group else "") + ("" if value else "no-") + last)
             else:
-                arguments += [f"--{flag}", *map(str, value if isinstance(value, list | tuple) else (value,))]
+                arguments += [f"--{flag}", *map(str, _values(value))]
         return arguments
 
     @property
@@ -70,6 +70,11 @@ class Variation:
         """Equal for runs that differ in their seed alone."""
         return (self.command, self.recipe, self.attention,
                 *sorted((name, repr(value)) for name, value in self.fields.items() if name != "train.seed"))
+
+
+def _values(value: Any) -> list[Any]:
+    """What follows a flag: tuples of tuples, such as those of ``data.mixture``, one value after the other."""
+    return [one for part in value for one in _values(part)] if isinstance(value, list | tuple) else [value]
 
 
 def grid(recipe: str | None, attentions: Sequence[str | None] = (None,),

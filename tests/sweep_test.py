@@ -14,6 +14,7 @@ import pytest
 
 import sample
 import sweep
+from comparison.study import grid, load_study
 from support.files import read_json
 from sweeps import estimates, plan, processes
 from tests import tiny
@@ -332,10 +333,22 @@ def test_flags_that_cannot_be_meant(made: Made, capsys: pytest.CaptureFixture[st
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.fast
+def test_a_grid_is_every_combination_in_the_order_of_the_axes():
+    runs = grid("configs/quickstart.py", ("softmax", "chunked,softmax"), {
+        "pairs": {2: {"data.source": "mqar:pairs=2", "model.context": 16}, 4: {"model.context": 32}},
+        "train.seed": (0, 1)}, {"logging.wandb": False, "data.mixture": (("a", 3.0), ("b", 1.0))})
+    assert [run.name for run in runs][:5] == [
+        "softmax-pairs-2-seed-0", "softmax-pairs-2-seed-1", "softmax-pairs-4-seed-0", "softmax-pairs-4-seed-1",
+        "chunked+softmax-pairs-2-seed-0"]
+    assert runs[4].flags()[1:] == [
+        "--attention", "chunked,softmax", "--logging.no-wandb", "--data.mixture", "a", "3.0",
+        "b", "1.0", "--data.source", "mqar:pairs=2", "--model.context", "16", "--train.seed", "0"]
+    assert runs[0].arm == runs[1].arm != runs[2].arm
+
+
 @pytest.mark.parametrize("name", ["learning_rate", "recall"])
 def test_the_studies_of_the_project_can_be_planned(name: str, tmp_path: Path):
-    from comparison.study import load_study
-
     study = load_study(f"studies/{name}.py")
     variations = {form: study.runs(form) for form in (True, False)}
     assert len(variations[True]) < len(variations[False])

@@ -186,10 +186,10 @@ class Checkpoints:
         """
         self.wait()
         kept = {self.best(), *self.steps()[-1:]}
-        self._unfinished.mkdir(parents=True, exist_ok=True)
         for step in self.steps():
             folder = self.directory / str(step)
             if step not in kept:
+                self._unfinished.mkdir(exist_ok=True)
                 self._remove(step)
             elif (folder / OPTIMIZER).exists():
                 lines = (folder / CHECKSUMS).read_text().splitlines(keepends=True)

@@ -427,3 +427,28 @@ def test_a_checkpoint_moves_between_numbers_of_devices(tmp_path):
     assert restored[0] == 2
     assert bits(restored[1]["parameters"]) == bits({"w": w * 2})
     assert len(restored[1]["parameters"]["w"].devices()) == 1
+
+
+def test_a_finished_run_keeps_the_parameters_of_the_best_and_the_last(tmp_path, monkeypatch):
+    saved = {step: small_items(step) | {"optimizer": {"m": jnp.full((3,), float(step))}} for step in (10, 20, 30)}
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        for step, items in saved.items():
+            checkpoints.save(step, items, loss={10: 1.0}.get(step, 2.0))
+        checkpoints.wait()
+        # Killed once the checksums of the first are without those of the optimizer state, and once more after that.
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                checkpoints.keep_parameters()
+        checkpoints.keep_parameters()
+        assert checkpoints.steps() == [10, 30]
+        before = {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]}
+        checkpoints.keep_parameters()
+        assert {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]} == before
+    assert not list(tmp_path.glob("*/optimizer"))
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (10, 30):
+            assert value_of(checkpoints.restore(SMALL, step)) == step
+        assert checkpoints.resume({"position": None}, verify=("parameters", "optimizer"))[0] == 30
+        with pytest.raises(CheckpointError, match="without the optimizer state"):
+            checkpoints.resume(abstract_of(saved[30]))
