@@ -138,10 +138,10 @@ def loss_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | 
             best points of all lines; None: for fields of the optimizer alone.
         log: the axis is logarithmic; None: for learning rates, and numbers above zero of which the largest is four
             times the smallest or more.
-        title: None: what is drawn.
+        title: empty: what is drawn.
 
     Raises:
-        ConfigError: no run has the field.
+        ConfigError: there are runs, and none has the field; for an option of a mode a remark says so.
     """
     return _against(runs, field, "loss", of, called, best_over, mark_best, log, title)
 
@@ -186,11 +186,14 @@ def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], 
              best_over: str | None, mark_best: bool | None, log: bool | None, title: str) -> Figure:
     """:func:`loss_against` of a column of the val lines, ``loss`` or ``accuracy``."""
     with_field = [run for run in runs if name in run.setup_fields]
-    if not with_field:
+    # An option of a mode may come with the runs that are not made yet.
+    if runs and not with_field and not name.startswith("model.modes."):
         raise ConfigError(f"no run has a field {name} that could change its loss; expected a field of the config, such "
                           "as optimizer.learning_rate, model.context or model.modes.MODE.OPTION")
     called, remarks = called or short_name(name), []
-    if without := dict.fromkeys(run.attention for run in runs if name not in run.setup_fields):
+    if not with_field:
+        remarks.append(f"Nothing is drawn: there is no run with {name} yet.")
+    elif without := dict.fromkeys(run.attention for run in runs if name not in run.setup_fields):
         remarks.append(f"Left out, for they have no {name}: {listed(list(without))}.")
 
     def place_of(run: Run) -> Any:
@@ -234,7 +237,7 @@ def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], 
     if quantity == "loss" and len(group(best_runs)) > 1:
         remarks.append(f"Each at its best {called}: {' '.join(verdict(group(best_runs)))}")
     kind = "category" if not is_numeric else "log" if _is_log(name, places, log) else "linear"
-    unit = f" (nats per {scored(runs)})" if quantity == "loss" else ""
+    unit = f" ({_nats(runs)})" if quantity == "loss" else ""
     return Figure(
         f"{quantity}-against-{called.replace(' ', '_').replace('/', '_')}", title or f"Final {what} against {called}",
         Axis(called, kind), f"final {what}{unit}", tuple(lines),
@@ -345,6 +348,10 @@ def _interval_cell(interval: tuple[float, float] | None, values: Sequence[float]
     return interval_text(interval)
 
 
+def _nats(runs: Sequence[Run]) -> str:
+    return f"nats per {scored(runs) or 'token'}"
+
+
 def _on_axis(value: Any) -> float | str:
     """A number as it is, anything else as a text."""
     return value if _is_number(value) else value_text(value)
@@ -372,14 +379,11 @@ def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = N
         baseline: an attention, such as ``softmax``.
         best_over: a field that was tuned, such as ``optimizer.learning_rate``: of each set-up the runs with its best
             value count, as in :func:`loss_against`.
-        title: None: what is drawn.
-
-    Raises:
-        ConfigError: no run has the baseline's attention.
+        title: empty: what is drawn.
     """
-    if baseline not in (attentions := dict.fromkeys(run.attention for run in runs)):
-        raise ConfigError(f"no run has the attention {baseline}; there are {listed(list(attentions)) or 'none'}")
     arms, remarks = _arms(runs, "loss", lambda run: "", None, best_over)
+    if not any(run.attention == baseline for run in runs):
+        remarks.append(f"Nothing is drawn: there is no run of {baseline} yet.")
     tuned = [(arm, of_x[key]) for arm in arms for of_x in arm.places.values()
              for key in [_best(of_x, 1)] if of_x[key].values]
     lines, rows, alone = [], [], []
@@ -397,11 +401,11 @@ def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = N
         rows.append(row)
         if any(pair.missing):
             remarks.append(missing_text(pair, base[0][0].label, arm.label))
-    if alone:
+    if alone and any(run.attention == baseline for run in runs):
         remarks.append(f"Left out, for nothing of {baseline} can be paired with them: {listed(alone)}.")
     return Figure(
         f"difference-from-{baseline.replace(',', '+')}", title or f"Val loss less that of {baseline}",
-        Axis("", "category"), f"difference in val loss (nats per {scored(runs)})", tuple(lines),
+        Axis("", "category"), f"difference in val loss ({_nats(runs)})", tuple(lines),
         ("attention", "against", "seeds", "windows", "difference", "95 % interval", ""), tuple(rows), tuple(remarks),
         zero=True)
 

@@ -175,8 +175,16 @@ def test_differences_are_paired_by_seed_at_the_best_rate_of_each(make):
         ("2", "–", "0.0000", "−1.2706 to 1.2706", "no difference shown")]
     assert figure.remarks == ("linear lacks seed 2: the other 2 seeds count.",
                               "Left out, for nothing of softmax can be paired with them: local.")
-    with pytest.raises(ConfigError, match="no run has the attention linformer; there are softmax"):
-        differences(softmax, "linformer")
+
+
+def test_before_its_runs_are_made_a_figure_is_empty_and_says_so(make):
+    runs = [make("softmax", 1.0)]
+    for figure, said in ((loss_against([], RATE), f"there is no run with {RATE} yet"),
+                         (loss_against(runs, "model.modes.local.window"), "no run with model.modes.local.window yet"),
+                         (differences([], "softmax"), "there is no run of softmax yet"),
+                         (differences(runs, "linear"), "there is no run of linear yet")):
+        assert (figure.lines, figure.rows) == ((), ())
+        assert said in figure.remarks[-1]
 
 
 def test_differences_are_of_windows_where_there_are_their_losses(make):
