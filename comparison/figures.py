@@ -28,6 +28,10 @@ MAX_TICKS = 8
 """An axis that has no more values than these is marked at each of them."""
 
 
+MAX_LEGEND = 6
+"""Lines whose legend stands within the axes."""
+
+
 @dataclass(frozen=True)
 class Axis:
     """The horizontal axis of a figure."""
@@ -507,7 +511,9 @@ def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
                 panel.minorticks_off()
         panel.set(title=figure.title, xlabel=figure.x.title, ylabel=figure.y)
         panel.grid(color="#eceef1")
-        if figure.has_legend:
+        if figure.has_legend and len(figure.lines) > MAX_LEGEND:  # beside the axes, where it hides nothing
+            panel.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+        elif figure.has_legend:
             panel.legend(frameon=False)
         return saved(canvas, kind)
 
