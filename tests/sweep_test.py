@@ -166,11 +166,20 @@ def test_a_run_that_a_killed_sweep_left_under_way_is_waited_for(made: Made, caps
     process.kill()
     process.communicate()
     (made.folder / "endless.txt").write_text("")
-    waiting = threading.Thread(target=lambda: (wait_for(lambda: "waiting" in capsys.readouterr().err),
-                                               os.kill(child, signal.SIGINT)))
+    ended = threading.Event()
+
+    def stop_it_once_it_is_waited_for() -> None:
+        wait_for(lambda: ended.is_set() or "waiting for it to end" in capsys.readouterr().err)
+        os.kill(child, signal.SIGINT)
+
+    waiting = threading.Thread(target=stop_it_once_it_is_waited_for)
     waiting.start()
-    assert made.sweep() == 0
-    waiting.join()
+    try:
+        assert made.sweep() == 0
+        assert (made.folder / "saved").exists()
+    finally:
+        ended.set()
+        waiting.join()
     assert made.begun() == [RUNS[0], *RUNS]
 
 
