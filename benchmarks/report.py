@@ -14,7 +14,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -36,30 +36,6 @@ OWN_FLAGS = {"--run-dir": "--out", "--attention": "--modes", "model.layers": "--
 """What the benchmarks call the flags and fields of ``train.py``."""
 
 _kept: dict[Path, str] = {}
-
-
-class Peak(NamedTuple):
-    """What a device could do at most, by its data sheet."""
-
-    flops: float
-    """Dense bfloat16 operations a second."""
-    bandwidth: float
-    """Bytes of memory read or written a second."""
-
-
-PEAKS = {
-    "NVIDIA H200": Peak(989e12, 4.8e12),
-    "NVIDIA H100 80GB HBM3": Peak(989e12, 3.35e12),
-    "NVIDIA H100 PCIe": Peak(756e12, 2.0e12),
-    "NVIDIA A100-SXM4-80GB": Peak(312e12, 2.039e12),
-    "NVIDIA A100-SXM4-40GB": Peak(312e12, 1.555e12),
-}
-"""By the name that jax gives a kind of device."""
-
-
-def peak() -> Peak | None:
-    """The peaks of the first device; None where they are not known."""
-    return PEAKS.get(jax.devices()[0].device_kind)
 
 
 def device_memory() -> int | None:

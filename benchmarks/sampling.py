@@ -53,6 +53,7 @@ from models.gpt import GPT
 from sampling.sampler import TOKENS_PER_CALL, Memory, Sampler, Sampling
 from support.command import status
 from support.errors import ConfigError
+from training import accounting
 
 CALLS_PER_SAMPLE = 4
 """Calls in a sample, made one after the other without a wait between; the next sample begins where it did."""
@@ -312,7 +313,7 @@ def _sample(draw_tokens: Callable[[], jax.Array]) -> Callable[[], jax.Array]:
 
 
 def _fill(row: Row, samples: list[float]) -> None:
-    token, peak = median(samples), report.peak()
+    token, peak = median(samples), accounting.peak()
     row.samples = [1e3 * sample for sample in samples]
     row.milliseconds = 1e3 * token
     row.tokens_per_second = row.batch / token

@@ -44,6 +44,7 @@ from models import attention, gpt
 from models.attention.self_attention import INITIAL_SCALE
 from support.command import status
 from support.errors import ConfigError
+from training import accounting
 from training.optimizer import decay_mask, make_optimizer
 from training.step import StepMetrics, TrainState, abstract_model, initial_state, make_train_step
 
@@ -97,7 +98,7 @@ class Row:
     """Median of the samples."""
     tokens_per_second: float | None = None
     utilisation: float | None = None
-    """Share of the device's bfloat16 operations; None where its peak is not known."""
+    """Share of what one device could do in the model's number format; None where its peak is not known."""
     ratio: float | None = None
     """Time of the first softmax mode at this context over the time of this one."""
     peak_bytes: int | None = None
@@ -233,16 +234,12 @@ def model_config(mode: str, context: int, size: Size, *, dtype: Any, features: s
 
 
 def model_flops(config: Config, vocabulary_size: int) -> float:
-    """Floating-point operations of a step: 6 a parameter and token, and the attention's own; positions, and what a mode
-    has beside projections, are left out of the former."""
+    """Floating-point operations of a step; see :func:`training.accounting.flops_per_token`."""
     model = abstract_model(config, vocabulary_size)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    if model.position_embedding is not None:
-        parameters -= config.model.context * config.model.width
-    parameters -= sum(block.attention.own_parameters for block in model.blocks)
-    tokens = config.train.batch_size * config.model.context
-    return 6 * parameters * tokens + 3 * sum(block.attention.flops(tokens, config.model.context)
-                                             for block in model.blocks)
+    per_token = accounting.flops_per_token(config.to_dict(), {"parameters": parameters})
+    assert per_token is not None  # of a mode that is here
+    return per_token * config.train.batch_size * config.model.context
 
 
 def implementation(config: Config, vocabulary_size: int) -> str | None:
@@ -279,15 +276,16 @@ def measure(configs: dict[str, Config], vocabulary_size: int, repeats: int, *, s
             rows[name].alone = True
     softmax = next((median(samples[mode]) for mode in rows if mode in samples and mode.partition(":")[0] == "softmax"),
                    None)
-    peak = report.peak()
+    peak = accounting.peak()
     for mode, its_samples in samples.items():
         row, median_seconds = rows[mode], median(its_samples)
         row.samples = [1e3 * sample for sample in its_samples]
         row.milliseconds = 1e3 * median_seconds
         row.tokens_per_second = row.batch * row.context / median_seconds
         row.ratio = None if softmax is None else softmax / median_seconds
-        if peak is not None and row.flops is not None and configs[mode].model.dtype == "bfloat16":
-            row.utilisation = row.flops / median_seconds / peak.flops
+        limit = None if peak is None or mode not in configs else peak.flops.get(configs[mode].model.dtype)
+        if limit is not None and row.flops is not None:
+            row.utilisation = row.flops / median_seconds / limit
     return list(rows.values())
 
 

@@ -16,7 +16,7 @@ Columns = dict[str, np.ndarray]
 """Float64 columns of equal length, by name, NaN where a line lacks one; without the columns that no line has."""
 
 COLUMNS = ("step", "tokens", "train_seconds", "wall_seconds", "loss", "learning_rate", "gradient_norm",
-           "tokens_per_second", "bits_per_byte", "accuracy", "peak_bytes")
+           "tokens_per_second", "bits_per_byte", "accuracy", "peak_bytes", "flops")
 """What is read of a line."""
 STEP, LOSS, SPEED = (COLUMNS.index(name) for name in ("step", "loss", "tokens_per_second"))
 MAX_POINTS = 500

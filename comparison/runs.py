@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from comparison.curves import Columns, Curve, read_curves, smooth
-from comparison.flops import flops_per_token
 from configs.schema import LraConfig, check_format, config_class
 from support.errors import ConfigError, RunError
 from support.files import read_json
+from training.accounting import flops_per_token
 from training.window_losses import WindowLosses, read_window_losses
 
 AXES = {  # what x can be: column, button and axis title
@@ -270,8 +270,9 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
 
 
 def with_flops(curve: Curve, per_token: float | None) -> Curve:
-    """The curve with a column ``flops``, where they are known."""
-    if per_token is None or not curve:
+    """The curve with a column ``flops``, where they are known: as logged or, of an older run, counted now."""
+    logged = curve.points.get("flops")
+    if per_token is None or not curve or (logged is not None and np.isfinite(logged).all()):
         return curve
     return replace(curve, points=curve.points | {"flops": curve.points["tokens"] * per_token},
                    means=curve.means | {"flops": curve.means["tokens"] * per_token})

@@ -81,6 +81,7 @@ def parse_command_line[C: (Config, LraConfig), F: RunFlags](
 def report_outcome(run_dir: Path, outcome: Outcome) -> int:
     """Prints how a run ended; returns the exit code."""
     position = outcome.position
+    status(f"{run_dir}: where {outcome.timing.wall_seconds:,.1f} s went: {outcome.timing}")
     if outcome.signal is not None:
         status(f"{run_dir}: stopped and saved at step {position.step:,}; the same command goes on from there")
         return 128 + outcome.signal

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 
 from configs.schema import Config, LraConfig
 from support.command import status
-from support.errors import TrainingError
+from support.errors import RunError, TrainingError
+from support.files import read_json
 from training import step as steps
+from training.accounting import Timing, flops_per_token, peak_flops
 from training.checkpoint import Checkpoints
 from training.environment import add_to_environment, peak_bytes
 from training.logging import Logs
@@ -49,6 +51,8 @@ class Outcome(NamedTuple):
     """At the last evaluation; None where none was made."""
     signal: int | None
     """The signal that stopped it."""
+    timing: Timing
+    """Where the time went, in all starts of the run."""
 
 
 class _Pending(NamedTuple):
@@ -98,6 +102,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         CheckpointError: the checkpoints are of another model, or all damaged.
         TrainingError: a loss, gradient or parameter that is not finite.
         OSError: the disk is full or cannot be written.
+        RunError: ``environment.json`` or ``timing.json`` is damaged.
     """
     mesh = make_mesh(config.mesh, config.train, config.model.context)
     transform = make_optimizer(config.optimizer, decay_mask(objective.model))
@@ -107,13 +112,18 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
 
     shapes = jax.eval_shape(initial)
     shardings = state_shardings(mesh, objective.model, shapes)
+    timing = Timing.of_run(run_dir, started)
     with ExitStack() as stack:
+        stack.callback(timing.write)  # after everything else has ended, however it ends
+        timing.enter("checkpoint")
         checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep))
         restored = _restore(checkpoints, shapes, shardings)
+        timing.enter("compile")
         if restored is None:
             state, position = jax.jit(initial, out_shardings=shardings)(), Position()
         else:
             state, position = restored
+        timing.enter("other")
         logs = stack.enter_context(Logs(config, run_dir, step=position.step))
         writer = stack.enter_context(MetricsWriter(run_dir / "metrics.jsonl", keep_through=position.step))
         samples = objective.samples(run_dir / "samples", keep_through=position.step)
@@ -121,20 +131,28 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         data_sharding = batch_sharding(mesh)
         data = stack.enter_context(objective.batches(start=position.batches, sharding=data_sharding))
         evaluate = objective.evaluator(data_sharding)
+        timing.enter("compile")
         update = jax.jit(objective.update(transform), donate_argnums=0, out_shardings=(shardings, None))
         update = update.lower(state, objective.batch_shape(data_sharding), jnp.float32(0)).compile()
-        add_to_environment(run_dir, step_bytes=peak_bytes(update))
+        timing.enter("other")
+        peak = peak_flops(config.model.dtype)
+        add_to_environment(run_dir, step_bytes=peak_bytes(update), peak_flops=peak)
+        per_token = flops_per_token(config.to_dict(), read_json(run_dir / "environment.json", RunError))
         stop = stack.enter_context(_stop_signals())
         bar = stack.enter_context(_progress(config, position, quiet))
-        run = _Run(config, objective.model, clock, writer, logs, samples, checkpoints, evaluate, jax.jit(global_norm),
-                   bar)
+        run = _Run(config, objective.model, clock, timing, per_token, peak, writer, logs, samples, checkpoints,
+                   evaluate, jax.jit(global_norm), bar)
 
         pending: _Pending | None = None
         clock.resume()
+        timing.enter("step")
         while not _finished(config, position) and not stop:
             by_steps = config.train.steps is not None
             rate = learning_rate(config.optimizer, position.step, _share(config, position), by_steps=by_steps)
-            state, metrics = update(state, next(data), jnp.float32(rate))
+            timing.enter("input")
+            batch = next(data)
+            timing.enter("step")
+            state, metrics = update(state, batch, jnp.float32(rate))
             position.step += 1
             position.batches += 1
             if pending is not None:  # the device is at work on this step while the one before is written down
@@ -153,14 +171,17 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
                 if saves:
                     run.save(state)
                 clock.resume()
+                timing.enter("step")
         if pending is not None:
             run.record(pending, position.step)
         if not stop or _finished(config, position):
             run.evaluate(state)
             run.sample(state)
         run.save(state)
+        timing.enter("checkpoint")
         checkpoints.wait()  # while a second signal, not the first, is what ends the process
-        return Outcome(position, run.val_loss, stop[0] if stop else None)
+        timing.enter("other")
+        return Outcome(position, run.val_loss, stop[0] if stop else None, timing)
 
 
 @dataclass
@@ -171,6 +192,11 @@ class _Run:
     model: Any
     """Its arrays are abstract."""
     clock: _Clock
+    timing: Timing
+    flops_per_token: float | None
+    """Of forward and backward pass; None where not known."""
+    peak_flops: float | None
+    """What the devices could do in a second; None where not known."""
     writer: MetricsWriter
     logs: Logs
     samples: Samples | None
@@ -193,8 +219,10 @@ class _Run:
         loss, norm = (float(x) for x in jax.device_get(pending.metrics))
         seconds = self.clock.split()
         tokens = self.config.train.batch_size * self.config.model.context
+        utilisation = {} if self.flops_per_token is None or self.peak_flops is None else {
+            "mfu": tokens * self.flops_per_token / seconds / self.peak_flops}
         self._write(step, split="train", loss=loss, learning_rate=pending.learning_rate, gradient_norm=norm,
-                    tokens_per_second=tokens / seconds)
+                    tokens_per_second=tokens / seconds, **utilisation)
         self._check(step, loss=loss, gradient=norm)
         self.bar.update(step, loss, tokens / seconds, self.clock.position)
 
@@ -202,6 +230,7 @@ class _Run:
         """The val line of the present step, unless there is one."""
         if self.evaluated_at == self.clock.position.step:
             return
+        self.timing.enter("evaluation")
         values = self.figures(state)
         self.val_loss = values["loss"]
         self.evaluated_at = self.clock.position.step
@@ -209,6 +238,7 @@ class _Run:
         self._check(self.evaluated_at, **{"val loss": self.val_loss})
         self._write(self.clock.position.step, split="val", **values)
         self.bar.evaluated(self.clock.position, self.val_loss)
+        self.timing.enter("other")
 
     def sample(self, state: steps.TrainState) -> None:
         """Text of the model of the present step, where samples are asked for, unless there is one."""
@@ -226,13 +256,16 @@ class _Run:
         position = self.clock.position
         if self.saved_at == position.step or position.step == 0:
             return
+        self.timing.enter("checkpoint")
         self._check(position.step, **{"parameters' norm": float(self.parameter_norm(state.parameters))})
         self.logs.flush()
         self.clock.read()
         self.checkpoints.save(position.step, {
             "parameters": state.parameters, "variables": state.variables, "optimizer": state.optimizer,
             "position": dict(vars(position))}, loss=self.val_loss if self.evaluated_at == position.step else None)
+        self.timing.write()  # with every checkpoint, for a process that is killed writes nothing at its end
         self.saved_at = position.step
+        self.timing.enter("other")
 
     def _check(self, step: int, **values: float) -> None:
         broken = [name for name, value in values.items() if not math.isfinite(value)]
@@ -248,7 +281,8 @@ class _Run:
     def _write(self, step: int, **values: Any) -> None:
         position = self.clock.position
         tokens = step * self.config.train.batch_size * self.config.model.context
-        record = {"step": step, "tokens": tokens, "train_seconds": position.train_seconds,
+        flops = {} if self.flops_per_token is None else {"flops": tokens * self.flops_per_token}
+        record = {"step": step, "tokens": tokens, **flops, "train_seconds": position.train_seconds,
                   "wall_seconds": position.wall_seconds, **values}
         self.writer.write(record)
         self.logs.write(record)

@@ -114,9 +114,11 @@ class Attention(SelfAttention):
         y_BTHD = jnp.take_along_axis(tokens_of(y_BHNTD, N * size), place_BT[:, :, None, None], axis=1)
         return y_BTHD.astype(v_BTHD.dtype), extended
 
-    def flops(self, tokens: int, context: int) -> int:
+    def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         # Causal: half of the own block, the one before, the first and the random ones, or half of all tokens.
         keys_twice = min((5 + 2 * self.config.random_blocks) * self.config.block_size, context)
+        if not causal:  # The own block, those beside it, the first, the last and the random ones; two see all tokens.
+            keys_twice = 2 * min((7 + self.config.random_blocks) * self.config.block_size, context)
         return 2 * tokens * keys_twice * self.heads * self.head_width
 
     def state_bytes(self, context: int) -> int:

@@ -52,7 +52,9 @@ class Attention(linear.Attention):
     def chunk_size(self) -> int | None:
         return self.config.chunk_size
 
-    def flops(self, tokens: int, context: int) -> int:
+    def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
+        if not causal:  # two products, without chunks
+            return super().flops(tokens, context, causal=False)
         M, D = self.feature_width, self.head_width
         x_BTHM, v_BTHD = self._shapes(context, jnp.float32)
         sizes = pick_chunk_sizes("chunked", x_BTHM, x_BTHM, v_BTHD, self.chunk_size)

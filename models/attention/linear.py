@@ -108,10 +108,10 @@ class Attention(SelfAttention):
         return extend_state(q_BTHD, k_BTHD, v_BTHD, cache, features=self._features, feature=elementwise(self.config),
                             normalize=self.config.normalize, segment_ids_BT=segment_ids_BT)
 
-    def flops(self, tokens: int, context: int) -> int:
+    def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         M, D = self.feature_width, self.head_width
-        if self.form in ("parallel", "rowwise", "blockwise"):
-            return tokens * self.heads * (context * (M + D) + self._feature_flops())
+        if (self.form if causal else self.unmasked_form) in ("parallel", "rowwise", "blockwise"):
+            return tokens * self.heads * ((1 if causal else 2) * context * (M + D) + self._feature_flops())
         return tokens * self.heads * (4 * M * D + self._feature_flops())
 
     def state_bytes(self, context: int) -> int:

@@ -79,5 +79,5 @@ class Attention(SelfAttention):
                                  (), (), lambda _queries, _keys: jnp.ones((1, 1, 1, 1), bool))
         return jnp.where(valid_BT11, tokens_of(part.y_BHNTD, T).astype(v_BTHD.dtype), 0)
 
-    def flops(self, tokens: int, context: int) -> int:
+    def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         return 8 * tokens * self.k * self.heads * self.head_width  # two projections and two products

@@ -69,10 +69,10 @@ class Attention(SelfAttention):
                                  query_tags, key_tags, _same_block_up_to)
         return tokens_of(part.y_BHNTD, T).astype(v_BTHD.dtype), cache
 
-    def flops(self, tokens: int, context: int) -> int:
+    def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         size = self.config.block_size
         whole, rest = divmod(context, size)
-        pairs = (whole * size * (size + 1) + rest * (rest + 1)) // 2
+        pairs = (whole * size * (size + 1) + rest * (rest + 1)) // 2 if causal else whole * size**2 + rest**2
         return 4 * tokens * pairs * self.heads * self.head_width // context
 
     def state_bytes(self, context: int) -> int:

@@ -162,8 +162,16 @@ class Attention(SelfAttention):
         seen_B = jnp.minimum(window.seen_B, self.config.window + self.config.global_tokens)
         return y_BTHD.astype(v_BTHD.dtype), cache._replace(window=window._replace(seen_B=seen_B), globals=everybodys)
 
-    def flops(self, tokens: int, context: int) -> int:
+    def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         window, globals_ = min(self.config.window, context), self.config.global_tokens
+        if not causal:  # half of the window on either side, and both ways between global tokens and all others
+            reach, some = min(self._reach(causal)[0] + 1, context), min(globals_, context)
+            near = 2 * _pairs(context, reach) - context
+            # Rows and columns of the global tokens, less the part of the window that lies in them.
+            inside = sum(min(context, t + reach) - max(0, t - reach + 1) for t in range(some))
+            both = sum(min(some, t + reach) - max(0, t - reach + 1) for t in range(some))
+            pairs = near + 2 * some * context - some**2 - (2 * inside - both)
+            return 4 * tokens * pairs * self.heads * self.head_width // context
         pairs = (_pairs(context, window) + _pairs(context - window, globals_)  # in the window, and before it
                  + _pairs(min(context, globals_), globals_))
         return 4 * tokens * pairs * self.heads * self.head_width // context

@@ -209,7 +209,7 @@ class Attention(SelfAttention):
         y_BTHD = _or_itself([part], v_BHTD[:, :, :, None])[:, :, :, 0].swapaxes(1, 2)
         return y_BTHD.astype(v_BTHD.dtype), Cache(past, buckets_BHSR)
 
-    def flops(self, tokens: int, context: int) -> int:
+    def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         keys = min(2 * self.config.chunk_size, context)
         return tokens * self.heads * self.config.rounds * self.head_width * (4 * keys + sum(self.factors))
 

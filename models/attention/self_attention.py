@@ -109,8 +109,11 @@ class SelfAttention(nnx.Module):
         """T more tokens, of which the first ``lengths_B`` of each row enter the cache: y_BTHD and the cache."""
         raise NotImplementedError(f"attention mode {self.name!r} has no cached decode")
 
-    def flops(self, tokens: int, context: int) -> int:
-        """Floating-point operations of the mixing alone, forward, for ``tokens`` tokens in sequences of ``context``."""
+    def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
+        """Floating-point operations of the mixing alone, forward, for ``tokens`` tokens in sequences of ``context``.
+
+        Of a causal mask those of the pairs that are seen count, half of the square, whatever the form computes.
+        """
         raise NotImplementedError(f"{self.name} defines no flops")
 
     def state_bytes(self, context: int) -> int:

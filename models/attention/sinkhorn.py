@@ -105,7 +105,7 @@ class Attention(SelfAttention):
         y_BHNSD += attend(q_BHNSD, sort(k_BHNSD), sort(v_BHNSD), jnp.where(shown_BHNS, jnp.log(weights_BHNS), HIDDEN))
         return jnp.where(valid_BT11, tokens_of(y_BHNSD, T).astype(v_BTHD.dtype), 0)
 
-    def flops(self, tokens: int, context: int) -> int:
+    def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         H, D, size = self.heads, self.head_width, self.config.block_size
         N = -(-context // size)
         # Four products inside blocks, the soft permutation of keys and values, and the linear layer.

@@ -44,8 +44,9 @@ class Attention(SelfAttention):
         extended = cache.append(k_BTHD, v_BTHD, lengths_B)
         return cached_attention(q_BTHD, extended.k_BHSD, extended.v_BHSD, cache.filled_B), extended
 
-    def flops(self, tokens: int, context: int) -> int:
-        return 2 * tokens * context * self.heads * self.head_width  # two products, half of each above the diagonal
+    def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
+        # Two products; causal, half of each is above the diagonal.
+        return (2 if causal else 4) * tokens * context * self.heads * self.head_width
 
     def state_bytes(self, context: int) -> int:
         return 2 * 4 * context * self.heads * self.head_width

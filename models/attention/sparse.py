@@ -122,9 +122,10 @@ class Attention(SelfAttention):
         y_BHNTD = self._attend(q_BHNTD, positions_B1NT, near, far, causal=True)
         return tokens_of(y_BHNTD, T).astype(v_BTHD.dtype), extended
 
-    def flops(self, tokens: int, context: int) -> int:
+    def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         keys = min(self.config.block_size + self._summaries_of(context), context)
-        return 2 * tokens * keys * self.heads * self.head_width  # two products, half of each above the diagonal
+        # Two products; causal, half of each is above the diagonal.
+        return (2 if causal else 4) * tokens * keys * self.heads * self.head_width
 
     def state_bytes(self, context: int) -> int:
         return 2 * 4 * (self.config.block_size + self._summaries_of(context)) * self.heads * self.head_width

@@ -122,9 +122,10 @@ class Attention(SelfAttention):
         y_BTHD = _attend(self._scores(q_BTHD, positions_BT, None, S), seen_BTS, v_BHSD)
         return y_BTHD.astype(v_BTHD.dtype), extended
 
-    def flops(self, tokens: int, context: int) -> int:
+    def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         scores = {"random": 0, "factorised": self.config.k, "dense": self.head_width}[self.config.kind]
-        return tokens * context * self.heads * (self.head_width + scores)  # half of each product above the diagonal
+        # Causal, half of each product is above the diagonal.
+        return (1 if causal else 2) * tokens * context * self.heads * (self.head_width + scores)
 
     def state_bytes(self, context: int) -> int:
         return 4 * context * self.heads * self.head_width

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from comparison.flops import flops_per_token
 from comparison.reading import Reader
 from comparison.remarks import remarks
 from comparison.runs import differences, group, load_run, name_runs
 from support.errors import ConfigError, RunError
 from tests.comparison.made import read_lines, write_lines, write_run
+from training.accounting import flops_per_token
 
 pytestmark = pytest.mark.fast
 
@@ -57,6 +57,12 @@ def test_flops_are_counted_without_parameters_and_only_of_known_modes(tmp_path):
     assert flops_per_token(run.config, {}) is None
     unknown = load_run(write_run(tmp_path / "unknown", "brand_new"))
     assert "flops" not in unknown.train.points
+    lines = [line | {"flops": 7.0 * line["tokens"]} for line in read_lines(run.path)]
+    write_lines(run.path, lines)
+    np.testing.assert_allclose(load_run(run.path).train.points["flops"], 7 * run.train.points["tokens"])
+    del lines[0]["flops"]  # begun by an older version
+    write_lines(run.path, lines)
+    np.testing.assert_allclose(load_run(run.path).train.points["flops"], run.train.points["tokens"] * per_token)
 
 
 def test_bytes_memory_and_the_newest_sample(tmp_path):
