@@ -1,7 +1,7 @@
 """Floating-point operations of a training step, counted from shapes, against the products in the compiled program.
 
     python -m benchmarks.count_operations
-    python -m benchmarks.count_operations --modes softmax:materialised,linear:cumsum --context 512 --json operations.json
+    python -m benchmarks.count_operations --modes softmax:materialised,linear:cumsum --context 512
 
 "counted" is what ``metrics.jsonl`` and utilisation go by (training/accounting.py): 6 a parameter and token, and three
 times the attention's forward pass. "found" is of the program that XLA made of loss and gradient, without optimizer, for
@@ -202,8 +202,8 @@ def count(mode: str, size: Size, *, context: int, batch: int, dtype: Any = "floa
     sizes: dict[str, Any] = {"layers": size.layers, "heads": size.heads, "width": size.width, "context": context,
                              "dtype": dtype, "attention": (name,), "modes": {name: options}}
     config: Any = (gpt.resolve_config(ModelConfig(**sizes)) if causal else
-                   encoder.resolve_config(EncoderConfig(**sizes, mlp_width=4 * size.width)))
-    kind = GPT if causal else Classifier
+                   encoder.resolve_config(EncoderConfig(**sizes, mlp_width=4 * size.width, pooling="mean")))
+    kind: Any = GPT if causal else Classifier
     model = nnx.eval_shape(lambda: kind(config, size.vocabulary, rngs=nnx.Rngs(0)))
     graph, parameters, variables = nnx.split(model, nnx.Param, ...)
 
