@@ -6,8 +6,8 @@
 "counted" is what ``metrics.jsonl`` and utilisation go by (training/accounting.py): 6 a parameter and token, and three
 times the attention's forward pass. "found" is of the program that XLA made of loss and gradient, without optimizer, for
 this device: two operations for each multiplication of a product (``dot``, ``convolution``), of a fusion or a call as
-often as it is called, of a loop's body as often as it runs (XLA's own cost analysis takes a body once). A product that
-XLA turned into elementwise multiplications is found too, as the instructions that still carry its name.
+often as it is called, of a loop's body as often as it runs (XLA's own cost analysis takes a body once). A product
+made of elementwise multiplications is found too: an outer product, and one whose terms are summed in the same fusion.
 
 The program computes what the count leaves out: pairs above the diagonal, logits and blocks computed again in the
 backward pass. It does not compute all that is counted: biases and norms are no products. Not found are the sums of
@@ -56,7 +56,6 @@ _OPCODE = re.compile(r"(?:^|\s)([a-z][\w\-]*)\(")
 _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 @dataclass
@@ -111,7 +110,7 @@ def products(program: str) -> Products:
             return done[name]
         counted = Products()
         for instruction in computations[name].values():
-            counted.operations += _operations(instruction, computations[name])
+            counted.operations += _operations(instruction, computations[name], computations)
             counted.calls += instruction.opcode == "custom-call"
             called = _CALLED.findall(instruction.text)
             branches = [total(branch.strip().lstrip("%")) for branches in _BRANCHES.findall(instruction.text)
@@ -145,7 +144,8 @@ def _dimensions(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split(",") if size)
 
 
-def _operations(instruction: _Instruction, others: dict[str, _Instruction]) -> int:
+def _operations(instruction: _Instruction, others: dict[str, _Instruction],
+                computations: dict[str, dict[str, _Instruction]]) -> int:
     size = math.prod(instruction.shape)
     if instruction.opcode == "dot":
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.text)
@@ -158,9 +158,36 @@ def _operations(instruction: _Instruction, others: dict[str, _Instruction]) -> i
         assert labels is not None
         return 2 * size * math.prod(n for n, label in zip(kernel, labels[1], strict=True) if label != "o")
     if instruction.opcode == "multiply":
-        name = _NAME.search(instruction.text)
-        return 2 * size if name and name[1].rpartition("/")[2] == "dot_general" else 0
+        return 2 * size if _is_outer(instruction, others) else 0
+    if instruction.opcode == "reduce" and any("add" in names for names in _called_opcodes(instruction, computations)):
+        factor = _source(instruction.operands[0], others)
+        if factor is not None and factor.opcode == "multiply" and not _is_outer(factor, others):
+            return 2 * math.prod(factor.shape)
     return 0
+
+
+def _is_outer(instruction: _Instruction, others: dict[str, _Instruction]) -> bool:
+    """Whether a multiplication is one of two arrays, each of which lacks a dimension that the other has."""
+    kept = []
+    for name in instruction.operands:
+        source = _source(name, others)
+        is_broadcast = source is not None and source.opcode == "broadcast"
+        dimensions = re.search(r"dimensions=\{([\d,]*)\}", source.text) if source and is_broadcast else None
+        kept.append(set(_dimensions(dimensions[1])) if dimensions else set(range(len(instruction.shape))))
+    return len(kept) == 2 and not kept[0] <= kept[1] and not kept[1] <= kept[0]
+
+
+def _source(name: str, others: dict[str, _Instruction]) -> _Instruction | None:
+    """What an operand is, before its number format or layout is changed."""
+    source = others.get(name)
+    while source is not None and source.opcode in ("convert", "copy") and source.operands:
+        source = others.get(source.operands[0])
+    return source
+
+
+def _called_opcodes(instruction: _Instruction, computations: dict[str, dict[str, _Instruction]]) -> list[set[str]]:
+    return [{inner.opcode for inner in computations.get(name, {}).values()}
+            for name in _CALLED.findall(instruction.text)]
 
 
 @dataclass

@@ -1,0 +1,63 @@
+"""Operations counted, peaks, and the split of a run's wall time."""
+
+import json
+
+import pytest
+
+from support.errors import RunError
+from tests import tiny
+from training import accounting
+from training.accounting import PARTS, Peak, Timing
+
+
+def test_the_parts_are_all_the_time_and_add_up_over_starts(tmp_path, monkeypatch):
+    clock = iter([11.0, 14.0, 15.0, 101.0, 103.0])
+    monkeypatch.setattr(accounting.time, "perf_counter", lambda: next(clock))
+    timing = Timing.of_run(tmp_path, 10.0)
+    timing.enter("compile")
+    timing.enter("step")
+    timing.write()
+    timing = Timing.of_run(tmp_path, 100.0)
+    timing.enter("step")
+    timing.write()
+    found = json.loads((tmp_path / "timing.json").read_text())
+    assert found == {"seconds": dict.fromkeys(PARTS, 0.0) | {"other": 2.0, "compile": 3.0, "step": 3.0},
+                     "wall_seconds": 8.0, "starts": 2}
+    assert str(timing).startswith("compile 3.0 s (38%), input 0.0 s (0%), step 3.0 s (38%), ")
+
+
+def test_a_damaged_file_of_times_is_named(tmp_path):
+    (tmp_path / "timing.json").write_text('{"seconds": {}}')
+    with pytest.raises(RunError, match=r"timing\.json: not what a run writes"):
+        Timing.of_run(tmp_path, 0.0)
+
+
+def test_peaks_are_of_all_devices_and_of_the_number_format(monkeypatch):
+    monkeypatch.setattr(accounting, "peak", lambda: Peak({"bfloat16": 5.0}, 1.0))
+    monkeypatch.setattr(accounting.jax, "device_count", lambda: 3)
+    assert accounting.peak_flops("bfloat16") == 15
+    assert accounting.peak_flops("float32") is None
+    monkeypatch.setattr(accounting, "peak", lambda: None)
+    assert accounting.peak_flops("bfloat16") is None
+
+
+@pytest.mark.heavy
+def test_a_run_logs_operations_utilisation_and_times_also_when_it_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("training.loop.peak_flops", lambda dtype: 1e12)
+    with tiny.settings():
+        command = tiny.make(tmp_path), "--run-dir", tmp_path / "run"
+        assert tiny.run(*command, "--train.steps", 2) == 0
+        assert tiny.run(*command, "--train.steps", 4) == 0
+    lines = tiny.lines(tmp_path / "run")
+    config, environment = (json.loads((tmp_path / "run" / name).read_text())
+                           for name in ("config.json", "environment.json"))
+    per_token = accounting.flops_per_token(config, environment)
+    assert [line["flops"] for line in lines] == [line["tokens"] * per_token for line in lines]
+    for line in tiny.lines(tmp_path / "run", "train"):
+        assert line["mfu"] == pytest.approx(line["tokens_per_second"] * per_token / 1e12)
+    assert environment["peak_flops"] == 1e12
+    times = json.loads((tmp_path / "run" / "timing.json").read_text())
+    assert times["starts"] == 2
+    assert sum(times["seconds"].values()) == times["wall_seconds"] > lines[-1]["wall_seconds"]
+    assert all(times["seconds"][part] > 0 for part in PARTS)
+    assert " s went: compile " in capsys.readouterr().err
