@@ -239,7 +239,8 @@ def count(mode: str, size: Size, *, context: int, batch: int, dtype: Any = "floa
         if not causal:
             return found.forward(tokens_BT).sum()
         x_BTE, _ = found.forward(tokens_BT)
-        return cross_entropy(*found.head_operands(x_BTE), tokens_BT)
+        x_BTE, head_VE = found.head_operands(x_BTE)
+        return cross_entropy(x_BTE, head_VE, tokens_BT)
 
     tokens_BT = jax.ShapeDtypeStruct((batch, context), jnp.int32)
     program = jax.jit(jax.value_and_grad(loss)).lower(parameters, variables, tokens_BT).compile().as_text()
