@@ -73,7 +73,7 @@ def test_metrics_have_one_train_line_a_step_and_val_lines_at_evaluations_and_the
         assert line["tokens"] == line["step"] * 4 * 32
         assert 0 < line["train_seconds"] < line["wall_seconds"]
     for line in tiny.lines(finished, "train"):
-        assert list(line)[6:] == ["learning_rate", "gradient_norm", "tokens_per_second"]
+        assert list(line)[6:] == ["learning_rate", "gradient_norm", "tokens_per_second", "flops"]
     clocks = np.array([[line["train_seconds"], line["wall_seconds"]] for line in found])
     assert (np.diff(clocks, axis=0) >= 0).all()
     meta = json.loads((finished.parents[0] / "run" / "environment.json").read_text())

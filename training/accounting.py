@@ -8,8 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from support.errors import RunError
 from support.files import read_json, write_json
 
@@ -46,11 +44,15 @@ PEAKS = {
 
 def peak() -> Peak | None:
     """The peaks of the first device; None where they are not known."""
+    import jax  # compare.py, which counts operations of older runs, starts without it
+
     return PEAKS.get(jax.devices()[0].device_kind)
 
 
 def peak_flops(dtype: str) -> float | None:
     """Operations a second that all devices together could do at most in a number format; None where not known."""
+    import jax
+
     of_one = peak()
     flops = None if of_one is None else of_one.flops.get(dtype)
     return None if flops is None else flops * jax.device_count()

@@ -282,8 +282,8 @@ class _Run:
         position = self.clock.position
         tokens = step * self.config.train.batch_size * self.config.model.context
         flops = {} if self.flops_per_token is None else {"flops": tokens * self.flops_per_token}
-        record = {"step": step, "tokens": tokens, **flops, "train_seconds": position.train_seconds,
-                  "wall_seconds": position.wall_seconds, **values}
+        record = {"step": step, "tokens": tokens, "train_seconds": position.train_seconds,
+                  "wall_seconds": position.wall_seconds, **values, **flops}
         self.writer.write(record)
         self.logs.write(record)
 

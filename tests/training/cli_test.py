@@ -10,6 +10,7 @@ from configs.schema import LraConfig, TrainConfig
 from support.errors import ConfigError
 from tests import tiny
 from training import cli, loop
+from training.accounting import Timing
 from training.config_validation import validate_config
 
 RECIPE = f"{tiny.ROOT}/configs/quickstart.py"
@@ -50,5 +51,6 @@ def test_a_classifier_writes_no_text():
     (15, 143, "run: stopped and saved at step 3; the same command goes on from there\n")])
 def test_how_a_run_ended_is_told(capsys, signal, code, said):
     position = loop.Position(step=3, batches=3, train_seconds=2.0, wall_seconds=5.0)
-    assert cli.report_outcome(Path("run"), loop.Outcome(position, 1.25, signal)) == code
-    assert capsys.readouterr() == ("", said)
+    timing = Timing(Path("timing.json"), 0.0, {"compile": 2.0, "step": 3.0})
+    assert cli.report_outcome(Path("run"), loop.Outcome(position, 1.25, signal, timing)) == code
+    assert capsys.readouterr() == ("", f"run: where 5.0 s went: compile 2.0 s (40%), step 3.0 s (60%)\n{said}")
