@@ -293,7 +293,7 @@ def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], na
                                                       for place in of_x.values())]:
         remarks.append(f"Nothing is drawn of {listed(empty)}, of which no run counts.")
     if together.keys() - {"data.dir"}:
-        remarks.append(f"Together with {short_name(name or tuned or '')} change: "
+        remarks.append(f"Fields that change together with {short_name(name or tuned or '')}: "
                        f"{listed([short_name(each) for each in together if each != "data.dir"])}.")
     return [arm for arm in arms if arm.places], remarks
 

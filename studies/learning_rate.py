@@ -30,7 +30,7 @@ def get_runs(quick: bool) -> list[Variation]:
     by_steps = {"train.minutes": None, "train.sample_every": 0}
     seeds = {"train.seed": (0, 1, 2)}
     if quick:
-        return grid(RECIPE, ("softmax", "chunked"), {RATE: (1e-3, 4e-3, 1.6e-2), **seeds}, by_steps | {
+        return grid(RECIPE, ("softmax", "chunked"), {RATE: (2.5e-4, 1e-3, 4e-3), **seeds}, by_steps | {
             "train.steps": 150, "train.eval_every": 50, "train.batch_size": 2, "model.context": 512})
     return grid(RECIPE, causal_modes(), {RATE: (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), **seeds}, by_steps | {
         "train.steps": 1000, "train.eval_every": 100})

@@ -112,7 +112,7 @@ def test_other_fields_part_lines_unless_they_change_with_the_one_on_the_axis(mak
     figure = loss_against(runs, "model.context")
     assert {line.label: means(line) for line in figure.lines} == {
         "softmax, width 128": {32: 1.5, 64: 1.0}, "softmax, width 256": {32: 2.5, 64: 2.0}}
-    assert "Together with context change: batch size." in figure.remarks
+    assert "Fields that change together with context: batch size." in figure.remarks
     assert figure.x.kind == "linear"
     assert [line.best for line in figure.lines] == [None, None]
     assert not any("Warning" in remark for remark in figure.remarks)
