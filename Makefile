@@ -52,10 +52,10 @@ check: $(venv)  ## lint and the fast tests, for the edit loop: under a minute on
 test-fast: $(venv)
 	$(python) -m pytest -q -m 'fast and not heavy and not thorough'
 
-test: $(venv)  ## run the tests, without the longest: some 5 minutes on 2 cores
+test: $(venv)  ## run the tests, without the longest: some 10 minutes on 2 cores
 	$(pytest) -m 'not thorough'
 
-test-thorough: $(venv)  ## run the others, such as whole runs and commands: some 7 minutes
+test-thorough: $(venv)  ## run the others, such as whole runs and commands: some 12 minutes
 	$(pytest) -m thorough
 
 # pyright comes whole in its wheel and runs on the node of another wheel; without the first setting it asks an index
@@ -65,7 +65,7 @@ lint: $(venv)  ## ruff, import-linter and pyright
 	.venv/bin/lint-imports --no-cache --no-logo
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(python) -m pyright
 
-gpu-check:  ## compile kernels and training steps for an H200, without one: some 10 minutes on 2 cores, 3 GB of disk
+gpu-check:  ## compile kernels and training steps for an H200, without one: some 14 minutes on 2 cores, 3 GB of disk
 	@bash scripts/gpu_check.sh
 
 lock:  ## make requirements.lock again, after a change of the dependencies in pyproject.toml
