@@ -102,7 +102,7 @@ def test_a_run_writes_what_a_language_model_writes(finished):
         ("val", 6)]
     assert all(line["tokens"] == line["step"] * 8 * 16 for line in found)  # examples times context
     for line in tiny.lines(finished, "val"):
-        assert list(line)[5:] == ["loss", "accuracy"]
+        assert list(line)[5:] == ["loss", "accuracy", "flops"]
         assert (21 * line["accuracy"]) % 1 == pytest.approx(0, abs=1e-6)
     environment = read(finished / "environment.json")
     assert environment["command"][:3] == ["python", "-m", "lra.train"]
