@@ -5,7 +5,7 @@ cancels in their difference: its interval is narrower than that of two means tak
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,10 @@ class PairedDifference:
     def mean(self) -> float:
         """Over the seeds."""
         return float(np.mean(self.of_seeds))
+
+    def reversed(self) -> "PairedDifference":
+        """Of b and a."""
+        return replace(self, a=self.b, b=self.a, missing=self.missing[::-1])
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
         """Of the mean, over the seeds, by Student's t; None of a single seed."""
@@ -95,8 +99,8 @@ def paired_difference(a: Sequence[Run], b: Sequence[Run], *, windows_only: bool 
             return None
     if not np.isfinite(losses).all():
         return None
-    lower, higher = (tuple(float(loss) for loss in column) for column in zip(*losses, strict=True))
-    return PairedDifference(seeds, lower, higher, windows, missing, steps)
+    of_a, of_b = (tuple(float(loss) for loss in column) for column in zip(*losses, strict=True))
+    return PairedDifference(seeds, of_a, of_b, windows, missing, steps)
 
 
 def _by_seed(runs: Sequence[Run]) -> Mapping[Any, Run]:
@@ -140,6 +144,9 @@ def _sentences(setups: Sequence[Setup], keys: Sequence[tuple[str, int, str]]) ->
     opening = f"Evaluated {after}and paired by seed and val window"
     if len(found) == 1:
         (other, pair), = found
+        if pair.mean < 0:  # over the seeds and windows in common it may be the other way round
+            best, other = other, best
+            found = [(other, pair := pair.reversed())]
         interval = pair.interval()
         told = interval and f"{interval_text(interval)} over {len(pair.seeds)} seeds of {pair.windows:,} windows each"
         text = of_two(opening, "val loss", Mean(best.label, float(np.mean(pair.a))),
@@ -147,7 +154,8 @@ def _sentences(setups: Sequence[Setup], keys: Sequence[tuple[str, int, str]]) ->
     else:
         confidence = 1 - (1 - CONFIDENCE) / len(found)
         text = of_many(opening, "val loss", Mean(best.label, means[best.label]),
-                       [(Mean(other.label, means[other.label]), pair.is_shown(confidence)) for other, pair in found])
+                       [(Mean(other.label, means[other.label]),
+                         pair.is_shown(confidence) and pair.mean > 0) for other, pair in found])
     return [" ".join([text, *(missing_text(pair, best.label, other.label) for other, pair in found
                               if any(pair.missing))])]
 

@@ -406,8 +406,10 @@ def test_a_study_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, recipe: 
         capsys.readouterr()
         assert tiny.run(recipe, "--attention", "softmax", "--run-dir", cut / name, *config) == 0
         assert "is finished: step 120" in capsys.readouterr().err
+        before = {path: path.read_bytes() for path in (cut / name).glob("*.json")}
         assert tiny.run(recipe, "--attention", "softmax", "--run-dir", cut / name, "--train.steps", 121) == 1
         assert "without the optimizer state" in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in (cut / name).glob("*.json")} == before
         assert sample.main([str(cut / name), "--prompt", "3", "--max-new-tokens", "2"]) == 0
 
 

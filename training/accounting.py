@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from support.command import note
 from support.errors import RunError
 from support.files import read_json, write_json
 
@@ -49,13 +50,11 @@ def peak() -> Peak | None:
     return PEAKS.get(jax.devices()[0].device_kind)
 
 
-def peak_flops(dtype: str) -> float | None:
-    """Operations a second that all devices together could do at most in a number format; None where not known."""
-    import jax
-
+def peak_flops(dtype: str, devices: int) -> float | None:
+    """Operations a second that so many devices could do at most in a number format; None where not known."""
     of_one = peak()
     flops = None if of_one is None else of_one.flops.get(dtype)
-    return None if flops is None else flops * jax.device_count()
+    return None if flops is None else flops * devices
 
 
 def flops_per_token(config: dict[str, Any], environment: dict[str, Any], *, causal: bool = True) -> float | None:
@@ -137,20 +136,17 @@ class Timing:
 
     @classmethod
     def of_run(cls, run_dir: Path, began: float) -> "Timing":
-        """Goes on from the ``timing.json`` of earlier starts, where there is one.
-
-        Raises:
-            RunError: the file is damaged.
-        """
+        """Goes on from the ``timing.json`` of earlier starts, where there is one; a damaged one is noted, and begun
+        anew."""
         timing = cls(run_dir / "timing.json", began)
         if timing.path.exists():
-            before = read_json(timing.path, RunError)
             try:
-                timing.seconds |= {part: float(before["seconds"][part]) for part in PARTS}
+                before = read_json(timing.path, RunError)
+                seconds = {part: float(before["seconds"][part]) for part in PARTS}
                 timing.starts += int(before["starts"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise RunError(f"{timing.path}: not what a run writes ({error}); delete it, and the times count from "
-                               "here") from error
+                timing.seconds = seconds
+            except (RunError, KeyError, TypeError, ValueError):
+                note(f"{timing.path} is damaged: the times that it had are lost, and count from here")
         return timing
 
     def enter(self, part: str) -> None:

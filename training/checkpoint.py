@@ -174,6 +174,11 @@ class Checkpoints:
                                   "start over")
         return found
 
+    def check_training_can_go_on(self, step: int) -> None:
+        """Raises :class:`CheckpointError` where the checkpoint of a step has lost its optimizer state to
+        :meth:`keep_parameters`."""
+        _check_optimizer_state(self.directory / str(step))
+
     def keep_parameters(self) -> None:
         """Of a finished run, keep what evaluating and sampling need: parameters and other variables of the best and of
         the last checkpoint. Training cannot go on from there.
@@ -274,10 +279,8 @@ def _load(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:
             if name == JSON_ITEM:
                 wanted[name] = None
                 continue
-            if name == OPTIMIZER and jax.tree.leaves(tree) and not (folder / name).is_dir():
-                raise CheckpointError(f"{folder} keeps the parameters without the optimizer state, as sweep.py leaves "
-                                      "a finished run unless --keep-all is given: training cannot go on from it. "
-                                      "--init-from begins a new run with its parameters")
+            if name == OPTIMIZER and jax.tree.leaves(tree):
+                _check_optimizer_state(folder)
             stored = ocp.metadata(folder, checkpointable_name=name).metadata if (folder / name).is_dir() else {}
             if (difference := _difference(LEAF_NAMES.get(name, name), stored, tree)) is not None:
                 raise CheckpointError(f"{folder} is a checkpoint of another model: {difference}")
@@ -285,6 +288,13 @@ def _load(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:
                 wanted[name] = jax.tree.map(_with_sharding, tree)
         loaded = ocp.load_checkpointables(folder, wanted) if wanted else {}
     return {name: loaded.get(name, tree) for name, tree in abstract.items()}
+
+
+def _check_optimizer_state(folder: Path) -> None:
+    if not (folder / OPTIMIZER).is_dir():
+        raise CheckpointError(f"{folder} keeps the parameters without the optimizer state, as sweep.py leaves a "
+                              "finished run unless --keep-all is given: training cannot go on from it. --init-from "
+                              "begins a new run with its parameters")
 
 
 def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:

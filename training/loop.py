@@ -102,7 +102,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         CheckpointError: the checkpoints are of another model, or all damaged.
         TrainingError: a loss, gradient or parameter that is not finite.
         OSError: the disk is full or cannot be written.
-        RunError: ``environment.json`` or ``timing.json`` is damaged.
+        RunError: ``environment.json`` is damaged.
     """
     mesh = make_mesh(config.mesh, config.train, config.model.context)
     transform = make_optimizer(config.optimizer, decay_mask(objective.model))
@@ -135,7 +135,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         update = jax.jit(objective.update(transform), donate_argnums=0, out_shardings=(shardings, None))
         update = update.lower(state, objective.batch_shape(data_sharding), jnp.float32(0)).compile()
         timing.enter("other")
-        peak = peak_flops(config.model.dtype)
+        peak = peak_flops(config.model.dtype, mesh.size)
         add_to_environment(run_dir, step_bytes=peak_bytes(update), peak_flops=peak)
         per_token = flops_per_token(config.to_dict(), read_json(run_dir / "environment.json", RunError))
         stop = stack.enter_context(_stop_signals())
@@ -196,7 +196,7 @@ class _Run:
     flops_per_token: float | None
     """Of forward and backward pass; None where not known."""
     peak_flops: float | None
-    """What the devices could do in a second; None where not known."""
+    """What the devices of the mesh could do in a second; None where not known."""
     writer: MetricsWriter
     logs: Logs
     samples: Samples | None

@@ -137,16 +137,18 @@ def newest_step(config: Config | LraConfig, run_dir: Path) -> tuple[int | None, 
 
     Raises:
         ConfigError: the run is beyond the steps asked for.
-        CheckpointError: no checkpoint is intact.
+        CheckpointError: no checkpoint is intact, or the newest has no optimizer state to go on with.
     """
     with Checkpoints(run_dir / "checkpoints") as checkpoints:
         newest = checkpoints.resume({"position": None}, verify=("parameters", "variables", "optimizer"))
-    if newest is None:
-        return None, False
+        if newest is None:
+            return None, False
+        finished = loop.is_finished(config, newest[1]["position"])
+        if not finished:
+            checkpoints.check_training_can_go_on(newest[0])  # before anything is written
     if config.train.steps is not None and newest[0] > config.train.steps:
         raise ConfigError(f"{run_dir} is at step {newest[0]:,}, beyond train.steps, {config.train.steps:,}; give at "
                           "least as many")
-    finished = loop.is_finished(config, newest[1]["position"])
     if finished:
         status(f"{run_dir} is finished: step {newest[0]:,}. More --train.steps or --train.minutes go on from there.")
     else:

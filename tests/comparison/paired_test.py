@@ -73,6 +73,13 @@ def test_seeds_that_one_lacks_are_told_and_the_others_count(tmp_path):
     assert paired_difference(softmax[:1], chunked) is None
 
 
+def test_the_lower_of_two_is_the_one_that_is_lower_over_what_they_have_in_common(tmp_path):
+    softmax = evaluated(tmp_path, "softmax", [0.0, 0.01, 9.0], seeds=[0, 1, 2])
+    chunked = evaluated(tmp_path, "chunked", [0.2, 0.215], seeds=[0, 1])
+    found = verdict(group([*softmax, *chunked]))[2]
+    assert "softmax has the lower val loss" in found
+
+
 def test_other_windows_are_not_paired(tmp_path):
     softmax = evaluated(tmp_path, "softmax", [0.0, 0.0])
     chunked = evaluated(tmp_path, "chunked", [0.1, 0.2], checksum="decade")
