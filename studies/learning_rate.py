@@ -11,7 +11,8 @@ in expectation, for every mode alike.
 
 The quick form has softmax and chunked at three rates a factor of four apart and a context of 512, for 150 steps of
 1,024 tokens: 18 runs, within 10 minutes on two idle CPU cores. It found 1e-3 the best of both
-(benchmarks/results/studies/learning_rate/figures.md); which rate is the best depends on how long one trains. `--dry-run --measure` tells how long either form takes on a machine.
+(benchmarks/results/studies/learning_rate/figures.md); which rate is the best depends on how long one trains.
+`--dry-run --measure` tells how long either form takes on a machine.
 """
 
 from collections.abc import Sequence

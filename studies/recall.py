@@ -10,9 +10,9 @@ steps, so that each schedule ends, at two learning rates, of which a mode's bett
 seeds.
 
 The quick form has 2 and 4 pairs, 1 and 4 heads, two seeds and 800 steps, at the rate that benchmarks/results/mqar.md
-found for each mode: 16 runs, within 10 minutes on two idle CPU cores. In it (benchmarks/results/studies/recall/figures.md) softmax
-recalls, but with one head and 2 pairs, and linear attention is learning still at its end: whether it ever recalls 4
-pairs is for the whole study.
+found for each mode: 16 runs, within 10 minutes on two idle CPU cores. In it softmax recalls, but with one head and 2
+pairs, and linear attention is learning still at its end: whether it ever recalls 4 pairs is for the whole study
+(benchmarks/results/studies/recall/figures.md).
 """
 
 import re
