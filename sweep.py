@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before any other import, which takes seconds, or f
     interrupts.end_with_a_word()
     packages.require_packages()
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from support.command import run_command, status
 from support.errors import FAILURE, ConfigError
 from support.files import write_text
 from sweeps import estimates, folder, processes
-from sweeps.plan import PlannedRun, plan
+from sweeps.plan import PlannedRun, plan, program
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Options:
     """Keep every checkpoint of finished runs, and their optimizer state; otherwise the parameters of the best and the
     last."""
     commands: Path | None = None
-    """Write the command of each run into this file, one shell line a run, and run nothing."""
+    """Write the command that makes each run into this file, one shell line a run, and run nothing."""
     index: int | None = None
     """Run only this one, counted from 0 in the order of --dry-run and --commands."""
 
@@ -97,6 +98,13 @@ def list_runs(options: Options, runs: Sequence[PlannedRun]) -> int:
     return 0
 
 
+def shell_lines(options: Options, count: int) -> list[str]:
+    """The command that makes each run, for a shell in the working folder."""
+    flags = [flag for flag, given in (("--quick", options.quick), ("--keep-all", options.keep_all)) if given]
+    line = ["python", *program("sweep.py"), str(options.study), "--out", str(options.out), *flags, "--index"]
+    return [shlex.join([*line, str(index)]) for index in range(count)]
+
+
 def run(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
     """Make the runs, draw the figures and tell what failed; returns the exit code."""
     environment = processes.child_environment()
@@ -132,7 +140,7 @@ def command(arguments: Sequence[str]) -> int:
         return list_runs(options, runs)
     if options.commands is not None:
         folder.begin(study, runs, options.out, quick=options.quick)
-        write_text(options.commands, "".join(f"{run.shell_line}\n" for run in runs))
+        write_text(options.commands, "".join(f"{line}\n" for line in shell_lines(options, len(runs))))
         return 0
     return run(options, study, runs)
 

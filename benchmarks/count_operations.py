@@ -248,7 +248,7 @@ def count(mode: str, size: Size, *, context: int, batch: int, dtype: Any = "floa
     found = products(program)
     number = sum(leaf.size for leaf in jax.tree.leaves(parameters))
     per_token = accounting.flops_per_token(
-        {"model": asdict(config)}, {"parameters": number, "vocabulary_size": size.vocabulary}, causal=causal)
+        {"model": asdict(config)}, {"parameters": number, "vocabulary_size": size.vocabulary})
     assert per_token is not None
     counted = per_token * batch * context
     return Row(mode, causal, counted, found.operations, found.operations / counted, found.calls,

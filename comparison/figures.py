@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from comparison.paired import PairedDifference, missing_text, paired_difference
+from comparison.paired import PairedDifference, missing_text, paired_difference, steps_text
 from comparison.picture import drawing, saved
 from comparison.runs import MAX_DISTINCTIONS, Run, differing, distinctions, group, is_of, scored, value_text
 from comparison.statistics import mean_interval
@@ -403,6 +403,8 @@ def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = N
         point, row = _difference(pair, base[0][0].label, arm.label, place)
         lines.append(Line(arm.label, arm.first.attention, (point,)))
         rows.append(row)
+        if len(pair.steps) > 1:
+            remarks.append(steps_text(pair, base[0][0].label, arm.label))
         if any(pair.missing):
             remarks.append(missing_text(pair, base[0][0].label, arm.label))
     if alone and any(run.attention == baseline for run in runs):

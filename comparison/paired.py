@@ -32,7 +32,7 @@ class PairedDifference:
     missing: tuple[tuple[Any, ...], tuple[Any, ...]]
     """The seeds that a lacks and b has, and those that b lacks and a has: they do not count."""
     steps: tuple[int, ...] = ()
-    """The steps that were evaluated, ascending; empty where ``windows`` is None."""
+    """The steps at which the losses were measured, ascending."""
 
     @property
     def of_seeds(self) -> tuple[float, ...]:
@@ -94,7 +94,7 @@ def paired_difference(a: Sequence[Run], b: Sequence[Run], *, windows_only: bool 
     else:
         finals = [[run.final() for run in pair] for pair in pairs]
         losses = [[loss for loss in pair if loss is not None] for pair in finals]
-        steps, windows = (), None
+        steps, windows = tuple(sorted({int(run.val.points["step"][-1]) for run in counted if run.val})), None
         if any(len(pair) < 2 for pair in losses):
             return None
     if not np.isfinite(losses).all():
@@ -158,6 +158,12 @@ def _sentences(setups: Sequence[Setup], keys: Sequence[tuple[str, int, str]]) ->
                          pair.is_shown(confidence) and pair.mean > 0) for other, pair in found])
     return [" ".join([text, *(missing_text(pair, best.label, other.label) for other, pair in found
                               if any(pair.missing))])]
+
+
+def steps_text(pair: PairedDifference, a: str, b: str) -> str:
+    """That the losses of a pair were measured after different numbers of steps."""
+    return (f"{a} and {b} were not evaluated at one step, but at steps {pair.steps[0]:,} to {pair.steps[-1]:,}: their "
+            "difference is also one of how long they were trained.")
 
 
 def missing_text(pair: PairedDifference, a: str, b: str) -> str:

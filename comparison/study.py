@@ -28,7 +28,7 @@ from support.files import read_json
 ROOT = Path(__file__).absolute().parent.parent
 """What a relative path of a study or a recipe is looked for in, where the working folder has no such file."""
 FORMAT = 1
-"""Number of the format of ``study.json``: count it up where an older file would be misread."""
+"""Number of the format of ``study.json`` and ``run.json``: count it up where an older file would be misread."""
 RECORD = "study.json"
 FIGURES = "figures"
 """The folder in OUT that the figures are written to."""
@@ -210,15 +210,20 @@ def read_study(out_dir: Path) -> StudyRecord:
     if not path.is_file():
         raise ConfigError(f"{out_dir}: not the folder of a study, it has no {RECORD}; name the --out of a sweep.py")
     values = read_json(path, RunError)
-    if values.get("format") != FORMAT:
-        raise RunError(f"{path}: it has format {values.get('format')!r}, and this version of lineargpt reads format "
-                       f"{FORMAT}; use the version that wrote it")
+    check_format(values, path)
     try:
         return StudyRecord(Path(values["study"]), bool(values["quick"]),
                            {run["name"]: run["hash"] for run in values["runs"]})
     except (KeyError, TypeError) as error:
         raise RunError(f"{path}: not what sweep.py writes ({type(error).__name__}: {error}); bring back the "
                        "file") from error
+
+
+def check_format(values: Mapping[str, Any], path: Path) -> None:
+    """Raises :class:`RunError` where a ``study.json`` or ``run.json`` is of another version's format."""
+    if values.get("format") != FORMAT:
+        raise RunError(f"{path}: it has format {values.get('format')!r}, and this version of lineargpt reads format "
+                       f"{FORMAT}; use the version that wrote it")
 
 
 def reader(out_dir: Path, record: StudyRecord) -> Reader:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from configs.schema import Config, LraConfig
 from support.errors import ConfigError, DataError, LineargptError
 from support.files import read_json
 from sweeps.folder import is_finished
-from sweeps.plan import PlannedRun, module_of, plan_run, python
+from sweeps.plan import PlannedRun, module_of, plan_run
 from training.metrics import read_blocks
 
 TIMED_STEPS = 3
@@ -107,13 +108,13 @@ class Estimates:
                 continue
             say(f"timing {TIMED_STEPS} steps of {run.name}")
             steps = TIMED_STEPS + 1
-            with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=_existing(out)) as folder:
+            with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=_existing(out.absolute().parent)) as folder:
                 fields = {**{name.replace("-", "_"): value for name, value in run.variation.fields.items()},
                           "train.steps": steps, "train.minutes": None, "train.eval_every": steps // 2,
                           "train.sample_every": 0}
                 short = plan_run(Path("timed steps"), replace(run.variation, fields=fields), Path(folder))
-                ended = subprocess.run([python(), *short.arguments], env=environment, capture_output=True, text=True,
-                                       check=False, stdin=subprocess.DEVNULL)
+                ended = subprocess.run([sys.executable, *short.arguments], env=environment, capture_output=True,
+                                       text=True, check=False, stdin=subprocess.DEVNULL)
                 if ended.returncode or (found := timing(short.folder)) is None:
                     said = ended.stderr.strip().splitlines()
                     raise LineargptError(f"timing {run.name}: it ended with exit code {ended.returncode}"
@@ -189,15 +190,17 @@ def _count_of(run: PlannedRun) -> int | None:
 
 
 def check_disk(estimates: Estimates, runs: Sequence[PlannedRun], out: Path, *, keep_all: bool, parallel: int) -> None:
-    """Checks that the runs that are left fit the disk; those of an unknown size are passed over.
+    """Checks that what the runs that are left have yet to write fits the disk; those of an unknown size are passed
+    over.
 
     Raises:
         DataError: they do not.
     """
-    known = [found for run in runs if not is_finished(run)
+    known = [(*found, written(run.folder)) for run in runs if not is_finished(run)
              and (found := estimates.disk(run, keep_all=keep_all)) is not None]
-    beyond = sorted((most - final for most, final in known), reverse=True)[:parallel]
-    needed, free = sum(final for _, final in known) + sum(beyond), shutil.disk_usage(_existing(out)).free
+    beyond = sorted((most - max(final, there) for most, final, there in known), reverse=True)[:parallel]
+    needed = sum(max(final - there, 0) for _, final, there in known) + sum(max(more, 0) for more in beyond)
+    free = shutil.disk_usage(_existing(out)).free
     if needed > free:
         raise DataError(f"the {len(known):,} runs that are left need {size(needed)} of disk, and {_existing(out)} has "
                         f"{size(free)} free; make room, or give another --out"
@@ -205,9 +208,18 @@ def check_disk(estimates: Estimates, runs: Sequence[PlannedRun], out: Path, *, k
 
 
 def _existing(path: Path) -> Path:
-    """The nearest folder above ``path`` that is there."""
+    """``path``, or the nearest folder above it that is there."""
     path = path.absolute()
-    return next(folder for folder in path.parents if folder.is_dir())
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def written(folder: Path) -> int:
+    """Bytes that lie in a folder."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a run that is under way elsewhere removes checkpoints
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def table(runs: Sequence[PlannedRun], estimates: Estimates, *, keep_all: bool) -> tuple[list[str], list[list[str]]]:

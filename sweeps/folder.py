@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comparison.study import FORMAT, RECORD, Study, StudyRecord, read_study
+from comparison.study import FORMAT, RECORD, Study, StudyRecord, check_format, read_study
 from support.errors import ConfigError, RunError
 from support.files import read_json, write_json
 from sweeps.plan import PlannedRun
@@ -59,7 +59,7 @@ def check_run(run: PlannedRun, out: Path) -> None:
                 not entry.name.startswith(".") for entry in run.folder.iterdir())):
             raise ConfigError(f"{run.folder} holds something that is not of this study; give another --out than {out}")
         return
-    before = read_json(path, RunError)
+    before = _read(path)
     if before.get("hash") == run.hash:
         return
     raise ConfigError(f"{run.folder} is a run with {_first_difference(before, run)}; give another --out than {out}")
@@ -85,7 +85,7 @@ def begin(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool) -
     for run in runs:
         if not (run.folder / SWEEP_RECORD).exists():
             run.folder.mkdir(exist_ok=True)
-            _write(run, finished=False)
+            _write(run, finished=False, keep_all=False)
     if not (out / RECORD).exists():
         write_json(out / RECORD, StudyRecord(study.path, quick, {run.name: run.hash for run in runs}).to_dict())
 
@@ -93,22 +93,33 @@ def begin(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool) -
 def is_finished(run: PlannedRun) -> bool:
     """Whether the command of a run came to its end."""
     path = run.folder / SWEEP_RECORD
-    return path.exists() and read_json(path, RunError).get("finished") is True
+    return path.exists() and _read(path).get("finished") is True
 
 
 def finish(run: PlannedRun, *, keep_all: bool) -> None:
-    """Write down that a run is finished, and remove what only more training would need, unless ``keep_all``."""
-    if not is_finished(run):
-        _write(run, finished=True)
+    """Write down that a run is finished, and remove what only more training would need, unless ``keep_all`` was given
+    when it ended, or is now."""
+    path = run.folder / SWEEP_RECORD
+    if is_finished(run):  # by an earlier sweep, which may have been killed before it removed anything
+        keep_all = keep_all or _read(path).get("keep_all") is True
+    else:
+        _write(run, finished=True, keep_all=keep_all)
     if not keep_all and run.config is not None:
         with Checkpoints(run.folder / "checkpoints") as checkpoints:
             checkpoints.keep_parameters()
 
 
-def _write(run: PlannedRun, *, finished: bool) -> None:
+def _write(run: PlannedRun, *, finished: bool, keep_all: bool) -> None:
     write_json(run.folder / SWEEP_RECORD, {
         "format": FORMAT, "command": run.variation.command, "hash": run.hash, "finished": finished,
-        "fields": run.fields})
+        "keep_all": keep_all, "fields": run.fields})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A ``run.json``; :class:`RunError` where it is damaged, or of another format."""
+    values = read_json(path, RunError)
+    check_format(values, path)
+    return values
 
 
 def last_lines(folder: Path) -> dict[str, dict[str, Any]]:

@@ -7,15 +7,13 @@ import hashlib
 import importlib
 import io
 import json
-import shlex
-import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from comparison.runs import NOT_OF_SETUP, flatten
+from comparison.runs import NOT_OF_SETUP, flatten, is_of
 from comparison.study import ROOT, Study, Variation
 from configs.schema import Config, LraConfig
 from support.errors import ConfigError
@@ -63,12 +61,6 @@ class PlannedRun:
         where = ["--json", str(self.folder / RESULT)] if self.config is None else ["--run-dir", str(self.folder)]
         return [*program(self.variation.command), *self.variation.flags(), *where]
 
-    @property
-    def shell_line(self) -> str:
-        """The command for a shell in the working folder."""
-        path = [] if Path.cwd() == ROOT else [f"PYTHONPATH={shlex.quote(str(ROOT))}"]
-        return " ".join([*path, "python", shlex.join(self.arguments)])
-
 
 def program(command: str) -> list[str]:
     """What follows ``python`` for a script of the root, such as ``train.py``, or a module."""
@@ -101,7 +93,7 @@ def plan_run(study: Path, variation: Variation, out: Path) -> PlannedRun:
     line = parse(module, variation, where)
     config = flatten({name: group for name, group in line.config.to_dict().items() if name != "format"})
     fields = {name: value for name, value in config.items()
-              if not any(name == part or name.startswith(f"{part}.") for part in NOT_OF_RESULT)}
+              if not is_of(name, NOT_OF_RESULT)}
     fields["model.dtype"] = line.asked.model.dtype
     others = {name: value for name, value in dataclasses.asdict(line.flags).items()
               if name not in ("attention", "run_dir") and value is not None}
@@ -177,8 +169,3 @@ def check_benchmark(module: ModuleType, variation: Variation, where: str) -> Non
             close = difflib.get_close_matches(flag, known, n=1)
             raise ConfigError(f"{where}: {variation.command} has no flag {flag}, for the field {name}"
                               + (f"; perhaps you meant {close[0]}" if close else ""))
-
-
-def python() -> str:
-    """The interpreter of the runs: this one."""
-    return sys.executable

@@ -17,7 +17,7 @@ from support.command import status
 from support.errors import ConfigError
 from sweeps.estimates import Estimates, duration
 from sweeps.folder import finish, is_finished, last_lines
-from sweeps.plan import PlannedRun, python
+from sweeps.plan import PlannedRun
 from training.run import OUTPUT, in_training
 
 POLL_SECONDS = 0.1
@@ -89,10 +89,11 @@ def devices(parallel: int, runs: Sequence[PlannedRun], environment: Mapping[str,
     """
     if parallel == 1:
         return [None]
-    asked = subprocess.run([python(), "-c", "import jax; print(jax.default_backend(), jax.local_device_count())"],
+    asked = subprocess.run([sys.executable, "-c", "import jax; print(jax.default_backend(), jax.local_device_count())"],
                            env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if asked.returncode:
-        raise ConfigError(f"--parallel {parallel}: jax finds no devices: {asked.stderr.strip().splitlines()[-1]}")
+        said = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
+        raise ConfigError(f"--parallel {parallel}: jax finds no devices: {said[-1]}")
     platform, count = asked.stdout.split()
     return devices_of(platform, int(count), parallel, runs, environment)
 
@@ -139,7 +140,7 @@ def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[s
             finish(run, keep_all=keep_all)  # where a sweep was killed in the middle of that
             progress.finished.append(run)
     waiting, free, active = progress.left, list(places), list[Active]()
-    with _signals() as received, _display(progress, len(places)) as display:
+    with _signals() as received, _display(progress, len(places)) as display, _stopped_on_error(active):
         passed_on = 0
         while active or (waiting and not received):
             while waiting and free and not received:
@@ -149,43 +150,62 @@ def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[s
                 for one in active:
                     if one.process is not None:
                         one.process.send_signal(received[passed_on])
+                        display.say(one.run, "stops after its step, and saves" if passed_on == 0 else "is told to stop "
+                                    "at once", active)
                 passed_on += 1
             for one in list(active):
-                code = _look_at(one, environment, stopped=bool(received))
-                if code is None:
-                    continue
-                active.remove(one)
-                free.append(one.device)
-                if one.process is not None:
-                    said = _ended(one, code, progress, stopped=bool(received), keep_all=keep_all)
+                said = _look_at(one, environment, progress, stopped=bool(received), keep_all=keep_all)
+                if said is not None:
+                    active.remove(one)
+                    free.append(one.device)
                     display.say(one.run, said, active)
             display.update(active)
             if active:
                 time.sleep(POLL_SECONDS)
-        progress.stopped_by = received[0] if received else None
+        progress.stopped_by = received[0] if received and progress.left else None
     return progress
 
 
-def _look_at(one: Active, environment: Mapping[str, str], *, stopped: bool) -> int | None:
-    """The exit code of a run that has ended, else None; begins its process once nobody else trains in its folder."""
+@contextmanager
+def _stopped_on_error(active: Sequence[Active]) -> Iterator[None]:
+    """No run goes on unseen where something fails here, such as a disk that is full."""
+    try:
+        yield
+    except BaseException:
+        started = [one.process for one in active if one.process is not None]
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait()
+        raise
+
+
+def _look_at(one: Active, environment: Mapping[str, str], progress: Progress, *, stopped: bool,
+             keep_all: bool) -> str | None:
+    """How a run has ended, in words, else None; begins its process once nobody else trains in its folder."""
     if one.process is not None:
-        return one.process.poll()
+        code = one.process.poll()
+        return None if code is None else _ended(one, code, progress, stopped=stopped, keep_all=keep_all)
     if stopped:
-        return 0
+        return "not begun"
     with (one.run.folder / LOCK).open("w") as lock:
-        if _is_free(one.run.folder, lock):
-            if one.device is not None:
-                environment = {**environment, "CUDA_VISIBLE_DEVICES": one.device}
-            with (one.run.folder / OUTPUT).open("ab") as output:
-                # In a process group of its own, it is stopped by us alone and not by the terminal as well: a second
-                # signal ends a run at once. The process inherits the lock, and holds it until it ends.
-                one.process = subprocess.Popen(
-                    [python(), *one.run.arguments], env=environment, process_group=0, pass_fds=(lock.fileno(),),
-                    stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-            one.began = time.monotonic()
-        elif not one.waits:
-            one.waits = True
-            status(f"{one.run.folder}: another process is training in it; waiting for it to end")
+        if not _is_free(one.run.folder, lock):
+            if not one.waits:
+                one.waits = True
+                status(f"{one.run.folder}: another process is training in it; waiting for it to end")
+            return None
+        if is_finished(one.run):  # the process that it waited for was a sweep's, and came to the end
+            progress.finished.append(one.run)
+            return "finished by another process"
+        if one.device is not None:
+            environment = {**environment, "CUDA_VISIBLE_DEVICES": one.device}
+        with (one.run.folder / OUTPUT).open("ab") as output:
+            # In a process group of its own, it is stopped by us alone and not by the terminal as well: a second
+            # signal ends a run at once. The process inherits the lock, and holds it until it ends.
+            one.process = subprocess.Popen(
+                [sys.executable, *one.run.arguments], env=environment, process_group=0, pass_fds=(lock.fileno(),),
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        one.began = time.monotonic()
     return None
 
 

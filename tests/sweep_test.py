@@ -2,6 +2,7 @@
 
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import sample
 import sweep
 from comparison.study import grid, load_study
 from support.files import read_json
-from sweeps import estimates, plan, processes
+from sweeps import estimates, folder, plan, processes
 from tests import tiny
 
 FAKE = '''
@@ -183,6 +184,50 @@ def test_a_run_that_a_killed_sweep_left_under_way_is_waited_for(made: Made, caps
     assert made.begun() == [RUNS[0], *RUNS]
 
 
+def test_a_run_that_another_sweep_finished_meanwhile_is_not_made_again(made: Made, monkeypatch: pytest.MonkeyPatch,
+                                                                       capsys: pytest.CaptureFixture[str]):
+    one = plan.plan(load_study(made.path), made.out, quick=False)[0]
+
+    def finished_now(run: Path, lock: object) -> bool:
+        if run == one.folder:
+            folder.finish(one, keep_all=True)
+        return True
+
+    monkeypatch.setattr(processes, "_is_free", finished_now)
+    assert made.sweep() == 0
+    assert made.begun() == RUNS[1:]
+    assert f"{RUNS[0]}: finished by another process (1 done" in capsys.readouterr().out
+
+
+def test_no_run_goes_on_where_the_sweep_itself_fails(made: Made, monkeypatch: pytest.MonkeyPatch):
+    (made.folder / "endless.txt").write_text(RUNS[0])
+    monkeypatch.setattr(processes, "last_lines", lambda folder: 1 / 0)
+    monkeypatch.setattr(processes.os, "sched_getaffinity", lambda process: {0, 1})
+    with pytest.raises(ZeroDivisionError):  # told of the second run's end, while the first is under way
+        made.sweep("--parallel", 2)
+    with (made.out / RUNS[0] / processes.LOCK).open("w") as lock:
+        assert processes._is_free(made.out / RUNS[0], lock)
+
+
+def test_what_keep_all_kept_stays(made: Made, monkeypatch: pytest.MonkeyPatch):
+    removed = []
+    monkeypatch.setattr(folder.Checkpoints, "keep_parameters", lambda self: removed.append(self.directory.parent.name))
+    (made.folder / "failing.txt").write_text(" ".join(RUNS[1:]))
+    assert made.sweep("--keep-all") == 1
+    (made.folder / "failing.txt").write_text("")
+    assert made.sweep() == 0
+    assert removed == RUNS[1:]
+
+
+@pytest.mark.parametrize("name", ["study.json", "run.json"])
+def test_records_of_another_format_are_refused(made: Made, capsys: pytest.CaptureFixture[str], name: str):
+    assert made.sweep() == 0
+    path = made.out / name if name == "study.json" else made.out / RUNS[0] / name
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    assert made.sweep() == 1
+    assert f"{name}: it has format 2, and this version of lineargpt reads format 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("old", "new", "told"), [
     ("(1e-3, 1e-2)", "(2e-3, 1e-2)", "has a run softmax-learning_rate-0.001-seed-0"),
     ('{"optimizer', '{**{}, "optimizer', None),
@@ -249,9 +294,8 @@ def test_no_such_study(capsys: pytest.CaptureFixture[str]):
 def test_benchmarks_are_runs_too(made: Made, capsys: pytest.CaptureFixture[str]):
     made.change("return grid(", 'return [Variation("step", command="benchmarks.train_step", '
                                 'fields={"contexts": "128"})] or grid(')
-    assert made.sweep("--commands", made.folder / "lines.txt") == 0
-    line = (made.folder / "lines.txt").read_text()
-    assert f"--contexts 128 --json {made.out / 'step' / 'result.json'}" in line
+    run, = plan.plan(load_study(made.path), made.out, quick=False)
+    assert run.arguments[1:] == ["--contexts", "128", "--json", str(made.out / "step" / "result.json")]
     made.change('"contexts"', '"contents"')
     assert made.sweep("--dry-run") == 2
     assert "benchmarks.train_step has no flag --contents" in capsys.readouterr().err
@@ -263,9 +307,15 @@ def test_one_line_a_run_and_one_run_by_its_index(made: Made, monkeypatch: pytest
     assert made.sweep("--commands", lines) == 0
     assert made.begun() == []
     assert len(lines.read_text().splitlines()) == 4
-    line = lines.read_text().splitlines()[2].replace("python", sys.executable, 1)
-    subprocess.run(line, shell=True, check=True)
+    python, script, *arguments = shlex.split(lines.read_text().splitlines()[2])
+    assert (python, Path(script).name) == ("python", "sweep.py")
+    assert sweep.main(arguments) == 0
     assert made.begun() == [RUNS[2]]
+    assert made.sweep("--quick", "--keep-all", "--commands", lines) == 2
+    made.out = made.folder / "quick"
+    assert made.sweep("--quick", "--keep-all", "--commands", lines) == 0
+    assert lines.read_text().splitlines()[1].endswith("--quick --keep-all --index 1")
+    made.out = made.folder / "out"
     assert made.sweep("--index", 3) == 0
     assert made.sweep("--index", 3) == 0
     assert made.begun() == [RUNS[3]]
@@ -289,6 +339,22 @@ def test_the_estimates_come_from_finished_runs_of_the_same_shape(made: Made, cap
     assert found["0"][2:5] == ["to do", "?", "?"]
     # A checkpoint has each of 1,000 parameters three times, in 4 bytes; the run makes one; there is room for one more.
     assert found["2"][5:] == ["24 kB", "4 kB"]
+
+
+def test_what_a_cut_run_has_written_is_not_needed_again(made: Made, monkeypatch: pytest.MonkeyPatch):
+    (made.folder / "failing.txt").write_text(" ".join(RUNS[1:]))
+    assert made.sweep() == 1
+    # 4 kB kept of each of the three runs left, and 20 kB more while one of them trains.
+    usage = estimates.shutil.disk_usage(made.folder)
+    monkeypatch.setattr(estimates.shutil, "disk_usage", lambda path: usage._replace(free=20_000))
+    assert made.sweep("--dry-run") == 1
+    checkpoints = made.out / RUNS[2] / "checkpoints"
+    checkpoints.mkdir()
+    (checkpoints / "half").write_bytes(bytes(20_000))
+    assert made.sweep("--dry-run") == 1  # the other two still need theirs
+    (made.out / RUNS[1] / "half").write_bytes(bytes(20_000))
+    (made.out / RUNS[3] / "half").write_bytes(bytes(20_000))
+    assert made.sweep("--dry-run") == 0
 
 
 def test_what_does_not_fit_the_disk_is_refused(made: Made, monkeypatch: pytest.MonkeyPatch,
@@ -405,7 +471,7 @@ def test_a_study_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, recipe: 
     with tiny.settings():
         capsys.readouterr()
         assert tiny.run(recipe, "--attention", "softmax", "--run-dir", cut / name, *config) == 0
-        assert "is finished: step 120" in capsys.readouterr().err
+        assert "is finished: step 120. It keeps its parameters alone" in capsys.readouterr().err
         before = {path: path.read_bytes() for path in (cut / name).glob("*.json")}
         assert tiny.run(recipe, "--attention", "softmax", "--run-dir", cut / name, "--train.steps", 121) == 1
         assert "without the optimizer state" in capsys.readouterr().err

@@ -1,12 +1,13 @@
 """Floating-point operations of training, what devices could do at most, and where the time of a run went."""
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from support.command import note
 from support.errors import RunError
@@ -57,17 +58,16 @@ def peak_flops(dtype: str, devices: int) -> float | None:
     return None if flops is None else flops * devices
 
 
-def flops_per_token(config: dict[str, Any], environment: dict[str, Any], *, causal: bool = True) -> float | None:
+def flops_per_token(config: dict[str, Any], environment: dict[str, Any]) -> float | None:
     """Operations a token of forward and backward pass: 6 a parameter (positions, and what an attention mode has beside
     projections, left out) and three times those of the attention's forward pass; recomputed ones do not count.
 
-    Of a classifier, which counts examples times the context as tokens, embeddings and head are left out, and both
-    towers count. Its attention too counts as if it were causal, so that figures of all runs compare.
+    Of a classifier, which counts examples times the context as tokens, embeddings and head are left out, both towers
+    count, and attention is without a mask.
 
     Args:
         config: as ``config.json`` has it.
         environment: its ``parameters``, the number of all of them, and ``vocabulary_size``.
-        causal: False counts attention without a mask.
 
     Returns:
         None where the number of parameters is not known, or this version does not have the attention mode.
@@ -86,7 +86,7 @@ def flops_per_token(config: dict[str, Any], environment: dict[str, Any], *, caus
         pattern = model["attention"]
         layers = [pattern[layer % len(pattern)] for layer in range(model["layers"])]
         of_layers = [_attention(mode, json.dumps(model["modes"].get(mode, {})), heads, head_width, width, context,
-                                causal)
+                                "classes" not in model)
                      for mode in layers]
         mixing, own = (sum(figures) for figures in zip(*of_layers, strict=True))
     except Exception:  # another version's config, a mode that is not here, or one that counts nothing
@@ -154,6 +154,14 @@ class Timing:
         now = time.perf_counter()
         self.seconds[self._part] += now - self.began
         self.began, self._part = now, part
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Writes; an exception that is on its way is the one that is told."""
+        with contextlib.suppress(OSError) if kind is not None else contextlib.nullcontext():
+            self.write()
 
     def write(self) -> None:
         """``timing.json`` as of now."""

@@ -174,9 +174,12 @@ class Checkpoints:
                                   "start over")
         return found
 
+    def training_can_go_on(self, step: int) -> bool:
+        """Whether the checkpoint of a step has its optimizer state, which :meth:`keep_parameters` removes."""
+        return (self.directory / str(step) / OPTIMIZER).is_dir()
+
     def check_training_can_go_on(self, step: int) -> None:
-        """Raises :class:`CheckpointError` where the checkpoint of a step has lost its optimizer state to
-        :meth:`keep_parameters`."""
+        """Raises :class:`CheckpointError` where the checkpoint of a step has no optimizer state."""
         _check_optimizer_state(self.directory / str(step))
 
     def keep_parameters(self) -> None:

@@ -114,7 +114,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
     shardings = state_shardings(mesh, objective.model, shapes)
     timing = Timing.of_run(run_dir, started)
     with ExitStack() as stack:
-        stack.callback(timing.write)  # after everything else has ended, however it ends
+        stack.enter_context(timing)  # it writes after everything else has ended, however it ends
         timing.enter("checkpoint")
         checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep))
         restored = _restore(checkpoints, shapes, shardings)

@@ -146,11 +146,13 @@ def newest_step(config: Config | LraConfig, run_dir: Path) -> tuple[int | None, 
         finished = loop.is_finished(config, newest[1]["position"])
         if not finished:
             checkpoints.check_training_can_go_on(newest[0])  # before anything is written
+        more = ("More --train.steps or --train.minutes go on from there." if checkpoints.training_can_go_on(newest[0])
+                else "It keeps its parameters alone, for --init-from of another run.")
     if config.train.steps is not None and newest[0] > config.train.steps:
         raise ConfigError(f"{run_dir} is at step {newest[0]:,}, beyond train.steps, {config.train.steps:,}; give at "
                           "least as many")
     if finished:
-        status(f"{run_dir} is finished: step {newest[0]:,}. More --train.steps or --train.minutes go on from there.")
+        status(f"{run_dir} is finished: step {newest[0]:,}. {more}")
     else:
         note(f"{run_dir} goes on from step {newest[0]:,}")
     return newest[0], finished

@@ -195,6 +195,16 @@ def test_differences_are_of_windows_where_there_are_their_losses(make):
     assert figure.rows[0][2:5] == ("2", "2", "0.3000")
 
 
+def test_differences_of_other_numbers_of_steps_are_told(make):
+    by_time = {"train.steps": None, "train.minutes": 1.0}
+    runs = [*(make("softmax", 1.0, seed=seed, fields=by_time) for seed in (0, 1)),
+            *(make("chunked", 1.2, seed=seed, steps=80, fields=by_time) for seed in (0, 1))]
+    assert ("softmax and chunked were not evaluated at one step, but at steps 80 to 100: their difference is also one "
+            "of how long they were trained.") in differences(runs, "softmax").remarks
+    assert not any("at one step" in remark for remark in differences(
+        [*runs[:2], *(make("chunked", 1.2, seed=seed, fields=by_time) for seed in (0, 1))], "softmax").remarks)
+
+
 def test_what_is_written(make, tmp_path):
     runs = [*grid(make, "softmax", {1e-3: [1.0, 1.2], 3e-3: [0.9, 1.0]}),
             *grid(make, "chunked", {1e-3: [1.1, 1.2], 3e-3: [1.2, 1.4]})]

@@ -33,6 +33,14 @@ def test_a_damaged_file_of_times_is_noted_and_stops_no_run(tmp_path, capsys, con
     assert "timing.json is damaged: the times that it had are lost" in capsys.readouterr().err
 
 
+def test_an_exception_is_told_and_not_that_the_times_cannot_be_written(tmp_path):
+    timing = Timing.of_run(tmp_path / "nowhere", 0.0)
+    with pytest.raises(ZeroDivisionError), timing:
+        raise ZeroDivisionError
+    with pytest.raises(FileNotFoundError), timing:
+        pass
+
+
 def test_peaks_are_of_the_devices_used_and_of_the_number_format(monkeypatch):
     monkeypatch.setattr(accounting, "peak", lambda: Peak({"bfloat16": 5.0}, 1.0))
     assert accounting.peak_flops("bfloat16", 3) == 15
