@@ -310,9 +310,9 @@ def test_runs_of_two_modes_are_compared(finished, tmp_path, capsys):
     assert [row["tokens"] for row in rows] == [STEPS * 8 * 16] * 2
     assert rows[0]["accuracy"] == tiny.lines(finished, "val")[-1]["accuracy"]
     assert '"scored":"example"' in (tmp_path / "page.html").read_text()
-    # 6 a parameter but for those of 5 embeddings and of the head, and the attention three times.
+    # 6 a parameter but for those of 5 embeddings and of the head, and three times the attention, which has no mask.
     parameters = read(finished / "environment.json")["parameters"] - 5 * 8 - 8 * (8 + 2)
-    per_token = 6 * parameters + 3 * 2 * 16 * 8
+    per_token = 6 * parameters + 3 * 4 * 16 * 8
     np.testing.assert_allclose(load_run(finished).train.points["flops"][-1], STEPS * 8 * 16 * per_token)
 
 
