@@ -22,11 +22,9 @@ if __name__ == "__main__":  # before any other import, which takes seconds
 
 import argparse
 import itertools
-import math
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks import report
+from benchmarks.program import read_program
 from benchmarks.train_step import Size, mode_config
 from configs.schema import EncoderConfig, ModelConfig
 from kernels.cross_entropy import cross_entropy
@@ -48,146 +47,6 @@ from training import accounting
 HEADINGS = ("mode", "mask", "counted", "found", "found / counted", "calls", "loops")
 CHECKED = (("softmax:materialised", False), ("linear:cumsum", True))
 """Forms that compute what is counted and no more, and whether with a causal mask."""
-
-_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_SHAPE = re.compile(r"\w+\[([\d,]*)\]")
-_OPCODE = re.compile(r"(?:^|\s)([a-z][\w\-]*)\(")
-_TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-
-
-@dataclass
-class Products:
-    """What the products of a program come to."""
-
-    operations: int = 0
-    """Two for each multiplication."""
-    calls: int = 0
-    """Custom calls, whose operations are not known."""
-    unbounded_loops: int = 0
-    """Loops whose trip count is not known; the body counts once."""
-
-    def add(self, other: "Products", times: int = 1) -> None:
-        """``other`` so many times over."""
-        self.operations += times * other.operations
-        self.calls += times * other.calls
-        self.unbounded_loops += other.unbounded_loops
-
-
-@dataclass
-class _Instruction:
-    shape: tuple[int, ...]
-    opcode: str
-    text: str
-    operands: list[str] = field(default_factory=list)
-
-
-def products(program: str) -> Products:
-    """Of a compiled program's text, as ``jax.stages.Compiled.as_text`` gives it.
-
-    Raises:
-        ValueError: the text has no entry computation.
-    """
-    computations: dict[str, dict[str, _Instruction]] = {}
-    entry, here = None, None
-    for line in program.splitlines():
-        header = _HEADER.match(line)
-        if header:
-            here = computations.setdefault(header[2], {})
-            entry = header[2] if header[1] else entry
-        elif here is not None and (found := _INSTRUCTION.match(line)):
-            instruction = _parsed(found[3])
-            if instruction is not None:
-                here[found[2]] = instruction
-    if entry is None:
-        raise ValueError("the text is no program: it has no entry computation")
-    done: dict[str, Products] = {}
-
-    def total(name: str) -> Products:
-        if name in done:
-            return done[name]
-        counted = Products()
-        for instruction in computations[name].values():
-            counted.operations += _operations(instruction, computations[name], computations)
-            counted.calls += instruction.opcode == "custom-call"
-            called = _CALLED.findall(instruction.text)
-            branches = [total(branch.strip().lstrip("%")) for branches in _BRANCHES.findall(instruction.text)
-                        for branch in branches.split(",")]
-            if branches:  # one of them runs
-                counted.add(max(branches, key=lambda branch: branch.operations))
-            times = 1
-            if instruction.opcode == "while":
-                trips = _TRIPS.search(instruction.text)
-                times = int(trips[1]) if trips else 1
-                counted.unbounded_loops += trips is None
-            for other in called:
-                counted.add(total(other), times)
-        done[name] = counted
-        return counted
-
-    return total(entry)
-
-
-def _parsed(text: str) -> _Instruction | None:
-    opcode = _OPCODE.search(text)
-    if opcode is None:
-        return None
-    shape = _SHAPE.search(text[:opcode.start() + 1])
-    inside = text[opcode.end():].split(")", 1)[0]
-    return _Instruction(_dimensions(shape[1]) if shape else (), opcode[1], text,
-                        re.findall(r"%([\w.\-]+)", inside))
-
-
-def _dimensions(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split(",") if size)
-
-
-def _operations(instruction: _Instruction, others: dict[str, _Instruction],
-                computations: dict[str, dict[str, _Instruction]]) -> int:
-    size = math.prod(instruction.shape)
-    if instruction.opcode == "dot":
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.text)
-        left = others[instruction.operands[0]].shape
-        return 2 * size * math.prod(left[axis] for axis in _dimensions(contracted[1] if contracted else ""))
-    if instruction.opcode == "convolution":
-        # The kernel's shape, but for the axis of output features, is what each output is a sum over.
-        kernel = others[instruction.operands[1]].shape
-        labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.text)
-        assert labels is not None
-        return 2 * size * math.prod(n for n, label in zip(kernel, labels[1], strict=True) if label != "o")
-    if instruction.opcode == "multiply":
-        return 2 * size if _is_outer(instruction, others) else 0
-    if instruction.opcode == "reduce" and any("add" in names for names in _called_opcodes(instruction, computations)):
-        factor = _source(instruction.operands[0], others)
-        if factor is not None and factor.opcode == "multiply" and not _is_outer(factor, others):
-            return 2 * math.prod(factor.shape)
-    return 0
-
-
-def _is_outer(instruction: _Instruction, others: dict[str, _Instruction]) -> bool:
-    """Whether a multiplication is one of two arrays, each of which lacks a dimension that the other has."""
-    kept = []
-    for name in instruction.operands:
-        source = _source(name, others)
-        is_broadcast = source is not None and source.opcode == "broadcast"
-        dimensions = re.search(r"dimensions=\{([\d,]*)\}", source.text) if source and is_broadcast else None
-        kept.append(set(_dimensions(dimensions[1])) if dimensions else set(range(len(instruction.shape))))
-    return len(kept) == 2 and not kept[0] <= kept[1] and not kept[1] <= kept[0]
-
-
-def _source(name: str, others: dict[str, _Instruction]) -> _Instruction | None:
-    """What an operand is, before its number format or layout is changed."""
-    source = others.get(name)
-    while source is not None and source.opcode in ("convert", "copy") and source.operands:
-        source = others.get(source.operands[0])
-    return source
-
-
-def _called_opcodes(instruction: _Instruction, computations: dict[str, dict[str, _Instruction]]) -> list[set[str]]:
-    return [{inner.opcode for inner in computations.get(name, {}).values()}
-            for name in _CALLED.findall(instruction.text)]
 
 
 @dataclass
@@ -245,7 +104,7 @@ def count(mode: str, size: Size, *, context: int, batch: int, dtype: Any = "floa
     tokens_BT = jax.ShapeDtypeStruct((batch, context), jnp.int32)
     program = jax.jit(jax.value_and_grad(loss)).lower(parameters, variables, tokens_BT).compile().as_text()
     assert program is not None
-    found = products(program)
+    found = read_program(program).products
     number = sum(leaf.size for leaf in jax.tree.leaves(parameters))
     per_token = accounting.flops_per_token(
         {"model": asdict(config)}, {"parameters": number, "vocabulary_size": size.vocabulary})

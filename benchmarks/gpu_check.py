@@ -32,7 +32,7 @@ from flax import nnx
 
 from benchmarks import report
 from benchmarks.target import REMEDY, ROOT, Target, can_compile, cuda_folder
-from configs.schema import EncoderConfig, TrainConfig, load_recipe
+from configs.schema import EncoderConfig, ModelConfig, TrainConfig, load_recipe
 from kernels import cases as op_cases
 from models import attention, gpt
 from models.encoder import Classifier, resolve_config
@@ -126,7 +126,7 @@ class Case(NamedTuple):
     """A program to compile."""
 
     name: str
-    lower: Callable[[], jax.stages.Lowered]
+    trace: Callable[[], jax.stages.Traced]
     ours: tuple[str, ...]
     """How the names of our kernels begin that have to be in it."""
     token: bool = False
@@ -211,16 +211,17 @@ def cases(target: Target) -> Iterator[Case]:
         for computed in case.implementations if case.device_kind in (None, target.kind) else ():
             found[" ".join(filter(None, (case.op, case.name, computed)))] = case, computed
     for name, (case, computed) in found.items():
-        yield Case(name, functools.partial(lower_op, target, case, computed), case.gpu_kernels)
+        yield Case(name, functools.partial(trace_op, target, case, computed), case.gpu_kernels)
     for token in (*TOKENS, *(Token(RECIPE.stem, (mode,)) for mode in attention.sampling_modes())):
-        yield Case(token.name, lambda token=token: lower_token(target, token), token.ours, token=True)
+        yield Case(token.name, lambda token=token: trace_token(target, model_of(target, token), VOCABULARY, token.B),
+                   token.ours, token=True)
     causal = attention.causal_modes()
     for mode in causal:
-        yield Case(f"training step, {mode}", lambda mode=mode: lower_step(target, mode),
+        yield Case(f"training step, {mode}", lambda mode=mode: trace_step(target, mode),
                    attention.load(mode).Attention.step_kernels)
     for mode in attention.modes():
         if mode not in causal:
-            yield Case(f"encoder, {mode}", lambda mode=mode: lower_encoder(target, mode), ())
+            yield Case(f"encoder, {mode}", lambda mode=mode: trace_encoder(target, mode), ())
 
 
 @functools.cache
@@ -229,21 +230,26 @@ def our_kernels() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for case in op_cases.find_cases("gpu-check") for name in case.gpu_kernels))
 
 
-def lower_op(target: Target, case: op_cases.Case, computed: str | None) -> jax.stages.Lowered:
+def trace_op(target: Target, case: op_cases.Case, computed: str | None) -> jax.stages.Traced:
     """Forward pass of a call, and where it is differentiated backward pass, by an implementation."""
     shapes = case.make_shapes()
     with target.tracing():
         outputs = jax.eval_shape(lambda inputs: case.call(computed, **inputs), shapes)
-    return target.lower(op_cases.outputs_and_gradients(case, computed), shapes, outputs)
+    return target.trace(op_cases.outputs_and_gradients(case, computed), shapes, outputs)
 
 
-def lower_token(target: Target, token: Token) -> jax.stages.Lowered:
-    """What a sampler does between one token and the next, but for the draw."""
+def model_of(target: Target, token: Token) -> ModelConfig:
+    """The model that draws a token."""
     with target.tracing():
         config = load_recipe(RECIPE.with_stem(token.recipe), token.modes[0]).model
-        config = gpt.resolve_config(replace(config, attention=token.modes, layers=len(token.modes), dtype=token.dtype))
-        model = nnx.eval_shape(lambda: with_product_weights(gpt.GPT(config, VOCABULARY, rngs=nnx.Rngs(0))))
-        cache = jax.eval_shape(lambda: model.init_cache(token.B, config.context))
+        return gpt.resolve_config(replace(config, attention=token.modes, layers=len(token.modes), dtype=token.dtype))
+
+
+def trace_token(target: Target, config: ModelConfig, vocabulary_size: int, B: int = 1) -> jax.stages.Traced:
+    """What a sampler does between one token of B samples and the next, but for the draw."""
+    with target.tracing():
+        model = nnx.eval_shape(lambda: with_product_weights(gpt.GPT(config, vocabulary_size, rngs=nnx.Rngs(0))))
+        cache = jax.eval_shape(lambda: model.init_cache(B, config.context))
     graph, state = nnx.split(model)
 
     def extend(state: Any, tokens_BT: Any, cache: gpt.Cache) -> Any:
@@ -251,18 +257,18 @@ def lower_token(target: Target, token: Token) -> jax.stages.Lowered:
         x_BTE, cache = model.forward(tokens_BT, cache)
         return model.logits(x_BTE), cache
 
-    return target.lower(extend, state, jax.ShapeDtypeStruct((token.B, 1), jnp.int32), cache, donate=(2,))
+    return target.trace(extend, state, jax.ShapeDtypeStruct((B, 1), jnp.int32), cache, donate=(2,))
 
 
-def lower_step(target: Target, mode: str) -> jax.stages.Lowered:
+def trace_step(target: Target, mode: str) -> jax.stages.Traced:
     """A training step of the recipe on one sequence, of two layers: they tell as much as twelve, and compile sooner."""
     with target.tracing():
         config = load_recipe(RECIPE, mode)
         model = gpt.resolve_config(replace(config.model, layers=2))
-    return target.lower_step(replace(config, model=model, train=TrainConfig(batch_size=1)), VOCABULARY)
+    return target.trace_step(replace(config, model=model, train=TrainConfig(batch_size=1)), VOCABULARY)
 
 
-def lower_encoder(target: Target, mode: str) -> jax.stages.Lowered:
+def trace_encoder(target: Target, mode: str) -> jax.stages.Traced:
     """Forward and backward pass of a classifier of byte text, 8 sequences with padding."""
     with target.tracing():
         config = EncoderConfig(width=512, heads=8, mlp_width=2048, context=4096, dtype="bfloat16", attention=(mode,))
@@ -271,14 +277,14 @@ def lower_encoder(target: Target, mode: str) -> jax.stages.Lowered:
     def loss(state: Any, tokens_BT: Any, valid_BT: Any) -> Any:
         return jnp.sum(nnx.merge(graph, state).forward(tokens_BT, valid_BT=(valid_BT,)) ** 2)
 
-    return target.lower(jax.grad(loss), state, *(jax.ShapeDtypeStruct((8, 4096), dtype) for dtype in (jnp.int32, bool)))
+    return target.trace(jax.grad(loss), state, *(jax.ShapeDtypeStruct((8, 4096), dtype) for dtype in (jnp.int32, bool)))
 
 
 def check(case: Case, target: Target) -> tuple[Program, list[str]]:
     """The program of a case, and what is wrong with it beside its kernels."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            target.compile(case.lower(), Path(folder))
+            target.compile(case.trace(), Path(folder))
             program = inspect(Path(folder), target.architecture)
         except (RuntimeError, NotImplementedError, ValueError) as error:
             return Program([], 0), [f"cannot be compiled: {str(error).strip().partition(chr(10))[0]}"]

@@ -132,8 +132,8 @@ def compile_here(case: dict[str, Any]) -> Memory:
     gpu = target.Target()
     with gpu.tracing():
         config = replace(config, model=gpt.resolve_config(config.model))
-    lowered = gpu.lower_step(config, case["vocabulary"])
-    memory = gpu.compile(lowered, xla_gpu_enable_triton_gemm=case["triton"]).memory_analysis()
+    traced = gpu.trace_step(config, case["vocabulary"])
+    memory = gpu.compile(traced, xla_gpu_enable_triton_gemm=case["triton"]).memory_analysis()
     if memory is None:
         raise BenchmarkError("the compiler does not say how much memory the step takes")
     return Memory(memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes,

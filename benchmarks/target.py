@@ -74,19 +74,19 @@ class Target:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             yield
 
-    def lower(self, function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:
-        """A function for this GPU, yet to be compiled.
+    def trace(self, function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()) -> jax.stages.Traced:
+        """A function for this GPU, traced and yet to be compiled.
 
         Args:
-            function: is traced, under :meth:`tracing`.
+            function: is traced under :meth:`tracing`.
             arguments: trees of what has a shape and a dtype.
             donate: arguments whose memory the results may take.
         """
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), arguments)
         with self.tracing():
-            return jax.jit(function, donate_argnums=donate).trace(*arguments).lower()
+            return jax.jit(function, donate_argnums=donate).trace(*arguments)
 
-    def lower_step(self, config: Config, vocabulary_size: int) -> jax.stages.Lowered:
+    def trace_step(self, config: Config, vocabulary_size: int) -> jax.stages.Traced:
         """The training step of a config on one device, as ``train.py`` makes it, yet to be compiled."""
         with self.tracing():
             model = abstract_model(config, vocabulary_size)
@@ -94,15 +94,15 @@ class Target:
             state = jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform))
             step = make_train_step(model, config, transform)
         tokens_BT = jax.ShapeDtypeStruct((config.train.batch_size, config.model.context), jnp.int32)
-        return self.lower(step, state, Batch(tokens_BT, tokens_BT),  # pyright: ignore[reportArgumentType]
+        return self.trace(step, state, Batch(tokens_BT, tokens_BT),  # pyright: ignore[reportArgumentType]
                           jax.ShapeDtypeStruct((), jnp.float32), donate=(0,))
 
-    def compile(self, lowered: jax.stages.Lowered, dump: Path | None = None, **flags: bool) -> jax.stages.Compiled:
-        """What :meth:`lower` gave, compiled.
+    def compile(self, traced: jax.stages.Traced, dump: Path | None = None, **flags: bool) -> jax.stages.Compiled:
+        """What :meth:`trace` gave, compiled.
 
         Args:
-            lowered: the function.
-            dump: empty folder for the assembly (``*.ptx``) and the list of launches (``*thunk_sequence.txt``).
+            traced: the function.
+            dump: empty folder for the assembly (``*.ptx``) and the lists of launches (``*thunk_*.txt``).
             flags: further ones of XLA.
 
         Raises:
@@ -112,6 +112,8 @@ class Target:
         if dump is not None:
             # An expression that names no pass keeps the many texts of the passes out of the folder.
             options |= {"xla_dump_to": str(dump), "xla_dump_emitter_re": "^(ptx|asm).*"}
+        with self.tracing():
+            lowered = traced.lower()
         return lowered.compile(compiler_options=options)
 
     @cached_property

@@ -89,7 +89,7 @@ def test_counts_kernels_and_copies_and_not_the_loop_around_them():
 def test_more_launches_than_there_were_fail(most, code, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "inspect", lambda *_: gpu_check.Program(gpu_check.read_assembler(CLEAN), 3))
     monkeypatch.setattr(gpu_check, "MOST_LAUNCHES", {"a token": most})
-    case = gpu_check.Case("a token", lambda: "lowered", ("linear_attention_",), token=True)
+    case = gpu_check.Case("a token", lambda: "traced", ("linear_attention_",), token=True)
     assert gpu_check.run([case], _Target()) == code
     printed = capsys.readouterr()
     assert "Launches of a drawn token\ncase " in printed.out
@@ -110,8 +110,8 @@ def test_faults(kernel, faults):
 class _Target(target.Target):
     """Compiles nothing."""
 
-    def compile(self, lowered, dump=None, **flags):
-        if lowered is None:
+    def compile(self, traced, dump=None, **flags):
+        if traced is None:
             raise jax.errors.JaxRuntimeError("INTERNAL: shared memory 300000 exceeds 232448\nmore")
 
 
@@ -125,7 +125,7 @@ class _Target(target.Target):
 ])
 def test_fails_on_faults_of_ours_alone(kernels, code, said, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "inspect", lambda *_: gpu_check.Program(gpu_check.read_assembler(kernels), 3))
-    assert gpu_check.run([gpu_check.Case("a case", lambda: "lowered", ("linear_attention_",))], _Target()) == code
+    assert gpu_check.run([gpu_check.Case("a case", lambda: "traced", ("linear_attention_",))], _Target()) == code
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
     assert printed.out.splitlines()[-1].startswith(f"jax {jax.__version__}: ")  # scripts/gpu_check.sh looks for it
