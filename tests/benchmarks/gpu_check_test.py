@@ -282,3 +282,34 @@ def test_memory_of_a_small_step(python):
     result = report.in_process("benchmarks.memory", {"config": unknown, "vocabulary": 1, "triton": True},
                                python=python)
     assert "unknown group 'unknown'" in result["error"]
+
+
+LOOP = """
+import jax
+import jax.numpy as jnp
+from benchmarks import target
+from benchmarks.program import read_program
+from kernels.cross_entropy import cross_entropy
+V, E, T = 5_000, 128, 8_192
+gpu = target.Target()
+shapes = [jax.ShapeDtypeStruct(*x) for x in (((1, T, E), jnp.bfloat16), ((V, E), jnp.float32), ((1, T), jnp.int32))]
+program = read_program(gpu.compile(gpu.trace(jax.value_and_grad(cross_entropy, (0, 1)), *shapes)).as_text())
+
+def inside(name):
+    for x in program.computations[name].values():
+        yield x
+        for called in x.called:
+            yield from inside(called)
+
+loop, = (x for x in program.computations[program.entry].values() if x.opcode == "while")
+print(loop.trips, *(x.opcode for x in inside(loop.called[-1]) if x.shape.dimensions[1:] == (E,) and
+                    x.shape.dimensions[0] >= V and x.opcode in ("convert", "pad", "concatenate", "copy")))
+found = {x.opcode for x in inside(loop.called[-1])}
+assert "dot" in found and "convert" in found, found
+"""
+
+
+@pytest.mark.thorough
+def test_the_head_converts_and_fills_up_the_embedding_once(python):
+    ended = subprocess.run([python, "-c", LOOP], cwd=Path(target.ROOT), capture_output=True, text=True)
+    assert ended.stdout.splitlines()[-1:] == ["4"], ended.stdout + ended.stderr  # trips, and nothing of V × E

@@ -8,14 +8,17 @@ import numpy as np
 import optax
 import pytest
 
-from kernels.cross_entropy import count_right, cross_entropy
+from kernels.cross_entropy import CASES, count_right, cross_entropy
 
 B, T, E, V = 2, 7, 5, 11
 
 
-@pytest.fixture(params=[1, 3 * V, 1 << 24], ids=["a token a block", "a last block in part", "one block"])
-def _block_logits(request, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("kernels.cross_entropy"), "BLOCK_LOGITS", request.param)
+@pytest.fixture(params=[case.constants for case in CASES if case.dtype == "float64"],
+                ids=[case.title.partition(", ")[0] for case in CASES if case.dtype == "float64"])
+def _blocks(request, monkeypatch):
+    for name, value in request.param:
+        module, _, constant = name.rpartition(".")
+        monkeypatch.setattr(importlib.import_module(module), constant, value)
 
 
 def make_inputs(dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -39,7 +42,7 @@ def relative_error(actual, expected) -> float:
 
 # float64, float32: rounding of sums of a few dozen terms. bfloat16: the softmax minus the target is rounded to 8 bits
 # (1.1e-3 RMS) and so is dx.
-@pytest.mark.usefixtures("_block_logits")
+@pytest.mark.usefixtures("_blocks")
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-14), ("float32", 1e-6), ("bfloat16", 3e-3)])
 def test_values_and_gradients(dtype, tolerance):
     x, embedding, targets = make_inputs(dtype)
@@ -58,7 +61,7 @@ def test_values_and_gradients(dtype, tolerance):
 
 
 @pytest.mark.fast
-@pytest.mark.usefixtures("_block_logits")
+@pytest.mark.usefixtures("_blocks")
 def test_right_targets_are_counted():
     x, embedding, targets = make_inputs("float32")
     best = np.argmax(x @ embedding.T, axis=-1).astype(np.int32)
