@@ -5,9 +5,13 @@ has to follow the target, which is the abstract device of the mesh that is set.
 """
 
 import functools
+import warnings
 from pathlib import Path
 
 import jax
+
+# docs/gpu.md says what follows from it.
+warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 def platform() -> str:
