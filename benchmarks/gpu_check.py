@@ -5,8 +5,10 @@
 
 Prints registers, spilled bytes, shared memory and warps of each of our kernels, and how many launches draw a token.
 Fails where a kernel spills registers, has its wgmma instructions serialised, wants more shared memory than a block may
-have, or cannot be compiled at all, and where a token takes more launches than it did. Of the
-kernels that XLA writes itself those that spill or serialise are listed, and do not fail.
+have, or cannot be compiled at all, where a token takes more launches than it did, and where a training step of chunked,
+linear or softmax adds floating-point numbers up by atomic additions, for two runs would then differ. Of the kernels
+that XLA writes itself those that spill or serialise, and other programs with atomic additions, are listed, and do not
+fail. What cuDNN does inside its own kernels is not seen.
 """
 
 from support import interrupts
@@ -46,6 +48,9 @@ RECIPE = ROOT / "configs" / "gpt2_124m.py"
 VOCABULARY = 50_257
 CONTROL = ("kSequential", "kWhile", "kConditional")
 """What XLA lists beside launches: it holds them."""
+ATOMIC_ADDITION = re.compile(r"\b(atom|red)\.(?=[\w.:]*\badd\b)(?=[\w.:]*\bb?f(16|32|64))")
+DETERMINISTIC = ("chunked", "linear", "softmax")
+"""The modes whose training steps have to give the same bits each time."""
 HEADINGS = ("case", "kernel", "registers", "spilled bytes", "shared bytes", "warps", "")
 
 
@@ -131,6 +136,8 @@ class Case(NamedTuple):
     """How the names of our kernels begin that have to be in it."""
     token: bool = False
     """Its launches are counted."""
+    deterministic: bool = False
+    """Two runs of it have to give the same bits."""
 
 
 class Program(NamedTuple):
@@ -139,6 +146,8 @@ class Program(NamedTuple):
     kernels: list[Kernel]
     launches: int
     """Kernels, copies and library calls that a run starts; those in a loop count once."""
+    atomics: tuple[str, ...] = ()
+    """Kernels that add floating-point numbers up by atomic additions: in an order that changes from run to run."""
 
 
 def read_assembler(text: str) -> list[Kernel]:
@@ -189,7 +198,8 @@ def inspect(dump: Path, architecture: str) -> Program:
     text = "\n".join(path.read_text() for path in dump.glob("*thunk_sequence.txt"))
     launches = read_launches(text)
     # Constants have a file of their own.
-    paths = [str(path) for path in sorted(dump.glob("*.ptx")) if ".entry" in path.read_text()]
+    sources = {str(path): source for path in sorted(dump.glob("*.ptx")) if ".entry" in (source := path.read_text())}
+    paths = list(sources)
     if not paths:
         return Program([], count_launches(text))
     # All in one go: a kernel takes less time than the assembler's start.
@@ -201,7 +211,13 @@ def inspect(dump: Path, architecture: str) -> Program:
     for kernel in read_assembler(ended.stdout + ended.stderr):
         threads, shared = launches.get(kernel.name, (None, 0))
         kernels.append(replace(kernel, threads=threads, shared_bytes=kernel.shared_bytes + shared))
-    return Program(kernels, count_launches(text))
+    return Program(kernels, count_launches(text), find_atomics("\n".join(sources.values())))
+
+
+def find_atomics(text: str) -> tuple[str, ...]:
+    """The kernels of an assembler's source that add floating-point numbers atomically."""
+    parts = re.split(r"\.entry (\w+)", text)
+    return tuple(name for name, source in zip(parts[1::2], parts[2::2], strict=True) if ATOMIC_ADDITION.search(source))
 
 
 def cases(target: Target) -> Iterator[Case]:
@@ -218,7 +234,7 @@ def cases(target: Target) -> Iterator[Case]:
     causal = attention.causal_modes()
     for mode in causal:
         yield Case(f"training step, {mode}", lambda mode=mode: trace_step(target, mode),
-                   attention.load(mode).Attention.step_kernels)
+                   attention.load(mode).Attention.step_kernels, deterministic=mode in DETERMINISTIC)
     for mode in attention.modes():
         if mode not in causal:
             yield Case(f"encoder, {mode}", lambda mode=mode: trace_encoder(target, mode), ())
@@ -292,6 +308,8 @@ def check(case: Case, target: Target) -> tuple[Program, list[str]]:
         return program, ["there is no kernel in it"]
     problems = [f"there is no kernel of ours, {prefix}…, in it" for prefix in case.ours
                 if not any(kernel.name.startswith(prefix) for kernel in program.kernels)]
+    if case.deterministic:
+        problems += [f"adds floating-point numbers atomically, in {name}" for name in program.atomics]
     most = MOST_LAUNCHES.get(case.name)
     if most is not None and program.launches > most:
         problems.append(f"has {program.launches} launches, more than {most}")
@@ -330,13 +348,14 @@ def command(arguments: Sequence[str]) -> int:
 
 def run(chosen: Sequence[Case], target: Target) -> int:
     """Compiles, prints both tables and, as a last line, the verdict; returns the exit code."""
-    lines, others, counted, failures, compiled, own = [], [], [], [], 0, 0
+    lines, others, counted, atomic, failures, compiled, own = [], [], [], [], [], 0, 0
     for n, case in enumerate(chosen, 1):
         status(f"jax {jax.__version__}: {n}/{len(chosen)} {case.name} …")
         program, problems = check(case, target)
         kernels = program.kernels
         if case.token:
             counted.append([case.name, str(program.launches), str(MOST_LAUNCHES.get(case.name, "–"))])
+        atomic += [] if case.deterministic else [[case.name, name] for name in program.atomics]
         failures += [f"{case.name}: {problem}" for problem in problems]
         compiled, own = compiled + len(kernels), own + sum(kernel.ours for kernel in kernels)
         for line in rows(case.name, kernels, target.shared_bytes):
@@ -352,6 +371,8 @@ def run(chosen: Sequence[Case], target: Target) -> int:
             print(f"\nThe compiler's own that spill or serialise; they do not count\n{report.table(HEADINGS, others)}")
         if counted:
             print(f"\nLaunches of a drawn token\n{report.table(('case', 'launches', 'at most'), counted)}")
+        if atomic:
+            print(f"\nAtomic additions, where two runs may differ\n{report.table(('case', 'kernel'), atomic)}")
         print(flush=True)
     for failure in failures:
         status(f"gpu-check: jax {jax.__version__}: {failure}")

@@ -22,7 +22,7 @@ from configs.schema import Config
 from data.loader import Batch
 from support.errors import ConfigError
 from training.optimizer import decay_mask, make_optimizer
-from training.step import abstract_model, initial_state, make_train_step
+from training.step import abstract_model, compiler_options, initial_state, make_train_step
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".venv-gpu"
@@ -98,7 +98,7 @@ class Target:
                           jax.ShapeDtypeStruct((), jnp.float32), donate=(0,))
 
     def compile(self, traced: jax.stages.Traced, dump: Path | None = None, **flags: bool) -> jax.stages.Compiled:
-        """What :meth:`trace` gave, compiled.
+        """What :meth:`trace` gave, compiled as a training step is.
 
         Args:
             traced: the function.
@@ -108,12 +108,12 @@ class Target:
         Raises:
             jax.errors.JaxRuntimeError: it cannot be compiled, as where a kernel wants too much shared memory.
         """
-        options: dict[str, Any] = {"xla_gpu_cuda_data_dir": str(cuda_folder()), **flags}
+        with self.tracing():
+            lowered = traced.lower()
+            options: dict[str, Any] = {"xla_gpu_cuda_data_dir": str(cuda_folder()), **compiler_options(), **flags}
         if dump is not None:
             # An expression that names no pass keeps the many texts of the passes out of the folder.
             options |= {"xla_dump_to": str(dump), "xla_dump_emitter_re": "^(ptx|asm).*"}
-        with self.tracing():
-            lowered = traced.lower()
         return lowered.compile(compiler_options=options)
 
     @cached_property

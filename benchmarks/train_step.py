@@ -46,7 +46,14 @@ from support.command import status
 from support.errors import ConfigError
 from training import accounting
 from training.optimizer import decay_mask, make_optimizer
-from training.step import StepMetrics, TrainState, abstract_model, initial_state, make_train_step
+from training.step import (
+    StepMetrics,
+    TrainState,
+    abstract_model,
+    compile_step,
+    initial_state,
+    make_train_step,
+)
 
 FORM_OPTIONS = ("form", "kernel")
 """What modes call the option that names how they are computed."""
@@ -123,7 +130,7 @@ class Step:
         tokens = np.random.default_rng(0).integers(0, vocabulary_size, shape, dtype=np.int32)
         self._batch = Batch(*jax.device_put(tuple(tokens)))
         self._learning_rate = jnp.float32(config.optimizer.learning_rate)
-        self._compiled = lowered_step(config, vocabulary_size).compile()
+        self._compiled = compile_step(lowered_step(config, vocabulary_size))
         self.peak_bytes = report.peak_bytes(self._compiled)
         report.check_memory(self.peak_bytes)
         limit = report.device_memory()

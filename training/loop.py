@@ -133,7 +133,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         evaluate = objective.evaluator(data_sharding)
         timing.enter("compile")
         update = jax.jit(objective.update(transform), donate_argnums=0, out_shardings=(shardings, None))
-        update = update.lower(state, objective.batch_shape(data_sharding), jnp.float32(0)).compile()
+        update = steps.compile_step(update.lower(state, objective.batch_shape(data_sharding), jnp.float32(0)))
         timing.enter("other")
         peak = peak_flops(config.model.dtype, mesh.size)
         add_to_environment(run_dir, step_bytes=peak_bytes(update), peak_flops=peak)

@@ -131,6 +131,29 @@ def test_fails_on_faults_of_ours_alone(kernels, code, said, monkeypatch, capsys)
     assert printed.out.splitlines()[-1].startswith(f"jax {jax.__version__}: ")  # scripts/gpu_check.sh looks for it
 
 
+ATOMICS = """\
+.visible .entry input_scatter_fusion(
+\tatom.global.v4.f32.add \t{%f1, %f2, %f3, %f4}, [%rd1], {%f5, %f6, %f7, %f8};
+.visible .entry loop_add_fusion(
+\tadd.f32 %f1, %f2, %f3;
+\tatom.global.add.u32 %r1, [%rd1], 1;
+.visible .entry reduce_1(
+\tred.global.add.noftz.bf16x2 [%rd1], %r1;
+"""
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_atomic_additions_fail_where_two_runs_have_to_be_equal(deterministic, monkeypatch, capsys):
+    found = gpu_check.find_atomics(ATOMICS)
+    assert found == ("input_scatter_fusion", "reduce_1")
+    monkeypatch.setattr(gpu_check, "inspect", lambda *_: gpu_check.Program(gpu_check.read_assembler(CLEAN), 3, found))
+    case = gpu_check.Case("a step", lambda: "traced", (), deterministic=deterministic)
+    assert gpu_check.run([case], _Target()) == int(deterministic)
+    printed = capsys.readouterr()
+    assert ("a step: adds floating-point numbers atomically, in input_scatter_fusion" in printed.err) is deterministic
+    assert ("Atomic additions, where two runs may differ" in printed.out) is not deterministic
+
+
 def test_what_cannot_be_compiled_fails_with_the_first_line(capsys):
     assert gpu_check.run([gpu_check.Case("a case", lambda: None, ())], _Target()) == 1
     said = "a case: cannot be compiled: INTERNAL: shared memory 300000 exceeds 232448\n"
