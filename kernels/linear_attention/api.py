@@ -4,10 +4,12 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from kernels import device
+from kernels import decay, device
 from kernels.linear_attention import decode, pallas_gpu
 from kernels.linear_attention.blockwise import blockwise
 from kernels.linear_attention.chunk_size import pick_chunk_sizes
@@ -24,9 +26,14 @@ class Implementation(NamedTuple):
     """One form."""
 
     compute: Callable[..., tuple[Array, State]]
-    """(q, k, v, state, runs_BT, *, causal, normalize), and ``chunk_sizes`` where the form has chunks."""
-    refuses: Callable[..., str | None] | None = None
-    """(q, k, v, *, causal, chunk_size, segments) ↦ why it cannot do a call; None where it can. None: it can do all."""
+    """(q, k, v, state, runs_BT, *, causal, normalize), ``chunk_sizes`` where the form has chunks, and ``log_decay_BTH``
+    where there is one."""
+    refuses: Callable[..., str | None]
+    """(q, k, v, *, causal, chunk_size, segments, log_decay) ↦ why it cannot do a call; None where it can."""
+
+
+def _refuses_decay_of_the_future(*_: Any, causal: bool, log_decay: bool, **__: Any) -> str | None:
+    return "log_decay_BTH is of the past; it needs causal=True" if log_decay and not causal else None
 
 
 def _refuses_no_mask(*_: Any, causal: bool, **__: Any) -> str | None:
@@ -34,14 +41,14 @@ def _refuses_no_mask(*_: Any, causal: bool, **__: Any) -> str | None:
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "reference": Implementation(parallel),
-    "parallel": Implementation(parallel),
-    "rowwise": Implementation(rowwise),
-    "blockwise": Implementation(blockwise),
+    "reference": Implementation(parallel, _refuses_decay_of_the_future),
+    "parallel": Implementation(parallel, _refuses_decay_of_the_future),
+    "rowwise": Implementation(rowwise, _refuses_decay_of_the_future),
+    "blockwise": Implementation(blockwise, _refuses_decay_of_the_future),
     "cumsum": Implementation(cumsum, _refuses_no_mask),
     "recurrent": Implementation(recurrent, _refuses_no_mask),
     "decode": Implementation(decode.decode, decode.refuses),
-    "chunked": Implementation(chunked),
+    "chunked": Implementation(chunked, _refuses_decay_of_the_future),
     "pallas_gpu": Implementation(pallas_gpu.pallas_gpu, pallas_gpu.refuses),
     "pallas_gpu_serial": Implementation(functools.partial(pallas_gpu.pallas_gpu, schedule="serial"),
                                         pallas_gpu.refuses),
@@ -60,6 +67,7 @@ def linear_attention(
     normalize: bool = True,
     initial_state: State | None = None,
     segment_ids_BT: Int[Array, "B T"] | None = None,
+    log_decay_BTH: Float[Array, "B T H"] | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H D"], State]:
@@ -67,7 +75,12 @@ def linear_attention(
 
         S_t = S₀ + Σ φ(k_j) v_jᵀ      z_t = z₀ + Σ φ(k_j)      y_t = φ(q_t)ᵀ S_t / (φ(q_t)ᵀ z_t + ε)
 
-    Differentiable in q, k, v and, through the state in and the state out, across calls. Katharopoulos et al., 2020.
+    and with a decay of g_t, which scales the rows of the masked product,
+
+        S_t = exp(g_t) S_{t−1} + φ(k_t) v_tᵀ      z_t = exp(g_t) z_{t−1} + φ(k_t)
+
+    Differentiable in q, k, v, g and, through the state in and the state out, across calls. Katharopoulos et al., 2020;
+    the decay as in Dao, Gu: "Transformers are SSMs", 2024.
 
     Args:
         q_BTHM: φ(q), the feature map already applied; any T ≥ 1.
@@ -78,6 +91,10 @@ def linear_attention(
         initial_state: S₀ and z₀, of the first segment; zero unless given.
         segment_ids_BT: which tokens see each other; −1 is padding, which enters no state and is seen by nobody (its y
             is 0). A segment is a run of equal ids; the state that comes out is that of the last one.
+        log_decay_BTH: g ≤ 0 of each token and head, the logarithm of what it leaves of the state before it; −∞ starts
+            over. Padding decays nothing, whatever its g, and S₀ and z₀ decay with the tokens of the first segment.
+            A value above 0 is noticed only outside of ``jax.jit`` and the like, where there are values to look at.
+            None: no decay.
         chunk_size: C of ``chunked``, ``blockwise`` and ``pallas_gpu``; picked where None.
         implementation: a name in ``IMPLEMENTATIONS``; None picks the fastest for this input on this device.
 
@@ -85,27 +102,30 @@ def linear_attention(
         y and the state after the last token, float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes that do not agree, or a chunk size below one.
-        TypeError: features that are not floating point, segment ids that are not whole numbers.
+        ValueError: shapes that do not agree, a decay above 0, or a chunk size below one.
+        TypeError: features or decays that are not floating point, segment ids that are not whole numbers.
         NotImplementedError: a named implementation cannot do what is asked.
     """
-    _check(q_BTHM, k_BTHM, v_BTHD, initial_state, segment_ids_BT, chunk_size)
+    _check(q_BTHM, k_BTHM, v_BTHD, initial_state, segment_ids_BT, log_decay_BTH, chunk_size)
     B, _, H, M = q_BTHM.shape
     dtype = sum_dtype(q_BTHM, k_BTHM, v_BTHD)
-    options: dict[str, Any] = {"causal": causal, "chunk_size": chunk_size, "segments": segment_ids_BT is not None}
+    options: dict[str, Any] = {"causal": causal, "chunk_size": chunk_size, "segments": segment_ids_BT is not None,
+                               "log_decay": log_decay_BTH is not None}
     name = pick_implementation(q_BTHM, k_BTHM, v_BTHD, **options) if implementation is None else implementation
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
     form = IMPLEMENTATIONS[name]
-    refusal = form.refuses and form.refuses(q_BTHM, k_BTHM, v_BTHD, **options)
+    refusal = form.refuses(q_BTHM, k_BTHM, v_BTHD, **options)
     if refusal:
         raise NotImplementedError(f"implementation={name!r}: {refusal}")
     state = zero_state(B, H, M, v_BTHD.shape[3], dtype) if initial_state is None else \
         State(initial_state.s_BHMD.astype(dtype), initial_state.z_BHM.astype(dtype))
     runs_BT = None if segment_ids_BT is None else runs_of(segment_ids_BT)
     chunk_sizes = pick_chunk_sizes(name, q_BTHM, k_BTHM, v_BTHD, chunk_size, segments=runs_BT is not None)
-    return form.compute(q_BTHM, k_BTHM, v_BTHD, state, runs_BT, causal=causal, normalize=normalize,
-                        **({} if chunk_sizes is None else {"chunk_sizes": chunk_sizes}))
+    extras: dict[str, Any] = {} if chunk_sizes is None else {"chunk_sizes": chunk_sizes}
+    if log_decay_BTH is not None:
+        extras["log_decay_BTH"] = decay.prepare(log_decay_BTH, dtype, None if runs_BT is None else runs_BT < 0)
+    return form.compute(q_BTHM, k_BTHM, v_BTHD, state, runs_BT, causal=causal, normalize=normalize, **extras)
 
 
 def extend_state(
@@ -118,6 +138,7 @@ def extend_state(
     feature: Callable[[Array], Array] | None = None,
     normalize: bool = True,
     segment_ids_BT: Int[Array, "B T"] | None = None,
+    log_decay_BTH: Float[Array, "B T H"] | None = None,
 ) -> tuple[Float[Array, "B T H D"], State]:
     """:func:`linear_attention` of new tokens after those of a state, with the feature map.
 
@@ -133,21 +154,27 @@ def extend_state(
         feature: the same φ of each number alone, in float32; None where φ is not that.
         normalize: divide by the sum of weights.
         segment_ids_BT: as in :func:`linear_attention`.
+        log_decay_BTH: alike.
 
     Returns:
         y and the state after the last token.
     """
-    if feature is not None and pick_implementation(q_BTHD, k_BTHD, v_BTHD,
-                                                   segments=segment_ids_BT is not None) == "decode":
-        return decode.decode_step(q_BTHD, k_BTHD, v_BTHD, state, normalize, feature)
+    if feature is not None and pick_implementation(q_BTHD, k_BTHD, v_BTHD, segments=segment_ids_BT is not None,
+                                                   log_decay=log_decay_BTH is not None) == "decode":
+        if log_decay_BTH is None:
+            return decode.decode_step(q_BTHD, k_BTHD, v_BTHD, state, normalize, feature)
+        _check_decay(log_decay_BTH, q_BTHD.shape)
+        return decode.decode_step(q_BTHD, k_BTHD, v_BTHD, state, normalize, feature,
+                                  decay.prepare(log_decay_BTH, state.s_BHMD.dtype))
     return linear_attention(*features(q_BTHD, k_BTHD), v_BTHD, normalize=normalize, initial_state=state,
-                            segment_ids_BT=segment_ids_BT)
+                            segment_ids_BT=segment_ids_BT, log_decay_BTH=log_decay_BTH)
 
 
 def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,
-                        segments: bool = False) -> str:
+                        segments: bool = False, log_decay: bool = False) -> str:
     """What ``implementation=None`` means for arrays, or shapes and dtypes, on the device that is traced for."""
-    options: dict[str, Any] = {"causal": causal, "chunk_size": chunk_size, "segments": segments}
+    options: dict[str, Any] = {"causal": causal, "chunk_size": chunk_size, "segments": segments,
+                               "log_decay": log_decay}
     gpu = device.platform() == "gpu"
     if q_BTHM.shape[1] == 1 and causal:
         return "decode" if gpu and decode.refuses(q_BTHM, k_BTHM, v_BTHD, **options) is None else "recurrent"
@@ -155,7 +182,7 @@ def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool =
 
 
 def _check(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, state: State | None, segment_ids_BT: Array | None,
-           chunk_size: int | None) -> None:
+           log_decay_BTH: Array | None, chunk_size: int | None) -> None:
     for name, x in (("q_BTHM", q_BTHM), ("k_BTHM", k_BTHM), ("v_BTHD", v_BTHD)):
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {x.shape}; expected four dimensions, {', '.join(name[-4:])}")
@@ -181,3 +208,18 @@ def _check(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, state: State | None, seg
         raise ValueError(f"chunk_size={chunk_size}: expected a whole number of at least 1")
     if segment_ids_BT is not None and not jnp.issubdtype(segment_ids_BT.dtype, jnp.integer):
         raise TypeError(f"segment_ids_BT is {segment_ids_BT.dtype}; expected whole numbers")
+    if log_decay_BTH is not None:
+        _check_decay(log_decay_BTH, q_BTHM.shape)
+
+
+def _check_decay(log_decay_BTH: Array, shape: tuple[int, ...]) -> None:
+    if log_decay_BTH.shape != shape[:3]:
+        raise ValueError(f"log_decay_BTH has shape {log_decay_BTH.shape}; expected {shape[:3]}, "
+                         f"from q_BTHM of shape {shape}")
+    if not jnp.issubdtype(log_decay_BTH.dtype, jnp.floating):
+        raise TypeError(f"log_decay_BTH is {log_decay_BTH.dtype}; expected floating point")
+    if not isinstance(log_decay_BTH, Tracer):
+        with jax.ensure_compile_time_eval():
+            largest = float(jnp.max(log_decay_BTH))
+        if not largest <= 0:
+            raise ValueError(f"log_decay_BTH is {largest:g} somewhere; expected 0 or less")

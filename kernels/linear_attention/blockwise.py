@@ -5,7 +5,7 @@ The product (q, k, v) ↦ mask(q kᵀ) v is its own derivative: with ∂ the gra
 
     ∂q = mask(∂ vᵀ) k,    ∂k = mask(q ∂ᵀ… transposed) = maskᵀ(v ∂ᵀ) q,    ∂v = maskᵀ(k qᵀ) ∂,
 
-three more products of the same kind, two of them looking forward in time.
+three more products of the same kind, two of them looking forward in time. With a decay the derivative is JAX's own.
 """
 
 import functools
@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels.decay import sums_after, sums_between, sums_through
 from kernels.linear_attention.state import State, divide, final_state, from_initial
 from kernels.linear_attention.tuning import ChunkSizes
 from kernels.segments import visible
 
 
 def blockwise(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
-              normalize: bool, chunk_sizes: ChunkSizes) -> tuple[Array, State]:
+              normalize: bool, chunk_sizes: ChunkSizes, log_decay_BTH: Array | None = None) -> tuple[Array, State]:
     """The masked product over pairs of blocks, differentiable; both passes have blocks of ``chunk_sizes.forward``
     tokens."""
     dtype = initial.s_BHMD.dtype
@@ -37,11 +38,15 @@ def blockwise(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
 
     # One more value column, of ones, so that the denominator comes out of the same product.
     values_BTHD = jnp.concatenate([v_BTHD.astype(dtype), jnp.ones((B, T, H, 1), dtype)], axis=-1)
-    y_NBHCD = _product(blocks(q_BTHM), blocks(k_BTHM), blocks(values_BTHD), runs_BNC, "past" if causal else "all")
+    q_NBHCM, k_NBHCM, v_NBHCD = blocks(q_BTHM), blocks(k_BTHM), blocks(values_BTHD)
+    if log_decay_BTH is None:
+        y_NBHCD = _product(q_NBHCM, k_NBHCM, v_NBHCD, runs_BNC, "past" if causal else "all")
+    else:
+        y_NBHCD = _decayed_product(q_NBHCM, k_NBHCM, v_NBHCD, runs_BNC, blocks(log_decay_BTH[..., None])[..., 0])
     y_BTHD = y_NBHCD.transpose(1, 0, 3, 2, 4).reshape(B, T + padding, H, -1)[:, :T]
-    initial_BTHD, initial_BTH = from_initial(q_BTHM, initial, runs_BT)
+    initial_BTHD, initial_BTH = from_initial(q_BTHM, initial, runs_BT, log_decay_BTH)
     y_BTHD = divide(y_BTHD[..., :-1] + initial_BTHD, y_BTHD[..., -1] + initial_BTH if normalize else None)
-    return y_BTHD.astype(v_BTHD.dtype), final_state(k_BTHM, v_BTHD, initial, runs_BT)
+    return y_BTHD.astype(v_BTHD.dtype), final_state(k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -77,3 +82,39 @@ def _product_backward(sees, saved, dy_NBHCD):
 
 
 _product.defvjp(_product_forward, _product_backward)
+
+
+def _decayed_product(q_NBHCM: Array, k_NBHCM: Array, v_NBHCD: Array, runs_BNC: Array,
+                     log_decay_NBHC: Array) -> Array:
+    """The product over the past with a decay, which is a factor for each pair: of two blocks what is left of the key
+    behind its own, over the blocks in between, and up to the query."""
+    N, _, _, C, _ = q_NBHCM.shape
+    runs_NBC = runs_BNC.swapaxes(0, 1)
+    keys = (jnp.arange(N), k_NBHCM, v_NBHCD, runs_NBC, jnp.exp(sums_after(log_decay_NBHC, -1)),
+            jnp.exp(log_decay_NBHC.sum(axis=-1)))
+
+    @jax.checkpoint
+    def query_block(query):
+        i, q_BHCM, own_runs_BC, log_decay_BHC = query
+        reads_BHC = jnp.exp(sums_through(log_decay_BHC, -1))
+        own_BHCS = jnp.where(jnp.tril(jnp.ones((C, C), bool)), jnp.exp(sums_between(log_decay_BHC)), 0)
+
+        @jax.checkpoint
+        def key_block(carry, key):
+            j, k_BHCM, v_BHCD, runs_BC, writes_BHC, keeps_BH = key
+
+            def add(carry):
+                y_BHCD, between_BH = carry
+                earlier_BHCS = reads_BHC[..., :, None] * (between_BH[..., None] * writes_BHC)[..., None, :]
+                scores_BHCS = (jnp.einsum("bhcm,bhsm->bhcs", q_BHCM, k_BHCM)
+                               * jnp.where(i == j, own_BHCS, earlier_BHCS))
+                weights_BHCS = jnp.where(visible(own_runs_BC, runs_BC)[:, None], scores_BHCS, 0)
+                return (y_BHCD + jnp.einsum("bhcs,bhsd->bhcd", weights_BHCS, v_BHCD),
+                        jnp.where(i == j, between_BH, between_BH * keeps_BH))
+
+            return lax.cond(j <= i, add, lambda carry: carry, carry), None
+
+        nothing = (jnp.zeros(v_NBHCD.shape[1:], v_NBHCD.dtype), jnp.ones_like(log_decay_BHC[..., 0]))
+        return lax.scan(key_block, nothing, keys, reverse=True)[0][0]
+
+    return lax.map(query_block, (jnp.arange(N), q_NBHCM, runs_NBC, log_decay_NBHC))

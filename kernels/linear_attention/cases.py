@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,11 +47,15 @@ class LinearAttentionCase(Case):
     segments: bool = False
     state: bool = True
     """Whether there is one before the first token."""
+    log_decay: Literal["mixed", "strong"] | None = None
+    """``mixed``: from next to nothing to all that came before. ``strong``: nothing is left at one token, and little
+    goes at the others."""
     chunk_size: int | None = None
 
     @property
     def sizes(self) -> str:
         extras = {"both directions": not self.causal, "unnormalised": not self.normalize, "segments": self.segments,
+                  f"{self.log_decay} decay": self.log_decay is not None,
                   f"C{self.chunk_size}": self.chunk_size is not None}
         lengths = (f"{letter}{getattr(self, letter)}" for letter in "BTHMD")
         return " ".join([*lengths, self.dtype, *(name for name, told in extras.items() if told)])
@@ -63,6 +67,8 @@ class LinearAttentionCase(Case):
                           for name, width in (("q", M), ("k", M), ("v", D))}
         if self.state:
             shapes |= {"s": jax.ShapeDtypeStruct((B, H, M, D), sums), "z": jax.ShapeDtypeStruct((B, H, M), sums)}
+        if self.log_decay is not None:
+            shapes["log_decay"] = jax.ShapeDtypeStruct((B, T, H), sums)
         if self.segments:
             shapes["segment_ids"] = jax.ShapeDtypeStruct((B, T), jnp.int32)
         return shapes
@@ -76,13 +82,20 @@ class LinearAttentionCase(Case):
                 x = generator.uniform(1, 2, shapes[name].shape) if name == "z" else generator.normal(
                     size=shapes[name].shape)
                 drawn[name] = (np.logaddexp(0, x) if name in ("q", "k") else x).astype(shapes[name].dtype)
+        if self.log_decay == "mixed":
+            log_decay_BTH = -np.logaddexp(0, generator.normal(-3, 2, shapes["log_decay"].shape))
+            drawn["log_decay"] = log_decay_BTH.astype(shapes["log_decay"].dtype)
+        elif self.log_decay == "strong":
+            drawn["log_decay"] = np.full(shapes["log_decay"].shape, -0.01, shapes["log_decay"].dtype)
+            drawn["log_decay"][:, self.T // 3] = -1e4
         return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
         state = State(inputs["s"], inputs["z"]) if self.state else None
         y, end = linear_attention(
             inputs["q"], inputs["k"], inputs["v"], causal=self.causal, normalize=self.normalize, initial_state=state,
-            segment_ids_BT=inputs.get("segment_ids"), chunk_size=self.chunk_size, implementation=implementation)
+            segment_ids_BT=inputs.get("segment_ids"), log_decay_BTH=inputs.get("log_decay"),
+            chunk_size=self.chunk_size, implementation=implementation)
         return {"y": y, "final s": end.s_BHMD, "final z": end.z_BHM}
 
 
@@ -90,8 +103,9 @@ def _plain(title: str, T: int, M: int = 5, D: int = 7, *, dtype: str = "float64"
            implementations: Sequence[str | None] | None = None, **options: Any) -> LinearAttentionCase:
     """Small, for all forms in plain JAX."""
     forms = implementations or (PLAIN_FORMS if causal else UNMASKED_FORMS)
+    tolerance = min(PLAIN_TOLERANCES[dtype], KERNEL_TOLERANCES["bfloat16"] if "log_decay" in options else 1.0)
     return LinearAttentionCase(3, T, 2, M, D, dtype=dtype, title=f"{title}, {dtype}", causal=causal,
-                               implementations=tuple(forms), tolerance=PLAIN_TOLERANCES[dtype], **options)
+                               implementations=tuple(forms), tolerance=tolerance, **options)
 
 
 _PLAIN = (
@@ -106,6 +120,16 @@ _PLAIN = (
     _plain("both directions, segments", 65, chunk_size=16, causal=False, segments=True),
     _plain("several chunks", 200, dtype="float32", implementations=("reference", *PLAIN_FORMS, None)),
     _plain("several chunks", 200, dtype="bfloat16", implementations=("reference", *PLAIN_FORMS)),
+    _plain("decay, segments", 65, chunk_size=16, log_decay="mixed", segments=True),
+    _plain("decay, not normalised", 50, chunk_size=16, log_decay="mixed", normalize=False, state=False,
+           dtype="float32"),
+    _plain("strong decay", 200, log_decay="strong", dtype="float32", implementations=("reference", *PLAIN_FORMS, None)),
+    *(_plain(f"{kind} decay, segments", 200, log_decay=kind, segments=True, dtype=dtype, implementations=forms)
+      for kind, dtype, forms in (("mixed", "float32", ("chunked",)), ("strong", "float32", ("blockwise", "chunked")),
+                                 ("strong", "bfloat16", ("chunked",)))),
+    _plain("mixed decay", 200, log_decay="mixed", dtype="bfloat16", implementations=PLAIN_FORMS),
+    _plain("mixed decay, not normalised", 200, log_decay="mixed", normalize=False, dtype="bfloat16",
+           implementations=("chunked",)),
 )
 
 
@@ -144,12 +168,12 @@ _KERNEL = (
 )
 
 
-def _decode(B: int, H: int, M: int, D: int, dtype: str, *, normalize: bool = True) -> LinearAttentionCase:
+def _decode(B: int, H: int, M: int, D: int, dtype: str, title: str = "", **options: Any) -> LinearAttentionCase:
     """The GPU kernel of one token in interpret mode."""
     # Sums in float32, and y rounded to the values' format.
-    return LinearAttentionCase(B, 1, H, M, D, dtype=dtype, normalize=normalize, title=f"a token, M{M} D{D} {dtype}",
+    return LinearAttentionCase(B, 1, H, M, D, dtype=dtype, title=f"a token, M{M} D{D} {dtype}{title}",
                                implementations=("decode",), gpu_kernels=("linear_attention_decode",),
-                               tolerance={"float32": 1e-6, "bfloat16": 2**-8}[dtype])
+                               tolerance={"float32": 1e-6, "bfloat16": 2**-8}[dtype], **options)
 
 
 # Widths that fill a block and that do not, a tile or several of them, few columns because of many features.
@@ -157,6 +181,8 @@ _DECODE = (
     _decode(1, 3, 16, 16, "bfloat16"),
     _decode(2, 2, 48, 100, "float32", normalize=False),
     _decode(2, 2, 16, 24, "float32"),
+    _decode(2, 2, 48, 100, "float32", ", decay", log_decay="mixed"),
+    _decode(1, 3, 16, 16, "bfloat16", ", decay", log_decay="mixed", normalize=False),
 )
 
 

@@ -5,7 +5,7 @@ Katharopoulos, Vyas, Pappas, Fleuret: "Transformers are RNNs", 2020.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,9 +27,9 @@ MOST_FEATURES = 1024
 
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,
-            segments: bool = False) -> str | None:
+            segments: bool = False, log_decay: bool = False) -> str | None:
     """Why :func:`decode_step` cannot do a call; None where it can."""
-    del chunk_size
+    del chunk_size, log_decay
     _, T, _, M = q_BTHM.shape
     if T != 1 or not causal:
         return f"it takes one token, after those of the state, not {T}" if T != 1 else "it sees the past only"
@@ -42,15 +42,16 @@ def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk
 
 
 def decode(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
-           normalize: bool) -> tuple[Array, State]:
+           normalize: bool, log_decay_BTH: Array | None = None) -> tuple[Array, State]:
     """:func:`decode_step` as an implementation of ``linear_attention``."""
     del runs_BT, causal
-    return decode_step(q_BTHM, k_BTHM, v_BTHD, initial, normalize)
+    return decode_step(q_BTHM, k_BTHM, v_BTHD, initial, normalize, None, log_decay_BTH)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def decode_step(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, normalize: bool,
-                feature: Callable[[Array], Array] | None = None) -> tuple[Array, State]:
+                feature: Callable[[Array], Array] | None = None,
+                log_decay_BTH: Array | None = None) -> tuple[Array, State]:
     """Attention of one token, as ``recurrent`` computes it: y and the state after it.
 
     Without a GPU in interpret mode, which is for tests. Its gradient is that of the plain form.
@@ -62,6 +63,7 @@ def decode_step(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, nor
         initial: the state before the token.
         normalize: divide by the sum of weights.
         feature: φ of each number alone, in float32; what it gives is rounded to q's and k's number format.
+        log_decay_BTH: of the state; finite, float32. None: it does not decay.
     """
     (B, _, H, M), D = q_BTHM.shape, v_BTHD.shape[3]
     features, columns = pl.next_power_of_2(M), pl.next_power_of_2(D)
@@ -70,11 +72,15 @@ def decode_step(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, nor
     of_head = pl.BlockSpec((None, None, features), lambda u, h, b: (b, h, 0))
     of_tile = pl.BlockSpec((None, None, tile), lambda u, h, b: (b, h, u))
     of_both = pl.BlockSpec((None, None, features, tile), lambda u, h, b: (b, h, 0, u))
+    inputs, specs = [q_BTHM[:, 0], k_BTHM[:, 0], v_BTHD[:, 0], *initial], [of_head, of_head, of_tile, of_both, of_head]
+    if log_decay_BTH is not None:
+        inputs.append(jnp.exp(log_decay_BTH[:, 0]))
+        specs.append(pl.BlockSpec((None, None), lambda u, h, b: (b, h)))
     # Grid: tiles of D, heads, sequences. Where there are several tiles each reads z, so that none may change it.
     y_BHD, s_BHMD, z_BHM = pl.pallas_call(
-        lambda *refs: _kernel(*refs, M=M, D=D, normalize=normalize, feature=feature),
+        lambda *refs: _kernel(refs[:len(inputs)], refs[len(inputs):], M=M, D=D, normalize=normalize, feature=feature),
         grid=(-(-D // tile), H, B),
-        in_specs=[of_head, of_head, of_tile, of_both, of_head],
+        in_specs=specs,
         out_specs=[of_tile, of_both, of_head],
         out_shape=[jax.ShapeDtypeStruct((B, H, D), v_BTHD.dtype), jax.ShapeDtypeStruct((B, H, M, D), jnp.float32),
                    jax.ShapeDtypeStruct((B, H, M), jnp.float32)],
@@ -82,18 +88,20 @@ def decode_step(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, nor
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=device.platform() != "gpu",
         name="linear_attention_decode",
-    )(q_BTHM[:, 0], k_BTHM[:, 0], v_BTHD[:, 0], *initial)
+    )(*inputs)
     return y_BHD[:, None], State(s_BHMD, z_BHM)
 
 
-def _forward(q_BTHM, k_BTHM, v_BTHD, initial, normalize, feature):
-    return decode_step(q_BTHM, k_BTHM, v_BTHD, initial, normalize, feature), (q_BTHM, k_BTHM, v_BTHD, initial)
+def _forward(q_BTHM, k_BTHM, v_BTHD, initial, normalize, feature, log_decay_BTH):
+    return (decode_step(q_BTHM, k_BTHM, v_BTHD, initial, normalize, feature, log_decay_BTH),
+            (q_BTHM, k_BTHM, v_BTHD, initial, log_decay_BTH))
 
 
 def _backward(normalize, feature, saved, gradients):
-    def plain(q_BTHM, k_BTHM, v_BTHD, initial):
+    def plain(q_BTHM, k_BTHM, v_BTHD, initial, log_decay_BTH):
         q_BTHM, k_BTHM = (_featured(x, feature) for x in (q_BTHM, k_BTHM))
-        state, y_BHD = advance(initial, q_BTHM[:, 0], k_BTHM[:, 0], v_BTHD[:, 0], normalize=normalize)
+        state, y_BHD = advance(initial, q_BTHM[:, 0], k_BTHM[:, 0], v_BTHD[:, 0], normalize=normalize,
+                               log_decay_BH=None if log_decay_BTH is None else log_decay_BTH[:, 0])
         return y_BHD[:, None].astype(v_BTHD.dtype), state
 
     return jax.vjp(plain, *saved)[1](gradients)
@@ -106,9 +114,11 @@ def _featured(x: Array, feature: Callable[[Array], Array] | None) -> Array:
     return x if feature is None else feature(x.astype(jnp.float32)).astype(x.dtype)
 
 
-def _kernel(q_ref: Any, k_ref: Any, v_ref: Any, s_ref: Any, z_ref: Any, y_ref: Any, s_out_ref: Any, z_out_ref: Any, *,
-            M: int, D: int, normalize: bool, feature: Callable[[Array], Array] | None) -> None:
+def _kernel(inputs: Sequence[Any], outputs: Sequence[Any], *, M: int, D: int, normalize: bool,
+            feature: Callable[[Array], Array] | None) -> None:
     """A program: one sequence, head and tile of D."""
+    q_ref, k_ref, v_ref, s_ref, z_ref, *decay_refs = inputs
+    y_ref, s_out_ref, z_out_ref = outputs
     features, tile = s_ref.shape
     of_head_M = lax.iota(jnp.int32, features) < M
     of_head_D = pl.program_id(0) * tile + lax.iota(jnp.int32, tile) < D
@@ -117,6 +127,9 @@ def _kernel(q_ref: Any, k_ref: Any, v_ref: Any, s_ref: Any, z_ref: Any, y_ref: A
     q_M, k_M, z_M = (triton.load(ref.at[:], mask=of_head_M, other=0.0) for ref in (q_ref, k_ref, z_ref))
     q_M, k_M = (jnp.where(of_head_M, _featured(x_M, feature).astype(jnp.float32), 0.0) for x_M in (q_M, k_M))
     v_D = triton.load(v_ref.at[:], mask=of_head_D, other=0.0).astype(jnp.float32)
+    if decay_refs:
+        decay = triton.load(decay_refs[0])
+        s_MD, z_M = decay * s_MD, decay * z_M
     s_MD, z_M = s_MD + k_M[:, None] * v_D[None, :], z_M + k_M
     triton.store(s_out_ref.at[:, :], s_MD, mask=shown_MD)
     triton.store(z_out_ref.at[:], z_M, mask=of_head_M)

@@ -98,8 +98,10 @@ class Planner(NamedTuple):
 
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,
-            segments: bool = False) -> str | None:
+            segments: bool = False, log_decay: bool = False) -> str | None:
     """Why these kernels cannot do something; None where they can."""
+    if log_decay:
+        return "it takes no log_decay_BTH"
     if not causal:
         return "it sees the past only; with causal=False name implementation='chunked'"
     for name, x in (("q_BTHM", q_BTHM), ("k_BTHM", k_BTHM), ("v_BTHD", v_BTHD)):

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from kernels.decay import sums_after, sums_through
+
 EPSILON = 1e-6
 """ε, added to the denominator of the normalised form."""
 EXACT = lax.Precision.HIGHEST
@@ -64,19 +66,32 @@ def remove_rounding_along_z(dq_TM: Array, q_TM: Array, z_M: Array, ddenominator_
     return dq_TM - factor_T[..., None] * z_M
 
 
-def advance(state: State, q_BHM: Array, k_BHM: Array, v_BHD: Array, *, normalize: bool) -> tuple[State, Array]:
+def decayed(state: State, decay_BH: Array | None) -> State:
+    """The state times a decay; None, the state."""
+    if decay_BH is None:
+        return state
+    return State(decay_BH[..., None, None] * state.s_BHMD, decay_BH[..., None] * state.z_BHM)
+
+
+def advance(state: State, q_BHM: Array, k_BHM: Array, v_BHD: Array, *, normalize: bool,
+            log_decay_BH: Array | None = None) -> tuple[State, Array]:
     """The state after one more token, and y of it, in the state's format."""
     dtype = state.s_BHMD.dtype
+    state = decayed(state, None if log_decay_BH is None else jnp.exp(log_decay_BH))
     q_BHM, k_BHM, v_BHD = q_BHM.astype(dtype), k_BHM.astype(dtype), v_BHD.astype(dtype)
     state = State(state.s_BHMD + k_BHM[..., :, None] * v_BHD[..., None, :], state.z_BHM + k_BHM)
     return state, divide(jnp.einsum("bhm,bhmd->bhd", q_BHM, state.s_BHMD, precision=EXACT),
                          jnp.einsum("bhm,bhm->bh", q_BHM, state.z_BHM, precision=EXACT) if normalize else None)
 
 
-def final_state(k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None) -> State:
+def final_state(k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
+                log_decay_BTH: Array | None = None) -> State:
     """The state after the last token: of the last run, with the initial state where that is also the first."""
     dtype = initial.s_BHMD.dtype
     k_BTHM, v_BTHD = k_BTHM.astype(dtype), v_BTHD.astype(dtype)
+    if log_decay_BTH is not None:
+        k_BTHM *= jnp.exp(sums_after(log_decay_BTH, axis=1))[..., None]
+        initial = decayed(initial, jnp.exp(log_decay_BTH.sum(axis=1)))
     if runs_BT is not None:
         last_B = jnp.maximum(runs_BT.max(axis=1), 0)
         k_BTHM = jnp.where((runs_BT == last_B[:, None])[:, :, None, None], k_BTHM, 0)
@@ -87,9 +102,12 @@ def final_state(k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | N
     return State(initial.s_BHMD + s_BHMD, initial.z_BHM + k_BTHM.sum(axis=1)) if k_BTHM.shape[1] else initial
 
 
-def from_initial(q_BTHM: Array, initial: State, runs_BT: Array | None) -> tuple[Array, Array]:
+def from_initial(q_BTHM: Array, initial: State, runs_BT: Array | None,
+                 log_decay_BTH: Array | None = None) -> tuple[Array, Array]:
     """What the initial state adds to numerator and denominator: for the first run only."""
     q_BTHM = q_BTHM.astype(initial.s_BHMD.dtype)
+    if log_decay_BTH is not None:
+        q_BTHM *= jnp.exp(sums_through(log_decay_BTH, axis=1))[..., None]
     if runs_BT is not None:
         q_BTHM = jnp.where((runs_BT == 0)[:, :, None, None], q_BTHM, 0)
     return (jnp.einsum("bthm,bhmd->bthd", q_BTHM, initial.s_BHMD, precision=EXACT),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kernels import cases
-from kernels.linear_attention import EPSILON, State, linear_attention, pick_implementation
+from kernels.linear_attention import EPSILON, State, extend_state, linear_attention, pick_implementation
 from kernels.linear_attention.cases import CASES, PLAIN_FORMS, PLAIN_TOLERANCES, UNMASKED_FORMS, LinearAttentionCase
 
 B = 3
@@ -22,6 +22,12 @@ def make_inputs(T: int) -> tuple[tuple[np.ndarray, ...], State]:
     """φ(q), φ(k), v and a state, in float64."""
     x = LinearAttentionCase(B, T, 2, 5, 7, dtype="float64", tolerance=0.0).make_inputs()
     return (x["q"], x["k"], x["v"]), State(x["s"], x["z"])
+
+
+def make_log_decay(T: int) -> np.ndarray:
+    """From next to nothing to all that came before, in float64."""
+    case = LinearAttentionCase(B, T, 2, 5, 7, dtype="float64", log_decay="mixed", tolerance=0.0)
+    return case.make_inputs()["log_decay"]
 
 
 # Without bfloat16 of segments in both directions: gradients there meet operands of bfloat16, and are rounded as those.
@@ -52,6 +58,7 @@ def definition(case: LinearAttentionCase) -> dict[str, np.ndarray]:
     inputs = case.make_inputs()
     q, k, v, ids_BT = inputs["q"], inputs["k"], inputs["v"], inputs.get("segment_ids")
     B, T, H, M, D = case.B, case.T, case.H, case.M, case.D
+    log_decay_BTH = inputs.get("log_decay", np.zeros((B, T, H)))
     state = State(inputs.get("s", np.zeros((B, H, M, D))), inputs.get("z", np.zeros((B, H, M))))
     y, s_end, z_end = np.zeros(v.shape), np.zeros_like(state.s_BHMD), np.zeros_like(state.z_BHM)
     for b in range(B):
@@ -61,20 +68,30 @@ def definition(case: LinearAttentionCase) -> dict[str, np.ndarray]:
         for place, t in enumerate(valid):
             run += int(place > 0 and ids[t] != ids[valid[place - 1]])
             run_of[t] = run
+
+        def left(of, at, run_of=run_of, b=b):  # decays of the tokens behind one, of its segment, up to another
+            between = [t for t in run_of if of < t <= at and run_of[t] == run_of[at]]
+            return np.exp(log_decay_BTH[b, between].sum(axis=0))
+
+        def sums(seen, at, run, left=left, b=b):
+            kept = np.stack([left(j, at) for j in seen] or [np.ones(H)])
+            initial = [x[b] if run == 0 else 0 * x[b] for x in state]
+            if run == 0 and seen:
+                initial = [x * left(-1, at).reshape(H, *[1] * (x.ndim - 1)) for x in initial]
+            return (np.einsum("jh,jhm,jhd->hmd", kept[:len(seen)], k[b, seen], v[b, seen]) + initial[0],
+                    np.einsum("jh,jhm->hm", kept[:len(seen)], k[b, seen]) + initial[1])
+
         for t in valid:
-            seen = [j for j in valid if run_of[j] == run_of[t] and (j <= t or not case.causal)]
-            s = np.einsum("jhm,jhd->hmd", k[b, seen], v[b, seen]) + (state.s_BHMD[b] if run_of[t] == 0 else 0)
-            z = k[b, seen].sum(axis=0) + (state.z_BHM[b] if run_of[t] == 0 else 0)
+            s, z = sums([j for j in valid if run_of[j] == run_of[t] and (j <= t or not case.causal)], t, run_of[t])
             denominator = np.einsum("hm,hm->h", q[b, t], z) + EPSILON if case.normalize else np.ones(H)
             y[b, t] = np.einsum("hm,hmd->hd", q[b, t], s) / denominator[:, None]
         last = [t for t in valid if run_of[t] == run]
-        s_end[b] = np.einsum("jhm,jhd->hmd", k[b, last], v[b, last]) + (state.s_BHMD[b] if run == 0 else 0)
-        z_end[b] = k[b, last].sum(axis=0) + (state.z_BHM[b] if run == 0 else 0)
+        s_end[b], z_end[b] = sums(last, last[-1] if last else -1, run)
     return {"y": y, "final s": s_end, "final z": z_end}
 
 
 @pytest.mark.parametrize("title", ["segments", "both directions, segments", "one more than a chunk",
-                                   "segments, not normalised"])
+                                   "segments, not normalised", "decay, segments"])
 def test_the_reference_is_the_definition(title):
     (case,) = (case for case in CASES if case.title == f"{title}, float64")
     assert isinstance(case, LinearAttentionCase)
@@ -90,9 +107,10 @@ def test_states_are_float32_whatever_goes_in():
 
 
 @pytest.mark.parametrize("implementation", ["reference", *PLAIN_FORMS])
-@pytest.mark.parametrize("segments", [False, True])
-def test_a_sequence_resumed_from_its_state_is_the_unsplit_one(implementation, segments):
+@pytest.mark.parametrize(("segments", "decays"), [(False, False), (True, False), (True, True)])
+def test_a_sequence_resumed_from_its_state_is_the_unsplit_one(implementation, segments, decays):
     (q, k, v), state = make_inputs(40)
+    log_decay = make_log_decay(40) if decays else None
     ids = None
     if segments:
         ids = np.zeros((B, 40), np.int32)
@@ -104,13 +122,15 @@ def test_a_sequence_resumed_from_its_state_is_the_unsplit_one(implementation, se
         for where in (slice(None, at), slice(at, None)):
             part_ids = None if ids is None else jnp.asarray(ids[:, where])
             y, state = linear_attention(q[:, where], k[:, where], v[:, where], initial_state=state,
-                                        segment_ids_BT=part_ids, **options)
+                                        segment_ids_BT=part_ids,
+                                        log_decay_BTH=jnp.asarray(log_decay[:, where]) if decays else None, **options)
             parts.append(y)
         return jnp.concatenate(parts, axis=1), state
 
     def whole(q, k, v, state):
         whole_ids = None if ids is None else jnp.asarray(ids)
-        return linear_attention(q, k, v, initial_state=state, segment_ids_BT=whole_ids, **options)
+        return linear_attention(q, k, v, initial_state=state, segment_ids_BT=whole_ids,
+                                log_decay_BTH=jnp.asarray(log_decay) if decays else None, **options)
 
     with jax.enable_x64(True):
         resumed = jax.jit(functools.partial(split, at=17))(q, k, v, state)
@@ -120,25 +140,113 @@ def test_a_sequence_resumed_from_its_state_is_the_unsplit_one(implementation, se
 
 
 @pytest.mark.parametrize("implementation", ["reference", *PLAIN_FORMS])
-@pytest.mark.parametrize("causal", [True, False])
-def test_packed_segments_are_the_segments_one_by_one(implementation, causal):
+@pytest.mark.parametrize(("causal", "decays"), [(True, False), (False, False), (True, True)])
+def test_packed_segments_are_the_segments_one_by_one(implementation, causal, decays):
     if not causal and implementation not in ("reference", *UNMASKED_FORMS):
         pytest.skip("sees the past only")
     length, gap, count = 13, 2, 3
     T = count * (gap + length)
     (q, k, v), state = make_inputs(T)
+    log_decay = make_log_decay(T)
     ids = np.full((B, T), -1, np.int32)
     starts = range(gap, T, gap + length)
     for i, start in enumerate(starts):
         ids[:, start:start + length] = i
+    log_decay[ids < 0] = -3  # padding decays nothing
     run = jax.jit(functools.partial(linear_attention, causal=causal, chunk_size=8, implementation=implementation))
     with jax.enable_x64(True):
-        packed, packed_end = run(q, k, v, initial_state=state, segment_ids_BT=ids)
+        packed, packed_end = run(q, k, v, initial_state=state, segment_ids_BT=ids,
+                                 log_decay_BTH=log_decay if decays else None)
         for i, start in enumerate(starts):
-            y, end = run(*(x[:, start:start + length] for x in (q, k, v)), initial_state=state if i == 0 else None)
+            y, end = run(*(x[:, start:start + length] for x in (q, k, v)), initial_state=state if i == 0 else None,
+                         log_decay_BTH=log_decay[:, start:start + length] if decays else None)
             np.testing.assert_allclose(packed[:, start:start + length], y, rtol=1e-10, atol=1e-12)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), packed_end, end)
     assert not np.any(np.asarray(packed)[ids < 0])
+
+
+@pytest.mark.parametrize("implementation", ["reference", *PLAIN_FORMS])
+@pytest.mark.parametrize("strong", [-1e4, -np.inf])
+def test_what_a_strong_decay_leaves_is_what_comes_after_it(implementation, strong):
+    """To 1e-5 of each token, in float32: of sums up to −1e4 a difference would have lost the −0.01 that follow."""
+    T, start = 60, 11
+    (q, k, v), state = jax.tree.map(lambda x: x.astype(np.float32), make_inputs(T))
+    log_decay = np.full((B, T, 2), -0.01, np.float32)
+    log_decay[:, start] = strong
+
+    def run(q, k, v, state, log_decay):
+        return linear_attention(q, k, v, initial_state=state, log_decay_BTH=log_decay, normalize=False,
+                                chunk_size=32, implementation=implementation)
+
+    y, end = jax.jit(run)(q, k, v, state, log_decay)
+    with jax.enable_x64(True):
+        after = [jnp.asarray(x[:, start:], np.float64) for x in (q, k, v, log_decay)]
+        expected, expected_end = linear_attention(*after[:3], log_decay_BTH=jnp.maximum(after[3], -1e4),
+                                                  normalize=False, implementation="reference")
+    size_BTH = np.linalg.norm(expected, axis=-1)
+    assert (np.linalg.norm(y[:, start:] - np.asarray(expected), axis=-1) / size_BTH).max() < 1e-5
+    for x, wanted in zip(end, expected_end, strict=True):
+        assert cases.error_of(np.asarray(x), np.asarray(wanted)) < 1e-5
+    gradients = jax.jit(jax.grad(lambda *x: run(*x)[0].sum() + run(*x)[1].s_BHMD.sum(), range(5)))(
+        q, k, v, state, log_decay)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+    assert not np.any(gradients[4][:, start])
+    assert np.all(gradients[4][:, :start])
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "blockwise"])
+def test_a_decay_does_not_depend_on_the_chunk_length(implementation):
+    (q, k, v), state = make_inputs(40)
+    log_decay = make_log_decay(40)
+
+    def run(chunk_size):
+        def loss(q, k, v, state, log_decay):
+            y, end = linear_attention(q, k, v, initial_state=state, log_decay_BTH=log_decay, chunk_size=chunk_size,
+                                      implementation=implementation)
+            return jnp.sin(y).sum() + jnp.cos(end.s_BHMD).sum()
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, range(5)))(q, k, v, state, log_decay))
+
+    with jax.enable_x64(True):
+        whole = run(40)
+        for chunk_size in (1, 7, 16):
+            for x, wanted in zip(run(chunk_size), whole, strict=True):
+                np.testing.assert_allclose(x, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_a_decay_of_zero_is_none():
+    (q, k, v), state = make_inputs(40)
+    run = jax.jit(functools.partial(linear_attention, chunk_size=16))
+    with jax.enable_x64(True):
+        plain, decayed = (run(q, k, v, initial_state=state, log_decay_BTH=log_decay)
+                          for log_decay in (None, np.zeros((B, 40, 2))))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-14), plain, decayed)
+
+
+def test_a_decay_has_a_gradient_in_its_own_format():
+    (q, k, v), _ = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), make_inputs(20))
+    log_decay = jnp.asarray(make_log_decay(20), jnp.bfloat16)
+    y, pull = jax.vjp(lambda log_decay: linear_attention(q, k, v, log_decay_BTH=log_decay)[0], log_decay)
+    assert y.dtype == pull(y)[0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("picked", ["recurrent", "decode"])
+def test_a_state_is_extended_with_a_decay(picked, monkeypatch):
+    (q, k, _), state = jax.tree.map(lambda x: jnp.asarray(x, np.float32), make_inputs(1))
+    v, state, log_decay = q + 1, State(state.s_BHMD[..., :5], state.z_BHM), jnp.asarray(make_log_decay(1), np.float32)
+    monkeypatch.setattr("kernels.linear_attention.api.pick_implementation", lambda *_, **__: picked)
+
+    def run(q, k, v, state, log_decay):
+        return extend_state(q, k, v, state, features=lambda q, k: (jnp.exp(q), jnp.exp(k)), feature=jnp.exp,
+                            log_decay_BTH=log_decay)
+
+    def expected(q, k, v, state, log_decay):
+        return linear_attention(jnp.exp(q), jnp.exp(k), v, initial_state=state, log_decay_BTH=log_decay,
+                                implementation="reference")
+
+    found, wanted = (jax.vjp(f, q, k, v, state, log_decay) for f in (run, expected))
+    pairs = [*zip(*map(jax.tree.leaves, (found[0], wanted[0])), strict=True),
+             *zip(*map(jax.tree.leaves, (found[1](wanted[0]), wanted[1](wanted[0]))), strict=True)]
+    assert max(cases.error_of(np.asarray(x), np.asarray(y)) for x, y in pairs) < 1e-6
 
 
 @pytest.mark.parametrize(("implementation", "growth"),
@@ -176,6 +284,9 @@ class TestBadInput:
         ({"segment_ids_BT": jnp.zeros((2, 7), int)}, r"segment_ids_BT has shape \(2, 7\); expected \(2, 8\)"),
         ({"initial_state": State(jnp.ones((2, 3, 5, 4)), jnp.ones((2, 3, 4)))}, r"initial_state\.s_BHMD has shape"),
         ({"initial_state": State(jnp.ones((2, 3, 4, 5)), jnp.ones((2, 3, 5)))}, r"initial_state\.z_BHM has shape"),
+        ({"log_decay_BTH": jnp.zeros((2, 8))}, r"log_decay_BTH has shape \(2, 8\); expected \(2, 8, 3\)"),
+        ({"log_decay_BTH": jnp.full((2, 8, 3), 0.5)}, "log_decay_BTH is 0.5 somewhere; expected 0 or less"),
+        ({"log_decay_BTH": jnp.full((2, 8, 3), jnp.nan)}, "log_decay_BTH is nan somewhere; expected 0 or less"),
         ({"chunk_size": 0}, "chunk_size=0: expected a whole number of at least 1"),
         ({"implementation": "chunky"}, "implementation='chunky': there is reference, .*chunked"),
     ])
@@ -192,6 +303,20 @@ class TestBadInput:
     def test_integers(self):
         with pytest.raises(TypeError, match="k_BTHM is int32; expected floating point"):
             self.call(k_BTHM=jnp.ones((2, 8, 3, 4), jnp.int32))
+
+    def test_decays_of_whole_numbers(self):
+        with pytest.raises(TypeError, match="log_decay_BTH is int32; expected floating point"):
+            self.call(log_decay_BTH=jnp.zeros((2, 8, 3), jnp.int32))
+
+    def test_a_decay_above_zero_that_a_traced_call_is_given_as_a_constant(self):
+        above = jnp.ones((2, 8, 3))
+        with pytest.raises(ValueError, match="log_decay_BTH is 1 somewhere; expected 0 or less"):
+            jax.jit(lambda v_BTHD: self.call(v_BTHD=v_BTHD, log_decay_BTH=above))(jnp.ones((2, 8, 3, 5)))
+
+    @pytest.mark.parametrize("implementation", [None, "reference", *UNMASKED_FORMS])
+    def test_a_decay_cannot_look_ahead(self, implementation):
+        with pytest.raises(NotImplementedError, match="log_decay_BTH is of the past; it needs causal=True"):
+            self.call(implementation=implementation, causal=False, log_decay_BTH=jnp.zeros((2, 8, 3)))
 
     @pytest.mark.parametrize("implementation", ["cumsum", "recurrent"])
     def test_a_recurrence_cannot_look_ahead(self, implementation):

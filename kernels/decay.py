@@ -1,0 +1,67 @@
+"""Sums of log decays, the same way for every kernel.
+
+Token t multiplies the state before it with exp(g_t), g_t ≤ 0. What token j has added is exp(g_{j+1} + … + g_i) of
+itself when token i reads it. Each such sum is added up from its own terms, never as a difference of two running sums:
+behind one g of −1e4 float32 has steps of 1e-3 left for the small ones that follow. Sums of terms of one sign lose
+nothing, and no exponential is of a number above 0.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+LEAST = -(2.0**100)
+"""In place of a log decay below it, −∞ above all: finite, for 0 times −∞ is no number; its exponential is 0."""
+
+
+def prepare(log_decay_BTH: Float[Array, "B T H"], dtype: jnp.dtype,
+            padding_BT: Bool[Array, "B T"] | None = None) -> Float[Array, "B T H"]:
+    """Log decays as the kernels take them: in the format of the state, finite, and 0 on padding."""
+    log_decay_BTH = jnp.maximum(log_decay_BTH.astype(dtype), LEAST)
+    return log_decay_BTH if padding_BT is None else jnp.where(padding_BT[..., None], 0, log_decay_BTH)
+
+
+def sums_through(log_decay: Float[Array, "*shape"], axis: int) -> Float[Array, "*shape"]:
+    """Σ_{l≤i} g_l: of the state before the first token, at token i."""
+    return lax.cumsum(log_decay, axis % log_decay.ndim)
+
+
+def sums_after(log_decay: Float[Array, "*shape"], axis: int) -> Float[Array, "*shape"]:
+    """Σ_{l>j} g_l: of token j, behind the last token."""
+    axis %= log_decay.ndim
+    later = lax.slice_in_dim(log_decay, 1, None, axis=axis)
+    none = jnp.zeros_like(lax.slice_in_dim(log_decay, 0, 1, axis=axis))
+    return lax.cumsum(jnp.concatenate([later, none], axis), axis, reverse=True)
+
+
+def sums_between(log_decay_C: Float[Array, "*b C"]) -> Float[Array, "*b C S"]:
+    """Σ_{j<l≤i} g_l: of token j at token i, 0 where j ≥ i.
+
+    As a product with a triangle of ones, which takes C times as many operations as it needs and, for the C of a chunk,
+    less time than running sums do.
+    """
+    C = log_decay_C.shape[-1]
+    upto_CL = jnp.where(jnp.tril(jnp.ones((C, C), bool)), log_decay_C[..., None, :], 0)
+    after_LS = jnp.tril(jnp.ones((C, C), log_decay_C.dtype), -1)
+    return jnp.einsum("...cl,ls->...cs", upto_CL, after_LS, precision=lax.Precision.HIGHEST)
+
+
+class Decays(NamedTuple):
+    """What is left over the tokens of a chunk; every field None where nothing decays."""
+
+    inside: Float[Array, "*b C S"] | None = None
+    """Of token s at token c; 1 where s ≥ c."""
+    reads: Float[Array, "*b C"] | None = None
+    """Of the state before the chunk at each token."""
+    writes: Float[Array, "*b C"] | None = None
+    """Of each token behind the chunk."""
+    keeps: Float[Array, "*b"] | None = None
+    """Of the state before the chunk behind it."""
+
+    @classmethod
+    def of(cls, log_decay_C: Float[Array, "*b C"]) -> "Decays":
+        through_C = sums_through(log_decay_C, -1)
+        return cls(jnp.exp(sums_between(log_decay_C)), jnp.exp(through_C), jnp.exp(sums_after(log_decay_C, -1)),
+                   jnp.exp(through_C[..., -1]))
