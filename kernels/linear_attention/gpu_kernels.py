@@ -1,0 +1,210 @@
+"""The GPU kernels of causal linear attention: sums of spans, the output, the gradients of queries, keys and values.
+
+With q and k for φ(q) and φ(k), S and z the sums of k_j v_jᵀ and of k_j before a chunk, and i, j tokens of the chunk,
+
+    y_i = r_i (Sᵀ q_i + Σ_{j≤i} (q_i·k_j) v_j)      r_i = 1 / (d_i + ε)      d_i = z·q_i + Σ_{j≤i} q_i·k_j
+
+and not normalised the same with r = 1. Every gradient is such a sum too: attention form inside the chunk, recurrent
+form across chunks. Those of keys and values run backwards, from the queries that see them.
+
+A kernel is what one program does: for one sequence, head, span and tile. Its arguments are blocks of memory, (span,
+width) or (span,); None where the variant has none. ``gpu_parts`` has what they share.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from kernels.linear_attention.gpu_parts import (
+    Before,
+    Chunk,
+    Cut,
+    Segments,
+    Slabs,
+    Sums,
+    add_to_state,
+    add_to_total,
+    make_scores,
+    matmul,
+    multiply_total,
+    read_total,
+    scan,
+    store_sums,
+    sums_before,
+    zero_sums,
+)
+from kernels.linear_attention.state import EPSILON
+
+
+def states_kernel(cut: Cut, *, x: Any, y: Any, segments: Segments | None, end: Sums, of_x: bool) -> None:
+    """What a span adds to a state, and to the sum of its rows or its columns.
+
+        State = Σ_j x_j y_jᵀ      total = Σ_j x_j (``of_x``) or Σ_j y_j
+    """
+    span, width = x.shape
+    rows, tile = cut.slabs(width), y.shape[1]
+    total_rows = rows if of_x else cut.whole(tile)
+
+    def step(chunk: Chunk, sums: Any) -> Any:
+        state, total = chunk.kept(sums)
+        x_slabs, y_tile = Slabs(cut, x, chunk.rows), cut.load(y, chunk.rows)
+        total = add_to_total(cut, chunk, total, x_slabs if of_x else [y_tile])
+        return add_to_state(cut, chunk, state, x_slabs, y_tile), total
+
+    store_sums(end, scan(step, zero_sums(rows, tile, total_rows), span, cut.tiles.chunk, segments), rows, total_rows)
+
+
+def state_gradients_kernel(cut: Cut, *, dy: Any, q: Any, r: Any, e: Any, segments: Segments | None, end: Sums) -> None:
+    """What a span adds to the gradient of the sums before it, turned round.
+
+        dSᵀ = Σ_i dy_i (r_i q_i)ᵀ      dz = Σ_i e_i r_i q_i
+    """
+    span, width = dy.shape
+    rows, tile = cut.slabs(width), q.shape[1]
+
+    def step(chunk: Chunk, sums: Any) -> Any:
+        state, total = chunk.kept(sums)
+        dy_slabs, q_tile = Slabs(cut, dy, chunk.rows), cut.load(q, chunk.rows)
+        if e is not None:
+            total = add_to_total(cut, chunk, total, [q_tile], e[chunk.rows] * r[chunk.rows])
+        return add_to_state(cut, chunk, state, dy_slabs, _scaled(q_tile, r, chunk)), total
+
+    sums = scan(step, zero_sums(rows, tile, cut.whole(tile)), span, cut.tiles.chunk, segments, reverse=True)
+    store_sums(end, sums, rows, cut.whole(tile))
+
+
+def output_kernel(cut: Cut, *, q: Any, k: Any, v: Any, segments: Segments | None, before: Before, y: Any,
+                  denominator: Any, end: Sums | None) -> None:
+    """A tile of the output, and the denominator, of which every tile writes the same.
+
+        d_i = z·q_i + Σ_{j≤i} q_i·k_j      y_i = r_i (Sᵀ q_i + Σ_{j≤i} (q_i·k_j) v_j)
+        S + Σ_j k_j v_jᵀ      z + Σ_j k_j
+    """
+    span, M = k.shape
+    rows = cut.slabs(M)
+    total_rows = [] if before.total is None else rows
+
+    def step(chunk: Chunk, sums: Any) -> Any:
+        S, z = sums
+        state, total = chunk.kept(sums)
+        q_slabs, k_slabs = Slabs(cut, q, chunk.rows), Slabs(cut, k, chunk.rows)
+        v_tile = cut.load(v, chunk.rows)
+        if total_rows:
+            total = add_to_total(cut, chunk, total, k_slabs)
+        scores = chunk.inside(make_scores(cut, q_slabs, k_slabs))
+        out = chunk.reading(matmul(cut, q_slabs, S)) + cut.dot(scores.astype(cut.operand), v_tile, (1, 0))
+        if denominator is not None:
+            d_C = jnp.sum(scores, axis=1) + chunk.reading(multiply_total(cut, q_slabs, z))
+            denominator[chunk.rows] = d_C
+            out *= (1 / (d_C + EPSILON))[:, None]
+        y[chunk.rows, :] = out.astype(y.dtype)
+        return add_to_state(cut, chunk, state, k_slabs, v_tile), total
+
+    sums = scan(step, sums_before(before, rows, total_rows), span, cut.tiles.chunk, segments)
+    if end is not None:
+        store_sums(end, sums, rows, total_rows)
+
+
+def query_gradient_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, r: Any, segments: Segments | None,
+                          before: Before, e: Any, dq: Any, made_e: Any) -> None:
+    """A tile of the gradient of φ(q), from the state turned round.
+
+        N_i = S dy_i + Σ_{j≤i} (dy_i·v_j) k_j      e_i = −r_i q_i·N_i      dq_i = r_i (N_i + e_i (z + Σ_{j≤i} k_j))
+
+    e is −dy·y. Made of N, and not of y, which has been rounded, it has the rounding errors of N, and along q they
+    cancel in dq (``state.remove_rounding_along_z`` is another way). It is a sum over tiles: with one tile it is written
+    to ``made_e`` beside dq; with more, a first launch writes each tile's share, and a second is given their sum as
+    ``e`` in place of q. Not normalised, dq is N.
+    """
+    span, D = v.shape
+    rows, tile = cut.slabs(D), k.shape[1]
+    total_rows = [] if before.total is None else cut.whole(tile)
+
+    def step(chunk: Chunk, sums: Any) -> Any:
+        S, z = sums
+        state, total = chunk.kept(sums)
+        r_C = None if r is None else r[chunk.rows]
+        k_tile = cut.load(k, chunk.rows)
+        dy_slabs, v_slabs = Slabs(cut, dy, chunk.rows), Slabs(cut, v, chunk.rows)
+        if total_rows:
+            total = add_to_total(cut, chunk, total, [k_tile])
+        scores = chunk.inside(make_scores(cut, dy_slabs, v_slabs))
+        out = chunk.reading(matmul(cut, dy_slabs, S)) + cut.dot(scores.astype(cut.operand), k_tile, (1, 0))
+        e_C = None if e is None else e[chunk.rows]
+        if made_e is not None:
+            e_C = -r_C * jnp.sum(q[chunk.rows, :].astype(jnp.float32) * out, axis=1)
+            made_e[chunk.rows] = e_C
+        if dq is not None:
+            if e_C is not None:
+                keys = chunk.reading(read_total(cut, z[0])) + cut.dot(chunk.seen().astype(cut.operand), k_tile, (1, 0))
+                out = (out + e_C[:, None] * keys) * r_C[:, None]
+            dq[chunk.rows, :] = out.astype(dq.dtype)
+        return add_to_state(cut, chunk, state, v_slabs, k_tile), total
+
+    scan(step, sums_before(before, rows, total_rows), span, cut.tiles.chunk, segments)
+
+
+def key_gradient_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, r: Any, e: Any, segments: Segments | None,
+                        before: Before, dk: Any, dv: Any, end: Sums | None) -> None:
+    """A tile of the gradient of φ(k); with a tile of full width the gradient of v from the same scan, else None.
+
+        dk_j = dz + dS v_j + Σ_{i≥j} (dy_i·v_j + e_i) r_i q_i      dv_j = dSᵀ k_j + Σ_{i≥j} (q_i·k_j) r_i dy_i
+        dSᵀ + Σ_i dy_i (r_i q_i)ᵀ      dz + Σ_i e_i r_i q_i
+
+    dS and dz are gradients of the sums after the chunk, and become those of the sums before it.
+    """
+    span, D = v.shape
+    rows, tile = cut.slabs(D), q.shape[1]
+
+    def step(chunk: Chunk, sums: Any) -> Any:
+        dS, dz = sums
+        state, total = chunk.kept(sums)
+        v_slabs, dy_slabs = Slabs(cut, v, chunk.rows), Slabs(cut, dy, chunk.rows)
+        q_tile = cut.load(q, chunk.rows)
+        rq_tile = _scaled(q_tile, r, chunk)
+        if e is not None:
+            total = add_to_total(cut, chunk, total, [q_tile], e[chunk.rows] * r[chunk.rows])
+        scores = make_scores(cut, v_slabs, dy_slabs)
+        scores = chunk.inside(scores if e is None else scores + e[chunk.rows][None, :])
+        out = chunk.reading(matmul(cut, v_slabs, dS) + read_total(cut, dz[0]))
+        out += cut.dot(scores.astype(cut.operand), rq_tile, (1, 0))
+        dk[chunk.rows, :] = out.astype(dk.dtype)
+        if dv is not None:
+            k_tile = cut.load(k, chunk.rows)
+            scores = chunk.inside(cut.dot(k_tile, rq_tile, (1, 1))).astype(cut.operand)
+            for columns, dy_slab, part in zip(rows, dy_slabs, dS, strict=True):
+                out = chunk.reading(cut.dot(k_tile, part.astype(cut.operand), (1, 1)))
+                dv[chunk.rows, columns] = (out + cut.dot(scores, dy_slab, (1, 0))).astype(dv.dtype)
+        return add_to_state(cut, chunk, state, dy_slabs, rq_tile), total
+
+    start = sums_before(before, rows, cut.whole(tile), reverse=True)
+    sums = scan(step, start, span, cut.tiles.chunk, segments, reverse=True)
+    if end is not None:
+        store_sums(end, sums, rows, cut.whole(tile))
+
+
+def value_gradient_kernel(cut: Cut, *, q: Any, k: Any, dy: Any, r: Any, segments: Segments | None, before: Before,
+                          dv: Any) -> None:
+    """A tile of the gradient of v, where the kernel above has no registers for it.
+
+        dv_j = dSᵀ k_j + Σ_{i≥j} (q_i·k_j) r_i dy_i
+    """
+    span, M = k.shape
+    rows = cut.slabs(M)
+
+    def step(chunk: Chunk, sums: Any) -> Any:
+        (dS, _), (state, _) = sums, chunk.kept(sums)
+        k_slabs, q_slabs = Slabs(cut, k, chunk.rows), Slabs(cut, q, chunk.rows)
+        rdy_tile = _scaled(cut.load(dy, chunk.rows), r, chunk)
+        scores = chunk.inside(make_scores(cut, k_slabs, q_slabs))
+        out = chunk.reading(matmul(cut, k_slabs, dS)) + cut.dot(scores.astype(cut.operand), rdy_tile, (1, 0))
+        dv[chunk.rows, :] = out.astype(dv.dtype)
+        return add_to_state(cut, chunk, state, q_slabs, rdy_tile), ()
+
+    scan(step, sums_before(before, rows, [], reverse=True), span, cut.tiles.chunk, segments, reverse=True)
+
+
+def _scaled(x: Array, r: Any, chunk: Chunk) -> Array:
+    """Rows of a chunk times r."""
+    return x if r is None else (x.astype(jnp.float32) * r[chunk.rows][:, None]).astype(x.dtype)

@@ -1,0 +1,292 @@
+"""What the GPU kernels of linear attention are made of: products, the rows of a chunk, sums as products, states.
+
+A program scans a *span* of tokens in chunks of C with a state in registers. It has the full width of the arrays that
+are the rows of the state, and a tile of the one that is its columns.
+
+Widths and number formats decide what fits into registers:
+
+- The matrix units hold float32 operands in registers, so a float32 operand is taken in slabs of ``SLAB`` columns, which
+  are loaded at every use. A state lies in as many parts.
+- A sum over the rows of a chunk takes many times the instructions of a product, so such a *total* is added up, and
+  read, by products of ``COLUMNS`` columns, the fewest that the matrix units take.
+- No left operand is a product that has been transposed, which Triton has got wrong on Hopper GPUs
+  (flash-linear-attention, pull request 826); states and sums that are turned round are right operands.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from kernels import device
+from kernels.linear_attention.tuning import Tiles
+
+SLAB = 64
+"""Columns of a float32 operand of a product at once."""
+COLUMNS = 16
+"""Columns of a sum that is computed as a product."""
+SPANS_AT_ONCE = 4
+"""Spans whose sums a program has under way while it adds up those before its own."""
+
+Parts = tuple[Array, ...]
+"""A state or a total, a part for each slab of its rows."""
+
+
+class Before(NamedTuple):
+    """What a program begins with: the sums before its span, or after it in reverse."""
+
+    state: Any
+    """Before the first token of the sequence."""
+    total: Any = None
+    span_states: Any = None
+    """What each span adds, by span; None where there is one."""
+    span_totals: Any = None
+    reaches: Any = None
+    """Which of those, and as the last the state before all, belong to the run that the span begins in."""
+
+
+class Sums(NamedTuple):
+    """The sums a program ends with."""
+
+    state: Any
+    total: Any
+
+
+class Segments(NamedTuple):
+    """How segments meet chunks."""
+
+    runs_BT: Any
+    incoming_BN: Any
+    """By chunk, the run that the state before it belongs to."""
+    outgoing_BN: Any
+    """The run that the state after it belongs to."""
+
+
+class Cut(NamedTuple):
+    """How a launch cuts its arrays and multiplies them."""
+
+    tiles: Tiles
+    operand: jnp.dtype
+    """Number format of the operands of products."""
+    precision: lax.Precision | lax.DotAlgorithmPreset
+
+    @classmethod
+    def of(cls, tiles: Tiles, *arrays: Array) -> "Cut":
+        """For the products of these arrays."""
+        return cls(tiles, operand_dtype(*arrays), _precision(*arrays))
+
+    def dot(self, x: Array, y: Array, contract: tuple[int, int]) -> Array:
+        """The product over these dimensions, in float32."""
+        return lax.dot_general(x, y, (((contract[0],), (contract[1],)), ((), ())), precision=self.precision,
+                               preferred_element_type=jnp.float32)
+
+    def slabs(self, width: int) -> list[Any]:
+        """Columns that a product takes at once."""
+        slab = width if self.operand == jnp.bfloat16 else min(width, SLAB)
+        return [pl.ds(first, slab) for first in range(0, width, slab)]
+
+    def whole(self, width: int) -> list[Any]:
+        """All columns at once."""
+        return [pl.ds(0, width)]
+
+    def load(self, ref: Any, rows: Any) -> Array:
+        """A chunk of a tile."""
+        return ref[rows, :].astype(self.operand)
+
+
+def operand_dtype(*arrays: Any) -> jnp.dtype:
+    """Number format of the operands of products: float32 for float16 too, whose range the states leave."""
+    dtypes = {array.dtype for array in arrays}
+    return jnp.dtype(jnp.bfloat16 if dtypes == {jnp.dtype(jnp.bfloat16)} else jnp.float32)
+
+
+def _precision(*arrays: Array) -> lax.Precision | lax.DotAlgorithmPreset:
+    """float32 in three products of TF32, which on a GPU is within a few bits of float32 and has matrix units; float16
+    and bfloat16 as they are."""
+    if all(x.dtype != jnp.float32 for x in arrays):
+        return lax.Precision.DEFAULT
+    return lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if device.platform() == "gpu" else lax.Precision.HIGHEST
+
+
+class Slabs:
+    """A chunk of an array in the slabs that products take; one is held, many are loaded at every use."""
+
+    def __init__(self, cut: Cut, ref: Any, rows: Any) -> None:
+        self._cut, self._ref, self._rows = cut, ref, rows
+        columns = cut.slabs(ref.shape[1])
+        self._held = [ref[rows, columns[0]].astype(cut.operand)] if len(columns) == 1 else None
+
+    def __iter__(self) -> Iterator[Array]:
+        if self._held is not None:
+            return iter(self._held)
+        return (triton.load(self._ref.at[self._rows, columns], volatile=True).astype(self._cut.operand)
+                for columns in self._cut.slabs(self._ref.shape[1]))
+
+
+class Chunk:
+    """The tokens of a chunk, which of them see each other, and which see the states on both sides.
+
+    In reverse the state before it, in the order of the scan, is that of the tokens behind, and a key sees queries.
+    """
+
+    def __init__(self, n: Any, C: int, segments: Segments | None, *, reverse: bool) -> None:
+        self.rows = pl.ds(n * C, C)
+        self._C, self._reverse = C, reverse
+        self._runs = self._reads = self._writes = None
+        self._keeps: Any = None
+        if segments is not None:
+            self._runs = segments.runs_BT[self.rows]
+            incoming, outgoing = segments.incoming_BN[n], segments.outgoing_BN[n]
+            self._reads, self._writes = self._runs == incoming, self._runs == outgoing
+            self._keeps = incoming == outgoing
+            if reverse:
+                self._reads, self._writes = self._writes, self._reads
+
+    def kept(self, sums: Any) -> Any:
+        """What of the sums before the chunk belongs to those after it."""
+        return sums if self._keeps is None else jax.tree.map(lambda x: jnp.where(self._keeps, x, 0.0), sums)
+
+    def reading(self, x: Array) -> Array:
+        """Rows of what tokens read from the state before the chunk."""
+        return _only(self._reads, x)
+
+    def writing(self, x: Array) -> Array:
+        """Rows of what tokens add to the state after the chunk."""
+        return _only(self._writes, x)
+
+    def seen(self) -> Array:
+        """Which columns' tokens the rows' see, (C, C)."""
+        row, column = (lax.broadcasted_iota(jnp.int32, (self._C, self._C), axis) for axis in (0, 1))
+        seen = row <= column if self._reverse else row >= column
+        if self._runs is not None:
+            seen &= (self._runs[:, None] == self._runs[None, :]) & (self._runs >= 0)[:, None]
+        return seen
+
+    def inside(self, scores: Array) -> Array:
+        """Scores of tokens that see each other."""
+        return jnp.where(self.seen(), scores, 0.0)
+
+
+def _only(selected_C: Array | None, x: Array) -> Array:
+    if selected_C is None:
+        return x
+    return jnp.where(selected_C if x.ndim == 1 else selected_C[:, None], x, jnp.zeros_like(x))
+
+
+def scan(step: Callable[[Chunk, Any], Any], sums: Any, span: int, C: int, segments: Segments | None, *,
+         reverse: bool = False) -> Any:
+    """``step`` for each chunk of a span, with the sums before it."""
+    chunks = span // C
+    return lax.fori_loop(
+        0, chunks, lambda i, sums: step(Chunk(chunks - 1 - i if reverse else i, C, segments, reverse=reverse), sums),
+        sums)
+
+
+def matmul(cut: Cut, x: Iterable[Array], state: Parts) -> Array:
+    """x State, of the slabs of x."""
+    return _sum(cut.dot(slab, part.astype(cut.operand), (1, 0)) for slab, part in zip(x, state, strict=True))
+
+
+def make_scores(cut: Cut, x: Iterable[Array], y: Iterable[Array]) -> Array:
+    """x yᵀ, of slabs."""
+    return _sum(cut.dot(*slabs, (1, 1)) for slabs in zip(x, y, strict=True))
+
+
+def add_to_state(cut: Cut, chunk: Chunk, state: Parts, x: Iterable[Array], y: Array) -> Parts:
+    """The state before a chunk and Σ_j x_j y_jᵀ."""
+    return tuple(part + cut.dot(chunk.writing(slab), y, (0, 0)) for part, slab in zip(state, x, strict=True))
+
+
+def add_to_total(cut: Cut, chunk: Chunk, total: Parts, x: Iterable[Array], weight_C: Array | None = None) -> Parts:
+    """The total before a chunk and Σ_j weight_j x_j; the weight 1 unless given.
+
+    The second factor has in one column what is left of the weights by rounding to 8 bits, which the others hold.
+    :func:`read_total` reads the first three.
+    """
+    weight_C = jnp.ones((cut.tiles.chunk,), jnp.float32) if weight_C is None else weight_C
+    rounded_C = weight_C.astype(jnp.bfloat16).astype(jnp.float32)
+    weights = jnp.where(_column(weight_C) == 1, (weight_C - rounded_C)[:, None], rounded_C[:, None])
+    weights = weights.astype(cut.operand)
+    return tuple(part + cut.dot(chunk.writing(slab), weights, (0, 0)) for part, slab in zip(total, x, strict=True))
+
+
+def read_total(cut: Cut, total_WX: Array) -> Array:
+    """A row of the total for each token of a chunk."""
+    return cut.dot(jnp.ones((cut.tiles.chunk, COLUMNS), cut.operand), _total_parts(cut, total_WX), (1, 1))
+
+
+def multiply_total(cut: Cut, x: Iterable[Array], total: Parts) -> Array:
+    """x·total of each row of x."""
+    # A product of float32 would take the registers that others need.
+    return _sum(jnp.sum(cut.dot(slab, _total_parts(cut, part), (1, 0)) if cut.operand == jnp.bfloat16 else
+                        slab * _from_columns(part)[None, :], axis=1)
+                for slab, part in zip(x, total, strict=True))
+
+
+def _total_parts(cut: Cut, total_WX: Array) -> Array:
+    """The factor of a product that reads a total: columns whose sum it is, the first rounded to 8 bits, the third what
+    that leaves."""
+    rounded_WX = total_WX.astype(jnp.bfloat16).astype(jnp.float32)
+    column_WX = _column(total_WX)
+    # As bfloat16 they are rounded anyway.
+    first_WX = total_WX if cut.operand == jnp.bfloat16 else jnp.where(column_WX == 0, rounded_WX, total_WX)
+    parts_WX = jnp.where(column_WX < 2, first_WX, jnp.where(column_WX == 2, total_WX - rounded_WX, 0.0))
+    return parts_WX.astype(cut.operand)
+
+
+def _from_columns(total_WX: Array) -> Array:
+    return jnp.sum(jnp.where(_column(total_WX) < 2, total_WX, 0.0), axis=1)
+
+
+def _column(x: Array) -> Array:
+    return lax.broadcasted_iota(jnp.int32, (len(x), COLUMNS), 1)
+
+
+def _sum(parts: Iterable[Array]) -> Array:
+    return functools.reduce(jnp.add, parts)
+
+
+def zero_sums(rows: Sequence[Any], tile: int, total_rows: Sequence[Any]) -> tuple[Parts, Parts]:
+    """A state of these slabs of rows, and a total, in the form in which a scan carries them."""
+    return (tuple(jnp.zeros((slab.size, tile), jnp.float32) for slab in rows),
+            tuple(jnp.zeros((slab.size, COLUMNS), jnp.float32) for slab in total_rows))
+
+
+def sums_before(before: Before, rows: Sequence[Any], total_rows: Sequence[Any], *, reverse: bool = False
+                ) -> tuple[Parts, Parts]:
+    """The sums before a program's span: of the state before all and of what the spans in between add."""
+    sums = tuple(before.state[slab, :] for slab in rows), tuple(before.total[slab] for slab in total_rows)
+    if before.span_states is not None:
+        spans, own = before.span_states.shape[0], pl.program_id(2)
+        first, last = (own + 1, spans) if reverse else (0, own)
+
+        def only(reached: Any, sums: Any) -> Any:
+            return jax.tree.map(lambda x: jnp.where(reached, x, 0.0), sums)
+
+        def reaches(n: Any) -> Any:
+            return True if before.reaches is None else before.reaches[n] != 0
+
+        def add(group: Any, sums: Any) -> Any:
+            for i in range(SPANS_AT_ONCE):
+                n = first + group * SPANS_AT_ONCE + i
+                there = jnp.minimum(n, spans - 1)
+                adds = (tuple(before.span_states[there, slab, :] for slab in rows),
+                        tuple(before.span_totals[there, slab] for slab in total_rows))
+                sums = jax.tree.map(jnp.add, sums, only((n < last) & reaches(there), adds))
+            return sums
+
+        sums = lax.fori_loop(0, pl.cdiv(last - first, SPANS_AT_ONCE), add, only(reaches(spans), sums))
+    return sums[0], tuple(jnp.where(_column(total) == 1, 0.0, total[:, None]) for total in sums[1])
+
+
+def store_sums(end: Sums, sums: tuple[Parts, Parts], rows: Sequence[Any], total_rows: Sequence[Any]) -> None:
+    """Writes what a scan has ended with."""
+    for slab, part in zip(rows, sums[0], strict=True):
+        end.state[slab, :] = part
+    for slab, part in zip(total_rows, sums[1], strict=True):
+        end.total[slab] = _from_columns(part)
