@@ -7,11 +7,22 @@ With q and k for φ(q) and φ(k), S and z the sums of k_j v_jᵀ and of k_j befo
 and not normalised the same with r = 1. Every gradient is such a sum too: attention form inside the chunk, recurrent
 form across chunks. Those of keys and values run backwards, from the queries that see them.
 
+A decay g scales rows: with G_i its sum over the chunk's tokens up to i, and C the last, q_i·k_j has the factor
+exp(G_i − G_j), what i reads from S and z has exp(G_i), what j adds to the sums after the chunk exp(G_C − G_j), and what
+those before it leave of themselves exp(G_C). The equations are written without. In its gradient,
+
+    dg_t = Σ_{j<t≤i} P_ij      P_ij = q_i·k_j dP_ij, the weight of j for i times the gradient of its logarithm,
+
+pairs with both tokens in t's chunk, with one, and with none are summed each by themselves: a difference of running sums
+through a whole sequence would have the rounding errors of them all. In float32 the sum over all j is −ε r_i e_i, for
+scaling q_i changes y_i by ε alone, or not normalised q_i·N_i (see below). bfloat16 wants the sum over j before the
+chunk by itself, and those inside from one and the same P: what is left of pairs that do not cross t is then 0.
+
 A kernel is what one program does: for one sequence, head, span and tile. Its arguments are blocks of memory, (span,
 width) or (span,); None where the variant has none. ``gpu_parts`` has what they share.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -20,15 +31,17 @@ from kernels.linear_attention.gpu_parts import (
     Before,
     Chunk,
     Cut,
-    Segments,
+    Links,
     Slabs,
     Sums,
     add_to_state,
     add_to_total,
+    from_columns,
     make_scores,
     matmul,
     multiply_total,
     read_total,
+    scale_rows,
     scan,
     store_sums,
     sums_before,
@@ -37,7 +50,18 @@ from kernels.linear_attention.gpu_parts import (
 from kernels.linear_attention.state import EPSILON
 
 
-def states_kernel(cut: Cut, *, x: Any, y: Any, segments: Segments | None, end: Sums, of_x: bool) -> None:
+class DecayWrites(NamedTuple):
+    """What the gradient of keys leaves for that of the decay, of the tile."""
+
+    inside: Any
+    """Σ_i P_ij of the tokens i of j's chunk; in bfloat16 less Σ_i P_ji."""
+    behind: Any
+    """Of those after it."""
+    across: Any
+    """By chunk, Σ P_ij of the tokens j before it and i after it: what it keeps of S and z times dS and dz."""
+
+
+def states_kernel(cut: Cut, *, x: Any, y: Any, links: Links, end: Sums, of_x: bool) -> None:
     """What a span adds to a state, and to the sum of its rows or its columns.
 
         State = Σ_j x_j y_jᵀ      total = Σ_j x_j (``of_x``) or Σ_j y_j
@@ -52,10 +76,10 @@ def states_kernel(cut: Cut, *, x: Any, y: Any, segments: Segments | None, end: S
         total = add_to_total(cut, chunk, total, x_slabs if of_x else [y_tile])
         return add_to_state(cut, chunk, state, x_slabs, y_tile), total
 
-    store_sums(end, scan(step, zero_sums(rows, tile, total_rows), span, cut.tiles.chunk, segments), rows, total_rows)
+    store_sums(end, scan(step, zero_sums(rows, tile, total_rows), span, cut.tiles.chunk, links), rows, total_rows)
 
 
-def state_gradients_kernel(cut: Cut, *, dy: Any, q: Any, r: Any, e: Any, segments: Segments | None, end: Sums) -> None:
+def state_gradients_kernel(cut: Cut, *, dy: Any, q: Any, r: Any, e: Any, links: Links, end: Sums) -> None:
     """What a span adds to the gradient of the sums before it, turned round.
 
         dSᵀ = Σ_i dy_i (r_i q_i)ᵀ      dz = Σ_i e_i r_i q_i
@@ -68,13 +92,13 @@ def state_gradients_kernel(cut: Cut, *, dy: Any, q: Any, r: Any, e: Any, segment
         dy_slabs, q_tile = Slabs(cut, dy, chunk.rows), cut.load(q, chunk.rows)
         if e is not None:
             total = add_to_total(cut, chunk, total, [q_tile], e[chunk.rows] * r[chunk.rows])
-        return add_to_state(cut, chunk, state, dy_slabs, _scaled(q_tile, r, chunk)), total
+        return add_to_state(cut, chunk, state, dy_slabs, scale_rows(q_tile, _numbers(r, chunk))), total
 
-    sums = scan(step, zero_sums(rows, tile, cut.whole(tile)), span, cut.tiles.chunk, segments, reverse=True)
+    sums = scan(step, zero_sums(rows, tile, cut.whole(tile)), span, cut.tiles.chunk, links, reverse=True)
     store_sums(end, sums, rows, cut.whole(tile))
 
 
-def output_kernel(cut: Cut, *, q: Any, k: Any, v: Any, segments: Segments | None, before: Before, y: Any,
+def output_kernel(cut: Cut, *, q: Any, k: Any, v: Any, links: Links, before: Before, y: Any,
                   denominator: Any, end: Sums | None) -> None:
     """A tile of the output, and the denominator, of which every tile writes the same.
 
@@ -101,13 +125,14 @@ def output_kernel(cut: Cut, *, q: Any, k: Any, v: Any, segments: Segments | None
         y[chunk.rows, :] = out.astype(y.dtype)
         return add_to_state(cut, chunk, state, k_slabs, v_tile), total
 
-    sums = scan(step, sums_before(before, rows, total_rows), span, cut.tiles.chunk, segments)
+    sums = scan(step, sums_before(before, rows, total_rows), span, cut.tiles.chunk, links)
     if end is not None:
         store_sums(end, sums, rows, total_rows)
 
 
-def query_gradient_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, r: Any, segments: Segments | None,
-                          before: Before, e: Any, dq: Any, made_e: Any) -> None:
+def query_gradient_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, r: Any, links: Links,
+                          before: Before, e: Any, dq: Any, made_e: Any, reads: Any,
+                          states: Sums | None) -> None:
     """A tile of the gradient of φ(q), from the state turned round.
 
         N_i = S dy_i + Σ_{j≤i} (dy_i·v_j) k_j      e_i = −r_i q_i·N_i      dq_i = r_i (N_i + e_i (z + Σ_{j≤i} k_j))
@@ -115,7 +140,8 @@ def query_gradient_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, r: Any, 
     e is −dy·y. Made of N, and not of y, which has been rounded, it has the rounding errors of N, and along q they
     cancel in dq (``state.remove_rounding_along_z`` is another way). It is a sum over tiles: with one tile it is written
     to ``made_e`` beside dq; with more, a first launch writes each tile's share, and a second is given their sum as
-    ``e`` in place of q. Not normalised, dq is N.
+    ``e`` in place of q. Not normalised, dq is N, and e = −q·N is for the decay alone, like ``states``, the S and z
+    before each chunk, and ``reads``, Σ_j P_ij of the tokens j before it.
     """
     span, D = v.shape
     rows, tile = cut.slabs(D), k.shape[1]
@@ -124,67 +150,94 @@ def query_gradient_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, r: Any, 
     def step(chunk: Chunk, sums: Any) -> Any:
         S, z = sums
         state, total = chunk.kept(sums)
-        r_C = None if r is None else r[chunk.rows]
+        r_C = _numbers(r, chunk)
         k_tile = cut.load(k, chunk.rows)
         dy_slabs, v_slabs = Slabs(cut, dy, chunk.rows), Slabs(cut, v, chunk.rows)
         if total_rows:
             total = add_to_total(cut, chunk, total, [k_tile])
         scores = chunk.inside(make_scores(cut, dy_slabs, v_slabs))
-        out = chunk.reading(matmul(cut, dy_slabs, S)) + cut.dot(scores.astype(cut.operand), k_tile, (1, 0))
-        e_C = None if e is None else e[chunk.rows]
+        from_state = chunk.reading(matmul(cut, dy_slabs, S))
+        out = from_state + cut.dot(scores.astype(cut.operand), k_tile, (1, 0))
+        e_C = _numbers(e, chunk)
         if made_e is not None:
-            e_C = -r_C * jnp.sum(q[chunk.rows, :].astype(jnp.float32) * out, axis=1)
+            e_C = -scale_rows(jnp.sum(q[chunk.rows, :].astype(jnp.float32) * out, axis=1), r_C)
             made_e[chunk.rows] = e_C
         if dq is not None:
-            if e_C is not None:
-                keys = chunk.reading(read_total(cut, z[0])) + cut.dot(chunk.seen().astype(cut.operand), k_tile, (1, 0))
+            if e_C is not None and r_C is not None:
+                from_total = chunk.reading(read_total(cut, z[0]))
+                keys = from_total + cut.dot(chunk.weights().astype(cut.operand), k_tile, (1, 0))
                 out = (out + e_C[:, None] * keys) * r_C[:, None]
+                from_state = (from_state + e_C[:, None] * from_total) * r_C[:, None]
             dq[chunk.rows, :] = out.astype(dq.dtype)
+        if reads is not None:
+            reads[chunk.rows] = jnp.sum(q[chunk.rows, :].astype(jnp.float32) * from_state, axis=1)
+        if states is not None:
+            for columns, part in zip(rows, S, strict=True):
+                states.state[chunk.n, columns, :] = part
+            states.total[chunk.n, :] = from_columns(z[0])
         return add_to_state(cut, chunk, state, v_slabs, k_tile), total
 
-    scan(step, sums_before(before, rows, total_rows), span, cut.tiles.chunk, segments)
+    scan(step, sums_before(before, rows, total_rows), span, cut.tiles.chunk, links)
 
 
-def key_gradient_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, r: Any, e: Any, segments: Segments | None,
-                        before: Before, dk: Any, dv: Any, end: Sums | None) -> None:
+def key_gradient_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, r: Any, e: Any, links: Links,
+                        before: Before, dk: Any, dv: Any, end: Sums | None,
+                        states: Sums | None, decay: DecayWrites | None) -> None:
     """A tile of the gradient of φ(k); with a tile of full width the gradient of v from the same scan, else None.
 
         dk_j = dz + dS v_j + Σ_{i≥j} (dy_i·v_j + e_i) r_i q_i      dv_j = dSᵀ k_j + Σ_{i≥j} (q_i·k_j) r_i dy_i
         dSᵀ + Σ_i dy_i (r_i q_i)ᵀ      dz + Σ_i e_i r_i q_i
 
-    dS and dz are gradients of the sums after the chunk, and become those of the sums before it.
+    dS and dz are gradients of the sums after the chunk, and become those of the sums before it. For the
+    gradient of the decay, ``states`` are S and z.
     """
     span, D = v.shape
     rows, tile = cut.slabs(D), q.shape[1]
 
     def step(chunk: Chunk, sums: Any) -> Any:
         dS, dz = sums
-        state, total = chunk.kept(sums)
+        state, total = kept = chunk.kept(sums)
         v_slabs, dy_slabs = Slabs(cut, v, chunk.rows), Slabs(cut, dy, chunk.rows)
         q_tile = cut.load(q, chunk.rows)
-        rq_tile = _scaled(q_tile, r, chunk)
+        rq_tile = scale_rows(q_tile, _numbers(r, chunk))
         if e is not None:
             total = add_to_total(cut, chunk, total, [q_tile], e[chunk.rows] * r[chunk.rows])
         scores = make_scores(cut, v_slabs, dy_slabs)
         scores = chunk.inside(scores if e is None else scores + e[chunk.rows][None, :])
-        out = chunk.reading(matmul(cut, v_slabs, dS) + read_total(cut, dz[0]))
-        out += cut.dot(scores.astype(cut.operand), rq_tile, (1, 0))
-        dk[chunk.rows, :] = out.astype(dk.dtype)
-        if dv is not None:
+        behind = chunk.reading(matmul(cut, v_slabs, dS) + read_total(cut, dz[0]))
+        inside = cut.dot(scores.astype(cut.operand), rq_tile, (1, 0))
+        dk[chunk.rows, :] = (behind + inside).astype(dk.dtype)
+        if dv is not None or (decay is not None and cut.operand == jnp.bfloat16):
             k_tile = cut.load(k, chunk.rows)
-            scores = chunk.inside(cut.dot(k_tile, rq_tile, (1, 1))).astype(cut.operand)
+            products = cut.dot(k_tile, rq_tile, (1, 1))
+        else:
+            k_tile = products = jnp.zeros(())
+        if decay is not None and states is not None:
+            keys = k[chunk.rows, :].astype(jnp.float32)
+            if cut.operand == jnp.bfloat16:
+                pairs = products * scores
+                decay.inside[chunk.rows] = jnp.sum(pairs, axis=1) - jnp.sum(pairs, axis=0)
+            else:
+                decay.inside[chunk.rows] = jnp.sum(keys * inside, axis=1)
+            decay.behind[chunk.rows] = jnp.sum(keys * behind, axis=1)
+            across = jnp.sum(states.total[chunk.n, :] * from_columns(kept[1][0]))
+            for columns, part in zip(rows, kept[0], strict=True):
+                across += jnp.sum(states.state[chunk.n, columns, :] * part)
+            decay.across[chunk.n] = across
+        if dv is not None:
+            scores = chunk.inside(products).astype(cut.operand)
             for columns, dy_slab, part in zip(rows, dy_slabs, dS, strict=True):
                 out = chunk.reading(cut.dot(k_tile, part.astype(cut.operand), (1, 1)))
                 dv[chunk.rows, columns] = (out + cut.dot(scores, dy_slab, (1, 0))).astype(dv.dtype)
         return add_to_state(cut, chunk, state, dy_slabs, rq_tile), total
 
     start = sums_before(before, rows, cut.whole(tile), reverse=True)
-    sums = scan(step, start, span, cut.tiles.chunk, segments, reverse=True)
+    sums = scan(step, start, span, cut.tiles.chunk, links, reverse=True)
     if end is not None:
         store_sums(end, sums, rows, cut.whole(tile))
 
 
-def value_gradient_kernel(cut: Cut, *, q: Any, k: Any, dy: Any, r: Any, segments: Segments | None, before: Before,
+def value_gradient_kernel(cut: Cut, *, q: Any, k: Any, dy: Any, r: Any, links: Links, before: Before,
                           dv: Any) -> None:
     """A tile of the gradient of v, where the kernel above has no registers for it.
 
@@ -196,15 +249,15 @@ def value_gradient_kernel(cut: Cut, *, q: Any, k: Any, dy: Any, r: Any, segments
     def step(chunk: Chunk, sums: Any) -> Any:
         (dS, _), (state, _) = sums, chunk.kept(sums)
         k_slabs, q_slabs = Slabs(cut, k, chunk.rows), Slabs(cut, q, chunk.rows)
-        rdy_tile = _scaled(cut.load(dy, chunk.rows), r, chunk)
+        rdy_tile = scale_rows(cut.load(dy, chunk.rows), _numbers(r, chunk))
         scores = chunk.inside(make_scores(cut, k_slabs, q_slabs))
         out = chunk.reading(matmul(cut, k_slabs, dS)) + cut.dot(scores.astype(cut.operand), rdy_tile, (1, 0))
         dv[chunk.rows, :] = out.astype(dv.dtype)
         return add_to_state(cut, chunk, state, q_slabs, rdy_tile), ()
 
-    scan(step, sums_before(before, rows, [], reverse=True), span, cut.tiles.chunk, segments, reverse=True)
+    scan(step, sums_before(before, rows, [], reverse=True), span, cut.tiles.chunk, links, reverse=True)
 
 
-def _scaled(x: Array, r: Any, chunk: Chunk) -> Array:
-    """Rows of a chunk times r."""
-    return x if r is None else (x.astype(jnp.float32) * r[chunk.rows][:, None]).astype(x.dtype)
+def _numbers(x: Any, chunk: Chunk) -> Array | None:
+    """Those of a chunk."""
+    return None if x is None else x[chunk.rows]

@@ -10,7 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from kernels import device
-from kernels.linear_attention.gpu_parts import Before, Cut, Segments, Sums
+from kernels.linear_attention.gpu_kernels import DecayWrites
+from kernels.linear_attention.gpu_parts import LEAST, STEP, Before, Cut, Decay, Links, Sums
 from kernels.linear_attention.state import State
 
 
@@ -37,13 +38,13 @@ class Grid(NamedTuple):
     """Of the state a program holds."""
     columns: int
     """Of the whole state."""
-    segments: Segments | None
+    links: Links
 
     @classmethod
-    def of(cls, cut: Cut, span: int, segments: Segments | None, rows_BTHW: Array, columns_BTHU: Array) -> "Grid":
+    def of(cls, cut: Cut, span: int, links: Links, rows_BTHW: Array, columns_BTHU: Array) -> "Grid":
         """For a state of these rows and columns."""
         B, T, H, rows = rows_BTHW.shape
-        return cls(cut, span, B, T, H, rows, columns_BTHU.shape[3], segments)
+        return cls(cut, span, B, T, H, rows, columns_BTHU.shape[3], links)
 
     @property
     def tile(self) -> int:
@@ -96,11 +97,11 @@ class Grid(NamedTuple):
         if total:
             found = found._replace(span_totals=Block(updates.z_BHM, pl.BlockSpec(
                 (None, None, self.spans, width), lambda u, h, s, b: (b, h, 0, at(u)))))
-        if self.segments is not None:
-            begins_BS, adds_BS = _runs_of_spans(self.segments, self.spans, reverse=reverse)
-            reaches = (begins_BS[:, :, None] == adds_BS[:, None, :]).astype(jnp.int32)
-            found = found._replace(reaches=Block(reaches, pl.BlockSpec(
-                (None, None, self.spans + 1), lambda u, h, s, b: (b, s, 0))))
+        shares = self._shares(reverse=reverse)
+        if shares is not None:
+            by_head = shares.shape[1] > 1
+            found = found._replace(shares=Block(shares, pl.BlockSpec(
+                (None, None, None, self.spans + 1), lambda u, h, s, b: (b, h if by_head else 0, s, 0))))
         return found
 
     def end(self, *, of_rows: bool = False) -> Sums:
@@ -114,6 +115,67 @@ class Grid(NamedTuple):
             Block(jax.ShapeDtypeStruct(shapes[1], jnp.float32), pl.BlockSpec(
                 (None, None, None, width), lambda u, h, s, b: (b, h, s, at(u)))))
 
+    def _shares(self, *, reverse: bool) -> Array | None:
+        """What of the sums that each span adds is left where another begins, in the order of the scan.
+
+        What a span adds belongs to the run that its scan ends in.
+
+        Returns:
+            (B, H or 1, spans + 1, spans + 1): where each span begins, and as the last where the whole sequence ends; of
+            what each span adds, and as the last of the sums before all. None: all of it.
+        """
+        links, spans, each, shares = self.links, self.spans, self._chunks, None
+        if links.runs_BT is not None:
+            left_BS, right_BS = links.incoming_BN[:, ::each], links.outgoing_BN[:, each - 1::each]
+            left_BS, right_BS = (jnp.concatenate([left_BS, right_BS[:, -1:]], axis=1),
+                                 jnp.concatenate([right_BS, left_BS[:, :1]], axis=1))
+            begins_BS, adds_BS = (right_BS, left_BS) if reverse else (left_BS, right_BS)
+            shares = (begins_BS[:, None, :, None] == adds_BS[:, None, None, :]).astype(jnp.float32)
+        if links.decay is not None:
+            C = self.cut.tiles.chunk
+            sums_BHN = (links.decay.coarse_BHT + links.decay.rest_BHT)[:, :, C - 1::C]
+            sums_BHS = jnp.maximum(sums_BHN.reshape(self.B, self.H, spans, -1).sum(axis=3), LEAST)
+            span_11S, outside = jnp.arange(spans)[None, None], [jnp.array([-1]), jnp.array([spans])]
+            begins_P, adds_Q = (jnp.concatenate([jnp.arange(spans), end])
+                                for end in (outside if reverse else outside[::-1]))
+            begins_P11, adds_1Q1 = begins_P[:, None, None], adds_Q[None, :, None]
+            low, high = (begins_P11, adds_1Q1) if reverse else (adds_1Q1, begins_P11)
+            between_PQS = ((low < span_11S) & (span_11S < high)).astype(jnp.float32)
+            left_BHPQ = jnp.exp(jnp.einsum("pqs,bhs->bhpq", between_PQS, sums_BHS, precision=lax.Precision.HIGHEST))
+            shares = left_BHPQ if shares is None else shares * left_BHPQ
+        return shares
+
+    def end_of_sequence(self, start: State, updates: State, *, reverse: bool = False) -> State:
+        """The state that a scan through the whole sequence ends with, of what each span adds."""
+        sums = jax.tree.map(lambda x, y: jnp.concatenate([y, x[:, :, None]], axis=2), start, updates)
+        shares = self._shares(reverse=reverse)
+        if shares is not None:
+            left_BHS = shares[:, :, -1]
+            sums = jax.tree.map(lambda x: x * left_BHS.reshape(*left_BHS.shape, *[1] * (x.ndim - 3)), sums)
+        return jax.tree.map(lambda x: x.sum(axis=2), sums)
+
+    @property
+    def _chunks(self) -> int:
+        """Chunks of a span."""
+        return self.span // self.cut.tiles.chunk
+
+    def states(self, given: Sums | None = None) -> Sums:
+        """The sums before each chunk; outputs unless given."""
+        if given is None:
+            given = Sums(*(jax.ShapeDtypeStruct((self.B, self.H, self.spans * self._chunks, *widths), jnp.float32)
+                           for widths in ((self.rows, self.columns), (self.columns,))))
+        return Sums(Block(given.state, pl.BlockSpec((None, None, self._chunks, self.rows, self.tile),
+                                                    lambda u, h, s, b: (b, h, s, 0, u))),
+                    Block(given.total, pl.BlockSpec((None, None, self._chunks, self.tile),
+                                                    lambda u, h, s, b: (b, h, s, u))))
+
+    def decay_writes(self) -> DecayWrites:
+        """Outputs of the gradient of keys for that of the decay."""
+        across = Block(
+            jax.ShapeDtypeStruct((self.columns // self.tile, self.B, self.H, self.spans * self._chunks), jnp.float32),
+            pl.BlockSpec((None, None, None, self._chunks), lambda u, h, s, b: (u, b, h, s)))
+        return DecayWrites(self.column_by_tile(), self.column_by_tile(), across)
+
     def launch(self, kernel: Callable[..., None], name: str, inputs: Mapping[str, Any],
                outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Runs a kernel on blocks by the names of its arguments; None is none.
@@ -121,12 +183,16 @@ class Grid(NamedTuple):
         Returns:
             the outputs by name.
         """
-        segments = None
-        if self.segments is not None:
-            chunks = pl.BlockSpec((None, self.span // self.cut.tiles.chunk), lambda u, h, s, b: (b, s))
-            specs = pl.BlockSpec((None, self.span), lambda u, h, s, b: (b, s)), chunks, chunks
-            segments = Segments(*map(Block, self.segments, specs))
-        blocks, tree = jax.tree.flatten(({**inputs, "segments": segments}, dict(outputs)), is_leaf=_is_block)
+        by_token = pl.BlockSpec((None, self.span), lambda u, h, s, b: (b, s))
+        by_chunk = pl.BlockSpec((None, self._chunks), lambda u, h, s, b: (b, s))
+        links = self.links
+        if links.runs_BT is not None:
+            links = links._replace(runs_BT=Block(links.runs_BT, by_token),
+                                   incoming_BN=Block(links.incoming_BN, by_chunk),
+                                   outgoing_BN=Block(links.outgoing_BN, by_chunk))
+        if links.decay is not None:
+            links = links._replace(decay=Decay(*map(self.column, links.decay)))
+        blocks, tree = jax.tree.flatten(({**inputs, "links": links}, dict(outputs)), is_leaf=_is_block)
         written, written_tree = jax.tree.flatten(dict(outputs), is_leaf=_is_block)
         read = blocks[:len(blocks) - len(written)]
 
@@ -151,35 +217,21 @@ def _is_block(x: Any) -> bool:
     return isinstance(x, Block)
 
 
-def segments_of(runs_BT: Array | None, C: int) -> Segments | None:
-    """How runs meet chunks of C tokens."""
-    if runs_BT is None:
-        return None
-    latest_BN = jnp.maximum(lax.cummax(runs_BT.reshape(len(runs_BT), -1, C).max(axis=2), axis=1), 0)
-    incoming_BN = jnp.concatenate([jnp.zeros_like(latest_BN[:, :1]), latest_BN[:, :-1]], axis=1)
-    return Segments(runs_BT, incoming_BN, latest_BN)
+def links_of(runs_BT: Array | None, log_decay_BHT: Array | None, C: int) -> Links:
+    """What comes between the tokens of chunks of C."""
+    links = Links()
+    if runs_BT is not None:
+        latest_BN = jnp.maximum(lax.cummax(runs_BT.reshape(len(runs_BT), -1, C).max(axis=2), axis=1), 0)
+        incoming_BN = jnp.concatenate([jnp.zeros_like(latest_BN[:, :1]), latest_BN[:, :-1]], axis=1)
+        links = Links(runs_BT, incoming_BN, latest_BN)
+    if log_decay_BHT is not None:
+        cut_off_BHNC = split_chunks(jnp.maximum(log_decay_BHT, LEAST), C)
+        coarse_BHNC = jnp.round(cut_off_BHNC / STEP) * STEP
+        links = links._replace(decay=Decay(*(x.cumsum(axis=3).reshape(log_decay_BHT.shape)
+                                             for x in (coarse_BHNC, cut_off_BHNC - coarse_BHNC))))
+    return links
 
 
-def _runs_of_spans(segments: Segments, spans: int, *, reverse: bool) -> tuple[Array, Array]:
-    """Which runs meet where spans do. What a span adds to the state belongs to the run that its scan ends in.
-
-    Returns:
-        The run that each span's scan begins in, and the one that the whole sequence's ends in; the run that what each
-        span adds belongs to, and the one that the state before all of them does: both (B, spans + 1).
-    """
-    each = segments.incoming_BN.shape[1] // spans
-    left_BS, right_BS = segments.incoming_BN[:, ::each], segments.outgoing_BN[:, each - 1::each]
-    first_B1, last_B1 = left_BS[:, :1], right_BS[:, -1:]
-    if reverse:
-        return jnp.concatenate([right_BS, first_B1], axis=1), jnp.concatenate([left_BS, last_B1], axis=1)
-    return jnp.concatenate([left_BS, last_B1], axis=1), jnp.concatenate([right_BS, first_B1], axis=1)
-
-
-def end_of_sequence(start: State, updates: State, segments: Segments | None, *, reverse: bool = False) -> State:
-    """The state that a scan through the whole sequence ends with, of what each span adds."""
-    sums = jax.tree.map(lambda x, y: jnp.concatenate([y, x[:, :, None]], axis=2), start, updates)
-    if segments is not None:
-        begins_BS, adds_BS = _runs_of_spans(segments, updates.z_BHM.shape[2], reverse=reverse)
-        belongs_BS = adds_BS == begins_BS[:, -1:]
-        sums = jax.tree.map(lambda x: jnp.where(belongs_BS.reshape(len(x), 1, -1, *[1] * (x.ndim - 3)), x, 0), sums)
-    return jax.tree.map(lambda x: x.sum(axis=2), sums)
+def split_chunks(x_BHT: Array, C: int) -> Array:
+    """(B, H, T) to (B, H, N, C)."""
+    return x_BHT.reshape(*x_BHT.shape[:2], -1, C)

@@ -46,8 +46,8 @@ class Before(NamedTuple):
     span_states: Any = None
     """What each span adds, by span; None where there is one."""
     span_totals: Any = None
-    reaches: Any = None
-    """Which of those, and as the last the state before all, belong to the run that the span begins in."""
+    shares: Any = None
+    """What of those, and as the last of the state before all, is left where the span begins; None: all."""
 
 
 class Sums(NamedTuple):
@@ -57,14 +57,30 @@ class Sums(NamedTuple):
     total: Any
 
 
-class Segments(NamedTuple):
-    """How segments meet chunks."""
+class Decay(NamedTuple):
+    """Σ g of each token and those before it in its chunk, as a sum of two.
 
-    runs_BT: Any
-    incoming_BN: Any
+    A weight is exp of a difference of such sums, which one float32 has no room for: behind a g of −1e4 it has steps of
+    1e-3. Of g cut off below ``LEAST``, whose exponential is 0 in any case, one sum has the multiples of ``STEP``, and
+    is exact in chunks of up to 128 tokens; the other has the rest, and is small.
+    """
+
+    coarse_BHT: Any
+    rest_BHT: Any
+
+
+LEAST, STEP = -128.0, 2.0**-10
+
+
+class Links(NamedTuple):
+    """Segments and decay: what comes between tokens. None where there are none."""
+
+    runs_BT: Any = None
+    incoming_BN: Any = None
     """By chunk, the run that the state before it belongs to."""
-    outgoing_BN: Any
+    outgoing_BN: Any = None
     """The run that the state after it belongs to."""
+    decay: Decay | None = None
 
 
 class Cut(NamedTuple):
@@ -129,47 +145,72 @@ class Slabs:
 
 
 class Chunk:
-    """The tokens of a chunk, which of them see each other, and which see the states on both sides.
+    """The tokens of a chunk: what each sees of the others, reads from the state before it and adds to that after it.
 
     In reverse the state before it, in the order of the scan, is that of the tokens behind, and a key sees queries.
     """
 
-    def __init__(self, n: Any, C: int, segments: Segments | None, *, reverse: bool) -> None:
-        self.rows = pl.ds(n * C, C)
+    def __init__(self, n: Any, C: int, links: Links, *, reverse: bool) -> None:
+        self.n, self.rows = n, pl.ds(n * C, C)
         self._C, self._reverse = C, reverse
-        self._runs = self._reads = self._writes = None
+        self._runs = self._reads = self._writes = self._decay = self._read_share = self._write_share = None
         self._keeps: Any = None
-        if segments is not None:
-            self._runs = segments.runs_BT[self.rows]
-            incoming, outgoing = segments.incoming_BN[n], segments.outgoing_BN[n]
+        self._kept_share: Any = None
+        if links.runs_BT is not None:
+            self._runs = links.runs_BT[self.rows]
+            incoming, outgoing = links.incoming_BN[n], links.outgoing_BN[n]
             self._reads, self._writes = self._runs == incoming, self._runs == outgoing
             self._keeps = incoming == outgoing
-            if reverse:
-                self._reads, self._writes = self._writes, self._reads
+        if links.decay is not None:
+            self._decay = Decay(*(x[self.rows] for x in links.decay))
+            all_of_it = Decay(*(x[n * C + C - 1] for x in links.decay))
+            self._kept_share = _share(all_of_it)
+            self._read_share = _share(self._decay)
+            self._write_share = _share(Decay(*(end - x for end, x in zip(all_of_it, self._decay, strict=True))))
+        if reverse:
+            self._reads, self._writes = self._writes, self._reads
+            self._read_share, self._write_share = self._write_share, self._read_share
 
     def kept(self, sums: Any) -> Any:
-        """What of the sums before the chunk belongs to those after it."""
+        """What of the sums before the chunk is in those after it."""
+        if self._kept_share is not None:
+            sums = jax.tree.map(lambda x: x * self._kept_share, sums)
         return sums if self._keeps is None else jax.tree.map(lambda x: jnp.where(self._keeps, x, 0.0), sums)
 
     def reading(self, x: Array) -> Array:
         """Rows of what tokens read from the state before the chunk."""
-        return _only(self._reads, x)
+        return scale_rows(_only(self._reads, x), self._read_share)
 
     def writing(self, x: Array) -> Array:
         """Rows of what tokens add to the state after the chunk."""
-        return _only(self._writes, x)
+        return scale_rows(_only(self._writes, x), self._write_share)
 
-    def seen(self) -> Array:
-        """Which columns' tokens the rows' see, (C, C)."""
+    def inside(self, scores: Array) -> Array:
+        """Scores of tokens that see each other."""
         row, column = (lax.broadcasted_iota(jnp.int32, (self._C, self._C), axis) for axis in (0, 1))
         seen = row <= column if self._reverse else row >= column
         if self._runs is not None:
             seen &= (self._runs[:, None] == self._runs[None, :]) & (self._runs >= 0)[:, None]
-        return seen
+        if self._decay is not None:
+            sign = -1.0 if self._reverse else 1.0
+            scores *= _share(Decay(*(sign * (x[:, None] - x[None, :]) for x in self._decay)))
+        return jnp.where(seen, scores, 0.0)
 
-    def inside(self, scores: Array) -> Array:
-        """Scores of tokens that see each other."""
-        return jnp.where(self.seen(), scores, 0.0)
+    def weights(self) -> Array:
+        """What tokens see of each other, (C, C)."""
+        return self.inside(jnp.ones((self._C, self._C), jnp.float32))
+
+
+def _share(decay: Decay) -> Array:
+    """What such a decay leaves; the exponential is of no number above 0."""
+    return jnp.exp(jnp.minimum(decay.coarse_BHT + decay.rest_BHT, 0.0))
+
+
+def scale_rows(x: Array, scale_C: Array | None) -> Array:
+    """Each row, or number, times its scale."""
+    if scale_C is None:
+        return x
+    return (x.astype(jnp.float32) * (scale_C if x.ndim == 1 else scale_C[:, None])).astype(x.dtype)
 
 
 def _only(selected_C: Array | None, x: Array) -> Array:
@@ -178,12 +219,12 @@ def _only(selected_C: Array | None, x: Array) -> Array:
     return jnp.where(selected_C if x.ndim == 1 else selected_C[:, None], x, jnp.zeros_like(x))
 
 
-def scan(step: Callable[[Chunk, Any], Any], sums: Any, span: int, C: int, segments: Segments | None, *,
+def scan(step: Callable[[Chunk, Any], Any], sums: Any, span: int, C: int, links: Links, *,
          reverse: bool = False) -> Any:
     """``step`` for each chunk of a span, with the sums before it."""
     chunks = span // C
     return lax.fori_loop(
-        0, chunks, lambda i, sums: step(Chunk(chunks - 1 - i if reverse else i, C, segments, reverse=reverse), sums),
+        0, chunks, lambda i, sums: step(Chunk(chunks - 1 - i if reverse else i, C, links, reverse=reverse), sums),
         sums)
 
 
@@ -208,11 +249,11 @@ def add_to_total(cut: Cut, chunk: Chunk, total: Parts, x: Iterable[Array], weigh
     The second factor has in one column what is left of the weights by rounding to 8 bits, which the others hold.
     :func:`read_total` reads the first three.
     """
-    weight_C = jnp.ones((cut.tiles.chunk,), jnp.float32) if weight_C is None else weight_C
+    weight_C = chunk.writing(jnp.ones((cut.tiles.chunk,), jnp.float32) if weight_C is None else weight_C)
     rounded_C = weight_C.astype(jnp.bfloat16).astype(jnp.float32)
     weights = jnp.where(_column(weight_C) == 1, (weight_C - rounded_C)[:, None], rounded_C[:, None])
     weights = weights.astype(cut.operand)
-    return tuple(part + cut.dot(chunk.writing(slab), weights, (0, 0)) for part, slab in zip(total, x, strict=True))
+    return tuple(part + cut.dot(slab, weights, (0, 0)) for part, slab in zip(total, x, strict=True))
 
 
 def read_total(cut: Cut, total_WX: Array) -> Array:
@@ -224,7 +265,7 @@ def multiply_total(cut: Cut, x: Iterable[Array], total: Parts) -> Array:
     """x·total of each row of x."""
     # A product of float32 would take the registers that others need.
     return _sum(jnp.sum(cut.dot(slab, _total_parts(cut, part), (1, 0)) if cut.operand == jnp.bfloat16 else
-                        slab * _from_columns(part)[None, :], axis=1)
+                        slab * from_columns(part)[None, :], axis=1)
                 for slab, part in zip(x, total, strict=True))
 
 
@@ -239,7 +280,8 @@ def _total_parts(cut: Cut, total_WX: Array) -> Array:
     return parts_WX.astype(cut.operand)
 
 
-def _from_columns(total_WX: Array) -> Array:
+def from_columns(total_WX: Array) -> Array:
+    """A total, of the columns that it is added up in."""
     return jnp.sum(jnp.where(_column(total_WX) < 2, total_WX, 0.0), axis=1)
 
 
@@ -265,22 +307,22 @@ def sums_before(before: Before, rows: Sequence[Any], total_rows: Sequence[Any], 
         spans, own = before.span_states.shape[0], pl.program_id(2)
         first, last = (own + 1, spans) if reverse else (0, own)
 
-        def only(reached: Any, sums: Any) -> Any:
-            return jax.tree.map(lambda x: jnp.where(reached, x, 0.0), sums)
-
-        def reaches(n: Any) -> Any:
-            return True if before.reaches is None else before.reaches[n] != 0
+        def left(n: Any, sums: Any) -> Any:
+            if before.shares is None:
+                return sums
+            share = before.shares[n]
+            return jax.tree.map(lambda x: jnp.where(share > 0, share * x, 0.0), sums)
 
         def add(group: Any, sums: Any) -> Any:
             for i in range(SPANS_AT_ONCE):
                 n = first + group * SPANS_AT_ONCE + i
                 there = jnp.minimum(n, spans - 1)
-                adds = (tuple(before.span_states[there, slab, :] for slab in rows),
-                        tuple(before.span_totals[there, slab] for slab in total_rows))
-                sums = jax.tree.map(jnp.add, sums, only((n < last) & reaches(there), adds))
+                adds = left(there, (tuple(before.span_states[there, slab, :] for slab in rows),
+                                    tuple(before.span_totals[there, slab] for slab in total_rows)))
+                sums = jax.tree.map(lambda x, y, n=n: x + jnp.where(n < last, y, 0.0), sums, adds)
             return sums
 
-        sums = lax.fori_loop(0, pl.cdiv(last - first, SPANS_AT_ONCE), add, only(reaches(spans), sums))
+        sums = lax.fori_loop(0, pl.cdiv(last - first, SPANS_AT_ONCE), add, left(spans, sums))
     return sums[0], tuple(jnp.where(_column(total) == 1, 0.0, total[:, None]) for total in sums[1])
 
 
@@ -289,4 +331,4 @@ def store_sums(end: Sums, sums: tuple[Parts, Parts], rows: Sequence[Any], total_
     for slab, part in zip(rows, sums[0], strict=True):
         end.state[slab, :] = part
     for slab, part in zip(total_rows, sums[1], strict=True):
-        end.total[slab] = _from_columns(part)
+        end.total[slab] = from_columns(part)

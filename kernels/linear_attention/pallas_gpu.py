@@ -22,14 +22,15 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from kernels.linear_attention import gpu_kernels
-from kernels.linear_attention.gpu_launch import Grid, end_of_sequence, segments_of
-from kernels.linear_attention.gpu_parts import Cut, Segments, Sums, operand_dtype
+from kernels.linear_attention.gpu_kernels import DecayWrites
+from kernels.linear_attention.gpu_launch import Grid, links_of, split_chunks
+from kernels.linear_attention.gpu_parts import Cut, Links, Sums, operand_dtype
 from kernels.linear_attention.state import EPSILON, State
-from kernels.linear_attention.tuning import ChunkSizes, Plan, plan
+from kernels.linear_attention.tuning import ChunkSizes, Plan, plan, plan_with_decay
 from kernels.partition import by_batch_and_heads
 
 WIDTHS = (1, 256)
@@ -42,8 +43,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def pallas_gpu(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
-               normalize: bool, chunk_sizes: ChunkSizes, schedule: Literal["serial", "parallel"] | None = None
-               ) -> tuple[Array, State]:
+               normalize: bool, chunk_sizes: ChunkSizes, schedule: Literal["serial", "parallel"] | None = None,
+               log_decay_BTH: Array | None = None) -> tuple[Array, State]:
     """Linear attention by the kernels of this file; without a GPU in interpret mode, which is slow and for tests.
 
     float16 is multiplied as TF32, which has its precision and not its range: sums of keys leave float16 soon. A
@@ -59,9 +60,11 @@ def pallas_gpu(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs
         normalize: divide by the sum of weights.
         chunk_sizes: C of each pass, powers of two.
         schedule: ``serial`` or ``parallel``; None picks by B·H, T and the device.
+        log_decay_BTH: g ≤ 0, the logarithm of what a token leaves of the state before it; on padding nothing decays.
     """
     return attend(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize,
-                  Planner(chunk_sizes, schedule, segments=runs_BT is not None))
+                  Planner(chunk_sizes, schedule, segments=runs_BT is not None, decay=log_decay_BTH is not None),
+                  log_decay_BTH)
 
 
 class Planner(NamedTuple):
@@ -70,8 +73,11 @@ class Planner(NamedTuple):
     chunk_sizes: ChunkSizes
     schedule: Literal["serial", "parallel"] | None
     segments: bool
+    decay: bool = False
 
     def __call__(self, B: int, T: int, H: int, M: int, D: int, dtype: jnp.dtype) -> Plan:
+        if self.decay:
+            return plan_with_decay(B, T, H, M, D, dtype, self.chunk_sizes, self.schedule)
         return plan(B, T, H, M, D, dtype, self.chunk_sizes, self.schedule, segments=self.segments)
 
 
@@ -109,17 +115,28 @@ class _Padded(NamedTuple):
     v: Array
     initial: State
     runs_BT: Array | None
+    log_decay_BHT: Array | None
     plan: Plan
 
     @classmethod
     def of(cls, q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
-           make_plan: "MakePlan") -> "_Padded":
+           log_decay_BTH: Array | None, make_plan: "MakePlan") -> "_Padded":
         T, M, D = q_BTHM.shape[1], block_width(q_BTHM.shape[3]), block_width(v_BTHD.shape[3])
         chosen = _chosen(q_BTHM, k_BTHM, v_BTHD, make_plan)
+        if log_decay_BTH is not None:
+            log_decay_BTH = log_decay_BTH.astype(jnp.float32)
+            if runs_BT is not None:
+                log_decay_BTH = jnp.where(runs_BT[:, :, None] < 0, 0.0, log_decay_BTH)
+            log_decay_BTH = jnp.pad(log_decay_BTH, ((0, 0), (0, -T % chosen.span), (0, 0)))
         if runs_BT is not None:
             runs_BT = jnp.pad(runs_BT, ((0, 0), (0, -T % chosen.span)), constant_values=-1)
         return cls(_fill(q_BTHM, M, chosen), _fill(k_BTHM, M, chosen), _fill(v_BTHD, D, chosen),
-                   _fill_state(initial, M, D), runs_BT, chosen)
+                   _fill_state(initial, M, D), runs_BT,
+                   None if log_decay_BTH is None else log_decay_BTH.transpose(0, 2, 1), chosen)
+
+    def links(self, chunk: int) -> Links:
+        """What comes between its tokens, in chunks of so many."""
+        return links_of(self.runs_BT, self.log_decay_BHT, chunk)
 
     @property
     def serial(self) -> bool:
@@ -152,50 +169,53 @@ def _chosen(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, make_plan: MakePlan) -> Plan:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def attend(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, normalize: bool,
-           make_plan: MakePlan) -> tuple[Array, State]:
+           make_plan: MakePlan, log_decay_BTH: Array | None = None) -> tuple[Array, State]:
     """:func:`pallas_gpu` with a plan of one's own."""
-    return _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, make_plan)[0]
+    return _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, make_plan, log_decay_BTH)[0]
 
 
-def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, make_plan):
-    def forward(q_BTHM, k_BTHM, v_BTHD, s_BHMD, z_BHM, *runs):
-        return _forward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), runs[0] if runs else None, normalize, make_plan)
+def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, make_plan, log_decay_BTH):
+    links = {"bt": runs_BT, "bth": log_decay_BTH}
+    links = {letters: x for letters, x in links.items() if x is not None}
 
-    runs = [] if runs_BT is None else [runs_BT]
+    def forward(q_BTHM, k_BTHM, v_BTHD, s_BHMD, z_BHM, *given):
+        given = dict(zip(links, given, strict=True))
+        return _forward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), given.get("bt"), given.get("bth"), normalize,
+                        make_plan)
+
     y_BTHD, s_BHMD, z_BHM, *denominator = by_batch_and_heads(
-        forward, ["bthm", "bthm", "bthd", "bhmd", "bhm", "bt"][:5 + len(runs)],
-        ["bthd", "bhmd", "bhm", "bht"][:3 + normalize])(q_BTHM, k_BTHM, v_BTHD, *initial, *runs)
-    return (y_BTHD, State(s_BHMD, z_BHM)), (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, denominator)
+        forward, ["bthm", "bthm", "bthd", "bhmd", "bhm", *links], ["bthd", "bhmd", "bhm", *["bht"] * normalize],
+    )(q_BTHM, k_BTHM, v_BTHD, *initial, *links.values())
+    return (y_BTHD, State(s_BHMD, z_BHM)), (q_BTHM, k_BTHM, v_BTHD, initial, links, denominator)
 
 
 def _attend_backward(normalize, make_plan, saved, gradients):
-    q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, denominator = saved
+    q_BTHM, k_BTHM, v_BTHD, initial, links, denominator = saved
     dy_BTHD, dend = gradients
 
-    def backward(q_BTHM, k_BTHM, v_BTHD, dy_BTHD, s_BHMD, z_BHM, ds_BHMD, dz_BHM, *others):
-        return _backward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), others[-1] if runs else None,
-                         others[0] if normalize else None, dy_BTHD, State(ds_BHMD, dz_BHM), make_plan)
+    def backward(q_BTHM, k_BTHM, v_BTHD, dy_BTHD, s_BHMD, z_BHM, ds_BHMD, dz_BHM, *given):
+        denominator, given = given[:normalize], dict(zip(links, given[normalize:], strict=True))
+        return _backward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), given.get("bt"), given.get("bth"),
+                         denominator[0] if normalize else None, dy_BTHD, State(ds_BHMD, dz_BHM), make_plan)
 
-    runs = [] if runs_BT is None else [runs_BT]
-    dq_BTHM, dk_BTHM, dv_BTHD, ds_BHMD, dz_BHM = by_batch_and_heads(
+    dq_BTHM, dk_BTHM, dv_BTHD, ds_BHMD, dz_BHM, *dlog_decay = by_batch_and_heads(
         backward,
-        ["bthm", "bthm", "bthd", "bthd", *["bhmd", "bhm"] * 2, *["bht"] * normalize, *["bt"] * len(runs)],
-        ["bthm", "bthm", "bthd", "bhmd", "bhm"],
-    )(q_BTHM, k_BTHM, v_BTHD, dy_BTHD, *initial, *dend, *denominator, *runs)
-    return dq_BTHM, dk_BTHM, dv_BTHD, State(ds_BHMD, dz_BHM), None
+        ["bthm", "bthm", "bthd", "bthd", *["bhmd", "bhm"] * 2, *["bht"] * normalize, *links],
+        ["bthm", "bthm", "bthd", "bhmd", "bhm", *["bth"] * ("bth" in links)],
+    )(q_BTHM, k_BTHM, v_BTHD, dy_BTHD, *initial, *dend, *denominator, *links.values())
+    return dq_BTHM, dk_BTHM, dv_BTHD, State(ds_BHMD, dz_BHM), None, dlog_decay[0] if dlog_decay else None
 
 
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _forward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, normalize: bool,
-             make_plan: MakePlan) -> tuple[Array, ...]:
+def _forward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
+             log_decay_BTH: Array | None, normalize: bool, make_plan: MakePlan) -> tuple[Array, ...]:
     """y, the sums at the end and, where it divides by it, the denominator (B, H, T)."""
     T, M, D = q_BTHM.shape[1], q_BTHM.shape[3], v_BTHD.shape[3]
-    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, make_plan)
-    q, k, v, start, runs_BT, chosen = padded
-    segments = segments_of(runs_BT, chosen.forward.chunk)
-    grid = Grid.of(Cut.of(chosen.forward, q, k, v), chosen.span, segments, k, v)
+    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, make_plan)
+    q, k, v, start, *_, chosen = padded
+    grid = Grid.of(Cut.of(chosen.forward, q, k, v), chosen.span, padded.links(chosen.forward.chunk), k, v)
     updates = None if padded.serial else _states(grid, k, v, of_x=True)
     found = grid.launch(
         gpu_kernels.output_kernel, "forward",
@@ -204,59 +224,76 @@ def _forward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_B
         {"y": grid.tiled(jax.ShapeDtypeStruct(v.shape, v.dtype)),
          "denominator": grid.column(_column_like(q)) if normalize else None,
          "end": grid.end(of_rows=True) if updates is None else None})
-    end = _only_span(found["end"]) if updates is None else end_of_sequence(start, updates, segments)
+    end = _only_span(found["end"]) if updates is None else grid.end_of_sequence(start, updates)
     results = (found["y"][:, :T, :, :D], end.s_BHMD[:, :, :M, :D], end.z_BHM[:, :, :M])
     return (*results, found["denominator"][:, :, :T]) if normalize else results
 
 
 def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
-              denominator_BHT: Array | None, dy_BTHD: Array, dend: State, make_plan: MakePlan) -> tuple[Array, ...]:
-    """Gradients of q, k, v and of the initial sums."""
+              log_decay_BTH: Array | None, denominator_BHT: Array | None, dy_BTHD: Array, dend: State,
+              make_plan: MakePlan) -> tuple[Array, ...]:
+    """Gradients of q, k, v, of the initial sums and, where there is one, of the decay."""
     (_, T, _, M), D = q_BTHM.shape, v_BTHD.shape[3]
-    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, make_plan)
+    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, make_plan)
     dy = _fill(dy_BTHD, padded.v.shape[3], padded.plan)
     r = None
     if denominator_BHT is not None:
         r = jnp.pad(1 / (denominator_BHT + EPSILON), ((0, 0), (0, 0), (0, padded.q.shape[1] - T)))
-    segments = segments_of(padded.runs_BT, padded.plan.backward.chunk)
-    dq, e = _query_gradient(padded, segments, dy, r)
+    links = padded.links(padded.plan.backward.chunk)
+    dq, e, reads, states = _query_gradient(padded, links, dy, r)
     after = _fill_state(dend, padded.q.shape[3], padded.v.shape[3])
-    dk, dv, dinitial = _key_and_value_gradients(padded, segments, dy, r, e, after)
-    return (dq[:, :T, :, :M], dk[:, :T, :, :M], dv[:, :T, :, :D],
-            dinitial.s_BHMD[:, :, :M, :D], dinitial.z_BHM[:, :, :M])
+    dk, dv, dinitial, writes = _key_and_value_gradients(padded, links, dy, r, e, after, states)
+    results = (dq[:, :T, :, :M], dk[:, :T, :, :M], dv[:, :T, :, :D],
+               dinitial.s_BHMD[:, :, :M, :D], dinitial.z_BHM[:, :, :M])
+    if log_decay_BTH is None or reads is None or writes is None:
+        return results
+    dlog_decay_BTH = _decay_gradient(reads, writes, padded.plan.backward.chunk).transpose(0, 2, 1)[:, :T]
+    if runs_BT is not None:
+        dlog_decay_BTH = jnp.where(runs_BT[:, :, None] < 0, 0.0, dlog_decay_BTH)
+    return *results, dlog_decay_BTH.astype(log_decay_BTH.dtype)
 
 
-def _query_gradient(padded: _Padded, segments: Segments | None, dy: Array, r: Array | None
-                    ) -> tuple[Array, Array | None]:
-    """dφ(q), and e where y is divided by d."""
-    q, k, v, start, _, chosen = padded
-    grid = Grid.of(Cut.of(chosen.backward, q, k, v), chosen.span, segments, v, k)
+def _query_gradient(padded: _Padded, links: Links, dy: Array, r: Array | None
+                    ) -> tuple[Array, Array | None, Array | None, Sums | None]:
+    """dφ(q), e where y is divided by d, and where there is a decay what tokens read, and S and z before each chunk."""
+    q, k, v, start, *_, chosen = padded
+    grid = Grid.of(Cut.of(chosen.backward, q, k, v), chosen.span, links, v, k)
     updates = None if padded.serial else _states(grid, v, k, of_x=False)
+    decays = links.decay is not None
 
-    def launch(name: str, q: Array | None, e: Array | None, *, dq: bool, made_e: bool) -> dict[str, Any]:
+    def launch(name: str, e: Array | None = None, *, dq: bool, made_e: bool) -> dict[str, Any]:
         return grid.launch(
             gpu_kernels.query_gradient_kernel, name,
-            {"q": None if q is None else grid.tiled(q), "k": grid.tiled(k), "v": grid.whole(v), "dy": grid.whole(dy),
-             "r": grid.column(r), "e": grid.column(e),
-             "before": grid.before(_turned(start), updates, total=dq and r is not None)},
-            {"dq": grid.tiled(jax.ShapeDtypeStruct(padded.q.shape, padded.q.dtype)) if dq else None,
-             "made_e": grid.column_by_tile() if made_e else None})
+            {"q": grid.tiled(q) if made_e or decays else None, "k": grid.tiled(k), "v": grid.whole(v),
+             "dy": grid.whole(dy), "r": grid.column(r), "e": grid.column(e),
+             "before": grid.before(_turned(start), updates, total=dq and (r is not None or decays))},
+            {"dq": grid.tiled(jax.ShapeDtypeStruct(q.shape, q.dtype)) if dq else None,
+             "made_e": grid.column_by_tile() if made_e else None,
+             "reads": grid.column_by_tile() if dq and decays and grid.cut.operand == jnp.bfloat16 else None,
+             "states": grid.states() if dq and decays else None})
 
-    if r is None:
-        return launch("dq", None, None, dq=True, made_e=False)["dq"], None
-    if grid.tile == grid.columns:
-        found = launch("dq", q, None, dq=True, made_e=True)
-        return found["dq"], found["made_e"].sum(axis=0)
-    e = launch("e", q, None, dq=False, made_e=True)["made_e"].sum(axis=0)
-    return launch("dq", None, e, dq=True, made_e=False)["dq"], e
+    if r is None or grid.tile == grid.columns:
+        found = launch("dq", dq=True, made_e=r is not None or decays)
+        e = None if found["made_e"] is None else found["made_e"].sum(axis=0)
+    else:
+        e = launch("e", dq=False, made_e=True)["made_e"].sum(axis=0)
+        found = launch("dq", e, dq=True, made_e=False)
+    reads = None
+    if found["reads"] is not None:
+        reads = found["reads"].sum(axis=0)
+    elif decays and e is not None:
+        reads = -e if r is None else -EPSILON * r * e
+    return found["dq"], None if r is None else e, reads, found["states"]
 
 
-def _key_and_value_gradients(padded: _Padded, segments: Segments | None, dy: Array, r: Array | None, e: Array | None,
-                             after: State) -> tuple[Array, Array, State]:
-    """dφ(k), dv and the gradient of the initial sums, from those of the sums at the end."""
-    q, k, v, _, _, chosen = padded
+def _key_and_value_gradients(padded: _Padded, links: Links, dy: Array, r: Array | None, e: Array | None,
+                             after: State, states: Sums | None
+                             ) -> tuple[Array, Array, State, DecayWrites | None]:
+    """dφ(k), dv, the gradient of the initial sums, from those of the sums at the end, and what that of the decay
+    needs."""
+    q, k, v, *_, chosen = padded
     cut = Cut.of(chosen.backward, q, k, v)
-    grid = Grid.of(cut, chosen.span, segments, dy, q)
+    grid = Grid.of(cut, chosen.span, links, dy, q)
     updates = None
     if not padded.serial:
         updates = State(*grid.launch(
@@ -266,22 +303,33 @@ def _key_and_value_gradients(padded: _Padded, segments: Segments | None, dy: Arr
     joined = grid.tile == grid.columns and cut.operand == jnp.bfloat16 and q.shape[3] * v.shape[3] <= JOINED
     found = grid.launch(
         gpu_kernels.key_gradient_kernel, "dk_dv" if joined else "dk",
-        {"q": grid.tiled(q), "k": grid.tiled(k) if joined else None, "v": grid.whole(v), "dy": grid.whole(dy),
-         "r": grid.column(r), "e": grid.column(e), "before": grid.before(_turned(after), updates, reverse=True)},
+        {"q": grid.tiled(q), "k": grid.tiled(k) if joined or states is not None else None, "v": grid.whole(v),
+         "dy": grid.whole(dy), "r": grid.column(r), "e": grid.column(e),
+         "before": grid.before(_turned(after), updates, reverse=True),
+         "states": None if states is None else grid.states(states)},
         {"dk": grid.tiled(jax.ShapeDtypeStruct(k.shape, k.dtype)),
          "dv": grid.whole(jax.ShapeDtypeStruct(v.shape, v.dtype)) if joined else None,
+         "decay": None if states is None else grid.decay_writes(),
          "end": grid.end() if updates is None else None})
     dinitial = _turned(_only_span(found["end"]) if updates is None else
-                       end_of_sequence(_turned(after), updates, segments, reverse=True))
+                       grid.end_of_sequence(_turned(after), updates, reverse=True))
     if joined:
-        return found["dk"], found["dv"], dinitial
-    grid = Grid.of(cut, chosen.span, segments, q, dy)
+        return found["dk"], found["dv"], dinitial, found["decay"]
+    grid = Grid.of(cut, chosen.span, links, q, dy)
     dv = grid.launch(
         gpu_kernels.value_gradient_kernel, "dv",
         {"q": grid.whole(q), "k": grid.whole(k), "dy": grid.tiled(dy), "r": grid.column(r),
          "before": grid.before(after, None if updates is None else _turned(updates), total=False, reverse=True)},
         {"dv": grid.tiled(jax.ShapeDtypeStruct(v.shape, v.dtype))})["dv"]
-    return found["dk"], dv, dinitial
+    return found["dk"], dv, dinitial, found["decay"]
+
+
+def _decay_gradient(reads_BHT: Array, writes: DecayWrites, C: int) -> Array:
+    """dg_t = Σ_{j<t≤i} P_ij, (B, H, T), of what tokens read and what the gradient of keys has left, by tile."""
+    inside_BHNC, behind_BHNC = (split_chunks(x.sum(axis=0), C) for x in (writes.inside, writes.behind))
+    from_here_BHNC = lax.cumsum(split_chunks(reads_BHT, C) - inside_BHNC, axis=3, reverse=True)
+    up_to_here_BHNC = jnp.cumsum(behind_BHNC, axis=3) - behind_BHNC
+    return (from_here_BHNC + up_to_here_BHNC + writes.across.sum(axis=0)[..., None]).reshape(reads_BHT.shape)
 
 
 def _states(grid: Grid, x: Array, y: Array, *, of_x: bool) -> State:

@@ -153,6 +153,25 @@ def kernel_chunk_sizes(tokens: int, M: int, D: int, dtype: DTypeLike, chunk_size
     return ChunkSizes(*(min(chunk_size or tiles.chunk, longest) for tiles in (row.forward, row.backward)))
 
 
+def plan_with_decay(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, chunk_sizes: ChunkSizes,
+                    schedule: Literal["serial", "parallel"] | None = None) -> Plan:
+    """:func:`plan` of a call with a decay, which takes registers: shorter chunks, where the caller has longer ones, and
+    narrower tiles."""
+    if jnp.dtype(dtype) == jnp.float32:
+        forward = backward = Tiles(16, 32, warps=8, stages=1)
+    elif max(M, D) <= 64:
+        forward, backward = Tiles(64, 64, warps=4, stages=1), Tiles(32, 64, warps=8, stages=1)
+    elif max(M, D) <= 128:
+        forward = backward = Tiles(16, 32, warps=8, stages=1)
+    else:
+        forward = backward = Tiles(16, 16, warps=8, stages=1)
+    row = Row(device.kind(), M, D, jnp.dtype(dtype).name, length_class(tokens),
+              forward._replace(tile=min(D, forward.tile)), backward._replace(tile=min(max(M, D), backward.tile)))
+    chunks = ChunkSizes(*(min(chunk, tiles.chunk)
+                          for chunk, tiles in zip(chunk_sizes, (forward, backward), strict=True)))
+    return plan(batch, tokens, heads, M, D, dtype, chunks, schedule, row=row)
+
+
 def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, chunk_sizes: ChunkSizes | None = None,
          schedule: Literal["serial", "parallel"] | None = None, *, segments: bool = False,
          row: Row | None = None) -> Plan:

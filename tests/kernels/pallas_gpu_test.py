@@ -4,6 +4,7 @@ Interpret mode says nothing about registers, time or the GPU's own arithmetic: `
 ``benchmarks.suite`` do.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from kernels import cases, device
 from kernels.cases import REFERENCE, error_of
 from kernels.linear_attention import State, linear_attention, pick_implementation, tuning
 from kernels.linear_attention.cases import KERNEL_TOLERANCES, PARALLEL, SCHEDULES, SERIAL, LinearAttentionCase
+from kernels.linear_attention.pallas_gpu import pallas_gpu
+from kernels.linear_attention.state import EPSILON
+from kernels.segments import runs_of
 
 pytestmark = pytest.mark.gpu
 
@@ -210,6 +214,73 @@ def test_vmap(implementation):
         return jax.tree.map(lambda x: x[:, 0], found)
 
     assert_is_the_reference(make_case(40, 16, 32, attend=mapped), implementation)
+
+
+def decayed_recurrence(q, k, v, s, z, log_decay, runs_BT, normalize):
+    """The definition, token by token: y and the state."""
+    def step(carry, token):
+        s, z, latest_B = carry
+        q, k, v, log_decay, run_B = token
+        same_B = run_B <= latest_B
+        share_BH = jnp.where(same_B[:, None], jnp.exp(jnp.where(run_B[:, None] < 0, 0, log_decay)), 0)
+        q, k = (jnp.where((run_B < 0)[:, None, None], 0, x) for x in (q, k))
+        s = share_BH[..., None, None] * s + k[..., :, None] * v[..., None, :]
+        z = share_BH[..., None] * z + k
+        y = jnp.einsum("bhm,bhmd->bhd", q, s)
+        if normalize:
+            y /= jnp.einsum("bhm,bhm->bh", q, z)[..., None] + EPSILON
+        return (s, z, jnp.maximum(latest_B, run_B)), y
+
+    tokens = jax.tree.map(lambda x: x.swapaxes(0, 1), (q, k, v, log_decay, runs_BT))
+    end, y = jax.lax.scan(step, (s, z, jnp.zeros(len(q), jnp.int32)), tokens)
+    return y.swapaxes(0, 1), *end[:2]
+
+
+def make_log_decay(kind, shape):
+    generator = np.random.default_rng(2)
+    if kind == "strong":
+        log_decay = np.full(shape, -0.01)
+        log_decay[:, ::29] = -1e4
+    elif kind == "fast":
+        log_decay = -generator.uniform(0.2, 1, shape)
+    else:
+        log_decay = -np.logaddexp(0, generator.normal(-3, 2, shape))
+    return log_decay.astype(np.float32)
+
+
+@pytest.mark.parametrize(("case", "kind", "schedule"), [
+    (make_case(100, 16, 32), "strong", "serial"),
+    (make_case(130, 16, 16, segments=True), "mixed", "parallel"),
+    (make_case(200, 64, 48, "bfloat16", segments=True), "fast", "parallel"),
+    pytest.param(make_case(200, 100, 64), "strong", "parallel", marks=pytest.mark.thorough),
+    pytest.param(make_case(200, 64, 64, "bfloat16", normalize=False), "strong", "serial", marks=pytest.mark.thorough),
+    pytest.param(make_case(200, 128, 64, "bfloat16"), "mixed", "parallel", marks=pytest.mark.thorough),
+    pytest.param(make_case(100, 16, 32, normalize=False), "fast", "parallel", marks=pytest.mark.thorough),
+])
+def test_decay_is_the_recurrence(case, kind, schedule):
+    """Outputs and gradients, that of the decay too, in float64 terms. Behind a g of −1e4 small ones count in full."""
+    inputs = case.make_inputs()
+    runs_BT = runs_of(jnp.asarray(inputs.get("segment_ids", np.zeros((B, case.T), np.int32))))
+    arrays = [*(inputs[name] for name in "qkvsz"), make_log_decay(kind, (B, case.T, H))]
+    generator = np.random.default_rng(3)
+    cotangents = tuple(generator.normal(size=x.shape).astype(x.dtype) for x in arrays[2:5])
+
+    def pulled(function, arrays, cotangents):
+        outputs, pull = jax.vjp(function, *arrays)
+        return *outputs, *pull(cotangents)
+
+    def attend(q, k, v, s, z, log_decay):
+        y, end = pallas_gpu(q, k, v, State(s, z), runs_BT if case.segments else None, causal=True,
+                            normalize=case.normalize, schedule=schedule, log_decay_BTH=log_decay,
+                            chunk_sizes=tuning.ChunkSizes(64, 64))
+        return y, *end
+
+    found = jax.jit(functools.partial(pulled, attend))(arrays, cotangents)
+    with jax.enable_x64(True):
+        expected = pulled(lambda *arrays: decayed_recurrence(*arrays, runs_BT, case.normalize),
+                          *jax.tree.map(lambda x: jnp.asarray(np.float64(x)), (arrays, cotangents)))
+    for actual, x in zip(found, expected, strict=True):
+        assert_close(np.float64(actual), x, KERNEL_TOLERANCES[case.dtype])
 
 
 class TestWhatIsRefused:
