@@ -165,6 +165,14 @@ _KERNEL = (
     _kernel("4,096 tokens", PARALLEL, 4096, 64, 64, "bfloat16", state=False, B=1),
     _kernel("65,536 tokens", SERIAL, 65_536, 64, 32, "bfloat16", B=1, H=1),
     _kernel("200 tokens", PARALLEL, 200, 64, 64, "float16", chunk_size=32),
+    _kernel("65 tokens, mixed decay", SERIAL, 65, 48, 48, "float32", log_decay="mixed", slow=False),
+    _kernel("500 tokens, strong decay, segments", PARALLEL, 500, 64, 64, "float32", log_decay="strong", segments=True),
+    _kernel("500 tokens, mixed decay, segments", PARALLEL, 500, 48, 64, "bfloat16", log_decay="mixed", segments=True,
+            slow=False),
+    _kernel("1,000 tokens, strong decay", SERIAL, 1000, 128, 128, "bfloat16", B=1, log_decay="strong"),
+    # The gradient of the decay is made of rows that the kernels round, and the plain form does not.
+    replace(_kernel("200 tokens, mixed decay, not normalised", PARALLEL, 200, 64, 64, "bfloat16", log_decay="mixed",
+                    normalize=False), plain=None),
 )
 
 
@@ -220,6 +228,14 @@ _COMPILED = (
     _compiled(1, 4096, 4, 128, 128, "bfloat16", PARALLEL, segments=True),
     _compiled(1, 4096, 4, 256, 256, segments=True),
     _compiled(1, 4096, 4, 64, 64, "float32", segments=True),
+    _compiled(1, 8192, 96, 128, 128, log_decay="mixed"),
+    _compiled(8, 1024, 8, 64, 64, log_decay="mixed"),
+    _compiled(1, 4096, 4, 128, 128, log_decay="mixed", segments=True),
+    _compiled(1, 4096, 4, 128, 128, "float32", log_decay="mixed"),
+    _compiled(1, 4096, 12, 64, 64, "float32", log_decay="mixed"),
+    _compiled(1, 4096, 4, 64, 64, "float32", log_decay="mixed", segments=True),
+    _compiled(1, 4096, 12, 64, 64, log_decay="mixed", normalize=False, segments=True),
+    _compiled(1, 1, 12, 64, 64, log_decay="mixed"),
     replace(_compiled(1, 4096, 12, 64, 64, "bfloat16", "chunked"), gpu_kernels=()),
     *(_compiled(1, 16384 if row.length == "long" else 2048, 16, row.M, row.D, row.dtype, schedule,
                 device_kind=row.device) for row in tuning.rows() for schedule in SCHEDULES),
@@ -259,6 +275,8 @@ _SUITE = (
     *(make_suite_case(2, 300, 2, 64, 64, dtype, normalize=False) for dtype in _FORMATS),
     *(make_suite_case(2, 300, 2, 64, 64, dtype, segments=True) for dtype in _FORMATS),
     *(make_suite_case(2, 300, 2, 32, 64, dtype, state=True, segments=True) for dtype in _FORMATS),
+    *(make_suite_case(2, 1000, 3, 64, 64, dtype, segments=True, log_decay=kind) for dtype in _FORMATS
+      for kind in ("mixed", "strong")),
 )
 _QUICK = tuple(replace(make_suite_case(1, 17, 2, 16, 16, dtype), used_by=("suite-quick",))
                for dtype in DEVICE_TOLERANCES)

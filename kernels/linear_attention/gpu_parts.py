@@ -183,7 +183,15 @@ class Chunk:
 
     def writing(self, x: Array) -> Array:
         """Rows of what tokens add to the state after the chunk."""
-        return scale_rows(_only(self._writes, x), self._write_share)
+        return scale_rows(self.writers(x), self._write_share)
+
+    def writers(self, x: Array) -> Array:
+        """The rows themselves of tokens that add to the state after the chunk."""
+        return _only(self._writes, x)
+
+    def decayed_after(self, x_C: Array) -> Array:
+        """What is left of these numbers after the chunk."""
+        return scale_rows(x_C, self._write_share)
 
     def inside(self, scores: Array) -> Array:
         """Scores of tokens that see each other."""
@@ -249,11 +257,11 @@ def add_to_total(cut: Cut, chunk: Chunk, total: Parts, x: Iterable[Array], weigh
     The second factor has in one column what is left of the weights by rounding to 8 bits, which the others hold.
     :func:`read_total` reads the first three.
     """
-    weight_C = chunk.writing(jnp.ones((cut.tiles.chunk,), jnp.float32) if weight_C is None else weight_C)
+    weight_C = chunk.decayed_after(jnp.ones((cut.tiles.chunk,), jnp.float32) if weight_C is None else weight_C)
     rounded_C = weight_C.astype(jnp.bfloat16).astype(jnp.float32)
     weights = jnp.where(_column(weight_C) == 1, (weight_C - rounded_C)[:, None], rounded_C[:, None])
     weights = weights.astype(cut.operand)
-    return tuple(part + cut.dot(slab, weights, (0, 0)) for part, slab in zip(total, x, strict=True))
+    return tuple(part + cut.dot(chunk.writers(slab), weights, (0, 0)) for part, slab in zip(total, x, strict=True))
 
 
 def read_total(cut: Cut, total_WX: Array) -> Array:

@@ -35,6 +35,8 @@ from kernels.partition import by_batch_and_heads
 
 WIDTHS = (1, 256)
 """Least and greatest M and D."""
+WIDEST_WITH_DECAY = 128
+"""Wider ones have no registers left for it."""
 CHUNKS = (16, 32, 64, 128)
 """Chunk lengths: the GPU's matrix units and Triton's blocks want powers of two, of at least 16."""
 JOINED = 64 * 64
@@ -77,22 +79,22 @@ class Planner(NamedTuple):
 
     def __call__(self, B: int, T: int, H: int, M: int, D: int, dtype: jnp.dtype) -> Plan:
         if self.decay:
-            return plan_with_decay(B, T, H, M, D, dtype, self.chunk_sizes, self.schedule)
+            return plan_with_decay(B, T, H, M, D, dtype, self.chunk_sizes, self.schedule, segments=self.segments)
         return plan(B, T, H, M, D, dtype, self.chunk_sizes, self.schedule, segments=self.segments)
 
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,
             segments: bool = False, log_decay: bool = False) -> str | None:
     """Why these kernels cannot do something; None where they can."""
-    if log_decay:
-        return "it takes no log_decay_BTH"
     if not causal:
         return "it sees the past only; with causal=False name implementation='chunked'"
     for name, x in (("q_BTHM", q_BTHM), ("k_BTHM", k_BTHM), ("v_BTHD", v_BTHD)):
         if x.dtype.name not in DTYPES:
             return f"{name} is {x.dtype}; it takes {', '.join(DTYPES)}"
-        if not WIDTHS[0] <= x.shape[3] <= WIDTHS[1]:
-            return f"{name} has width {x.shape[3]}; it takes widths of {WIDTHS[0]} to {WIDTHS[1]}"
+        widest = WIDEST_WITH_DECAY if log_decay else WIDTHS[1]
+        if not WIDTHS[0] <= x.shape[3] <= widest:
+            return (f"{name} has width {x.shape[3]}; {'with a decay ' if log_decay else ''}it takes widths of "
+                    f"{WIDTHS[0]} to {widest}")
     # Longer ones do not fit into a program's registers, and would be slow.
     most = 64 if max(q_BTHM.shape[3], v_BTHD.shape[3]) > 128 or operand_dtype(q_BTHM, k_BTHM, v_BTHD) != jnp.bfloat16 \
         else CHUNKS[-1]

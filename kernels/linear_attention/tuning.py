@@ -154,17 +154,15 @@ def kernel_chunk_sizes(tokens: int, M: int, D: int, dtype: DTypeLike, chunk_size
 
 
 def plan_with_decay(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, chunk_sizes: ChunkSizes,
-                    schedule: Literal["serial", "parallel"] | None = None) -> Plan:
+                    schedule: Literal["serial", "parallel"] | None = None, *, segments: bool = False) -> Plan:
     """:func:`plan` of a call with a decay, which takes registers: shorter chunks, where the caller has longer ones, and
     narrower tiles."""
     if jnp.dtype(dtype) == jnp.float32:
-        forward = backward = Tiles(16, 32, warps=8, stages=1)
+        forward = backward = Tiles(16, 16 if segments else 32, warps=8, stages=1)
     elif max(M, D) <= 64:
         forward, backward = Tiles(64, 64, warps=4, stages=1), Tiles(32, 64, warps=8, stages=1)
-    elif max(M, D) <= 128:
-        forward = backward = Tiles(16, 32, warps=8, stages=1)
     else:
-        forward = backward = Tiles(16, 16, warps=8, stages=1)
+        forward = backward = Tiles(16, 32, warps=8, stages=1)
     row = Row(device.kind(), M, D, jnp.dtype(dtype).name, length_class(tokens),
               forward._replace(tile=min(D, forward.tile)), backward._replace(tile=min(max(M, D), backward.tile)))
     chunks = ChunkSizes(*(min(chunk, tiles.chunk)

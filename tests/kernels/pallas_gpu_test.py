@@ -292,6 +292,8 @@ class TestWhatIsRefused:
         ((257, 16), "float32", {}, "q_BTHM has width 257; it takes widths of 1 to 256"),
         ((16, 257), "float32", {}, "v_BTHD has width 257; it takes widths of 1 to 256"),
         ((16, 16), "float32", {"causal": False}, "causal=False"),
+        ((16, 256), "bfloat16", {"log_decay_BTH": jnp.zeros((1, 8, 1))},
+         "v_BTHD has width 256; with a decay it takes widths of 1 to 128"),
         ((16, 16), "float32", {"chunk_size": 100},
          "chunk_size=100; for these widths and number formats it takes 16, 32, 64"),
         ((16, 16), "bfloat16", {"chunk_size": 256},
@@ -311,7 +313,9 @@ class TestWhatIsRefused:
         assert picked() == "chunked"
         monkeypatch.setattr(device, "platform", lambda: "gpu")
         assert picked() == picked((256, 3), "bfloat16", chunk_size=64) == "pallas_gpu"
-        refused = picked(dtype="float64"), picked((16, 257)), picked(causal=False), picked(chunk_size=100)
+        assert picked(log_decay=True) == "pallas_gpu"
+        refused = (picked(dtype="float64"), picked((16, 257)), picked(causal=False), picked(chunk_size=100),
+                   picked((16, 256), log_decay=True))
         assert set(refused) == {"chunked"}
 
     def arrays(self, widths, dtype):
