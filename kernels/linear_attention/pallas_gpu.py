@@ -79,7 +79,7 @@ class Planner(NamedTuple):
 
     def __call__(self, B: int, T: int, H: int, M: int, D: int, dtype: jnp.dtype) -> Plan:
         if self.decay:
-            return plan_with_decay(B, T, H, M, D, dtype, self.chunk_sizes, self.schedule, segments=self.segments)
+            return plan_with_decay(B, T, H, M, D, dtype, self.chunk_sizes, self.schedule)
         return plan(B, T, H, M, D, dtype, self.chunk_sizes, self.schedule, segments=self.segments)
 
 

@@ -154,11 +154,11 @@ def kernel_chunk_sizes(tokens: int, M: int, D: int, dtype: DTypeLike, chunk_size
 
 
 def plan_with_decay(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, chunk_sizes: ChunkSizes,
-                    schedule: Literal["serial", "parallel"] | None = None, *, segments: bool = False) -> Plan:
+                    schedule: Literal["serial", "parallel"] | None = None) -> Plan:
     """:func:`plan` of a call with a decay, which takes registers: shorter chunks, where the caller has longer ones, and
     narrower tiles."""
     if jnp.dtype(dtype) == jnp.float32:
-        forward = backward = Tiles(16, 16 if segments else 32, warps=8, stages=1)
+        forward = backward = Tiles(16, 32, warps=8, stages=1)
     elif max(M, D) <= 64:
         forward, backward = Tiles(64, 64, warps=4, stages=1), Tiles(32, 64, warps=8, stages=1)
     else:
