@@ -11,8 +11,9 @@ An estimate knows nothing of waits inside a kernel, of its waves, or of what sta
 next.
 
 Recipe and further flags are those of ``train.py``, for one device; it is compiled as ``make gpu-check`` does, in an
-environment that this has built. ``limit`` is what no program can go below: parameters, optimizer state and batch read
-and written once, and the operations that ``metrics.jsonl`` counts.
+environment that this has built. ``limit`` is what no program can go below: of a step parameters, optimizer state and
+batch read and written once, and the operations that ``metrics.jsonl`` counts; of a token, at the end of the context,
+parameters in two bytes each and what is kept of the tokens before it.
 """
 
 from support import interrupts
@@ -310,8 +311,8 @@ def estimate_program(config: Config, gpu: target.Target, options: argparse.Names
     print(f"{','.join(config.model.attention)} attention, {config.model.dtype}, {what}: "
           f"{found.seconds(card) * 1e3:,.3f} ms, {found.count:,} launches, {found.memory_bytes / 1e9:,.2f} GB, "
           f"{found.operations / 1e12:,.3f} TFLOP")
-    least = found.argument_bytes + (0 if options.sampling else found.output_bytes)
-    parameters = count_parameters(gpu, config, vocabulary)
+    parameters, cache_bytes = count_parameters(gpu, config, vocabulary)
+    least = (2 * parameters + cache_bytes) if options.sampling else found.argument_bytes + found.output_bytes
     needed = 2.0 * parameters if options.sampling else config.train.batch_size * config.model.context * (
         accounting.flops_per_token(config.to_dict(), {"parameters": parameters}) or 0.0)
     limit = max(least / card.memory, needed / card.operations["bf16"])
@@ -330,11 +331,13 @@ def estimate_program(config: Config, gpu: target.Target, options: argparse.Names
     return found, told
 
 
-def count_parameters(gpu: target.Target, config: Config, vocabulary: int) -> int:
-    """Of the model."""
+def count_parameters(gpu: target.Target, config: Config, vocabulary: int) -> tuple[int, int]:
+    """Of the model; and the bytes of what it keeps of one sample, over the whole context."""
     with gpu.tracing():
         model = abstract_model(config, vocabulary)
-    return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+        cache = jax.eval_shape(lambda: model.init_cache(1, config.model.context))
+    return (sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))),
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)))
 
 
 def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
