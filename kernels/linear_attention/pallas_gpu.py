@@ -30,7 +30,7 @@ from kernels.linear_attention.gpu_kernels import DecayWrites
 from kernels.linear_attention.gpu_launch import Grid, links_of, split_chunks
 from kernels.linear_attention.gpu_parts import Cut, Links, Sums, operand_dtype
 from kernels.linear_attention.state import EPSILON, State
-from kernels.linear_attention.tuning import ChunkSizes, Plan, plan, plan_with_decay
+from kernels.linear_attention.tuning import ChunkSizes, Plan, plan, plan_with_decay, tiles_with_decay
 from kernels.partition import by_batch_and_heads
 
 WIDTHS = (1, 256)
@@ -96,8 +96,10 @@ def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk
             return (f"{name} has width {x.shape[3]}; {'with a decay ' if log_decay else ''}it takes widths of "
                     f"{WIDTHS[0]} to {widest}")
     # Longer ones do not fit into a program's registers, and would be slow.
-    most = 64 if max(q_BTHM.shape[3], v_BTHD.shape[3]) > 128 or operand_dtype(q_BTHM, k_BTHM, v_BTHD) != jnp.bfloat16 \
-        else CHUNKS[-1]
+    operand = operand_dtype(q_BTHM, k_BTHM, v_BTHD)
+    most = 64 if max(q_BTHM.shape[3], v_BTHD.shape[3]) > 128 or operand != jnp.bfloat16 else CHUNKS[-1]
+    if log_decay:
+        most = min(tiles.chunk for tiles in tiles_with_decay(q_BTHM.shape[3], v_BTHD.shape[3], operand))
     if chunk_size is not None and (chunk_size not in CHUNKS or chunk_size > most):
         return (f"chunk_size={chunk_size}; for these widths and number formats it takes "
                 f"{', '.join(str(C) for C in CHUNKS if most >= C)}")

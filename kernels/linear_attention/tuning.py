@@ -153,16 +153,18 @@ def kernel_chunk_sizes(tokens: int, M: int, D: int, dtype: DTypeLike, chunk_size
     return ChunkSizes(*(min(chunk_size or tiles.chunk, longest) for tiles in (row.forward, row.backward)))
 
 
+def tiles_with_decay(M: int, D: int, dtype: DTypeLike) -> tuple[Tiles, Tiles]:
+    """Of both passes of a call with a decay, which takes registers."""
+    if jnp.dtype(dtype) != jnp.float32 and max(M, D) <= 64:
+        return Tiles(64, 64, warps=4, stages=1), Tiles(32, 64, warps=8, stages=1)
+    tiles = Tiles(16, 32, warps=8, stages=1)
+    return tiles, tiles
+
+
 def plan_with_decay(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, chunk_sizes: ChunkSizes,
                     schedule: Literal["serial", "parallel"] | None = None) -> Plan:
-    """:func:`plan` of a call with a decay, which takes registers: shorter chunks, where the caller has longer ones, and
-    narrower tiles."""
-    if jnp.dtype(dtype) == jnp.float32:
-        forward = backward = Tiles(16, 32, warps=8, stages=1)
-    elif max(M, D) <= 64:
-        forward, backward = Tiles(64, 64, warps=4, stages=1), Tiles(32, 64, warps=8, stages=1)
-    else:
-        forward = backward = Tiles(16, 32, warps=8, stages=1)
+    """:func:`plan` of a call with a decay, in chunks no longer than :func:`tiles_with_decay` has."""
+    forward, backward = tiles_with_decay(M, D, dtype)
     row = Row(device.kind(), M, D, jnp.dtype(dtype).name, length_class(tokens),
               forward._replace(tile=min(D, forward.tile)), backward._replace(tile=min(max(M, D), backward.tile)))
     chunks = ChunkSizes(*(min(chunk, tiles.chunk)

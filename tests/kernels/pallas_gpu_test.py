@@ -294,6 +294,8 @@ class TestWhatIsRefused:
         ((16, 16), "float32", {"causal": False}, "causal=False"),
         ((16, 256), "bfloat16", {"log_decay_BTH": jnp.zeros((1, 8, 1))},
          "v_BTHD has width 256; with a decay it takes widths of 1 to 128"),
+        ((16, 16), "float32", {"log_decay_BTH": jnp.zeros((1, 8, 1)), "chunk_size": 32},
+         "chunk_size=32; for these widths and number formats it takes 16"),
         ((16, 16), "float32", {"chunk_size": 100},
          "chunk_size=100; for these widths and number formats it takes 16, 32, 64"),
         ((16, 16), "bfloat16", {"chunk_size": 256},
