@@ -198,6 +198,7 @@ def parse_call(text: str) -> Call:
 
 def trace_call(gpu: target.Target, call: Call) -> jax.stages.Traced:
     """Forward and backward pass of a call with a causal mask."""
+    @jax.jit
     def passes(q_BTHD: Any, k_BTHD: Any, v_BTHD: Any, dy_BTHD: Any) -> Any:
         y_BTHD, backward = jax.vjp(lambda *x: call.attention.call(
             *x, causal=True, chunk_size=None, implementation=None), q_BTHD, k_BTHD, v_BTHD)

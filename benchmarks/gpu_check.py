@@ -251,7 +251,7 @@ def trace_op(target: Target, case: op_cases.Case, computed: str | None) -> jax.s
     shapes = case.make_shapes()
     with target.tracing():
         outputs = jax.eval_shape(lambda inputs: case.call(computed, **inputs), shapes)
-    return target.trace(op_cases.outputs_and_gradients(case, computed), shapes, outputs)
+    return target.trace(jax.jit(op_cases.outputs_and_gradients(case, computed)), shapes, outputs)
 
 
 def model_of(target: Target, token: Token) -> ModelConfig:
@@ -268,12 +268,13 @@ def trace_token(target: Target, config: ModelConfig, vocabulary_size: int, B: in
         cache = jax.eval_shape(lambda: model.init_cache(B, config.context))
     graph, state = nnx.split(model)
 
+    @functools.partial(jax.jit, donate_argnums=2)
     def extend(state: Any, tokens_BT: Any, cache: gpt.Cache) -> Any:
         model = nnx.merge(graph, state)
         x_BTE, cache = model.forward(tokens_BT, cache)
         return model.logits(x_BTE), cache
 
-    return target.trace(extend, state, jax.ShapeDtypeStruct((B, 1), jnp.int32), cache, donate=(2,))
+    return target.trace(extend, state, jax.ShapeDtypeStruct((B, 1), jnp.int32), cache)
 
 
 def trace_step(target: Target, mode: str) -> jax.stages.Traced:
@@ -290,10 +291,12 @@ def trace_encoder(target: Target, mode: str) -> jax.stages.Traced:
         config = EncoderConfig(width=512, heads=8, mlp_width=2048, context=4096, dtype="bfloat16", attention=(mode,))
         graph, state = nnx.split(nnx.eval_shape(lambda: Classifier(resolve_config(config), 257, rngs=nnx.Rngs(0))))
 
-    def loss(state: Any, tokens_BT: Any, valid_BT: Any) -> Any:
+    @jax.jit
+    @jax.grad
+    def gradient(state: Any, tokens_BT: Any, valid_BT: Any) -> Any:
         return jnp.sum(nnx.merge(graph, state).forward(tokens_BT, valid_BT=(valid_BT,)) ** 2)
 
-    return target.trace(jax.grad(loss), state, *(jax.ShapeDtypeStruct((8, 4096), dtype) for dtype in (jnp.int32, bool)))
+    return target.trace(gradient, state, *(jax.ShapeDtypeStruct((8, 4096), dtype) for dtype in (jnp.int32, bool)))
 
 
 def check(case: Case, target: Target) -> tuple[Program, list[str]]:

@@ -166,8 +166,7 @@ def train_plainly(config: Config, corpus: Corpus, run_dir: Path) -> int:
     evaluate = jax.jit(steps.make_eval_step(model))
     rate = jnp.float32(0)
     first = jax.device_put(next(data))
-    update = steps.compile_step(
-        jax.jit(steps.make_train_step(model, config, transform), donate_argnums=0).lower(state, first, rate))
+    update = steps.jit_step(steps.make_train_step(model, config, transform)).lower(state, first, rate).compile()
     jax.block_until_ready([evaluate(state.parameters, state.variables, val[0]), state])
     following, step, finite = first, 0, True
     evaluated = -1

@@ -7,7 +7,7 @@ and NVIDIA's assembler, which ``scripts/gpu_check.sh`` installs into environment
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from configs.schema import Config
 from data.loader import Batch
 from support.errors import ConfigError
 from training.optimizer import decay_mask, make_optimizer
-from training.step import abstract_model, compiler_options, initial_state, make_train_step
+from training.step import abstract_model, initial_state, jit_step, make_train_step
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".venv-gpu"
@@ -74,17 +74,16 @@ class Target:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             yield
 
-    def trace(self, function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()) -> jax.stages.Traced:
+    def trace(self, function: jax.stages.Wrapped, *arguments: Any) -> jax.stages.Traced:
         """A function for this GPU, traced and yet to be compiled.
 
         Args:
-            function: is traced under :meth:`tracing`.
+            function: under ``jax.jit``; is traced under :meth:`tracing`.
             arguments: trees of what has a shape and a dtype.
-            donate: arguments whose memory the results may take.
         """
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), arguments)
         with self.tracing():
-            return jax.jit(function, donate_argnums=donate).trace(*arguments)
+            return function.trace(*arguments)
 
     def trace_step(self, config: Config, vocabulary_size: int) -> jax.stages.Traced:
         """The training step of a config on one device, as ``train.py`` makes it, yet to be compiled."""
@@ -92,13 +91,13 @@ class Target:
             model = abstract_model(config, vocabulary_size)
             transform = make_optimizer(config.optimizer, decay_mask(model))
             state = jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform))
-            step = make_train_step(model, config, transform)
+            step = jit_step(make_train_step(model, config, transform))
         tokens_BT = jax.ShapeDtypeStruct((config.train.batch_size, config.model.context), jnp.int32)
         return self.trace(step, state, Batch(tokens_BT, tokens_BT),  # pyright: ignore[reportArgumentType]
-                          jax.ShapeDtypeStruct((), jnp.float32), donate=(0,))
+                          jax.ShapeDtypeStruct((), jnp.float32))
 
     def compile(self, traced: jax.stages.Traced, dump: Path | None = None, **flags: bool) -> jax.stages.Compiled:
-        """What :meth:`trace` gave, compiled as a training step is.
+        """What :meth:`trace` gave, compiled.
 
         Args:
             traced: the function.
@@ -110,7 +109,7 @@ class Target:
         """
         with self.tracing():
             lowered = traced.lower()
-            options: dict[str, Any] = {"xla_gpu_cuda_data_dir": str(cuda_folder()), **compiler_options(), **flags}
+            options: dict[str, Any] = {"xla_gpu_cuda_data_dir": str(cuda_folder()), **flags}
         if dump is not None:
             # An expression that names no pass keeps the many texts of the passes out of the folder.
             options |= {"xla_dump_to": str(dump), "xla_dump_emitter_re": "^(ptx|asm).*"}

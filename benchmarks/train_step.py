@@ -50,8 +50,8 @@ from training.step import (
     StepMetrics,
     TrainState,
     abstract_model,
-    compile_step,
     initial_state,
+    jit_step,
     make_train_step,
 )
 
@@ -130,7 +130,7 @@ class Step:
         tokens = np.random.default_rng(0).integers(0, vocabulary_size, shape, dtype=np.int32)
         self._batch = Batch(*jax.device_put(tuple(tokens)))
         self._learning_rate = jnp.float32(config.optimizer.learning_rate)
-        self._compiled = compile_step(lowered_step(config, vocabulary_size))
+        self._compiled = lowered_step(config, vocabulary_size).compile()
         self.peak_bytes = report.peak_bytes(self._compiled)
         report.check_memory(self.peak_bytes)
         limit = report.device_memory()
@@ -150,8 +150,7 @@ def lowered_step(config: Config, vocabulary_size: int) -> jax.stages.Lowered:
     batch = jax.eval_shape(lambda: Batch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32)))
     model = abstract_model(config, vocabulary_size)
     step = make_train_step(model, config, make_optimizer(config.optimizer, decay_mask(model)))
-    return jax.jit(step, donate_argnums=0).lower(initial_shapes(config, vocabulary_size), batch,
-                                                 jax.ShapeDtypeStruct((), jnp.float32))
+    return jit_step(step).lower(initial_shapes(config, vocabulary_size), batch, jax.ShapeDtypeStruct((), jnp.float32))
 
 
 def initial_shapes(config: Config, vocabulary_size: int) -> TrainState:

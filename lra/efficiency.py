@@ -33,7 +33,7 @@ from models import attention
 from models.encoder import Classifier, resolve_config
 from support.errors import ConfigError
 from training.optimizer import decay_mask, make_optimizer
-from training.step import StepMetrics, compile_step, make_update, state_of
+from training.step import StepMetrics, jit_step, make_update, state_of
 
 MODULE = "lra.efficiency"
 BYTES = 257
@@ -160,8 +160,8 @@ def compiled_step(config: EncoderConfig, batch: int) -> tuple[Any, Any, Examples
     random = np.random.default_rng(0)
     examples = Examples(jnp.asarray(random.integers(1, BYTES, (batch, config.context), dtype=np.int32)),
                         jnp.asarray(random.integers(0, 2, batch, dtype=np.int32)))
-    step = jax.jit(make_update(model, loss_sum, transform, seed=0), donate_argnums=0)
-    compiled = compile_step(step.lower(jax.eval_shape(initial), examples, jnp.float32(1e-3)))
+    step = jit_step(make_update(model, loss_sum, transform, seed=0))
+    compiled = step.lower(jax.eval_shape(initial), examples, jnp.float32(1e-3)).compile()
     return compiled, jax.jit(initial), examples
 
 

@@ -79,7 +79,7 @@ def make_train_step(model: GPT, config: Config, transform: optax.GradientTransfo
 def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[Array, Array]],
                 transform: optax.GradientTransformationExtraArgs, *, seed: int, parts: int = 1,
                 ) -> Callable[[TrainState, Any, Array], tuple[TrainState, StepMetrics]]:
-    """``step(state, batch, learning_rate)``: one update; jit it with the state donated.
+    """``step(state, batch, learning_rate)``: one update, for :func:`jit_step`.
 
     The loss is the mean over what is scored, in whichever part it is. Random features and the like are drawn anew here,
     and nowhere else. All that is random comes from seed and step, and so is the same in a resumed run.
@@ -123,15 +123,18 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
     return step
 
 
-def compiler_options() -> dict[str, bool]:
-    """What XLA compiles a training step with: on a GPU the gradient of the embedding is summed in an order that is
-    always the same, and not by atomic additions, so that a run that goes on is the run that was never stopped."""
-    return {"xla_gpu_enable_scatter_determinism_expander": True} if device.platform() == "gpu" else {}
+def jit_step(step: Callable[..., Any], **options: Any) -> jax.stages.Wrapped:
+    """A training step under ``jax.jit``, its state donated.
 
+    On a GPU the gradient of the embedding is summed in an order that is always the same, and not by atomic additions,
+    so that a run that goes on is the run that was never stopped.
 
-def compile_step(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """A training step for the default device."""
-    return lowered.compile(compiler_options=compiler_options())
+    Args:
+        step: what :func:`make_update` gives.
+        options: further ones of ``jax.jit``.
+    """
+    deterministic = {"xla_gpu_enable_scatter_determinism_expander": True} if device.platform() == "gpu" else None
+    return jax.jit(step, donate_argnums=0, compiler_options=deterministic, **options)
 
 
 def make_eval_step(model: GPT, *, accuracy: bool = False) -> Callable[[Any, Any, Batch], tuple[Array, ...]]:

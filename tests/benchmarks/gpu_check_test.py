@@ -316,7 +316,7 @@ from kernels.cross_entropy import cross_entropy
 V, E, T = 5_000, 128, 8_192
 gpu = target.Target()
 shapes = [jax.ShapeDtypeStruct(*x) for x in (((1, T, E), jnp.bfloat16), ((V, E), jnp.float32), ((1, T), jnp.int32))]
-program = read_program(gpu.compile(gpu.trace(jax.value_and_grad(cross_entropy, (0, 1)), *shapes)).as_text())
+program = read_program(gpu.compile(gpu.trace(jax.jit(jax.value_and_grad(cross_entropy, (0, 1))), *shapes)).as_text())
 
 def inside(name):
     for x in program.computations[name].values():

@@ -21,6 +21,7 @@ from training.step import (
     abstract_model,
     build,
     initial_state,
+    jit_step,
     make_eval_step,
     make_train_step,
     make_update,
@@ -71,7 +72,7 @@ def initial(seed: int = 0) -> TrainState:
 def compiled(attention: str = "chunked", **options: Any) -> Any:
     config = tiny(attention, **options)
     step = make_train_step(abstract_model(config, VOCABULARY), config, optimizer(config))
-    return jax.jit(step, donate_argnums=0)
+    return jit_step(step)
 
 
 @functools.cache
