@@ -57,10 +57,10 @@ SMALL_CHUNK = 16
 TILES = (32, 64, 128)
 WARPS = (4, 8)
 STAGES = (1, 2, 3)
-PROGRAMS = (0, 1, 2, 4)
-"""Programs for every multiprocessor; 0 is the serial schedule."""
+PROGRAMS = (None, 0, 1, 2, 4)
+"""Most programs for every multiprocessor; 0 is the serial schedule, None leaves it to the estimate."""
 KNOBS = {"forward": ("programs_per_core", "chunk", "tile", "stages"),
-         "both": ("chunk", "tile", "stages", "programs_per_core")}
+         "both": ("chunk", "tile", "stages", "queries", "programs_per_core")}
 """What is changed, in this order. The backward pass follows the forward pass in the schedule."""
 FORWARD_SHARE = 0.4
 """Of the time for a row, at most so much goes to what the forward pass depends on."""
@@ -78,7 +78,7 @@ LEAST_SECONDS = 30.0
 """A row that has less is not begun."""
 NO_SPILLING = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 SPILLS = "spills registers"
-HEADINGS = ("row", "forward", "backward", "programs a core", "defaults ms", "ms", "faster", "tried", "left out")
+HEADINGS = ("row", *tuning.TILED, "programs a core", "defaults ms", "ms", "faster", "tried", "left out")
 
 
 class Shape(NamedTuple):
@@ -126,6 +126,10 @@ def changed(row: Row, passes: str, knob: str) -> list[Row]:
     """The rows that differ from one in a knob; tile and warps are one, for they belong together."""
     if knob == "programs_per_core":
         return [row._replace(programs_per_core=n) for n in PROGRAMS if n != row.programs_per_core]
+    if knob == "queries":
+        # All columns in one program, or as the rest of the backward pass has them.
+        whole = [Tiles(chunk, row.M, 8, stages) for chunk in (32, 64) for stages in (1, 3)] if row.M <= 128 else []
+        return [row._replace(queries=tiles) for tiles in (None, *whole) if tiles != row.queries]
     name = "forward" if passes == "forward" else "backward"
     tiles: Tiles = getattr(row, name)
     widest = row.D if passes == "forward" else max(row.M, row.D)
@@ -250,7 +254,8 @@ class Bench:
     def _key(self, row: Row, passes: str) -> tuple[Any, ...]:
         """What the kernels that are launched depend on."""
         plans = [self._plan(row, shape) for shape in self.shapes]
-        return passes, *(plan._replace(backward=plan.forward) if passes == "forward" else plan for plan in plans)
+        return passes, *(plan._replace(backward=plan.forward, queries=plan.forward) if passes == "forward" else plan
+                         for plan in plans)
 
     def _compile_all(self, rows: Sequence[Row], passes: str, until: float) -> dict[Row, list[Callable[[], Any] | str]]:
         """By row, for each shape the call or why there is none; side by side, for a compilation takes seconds."""
@@ -399,12 +404,16 @@ def tune(default: Row, shapes: Sequence[Shape], present: Row | None, until: floa
 
 def settings(row: Row) -> str:
     """What a row says, in words."""
-    names = (f"{name} {_tiles(tiles)}" for name, tiles in (("forward", row.forward), ("backward", row.backward)))
-    return f"{', '.join(names)}, {row.programs_per_core} programs a core"
+    names = (f"{name} {_tiles(getattr(row, name))}" for name in tuning.TILED)
+    return f"{', '.join(names)}, {_programs(row)} programs a core"
 
 
-def _tiles(tiles: Tiles) -> str:
-    return "C{} tile {} warps {} stages {}".format(*tiles)
+def _tiles(tiles: Tiles | None) -> str:
+    return "as backward" if tiles is None else "C{} tile {} warps {} stages {}".format(*tiles)
+
+
+def _programs(row: Row) -> str:
+    return "estimated" if row.programs_per_core is None else str(row.programs_per_core)
 
 
 def describe(trial: Trial) -> str:
@@ -421,7 +430,7 @@ def cells(row: Row) -> list[str]:
     times = [shape["both"] for shape in measured["shapes"]]
     defaults, ours = ([one[name] for one in times] for name in ("default", measured["chosen"]))
     ratio = geometric_mean(x / y for x, y in zip(defaults, ours, strict=True))
-    return [name_of(row), _tiles(row.forward), _tiles(row.backward), str(row.programs_per_core),
+    return [name_of(row), *(_tiles(getattr(row, name)) for name in tuning.TILED), _programs(row),
             *(" / ".join(f"{x:.3f}" for x in one) for one in (defaults, ours)),
             f"{ratio - 1:.1%}", str(measured["tried"]), str(measured["left_out"])]
 

@@ -61,22 +61,21 @@ class DecayWrites(NamedTuple):
     """By chunk, Σ P_ij of the tokens j before it and i after it: what it keeps of S and z times dS and dz."""
 
 
-def states_kernel(cut: Cut, *, x: Any, y: Any, links: Links, end: Sums, of_x: bool) -> None:
-    """What a span adds to a state, and to the sum of its rows or its columns.
+def states_kernel(cut: Cut, *, k: Any, v: Any, links: Links, end: Sums) -> None:
+    """What a span adds to the state and to the sum of keys.
 
-        State = Σ_j x_j y_jᵀ      total = Σ_j x_j (``of_x``) or Σ_j y_j
+        S = Σ_j k_j v_jᵀ      z = Σ_j k_j
     """
-    span, width = x.shape
-    rows, tile = cut.slabs(width), y.shape[1]
-    total_rows = rows if of_x else cut.whole(tile)
+    span, M = k.shape
+    rows, tile = cut.slabs(M), v.shape[1]
 
     def step(chunk: Chunk, sums: Any) -> Any:
         state, total = chunk.kept(sums)
-        x_slabs, y_tile = Slabs(cut, x, chunk.rows), cut.load(y, chunk.rows)
-        total = add_to_total(cut, chunk, total, x_slabs if of_x else [y_tile])
-        return add_to_state(cut, chunk, state, x_slabs, y_tile), total
+        k_slabs, v_tile = Slabs(cut, k, chunk.rows), cut.load(v, chunk.rows)
+        total = add_to_total(cut, chunk, total, k_slabs)
+        return add_to_state(cut, chunk, state, k_slabs, v_tile), total
 
-    store_sums(end, scan(step, zero_sums(rows, tile, total_rows), span, cut.tiles.chunk, links), rows, total_rows)
+    store_sums(end, scan(step, zero_sums(rows, tile, rows), span, cut.tiles.chunk, links), rows, rows)
 
 
 def state_gradients_kernel(cut: Cut, *, dy: Any, q: Any, r: Any, e: Any, links: Links, end: Sums) -> None:

@@ -8,9 +8,11 @@ bfloat16: the state of the one is that of the other turned round.
 Two schedules differ in how long a span is. *Serial*: one span, the whole sequence; for many heads or short sequences.
 *Parallel*: many spans at a time, after a launch that has summed what each adds to the state; a program begins with the
 sum of those before its own, which spares the launches in between that would carry it; for few heads and long sequences.
+``tuning.plan`` estimates which takes less time, and how many spans: so many that their programs, as many at a time as
+the device has registers for, fill the last wave nearly.
 
-Saved for the backward pass are q, k, v and the denominator; states are computed again. Nothing is added up by
-atomics: two runs give the same bits.
+Saved for the backward pass are q, k, v, the denominator and what each span adds to the state; the states of chunks are
+computed again. Nothing is added up by atomics: two runs give the same bits.
 
 Katharopoulos et al., "Transformers are RNNs", 2020 (the gradients: equations 13 to 15); Hua et al., "Transformer
 Quality in Linear Time", 2022 (chunks); Beck et al., "Tiled Flash Linear Attention", 2025 (spans of chunks).
@@ -124,9 +126,8 @@ class _Padded(NamedTuple):
 
     @classmethod
     def of(cls, q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
-           log_decay_BTH: Array | None, make_plan: "MakePlan") -> "_Padded":
+           log_decay_BTH: Array | None, chosen: Plan) -> "_Padded":
         T, M, D = q_BTHM.shape[1], block_width(q_BTHM.shape[3]), block_width(v_BTHD.shape[3])
-        chosen = _chosen(q_BTHM, k_BTHM, v_BTHD, make_plan)
         if log_decay_BTH is not None:
             log_decay_BTH = log_decay_BTH.astype(jnp.float32)
             if runs_BT is not None:
@@ -163,12 +164,15 @@ def _turned(state: State) -> State:
 
 
 MakePlan = Callable[[int, int, int, int, int, jnp.dtype], Plan]
-"""The plan of B, T, H, M and D, which are a device's own, and the operands' number format."""
+"""The plan of B, T, H, M and D, and the operands' number format."""
 
 
 def _chosen(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, make_plan: MakePlan) -> Plan:
+    """One plan for all devices, as if each had its share of sequences and heads: what the forward pass saves by span
+    has one shape."""
     B, T, H, M = q_BTHM.shape
-    return make_plan(B, T, H, block_width(M), block_width(v_BTHD.shape[3]), operand_dtype(q_BTHM, k_BTHM, v_BTHD))
+    return make_plan(-(-B * H // jax.device_count()), T, 1, block_width(M), block_width(v_BTHD.shape[3]),
+                     operand_dtype(q_BTHM, k_BTHM, v_BTHD))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -181,32 +185,42 @@ def attend(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT:
 def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, make_plan, log_decay_BTH):
     links = {"bt": runs_BT, "bth": log_decay_BTH}
     links = {letters: x for letters, x in links.items() if x is not None}
+    chosen = _chosen(q_BTHM, k_BTHM, v_BTHD, make_plan)
+    kept = _letters_kept(chosen, normalize)
 
     def forward(q_BTHM, k_BTHM, v_BTHD, s_BHMD, z_BHM, *given):
         given = dict(zip(links, given, strict=True))
         return _forward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), given.get("bt"), given.get("bth"), normalize,
-                        make_plan)
+                        chosen)
 
-    y_BTHD, s_BHMD, z_BHM, *denominator = by_batch_and_heads(
-        forward, ["bthm", "bthm", "bthd", "bhmd", "bhm", *links], ["bthd", "bhmd", "bhm", *["bht"] * normalize],
+    y_BTHD, s_BHMD, z_BHM, *results = by_batch_and_heads(
+        forward, ["bthm", "bthm", "bthd", "bhmd", "bhm", *links], ["bthd", "bhmd", "bhm", *kept],
     )(q_BTHM, k_BTHM, v_BTHD, *initial, *links.values())
-    return (y_BTHD, State(s_BHMD, z_BHM)), (q_BTHM, k_BTHM, v_BTHD, initial, links, denominator)
+    return (y_BTHD, State(s_BHMD, z_BHM)), (q_BTHM, k_BTHM, v_BTHD, initial, links, results)
+
+
+def _letters_kept(chosen: Plan, normalize: bool) -> list[str]:
+    """Of the denominator, and of the sums that each span adds: what the forward pass keeps."""
+    return ["bht"] * normalize + ["bhnpq", "bhnp"] * (chosen.schedule == "parallel")
 
 
 def _attend_backward(normalize, make_plan, saved, gradients):
-    q_BTHM, k_BTHM, v_BTHD, initial, links, denominator = saved
+    q_BTHM, k_BTHM, v_BTHD, initial, links, results = saved
     dy_BTHD, dend = gradients
+    chosen = _chosen(q_BTHM, k_BTHM, v_BTHD, make_plan)
+    kept = _letters_kept(chosen, normalize)
 
     def backward(q_BTHM, k_BTHM, v_BTHD, dy_BTHD, s_BHMD, z_BHM, ds_BHMD, dz_BHM, *given):
-        denominator, given = given[:normalize], dict(zip(links, given[normalize:], strict=True))
-        return _backward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), given.get("bt"), given.get("bth"),
-                         denominator[0] if normalize else None, dy_BTHD, State(ds_BHMD, dz_BHM), make_plan)
+        found = dict(zip([*kept, *links], given, strict=True))
+        updates = State(found["bhnpq"], found["bhnp"]) if "bhnp" in found else None
+        return _backward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), found.get("bt"), found.get("bth"),
+                         found.get("bht"), updates, dy_BTHD, State(ds_BHMD, dz_BHM), chosen)
 
     dq_BTHM, dk_BTHM, dv_BTHD, ds_BHMD, dz_BHM, *dlog_decay = by_batch_and_heads(
         backward,
-        ["bthm", "bthm", "bthd", "bthd", *["bhmd", "bhm"] * 2, *["bht"] * normalize, *links],
+        ["bthm", "bthm", "bthd", "bthd", *["bhmd", "bhm"] * 2, *kept, *links],
         ["bthm", "bthm", "bthd", "bhmd", "bhm", *["bth"] * ("bth" in links)],
-    )(q_BTHM, k_BTHM, v_BTHD, dy_BTHD, *initial, *dend, *denominator, *links.values())
+    )(q_BTHM, k_BTHM, v_BTHD, dy_BTHD, *initial, *dend, *results, *links.values())
     return dq_BTHM, dk_BTHM, dv_BTHD, State(ds_BHMD, dz_BHM), None, dlog_decay[0] if dlog_decay else None
 
 
@@ -214,13 +228,16 @@ attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _forward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
-             log_decay_BTH: Array | None, normalize: bool, make_plan: MakePlan) -> tuple[Array, ...]:
-    """y, the sums at the end and, where it divides by it, the denominator (B, H, T)."""
+             log_decay_BTH: Array | None, normalize: bool, chosen: Plan) -> tuple[Array, ...]:
+    """y, the sums at the end, where it divides by it the denominator (B, H, T), and what each span adds to the sums."""
     T, M, D = q_BTHM.shape[1], q_BTHM.shape[3], v_BTHD.shape[3]
-    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, make_plan)
-    q, k, v, start, *_, chosen = padded
+    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, chosen)
+    q, k, v, start, *_ = padded
     grid = Grid.of(Cut.of(chosen.forward, q, k, v), chosen.span, padded.links(chosen.forward.chunk), k, v)
-    updates = None if padded.serial else _states(grid, k, v, of_x=True)
+    updates = None
+    if not padded.serial:
+        updates = State(*grid.launch(gpu_kernels.states_kernel, "states", {"k": grid.whole(k), "v": grid.tiled(v)},
+                                     {"end": grid.end(of_rows=True)})["end"])
     found = grid.launch(
         gpu_kernels.output_kernel, "forward",
         {"q": grid.whole(q), "k": grid.whole(k), "v": grid.tiled(v),
@@ -230,40 +247,44 @@ def _forward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_B
          "end": grid.end(of_rows=True) if updates is None else None})
     end = _only_span(found["end"]) if updates is None else grid.end_of_sequence(start, updates)
     results = (found["y"][:, :T, :, :D], end.s_BHMD[:, :, :M, :D], end.z_BHM[:, :, :M])
-    return (*results, found["denominator"][:, :, :T]) if normalize else results
+    denominator = (found["denominator"][:, :, :T],) if normalize else ()
+    return *results, *denominator, *(updates or ())
 
 
 def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
-              log_decay_BTH: Array | None, denominator_BHT: Array | None, dy_BTHD: Array, dend: State,
-              make_plan: MakePlan) -> tuple[Array, ...]:
-    """Gradients of q, k, v, of the initial sums and, where there is one, of the decay."""
+              log_decay_BTH: Array | None, denominator_BHT: Array | None, updates: State | None, dy_BTHD: Array,
+              dend: State, chosen: Plan) -> tuple[Array, ...]:
+    """Gradients of q, k, v, of the initial sums and, where there is one, of the decay.
+
+    ``updates`` are what each span adds, as the forward pass keeps them; None where there is one span.
+    """
     (_, T, _, M), D = q_BTHM.shape, v_BTHD.shape[3]
-    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, make_plan)
+    padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, chosen)
     dy = _fill(dy_BTHD, padded.v.shape[3], padded.plan)
     r = None
     if denominator_BHT is not None:
         r = jnp.pad(1 / (denominator_BHT + EPSILON), ((0, 0), (0, 0), (0, padded.q.shape[1] - T)))
-    links = padded.links(padded.plan.backward.chunk)
-    dq, e, reads, states = _query_gradient(padded, links, dy, r)
+    links = padded.links(chosen.backward.chunk)
+    dq, e, reads, states = _query_gradient(padded, updates, dy, r)
     after = _fill_state(dend, padded.q.shape[3], padded.v.shape[3])
     dk, dv, dinitial, writes = _key_and_value_gradients(padded, links, dy, r, e, after, states)
     results = (dq[:, :T, :, :M], dk[:, :T, :, :M], dv[:, :T, :, :D],
                dinitial.s_BHMD[:, :, :M, :D], dinitial.z_BHM[:, :, :M])
     if log_decay_BTH is None or reads is None or writes is None:
         return results
-    dlog_decay_BTH = _decay_gradient(reads, writes, padded.plan.backward.chunk).transpose(0, 2, 1)[:, :T]
+    dlog_decay_BTH = _decay_gradient(reads, writes, chosen.backward.chunk).transpose(0, 2, 1)[:, :T]
     if runs_BT is not None:
         dlog_decay_BTH = jnp.where(runs_BT[:, :, None] < 0, 0.0, dlog_decay_BTH)
     return *results, dlog_decay_BTH.astype(log_decay_BTH.dtype)
 
 
-def _query_gradient(padded: _Padded, links: Links, dy: Array, r: Array | None
+def _query_gradient(padded: _Padded, updates: State | None, dy: Array, r: Array | None
                     ) -> tuple[Array, Array | None, Array | None, Sums | None]:
     """dφ(q), e where y is divided by d, and where there is a decay what tokens read, and S and z before each chunk."""
     q, k, v, start, *_, chosen = padded
-    grid = Grid.of(Cut.of(chosen.backward, q, k, v), chosen.span, links, v, k)
-    updates = None if padded.serial else _states(grid, v, k, of_x=False)
-    decays = links.decay is not None
+    grid = Grid.of(Cut.of(chosen.queries, q, k, v), chosen.span, padded.links(chosen.queries.chunk), v, k)
+    updates = None if updates is None else _turned(updates)
+    decays = padded.log_decay_BHT is not None
 
     def launch(name: str, e: Array | None = None, *, dq: bool, made_e: bool) -> dict[str, Any]:
         return grid.launch(
@@ -334,12 +355,6 @@ def _decay_gradient(reads_BHT: Array, writes: DecayWrites, C: int) -> Array:
     from_here_BHNC = lax.cumsum(split_chunks(reads_BHT, C) - inside_BHNC, axis=3, reverse=True)
     up_to_here_BHNC = jnp.cumsum(behind_BHNC, axis=3) - behind_BHNC
     return (from_here_BHNC + up_to_here_BHNC + writes.across.sum(axis=0)[..., None]).reshape(reads_BHT.shape)
-
-
-def _states(grid: Grid, x: Array, y: Array, *, of_x: bool) -> State:
-    """What each span adds to the state, and to the total of x or of y."""
-    return State(*grid.launch(functools.partial(gpu_kernels.states_kernel, of_x=of_x), "states",
-                              {"x": grid.whole(x), "y": grid.tiled(y)}, {"end": grid.end(of_rows=of_x)})["end"])
 
 
 def _only_span(end: Sums) -> State:

@@ -7,6 +7,8 @@ gets the defaults below: nothing is ever searched for at run time.
 
 import functools
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,8 +22,16 @@ LONG = 4096
 """Tokens from which a sequence counts as long."""
 ROOMY = ("A100", "A800", "H100", "H200", "H800", "H20", "B100", "B200", "B300", "cpu")
 """In the names of devices whose blocks may have more than 99 KiB of shared memory; an interpreter's have no limit."""
+TILED = ("forward", "backward", "queries")
+"""What a row has tiles for."""
 MOST_SPANS = 64
 """Of a sequence: a program begins with the sum of what the spans before its own add."""
+WARPS = 8
+"""That a multiprocessor has registers for: 65,536, of which a thread of these kernels takes up to 255."""
+BEGINNING = 2
+"""What a program spends before its first chunk, in chunks."""
+FILLING = 1.5
+"""What it costs to copy all arrays so that they have whole spans."""
 
 
 class ChunkSizes(NamedTuple):
@@ -52,6 +62,8 @@ class Plan(NamedTuple):
     """Tokens a program scans: a multiple of both chunk lengths."""
     forward: Tiles
     backward: Tiles
+    queries: Tiles
+    """Of the gradient of queries, in the backward pass."""
 
 
 class Row(NamedTuple):
@@ -66,8 +78,10 @@ class Row(NamedTuple):
     length: Literal["short", "long"]
     forward: Tiles
     backward: Tiles
-    programs_per_core: int = 2
-    """Programs to have for every multiprocessor before spans get longer; 0: serial always."""
+    queries: Tiles | None = None
+    """Of the gradient of queries, in the backward pass; None: those of the rest of it."""
+    programs_per_core: int | None = None
+    """Programs to have for every multiprocessor at most; 0: serial always; None: as many as the estimate likes best."""
     measured: dict[str, Any] | None = None
     """What chose the row: shape, milliseconds, versions, commit."""
 
@@ -83,13 +97,13 @@ def read(path: Path = TABLE) -> list[Row]:
     Raises:
         ValueError, TypeError, KeyError: it is no table.
     """
-    return [Row(**entry | {name: Tiles(**entry[name]) for name in ("forward", "backward")})
+    return [Row(**entry | {name: Tiles(**entry[name]) for name in TILED if entry.get(name) is not None})
             for entry in json.loads(path.read_text())]
 
 
 def entry(row: Row) -> dict[str, Any]:
     """A row as the file has it."""
-    return row._asdict() | {"forward": row.forward._asdict(), "backward": row.backward._asdict()}
+    return row._asdict() | {name: getattr(row, name)._asdict() for name in TILED if getattr(row, name) is not None}
 
 
 @functools.cache
@@ -114,7 +128,11 @@ def default_row(kind: str, M: int, D: int, dtype: str, length: Literal["short", 
     registers."""
     forward, backward = (_default_tiles(kind, M, D, dtype, backward=backward, segments=segments)
                          for backward in (False, True))
-    return Row(kind, M, D, dtype, length, forward, backward)
+    queries = None
+    if dtype == "bfloat16" and backward.tile < M <= 128 and D <= 128 and not segments:
+        # With all columns e and dq come from one launch; shorter chunks and more warps have the registers for it.
+        queries = Tiles(chunk=32, tile=M, warps=8, stages=3)
+    return Row(kind, M, D, dtype, length, forward, backward, queries)
 
 
 def _default_tiles(kind: str, M: int, D: int, dtype: str, *, backward: bool, segments: bool) -> Tiles:
@@ -185,7 +203,7 @@ def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, 
         D: width of values, a power of two.
         dtype: number format of the operands.
         chunk_sizes: as decided for the call; None: those of :func:`kernel_chunk_sizes`.
-        schedule: None picks: parallel where the sequences, heads and tiles alone do not fill the device.
+        schedule: None picks: the one that is estimated to be faster.
         segments: whether there are any.
         row: in place of the table's.
     """
@@ -193,19 +211,76 @@ def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, 
     row = _row_of_call(tokens, M, D, dtype, segments, row)
     forward, backward = (_with_chunk(tiles, chunk)
                          for tiles, chunk in zip((row.forward, row.backward), chunk_sizes, strict=True))
+    queries = row.queries._replace(chunk=min(row.queries.chunk, backward.chunk)) if row.queries else backward
     chunk = max(forward.chunk, backward.chunk)
-    chunks, programs = -(-tokens // chunk), batch * heads * -(-D // forward.tile)
-    spans = min(-(-row.programs_per_core * device.cores() // programs), MOST_SPANS)
+    launches = Launch(M, D, forward), Launch(D, M, queries), Launch(D, M, backward)
+    spans = _spans_of(batch * heads, -(-tokens // chunk) * chunk, chunk, launches, schedule, row.programs_per_core)
+    return Plan("parallel" if schedule == "parallel" or spans.number > 1 else "serial", spans.length, forward, backward,
+                queries)
+
+
+class Launch(NamedTuple):
+    """A scan: the state that its programs hold a tile of."""
+
+    rows: int
+    columns: int
+    tiles: Tiles
+
+    @property
+    def tile(self) -> int:
+        """Columns that a program holds."""
+        return min(self.columns, self.tiles.tile)
+
+    def waves(self, sequences: int) -> float:
+        """Programs of so many sequences, heads and spans, over those that the device runs at a time."""
+        at_once = device.cores() * max(1, WARPS // self.tiles.warps)
+        return sequences * -(-self.columns // self.tile) / at_once
+
+    def cost(self, sequences: int, spans: "Spans") -> int:
+        """Bytes that one program after the other moves, of those that wait the longest for their turn."""
+        of_token, of_state = 4 * (self.rows + self.tile), 4 * self.rows * self.tile
+        moved = of_token * (spans.length + BEGINNING * self.tiles.chunk)
+        if spans.number > 1:  # the launch that sums what each span adds reads half as much
+            moved += of_token * spans.length // 2 + of_state * spans.number // 2
+        return math.ceil(self.waves(sequences * spans.number)) * moved
+
+
+class Spans(NamedTuple):
+    """How a sequence is cut."""
+
+    length: int
+    """Tokens."""
+    number: int
+    """Of spans."""
+
+
+def _spans_of(sequences: int, tokens: int, chunk: int, launches: Sequence[Launch],
+              schedule: Literal["serial", "parallel"] | None, programs_per_core: int | None) -> Spans:
+    """The cut with the least estimate: the last of the waves that programs run in should be nearly full.
+
+    Args:
+        sequences: B·H.
+        tokens: T, in whole chunks.
+        chunk: C.
+        launches: what scans them.
+        schedule: None is either.
+        programs_per_core: what a row of the table says.
+    """
+    chunks = tokens // chunk
+    whole = Spans(tokens, 1)
+    if schedule == "serial" or (schedule is None and programs_per_core == 0):
+        return whole
+    most = min(MOST_SPANS, chunks)
+    if programs_per_core:
+        programs = sequences * -(-launches[0].columns // launches[0].tile)
+        most = max(1, min(most, programs_per_core * device.cores() // programs))
+    lengths = {-(-chunks // count) for count in range(1, most + 1)}
+    lengths |= {chunks // count for count in range(1, most + 1) if chunks % count == 0}
     if schedule == "parallel":
-        spans = max(spans, 2)
-    # A span shorter than some chunks spends more on its state than on its tokens.
-    spans = min(spans, -(-chunks // (1 if schedule else 4)))
-    if schedule == "serial" or (schedule is None and spans < 2):
-        return Plan("serial", chunks * chunk, forward, backward)
-    # Somewhat shorter spans that divide the sequence are better than copies of it, filled up to whole spans.
-    longest = -(-chunks // spans)
-    dividing = next((n for n in range(longest, longest // 2, -1) if chunks % n == 0), longest)
-    return Plan("parallel", dividing * chunk, forward, backward)
+        lengths = lengths - {chunks} or {-(-chunks // 2)}
+    found = [Spans(length * chunk, -(-chunks // length)) for length in sorted(lengths, reverse=True)]
+    return min(found, key=lambda spans: sum(launch.cost(sequences, spans) for launch in launches)
+               * (FILLING if spans.length * spans.number > tokens else 1))
 
 
 def _row_of_call(tokens: int, M: int, D: int, dtype: DTypeLike, segments: bool, row: Row | None) -> Row:

@@ -44,12 +44,14 @@ def soon():
 
 
 def test_the_search_goes_down_in_every_knob_and_leaves_out_what_fails():
-    wanted = {"programs_per_core": 4, "forward": Tiles(32, 32, 8, 3), "backward": Tiles(128, 32, 8, 1)}
+    wanted = {"programs_per_core": 4, "forward": Tiles(32, 32, 8, 3), "backward": Tiles(128, 32, 8, 1),
+              "queries": Tiles(32, 64, 8, 3)}
 
     def faster(row):
         tiles = zip((*row.forward, *row.backward), (*wanted["forward"], *wanted["backward"]), strict=True)
         differences = sum(ours != theirs for ours, theirs in tiles)
-        return 1 - 0.05 * (9 - differences - (row.programs_per_core != 4)) / 10
+        differences += (row.programs_per_core != 4) + (row.queries != wanted["queries"])
+        return 1 - 0.05 * (10 - differences) / 11
 
     found = tune.search(SyntheticBench(DEFAULT, (), lambda row: 0.01 if row.forward.chunk == 128 else faster(row)), [],
                         soon())
@@ -72,10 +74,10 @@ def test_what_is_tried_is_legal_and_differs_in_one_thing():
         rows = [row for _, _, row in tune.candidates(default)]
         assert len(rows) > 15
         for row in rows:
-            assert row.forward == default.forward or row.backward == default.backward
+            assert sum(getattr(row, name) != getattr(default, name) for name in tuning.TILED) <= 1
             assert row.forward.tile <= D
             assert row.backward.tile <= max(M, D)
-            for tiles in (row.forward, row.backward):
+            for tiles in filter(None, (row.forward, row.backward, row.queries)):
                 assert tiles.chunk in pallas_gpu.CHUNKS
             plan = tuning.plan(1, 2048, 12, M, D, dtype, row=row)
             assert (plan.schedule == "serial") if row.programs_per_core == 0 else True
@@ -113,8 +115,8 @@ def test_a_candidate_that_is_wrong_or_fails_is_left_out(bench, monkeypatch):
     assert "B1 T40 H1: error of y is 1.0e-01, more than " in found[1].error
     assert "shared memory exhausted" in found[2].error
     assert found[1].score == found[2].score == math.inf
-    # Forward alone, the backward tiles do not matter.
-    alike = bench.try_out([default, default._replace(backward=Tiles(32, 16, 8, 1))], "forward", math.inf)
+    # Forward alone, the stages of the backward pass do not matter.
+    alike = bench.try_out([default, default._replace(backward=Tiles(32, 16, 4, 1))], "forward", math.inf)
     assert alike[0].milliseconds == alike[1].milliseconds
     compared = bench.compare(default)
     assert compared[0]["shape"] == "B1 T40 H1 M16 D16"

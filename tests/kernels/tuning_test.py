@@ -4,10 +4,12 @@ import itertools
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from kernels.linear_attention import tuning
+from benchmarks.launches import pallas_kernels
+from kernels.linear_attention import linear_attention, tuning
 from kernels.linear_attention.pallas_gpu import CHUNKS, WIDTHS
 from kernels.linear_attention.tuning import LONG, Plan, Row, Tiles, kernel_chunk_sizes, plan, row_for, rows
 
@@ -28,9 +30,10 @@ def assert_legal(row: Row) -> None:
     assert row.D in POWERS
     assert row.dtype in DTYPES
     assert row.length in ("short", "long")
-    assert row.programs_per_core >= 0
+    assert row.programs_per_core is None or row.programs_per_core >= 0
     # The backward pass also has the transposed state, whose columns are those of M.
-    for tiles, columns in ((row.forward, row.D), (row.backward, max(row.M, row.D))):
+    of_queries = [(row.queries, row.M)] if row.queries else []
+    for tiles, columns in ((row.forward, row.D), (row.backward, max(row.M, row.D)), *of_queries):
         assert tiles.chunk in CHUNKS
         assert tiles.tile in [power for power in POWERS if power <= columns]
         assert tiles.warps in (1, 2, 4, 8, 16)
@@ -38,8 +41,9 @@ def assert_legal(row: Row) -> None:
 
 
 def assert_covers(found: Plan, tokens: int) -> None:
-    """Spans are whole chunks of both passes, the last has a token, and the serial schedule has no other."""
+    """Spans are whole chunks of all launches, the last has a token, and the serial schedule has no other."""
     assert found.span % found.forward.chunk == found.span % found.backward.chunk == 0
+    assert found.backward.chunk % found.queries.chunk == 0
     spans = -(-tokens // found.span)
     assert spans * found.span - tokens < found.span
     assert spans == 1 or found.schedule == "parallel"
@@ -75,7 +79,8 @@ def test_a_row_is_for_its_device_widths_dtype_and_lengths(monkeypatch, tmp_path)
         assert row_for(LONG, 64, 32, "bfloat16") == row
         others = [(LONG - 1, 64, 32, "bfloat16"), (LONG, 32, 64, "bfloat16"), (LONG, 64, 32, "float32")]
         assert row not in [row_for(*other) for other in others]
-        assert plan(1, LONG + 1, 1, 64, 32, "bfloat16") == Plan("serial", LONG + 128, row.forward, row.backward)
+        assert plan(1, LONG + 1, 1, 64, 32, "bfloat16") == Plan("serial", LONG + 128, row.forward, row.backward,
+                                                                row.backward)
         parallel = plan(1, LONG + 1, 1, 64, 32, "bfloat16", schedule="parallel")
         assert_covers(parallel, LONG + 1)
     with tracing_for("NVIDIA A100"):
@@ -117,12 +122,49 @@ def test_the_schedule_follows_heads_and_length():
         assert schedule(1, 128, 12) == "serial"
 
 
-def test_spans_fill_the_device_and_no_more():
-    """Each has a program for every tile of values, twice the multiprocessors together."""
+@pytest.mark.parametrize(("call", "spans", "waves"), [
+    ((1, 8192, 96, 128), 1, 0.73), ((2, 16_384, 16, 128), 4, 0.97), ((4, 2048, 16, 128), 2, 0.97),
+    ((8, 1024, 8, 64), 4, 0.97), ((1, 2**19, 12, 64), 64, 2.91)])
+def test_the_last_wave_of_programs_is_nearly_full(call, spans, waves):
+    """With 4 warps two programs share each of 132 multiprocessors, with 8 one has it for itself."""
+    B, T, H, width = call
     with tracing_for():
-        found = plan(1, 2**20, 12, 64, 64, "bfloat16")
-        assert 2 * 132 <= 12 * -(-2**20 // found.span) < 2 * (2 * 132 + 12)
+        found = plan(B, T, H, width, width, "bfloat16")
+        assert -(-T // found.span) == spans
+        for tiles in (found.forward, found.queries, found.backward):
+            assert tuning.Launch(width, width, tiles).waves(B * H * spans) == pytest.approx(waves, abs=0.005)
+
+
+def test_a_program_has_few_spans_before_its_own():
+    with tracing_for():
         assert -(-2**20 // plan(1, 2**20, 1, 64, 64, "bfloat16").span) <= tuning.MOST_SPANS
+
+
+def test_a_row_bounds_the_programs():
+    with tracing_for():
+        row = tuning.default_row("NVIDIA H200", 64, 64, "bfloat16", "long")
+        spans = [-(-65_536 // plan(1, 65_536, 12, 64, 64, "bfloat16", row=row._replace(programs_per_core=most)).span)
+                 for most in (0, 1, 2)]
+        assert spans[0] == 1
+        assert 1 < spans[1] <= 132 // 12 < spans[2] <= 2 * 132 // 12
+
+
+@pytest.mark.parametrize(("call", "most"), [((1, 8192, 96, 128), 17.3), ((2, 16_384, 16, 128), 21.6),
+                                            ((4, 2048, 16, 128), 23.2), ((8, 1024, 8, 64), 22.2)])
+def test_passes_over_memory(call, most):
+    """Bytes of the kernels' arguments and results, forward and backward, over those of q; at least 11."""
+    B, T, H, width = call
+    shape = jax.ShapeDtypeStruct((B, T, H, width), jnp.bfloat16)
+
+    @jax.jit
+    def passes(q, k, v, dy):
+        y, backward = jax.vjp(lambda *x: linear_attention(*x, implementation="pallas_gpu")[0], q, k, v)
+        return y, backward(dy)
+
+    with tracing_for():
+        kernels = pallas_kernels(passes.trace(*[shape] * 4).jaxpr)
+    found = sum(work.memory for work in kernels.values()) / (2 * B * T * H * width)
+    assert 11 < found <= most
 
 
 @pytest.mark.parametrize("tokens", [512, 2048, 16_384, 65_536, 2**19])
