@@ -125,7 +125,7 @@ def _work(program: Program, instruction: Instruction, here: Computation,
     if instruction.opcode == "custom-call" and CUDNN_ATTENTION in instruction.attributes:
         plain, operations = _cudnn_attention(instruction, here)
     elif instruction.opcode == "custom-call" and "gemm" in instruction.attributes:
-        operations = _gemm(instruction, here)
+        written, operations = instruction.shape.bytes, _gemm(instruction, here)  # what follows is room to work in
     elif instruction.opcode == "dot":
         operations = program.operations_of(instruction, here)
     elif instruction.opcode in ("dynamic-slice", "slice", "gather"):

@@ -160,7 +160,7 @@ def compiled_step(config: EncoderConfig, batch: int) -> tuple[Any, Any, Examples
     random = np.random.default_rng(0)
     examples = Examples(jnp.asarray(random.integers(1, BYTES, (batch, config.context), dtype=np.int32)),
                         jnp.asarray(random.integers(0, 2, batch, dtype=np.int32)))
-    step = jit_step(make_update(model, loss_sum, transform, seed=0))
+    step = jit_step(make_update(model, loss_sum, transform, seed=0), model)
     compiled = step.lower(jax.eval_shape(initial), examples, jnp.float32(1e-3)).compile()
     return compiled, jax.jit(initial), examples
 

@@ -14,11 +14,20 @@ from configs.schema import Config
 from data.loader import Batch
 from kernels import device
 from kernels.cross_entropy import count_right, cross_entropy
+from models.encoder import Classifier
 from models.gpt import GPT
 from training.optimizer import global_norm
 
 _OF_LOSS = 2**32 - 1
 """What the loss draws from, beside the numbers of the modules that draw for themselves."""
+CUDNN_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
+"""What has cuDNN's backward pass add up in one order.
+
+XLA sets cuDNN's flag by the first option alone, and overwrites what the call says of it. Under that option it has no
+Triton kernels for products but for those that a program asks for; the second leaves products to cuBLAS from the start,
+for otherwise XLA joins them with what stands around them and has to take that apart again, which it cannot without a
+card.
+"""
 
 
 class TrainState(NamedTuple):
@@ -123,18 +132,27 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
     return step
 
 
-def jit_step(step: Callable[..., Any], **options: Any) -> jax.stages.Wrapped:
+def jit_step(step: Callable[..., Any], model: GPT | Classifier, **options: Any) -> jax.stages.Wrapped:
     """A training step under ``jax.jit``, its state donated.
 
-    On a GPU the gradient of the embedding is summed in an order that is always the same, and not by atomic additions,
-    so that a run that goes on is the run that was never stopped.
+    On a GPU it gives the same bits each time, so that a run that goes on is the run that was never stopped.
 
     Args:
         step: what :func:`make_update` gives.
+        model: of which it is a step; its arrays may be abstract.
         options: further ones of ``jax.jit``.
     """
-    deterministic = {"xla_gpu_enable_scatter_determinism_expander": True} if device.platform() == "gpu" else None
-    return jax.jit(step, donate_argnums=0, compiler_options=deterministic, **options)
+    return jax.jit(step, donate_argnums=0, compiler_options=_compiler_options(model), **options)
+
+
+def _compiler_options(model: GPT | Classifier) -> dict[str, bool] | None:
+    """What has XLA add up in one order; docs/gpu.md says what it costs."""
+    if device.platform() != "gpu":
+        return None
+    dtype, blocks = jnp.dtype(model.config.dtype), (model if isinstance(model, GPT) else model.encoder).blocks
+    forms = {block.attention.implementation(dtype, causal=isinstance(model, GPT)) for block in blocks}
+    # Atomic additions would sum the gradient of the embedding.
+    return {"xla_gpu_enable_scatter_determinism_expander": True} | (CUDNN_OPTIONS if "cudnn" in forms else {})
 
 
 def make_eval_step(model: GPT, *, accuracy: bool = False) -> Callable[[Any, Any, Batch], tuple[Array, ...]]:

@@ -61,15 +61,20 @@ metadata={op_name="jit(step)/transpose(jvp(Block))/while/body/ij,jk->ik/dot_gene
   ROOT %true = pred[] constant(true)
 }
 
-ENTRY %main (start: (s32[], f32[100,8], bf16[8,16]), q: bf16[1,64,2,8]) -> f32[1,64,2,8] {
+ENTRY %main (start: (s32[], f32[100,8], bf16[8,16]), q: bf16[1,64,2,8], left: bf16[64,16], right: bf16[16,32]) -> \
+f32[1,64,2,8] {
   %start = (s32[], f32[100,8]{1,0}, bf16[8,16]{1,0}) parameter(0)
   %q = bf16[1,64,2,8]{3,2,1,0} parameter(1)
+  %left = bf16[64,16]{1,0} parameter(2)
+  %right = bf16[16,32]{1,0} parameter(3)
   %loop = (s32[], f32[100,8]{1,0}, bf16[8,16]{1,0}) while(%start), condition=%condition, body=%body, \
 backend_config={"known_trip_count":{"n":"7"}}
   %flash = (bf16[1,64,2,8]{3,2,1,0}, f32[1,2,64]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), \
 custom_call_target="__cudnn$fmhaSoftmax", backend_config={"mask_type": "CAUSAL"}
   %call.1 = f32[1,64,2,8]{3,2,1,0} custom-call(%q, %q), custom_call_target="__gpu$xla.gpu.triton", \
 metadata={op_name="jit(step)/jvp(mix_forward)/pallas_call"}, backend_config={ir = "ML\\EFR"}
+  %product = (f32[64,32]{1,0}, s8[4194304]{0}) custom-call(%left, %right), custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
   ROOT %copied = f32[1,64,2,8]{3,2,1,0} copy(%call.1)
 }
 """
@@ -78,7 +83,7 @@ MIX = PallasCall("mix_forward", (Shape("bf16", (1, 64, 2, 8)),) * 2)
 
 def test_launches_bytes_and_operations_of_a_program():
     work = Work(1, 2, 3, {"bf16": 4})
-    sliced, product, update, flash, ours, copied = launches(read_program(PROGRAM), {MIX: work}, {"y", "copied"})
+    sliced, product, update, flash, ours, cublas, copied = launches(read_program(PROGRAM), {MIX: work}, {"y", "copied"})
     assert [launch.count for launch in (sliced, product, update, flash, ours, copied)] == [7, 7, 7, 1, 1, 1]
     # Of 100 rows ten are read, and written in another format; the index is read too.
     assert (sliced.work.read, sliced.work.written) == (10 * 8 * 4 + 4, 10 * 8 * 2)
@@ -87,6 +92,8 @@ def test_launches_bytes_and_operations_of_a_program():
     assert update.work.written == 10 * 8 * 4
     assert flash.work.operations == {"bf16": 2 * 2 * 2 * 64 * 64 * 8 // 2}
     assert ours.work is work
+    # The room that cuBLAS works in is no result.
+    assert cublas.work == Work(64 * 16 * 2 + 16 * 32 * 2, 64 * 32 * 4, 3072 + 8192, {"bf16": 2 * 64 * 16 * 32})
     assert copied.work == Work(4096, 4096, 8192)
     assert [launch.name for launch in (sliced, product, flash, ours, copied) if launch.in_graph] == ["y", "copied"]
     assert (product.group, ours.group) == ("y: ij,jk->ik dot_general, backward", "mix_forward")

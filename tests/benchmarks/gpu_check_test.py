@@ -336,3 +336,28 @@ assert "dot" in found and "convert" in found, found
 def test_the_head_converts_and_fills_up_the_embedding_once(python):
     ended = subprocess.run([python, "-c", LOOP], cwd=Path(target.ROOT), capture_output=True, text=True)
     assert ended.stdout.splitlines()[-1:] == ["4"], ended.stdout + ended.stderr  # trips, and nothing of V × E
+
+
+STEP = """
+import re, sys
+from benchmarks import target
+from configs.schema import Config, ModelConfig, TrainConfig
+from models import gpt
+gpu = target.Target()
+modes = tuple(sys.argv[1].split(","))
+model = ModelConfig(layers=2, heads=2, width=128, context=256, dtype="bfloat16", attention=modes)
+with gpu.tracing():
+    model = gpt.resolve_config(model)
+text = gpu.compile(gpu.trace_step(Config(model=model, train=TrainConfig(batch_size=1)), 257)).as_text()
+print(*sorted(set(re.findall("__cudnn[$]fmha[A-Za-z]+|__cublas[$]lt[$]matmul|__triton_nested_gemm", text))))
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("attention", "cudnn"), [("softmax", True), ("chunked,softmax", True), ("chunked", False)])
+def test_a_step_with_the_attention_of_cudnn_leaves_products_to_cublas(attention, cudnn, python):
+    """XLA takes no Triton where cuDNN has to add up in one order, and could not compile it without a card."""
+    ended = subprocess.run([python, "-c", STEP, attention], cwd=Path(target.ROOT), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    with_cudnn = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "__cublas$lt$matmul"}
+    assert set(ended.stdout.split()) == (with_cudnn if cudnn else {"__triton_nested_gemm"})

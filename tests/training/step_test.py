@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.flatten_util
@@ -17,6 +17,7 @@ from data.loader import Batch
 from models.gpt import resolve_config
 from training.optimizer import decay_mask, make_optimizer
 from training.step import (
+    CUDNN_OPTIONS,
     TrainState,
     abstract_model,
     build,
@@ -71,8 +72,8 @@ def initial(seed: int = 0) -> TrainState:
 @functools.cache
 def compiled(attention: str = "chunked", **options: Any) -> Any:
     config = tiny(attention, **options)
-    step = make_train_step(abstract_model(config, VOCABULARY), config, optimizer(config))
-    return jit_step(step)
+    model = abstract_model(config, VOCABULARY)
+    return jit_step(make_train_step(model, config, optimizer(config)), model)
 
 
 @functools.cache
@@ -105,6 +106,28 @@ def test_loss_and_gradient_norm_of_the_first_updates_are_what_they_were(attentio
         "Training gives other numbers than it did. Update GOLDEN only for a change that is meant to change them "
         "(model, initialisation, optimizer, loss) or a jax with other random numbers, and say so in the commit; a "
         "faster kernel or a refactoring must not."))
+
+
+SCATTER = {"xla_gpu_enable_scatter_determinism_expander": True}
+
+
+@pytest.mark.parametrize(("attention", "dtype", "expected"), [
+    (("chunked",), "bfloat16", SCATTER), (("linear",), "bfloat16", SCATTER),
+    (("softmax",), "float32", SCATTER),  # blockwise
+    (("softmax",), "bfloat16", SCATTER | CUDNN_OPTIONS), (("chunked", "softmax"), "bfloat16", SCATTER | CUDNN_OPTIONS),
+])
+def test_a_gpu_is_told_to_add_up_in_one_order(attention, dtype, expected, monkeypatch):
+    def told() -> dict[str, bool] | None:
+        """What the compiler is given; no XLA of a CPU says what it does with it."""
+        with monkeypatch.context() as patch:
+            patch.setattr("training.step.jax.jit", lambda step, *, compiler_options, **_: compiler_options)
+            return cast(Any, jit_step(lambda: None, model))
+
+    config = ModelConfig(layers=2, heads=2, width=32, context=32, dtype=dtype, attention=attention)
+    model = abstract_model(Config(model=resolve_config(config)), VOCABULARY)
+    assert told() is None
+    monkeypatch.setattr("kernels.device.platform", lambda: "gpu")
+    assert told() == expected
 
 
 @pytest.mark.thorough
