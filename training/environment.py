@@ -17,6 +17,7 @@ from models.encoder import Encoder
 from models.gpt import GPT
 from support.errors import RunError
 from support.files import read_json, write_json
+from training import autotuning
 
 PUBLISHED = "published_weights"
 """What ``environment.json`` has of a run that ``convert.py`` imported, and of no other: where its weights are from, the
@@ -108,3 +109,4 @@ def configure_jax() -> None:
     # A start compiles many small things, which together take as long as the large ones.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", autotuning.XLA_CACHE)

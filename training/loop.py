@@ -19,6 +19,7 @@ from configs.schema import Config, LraConfig
 from support.command import status
 from support.errors import RunError, TrainingError
 from support.files import read_json
+from training import autotuning
 from training import step as steps
 from training.accounting import Timing, flops_per_token, peak_flops
 from training.checkpoint import Checkpoints
@@ -119,6 +120,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep))
         restored = _restore(checkpoints, shapes, shardings)
         timing.enter("compile")
+        autotuning.restore(run_dir)
         if restored is None:
             state, position = jax.jit(initial, out_shardings=shardings)(), Position()
         else:
@@ -134,6 +136,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         timing.enter("compile")
         update = steps.jit_step(objective.update(transform), objective.model, out_shardings=(shardings, None))
         update = update.lower(state, objective.batch_shape(data_sharding), jnp.float32(0)).compile()
+        autotuning.keep(run_dir)
         timing.enter("other")
         peak = peak_flops(config.model.dtype, mesh.size)
         add_to_environment(run_dir, step_bytes=peak_bytes(update), peak_flops=peak)
