@@ -166,7 +166,8 @@ def train_plainly(config: Config, corpus: Corpus, run_dir: Path) -> int:
     evaluate = jax.jit(steps.make_eval_step(model))
     rate = jnp.float32(0)
     first = jax.device_put(next(data))
-    update = steps.jit_step(steps.make_train_step(model, config, transform), model)
+    update = steps.jit_step(steps.make_train_step(model, config, transform), model,
+                            deterministic=config.train.deterministic)
     update = update.lower(state, first, rate).compile()
     jax.block_until_ready([evaluate(state.parameters, state.variables, val[0]), state])
     following, step, finite = first, 0, True

@@ -91,7 +91,7 @@ class Target:
             model = abstract_model(config, vocabulary_size)
             transform = make_optimizer(config.optimizer, decay_mask(model))
             state = jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform))
-            step = jit_step(make_train_step(model, config, transform), model)
+            step = jit_step(make_train_step(model, config, transform), model, deterministic=config.train.deterministic)
         tokens_BT = jax.ShapeDtypeStruct((config.train.batch_size, config.model.context), jnp.int32)
         return self.trace(step, state, Batch(tokens_BT, tokens_BT),  # pyright: ignore[reportArgumentType]
                           jax.ShapeDtypeStruct((), jnp.float32))

@@ -150,8 +150,8 @@ def lowered_step(config: Config, vocabulary_size: int) -> jax.stages.Lowered:
     batch = jax.eval_shape(lambda: Batch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32)))
     model = abstract_model(config, vocabulary_size)
     step = make_train_step(model, config, make_optimizer(config.optimizer, decay_mask(model)))
-    return jit_step(step, model).lower(initial_shapes(config, vocabulary_size), batch,
-                                       jax.ShapeDtypeStruct((), jnp.float32))
+    return jit_step(step, model, deterministic=config.train.deterministic).lower(
+        initial_shapes(config, vocabulary_size), batch, jax.ShapeDtypeStruct((), jnp.float32))
 
 
 def initial_shapes(config: Config, vocabulary_size: int) -> TrainState:

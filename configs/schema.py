@@ -155,6 +155,8 @@ class TrainConfig:
     """Parts an update's batch is split into, one after the other, to save memory."""
     remat: Literal["none", "block"] = "none"
     """block: recompute each transformer block in the backward pass instead of keeping its activations."""
+    deterministic: bool = True
+    """On a GPU, sum in one order, so that a run that goes on from a checkpoint is the run that was never stopped."""
     seed: int = 0
     """Seed of initial parameters and of the data order."""
     eval_every: int = 100

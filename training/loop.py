@@ -134,7 +134,8 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         data = stack.enter_context(objective.batches(start=position.batches, sharding=data_sharding))
         evaluate = objective.evaluator(data_sharding)
         timing.enter("compile")
-        update = steps.jit_step(objective.update(transform), objective.model, out_shardings=(shardings, None))
+        update = steps.jit_step(objective.update(transform), objective.model, deterministic=config.train.deterministic,
+                                out_shardings=(shardings, None))
         update = update.lower(state, objective.batch_shape(data_sharding), jnp.float32(0)).compile()
         autotuning.keep(run_dir)
         timing.enter("other")

@@ -132,17 +132,19 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
     return step
 
 
-def jit_step(step: Callable[..., Any], model: GPT | Classifier, **options: Any) -> jax.stages.Wrapped:
+def jit_step(step: Callable[..., Any], model: GPT | Classifier, *, deterministic: bool = True,
+             **options: Any) -> jax.stages.Wrapped:
     """A training step under ``jax.jit``, its state donated.
-
-    On a GPU it gives the same bits each time, so that a run that goes on is the run that was never stopped.
 
     Args:
         step: what :func:`make_update` gives.
         model: of which it is a step; its arrays may be abstract.
+        deterministic: whether it has to give the same bits each time on a GPU, so that a run that goes on is the run
+            that was never stopped.
         options: further ones of ``jax.jit``.
     """
-    return jax.jit(step, donate_argnums=0, compiler_options=_compiler_options(model), **options)
+    return jax.jit(step, donate_argnums=0, compiler_options=_compiler_options(model) if deterministic else None,
+                   **options)
 
 
 def _compiler_options(model: GPT | Classifier) -> dict[str, bool] | None:

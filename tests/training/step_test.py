@@ -117,17 +117,18 @@ SCATTER = {"xla_gpu_enable_scatter_determinism_expander": True}
     (("softmax",), "bfloat16", SCATTER | CUDNN_OPTIONS), (("chunked", "softmax"), "bfloat16", SCATTER | CUDNN_OPTIONS),
 ])
 def test_a_gpu_is_told_to_add_up_in_one_order(attention, dtype, expected, monkeypatch):
-    def told() -> dict[str, bool] | None:
+    def told(**asked: bool) -> dict[str, bool] | None:
         """What the compiler is given; no XLA of a CPU says what it does with it."""
         with monkeypatch.context() as patch:
             patch.setattr("training.step.jax.jit", lambda step, *, compiler_options, **_: compiler_options)
-            return cast(Any, jit_step(lambda: None, model))
+            return cast(Any, jit_step(lambda: None, model, **asked))
 
     config = ModelConfig(layers=2, heads=2, width=32, context=32, dtype=dtype, attention=attention)
     model = abstract_model(Config(model=resolve_config(config)), VOCABULARY)
     assert told() is None
     monkeypatch.setattr("kernels.device.platform", lambda: "gpu")
     assert told() == expected
+    assert told(deterministic=False) is None
 
 
 @pytest.mark.thorough
