@@ -162,7 +162,7 @@ _KERNEL = (
     _kernel("500 tokens, segments", PARALLEL, 500, 48, 64, "bfloat16", segments=True, slow=False),
     _kernel("500 tokens, widths filled up", SERIAL, 500, 100, 64, "bfloat16", segments=True, slow=False),
     _kernel("1,000 tokens", SERIAL, 1000, 128, 128, "bfloat16", B=1, slow=False),
-    _kernel("1,000 tokens", PARALLEL, 1000, 128, 128, "bfloat16", B=1),
+    _kernel("1,000 tokens in spans", PARALLEL, 1000, 128, 128, "bfloat16", B=1),
     _kernel("4,096 tokens", PARALLEL, 4096, 64, 64, "bfloat16", state=False, B=1),
     _kernel("65,536 tokens", SERIAL, 65_536, 64, 32, "bfloat16", B=1, H=1),
     _kernel("200 tokens", PARALLEL, 200, 64, 64, "float16", chunk_size=32),
