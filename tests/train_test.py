@@ -622,6 +622,7 @@ def test_init_from_what_is_no_run_is_refused(recipe, tmp_path, capsys):
 # Mixed stacks
 
 
+@pytest.mark.thorough
 def test_a_mixed_stack_trains_checkpoints_resumes_samples_and_is_in_the_report(recipe, tmp_path, capsys):
     import compare
     import sample

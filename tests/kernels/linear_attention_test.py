@@ -107,7 +107,8 @@ def test_states_are_float32_whatever_goes_in():
 
 
 @pytest.mark.parametrize("implementation", ["reference", *PLAIN_FORMS])
-@pytest.mark.parametrize(("segments", "decays"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("segments", "decays"), [
+    pytest.param(False, False, marks=pytest.mark.thorough), (True, False), (True, True)])
 def test_a_sequence_resumed_from_its_state_is_the_unsplit_one(implementation, segments, decays):
     (q, k, v), state = make_inputs(40)
     log_decay = make_log_decay(40) if decays else None
@@ -140,7 +141,8 @@ def test_a_sequence_resumed_from_its_state_is_the_unsplit_one(implementation, se
 
 
 @pytest.mark.parametrize("implementation", ["reference", *PLAIN_FORMS])
-@pytest.mark.parametrize(("causal", "decays"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(("causal", "decays"), [
+    pytest.param(True, False, marks=pytest.mark.thorough), (False, False), (True, True)])
 def test_packed_segments_are_the_segments_one_by_one(implementation, causal, decays):
     if not causal and implementation not in ("reference", *UNMASKED_FORMS):
         pytest.skip("sees the past only")
@@ -165,7 +167,9 @@ def test_packed_segments_are_the_segments_one_by_one(implementation, causal, dec
     assert not np.any(np.asarray(packed)[ids < 0])
 
 
-@pytest.mark.parametrize("implementation", ["reference", *PLAIN_FORMS])
+@pytest.mark.parametrize("implementation", [
+    pytest.param(form, marks=[] if form in ("chunked", "recurrent") else pytest.mark.thorough)
+    for form in ("reference", *PLAIN_FORMS)])
 @pytest.mark.parametrize("strong", [-1e4, -np.inf])
 def test_what_a_strong_decay_leaves_is_what_comes_after_it(implementation, strong):
     """To 1e-5 of each token, in float32: of sums up to −1e4 a difference would have lost the −0.01 that follow."""
@@ -194,7 +198,7 @@ def test_what_a_strong_decay_leaves_is_what_comes_after_it(implementation, stron
     assert np.all(gradients[4][:, :start])
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "blockwise"])
+@pytest.mark.parametrize("implementation", ["chunked", pytest.param("blockwise", marks=pytest.mark.thorough)])
 def test_a_decay_does_not_depend_on_the_chunk_length(implementation):
     (q, k, v), state = make_inputs(40)
     log_decay = make_log_decay(40)

@@ -249,7 +249,7 @@ def make_log_decay(kind, shape):
 
 
 @pytest.mark.parametrize(("case", "kind", "schedule"), [
-    (make_case(100, 16, 32), "strong", "serial"),
+    pytest.param(make_case(100, 16, 32), "strong", "serial", marks=pytest.mark.thorough),
     (make_case(130, 16, 16, segments=True), "mixed", "parallel"),
     (make_case(200, 64, 48, "bfloat16", segments=True), "fast", "parallel"),
     pytest.param(make_case(200, 100, 64), "strong", "parallel", marks=pytest.mark.thorough),

@@ -162,6 +162,7 @@ for D in (6, 32):
 """
 
 
+@pytest.mark.thorough
 def test_a_block_that_hides_everything_adds_nothing_under_full_optimisation():
     """XLA makes one instruction of a product and a sum there, which the other tests are compiled without."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

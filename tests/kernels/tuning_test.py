@@ -95,7 +95,7 @@ def test_segments_have_tiles_of_their_own_where_registers_are_few(width, dtype, 
     assert (plans[0] != plans[1]) == others
 
 
-@pytest.mark.parametrize("cores", [1, 132])
+@pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.thorough), 132])
 def test_a_plan_covers_every_token(cores):
     lengths = (1, 15, 16, 17, 63, 64, 65, 500, 1000, 4096, 65_537, 2**22)
     with tracing_for(cores=cores):
