@@ -207,15 +207,15 @@ def trace_call(gpu: target.Target, call: Call) -> jax.stages.Traced:
     return gpu.trace(passes, *[jax.ShapeDtypeStruct(call.shape, jnp.bfloat16)] * 4)
 
 
-def check_fits(found: Estimate, card: str, config: Config) -> None:
+def check_fits(found: Estimate, card: str, config: Config, *, sampling: bool = False) -> None:
     """Raises :class:`ConfigError` where a program needs more memory than a card has."""
     has = memory.MOST_SHARE * memory.CARDS[card] * 2**20
     if found.peak_bytes <= has:
         return
     flags = []
-    if config.train.batch_size > config.train.accumulate:
+    if config.train.batch_size > config.train.accumulate and not sampling:
         flags.append(f"--train.accumulate {2 * config.train.accumulate} takes fewer sequences at once")
-    if config.train.remat == "none":
+    if config.train.remat == "none" and not sampling:
         flags.append("--train.remat block keeps less of each layer")
     raise ConfigError(
         f"it needs {found.peak_bytes / 2**30:,.1f} GiB, and of a card {card} a program may take {has / 2**30:,.1f}: "
@@ -306,7 +306,7 @@ def estimate_program(config: Config, gpu: target.Target, options: argparse.Names
     case = {"card": options.card, "sampling": options.sampling, "config": config.to_dict(), "vocabulary": vocabulary}
     status("compiling …")
     found = estimate_elsewhere(case, python)
-    check_fits(found, options.card, config)
+    check_fits(found, options.card, config, sampling=options.sampling)
     what = "a token of one sample" if options.sampling else (
         f"a step of {config.train.batch_size} × {config.model.context:,} tokens, remat {config.train.remat}")
     print(f"{','.join(config.model.attention)} attention, {config.model.dtype}, {what}: "

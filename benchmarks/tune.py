@@ -58,7 +58,7 @@ TILES = (32, 64, 128)
 WARPS = (4, 8)
 STAGES = (1, 2, 3)
 PROGRAMS = (None, 0, 1, 2, 4)
-"""Most programs for every multiprocessor; 0 is the serial schedule, None leaves it to the estimate."""
+"""Most programs for every multiprocessor; 0 is the serial schedule, None leaves it to what a cut costs."""
 KNOBS = {"forward": ("programs_per_core", "chunk", "tile", "stages"),
          "both": ("chunk", "tile", "stages", "queries", "programs_per_core")}
 """What is changed, in this order. The backward pass follows the forward pass in the schedule."""
@@ -405,7 +405,7 @@ def tune(default: Row, shapes: Sequence[Shape], present: Row | None, until: floa
 def settings(row: Row) -> str:
     """What a row says, in words."""
     names = (f"{name} {_tiles(getattr(row, name))}" for name in tuning.TILED)
-    return f"{', '.join(names)}, {_programs(row)} programs a core"
+    return f"{', '.join(names)}, programs a core {_programs(row)}"
 
 
 def _tiles(tiles: Tiles | None) -> str:
@@ -413,7 +413,7 @@ def _tiles(tiles: Tiles | None) -> str:
 
 
 def _programs(row: Row) -> str:
-    return "estimated" if row.programs_per_core is None else str(row.programs_per_core)
+    return "by cost" if row.programs_per_core is None else str(row.programs_per_core)
 
 
 def describe(trial: Trial) -> str:

@@ -28,8 +28,9 @@ AXES = {  # what x can be: column, button and axis title
     "flops": ("FLOPs", "floating-point operations"),
 }
 REQUIRED = ("step", "tokens", "train_seconds", "loss")
-NOT_OF_SETUP = ("checkpoint", "logging", "train.seed", "train.sample_every")
-"""Groups and fields of a config in which runs of one set-up may differ: they change no loss, or are the seed."""
+NOT_OF_SETUP = ("checkpoint", "logging", "train.seed", "train.sample_every", "train.deterministic")
+"""Groups and fields of a config in which runs of one set-up may differ: they change no loss but in its last bits, or
+are the seed."""
 MAX_DISTINCTIONS = 3
 """More fields than these are not told in a name."""
 GENERIC_NAME = re.compile(r"(runs?|tests?|te?mp|out(put)?s?|exp(eriment)?s?|trials?|results?|new|old)?[-_.\s\d]*",

@@ -103,14 +103,17 @@ class _Blocks(NamedTuple):
         return x, targets, product("ne,ve->nv", x, self.embedding_VE.astype(x.dtype))
 
     def loss(self, i: Array) -> tuple[Array, Array, Array]:
-        """A block's loss, its x, and the gradient of its logits; that of those behind the vocabulary meets zeros."""
+        """A block's loss, its x, and the gradient of its logits."""
         x, targets, logits = self.logits(i)
         logsumexp = _logsumexp(logits, self.vocabulary)
         at_target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)
         scored = (targets >= 0)[:, None]
         loss = jnp.sum(jnp.where(scored, logsumexp - at_target, 0))
-        is_target = jnp.arange(logits.shape[1])[None, :] == targets[:, None]
-        dlogits = jnp.where(scored, jnp.exp(logits - logsumexp) - is_target, 0)
+        columns = jnp.arange(logits.shape[1])[None, :]
+        counts = scored
+        if logits.shape[1] > self.vocabulary:  # exp(0 − logsumexp) of the rest may be infinite, and times zero NaN
+            counts &= columns < self.vocabulary
+        dlogits = jnp.where(counts, jnp.exp(logits - logsumexp) - (columns == targets[:, None]), 0)
         return loss, x, rounded(dlogits, x.dtype)
 
 

@@ -42,7 +42,7 @@ def restore(run_dir: Path) -> None:
 
 
 def keep(run_dir: Path) -> None:
-    """Keeps with a run what XLA has tuned. Call it when the step is compiled.
+    """Keeps with a run all that the cache has of what XLA tuned. Call it when the step is compiled.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -55,7 +55,8 @@ def keep(run_dir: Path) -> None:
 def _copy_missing(source: Path, to: Path) -> None:
     to.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
-        if path.is_file() and not (to / path.name).exists():
+        is_whole = path.is_file() and not path.name.startswith(".")
+        if is_whole and not (to / path.name).exists():
             # Another run may write the same file, or its cache be cleared.
             with contextlib.suppress(FileNotFoundError), replacing(to / path.name) as beside:
                 shutil.copyfile(path, beside)

@@ -135,6 +135,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         evaluate = objective.evaluator(data_sharding)
         timing.enter("compile")
         update = steps.jit_step(objective.update(transform), objective.model, deterministic=config.train.deterministic,
+                                segments=isinstance(config, Config) and config.data.packing == "documents",
                                 out_shardings=(shardings, None))
         update = update.lower(state, objective.batch_shape(data_sharding), jnp.float32(0)).compile()
         autotuning.keep(run_dir)

@@ -132,7 +132,7 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
     return step
 
 
-def jit_step(step: Callable[..., Any], model: GPT | Classifier, *, deterministic: bool = True,
+def jit_step(step: Callable[..., Any], model: GPT | Classifier, *, deterministic: bool = True, segments: bool = False,
              **options: Any) -> jax.stages.Wrapped:
     """A training step under ``jax.jit``, its state donated.
 
@@ -141,18 +141,20 @@ def jit_step(step: Callable[..., Any], model: GPT | Classifier, *, deterministic
         model: of which it is a step; its arrays may be abstract.
         deterministic: whether it has to give the same bits each time on a GPU, so that a run that goes on is the run
             that was never stopped.
+        segments: whether its batches have any.
         options: further ones of ``jax.jit``.
     """
-    return jax.jit(step, donate_argnums=0, compiler_options=_compiler_options(model) if deterministic else None,
-                   **options)
+    in_order = _compiler_options(model, segments) if deterministic else None
+    return jax.jit(step, donate_argnums=0, compiler_options=in_order, **options)
 
 
-def _compiler_options(model: GPT | Classifier) -> dict[str, bool] | None:
+def _compiler_options(model: GPT | Classifier, segments: bool) -> dict[str, bool] | None:
     """What has XLA add up in one order; docs/gpu.md says what it costs."""
     if device.platform() != "gpu":
         return None
     dtype, blocks = jnp.dtype(model.config.dtype), (model if isinstance(model, GPT) else model.encoder).blocks
-    forms = {block.attention.implementation(dtype, causal=isinstance(model, GPT)) for block in blocks}
+    forms = {block.attention.implementation(dtype, causal=isinstance(model, GPT), segments=segments)
+             for block in blocks}
     # Atomic additions would sum the gradient of the embedding.
     return {"xla_gpu_enable_scatter_determinism_expander": True} | (CUDNN_OPTIONS if "cudnn" in forms else {})
 

@@ -79,7 +79,7 @@ class Grid(NamedTuple):
 
         Args:
             start: those before the first token; after the last in reverse.
-            updates: what each span adds; None where there is one.
+            updates: what each span adds; None in the serial schedule.
             of_rows: the total is that of the state's rows, not of its columns.
             total: whether the kernel has one.
             reverse: whether it runs backwards.

@@ -44,7 +44,7 @@ class Before(NamedTuple):
     """Before the first token of the sequence."""
     total: Any = None
     span_states: Any = None
-    """What each span adds, by span; None where there is one."""
+    """What each span adds, by span; None in the serial schedule."""
     span_totals: Any = None
     shares: Any = None
     """What of those, and as the last of the state before all, is left where the span begins; None: all."""

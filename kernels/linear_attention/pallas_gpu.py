@@ -8,8 +8,8 @@ bfloat16: the state of the one is that of the other turned round.
 Two schedules differ in how long a span is. *Serial*: one span, the whole sequence; for many heads or short sequences.
 *Parallel*: many spans at a time, after a launch that has summed what each adds to the state; a program begins with the
 sum of those before its own, which spares the launches in between that would carry it; for few heads and long sequences.
-``tuning.plan`` estimates which takes less time, and how many spans: so many that their programs, as many at a time as
-the device has registers for, fill the last wave nearly.
+``tuning.plan`` picks one, and how many spans, by what their programs move, as many at a time as the device has
+registers for: the last wave of them should be nearly full.
 
 Saved for the backward pass are q, k, v, the denominator and what each span adds to the state; the states of chunks are
 computed again. Nothing is added up by atomics: two runs give the same bits.
@@ -256,7 +256,7 @@ def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
               dend: State, chosen: Plan) -> tuple[Array, ...]:
     """Gradients of q, k, v, of the initial sums and, where there is one, of the decay.
 
-    ``updates`` are what each span adds, as the forward pass keeps them; None where there is one span.
+    ``updates`` are what each span adds, as the forward pass keeps them; None in the serial schedule.
     """
     (_, T, _, M), D = q_BTHM.shape, v_BTHD.shape[3]
     padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, chosen)

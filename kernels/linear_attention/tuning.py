@@ -26,12 +26,13 @@ TILED = ("forward", "backward", "queries")
 """What a row has tiles for."""
 MOST_SPANS = 64
 """Of a sequence: a program begins with the sum of what the spans before its own add."""
-WARPS = 8
+WARPS_AT_ONCE = 8
 """That a multiprocessor has registers for: 65,536, of which a thread of these kernels takes up to 255."""
 BEGINNING = 2
-"""What a program spends before its first chunk, in chunks."""
+"""What a program spends before its first chunk, in chunks: a guess, as no card has been asked."""
 FILLING = 1.5
-"""What it costs to copy all arrays so that they have whole spans."""
+"""The cost of a cut whose spans do not divide the tokens, so that all arrays are copied to fill them up, over that of
+one whose spans do: a guess too."""
 
 
 class ChunkSizes(NamedTuple):
@@ -59,7 +60,7 @@ class Plan(NamedTuple):
 
     schedule: Literal["serial", "parallel"]
     span: int
-    """Tokens a program scans: a multiple of both chunk lengths."""
+    """Tokens a program scans: a multiple of all chunk lengths."""
     forward: Tiles
     backward: Tiles
     queries: Tiles
@@ -81,7 +82,7 @@ class Row(NamedTuple):
     queries: Tiles | None = None
     """Of the gradient of queries, in the backward pass; None: those of the rest of it."""
     programs_per_core: int | None = None
-    """Programs to have for every multiprocessor at most; 0: serial always; None: as many as the estimate likes best."""
+    """Programs to have for every multiprocessor at most; 0: serial always; None: those of the least cost."""
     measured: dict[str, Any] | None = None
     """What chose the row: shape, milliseconds, versions, commit."""
 
@@ -130,7 +131,8 @@ def default_row(kind: str, M: int, D: int, dtype: str, length: Literal["short", 
                          for backward in (False, True))
     queries = None
     if dtype == "bfloat16" and backward.tile < M <= 128 and D <= 128 and not segments:
-        # With all columns e and dq come from one launch; shorter chunks and more warps have the registers for it.
+        # With all columns e and dq come from one launch; shorter chunks and more warps have the registers for it, and
+        # with three stages it takes 83 KiB of shared memory, which every device has.
         queries = Tiles(chunk=32, tile=M, warps=8, stages=3)
     return Row(kind, M, D, dtype, length, forward, backward, queries)
 
@@ -162,7 +164,7 @@ def kernel_chunk_sizes(tokens: int, M: int, D: int, dtype: DTypeLike, chunk_size
         M: width of features, a power of two.
         D: width of values, a power of two.
         dtype: number format of the operands.
-        chunk_size: for both passes, in place of the table's.
+        chunk_size: for both passes, in place of the table's; the gradient of queries may have a shorter one.
         segments: whether there are any.
         row: in place of the table's.
     """
@@ -203,7 +205,7 @@ def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, 
         D: width of values, a power of two.
         dtype: number format of the operands.
         chunk_sizes: as decided for the call; None: those of :func:`kernel_chunk_sizes`.
-        schedule: None picks: the one that is estimated to be faster.
+        schedule: None picks the one of less cost, see :meth:`Launch.cost`.
         segments: whether there are any.
         row: in place of the table's.
     """
@@ -214,7 +216,7 @@ def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, 
     queries = row.queries._replace(chunk=min(row.queries.chunk, backward.chunk)) if row.queries else backward
     chunk = max(forward.chunk, backward.chunk)
     launches = Launch(M, D, forward), Launch(D, M, queries), Launch(D, M, backward)
-    spans = _spans_of(batch * heads, -(-tokens // chunk) * chunk, chunk, launches, schedule, row.programs_per_core)
+    spans = _spans_of(batch * heads, tokens, chunk, launches, schedule, row.programs_per_core)
     return Plan("parallel" if schedule == "parallel" or spans.number > 1 else "serial", spans.length, forward, backward,
                 queries)
 
@@ -233,11 +235,11 @@ class Launch(NamedTuple):
 
     def waves(self, sequences: int) -> float:
         """Programs of so many sequences, heads and spans, over those that the device runs at a time."""
-        at_once = device.cores() * max(1, WARPS // self.tiles.warps)
+        at_once = device.cores() * max(1, WARPS_AT_ONCE // self.tiles.warps)
         return sequences * -(-self.columns // self.tile) / at_once
 
     def cost(self, sequences: int, spans: "Spans") -> int:
-        """Bytes that one program after the other moves, of those that wait the longest for their turn."""
+        """Bytes that programs move one after the other, by the time that the last wave of them has ended."""
         of_token, of_state = 4 * (self.rows + self.tile), 4 * self.rows * self.tile
         moved = of_token * (spans.length + BEGINNING * self.tiles.chunk)
         if spans.number > 1:  # the launch that sums what each span adds reads half as much
@@ -256,18 +258,18 @@ class Spans(NamedTuple):
 
 def _spans_of(sequences: int, tokens: int, chunk: int, launches: Sequence[Launch],
               schedule: Literal["serial", "parallel"] | None, programs_per_core: int | None) -> Spans:
-    """The cut with the least estimate: the last of the waves that programs run in should be nearly full.
+    """The cut of the least cost: the last of the waves that programs run in should be nearly full.
 
     Args:
         sequences: B·H.
-        tokens: T, in whole chunks.
+        tokens: T.
         chunk: C.
         launches: what scans them.
         schedule: None is either.
         programs_per_core: what a row of the table says.
     """
-    chunks = tokens // chunk
-    whole = Spans(tokens, 1)
+    chunks = -(-tokens // chunk)
+    whole = Spans(chunks * chunk, 1)
     if schedule == "serial" or (schedule is None and programs_per_core == 0):
         return whole
     most = min(MOST_SPANS, chunks)
@@ -275,7 +277,6 @@ def _spans_of(sequences: int, tokens: int, chunk: int, launches: Sequence[Launch
         programs = sequences * -(-launches[0].columns // launches[0].tile)
         most = max(1, min(most, programs_per_core * device.cores() // programs))
     lengths = {-(-chunks // count) for count in range(1, most + 1)}
-    lengths |= {chunks // count for count in range(1, most + 1) if chunks % count == 0}
     if schedule == "parallel":
         lengths = lengths - {chunks} or {-(-chunks // 2)}
     found = [Spans(length * chunk, -(-chunks // length)) for length in sorted(lengths, reverse=True)]

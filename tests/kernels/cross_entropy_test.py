@@ -60,6 +60,19 @@ def test_values_and_gradients(dtype, tolerance):
     assert not np.any(np.asarray(gradients[0])[targets < 0])
 
 
+@pytest.mark.usefixtures("_blocks")
+def test_logits_far_below_zero():
+    """As those of GPT-2's published weights are."""
+    x, embedding, targets = make_inputs("float32")
+    x[..., 0], embedding[:, 0] = 20, -10
+    found = jax.jit(jax.value_and_grad(cross_entropy, (0, 1)))(x, embedding, targets)
+    with jax.enable_x64(True):
+        exact = x.astype(np.float64), embedding.astype(np.float64)
+        expected = jax.value_and_grad(expected_loss, (0, 1))(*exact, targets)
+    for actual, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert relative_error(actual, want) < 1e-4  # logits of 200 are rounded to 2e-5
+
+
 @pytest.mark.fast
 @pytest.mark.usefixtures("_blocks")
 def test_right_targets_are_counted():

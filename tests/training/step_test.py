@@ -129,6 +129,7 @@ def test_a_gpu_is_told_to_add_up_in_one_order(attention, dtype, expected, monkey
     monkeypatch.setattr("kernels.device.platform", lambda: "gpu")
     assert told() == expected
     assert told(deterministic=False) is None
+    assert told(segments=True) == SCATTER  # cuDNN's attention has none
 
 
 @pytest.mark.thorough
