@@ -4,12 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from kernels import decay, device
+from kernels import checks, decay, device
 from kernels.linear_attention import decode, pallas_gpu
 from kernels.linear_attention.blockwise import blockwise
 from kernels.linear_attention.chunk_size import pick_chunk_sizes
@@ -163,7 +160,7 @@ def extend_state(
                                                    log_decay=log_decay_BTH is not None) == "decode":
         if log_decay_BTH is None:
             return decode.decode_step(q_BTHD, k_BTHD, v_BTHD, state, normalize, feature)
-        _check_decay(log_decay_BTH, q_BTHD.shape)
+        checks.check_log_decay(log_decay_BTH, "q_BTHD", q_BTHD.shape)
         return decode.decode_step(q_BTHD, k_BTHD, v_BTHD, state, normalize, feature,
                                   decay.prepare(log_decay_BTH, state.s_BHMD.dtype))
     return linear_attention(*features(q_BTHD, k_BTHD), v_BTHD, normalize=normalize, initial_state=state,
@@ -183,43 +180,17 @@ def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool =
 
 def _check(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, state: State | None, segment_ids_BT: Array | None,
            log_decay_BTH: Array | None, chunk_size: int | None) -> None:
-    for name, x in (("q_BTHM", q_BTHM), ("k_BTHM", k_BTHM), ("v_BTHD", v_BTHD)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} has shape {x.shape}; expected four dimensions, {', '.join(name[-4:])}")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} is {x.dtype}; expected floating point")
-    B, T, H, M = q_BTHM.shape
-    D = v_BTHD.shape[3]
+    checks.check_heads(q_BTHM=q_BTHM, k_BTHM=k_BTHM, v_BTHD=v_BTHD)
+    (B, T, H, M), D = q_BTHM.shape, v_BTHD.shape[3]
     expected: dict[str, tuple[Array, tuple[int, ...]]] = {
         "k_BTHM": (k_BTHM, (B, T, H, M)), "v_BTHD": (v_BTHD, (B, T, H, D)),
     }
     if state is not None:
         expected["initial_state.s_BHMD"] = (state.s_BHMD, (B, H, M, D))
         expected["initial_state.z_BHM"] = (state.z_BHM, (B, H, M))
-    if segment_ids_BT is not None:
-        expected["segment_ids_BT"] = (segment_ids_BT, (B, T))
-    for name, (x, shape) in expected.items():
-        if x.shape != shape:
-            raise ValueError(f"{name} has shape {x.shape}; expected {shape}, from q_BTHM of shape {q_BTHM.shape}")
-    if min(B, T, H, M, D) < 1:
-        letter, _ = min(zip("BTHMD", (B, T, H, M, D), strict=True), key=lambda pair: pair[1])
-        raise ValueError(f"{letter} must be at least 1")
-    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1):
-        raise ValueError(f"chunk_size={chunk_size}: expected a whole number of at least 1")
-    if segment_ids_BT is not None and not jnp.issubdtype(segment_ids_BT.dtype, jnp.integer):
-        raise TypeError(f"segment_ids_BT is {segment_ids_BT.dtype}; expected whole numbers")
+    checks.check_shapes(expected, "q_BTHM", q_BTHM.shape)
+    checks.check_sizes(B=B, T=T, H=H, M=M, D=D)
+    checks.check_chunk_size(chunk_size)
+    checks.check_segments(segment_ids_BT, "q_BTHM", q_BTHM.shape)
     if log_decay_BTH is not None:
-        _check_decay(log_decay_BTH, q_BTHM.shape)
-
-
-def _check_decay(log_decay_BTH: Array, shape: tuple[int, ...]) -> None:
-    if log_decay_BTH.shape != shape[:3]:
-        raise ValueError(f"log_decay_BTH has shape {log_decay_BTH.shape}; expected {shape[:3]}, "
-                         f"from q_BTHM of shape {shape}")
-    if not jnp.issubdtype(log_decay_BTH.dtype, jnp.floating):
-        raise TypeError(f"log_decay_BTH is {log_decay_BTH.dtype}; expected floating point")
-    if not isinstance(log_decay_BTH, Tracer):
-        with jax.ensure_compile_time_eval():
-            largest = float(jnp.max(log_decay_BTH))
-        if not largest <= 0:
-            raise ValueError(f"log_decay_BTH is {largest:g} somewhere; expected 0 or less")
+        checks.check_log_decay(log_decay_BTH, "q_BTHM", q_BTHM.shape)

@@ -13,13 +13,13 @@ Faster", 2024.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels import mixed_precision
+from kernels.chunks import Chunks, join, only, rows, split
 from kernels.decay import Decays
 from kernels.linear_attention.state import (
     EPSILON,
@@ -48,52 +48,6 @@ def chunked(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT
         numerator_BTHD, denominator_BTH = from_initial(q_BTHM, state, None)
         return divide(numerator_BTHD, denominator_BTH if normalize else None).astype(v_BTHD.dtype), state
     return _bidirectional(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize)
-
-
-class _Chunks(NamedTuple):
-    """How segments and chunks meet; every field None where there are no segments."""
-
-    runs_NBC: Array | None = None
-    reads_NBC: Array | None = None
-    """Tokens in the run that the incoming state belongs to."""
-    writes_NBC: Array | None = None
-    """Tokens in the run that the outgoing state belongs to."""
-    keeps_NB: Array | None = None
-    """Chunks at whose end the incoming run still goes on."""
-
-    @classmethod
-    def of(cls, runs_NBC: Array) -> "_Chunks":
-        outgoing_NB = jnp.maximum(lax.cummax(runs_NBC.max(axis=2), axis=0), 0)
-        incoming_NB = jnp.concatenate([jnp.zeros_like(outgoing_NB[:1]), outgoing_NB[:-1]])
-        return cls(runs_NBC, runs_NBC == incoming_NB[..., None], runs_NBC == outgoing_NB[..., None],
-                   incoming_NB == outgoing_NB)
-
-
-def _split(x: Array, C: int, fill: int = 0) -> Array:
-    """(B, T, H, …) to (N, B, H, C, …), or (B, T) to (N, B, C), the last chunk filled up.
-
-    float16 becomes float32: sums of keys soon leave its range.
-    """
-    if x.dtype == jnp.float16:
-        x = x.astype(jnp.float32)
-    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % C)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
-    x = x.reshape(x.shape[0], -1, C, *x.shape[2:]).swapaxes(0, 1)
-    return x if x.ndim == 3 else x.swapaxes(2, 3)
-
-
-def _join(x_NBHC: Array, T: int) -> Array:
-    """The inverse of :func:`_split`."""
-    x = x_NBHC.swapaxes(2, 3).swapaxes(0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :T]
-
-
-def _only(selected_NBC: Array | None, x_NBHCM: Array) -> Array:
-    return x_NBHCM if selected_NBC is None else jnp.where(selected_NBC[:, :, None, :, None], x_NBHCM, 0)
-
-
-def _rows(x_NBHCM: Array, scale_NBHC: Array | None) -> Array:
-    """Rows times a scale, in x's number format."""
-    return x_NBHCM if scale_NBHC is None else (x_NBHCM * scale_NBHC[..., None]).astype(x_NBHCM.dtype)
 
 
 def _inside(scores_NBHCS: Array, runs_NBC: Array | None, decay_NBHCS: Array | None = None, *,
@@ -126,7 +80,7 @@ def _carry(updates: State, keeps_NB: Array | None, initial: State, decay_NBH: Ar
 def _updates(k_NBHCM: Array, v_NBHCD: Array, writes_NBC: Array | None, dtype: jnp.dtype,
              decay_NBHC: Array | None = None) -> State:
     """What each chunk adds to the state."""
-    k_NBHCM = _rows(_only(writes_NBC, k_NBHCM), decay_NBHC)
+    k_NBHCM = rows(only(writes_NBC, k_NBHCM), decay_NBHC)
     return State(product("nbhcm,nbhcd->nbhmd", k_NBHCM, v_NBHCD), k_NBHCM.sum(axis=3, dtype=dtype))
 
 
@@ -137,20 +91,20 @@ def _causal(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, C, normaliz
 
 def _causal_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, C, normalize):
     T, dtype = q_BTHM.shape[1], initial.s_BHMD.dtype
-    q, k, v = (_split(x, C) for x in (q_BTHM, k_BTHM, v_BTHD))
-    chunks = _Chunks() if runs_BT is None else _Chunks.of(_split(runs_BT, C, fill=-1))
-    decays = Decays() if log_decay_BTH is None else Decays.of(_split(log_decay_BTH, C))
+    q, k, v = (split(x, C) for x in (q_BTHM, k_BTHM, v_BTHD))
+    chunks = Chunks() if runs_BT is None else Chunks.of(split(runs_BT, C, fill=-1))
+    decays = Decays() if log_decay_BTH is None else Decays.of(split(log_decay_BTH, C))
     before, end = _carry(_updates(k, v, chunks.writes_NBC, dtype, decays.writes), chunks.keeps_NB, initial,
                          decays.keeps)
     scores_NBHCS = _inside(product("nbhcm,nbhsm->nbhcs", q, k), chunks.runs_NBC, decays.inside)
-    reading = _only(chunks.reads_NBC, q)
+    reading = only(chunks.reads_NBC, q)
     numerator_NBHCD = (product("nbhcs,nbhsd->nbhcd", scores_NBHCS.astype(v.dtype), v)
-                       + _rows(product("nbhcm,nbhmd->nbhcd", reading, before.s_BHMD.astype(q.dtype)), decays.reads))
+                       + rows(product("nbhcm,nbhmd->nbhcd", reading, before.s_BHMD.astype(q.dtype)), decays.reads))
     denominator_NBHC = None
     if normalize:
         old_NBHC = jnp.einsum("nbhcm,nbhm->nbhc", reading.astype(dtype), before.z_BHM, precision=EXACT)
         denominator_NBHC = scores_NBHCS.sum(axis=4) + (old_NBHC if decays.reads is None else old_NBHC * decays.reads)
-    y_BTHD = _join(divide(numerator_NBHCD, denominator_NBHC), T).astype(v_BTHD.dtype)
+    y_BTHD = join(divide(numerator_NBHCD, denominator_NBHC), T).astype(v_BTHD.dtype)
     return (y_BTHD, end), (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, y_BTHD, denominator_NBHC)
 
 
@@ -158,12 +112,12 @@ def _causal_backward(C, normalize, saved, gradients):
     q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, y_BTHD, denominator_NBHC = saved
     dy_BTHD, dend = gradients
     T, dtype = q_BTHM.shape[1], initial.s_BHMD.dtype
-    q, k, v, dy = (_split(x, C) for x in (q_BTHM, k_BTHM, v_BTHD, dy_BTHD))
-    chunks = _Chunks() if runs_BT is None else _Chunks.of(_split(runs_BT, C, fill=-1))
-    decays, pull = (Decays(), None) if log_decay_BTH is None else jax.vjp(Decays.of, _split(log_decay_BTH, C))
+    q, k, v, dy = (split(x, C) for x in (q_BTHM, k_BTHM, v_BTHD, dy_BTHD))
+    chunks = Chunks() if runs_BT is None else Chunks.of(split(runs_BT, C, fill=-1))
+    decays, pull = (Decays(), None) if log_decay_BTH is None else jax.vjp(Decays.of, split(log_decay_BTH, C))
     before, end = _carry(_updates(k, v, chunks.writes_NBC, dtype, decays.writes), chunks.keeps_NB, initial,
                          decays.keeps)
-    reading, writing = _only(chunks.reads_NBC, q), _only(chunks.writes_NBC, k)
+    reading, writing = only(chunks.reads_NBC, q), only(chunks.writes_NBC, k)
 
     # y = numerator / (denominator + ε)
     dnumerator = divide(dy.astype(dtype), denominator_NBHC if normalize else None).astype(v.dtype)
@@ -175,14 +129,14 @@ def _causal_backward(C, normalize, saved, gradients):
     if normalize:
         # From the gradient as the products see it, rounded: what the two have in common cancels in dq.
         if decays.reads is None:
-            ddenominator_NBHC = -product("nbhcd,nbhcd->nbhc", dnumerator, _split(y_BTHD, C))
+            ddenominator_NBHC = -product("nbhcd,nbhcd->nbhc", dnumerator, split(y_BTHD, C))
         else:  # and not from y, which is rounded too: few tokens read a state that decays, and less of it averages out
             old_NBHC = decays.reads * jnp.sum(reading * dq_state, axis=4)
             ddenominator_NBHC = (-(jnp.sum(scores_NBHCS * dplain_NBHCS, axis=4) + old_NBHC)
                                  / (denominator_NBHC + EPSILON))
 
     # Gradients of the state run backwards in time.
-    decayed_reading = _rows(reading, decays.reads)
+    decayed_reading = rows(reading, decays.reads)
     dbefore = State(product("nbhcm,nbhcd->nbhmd", decayed_reading, dnumerator),
                     jnp.einsum("nbhcm,nbhc->nbhm", decayed_reading.astype(dtype), ddenominator_NBHC, precision=EXACT))
     dafter, dinitial = _carry(dbefore, chunks.keeps_NB, dend, decays.keeps, reverse=True)
@@ -200,17 +154,17 @@ def _causal_backward(C, normalize, saved, gradients):
         (dlog_decay_NBHC,) = pull(Decays(
             inside=_inside(plain_NBHCS * dplain_NBHCS, chunks.runs_NBC), reads=jnp.sum(reading * dq_state, axis=4),
             writes=jnp.sum(writing * dk_state, axis=4), keeps=dkeeps_NBH))
-        dlog_decay_BTH = _join(dlog_decay_NBHC, T)
-    dq = product("nbhcs,nbhsm->nbhcm", dscores_NBHCS, k) + _only(chunks.reads_NBC, _rows(dq_state, decays.reads))
+        dlog_decay_BTH = join(dlog_decay_NBHC, T)
+    dq = product("nbhcs,nbhsm->nbhcm", dscores_NBHCS, k) + only(chunks.reads_NBC, rows(dq_state, decays.reads))
     if normalize and v.dtype != dtype:
         after_NBHM = jnp.concatenate([before.z_BHM[1:], end.z_BHM[None]])
         within_NBHC = None if chunks.writes_NBC is None else chunks.writes_NBC[:, :, None]
         dq = remove_rounding_along_z(dq, q.astype(dtype), after_NBHM[..., None, :], ddenominator_NBHC,
                                      denominator_NBHC, within_NBHC)
-    dk = product("nbhcs,nbhcm->nbhsm", dscores_NBHCS, q) + _only(chunks.writes_NBC, _rows(dk_state, decays.writes))
+    dk = product("nbhcs,nbhcm->nbhsm", dscores_NBHCS, q) + only(chunks.writes_NBC, rows(dk_state, decays.writes))
     dv = (product("nbhcs,nbhcd->nbhsd", scores_NBHCS.astype(v.dtype), dnumerator)
-          + _rows(product("nbhcm,nbhmd->nbhcd", writing, dafter.s_BHMD.astype(k.dtype)), decays.writes))
-    return (_join(dq, T).astype(q_BTHM.dtype), _join(dk, T).astype(k_BTHM.dtype), _join(dv, T).astype(v_BTHD.dtype),
+          + rows(product("nbhcm,nbhmd->nbhcd", writing, dafter.s_BHMD.astype(k.dtype)), decays.writes))
+    return (join(dq, T).astype(q_BTHM.dtype), join(dk, T).astype(k_BTHM.dtype), join(dv, T).astype(v_BTHD.dtype),
             dinitial, None, dlog_decay_BTH)
 
 
@@ -221,21 +175,21 @@ _causal.defvjp(_causal_forward, _causal_backward)
 def _bidirectional(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize):
     """Both directions with segments: attention inside the chunk, a state from the left and one from the right."""
     T, dtype = q_BTHM.shape[1], initial.s_BHMD.dtype
-    q, k, v = (_split(x, C) for x in (q_BTHM, k_BTHM, v_BTHD))
-    runs_NBC = _split(runs_BT, C, fill=-1)
+    q, k, v = (split(x, C) for x in (q_BTHM, k_BTHM, v_BTHD))
+    runs_NBC = split(runs_BT, C, fill=-1)
     scores_NBHCS = _inside(product("nbhcm,nbhsm->nbhcs", q, k), runs_NBC, causal=False)
     numerator_NBHCD = product("nbhcs,nbhsd->nbhcd", scores_NBHCS.astype(v.dtype), v)
     denominator_NBHC = scores_NBHCS.sum(axis=4)
     # From the right is from the left with time, and the numbers of the runs, turned round.
     turned_NBC = jnp.where(runs_NBC >= 0, runs_BT.max(axis=1)[None, :, None] - runs_NBC, -1)
     nothing = State(jnp.zeros_like(initial.s_BHMD), jnp.zeros_like(initial.z_BHM))
-    right = jax.tree.map(lambda x: x[::-1], _Chunks.of(turned_NBC[::-1]))
-    for chunks, reverse in ((_Chunks.of(runs_NBC), False), (right, True)):
+    right = jax.tree.map(lambda x: x[::-1], Chunks.of(turned_NBC[::-1]))
+    for chunks, reverse in ((Chunks.of(runs_NBC), False), (right, True)):
         outside, _ = _carry(_updates(k, v, chunks.writes_NBC, dtype), chunks.keeps_NB, nothing, reverse=reverse)
-        reading = _only(chunks.reads_NBC, q)
+        reading = only(chunks.reads_NBC, q)
         numerator_NBHCD += product("nbhcm,nbhmd->nbhcd", reading, outside.s_BHMD.astype(q.dtype))
         denominator_NBHC += jnp.einsum("nbhcm,nbhm->nbhc", reading.astype(dtype), outside.z_BHM, precision=EXACT)
     initial_BTHD, initial_BTH = from_initial(q_BTHM, initial, runs_BT)
-    y_BTHD = divide(_join(numerator_NBHCD, T) + initial_BTHD,
-                    _join(denominator_NBHC, T) + initial_BTH if normalize else None)
+    y_BTHD = divide(join(numerator_NBHCD, T) + initial_BTHD,
+                    join(denominator_NBHC, T) + initial_BTH if normalize else None)
     return y_BTHD.astype(v_BTHD.dtype), final_state(k_BTHM, v_BTHD, initial, runs_BT)
