@@ -123,7 +123,7 @@ def bytes_read(model: GPT, position: int, batch: int) -> int:
     for block, cache in zip(model.blocks, layers, strict=True):
         width = next(leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)
                      if jnp.issubdtype(leaf.dtype, jnp.floating))
-        kept += block.attention.state_bytes(position) * width // 4  # it counts four bytes a number
+        kept += block.attention.layer_state_bytes(position) * width // 4  # it counts four bytes a number
     return parameters * products + batch * kept
 
 

@@ -26,9 +26,11 @@ class ModelConfig:
     layers: int = 4
     """Number of transformer blocks."""
     heads: int = 4
-    """Attention heads; divides the width."""
+    """Attention heads; divides the width where head_width is not given."""
     width: int = 256
     """Width E of the residual stream; the MLP is 4 E wide."""
+    head_width: int | None = None
+    """Width of a head; None: width / heads."""
     context: int = 1024
     """Tokens the model is trained on at once, and the number of learned positions."""
     positions: Literal["learned", "rotary", "none"] = "learned"

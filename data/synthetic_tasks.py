@@ -184,16 +184,7 @@ class Mqar(Task):
 
     def check(self) -> None:
         self.check_least(length=1, pairs=1, queries=0, vocabulary=2, documents=1, val_documents=1, seed=0)
-        queries = self.queries or 3 * self.pairs
-        if self.vocabulary % 2 or self.vocabulary > len(SYMBOLS):
-            raise ConfigError(f"data.source: mqar:vocabulary is {self.vocabulary}; expected an even number of at most "
-                              f"{len(SYMBOLS)}")
-        if self.pairs > self.vocabulary // 2:
-            raise ConfigError(f"data.source: mqar:pairs is {self.pairs}; expected at most half the vocabulary, "
-                              f"{self.vocabulary // 2}")
-        if self.length < 2 * (self.pairs + queries):
-            raise ConfigError(f"data.source: mqar:length is {self.length}; expected at least "
-                              f"{2 * (self.pairs + queries)} for {self.pairs} pairs and {queries} queries")
+        _check_pairs(self, self.pairs)
 
     def document(self, random: np.random.Generator) -> Document:
         half, queries = self.vocabulary // 2, self.queries or 3 * self.pairs
@@ -209,6 +200,63 @@ class Mqar(Task):
         weights_L = np.zeros(self.length, np.uint8)
         weights_L[at + 1] = 1
         return Document(ids_L, weights_L)
+
+
+@dataclass(frozen=True)
+class Rebind(Task):
+    """Recall of what was said last: pairs of a key and its value, keys again, and a new value for a key now and then.
+
+    As :class:`Mqar`, but that ``rebindings`` pairs more, of a key that was given already and of another value, stand at
+    random places between the queries, whose answer is the latest value. A state that adds all it is given returns a
+    mixture of the values of a key; the delta rule takes the old one away. ``pairs`` are keys; rebindings have no
+    weight.
+    """
+
+    length: int = 128
+    pairs: int = 8
+    rebindings: int = 8
+    queries: int = 0
+    """0: three for each pair."""
+    vocabulary: int = 64
+    documents: int = 50_000
+    val_documents: int = 1_000
+    seed: int = 0
+
+    def check(self) -> None:
+        self.check_least(length=1, pairs=1, rebindings=1, queries=0, vocabulary=4, documents=1, val_documents=1, seed=0)
+        _check_pairs(self, self.pairs + self.rebindings)
+
+    def document(self, random: np.random.Generator) -> Document:
+        half, queries, P = self.vocabulary // 2, self.queries or 3 * self.pairs, self.pairs
+        keys, values = np.array(SYMBOLS[:half]), np.array(SYMBOLS[half : self.vocabulary])
+        key_of, value_of = random.permutation(half)[:P], random.integers(0, half, P)
+        ids_L, weights_L = np.full(self.length, FILLER), np.zeros(self.length, np.uint8)
+        ids_L[0 : 2 * P : 2], ids_L[1 : 2 * P : 2] = keys[key_of], values[value_of]
+        # Queries and rebindings are two tokens and a filler is one: a random order of all, and where each begins.
+        twos = queries + self.rebindings
+        items = self.length - 2 * P - twos
+        at = 2 * P + np.sort(random.permutation(items)[:twos]) + np.arange(twos)
+        rebinds = np.zeros(twos, bool)
+        rebinds[random.permutation(twos)[: self.rebindings]] = True
+        for place, again in zip(at, rebinds, strict=True):
+            pair = random.integers(P)
+            if again:
+                value_of[pair] = (value_of[pair] + random.integers(1, half)) % half
+            ids_L[place], ids_L[place + 1] = keys[key_of[pair]], values[value_of[pair]]
+            weights_L[place + 1] = not again
+        return Document(ids_L, weights_L)
+
+
+def _check_pairs(task: "Mqar | Rebind", bindings: int) -> None:
+    """Raises :class:`ConfigError` where a document has no room for ``bindings`` and queries, or too few symbols."""
+    name, queries = f"data.source: {task.name()}", task.queries or 3 * task.pairs
+    if task.vocabulary % 2 or task.vocabulary > len(SYMBOLS):
+        raise ConfigError(f"{name}:vocabulary is {task.vocabulary}; expected an even number of at most {len(SYMBOLS)}")
+    if task.pairs > task.vocabulary // 2:
+        raise ConfigError(f"{name}:pairs is {task.pairs}; expected at most half the vocabulary, {task.vocabulary // 2}")
+    if task.length < 2 * (bindings + queries):
+        raise ConfigError(f"{name}:length is {task.length}; expected at least {2 * (bindings + queries)} for "
+                          f"{bindings} pairs and {queries} queries")
 
 
 TASKS = {task.name(): task for task in Task.__subclasses__()}

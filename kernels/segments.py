@@ -37,3 +37,8 @@ def positions_of(segment_ids_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
 def visible(query_runs: Int[Array, "*b T"], key_runs: Int[Array, "*b S"]) -> Bool[Array, "*b T S"]:
     """Which keys a query may see as far as segments go."""
     return (query_runs[..., :, None] == key_runs[..., None, :]) & (key_runs[..., None, :] >= 0)
+
+
+def segment_of_new(tokens: int, lengths_B: Int[Array, " B"]) -> Int[Array, "B T"]:
+    """Segment ids of new tokens of which the first ``lengths_B`` of each row count: one segment, then padding."""
+    return jnp.where(jnp.arange(tokens)[None] < lengths_B[:, None], 0, -1).astype(jnp.int32)

@@ -16,6 +16,7 @@ from kernels.projection import project_each
 from models import attention as attentions
 from models.attention.self_attention import Linear
 from models.parameters import declare
+from support.errors import ConfigError
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -101,6 +102,26 @@ class Block(nnx.Module):
 def layer_modes(config: ModelConfig | EncoderConfig) -> Sequence[str]:
     """The attention mode of each layer: the pattern repeated to the depth."""
     return [config.attention[i % len(config.attention)] for i in range(config.layers)]
+
+
+def head_width(config: ModelConfig | EncoderConfig) -> int:
+    """D: what the config says, or the share of a head in E."""
+    return config.head_width or config.width // config.heads
+
+
+def check_heads(config: ModelConfig | EncoderConfig) -> None:
+    """Checks what heads and their width have to be.
+
+    Raises:
+        ConfigError: they do not go together with the width or with rotary positions.
+    """
+    if config.head_width is None and config.width % config.heads:
+        raise ConfigError(f"model.heads is {config.heads}, which does not divide model.width, {config.width}; give "
+                          "model.head_width")
+    if config.head_width is not None and config.head_width < 1:
+        raise ConfigError(f"model.head_width is {config.head_width}; expected at least 1")
+    if config.positions == "rotary" and head_width(config) % 2:
+        raise ConfigError(f"model.positions rotary turns pairs: the head width, {head_width(config)}, has to be even")
 
 
 def linears(model: nnx.Module) -> Iterator[Linear]:

@@ -17,7 +17,7 @@ from configs.schema import EncoderConfig
 from kernels.mixed_precision import wide
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE, Linear, angles
-from models.block import Block, LayerNorm, compute_dtype, layer_modes, linears
+from models.block import Block, LayerNorm, check_heads, compute_dtype, head_width, layer_modes, linears
 from models.parameters import declare
 from support.errors import ConfigError
 
@@ -161,11 +161,6 @@ class Classifier(nnx.Module):
         return self.head_output(wide(hidden_BF))[:, 0]
 
 
-def head_width(config: EncoderConfig) -> int:
-    """D: what the config says, or the share of a head in E."""
-    return config.head_width or config.width // config.heads
-
-
 def resolve_config(config: EncoderConfig) -> EncoderConfig:
     """``config`` with its dtype and the options of its modes resolved, checked; a resolved one comes back unchanged.
 
@@ -175,13 +170,7 @@ def resolve_config(config: EncoderConfig) -> EncoderConfig:
     for name in ("layers", "heads", "width", "mlp_width", "context", "classes"):
         if getattr(config, name) < 1:
             raise ConfigError(f"model.{name} is {getattr(config, name)}; expected at least 1")
-    if config.head_width is None and config.width % config.heads:
-        raise ConfigError(f"model.heads is {config.heads}, which does not divide model.width, {config.width}; give "
-                          "model.head_width")
-    if config.head_width is not None and config.head_width < 1:
-        raise ConfigError(f"model.head_width is {config.head_width}; expected at least 1")
-    if config.positions == "rotary" and head_width(config) % 2:
-        raise ConfigError(f"model.positions rotary turns pairs: the head width, {head_width(config)}, has to be even")
+    check_heads(config)
     if config.positions == "sinusoidal" and config.width % 2:
         raise ConfigError(f"model.positions sinusoidal come in pairs: model.width, {config.width}, has to be even")
     if not 0 <= config.dropout < 1:
@@ -192,6 +181,9 @@ def resolve_config(config: EncoderConfig) -> EncoderConfig:
     layers = [attentions.abstract(mode, options, head_width=head_width(config), width=config.width,
                                   max_length=config.context) for mode, options in config.modes.items()]
     for layer in layers:
+        if layer.parts.short_conv:
+            raise ConfigError(f"model.modes.{layer.name}.short_conv is {layer.parts.short_conv}: it sees the past "
+                              "only, an encoder the whole sequence; expected 0")
         if not layer.bidirectional:
             raise ConfigError(f"--attention {layer.name}: with these options it sees the past only, and cannot be an "
                               "encoder; leave out form, kernel and chunk_size")

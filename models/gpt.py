@@ -13,7 +13,7 @@ from kernels.projection import unembed
 from kernels.segments import positions_of
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE
-from models.block import Block, LayerNorm, compute_dtype, layer_modes, linears
+from models.block import Block, LayerNorm, check_heads, compute_dtype, head_width, layer_modes, linears
 from models.parameters import declare
 from support.errors import ConfigError
 
@@ -47,7 +47,7 @@ class GPT(nnx.Module):
             if config.positions == "learned" else None)
         self.blocks = nnx.List([
             Block(mode, config.modes[mode], width=config.width, heads=config.heads,
-                  head_width=config.width // config.heads, mlp_width=4 * config.width, max_length=config.context,
+                  head_width=head_width(config), mlp_width=4 * config.width, max_length=config.context,
                   dtype=config.dtype, rngs=rngs)
             for mode in layer_modes(config)])
         self.final_norm = LayerNorm(config.width, config.dtype, rngs=rngs)
@@ -122,7 +122,7 @@ class GPT(nnx.Module):
             NotImplementedError: a layer's attention mode has no cached decode; the message names it.
         """
         dtype = jnp.dtype(self.config.dtype)
-        layers = tuple(block.attention.init_cache(batch, max_length, dtype) for block in self.blocks)
+        layers = tuple(block.attention.layer_cache(batch, max_length, dtype) for block in self.blocks)
         return Cache(jnp.zeros(batch, jnp.int32), layers)
 
     @property
@@ -141,14 +141,14 @@ def resolve_config(config: ModelConfig) -> ModelConfig:
             raise ConfigError(f"model.{name} is {getattr(config, name)}; expected at least 1")
     if not 0 < config.initial_scale < math.inf:
         raise ConfigError(f"model.initial_scale is {config.initial_scale}; expected a number above 0")
-    if config.width % config.heads:
-        raise ConfigError(f"model.heads is {config.heads}, which does not divide model.width, {config.width}")
-    if config.positions == "rotary" and config.width // config.heads % 2:
-        raise ConfigError(f"model.positions rotary turns pairs: the head width, {config.width // config.heads}, "
-                          "has to be even")
+    check_heads(config)
     config = attentions.resolve(dataclasses.replace(config, dtype=compute_dtype(config.dtype)))
     for mode, options in config.modes.items():
-        if not attentions.abstract(mode, options, head_width=config.width // config.heads, width=config.width,
-                                   max_length=config.context).causal:
+        layer = attentions.abstract(mode, options, head_width=head_width(config), width=config.width,
+                                    max_length=config.context)
+        if not layer.causal:
             raise ConfigError(f"--attention {mode}: it sees the whole sequence and cannot be a language model")
+        if (tokens := layer.parts.short_conv) > config.context:
+            raise ConfigError(f"model.modes.{mode}.short_conv is {tokens}; expected at most model.context, "
+                              f"{config.context}")
     return config

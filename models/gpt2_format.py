@@ -4,6 +4,7 @@ Names, shapes and sizes are translated to those of :class:`models.gpt.GPT` and b
 bit. Only safetensors files are read: nothing pickled.
 """
 
+import dataclasses
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from flax import nnx
 
 from configs.schema import ModelConfig
 from models import gpt
-from models.block import layer_modes
+from models.block import head_width, layer_modes
 from models.gpt import GPT
 from support.errors import ConfigError, WeightsError
 from support.files import read_json, write_json
@@ -197,6 +198,15 @@ def _tensors_of(model: GPT, source: str, dtypes: dict[str, str]) -> dict[str, np
     others = sorted(set(layer_modes(config)) - {"softmax"})
     if others:
         raise ConfigError(f"{source}: model.attention has {', '.join(others)}; GPT-2's format can say softmax only")
+    if head_width(config) * config.heads != config.width:
+        raise ConfigError(f"{source}: model.head_width is {config.head_width}; GPT-2's format can say width / heads "
+                          f"only, {config.width} / {config.heads}")
+    options = config.modes["softmax"]
+    for option in dataclasses.fields(options):
+        if (value := getattr(options, option.name)) != option.default \
+                and option.name not in model.blocks[0].attention.implementation_fields:
+            raise ConfigError(f"{source}: {options.flag(option.name)} is {value}; GPT-2's format can say "
+                              f"{option.default} only")
     if config.positions != "learned":
         raise ConfigError(f"{source}: model.positions is {config.positions}; GPT-2's format can say learned only")
     ours = {_name(path): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.block import layer_modes
+from models.block import head_width, layer_modes
 from models.gpt import GPT
 from sampling.sampler import Memory
 from support.errors import StateError
@@ -80,15 +80,13 @@ def load(path: Path, model: GPT) -> Memory:
     if about.pop("sha256", None) != _checksum(tensors, about):
         raise StateError(f"{path}: damaged, it does not have the checksum it was written with; make it again")
     theirs, ours = about["model"], fingerprint(model)
-    # An option that only one of them has came with another version, in which the other's is the default.
-    differing = [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)
-                 and ((name in theirs and name in ours) or not name.startswith("model.modes."))]
-    if differing:
-        # What only one of them has follows from another difference, as the parameters do.
-        shared = [f"{name} is {ours[name]} here and {value} there" for name, value in theirs.items()
-                  if name in differing and name in ours and name != PARAMETERS]
+    # What only one of them has follows from another difference, or came with another version, where the other's is the
+    # default.
+    differing = [f"{name} is {ours[name]} here and {value} there" for name, value in theirs.items()
+                 if name != PARAMETERS and ours.get(name, value) != value]
+    if differing or theirs.get(PARAMETERS) != ours[PARAMETERS]:
         raise StateError(f"{path}: the state of another model, {about['origin']}: "
-                         + ("; ".join(shared) or f"the same sizes, but other {' and '.join(sorted(differing))}"))
+                         + ("; ".join(differing) or f"the same sizes, but other {PARAMETERS}"))
     empty = jax.eval_shape(lambda: Memory(jnp.zeros(0), model.init_cache(1, 1), jnp.zeros(0)))
     return jax.tree.map_with_path(lambda path, _: tensors[_name(path)], empty)
 
@@ -97,6 +95,10 @@ def fingerprint(model: GPT) -> dict[str, str]:
     """What has to agree for a state of one model to be one of another, by name."""
     config = model.config
     found = {f"model.{name}": str(getattr(config, name)) for name in ("layers", "heads", "width", "positions")}
+    if head_width(config) * config.heads == config.width:
+        found["model.head_width"] = "width / heads"
+    else:
+        found["model.head_width"] = str(config.head_width)
     found["the vocabulary"] = f"{model.vocab_size} tokens"
     if config.positions == "learned":
         found["model.context"] = str(config.context)

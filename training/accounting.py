@@ -106,7 +106,7 @@ def _attention(mode: str, options: str, heads: int, head_width: int, width: int,
     layer = nnx.eval_shape(lambda: module.Attention(
         module.Config(**json.loads(options)), heads=heads, head_width=head_width, width=width, max_length=context,
         rngs=nnx.Rngs(0)))
-    return layer.flops(context, context, causal=causal) / context, layer.own_parameters
+    return layer.layer_flops(context, context, causal=causal) / context, layer.own_parameters
 
 
 PARTS = {

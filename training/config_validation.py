@@ -8,6 +8,7 @@ from configs.schema import Config, LraConfig, OptimizerConfig, TrainConfig
 from kernels import device
 from models import attention as attentions
 from models import encoder, gpt
+from models.attention.layer_options import LayerOptions
 from support.command import note
 from support.errors import ConfigError
 
@@ -99,6 +100,8 @@ def _with_fitting_modes(model: Any) -> Any:
     modes = {}
     for name, options in model.modes.items():
         layer = attentions.load(name).Attention
+        if isinstance(options, LayerOptions):
+            options = options.resolved()
         for field in layer.implementation_fields:
             if str(getattr(options, field)).startswith("pallas_gpu") and device.platform() != "gpu":
                 note(f"model.modes.{name}.{field} {getattr(options, field)} is interpreted on a {device.platform()}: "

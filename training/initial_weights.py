@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from configs.schema import Config
+from models.block import head_width
 from models.gpt import GPT
 from support.errors import ConfigError
 from training.checkpoint import Checkpoints
@@ -54,6 +55,7 @@ def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | 
     differing = [f"{name} is {a} there and {b} here" for name, a, b in (
         *((f"model.{name}", getattr(theirs, name), getattr(ours, name)) for name in (
             "layers", "heads", "width", "positions")),
+        ("model.head_width", head_width(theirs), head_width(ours)),
         ("data.tokenizer", source.config.data.tokenizer, tokenizer)) if a != b]
 
     def refuse(problem: str) -> ConfigError:

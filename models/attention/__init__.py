@@ -14,6 +14,7 @@ from typing import Any
 from flax import nnx
 
 from configs.schema import EncoderConfig, ModelConfig
+from models.attention.layer_options import LayerOptions
 from support.errors import ConfigError
 
 
@@ -87,7 +88,8 @@ def _mode_config(name: str, options: Any) -> Any:
     config = load(name).Config
     if isinstance(options, config):
         return options
-    known = [field.name for field in dataclasses.fields(config)]
+    shared = {field.name for field in dataclasses.fields(LayerOptions)}
+    known = sorted((field.name for field in dataclasses.fields(config)), key=lambda name: name in shared)
     for option in options:
         if option not in known:
             raise ConfigError(f"model.modes.{name}.{option}: no such option; {name} has {', '.join(known) or 'none'}")

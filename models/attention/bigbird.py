@@ -22,8 +22,8 @@ from jax import Array, lax
 
 from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of
 from models.attention.key_value_cache import KeyValueCache
+from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention
-from support.errors import ConfigError
 
 PARTS = 8
 """Queries are taken in so many parts, so that the keys laid out for them, which are J times those that there are, are
@@ -33,7 +33,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LayerOptions):
     """Options of BigBird."""
 
     block_size: int = 64
@@ -42,9 +42,9 @@ class Config:
     """Random blocks that a block sees, in every head others; fewer where there are not so many."""
 
     def __post_init__(self) -> None:
-        for option, least in (("block_size", 1), ("random_blocks", 0)):
-            if getattr(self, option) < least:
-                raise ConfigError(f"model.modes.bigbird.{option} is {getattr(self, option)}; expected at least {least}")
+        super().__post_init__()
+        self.check_least("block_size", 1)
+        self.check_least("random_blocks", 0)
 
 
 class Attention(SelfAttention):

@@ -1,7 +1,8 @@
 """Feature maps φ of linear attention, whose weights are φ(q)·φ(k).
 
-``elu``, ``relu``, ``softplus``, ``exp`` and ``performer_relu`` work on each number alone, and are at least 0. The rest
-approximate the weight of softmax attention, exp(q·k / √D), which is exp(q̂·k̂) of q̂ = q D^(−1/4) and k̂ = k D^(−1/4):
+``elu``, ``relu``, ``softplus``, ``exp`` and ``performer_relu`` work on each number alone, and are at least 0.
+``identity`` leaves queries and keys as they are. The rest approximate the weight of softmax attention, exp(q·k / √D),
+which is exp(q̂·k̂) of q̂ = q D^(−1/4) and k̂ = k D^(−1/4):
 
 - ``favor``: positive random features, exp(w·x̂ − |x̂|²/2) / √R for R random directions w. Choromanski et al., "Rethinking
   Attention with Performers", 2021 (FAVOR+).
@@ -36,9 +37,11 @@ from jaxtyping import Array, Float
 
 from kernels import cpu
 from kernels.mixed_precision import rounded, wide
+from models.attention.layer_options import LayerOptions, WeightSumOptions
 from support.errors import ConfigError
 
-FeatureMap = Literal["elu", "relu", "softplus", "exp", "performer_relu", "favor", "favor_trigonometric", "taylor"]
+FeatureMap = Literal["elu", "relu", "softplus", "exp", "identity", "performer_relu", "favor", "favor_trigonometric",
+                     "taylor"]
 
 _LEAST = 1e-3
 
@@ -57,6 +60,8 @@ ELEMENTWISE: dict[FeatureMap, _Elementwise] = {
     # Buckman and Gelada, "Linear Transformers Are Faster", 2024
     "softplus": _Elementwise(jax.nn.softplus, lambda y: -jnp.expm1(-wide(y))),
     "exp": _Elementwise(jnp.exp, lambda y: y),
+    # weights of either sign, for a norm of the output instead of the division by their sum
+    "identity": _Elementwise(lambda x: x, jnp.ones_like),
     # what Long Range Arena's released Performer computes
     "performer_relu": _Elementwise(lambda x: jax.nn.relu(x) + _LEAST, lambda y: y > jnp.asarray(_LEAST, y.dtype)),
 }
@@ -69,7 +74,7 @@ QUERY_EXPONENT, KEY_EXPONENT = 50.0, 20.0
 
 
 @dataclass(frozen=True)
-class RandomFeatures:
+class RandomFeatures(LayerOptions):
     """Options of the random feature maps."""
 
     features: int = 256
@@ -80,36 +85,27 @@ class RandomFeatures:
     """Training steps between draws of random directions; 0: never drawn again. Evaluation and sampling use the last."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.check_least("features", 1)
         self.check_least("resample_every", 0)
 
-    def check_least(self, option: str, least: int) -> None:
-        """Refuse a number below ``least``; None stands for a choice made elsewhere."""
-        value = getattr(self, option)
-        if value is not None and value < least:
-            raise ConfigError(f"{self.flag(option)} is {value}; expected at least {least}")
-
-    def flag(self, option: str) -> str:
-        """How an option is called in messages."""
-        return f"model.modes.{type(self).__module__.rpartition('.')[2]}.{option}"
-
 
 @dataclass(frozen=True)
-class FeatureOptions(RandomFeatures):
+class FeatureOptions(RandomFeatures, WeightSumOptions):
     """Which feature map, and what is done with its weights."""
 
     feature_map: FeatureMap = "elu"
     """φ, applied to queries and keys."""
-    normalize: bool = True
-    """Divide by the sum of weights."""
     order: Literal[1, 2] = 2
     """Of taylor: the highest power of its sum."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.feature_map == "taylor" and self.order == 1 and self.normalize:
+        if self.feature_map == "taylor" and self.order == 1 and self.normalizes:
             raise ConfigError(f"{self.flag('normalize')}: the weights of taylor of order 1 can be negative; expected "
                               f"False, or {self.flag('order')} 2")
+        if self.feature_map == "identity" and self.normalizes:
+            raise ConfigError(f"{self.flag('normalize')}: the weights of identity can be negative; expected False")
 
 
 def feature_width(options: FeatureOptions, head_width: int) -> int:
@@ -149,6 +145,8 @@ def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], direction
         directions_RD: w, of the random maps.
         query: of queries to be normalised, each one's features have a factor that the normalisation takes away.
     """
+    if options.feature_map == "identity":
+        return x_BTHD
     if options.feature_map in ELEMENTWISE:
         return _elementwise(options.feature_map, x_BTHD)
     x = wide(x_BTHD)
@@ -157,7 +155,7 @@ def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], direction
     else:
         assert directions_RD is not None
         y_BTHM = _favor(x, directions_RD.astype(x.dtype), positive=options.feature_map == "favor",
-                        scaled=query and options.normalize)
+                        scaled=query and options.normalizes)
     return y_BTHM if options.feature_map in SIGNED else y_BTHM.astype(x_BTHD.dtype)
 
 

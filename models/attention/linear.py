@@ -13,6 +13,7 @@ from flax import nnx
 from jax import Array
 
 from kernels.linear_attention import State, extend_state, linear_attention
+from kernels.segments import segment_of_new
 from models.attention.feature_maps import (
     RANDOM,
     FeatureOptions,
@@ -79,6 +80,10 @@ class Attention(SelfAttention):
         """C, where the form has chunks."""
         return None
 
+    def log_decay(self, x_BTE: Array) -> Array | None:
+        """What the layer's input says of the decay, log_decay_BTH, float32; None: there is none."""
+        return None
+
     def packs(self, causal: bool) -> bool:
         """With a mask only. Without one all tokens share one state, from which padding alone is kept out."""
         return causal
@@ -89,8 +94,9 @@ class Attention(SelfAttention):
             q_BTHM, k_BTHM = self._features(q_BTHD, k_BTHD)
             if not causal and segment_ids_BT is not None:
                 k_BTHM = jnp.where((segment_ids_BT >= 0)[..., None, None], k_BTHM, 0)
-            return linear_attention(q_BTHM, k_BTHM, v_BTHD, causal=causal, normalize=self.config.normalize,
+            return linear_attention(q_BTHM, k_BTHM, v_BTHD, causal=causal, normalize=self.config.normalizes,
                                     segment_ids_BT=segment_ids_BT if causal else None, chunk_size=self.chunk_size,
+                                    log_decay_BTH=self.log_decay(x_BTE),
                                     implementation=self.form if causal else self.unmasked_form)[0]
 
         # Without a mask it is so little work that the backward pass does it again rather than keep the features.
@@ -102,11 +108,10 @@ class Attention(SelfAttention):
 
     def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: State, *, x_BTE: Array,
                lengths_B: Array | None = None) -> tuple[Array, State]:
-        segment_ids_BT = None
-        if lengths_B is not None:
-            segment_ids_BT = jnp.where(jnp.arange(q_BTHD.shape[1])[None, :] < lengths_B[:, None], 0, -1)
+        segment_ids_BT = None if lengths_B is None else segment_of_new(q_BTHD.shape[1], lengths_B)
         return extend_state(q_BTHD, k_BTHD, v_BTHD, cache, features=self._features, feature=elementwise(self.config),
-                            normalize=self.config.normalize, segment_ids_BT=segment_ids_BT)
+                            normalize=self.config.normalizes, segment_ids_BT=segment_ids_BT,
+                            log_decay_BTH=self.log_decay(x_BTE))
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         M, D = self.feature_width, self.head_width

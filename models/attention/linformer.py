@@ -12,12 +12,14 @@ rank of its configs on; here padding enters no sum.
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from kernels.grouped_attention import blocks_of, grouped_attention, tokens_of
+from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention
 from models.parameters import declare
 from support.errors import ConfigError
@@ -27,15 +29,17 @@ QUERY_BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LayerOptions):
     """Options of the Linformer."""
 
     k: int | None = None
     """Learned sums that stand for the keys and values of a sequence; None: 256, or a quarter of a shorter one."""
 
+    MEANINGLESS = MappingProxyType({"short_conv": "linformer sees the whole sequence"})
+
     def __post_init__(self) -> None:
-        if self.k is not None and self.k < 1:
-            raise ConfigError(f"model.modes.linformer.k is {self.k}; expected at least 1")
+        super().__post_init__()
+        self.check_least("k", 1)
 
 
 class Attention(SelfAttention):

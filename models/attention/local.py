@@ -12,21 +12,21 @@ from jax import Array, lax
 
 from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of, with_neighbours
 from kernels.segments import runs_of, visible
+from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention
 from models.attention.window_cache import WindowCache
-from support.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LayerOptions):
     """Options of local attention."""
 
     block_size: int = 64
     """Tokens in a block, which see each other and nothing else."""
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ConfigError(f"model.modes.local.block_size is {self.block_size}; expected at least 1")
+        super().__post_init__()
+        self.check_least("block_size", 1)
 
 
 class Attention(SelfAttention):

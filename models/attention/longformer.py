@@ -27,16 +27,16 @@ from jaxtyping import Array
 from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of, with_neighbours
 from kernels.segments import runs_of, visible
 from models.attention.key_value_cache import KeyValueCache
+from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import Linear, SelfAttention, rotate
 from models.attention.window_cache import WindowCache
-from support.errors import ConfigError
 
 type Tags = tuple[Array, Array]
 """Places in the row, and numbers of the segments, the latter below 0 where there is nothing to see."""
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LayerOptions):
     """Options of the Longformer."""
 
     window: int = 512
@@ -45,9 +45,9 @@ class Config:
     """How many tokens, the first of a sequence, see everything and are seen by everybody."""
 
     def __post_init__(self) -> None:
-        for option, least in (("window", 1), ("global_tokens", 0)):
-            if (value := getattr(self, option)) < least:
-                raise ConfigError(f"model.modes.longformer.{option} is {value}; expected at least {least}")
+        super().__post_init__()
+        self.check_least("window", 1)
+        self.check_least("global_tokens", 0)
 
 
 class Cache(NamedTuple):

@@ -5,6 +5,7 @@ Unlike the released code it takes no maximum over keys, so that it decodes exact
 its random directions from seed and step, not from the data.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +34,5 @@ class Attention(chunked.Attention):
     implementation_fields = ("chunk_size",)
 
     def __init__(self, config: Config, **sizes: Any):
-        super().__init__(chunked.Config(
-            feature_map=config.phi, features=config.features, orthogonal=config.orthogonal,
-            resample_every=config.resample_every, chunk_size=config.chunk_size), **sizes)
+        shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(RandomFeatures)}
+        super().__init__(chunked.Config(feature_map=config.phi, chunk_size=config.chunk_size, **shared), **sizes)

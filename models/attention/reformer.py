@@ -23,6 +23,7 @@ the token itself.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +34,7 @@ from jax import Array, lax
 from kernels.grouped_attention import Part, combine, grouped_attention, with_neighbours
 from kernels.segments import HIDDEN, runs_of
 from models.attention.key_value_cache import KeyValueCache
+from models.attention.layer_options import LayerOptions
 from models.attention.random_projection import RandomProjection
 from models.attention.self_attention import Linear, SelfAttention, rotate
 from support.errors import ConfigError
@@ -43,7 +45,7 @@ _NOWHERE = -2  # a place that no token's is next to
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LayerOptions):
     """Options of the Reformer."""
 
     rounds: int = 2
@@ -56,10 +58,13 @@ class Config:
     resample_every: int = 1
     """Training steps between draws of rotations; 0: never drawn again. Evaluation and sampling use the last."""
 
+    MEANINGLESS = MappingProxyType(dict.fromkeys(
+        ("short_conv", "qk_activation", "qk_norm"), "reformer makes keys, of one length, of queries"))
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         for option, least in (("rounds", 1), ("chunk_size", 1), ("resample_every", 0)):
-            if (value := getattr(self, option)) < least:
-                raise ConfigError(f"model.modes.reformer.{option} is {value}; expected at least {least}")
+            self.check_least(option, least)
         n = self.buckets
         if n is not None and (n < 2 or n % 2 or (n > UNFACTORED and n & (n - 1))):
             raise ConfigError(f"model.modes.reformer.buckets is {n}; expected an even number up to {UNFACTORED}, or a "

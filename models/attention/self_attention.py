@@ -1,8 +1,9 @@
-"""What every attention mode shares: the q, k, v and output projections, heads, and rotary positions."""
+"""What every attention mode shares: the projections, heads, rotary positions, and the parts of ``LayerOptions``."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,19 @@ from jaxtyping import Array, Float, Int
 
 from kernels import cpu
 from kernels.layer_norm import Norm
+from kernels.mixed_precision import wide
 from kernels.projection import project, project_each
+from kernels.short_convolution import short_convolution
+from models.attention.layer_options import layer_options
 from models.parameters import Axis, declare, own_parameters
 
 INITIAL_SCALE = 0.02
 """Standard deviation of GPT-2's initial weights; the model scales them to its ``initial_scale``."""
 
 DecodeState = Literal["none", "constant", "window", "growing"]
+
+EPSILON = 1e-6
+"""Added to mean or sum of squares where a vector is divided by its size."""
 
 
 class Linear(nnx.Linear):
@@ -41,6 +48,15 @@ class Linear(nnx.Linear):
         """Weight and bias."""
         assert self.bias is not None
         return self.kernel[...], self.bias[...]
+
+
+class LayerCache(NamedTuple):
+    """What a layer with a short convolution keeps."""
+
+    mode: Any
+    """The mode's own cache."""
+    inputs_BPF: tuple[Array, ...]
+    """Of each projection the last P = K − 1 tokens that count, before the convolution."""
 
 
 class SelfAttention(nnx.Module):
@@ -65,6 +81,8 @@ class SelfAttention(nnx.Module):
     """How what decoding keeps grows with the tokens seen; none: the mode has no cached decode."""
     prefix_exact: bool = True
     """An output never depends on later tokens, not even through bucketing."""
+    rotary: bool = True
+    """It turns queries and keys by their positions, where the model's positions are rotary."""
     block_diagonal: bool = False
     """It cuts a sequence into parts that never see each other, in however many layers."""
     length_fields: tuple[str, ...] = ()
@@ -88,6 +106,18 @@ class SelfAttention(nnx.Module):
         self.query, self.key, self.value = (
             Linear(width, heads * head_width, axes=("width", "heads"), shared=True, rngs=rngs) for _ in range(3))
         self.output = Linear(heads * head_width, width, axes=("heads", "width"), shared=True, rngs=rngs)
+        parts = self.parts = layer_options(config)
+        if parts.short_conv:
+            # As the identity: the last tap is the token's own.
+            first_KF = jnp.zeros((parts.short_conv, heads * head_width)).at[-1].set(1)
+            self.query_taps_KF, self.key_taps_KF, self.value_taps_KF = (
+                nnx.Param(first_KF + 0, **declare(None, "heads", decays=False)) for _ in range(3))
+        if parts.output_norm != "none":
+            self.output_scale_HD = nnx.Param(jnp.ones((heads, head_width)), **declare("heads", None, decays=False))
+        if parts.output_gate != "none":
+            self.gate = Linear(width, heads * head_width, axes=("width", "heads"), rngs=rngs)
+            if parts.output_gate == "sigmoid":
+                self.gate.kernel[...] = jnp.zeros_like(self.gate.kernel[...])
 
     def packs(self, causal: bool) -> bool:
         """Whether segments can stand side by side in a row; where not, a row is one segment, and padding after it."""
@@ -136,8 +166,13 @@ class SelfAttention(nnx.Module):
 
     def queries_keys_values(self, projected: Sequence[Array], *, x_BTE: Array,
                             positions_BT: Array | None) -> tuple[Array, Array, Array]:
-        """q_BTHD, k_BTHD and v_BTHD, rotated where positions are given, of the :attr:`projections` of x."""
+        """q_BTHD, k_BTHD and v_BTHD of the :attr:`projections` of x, after activation and norm, and rotated where
+        positions are given."""
         q_BTHD, k_BTHD, v_BTHD = map(self.split_heads, projected)
+        activation, norm = self.parts.qk_activation, self.parts.qk_norm
+        if (activation, norm) != ("none", "none"):
+            q_BTHD, k_BTHD = (_activated(x, activation, norm) for x in (q_BTHD, k_BTHD))
+            v_BTHD = _activated(v_BTHD, activation, "none")
         if positions_BT is not None:
             q_BTHD, k_BTHD = rotate(q_BTHD, positions_BT), rotate(k_BTHD, positions_BT)
         return q_BTHD, k_BTHD, v_BTHD
@@ -157,6 +192,27 @@ class SelfAttention(nnx.Module):
         """How many the mode has beside the projections that all share: :meth:`flops` counts what is done with them."""
         return own_parameters(self)
 
+    def layer_cache(self, batch: int, max_length: int, dtype: Any) -> Any:
+        """What :meth:`forward` keeps, before the first token: the mode's cache and, where there is a short convolution,
+        what that needs."""
+        cache, K = self.init_cache(batch, max_length, dtype), self.parts.short_conv
+        if not K:
+            return cache
+        width = self.heads * self.head_width
+        return LayerCache(cache, tuple(jnp.zeros((batch, K - 1, width), dtype) for _ in self.projections))
+
+    def layer_flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
+        """:meth:`flops`, and those of the convolution and the output gate."""
+        width, parts = self.heads * self.head_width, self.parts
+        gate = 2 * self.width * width if parts.output_gate != "none" else 0
+        return (self.flops(tokens, context, causal=causal)
+                + tokens * (gate + 2 * parts.short_conv * len(self.projections) * width))
+
+    def layer_state_bytes(self, context: int) -> int:
+        """:meth:`state_bytes`, and those of what the convolution keeps."""
+        kept = max(0, self.parts.short_conv - 1) * len(self.projections)
+        return self.state_bytes(context) + 4 * kept * self.heads * self.head_width
+
     @property
     def name(self) -> str:
         """The mode's name: that of its file."""
@@ -172,7 +228,7 @@ class SelfAttention(nnx.Module):
 
         Args:
             x_BTE: the tokens.
-            cache: as :meth:`init_cache` or an earlier call returned it; None: there is no past.
+            cache: as :meth:`layer_cache` or an earlier call returned it; None: there is no past.
             norm: LayerNorm of x; None: none.
             onto_BTE: what the result is added to; None: nothing.
             causal: a token sees no later one. With a cache it never does.
@@ -192,15 +248,45 @@ class SelfAttention(nnx.Module):
                                          "sees the past only and cannot look in both directions"))
         if segment_ids_BT is not None and not self.packs(causal):
             self._check_segments(segment_ids_BT)
-        x_BTE, projected = project_each(x_BTE, [linear.parameters for linear in self.projections], norm=norm)
+        if not self.rotary:
+            positions_BT = None
+        if self.parts.short_conv and not causal:
+            raise NotImplementedError(f"attention mode {self.name!r} with a short convolution sees the past only")
+        gates = [self.gate] if self.parts.output_gate != "none" else []
+        x_BTE, projected = project_each(
+            x_BTE, [linear.parameters for linear in (*self.projections, *gates)], norm=norm)
+        gate_BTF = projected.pop() if gates else None
+        inputs_BPF: tuple[Array, ...] | None = None
+        if self.parts.short_conv:
+            past = cache.inputs_BPF if cache is not None else None
+            projected, inputs_BPF = self._convolve(projected, past, segment_ids_BT, lengths_B)
+            cache = None if cache is None else cache.mode
         q_BTHD, k_BTHD, v_BTHD = self.queries_keys_values(projected, x_BTE=x_BTE, positions_BT=positions_BT)
         y_BTHD, cache = self.attend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, causal=causal,
                                     positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
+        if inputs_BPF is not None:
+            cache = LayerCache(cache, inputs_BPF)
+        if (self.parts.output_norm, self.parts.output_gate) != ("none", "none"):
+            scale_HD = self.output_scale_HD[...] if self.parts.output_norm != "none" else None
+            y_BTHD = _gated(y_BTHD, scale_HD, None if gate_BTF is None else self.split_heads(gate_BTF),
+                            self.parts.output_gate)
         return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1), onto_BTE), cache
 
     def split_heads(self, x_BTF: Array) -> Array:
         """x_BTHD of what a projection gives."""
         return x_BTF.reshape(*x_BTF.shape[:2], self.heads, self.head_width)
+
+    def _convolve(self, projected: Sequence[Array], past: tuple[Array, ...] | None, segment_ids_BT: Array | None,
+                  lengths_B: Array | None) -> tuple[list[Array], tuple[Array, ...] | None]:
+        """The short convolution of each projection and, where there is a past, the last inputs of it that count."""
+        taps = [taps_KF[...] for taps_KF in (self.query_taps_KF, self.key_taps_KF, self.value_taps_KF)]
+        if past is None:
+            return [short_convolution(x_BTF, taps_KF, segment_ids_BT=segment_ids_BT)
+                    for x_BTF, taps_KF in zip(projected, taps, strict=True)], None
+        convolved = [short_convolution(x_BTF, taps_KF, before_BPF=before_BPF)
+                     for x_BTF, taps_KF, before_BPF in zip(projected, taps, past, strict=True)]
+        return convolved, tuple(_last(before_BPF, x_BTF, lengths_B)
+                                for before_BPF, x_BTF in zip(past, projected, strict=True))
 
     def _check_segments(self, segment_ids_BT: Array) -> None:
         """Raises where a row is not one segment and padding after it.
@@ -213,6 +299,41 @@ class SelfAttention(nnx.Module):
         if np.any((ids_BT[:, 1:] != ids_BT[:, :-1]) & (ids_BT[:, 1:] >= 0)):
             raise NotImplementedError(f"attention mode {self.name!r} cannot keep the segments of a row apart; expected "
                                       "one in each row, and padding after it")
+
+
+def _normed(x_BTHD: Array, norm: str) -> Array:
+    """Vectors divided by their length, ``l2``, or by their root mean square, ``rms``."""
+    square_BTH1 = jnp.sum(x_BTHD * x_BTHD, axis=-1, keepdims=True)
+    return x_BTHD * jax.lax.rsqrt(square_BTH1 / (x_BTHD.shape[-1] if norm == "rms" else 1) + EPSILON)
+
+
+# Elementwise, in float32 or better: the backward pass computes them again rather than keep what is between.
+@functools.partial(jax.checkpoint, static_argnums=(1, 2))
+def _activated(x_BTHD: Array, activation: str, norm: str) -> Array:
+    """Queries, keys or values as attention gets them."""
+    x = wide(x_BTHD)
+    x = jax.nn.silu(x) if activation == "silu" else x
+    return cpu.compute_once((x if norm == "none" else _normed(x, norm)).astype(x_BTHD.dtype))
+
+
+@functools.partial(jax.checkpoint, static_argnums=(3,))
+def _gated(y_BTHD: Array, scale_HD: Array | None, gate_BTHD: Array | None, kind: str) -> Array:
+    """What the heads come to, normed where there is a scale, times the gate where there is one."""
+    y = wide(y_BTHD)
+    y = y if scale_HD is None else _normed(y, "rms") * scale_HD[None, None]
+    if gate_BTHD is not None:
+        gate = wide(gate_BTHD)
+        y *= 2 * jax.nn.sigmoid(gate) if kind == "sigmoid" else jax.nn.silu(gate)
+    return cpu.compute_once(y.astype(y_BTHD.dtype))
+
+
+def _last(before_BPF: Array, x_BTF: Array, lengths_B: Array | None) -> Array:
+    """The last P tokens, of which the first ``lengths_B`` of x count."""
+    P = before_BPF.shape[1]
+    both_BSF = jnp.concatenate([before_BPF, x_BTF.astype(before_BPF.dtype)], axis=1)
+    if lengths_B is None:
+        return both_BSF[:, x_BTF.shape[1]:]
+    return jax.vmap(lambda x_SF, start: jax.lax.dynamic_slice_in_dim(x_SF, start, P))(both_BSF, lengths_B)
 
 
 def rotate(x_BTHD: Float[Array, "B T H D"], positions_BT: Int[Array, "B T"]) -> Float[Array, "B T H D"]:

@@ -21,6 +21,7 @@ every block gets the sum of all blocks; its blocks, besides, are made of every n
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from jaxtyping import Array, Bool, Float
 
 from kernels.grouped_attention import blocks_of, tag_blocks_of, tokens_of
 from kernels.segments import HIDDEN
+from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import Linear, SelfAttention
 from support.errors import ConfigError
 
@@ -38,7 +40,7 @@ LEAST_WEIGHT = 1e-6
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LayerOptions):
     """Options of Sinkhorn attention."""
 
     block_size: int = 64
@@ -48,10 +50,12 @@ class Config:
     temperature: float = 0.75
     """τ, which divides the scores of the sort: the lower, the closer to a permutation."""
 
+    MEANINGLESS = MappingProxyType({"short_conv": "sinkhorn sees the whole sequence"})
+
     def __post_init__(self) -> None:
-        for option in ("block_size", "iterations"):
-            if getattr(self, option) < 1:
-                raise ConfigError(f"model.modes.sinkhorn.{option} is {getattr(self, option)}; expected at least 1")
+        super().__post_init__()
+        self.check_least("block_size", 1)
+        self.check_least("iterations", 1)
         if not 0 < self.temperature < math.inf:
             raise ConfigError(f"model.modes.sinkhorn.temperature is {self.temperature}; expected a number above 0")
 

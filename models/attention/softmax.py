@@ -10,11 +10,12 @@ from jax import Array
 
 from kernels.softmax_attention import CACHE_BLOCK, cached_attention, pick_implementation, softmax_attention
 from models.attention.key_value_cache import KeyValueCache
+from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LayerOptions):
     """Options of softmax attention."""
 
     form: Literal["cudnn", "blockwise", "materialised"] | None = None

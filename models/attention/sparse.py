@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from kernels.grouped_attention import blocks_of, combine, grouped_attention, tag_blocks_of, tokens_of
+from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention
 from support.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LayerOptions):
     """Options of fixed sparse attention."""
 
     block_size: int = 64
@@ -29,8 +30,8 @@ class Config:
     """Last tokens of a block that all blocks see, beside its first; fewer than block_size."""
 
     def __post_init__(self) -> None:
-        if self.block_size < 2:
-            raise ConfigError(f"model.modes.sparse.block_size is {self.block_size}; expected at least 2")
+        super().__post_init__()
+        self.check_least("block_size", 2)
         if not 1 <= self.summary < self.block_size:
             raise ConfigError(f"model.modes.sparse.summary is {self.summary}; expected at least 1, and less than "
                               f"model.modes.sparse.block_size, {self.block_size}")

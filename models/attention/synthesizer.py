@@ -18,7 +18,8 @@ and keys, and leaves out of its text task the factorised kind with k = 32 that t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from types import MappingProxyType
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels.segments import HIDDEN, positions_of, runs_of, visible
 from models.attention.key_value_cache import KeyValueCache
+from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import Linear, SelfAttention
 from models.parameters import Axis, declare
 from support.errors import ConfigError
@@ -35,7 +37,7 @@ Kind = Literal["random", "factorised", "dense"]
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(LayerOptions):
     """Options of the Synthesizer."""
 
     kind: Kind = "random"
@@ -44,12 +46,12 @@ class Config:
     k: int = 32
     """Of factorised: the width of the two matrices."""
 
+    MEANINGLESS = MappingProxyType(dict.fromkeys(
+        ("short_conv", "qk_activation", "qk_norm"), "synthesizer has no products of queries and keys"))
+
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ConfigError(f"model.modes.synthesizer.kind is {self.kind!r}; expected one of "
-                              f"{', '.join(get_args(Kind))}")
-        if self.k < 1:
-            raise ConfigError(f"model.modes.synthesizer.k is {self.k}; expected at least 1")
+        super().__post_init__()
+        self.check_least("k", 1)
 
 
 class Attention(SelfAttention):

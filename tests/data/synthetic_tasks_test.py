@@ -8,7 +8,7 @@ import pytest
 from configs.schema import DataConfig
 from data.loader import fixed_batches
 from data.prepare import ensure
-from data.synthetic_tasks import FILLER, Document, Mqar, parse, write_corpus
+from data.synthetic_tasks import FILLER, Document, Mqar, Rebind, parse, write_corpus
 from data.token_files import TokenFiles
 from support.errors import ConfigError, DataError
 
@@ -63,6 +63,33 @@ def test_mqar_asks_for_what_was_said_and_nothing_overwrites_it(source):
     assert places == set(range(2 * task.pairs + 1, task.length)) or task.length == 64
 
 
+@pytest.mark.parametrize("source", ["rebind", "rebind:length=64,pairs=4,rebindings=8,queries=20,vocabulary=16"])
+def test_rebind_asks_for_the_latest_value(source):
+    task = parse(source)
+    assert isinstance(task, Rebind)
+    stale = 0
+    for ids_L, weights_L in examples(source):
+        assert weights_L is not None
+        assert weights_L.sum() == (task.queries or 3 * task.pairs)
+        first, said, rebound, t = {}, {}, 0, 0
+        while t < len(ids_L):
+            if ids_L[t] == FILLER:
+                t += 1
+                continue
+            key, value = ids_L[t], ids_L[t + 1]
+            if weights_L[t + 1]:
+                assert said[key] == value
+                stale += first[key] != value
+            else:
+                assert key not in said or said[key] != value
+                rebound += key in said
+                first.setdefault(key, value)
+                said[key] = value
+            t += 2
+        assert (len(said), rebound) == (task.pairs, task.rebindings)
+    assert stale > 100  # what was said first is often wrong
+
+
 def test_token_files_are_the_same_every_time_and_of_the_seed(tmp_path):
     def write(name, **settings):
         task = parse("mqar:" + ",".join(f"{key}={value}" for key, value in (
@@ -106,6 +133,8 @@ def test_a_source_names_a_task_and_is_generated_on_first_use():
     ("mqar:pairs=0", "mqar:pairs is 0; expected at least 1"),
     ("mqar:vocabulary=9", "mqar:vocabulary is 9; expected an even number of at most 222"),
     ("mqar:pairs=9,vocabulary=16", "mqar:pairs is 9; expected at most half the vocabulary, 8"),
+    ("rebind:rebindings=0", "rebind:rebindings is 0; expected at least 1"),
+    ("rebind:length=79", "rebind:length is 79; expected at least 80 for 16 pairs and 24 queries"),
     ("mqar:length=63,pairs=8", "mqar:length is 63; expected at least 64 for 8 pairs and 24 queries"),
 ])
 def test_settings_that_cannot_be(source, message):

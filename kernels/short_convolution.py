@@ -1,0 +1,220 @@
+"""A causal convolution of each channel over the last few tokens, with its gradient written out.
+
+    y_t = Σ_{i<K} w_{K−1−i} x_{t−i}
+
+x_{t−i} is the i-th token before t of its own segment: padding counts for nothing, wherever it stands, and another
+segment's tokens for 0. Dauphin et al., "Language Modeling with Gated Convolutional Networks", 2017 (causal); Wu et al.,
+"Pay Less Attention with Lightweight and Dynamic Convolutions", 2019 (of each channel).
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kernels import checks
+from kernels.cases import REFERENCE, Arrays, Case, make_segments
+from kernels.mixed_precision import rounded, wide
+from kernels.segments import runs_of
+
+
+def short_convolution(
+    x_BTF: Float[Array, "B T F"],
+    taps_KF: Float[Array, "K F"],
+    *,
+    before_BPF: Float[Array, "B P F"] | None = None,
+    segment_ids_BT: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T F"]:
+    """The convolution, summed in float32 or better, in x's number format. Its memory is that of x.
+
+    Args:
+        x_BTF: F channels of the tokens.
+        taps_KF: w, the last one of the token itself.
+        before_BPF: the P = K − 1 tokens before the first; None: zeros.
+        segment_ids_BT: whose tokens are kept apart, a segment being a run of equal ids; −1 is padding, whose y is of no
+            account. None: each row is one segment.
+
+    Raises:
+        ValueError: shapes that do not agree, or both a past and segments.
+        TypeError: segment ids that are not whole numbers.
+    """
+    (B, _, F), K = x_BTF.shape, taps_KF.shape[0]
+    expected: dict[str, tuple[Array, tuple[int, ...]]] = {"taps_KF": (taps_KF, (K, F))}
+    if before_BPF is not None:
+        expected["before_BPF"] = (before_BPF, (B, K - 1, F))
+    checks.check_shapes(expected, "x_BTF", x_BTF.shape)
+    checks.check_segments(segment_ids_BT, "x_BTF", x_BTF.shape)
+    if segment_ids_BT is None:
+        before_BPF = jnp.zeros((B, K - 1, F), x_BTF.dtype) if before_BPF is None else before_BPF
+        return _convolve(x_BTF, taps_KF, before_BPF.astype(x_BTF.dtype))
+    if before_BPF is not None:
+        raise ValueError("before_BPF is given, and segment_ids_BT too; expected one of them")
+    return _convolve_segments(x_BTF, taps_KF, runs_of(segment_ids_BT))
+
+
+def _total(terms: Iterable[Array]) -> Array:
+    return functools.reduce(jnp.add, terms)
+
+
+def _shifted(padded_BSF: Array, first: int, tokens: int) -> Array:
+    return wide(padded_BSF[:, first:first + tokens])
+
+
+@jax.custom_vjp
+def _convolve(x_BTF: Array, taps_KF: Array, before_BPF: Array) -> Array:
+    T, K = x_BTF.shape[1], taps_KF.shape[0]
+    padded_BSF = jnp.concatenate([before_BPF, x_BTF], axis=1)
+    y_BTF = _total(_shifted(padded_BSF, k, T) * taps_KF[k][None, None] for k in range(K))
+    return rounded(y_BTF, x_BTF.dtype)
+
+
+def _convolve_forward(x_BTF, taps_KF, before_BPF):
+    return _convolve(x_BTF, taps_KF, before_BPF), (x_BTF, taps_KF, before_BPF)
+
+
+def _convolve_backward(saved, dy_BTF):
+    x_BTF, taps_KF, before_BPF = saved
+    (B, T, F), K = x_BTF.shape, taps_KF.shape[0]
+    padded_BSF = jnp.concatenate([before_BPF, x_BTF], axis=1)
+    dy = wide(dy_BTF)
+    dtaps_KF = jnp.stack([jnp.sum(_shifted(padded_BSF, k, T) * dy, axis=(0, 1)) for k in range(K)])
+    # A token, or one of the K − 1 before the first, is read by itself and those after it.
+    nothing_BPF = jnp.zeros((B, K - 1, F), dy_BTF.dtype)
+    dy_padded_BSF = jnp.concatenate([nothing_BPF, dy_BTF, nothing_BPF], axis=1)
+    dx_BSF = _total(_shifted(dy_padded_BSF, K - 1 - k, T + K - 1) * taps_KF[k][None, None] for k in range(K))
+    dx_BSF = rounded(dx_BSF, x_BTF.dtype)
+    return dx_BSF[:, K - 1:], dtaps_KF.astype(taps_KF.dtype), dx_BSF[:, :K - 1]
+
+
+_convolve.defvjp(_convolve_forward, _convolve_backward)
+
+
+def _places(runs_BT: Array) -> tuple[Array, Array]:
+    """The place of each token where padding stands last, and the token at each place."""
+    valid_BT = runs_BT >= 0
+    valid_B1 = valid_BT.sum(axis=1, keepdims=True)
+    places_BT = jnp.where(valid_BT, jnp.cumsum(valid_BT, axis=1) - 1, valid_B1 + jnp.cumsum(~valid_BT, axis=1) - 1)
+    return places_BT, jnp.argsort(places_BT, axis=1)
+
+
+def _moved(x_BTF: Array, tokens_BT: Array) -> Array:
+    return jax.vmap(lambda x_TF, tokens_T: x_TF[tokens_T])(x_BTF, tokens_BT)
+
+
+def _same_run(runs_BT: Array, back: int) -> Array:
+    """Whether the token ``back`` before is of the same run, (B, T, 1), where padding stands last."""
+    earlier_BT = jnp.pad(runs_BT, ((0, 0), (back, 0)), constant_values=-2)[:, :runs_BT.shape[1]]
+    return (earlier_BT == runs_BT)[..., None]
+
+
+@jax.custom_vjp
+def _convolve_segments(x_BTF: Array, taps_KF: Array, runs_BT: Array) -> Array:
+    T, K = x_BTF.shape[1], taps_KF.shape[0]
+    places_BT, tokens_BT = _places(runs_BT)
+    runs_BT = jnp.take_along_axis(runs_BT, tokens_BT, axis=1)
+    padded_BSF = jnp.pad(_moved(x_BTF, tokens_BT), ((0, 0), (K - 1, 0), (0, 0)))
+    y_BTF = _total(jnp.where(_same_run(runs_BT, K - 1 - k), _shifted(padded_BSF, k, T), 0) * taps_KF[k][None, None]
+                   for k in range(K))
+    return _moved(rounded(y_BTF, x_BTF.dtype), places_BT)
+
+
+def _convolve_segments_forward(x_BTF, taps_KF, runs_BT):
+    return _convolve_segments(x_BTF, taps_KF, runs_BT), (x_BTF, taps_KF, runs_BT)
+
+
+def _convolve_segments_backward(saved, dy_BTF):
+    x_BTF, taps_KF, runs_BT = saved
+    T, K = x_BTF.shape[1], taps_KF.shape[0]
+    places_BT, tokens_BT = _places(runs_BT)
+    runs_BT = jnp.take_along_axis(runs_BT, tokens_BT, axis=1)
+    padded_BSF = jnp.pad(_moved(x_BTF, tokens_BT), ((0, 0), (K - 1, 0), (0, 0)))
+    dy_padded_BSF = jnp.pad(_moved(dy_BTF, tokens_BT), ((0, 0), (0, K - 1), (0, 0)))
+    dx, dtaps = [], []
+    for k in range(K):
+        back = K - 1 - k
+        reads_BT1 = _same_run(runs_BT, back)
+        dtaps.append(jnp.sum(jnp.where(reads_BT1, _shifted(padded_BSF, k, T), 0)
+                             * _shifted(dy_padded_BSF, 0, T), axis=(0, 1)))
+        read_BT1 = jnp.pad(reads_BT1, ((0, 0), (0, back), (0, 0)))[:, back:]
+        dx.append(jnp.where(read_BT1, _shifted(dy_padded_BSF, back, T), 0) * taps_KF[k][None, None])
+    return _moved(rounded(_total(dx), x_BTF.dtype), places_BT), jnp.stack(dtaps).astype(taps_KF.dtype), None
+
+
+_convolve_segments.defvjp(_convolve_segments_forward, _convolve_segments_backward)
+
+
+def reference(x_BTF: Array, taps_KF: Array, before_BPF: Array | None, runs_BT: Array | None) -> Array:
+    """The definition as a masked T × T matrix of taps for each channel, with the derivative that autodiff finds."""
+    x = wide(x_BTF)
+    P = 0
+    if before_BPF is not None:
+        x, P = jnp.concatenate([wide(before_BPF), x], axis=1), before_BPF.shape[1]
+    (B, S, _), K = x.shape, taps_KF.shape[0]
+    runs_BS = jnp.zeros((B, S), jnp.int32) if runs_BT is None else runs_BT
+    count_BS = jnp.cumsum(runs_BS >= 0, axis=1)
+    back_BTS = count_BS[:, :, None] - count_BS[:, None, :]
+    seen_BTS = (runs_BS[:, :, None] == runs_BS[:, None, :]) & (runs_BS[:, None, :] >= 0) & (back_BTS >= 0)
+    y = _total(jnp.einsum("bts,bsf->btf", (seen_BTS & (back_BTS == i)).astype(x.dtype), x)
+               * taps_KF[K - 1 - i][None, None] for i in range(K))
+    return y.astype(x_BTF.dtype)[:, P:]
+
+
+@dataclass(frozen=True)
+class ShortConvolutionCase(Case):
+    """A call of ``short_convolution``."""
+
+    B: int
+    T: int
+    F: int
+    K: int
+    past: bool = False
+    segments: bool = False
+
+    @property
+    def sizes(self) -> str:
+        extras = [name for name, told in (("after others", self.past), ("segments", self.segments)) if told]
+        return " ".join([f"B{self.B} T{self.T} F{self.F} K{self.K} {self.dtype}", *extras])
+
+    def make_shapes(self) -> Arrays:
+        B, T, F, K = self.B, self.T, self.F, self.K
+        taps = jnp.promote_types(jnp.float32, self.dtype)
+        shapes: Arrays = {"x": jax.ShapeDtypeStruct((B, T, F), self.dtype), "taps": jax.ShapeDtypeStruct((K, F), taps)}
+        if self.past:
+            shapes["before"] = jax.ShapeDtypeStruct((B, K - 1, F), self.dtype)
+        if self.segments:
+            shapes["segment_ids"] = jax.ShapeDtypeStruct((B, T), jnp.int32)
+        return shapes
+
+    def make_inputs(self) -> dict[str, np.ndarray]:
+        generator = np.random.default_rng(0)
+        drawn = {name: generator.normal(size=x.shape).astype(x.dtype) for name, x in self.make_shapes().items()}
+        return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
+
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        ids_BT = inputs.get("segment_ids")
+        runs_BT = None if ids_BT is None else runs_of(ids_BT)
+        if implementation == REFERENCE:
+            y_BTF = reference(inputs["x"], inputs["taps"], inputs.get("before"), runs_BT)
+        else:
+            y_BTF = short_convolution(inputs["x"], inputs["taps"], before_BPF=inputs.get("before"),
+                                      segment_ids_BT=ids_BT)
+        return {"y": y_BTF if runs_BT is None else jnp.where((runs_BT >= 0)[..., None], y_BTF, 0)}
+
+
+# bfloat16: y and dx are rounded once, at most 2⁻⁹ of a number.
+_case = functools.partial(ShortConvolutionCase, 3)
+CASES = (
+    _case(30, 5, 4, dtype="float64", tolerance=1e-14),
+    _case(30, 5, 4, segments=True, dtype="float64", tolerance=1e-14),
+    _case(2, 5, 4, past=True, dtype="float64", tolerance=1e-14),
+    _case(30, 8, 1, dtype="float32", tolerance=1e-6),
+    _case(200, 16, 4, segments=True, dtype="float32", tolerance=1e-6),
+    _case(200, 16, 4, dtype="bfloat16", tolerance=3e-3),
+    _case(200, 16, 4, segments=True, dtype="bfloat16", tolerance=3e-3),
+    ShortConvolutionCase(1, 8192, 2304, 4, dtype="bfloat16", tolerance=3e-3, used_by=("gpu-check",)),
+)

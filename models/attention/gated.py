@@ -1,0 +1,53 @@
+"""``gated``: linear attention whose state decays, by a number for each head and token.
+
+    S_t = exp(g_t) S_{t−1} + k_t v_tᵀ      y_t = S_tᵀ q_t      g_t = −exp(A) softplus(a(x_t) + b)
+
+Dao, Gu: "Transformers are SSMs", 2024 (Mamba-2, whose recurrence this is); with ``decay fixed``, a number for each head
+alone, Sun et al., "Retentive Network", 2023. Convolution, norms and output gate are those of ``LayerOptions``.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from models.attention import chunked
+from models.attention.gates import InputDecay, RecurrentOptions, fixed_log_decay
+from models.attention.layer_options import LayerOptions
+
+
+@dataclass(frozen=True)
+class Config(RecurrentOptions):
+    """Options of gated linear attention."""
+
+    decay: Literal["input", "fixed"] = "input"
+    """input: of each token, read from the layer's input; fixed: the same for all tokens, another one for each head."""
+    kernel: Literal["chunked", "pallas_gpu", "pallas_gpu_serial", "pallas_gpu_parallel"] | None = None
+    """Which implementation; None: the fastest on this device."""
+
+
+class Attention(chunked.Attention):
+    """Linear attention with a decay: decoding keeps a state of constant size."""
+
+    def __init__(self, config: Config, **sizes: Any):
+        shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(LayerOptions)}
+        super().__init__(chunked.Config(feature_map="identity", normalize=False, chunk_size=config.chunk_size,
+                                        kernel=config.kernel, **shared), **sizes)
+        self.rotary = config.rotary
+        self.decay = InputDecay(self.width, self.heads, rngs=sizes["rngs"]) if config.decay == "input" else None
+
+    @property
+    def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The decay is of the past."""
+        return False
+
+    def log_decay(self, x_BTE: Array) -> Array:
+        if self.decay is not None:
+            return self.decay.log_decay(x_BTE)
+        return jnp.broadcast_to(fixed_log_decay(self.heads)[None, None], (*x_BTE.shape[:2], self.heads))
+
+    def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
+        of_decay = 0 if self.decay is None else self.decay.flops(tokens)
+        return super().flops(tokens, context, causal=True) + of_decay

@@ -1,0 +1,91 @@
+"""Gates that modes read from the layer's input: how much of the past a token leaves, and how much it writes.
+
+Each is a number for a token and head, and float32 whatever the model's number format is: log decays are added up.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from kernels.mixed_precision import product
+from models.attention.layer_options import LayerOptions
+from models.attention.self_attention import Linear
+from models.parameters import declare
+
+RATES = 1.0, 16.0
+STEPS = 1e-3, 0.1
+
+
+@dataclass(frozen=True)
+class RecurrentOptions(LayerOptions):
+    """Options of the modes that keep a state of constant size and decay it, with the parts they are published with."""
+
+    short_conv: int = 4
+    qk_activation: Literal["none", "silu"] = "silu"
+    qk_norm: Literal["none", "l2", "rms"] = "l2"
+    output_norm: Literal["none", "rms"] = "rms"
+    output_gate: Literal["none", "sigmoid", "silu"] = "sigmoid"
+    rotary: bool = False
+    """Turn queries and keys by their positions, where the model's positions are rotary."""
+    chunk_size: int | None = None
+    """Tokens in a chunk; None: what is fastest on this kind of device."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_least("chunk_size", 1)
+
+
+class HeadGate(Linear):
+    """A linear function of the layer's input for each head, summed and left in float32 or better."""
+
+    def __init__(self, width: int, heads: int, *, bias: float = 0.0, rngs: nnx.Rngs):
+        super().__init__(width, heads, axes=("width", "heads"), rngs=rngs)
+        assert self.bias is not None
+        self.bias[...] = jnp.full(heads, bias, jnp.float32)
+
+    def read(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
+        """What it says of each token and head."""
+        w_EH, bias_H = self.parameters
+        return product("bte,eh->bth", x_BTE, w_EH.astype(x_BTE.dtype)) + bias_H[None, None]
+
+    def flops(self, tokens: int) -> int:
+        """Floating-point operations of :meth:`read`."""
+        return 2 * tokens * self.in_features * self.out_features
+
+
+class ForgetGate(HeadGate):
+    """The logarithm of a share between 0 and 1 that is kept: log sigmoid of a linear function of the input."""
+
+    def log_decay(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
+        """g ≤ 0."""
+        return jax.nn.log_sigmoid(self.read(x_BTE))
+
+
+class InputDecay(HeadGate):
+    """−exp(A) softplus(a(x) + b), as Mamba-2 has it: A of each head, a linear.
+
+    To begin with exp(A) is uniform in ``RATES``, and softplus(b) log-uniform in ``STEPS``. Dao, Gu: "Transformers are
+    SSMs", 2024.
+    """
+
+    def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs):
+        super().__init__(width, heads, rngs=rngs)
+        assert self.bias is not None
+        rates_H = jax.random.uniform(rngs.params(), (heads,), jnp.float32, *RATES)
+        steps_H = jnp.exp(jax.random.uniform(rngs.params(), (heads,), jnp.float32, *np.log(STEPS).tolist()))
+        self.log_rate_H = nnx.Param(jnp.log(rates_H), **declare("heads", decays=False))
+        self.bias[...] = jnp.log(jnp.expm1(steps_H))
+
+    def log_decay(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
+        """g ≤ 0."""
+        return -jnp.exp(self.log_rate_H[...])[None, None] * jax.nn.softplus(self.read(x_BTE))
+
+
+def fixed_log_decay(heads: int) -> Float[np.ndarray, " H"]:
+    """log(1 − 2^(−5−h)) of head h. Sun et al., "Retentive Network", 2023."""
+    return np.log1p(-(2.0 ** (-5 - np.arange(heads)))).astype(np.float32)

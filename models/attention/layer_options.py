@@ -1,0 +1,87 @@
+"""The small parts that an attention layer may have around its mode, and what the options of modes share."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from support.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """Options of every mode: in the order short convolution, SiLU, norm, rotary positions, attention, norm, gate."""
+
+    short_conv: int = 0
+    """Tokens, its own included, over which a causal convolution of each channel of q, k and v goes; 0: none."""
+    qk_activation: Literal["none", "silu"] = "none"
+    """What q, k and v go through after the projection and the convolution."""
+    qk_norm: Literal["none", "l2", "rms"] = "none"
+    """Each query and key divided by its length, l2, or by its root mean square, rms."""
+    output_norm: Literal["none", "rms"] = "none"
+    """rms: what a head comes to is divided by its root mean square, and has a learned scale."""
+    output_gate: Literal["none", "sigmoid", "silu"] = "none"
+    """What each number that a head comes to is multiplied with, of a projection of the layer's input. sigmoid: times 2,
+    and 1 to begin with."""
+
+    MEANINGLESS: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Of these options those that a mode does not have, and why."""
+
+    def __post_init__(self) -> None:
+        self.check_least("short_conv", 0)
+        for option, values in _literals(type(self)).items():
+            if (value := getattr(self, option)) not in values:
+                raise ConfigError(f"{self.flag(option)} is {value!r}; expected one of {', '.join(map(str, values))}")
+        for option, reason in self.MEANINGLESS.items():
+            if (value := getattr(self, option)) != (default := getattr(LayerOptions, option)):
+                raise ConfigError(f"{self.flag(option)} is {value}: {reason}; expected {default}")
+
+    def check_least(self, option: str, least: int) -> None:
+        """Refuse a number below ``least``; None stands for a choice made elsewhere."""
+        value = getattr(self, option)
+        if value is not None and value < least:
+            raise ConfigError(f"{self.flag(option)} is {value}; expected at least {least}")
+
+    def flag(self, option: str) -> str:
+        """How an option is called in messages."""
+        return f"model.modes.{type(self).__module__.rpartition('.')[2]}.{option}"
+
+    def resolved(self) -> "LayerOptions":
+        """With what follows from other options filled in."""
+        return self
+
+
+@dataclass(frozen=True)
+class WeightSumOptions(LayerOptions):
+    """Of a mode that may divide by the sum of its weights."""
+
+    normalize: bool | None = None
+    """Divide by the sum of weights; None: unless there is an output_norm."""
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether it divides."""
+        return self.output_norm == "none" if self.normalize is None else self.normalize
+
+    def resolved(self) -> "WeightSumOptions":
+        return dataclasses.replace(self, normalize=self.normalizes)
+
+
+def layer_options(options: Any) -> LayerOptions:
+    """Those of a mode's ``Config``, which need not have them."""
+    return options if isinstance(options, LayerOptions) else LayerOptions()
+
+
+@functools.cache
+def _literals(kind: type[LayerOptions]) -> dict[str, tuple[Any, ...]]:
+    """The values that options may have, of those that name them."""
+    hints = get_type_hints(kind)
+    found = {}
+    for field in fields(kind):
+        parts = [hints[field.name], *get_args(hints[field.name])]
+        named = [value for part in parts if get_origin(part) is Literal for value in get_args(part)]
+        if named:
+            found[field.name] = (*named, *((None,) if type(None) in parts else ()))
+    return found
