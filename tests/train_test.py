@@ -541,6 +541,25 @@ def test_a_linear_run_begins_with_softmax_parameters(recipe, softmax_run, tmp_pa
 
 
 @pytest.mark.thorough
+def test_what_a_mode_has_in_another_shape_is_new_and_said(recipe, softmax_run, tmp_path, capsys):
+    gated = ["--attention", "gated", "--run-dir"]
+    assert tiny.run(recipe, *gated, tmp_path / "four", "--init-from", softmax_run) == 0
+    said = capsys.readouterr().err
+    assert "; new: attention.decay, attention.decay.log_rate_H, attention.gate, attention.key_taps_KF, " in said
+    assert "attention.query" in said.split("; new: ")[0]
+    assert tiny.run(recipe, *gated, tmp_path / "three", "--init-from", tmp_path / "four",
+                    "--model.modes.gated.short-conv", 3) == 0
+    said = capsys.readouterr().err
+    assert said.splitlines()[0].endswith(
+        "; of another shape there: attention.key_taps_KF, attention.query_taps_KF, attention.value_taps_KF")
+    four, three = tiny.arrays(tmp_path / "four", 2), tiny.arrays(tmp_path / "three", 0)
+    same = [name for name in four if name.startswith("parameters") and "taps" not in name]
+    assert any("['gate']" in name for name in same)
+    for name in same:
+        np.testing.assert_array_equal(three[name], four[name], err_msg=name)
+
+
+@pytest.mark.thorough
 def test_the_same_mode_begins_at_the_loss_the_other_run_ended_with(recipe, finished, tmp_path):
     assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--init-from", finished, "--train.steps", 1,
                     "--optimizer.learning-rate", 1e-12, "--train.eval-every", 1) == 0
@@ -583,6 +602,7 @@ def test_a_shorter_context_takes_the_first_positions(recipe, softmax_run, tmp_pa
     (["--model.width", 32], "has shape (16,) there and (32,) here; model.width is 16 there and 32 here"),
     (["--model.layers", 3], "it has no blocks.2.attention_norm.bias, which this model has; model.layers is 2 there"),
     (["--model.layers", 1], "is not in this model; model.layers is 2 there and 1 here"),
+    (["--model.head-width", 4], "has shape (16,) there and (8,) here; model.head_width is 8 there and 4 here"),
     (["--model.heads", 4], "the attention weights are of other heads; model.heads is 2 there and 4 here"),
     (["--model.positions", "rotary"], "model.positions is learned there and rotary here"),
     (["--model.context", 64], "position_embedding.embedding has shape (32, 16) there and (64, 16) here: there are "

@@ -10,6 +10,7 @@ from flax import nnx
 from configs.schema import Config
 from models.block import head_width
 from models.gpt import GPT
+from models.parameters import declarations
 from support.errors import ConfigError
 from training.checkpoint import Checkpoints
 from training.loop import Position
@@ -35,7 +36,8 @@ def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | 
     """The parameters that a new run begins with, of the newest intact checkpoint of another.
 
     Names and shapes have to agree, but that attention modes may have parameters of their own: those that only ``model``
-    has are new, and those that only ``run`` has stay behind. Of learned positions the first ones are taken.
+    has, or has in another shape, are new, and those that only ``run`` has stay behind. Of learned positions the first
+    ones are taken.
 
     Args:
         run: the other run.
@@ -61,6 +63,8 @@ def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | 
     def refuse(problem: str) -> ConfigError:
         return ConfigError(f"--init-from {run}: {'; '.join([problem, *differing])}")
 
+    shared = {".".join(map(str, path)): declared.shared for path, declared in nnx.traversals.flatten_mapping(
+        declarations(model)).items()}
     taken: dict[str, jax.Array] = {}
     for name, leaf in here.items():
         parts = name.split(".")
@@ -79,6 +83,8 @@ def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | 
                              f"for {value.shape[0]} tokens and model.context is {leaf.shape[0]}; give --model.context "
                              f"{value.shape[0]} or less")
             value = value[: leaf.shape[0]]
+        if value.shape != leaf.shape and attention and not shared[name]:
+            continue
         if value.shape != leaf.shape:
             raise refuse(f"{name} has shape {value.shape} there and {leaf.shape} here")
         taken[name] = value
@@ -86,7 +92,7 @@ def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | 
     for name in behind:
         if name.split(".")[2:3] != ["attention"]:
             raise refuse(f"{name} has shape {there[name].shape} there and is not in this model")
-    if theirs.heads != ours.heads and reset != "attention":
+    if (theirs.heads, head_width(theirs)) != (ours.heads, head_width(ours)) and reset != "attention":
         raise refuse("the attention weights are of other heads")
     if source.config.data.tokenizer != tokenizer:
         raise refuse("its tokens are others")
@@ -121,7 +127,8 @@ def _taken_summary(there: dict[str, Any], here: dict[str, Any], taken: dict[str,
     """What was taken, what is new and what stays behind, by parts of the model."""
 
     def parts(names: list[str]) -> str:
-        within = {re.sub(r"^blocks\.\d+\.", "", name).rpartition(".")[0] for name in names}
+        # Of weight and bias, the module's name; of a parameter that is a mode's own, its name.
+        within = {re.sub(r"^blocks\.\d+\.|\.[a-z]+$", "", name) for name in names}
         return ", ".join(sorted(within)) or "nothing"
 
     new = [name for name in here if name not in taken]
@@ -130,4 +137,6 @@ def _taken_summary(there: dict[str, Any], here: dict[str, Any], taken: dict[str,
         text += f", of the positions the first {here[name].shape[0]:,} of {there[name].shape[0]:,}"
     text += "; new: " + (f"{parts(new)} ({sum(here[name].size for name in new):,} parameters), " if new else "")
     text += "optimizer state, step and clocks"
-    return text + (f"; left behind: {parts(behind)}" if behind else "")
+    text += f"; left behind: {parts(behind)}" if behind else ""
+    reshaped = [name for name in new if name in there]
+    return text + (f"; of another shape there: {parts(reshaped)}" if reshaped else "")
