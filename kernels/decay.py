@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 LEAST = -(2.0**100)
 """In place of a log decay below it, −∞ above all: finite, for 0 times −∞ is no number; its exponential is 0."""
+_PART = 64
 
 
 def prepare(log_decay_BTH: Float[Array, "B T H"], dtype: jnp.dtype,
@@ -39,13 +40,32 @@ def sums_after(log_decay: Float[Array, "*shape"], axis: int) -> Float[Array, "*s
 def sums_between(log_decay_C: Float[Array, "*b C"]) -> Float[Array, "*b C S"]:
     """Σ_{j<l≤i} g_l: of token j at token i, 0 where j ≥ i.
 
-    As a product with a triangle of ones, which takes C times as many operations as it needs and, for the C of a chunk,
-    less time than running sums do.
+    As a product with a triangle of ones, which takes C times as many operations as it needs and, for the C of a short
+    chunk, less time than running sums do. A longer one is cut into parts: what is left of token j behind its part, over
+    whole parts and from the beginning of the part of token i.
     """
     C = log_decay_C.shape[-1]
+    if C > 2 * _PART:
+        return _sums_between_parts(log_decay_C)
     upto_CL = jnp.where(jnp.tril(jnp.ones((C, C), bool)), log_decay_C[..., None, :], 0)
     after_LS = jnp.tril(jnp.ones((C, C), log_decay_C.dtype), -1)
     return jnp.einsum("...cl,ls->...cs", upto_CL, after_LS, precision=lax.Precision.HIGHEST)
+
+
+def _sums_between_parts(log_decay_C: Array) -> Array:
+    *b, C = log_decay_C.shape
+    log_decay_NP = jnp.pad(log_decay_C, [(0, 0)] * len(b) + [(0, -C % _PART)]).reshape(*b, -1, _PART)
+    N = log_decay_NP.shape[-2]
+    # Parts m and n, and the tokens i of n and j of m; whole parts between are those up to the one before n.
+    upto_NM = sums_between(log_decay_NP.sum(axis=-1))
+    whole_NM = jnp.concatenate([jnp.zeros_like(upto_NM[..., :1, :]), upto_NM[..., :-1, :]], axis=-2)
+    through_NP, after_MP = sums_through(log_decay_NP, -1), sums_after(log_decay_NP, -1)
+    sums_NPMP = through_NP[..., :, None, None] + whole_NM[..., :, None, :, None] + after_MP[..., None, None, :, :]
+    part_N = jnp.arange(N)
+    order_N1M1 = part_N[:, None, None, None] - part_N[None, None, :, None]
+    own_NP1P = sums_between(log_decay_NP)[..., None, :]
+    sums_NPMP = jnp.where(order_N1M1 > 0, sums_NPMP, jnp.where(order_N1M1 == 0, own_NP1P, 0))
+    return sums_NPMP.reshape(*b, N * _PART, N * _PART)[..., :C, :C]
 
 
 class Decays(NamedTuple):

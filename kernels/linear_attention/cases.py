@@ -32,6 +32,20 @@ DEVICE_TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
 products, scores and outputs."""
 
 
+LogDecay = Literal["mixed", "strong"]
+"""``mixed``: from next to nothing to all that came before. ``strong``: nothing is left at one token, and little goes at
+the others."""
+
+
+def draw_log_decay(kind: LogDecay, of: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Log decays (B, T, H)."""
+    if kind == "mixed":
+        return -np.logaddexp(0, np.random.default_rng(2).normal(-3, 2, of.shape)).astype(of.dtype)
+    log_decay_BTH = np.full(of.shape, -0.01, of.dtype)
+    log_decay_BTH[:, of.shape[1] // 3] = -1e4
+    return log_decay_BTH
+
+
 @dataclass(frozen=True)
 class LinearAttentionCase(Case):
     """A call of ``linear_attention`` on features as softplus gives them."""
@@ -47,9 +61,7 @@ class LinearAttentionCase(Case):
     segments: bool = False
     state: bool = True
     """Whether there is one before the first token."""
-    log_decay: Literal["mixed", "strong"] | None = None
-    """``mixed``: from next to nothing to all that came before. ``strong``: nothing is left at one token, and little
-    goes at the others."""
+    log_decay: LogDecay | None = None
     chunk_size: int | None = None
 
     @property
@@ -82,12 +94,8 @@ class LinearAttentionCase(Case):
                 x = generator.uniform(1, 2, shapes[name].shape) if name == "z" else generator.normal(
                     size=shapes[name].shape)
                 drawn[name] = (np.logaddexp(0, x) if name in ("q", "k") else x).astype(shapes[name].dtype)
-        if self.log_decay == "mixed":
-            log_decay_BTH = -np.logaddexp(0, generator.normal(-3, 2, shapes["log_decay"].shape))
-            drawn["log_decay"] = log_decay_BTH.astype(shapes["log_decay"].dtype)
-        elif self.log_decay == "strong":
-            drawn["log_decay"] = np.full(shapes["log_decay"].shape, -0.01, shapes["log_decay"].dtype)
-            drawn["log_decay"][:, self.T // 3] = -1e4
+        if self.log_decay is not None:
+            drawn["log_decay"] = draw_log_decay(self.log_decay, shapes["log_decay"])
         return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:

@@ -1,5 +1,7 @@
 """Linear attention as the recurrent network it is: a state per token, stepped or (``cumsum``) all at once."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -7,11 +9,16 @@ from kernels.linear_attention.state import EXACT, State, advance, divide, final_
 
 
 def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
-              normalize: bool, log_decay_BTH: Array | None = None) -> tuple[Array, State]:
-    """``lax.scan`` over tokens: constant memory forward, the form that decodes. It is causal."""
+              normalize: bool, log_decay_BTH: Array | None = None,
+              features: Callable[[Array], Array] = lambda x: x) -> tuple[Array, State]:
+    """``lax.scan`` over tokens: constant memory forward, the form that decodes. It is causal.
+
+    ``features`` makes those of one token, where q and k are not features yet.
+    """
     def step(carry, token):
         state, latest_B = carry
-        q_BHM, k_BHM, v_BHD, runs_B, log_decay_BH = token
+        q_BHD, k_BHD, v_BHD, runs_B, log_decay_BH = token
+        q_BHM, k_BHM = features(q_BHD), features(k_BHD)
         if runs_B is not None:
             same_B = runs_B <= latest_B  # padding too: it leaves the state alone
             state = State(jnp.where(same_B[:, None, None, None], state.s_BHMD, 0),

@@ -1,0 +1,135 @@
+"""Calls of power attention: what tests hold to the definition, what is compiled for a GPU, what is timed."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.cases import Arrays, Case, TimedAttention, TimedForm, make_segments
+from kernels.linear_attention.cases import LogDecay, draw_log_decay
+from kernels.linear_attention.state import State
+from kernels.power_attention.api import pick_implementation, power_attention
+from kernels.power_attention.chunked import pick_chunk_size
+from kernels.power_attention.features import count_features, feature_factors
+
+# A token that sees few keys may divide by a sum of weights that is next to nothing, whose rounding counts for more. So
+# do differences of sums of some hundred squares in the gradients. bfloat16: one rounding to 8 bits is 1.1e-3 RMS;
+# weights, features, states and results are rounded once each, and a power doubles what was there before.
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 8e-3}
+
+
+@dataclass(frozen=True)
+class PowerAttentionCase(Case):
+    """A call of ``power_attention``."""
+
+    B: int
+    T: int
+    H: int
+    D: int
+    _: KW_ONLY
+    degree: int = 2
+    normalize: bool = True
+    segments: bool = False
+    state: bool = False
+    log_decay: LogDecay | None = None
+    chunk_size: int | None = None
+
+    @property
+    def sizes(self) -> str:
+        extras = {f"degree {self.degree}": True, "unnormalised": not self.normalize, "segments": self.segments,
+                  "a state": self.state, f"{self.log_decay} decay": self.log_decay is not None,
+                  f"C{self.chunk_size}": self.chunk_size is not None}
+        lengths = (f"{letter}{getattr(self, letter)}" for letter in "BTHD")
+        return " ".join([*lengths, self.dtype, *(name for name, told in extras.items() if told)])
+
+    def make_shapes(self) -> Arrays:
+        B, T, H, D = self.B, self.T, self.H, self.D
+        sums, M = jnp.promote_types(jnp.float32, self.dtype), count_features(D, self.degree)
+        shapes: Arrays = {name: jax.ShapeDtypeStruct((B, T, H, D), self.dtype) for name in "qkv"}
+        if self.state:
+            shapes |= {"s": jax.ShapeDtypeStruct((B, H, M, D), sums), "z": jax.ShapeDtypeStruct((B, H, M), sums)}
+        if self.log_decay is not None:
+            shapes["log_decay"] = jax.ShapeDtypeStruct((B, T, H), sums)
+        if self.segments:
+            shapes["segment_ids"] = jax.ShapeDtypeStruct((B, T), jnp.int32)
+        return shapes
+
+    def make_inputs(self) -> dict[str, np.ndarray]:
+        generator, shapes = np.random.default_rng(0), self.make_shapes()
+        drawn: dict[str, np.ndarray] = {}
+        # Away from 0: the sum of the weights of a token that sees few keys can be next to nothing, and their ratio any.
+        drawn |= {name: (generator.normal(size=shapes[name].shape) + (name != "v")).astype(shapes[name].dtype)
+                  for name in "qkv"}
+        if self.state:  # of three tokens, as a state is: its denominators are above 0
+            factors, coefficients = feature_factors(self.D, self.degree)
+            k_B3HD = generator.normal(size=(self.B, 3, self.H, self.D)) + 1
+            k_B3HM = coefficients * np.prod((k_B3HD * self.D**-0.25)[..., factors], axis=-1)
+            v_B3HD = generator.normal(size=(self.B, 3, self.H, self.D))
+            drawn["s"] = np.einsum("bthm,bthd->bhmd", k_B3HM, v_B3HD).astype(shapes["s"].dtype)
+            drawn["z"] = k_B3HM.sum(axis=1).astype(shapes["z"].dtype)
+        if self.log_decay is not None:
+            drawn["log_decay"] = draw_log_decay(self.log_decay, shapes["log_decay"])
+        return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
+
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        y, end = power_attention(
+            inputs["q"], inputs["k"], inputs["v"], degree=self.degree, normalize=self.normalize,
+            initial_state=State(inputs["s"], inputs["z"]) if self.state else None,
+            segment_ids_BT=inputs.get("segment_ids"), log_decay_BTH=inputs.get("log_decay"),
+            chunk_size=self.chunk_size, implementation=implementation)
+        return {"y": y, "final s": end.s_BHMD, "final z": end.z_BHM}
+
+
+_FORMS = ("chunked", "recurrent")
+_SHORT_BLOCKS = (("kernels.power_attention.chunked.BLOCK", 16),)
+
+
+def _small(title: str, T: int, D: int = 5, *, dtype: str = "float64", **options: Any) -> PowerAttentionCase:
+    return PowerAttentionCase(3, T, 2, D, **{
+        "dtype": dtype, "title": f"{title}, {dtype}", "tolerance": TOLERANCES[dtype], "constants": _SHORT_BLOCKS,
+        "implementations": _FORMS} | options)
+
+
+CASES: tuple[Case, ...] = (
+    _small("one token", 1, state=True),
+    _small("one chunk", 40),
+    _small("several chunks", 100, chunk_size=32, state=True),
+    _small("segments", 100, chunk_size=32, segments=True, state=True),
+    _small("decay, segments", 100, chunk_size=32, segments=True, log_decay="mixed", state=True),
+    _small("degree 4", 70, 3, chunk_size=32, degree=4),
+    _small("degree 3, not normalised", 70, 3, chunk_size=32, degree=3, normalize=False),
+    _small("degree 1, not normalised", 70, 3, chunk_size=32, degree=1, normalize=False, log_decay="mixed"),
+    _small("several chunks", 300, 16, dtype="float32", chunk_size=64, implementations=("chunked", "recurrent", None)),
+    _small("strong decay, segments", 300, 16, dtype="float32", chunk_size=160, log_decay="strong", segments=True,
+           implementations=("chunked",), constants=()),
+    _small("mixed decay", 300, 16, dtype="float32", chunk_size=64, log_decay="mixed", implementations=("chunked",)),
+    _small("degree 4", 100, 8, dtype="float32", chunk_size=64, degree=4, implementations=("chunked",)),
+    _small("several chunks", 300, 16, dtype="bfloat16", chunk_size=64, implementations=("chunked",)),
+    _small("mixed decay", 300, 16, dtype="bfloat16", chunk_size=64, log_decay="mixed", implementations=("chunked",)),
+    *(PowerAttentionCase(1, T, 12, 64, dtype="bfloat16", tolerance=TOLERANCES["bfloat16"], log_decay="mixed",
+                         used_by=("gpu-check",)) for T in (1, 4096)),
+    *(PowerAttentionCase(2, 300, 2, 64, dtype=dtype, tolerance=TOLERANCES[dtype], log_decay="mixed", chunk_size=128,
+                         segments=True, used_by=("suite",)) for dtype in ("float32", "bfloat16")),
+    PowerAttentionCase(1, 17, 2, 16, tolerance=TOLERANCES["float32"], used_by=("suite-quick",)),
+)
+
+
+def _attend(q_BTHD: Any, k_BTHD: Any, v_BTHD: Any, *, causal: bool, chunk_size: int | None,
+            implementation: str | None) -> jax.Array:
+    if not causal:
+        raise NotImplementedError("it sees the past only; causal=False needs another one")
+    return power_attention(q_BTHD, k_BTHD, v_BTHD, chunk_size=chunk_size, implementation=implementation)[0]
+
+
+def _pick(x_BTHD: Any, *, causal: bool, chunk_size: int | None) -> str:
+    return pick_implementation(x_BTHD.shape[1])
+
+
+def _pick_chunk_sizes(form: str, x_BTHD: Any) -> tuple[int, int] | None:
+    return (pick_chunk_size(x_BTHD.shape[1]),) * 2 if form == "chunked" else None
+
+
+ATTENTIONS = (TimedAttention("power", _attend, {"chunked": TimedForm(("contexts",)), "recurrent": TimedForm()},
+                             pick=_pick, pick_chunk_sizes=_pick_chunk_sizes),)

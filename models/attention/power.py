@@ -1,0 +1,99 @@
+"""``power``: weights that are a power of the product of query and key, computed in chunks as linear attention is.
+
+    w_tj = (q_t·k_j / √D)^p exp(g_{j+1} + … + g_t)      y_t = Σ_{j≤t} w_tj v_j / (Σ_{j≤t} w_tj + ε)
+
+g is the logarithm of a gate, log sigmoid(a(x) + b). Gelada, Buckman, Zhang, Bach: "Scaling Context Requires Rethinking
+Attention", 2025; the gate's first bias as in its authors' library.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from kernels.linear_attention import State
+from kernels.power_attention import MOST_FEATURES, count_features, pick_chunk_size, pick_implementation, power_attention
+from kernels.segments import segment_of_new
+from models.attention.gates import ForgetGate
+from models.attention.layer_options import WeightSumOptions
+from models.attention.self_attention import SelfAttention
+from support.errors import ConfigError
+
+FIRST_BIAS = 6.907
+"""Of the gate: a token leaves 0.999 of what was before it."""
+
+
+@dataclass(frozen=True)
+class Config(WeightSumOptions):
+    """Options of power attention."""
+
+    degree: int = 2
+    """p, the power of the product of query and key."""
+    gate: bool = True
+    """Each head forgets at each token as much as the layer's input says."""
+    chunk_size: int | None = None
+    """Tokens in a chunk; None: what is fastest on this kind of device."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_least("degree", 1)
+        self.check_least("chunk_size", 1)
+        if self.degree % 2 and self.normalizes:
+            raise ConfigError(f"{self.flag('degree')} is {self.degree}: weights of an odd power can be negative; "
+                              f"expected an even one, or {self.flag('normalize')} False")
+
+
+class Attention(SelfAttention):
+    """Power attention: decoding keeps a state of constant size."""
+
+    length_fields = ("chunk_size",)
+    implementation_fields = ("chunk_size",)
+    decode_state = "constant"
+
+    def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
+        super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
+        if self.features > MOST_FEATURES:
+            raise ConfigError(f"{config.flag('degree')} is {config.degree}: heads of width {head_width} have "
+                              f"{self.features:,} features; expected at most {MOST_FEATURES:,}, by a lower degree or a "
+                              "smaller model.head_width")
+        self.forget = ForgetGate(width, heads, bias=FIRST_BIAS, rngs=rngs) if config.gate else None
+
+    @property
+    def features(self) -> int:
+        """M."""
+        return count_features(self.head_width, self.config.degree)
+
+    def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
+            segment_ids_BT: Array | None) -> Array:
+        return self._attend(q_BTHD, k_BTHD, v_BTHD, x_BTE, None, segment_ids_BT)[0]
+
+    def init_cache(self, batch: int, max_length: int, dtype: Any) -> State:
+        M, D = self.features, self.head_width
+        return State(jnp.zeros((batch, self.heads, M, D), jnp.float32), jnp.zeros((batch, self.heads, M), jnp.float32))
+
+    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: State, *, x_BTE: Array,
+               lengths_B: Array | None = None) -> tuple[Array, State]:
+        segment_ids_BT = None if lengths_B is None else segment_of_new(q_BTHD.shape[1], lengths_B)
+        return self._attend(q_BTHD, k_BTHD, v_BTHD, x_BTE, cache, segment_ids_BT)
+
+    def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
+        M, D, C = self.features, self.head_width, pick_chunk_size(context, self.config.chunk_size)
+        # A single chunk reads and writes no state.
+        of_state = 4 * M * D if context > C else 0
+        of_gate = 0 if self.forget is None else self.forget.flops(tokens)
+        return tokens * self.heads * (2 * C * D + of_state) + of_gate
+
+    def state_bytes(self, context: int) -> int:
+        return 4 * self.heads * self.features * (self.head_width + 1)
+
+    def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
+        return pick_implementation(self.max_length)
+
+    def _attend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, x_BTE: Array, state: State | None,
+                segment_ids_BT: Array | None) -> tuple[Array, State]:
+        log_decay_BTH = None if self.forget is None else self.forget.log_decay(x_BTE)
+        return power_attention(q_BTHD, k_BTHD, v_BTHD, degree=self.config.degree, normalize=self.config.normalizes,
+                               log_decay_BTH=log_decay_BTH, initial_state=state, segment_ids_BT=segment_ids_BT,
+                               chunk_size=self.config.chunk_size)

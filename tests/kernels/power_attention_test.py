@@ -1,0 +1,124 @@
+"""Power attention beyond its cases: the expansion, memory, states carried over, and what is refused."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from kernels.linear_attention import State
+from kernels.power_attention import MOST_FEATURES, count_features, expand, power_attention
+
+pytestmark = pytest.mark.fast
+
+
+def make(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@pytest.mark.parametrize(("width", "degree"), [(7, 1), (7, 2), (6, 3), (5, 4)])
+def test_products_of_features_are_powers_of_products(width, degree):
+    x, y = make(10, width), make(10, width, seed=1)
+    features = expand(x, degree)
+    assert features.shape == (10, count_features(width, degree))
+    np.testing.assert_allclose(jnp.sum(features * expand(y, degree), axis=1), jnp.sum(x * y, axis=1) ** degree,
+                               rtol=1e-4, atol=1e-4)
+
+
+def test_the_gradient_of_the_square_is_that_of_the_product():
+    x, y = make(3, 6), make(3, 6, seed=1)
+    found = jax.grad(lambda x: jnp.sum(expand(x, 2) * expand(y, 2)))(x)
+    np.testing.assert_allclose(found, jax.grad(lambda x: jnp.sum(jnp.sum(x * y, axis=1) ** 2))(x), rtol=1e-5)
+
+
+def sizes_in(jaxpr) -> set[int]:
+    """Numbers in each array that a program makes, loops included."""
+    found = set()
+    for equation in jaxpr.eqns:
+        found |= {math.prod(x.aval.shape) for x in equation.outvars}
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    found |= sizes_in(inner)
+    return found
+
+
+def test_features_are_never_made_of_a_whole_sequence():
+    """Nor weights: no array, forward or backward, is as large as the features, or as T × T, but the states are."""
+    B, T, H, D, C = 1, 2048, 2, 8, 64
+    M = count_features(D, 2)
+    q, k, v = (make(B, T, H, D, seed=seed) for seed in range(3))
+
+    def loss(q, k, v, g):
+        y, end = power_attention(q, k, v, log_decay_BTH=g, chunk_size=C)
+        return jnp.sum(y**2) + jnp.sum(end.s_BHMD)
+
+    program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3)))(q, k, v, -jnp.abs(make(B, T, H)))
+    largest = max(sizes_in(program.jaxpr))
+    assert (T // C - 1) * B * H * M * D <= largest < B * T * H * M
+
+
+def test_a_final_state_that_nobody_takes_costs_nothing():
+    """In a single chunk without a state before it, forward and backward."""
+    q, k, v = (make(1, 64, 2, 8, seed=seed) for seed in range(3))
+
+    def cost(take):
+        def loss(q, k, v):
+            y, end = power_attention(q, k, v)
+            return jnp.sum(y**2) + (jnp.sum(end.s_BHMD) if take else 0)
+
+        analysis = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile().cost_analysis()
+        return analysis["flops"]
+
+    of_products = 2 * 64 * 2 * count_features(8, 2) * 8
+    assert cost(True) - cost(False) > 2 * of_products
+
+
+def test_a_state_carried_over_is_the_whole():
+    q, k, v = (make(2, 100, 2, 6, seed=seed) for seed in range(3))
+    g = -jnp.abs(make(2, 100, 2, seed=3))
+    attend = functools.partial(power_attention, chunk_size=16)
+    whole, end = attend(q, k, v, log_decay_BTH=g)
+    state, pieces = None, []
+    for start, stop in ((0, 37), (37, 38), (38, 100)):
+        cut = slice(start, stop)
+        y, state = attend(q[:, cut], k[:, cut], v[:, cut], log_decay_BTH=g[:, cut], initial_state=state)
+        pieces.append(y)
+    np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole, rtol=2e-3, atol=2e-5)
+    assert state is not None
+    np.testing.assert_allclose(state.s_BHMD, end.s_BHMD, rtol=1e-4, atol=1e-5)
+
+
+def call(**changes):
+    arguments = {name: jnp.ones((2, 5, 3, 4)) for name in ("q_BTHD", "k_BTHD", "v_BTHD")} | changes
+    return power_attention(**arguments)
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), [
+    ({"degree": 3}, ValueError, "degree=3: weights of an odd power can be negative; expected an even degree, or "
+                                "normalize=False"),
+    ({"degree": 0}, ValueError, "degree=0: expected at least 1"),
+    ({"k_BTHD": jnp.ones((2, 5, 3, 5))}, ValueError, r"k_BTHD has shape \(2, 5, 3, 5\); expected \(2, 5, 3, 4\)"),
+    ({"q_BTHD": jnp.ones((2, 5, 3, 4), int)}, TypeError, "q_BTHD is int32; expected floating point"),
+    ({"initial_state": State(jnp.ones((2, 3, 4, 4)), jnp.ones((2, 3, 10)))}, ValueError,
+     r"initial_state.s_BHMD has shape \(2, 3, 4, 4\); expected \(2, 3, 10, 4\)"),
+    ({"log_decay_BTH": jnp.full((2, 5, 3), 0.1)}, ValueError, "log_decay_BTH is 0.1 somewhere; expected 0 or less"),
+    ({"segment_ids_BT": jnp.ones((2, 6), int)}, ValueError, "segment_ids_BT has shape"),
+    ({"chunk_size": 0}, ValueError, "chunk_size=0: expected a whole number of at least 1"),
+    ({"implementation": "quick"}, ValueError, "implementation='quick': there is reference, recurrent, chunked"),
+])
+def test_bad_input(changes, error, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the shape checks that tests add
+    with pytest.raises(error, match=message):
+        call(**changes)
+
+
+def test_too_many_features_are_refused_with_their_number():
+    x = jnp.ones((1, 2, 1, 32))
+    assert count_features(32, 4) == 52_360 > MOST_FEATURES
+    with pytest.raises(ValueError, match="degree=4: heads of width 32 have 52,360 features; expected at most 10,000"):
+        power_attention(x, x, x, degree=4)
