@@ -1,0 +1,117 @@
+"""``delta_rule``: the one entry to every form, with the checks on what goes in."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels import checks, decay
+from kernels.delta_rule.chunked import chunked
+from kernels.delta_rule.reference import recurrent
+from kernels.segments import runs_of
+
+CHUNK = 64
+"""C of ``chunked`` …"""
+NARROW_CHUNK = 32
+"""… and where heads are no wider than this: states are small there, and what a longer chunk adds inside is not."""
+
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "reference": recurrent,
+    "recurrent": recurrent,
+    "chunked": chunked,
+}
+"""Every form by name. ``reference`` and ``recurrent`` are the same function: the definition, written out."""
+
+
+def delta_rule(
+    q_BTHM: Float[Array, "B T H M"],
+    k_BTHM: Float[Array, "B T H M"],
+    v_BTHD: Float[Array, "B T H D"],
+    beta_BTH: Float[Array, "B T H"],
+    *,
+    log_decay_BTH: Float[Array, "B T H"] | None = None,
+    initial_state: Float[Array, "B H M D"] | None = None,
+    segment_ids_BT: Int[Array, "B T"] | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B H M D"]]:
+    """A memory that each token corrects: what it reads at its key moves by β of the way to its value.
+
+        S' = exp(g_t) S_{t−1}      S_t = S' + β_t k_t (v_t − S'ᵀ k_t)ᵀ      y_t = S_tᵀ q_t
+
+    Nothing is scaled or normalised here. States do not grow of themselves where β|k|² ≤ 2. With keys of length 1, β = 1
+    puts v in the place of what the key had, and 0 leaves the state alone.
+
+    Differentiable in q, k, v, β, g and, through the state in and the state out, across calls. Yang, Wang, Zhang, Shen,
+    Kim: "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024; with a decay, Yang, Kautz,
+    Hatamizadeh: "Gated Delta Networks", 2024.
+
+    Args:
+        q_BTHM: queries; any T ≥ 1.
+        k_BTHM: keys.
+        v_BTHD: values; y has their dtype.
+        beta_BTH: β, how much of the error at its key a token corrects.
+        log_decay_BTH: g ≤ 0 of each token and head, the logarithm of what it leaves of the state before it; −∞ starts
+            over. A value above 0 is noticed only outside of ``jax.jit`` and the like, where there are values to look
+            at. None: no decay.
+        initial_state: S₀, of the first segment; zero unless given.
+        segment_ids_BT: which tokens share a state; −1 is padding, which leaves the state alone, whatever its β and g,
+            and whose y is 0. A segment is a run of equal ids; the state that comes out is that of the last one.
+        chunk_size: C of ``chunked``; picked where None.
+        implementation: a name in ``IMPLEMENTATIONS``; None picks the fastest for this input.
+
+    Returns:
+        y and the state after the last token, float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: shapes that do not agree, a decay above 0, a chunk size below one, or an unknown implementation.
+        TypeError: inputs that are not floating point, segment ids that are not whole numbers.
+    """
+    _check(q_BTHM, k_BTHM, v_BTHD, beta_BTH, log_decay_BTH, initial_state, segment_ids_BT, chunk_size)
+    (B, T, H, M), D = q_BTHM.shape, v_BTHD.shape[3]
+    name = pick_implementation(q_BTHM, k_BTHM, v_BTHD) if implementation is None else implementation
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
+    dtype = jnp.promote_types(jnp.float32, jnp.result_type(*(x.dtype for x in (q_BTHM, k_BTHM, v_BTHD, beta_BTH))))
+    initial_BHMD = jnp.zeros((B, H, M, D), dtype) if initial_state is None else initial_state.astype(dtype)
+    runs_BT = padding_BT = None
+    if segment_ids_BT is not None:
+        runs_BT = runs_of(segment_ids_BT)
+        padding_BT = runs_BT < 0
+        beta_BTH = jnp.where(padding_BT[..., None], 0, beta_BTH)
+    extras: dict[str, Any] = {"chunk_size": min(T, chunk_size or pick_chunk_size(M, D))} if name == "chunked" else {}
+    if log_decay_BTH is not None:
+        extras["log_decay_BTH"] = decay.prepare(log_decay_BTH, dtype, padding_BT)
+    return IMPLEMENTATIONS[name](q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, **extras)
+
+
+def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any) -> str:
+    """What ``implementation=None`` means for arrays, or shapes and dtypes."""
+    del k_BTHM, v_BTHD
+    return "recurrent" if q_BTHM.shape[1] == 1 else "chunked"
+
+
+def pick_chunk_size(M: int, D: int) -> int:
+    """What ``chunk_size=None`` means for features of width M and values of width D."""
+    return NARROW_CHUNK if max(M, D) <= NARROW_CHUNK else CHUNK
+
+
+def _check(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, log_decay_BTH: Array | None,
+           initial_state: Array | None, segment_ids_BT: Array | None, chunk_size: int | None) -> None:
+    checks.check_heads(q_BTHM=q_BTHM, k_BTHM=k_BTHM, v_BTHD=v_BTHD)
+    (B, T, H, M), D = q_BTHM.shape, v_BTHD.shape[3]
+    expected: dict[str, tuple[Array, tuple[int, ...]]] = {
+        "k_BTHM": (k_BTHM, (B, T, H, M)), "v_BTHD": (v_BTHD, (B, T, H, D)), "beta_BTH": (beta_BTH, (B, T, H)),
+    }
+    if initial_state is not None:
+        expected["initial_state"] = (initial_state, (B, H, M, D))
+    checks.check_shapes(expected, "q_BTHM", q_BTHM.shape)
+    for name, x in (("beta_BTH", beta_BTH), ("initial_state", initial_state)):
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} is {x.dtype}; expected floating point")
+    checks.check_sizes(B=B, T=T, H=H, M=M, D=D)
+    checks.check_chunk_size(chunk_size)
+    checks.check_segments(segment_ids_BT, "q_BTHM", q_BTHM.shape)
+    if log_decay_BTH is not None:
+        checks.check_log_decay(log_decay_BTH, "q_BTHM", q_BTHM.shape)

@@ -1,0 +1,168 @@
+"""Calls of the delta rule: what tests hold to the definition, what is compiled for a GPU, what is timed."""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.cases import Arrays, Case, TimedAttention, TimedForm, make_segments
+from kernels.delta_rule.api import delta_rule, pick_implementation
+from kernels.mixed_precision import wide
+
+FORMS = ("chunked", "recurrent")
+# float64 and float32: differences of values and of what keys read, passed on from token to token. At a correlation of
+# 0.99 a gradient is off by up to 1.5e-6, seven times less than the bound. bfloat16: inputs are taken as they are, and
+# only y and the gradients are rounded to 8 bits, 1.7e-3 RMS.
+TOLERANCES = {"float64": 1e-14, "float32": 1e-5, "bfloat16": 5e-3}
+
+
+@dataclass(frozen=True)
+class DeltaRuleCase(Case):
+    """A call of ``delta_rule`` with queries and keys of length 1."""
+
+    B: int
+    T: int
+    H: int
+    M: int
+    D: int
+    _: KW_ONLY
+    correlation: float = 0.0
+    """Of the keys of a head with each other, about: they have a component in common."""
+    beta: Literal["sigmoid", "one", "above one"] = "sigmoid"
+    """``sigmoid``: between 0 and 1. ``above one``: what a key has is turned round, and up to 0.95 of it kept."""
+    log_decay: Literal["mixed", "strong"] | None = None
+    """``mixed``: from next to nothing to all that came before. ``strong``: nothing is left at one token, and little
+    goes at the others."""
+    segments: bool = False
+    state: bool = True
+    """Whether there is one before the first token."""
+    chunk_size: int | None = None
+
+    @property
+    def sizes(self) -> str:
+        extras = {f"correlation {self.correlation:g}": self.correlation > 0, f"β {self.beta}": self.beta != "sigmoid",
+                  f"{self.log_decay} decay": self.log_decay is not None, "segments": self.segments,
+                  f"C{self.chunk_size}": self.chunk_size is not None}
+        lengths = (f"{letter}{getattr(self, letter)}" for letter in "BTHMD")
+        return " ".join([*lengths, self.dtype, *(name for name, told in extras.items() if told)])
+
+    def make_shapes(self) -> Arrays:
+        B, T, H, M, D = self.B, self.T, self.H, self.M, self.D
+        sums = jnp.promote_types(jnp.float32, self.dtype)
+        shapes: Arrays = {name: jax.ShapeDtypeStruct((B, T, H, width), self.dtype)
+                          for name, width in (("q", M), ("k", M), ("v", D))}
+        shapes["beta"] = jax.ShapeDtypeStruct((B, T, H), self.dtype)
+        if self.state:
+            shapes["state"] = jax.ShapeDtypeStruct((B, H, M, D), sums)
+        if self.log_decay is not None:
+            shapes["log_decay"] = jax.ShapeDtypeStruct((B, T, H), sums)
+        if self.segments:
+            shapes["segment_ids"] = jax.ShapeDtypeStruct((B, T), jnp.int32)
+        return shapes
+
+    def make_inputs(self) -> dict[str, np.ndarray]:
+        generator = np.random.default_rng(0)
+        shapes = self.make_shapes()
+        x = {name: generator.normal(size=shape.shape) for name, shape in shapes.items() if name != "segment_ids"}
+        common_H1M = generator.normal(size=(self.H, 1, self.M)).swapaxes(0, 1)
+        x["k"] = np.sqrt(self.correlation) * common_H1M + np.sqrt(1 - self.correlation) * x["k"]
+        for name in ("q", "k"):
+            x[name] /= np.linalg.norm(x[name], axis=-1, keepdims=True)
+        x["beta"] = {"sigmoid": 1 / (1 + np.exp(-x["beta"])), "one": np.ones_like(x["beta"]),
+                     "above one": 1 + 0.95 * generator.random(x["beta"].shape)}[self.beta]
+        if self.log_decay == "mixed":
+            x["log_decay"] = -np.logaddexp(0, 2 * x["log_decay"] - 3)
+        elif self.log_decay == "strong":
+            x["log_decay"] = np.full_like(x["log_decay"], -0.01)
+            x["log_decay"][:, self.T // 3] = -1e4
+        drawn = {name: array.astype(shapes[name].dtype) for name, array in x.items()}
+        return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
+
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        y, state = delta_rule(
+            inputs["q"], inputs["k"], inputs["v"], inputs["beta"], log_decay_BTH=inputs.get("log_decay"),
+            initial_state=inputs.get("state"), segment_ids_BT=inputs.get("segment_ids"), chunk_size=self.chunk_size,
+            implementation=implementation)
+        return {"y": y, "final state": state}
+
+
+def _small(title: str, T: int, M: int = 5, D: int = 7, *, dtype: str = "float64",
+           implementations: Sequence[str | None] = FORMS, **options: Any) -> DeltaRuleCase:
+    return DeltaRuleCase(3, T, 2, M, D, dtype=dtype, title=f"{title}, {dtype}", implementations=tuple(implementations),
+                         tolerance=TOLERANCES[dtype], **options)
+
+
+def _alike(correlation: float, beta: Literal["sigmoid", "one", "above one"], dtype: str = "float32",
+           **options: Any) -> DeltaRuleCase:
+    """Keys as a model may have them, which is where a triangular system is hard."""
+    return _small(f"correlation {correlation:g}, β {beta}", 200, 32, 16, dtype=dtype, implementations=("chunked",),
+                  correlation=correlation, beta=beta, **options)
+
+
+_TESTED = (
+    _small("one token", 1),
+    _small("one more than a chunk", 65, chunk_size=64),
+    _small("several chunks", 200, implementations=(*FORMS, None)),
+    _small("chunks of one", 9, chunk_size=1, segments=True),
+    _small("chunk longer than the sequence", 63, chunk_size=100, state=False),
+    _small("segments", 200, 4, 3, chunk_size=16, segments=True),
+    _small("segments, mixed decay", 65, chunk_size=16, segments=True, log_decay="mixed"),
+    _small("segments, strong decay", 100, log_decay="strong", segments=True, dtype="float32",
+           implementations=("reference", *FORMS)),
+    _alike(0.9, "one", log_decay="mixed"),
+    _alike(0.9, "above one", slow=True),
+    _alike(0.99, "one", chunk_size=64),
+    _alike(0.99, "above one", log_decay="mixed", slow=True),
+    _alike(0.99, "one", "bfloat16", log_decay="mixed"),
+    _alike(0.99, "above one", "bfloat16", slow=True),
+    _small("several chunks", 200, dtype="bfloat16"),
+)
+
+
+def _compiled(B: int, T: int, H: int, M: int, D: int, dtype: str = "bfloat16", **options: Any) -> DeltaRuleCase:
+    """Compiled for a GPU, and not run."""
+    return DeltaRuleCase(B, T, H, M, D, dtype=dtype, used_by=("gpu-check",), tolerance=TOLERANCES[dtype], **options)
+
+
+# The shape of a layer of GPT-2, all options together, and a token.
+_COMPILED = (
+    _compiled(1, 4096, 12, 64, 64),
+    _compiled(1, 4096, 4, 128, 128, "float32", log_decay="mixed", segments=True),
+    _compiled(1, 1, 12, 64, 64, log_decay="mixed"),
+)
+
+
+def _on_device(dtype: str, **options: Any) -> DeltaRuleCase:
+    """Run on the device at hand."""
+    return DeltaRuleCase(2, 1000, 3, 64, 64, dtype=dtype, correlation=0.9, beta="one", implementations=("chunked",),
+                         used_by=("suite",), tolerance=TOLERANCES[dtype], **options)
+
+
+_SUITE = (
+    *(_on_device(dtype) for dtype in ("float32", "bfloat16")),
+    *(_on_device(dtype, log_decay="mixed", segments=True) for dtype in ("float32", "bfloat16")),
+)
+
+CASES: tuple[Case, ...] = (*_TESTED, *_COMPILED, *_SUITE)
+
+
+def _attend(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool, chunk_size: int | None,
+            implementation: str | None) -> jax.Array:
+    """With keys of length 1, without which states grow, and β = 0.5."""
+    if not causal:
+        raise NotImplementedError("delta_rule: it sees the past only")
+    k_BTHM = wide(k_BTHM)
+    k_BTHM = (k_BTHM / jnp.linalg.norm(k_BTHM, axis=-1, keepdims=True)).astype(v_BTHD.dtype)
+    beta_BTH = jnp.full(k_BTHM.shape[:3], 0.5, v_BTHD.dtype)
+    return delta_rule(q_BTHM, k_BTHM, v_BTHD, beta_BTH, chunk_size=chunk_size, implementation=implementation)[0]
+
+
+def _pick(x_BTHD: Any, *, causal: bool, chunk_size: int | None) -> str:
+    del causal, chunk_size
+    return pick_implementation(x_BTHD, x_BTHD, x_BTHD)
+
+
+ATTENTIONS = (TimedAttention("delta_rule", _attend, {"chunked": TimedForm(), "recurrent": TimedForm()}, pick=_pick),)
