@@ -1,5 +1,5 @@
 """The delta rule: one function, :func:`delta_rule`, token by token or in chunks, which agree to rounding."""
 
-from kernels.delta_rule.api import IMPLEMENTATIONS, delta_rule, pick_chunk_size, pick_implementation
+from kernels.delta_rule.api import IMPLEMENTATIONS, count_flops, delta_rule, pick_chunk_size, pick_implementation
 
-__all__ = ["IMPLEMENTATIONS", "delta_rule", "pick_chunk_size", "pick_implementation"]
+__all__ = ["IMPLEMENTATIONS", "count_flops", "delta_rule", "pick_chunk_size", "pick_implementation"]

@@ -97,6 +97,15 @@ def pick_chunk_size(M: int, D: int) -> int:
     return NARROW_CHUNK if max(M, D) <= NARROW_CHUNK else CHUNK
 
 
+def count_flops(M: int, D: int, chunk_size: int) -> int:
+    """Floating-point operations of a token and head, forward, in chunks of C tokens.
+
+    Of products inside a chunk those of the pairs that are seen count. The inverse takes C³ / 3 a chunk.
+    """
+    C = chunk_size
+    return C * (3 * M + 2 * D) + C * C // 3 + 2 * M * M + 6 * M * D + 2 * M * M * D // C
+
+
 def _check(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, log_decay_BTH: Array | None,
            initial_state: Array | None, segment_ids_BT: Array | None, chunk_size: int | None) -> None:
     checks.check_heads(q_BTHM=q_BTHM, k_BTHM=k_BTHM, v_BTHD=v_BTHD)

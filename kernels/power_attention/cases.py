@@ -128,7 +128,10 @@ def _pick(x_BTHD: Any, *, causal: bool, chunk_size: int | None) -> str:
 
 
 def _pick_chunk_sizes(form: str, x_BTHD: Any) -> tuple[int, int] | None:
-    return (pick_chunk_size(x_BTHD.shape[1]),) * 2 if form == "chunked" else None
+    if form != "chunked":
+        return None
+    C = pick_chunk_size(x_BTHD.shape[1])
+    return C, C
 
 
 ATTENTIONS = (TimedAttention("power", _attend, {"chunked": TimedForm(("contexts",)), "recurrent": TimedForm()},
