@@ -37,7 +37,9 @@ from training.sharding import batch_sharding, make_mesh, state_shardings
 found = {}
 tokens_BT = jnp.arange(4 * 33).reshape(4, 33) ** 2 * 7 % 32
 for name, sizes in json.loads(sys.argv[1]).items():
-    model = resolve_config(ModelConfig(layers=1, heads=2, width=16, context=32, dtype="float32"))
+    attention = tuple(sys.argv[2].split(","))
+    model = resolve_config(ModelConfig(layers=len(attention), heads=2, width=16, context=32, dtype="float32",
+                                       attention=attention))
     config = Config(model=model, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=4, accumulate=2),
                     mesh=MeshConfig(**sizes))
     mesh = make_mesh(config.mesh, config.train, config.model.context)
@@ -66,15 +68,28 @@ MESHES = {"one": {"data": 1}, "all": {}, "fsdp": {"data": 1, "fsdp": 2}, "tensor
           "context": {"data": 1, "context": 2}}
 
 
-@pytest.fixture(scope="module")
-def runs():
+RECURRENT = "gated,gated_delta,power"
+
+
+def train_on_each_mesh(attention: str) -> dict[str, Any]:
     """Three updates on each mesh. The number of devices is set before jax starts, so in a process of its own."""
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"  # quick to compile
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(MESHES)], cwd=ROOT, env=environment,
-                          capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(MESHES), attention], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return train_on_each_mesh("chunked")
+
+
+@pytest.fixture(scope="module")
+def recurrent_runs():
+    """With convolutions and gates."""
+    return train_on_each_mesh(RECURRENT)
 
 
 @pytest.mark.thorough
@@ -83,6 +98,13 @@ def test_a_run_on_two_devices_has_the_losses_of_one(runs, name):
     assert runs[name]["devices"] == 2
     # Sums in another order, which Adam magnifies where a gradient is near zero.
     np.testing.assert_allclose(runs[name]["metrics"], runs["one"]["metrics"], rtol=2e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in MESHES if name != "one"])
+def test_modes_with_small_parts_have_the_losses_of_one_device(recurrent_runs, name):
+    assert recurrent_runs[name]["devices"] == 2
+    np.testing.assert_allclose(recurrent_runs[name]["metrics"], recurrent_runs["one"]["metrics"], rtol=2e-4)
 
 
 @pytest.mark.thorough
