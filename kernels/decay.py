@@ -52,18 +52,36 @@ def sums_between(log_decay_C: Float[Array, "*b C"]) -> Float[Array, "*b C S"]:
     return jnp.einsum("...cl,ls->...cs", upto_CL, after_LS, precision=lax.Precision.HIGHEST)
 
 
-def _sums_between_parts(log_decay_C: Array) -> Array:
-    *b, C = log_decay_C.shape
-    log_decay_NP = jnp.pad(log_decay_C, [(0, 0)] * len(b) + [(0, -C % _PART)]).reshape(*b, -1, _PART)
-    N = log_decay_NP.shape[-2]
-    # Parts m and n, and the tokens i of n and j of m; whole parts between are those up to the one before n.
+class PartSums(NamedTuple):
+    """Sums of log decays over a sequence in N parts of P tokens: that of token j of part m at token i of a later part n
+    is ``through_NP[n, i] + whole_NM[n, m] + after_NP[m, j]``."""
+
+    through_NP: Float[Array, "*b N P"]
+    """From the first token of a part through each."""
+    whole_NM: Float[Array, "*b N M"]
+    """Over the parts between two; 0 where there is none."""
+    after_NP: Float[Array, "*b N P"]
+    """Of each token behind its part."""
+
+
+def sums_over_parts(log_decay_T: Float[Array, "*b T"], size: int) -> PartSums:
+    """Of parts of ``size`` tokens, which divides T."""
+    log_decay_NP = log_decay_T.reshape(*log_decay_T.shape[:-1], -1, size)
+    # Parts between m and n are those up to the one before n.
     upto_NM = sums_between(log_decay_NP.sum(axis=-1))
     whole_NM = jnp.concatenate([jnp.zeros_like(upto_NM[..., :1, :]), upto_NM[..., :-1, :]], axis=-2)
-    through_NP, after_MP = sums_through(log_decay_NP, -1), sums_after(log_decay_NP, -1)
+    return PartSums(sums_through(log_decay_NP, -1), whole_NM, sums_after(log_decay_NP, -1))
+
+
+def _sums_between_parts(log_decay_C: Array) -> Array:
+    *b, C = log_decay_C.shape
+    log_decay_C = jnp.pad(log_decay_C, [(0, 0)] * len(b) + [(0, -C % _PART)])
+    through_NP, whole_NM, after_MP = sums_over_parts(log_decay_C, _PART)
     sums_NPMP = through_NP[..., :, None, None] + whole_NM[..., :, None, :, None] + after_MP[..., None, None, :, :]
+    N = whole_NM.shape[-1]
     part_N = jnp.arange(N)
     order_N1M1 = part_N[:, None, None, None] - part_N[None, None, :, None]
-    own_NP1P = sums_between(log_decay_NP)[..., None, :]
+    own_NP1P = sums_between(log_decay_C.reshape(*b, N, _PART))[..., None, :]
     sums_NPMP = jnp.where(order_N1M1 > 0, sums_NPMP, jnp.where(order_N1M1 == 0, own_NP1P, 0))
     return sums_NPMP.reshape(*b, N * _PART, N * _PART)[..., :C, :C]
 

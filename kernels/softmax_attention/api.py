@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels import device
+from kernels import checks, decay, device
 from kernels.segments import runs_of
 from kernels.softmax_attention import cached, cudnn, decode
 from kernels.softmax_attention.blockwise import blockwise
@@ -31,46 +31,63 @@ def softmax_attention(
     v_BTHD: Float[Array, "B T H D"],
     *,
     causal: bool = True,
+    window: int | None = None,
     segment_ids_BT: Int[Array, "B T"] | None = None,
+    log_decay_BTH: Float[Array, "B T H"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H D"]:
     """Softmax attention with scale 1/√D. The softmax is float32 whatever the inputs are; y has their dtype.
 
         y_t = Σ_{s≤t} exp(q_t·k_s / √D) v_s / Σ_{s≤t} exp(q_t·k_s / √D)
 
+    and with log decays g, which make of it the Forgetting Transformer's (Lin et al., 2025), weights of
+    exp(q_t·k_s / √D + g_{s+1} + … + g_t).
+
     Args:
         q_BTHD: queries.
         k_BTHD: keys.
         v_BTHD: values.
         causal: see keys at or before the query only.
+        window: and of these the last so many only, the query's own included; None: all.
         segment_ids_BT: tokens see their own segment, a run of equal ids; −1 is padding, seen by nobody, whose y is 0.
+        log_decay_BTH: g ≤ 0 of each token and head, as in ``linear_attention``; None: no decay.
         implementation: a name in ``IMPLEMENTATIONS``; None picks the fastest for this input on this device.
 
     Raises:
-        ValueError: shapes that do not agree, or no implementation of that name.
-        NotImplementedError: a named implementation cannot do what is asked.
+        ValueError: shapes that do not agree, a decay above 0, a window below 1, or no implementation of that name.
+        NotImplementedError: a window or a decay without a mask, or what a named implementation cannot do.
     """
     for name, x, shape in (("k_BTHD", k_BTHD, q_BTHD.shape), ("v_BTHD", v_BTHD, q_BTHD.shape),
                            ("segment_ids_BT", segment_ids_BT, q_BTHD.shape[:2])):
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} has shape {x.shape}; expected {shape}, from q_BTHD of shape {q_BTHD.shape}")
-    segments = segment_ids_BT is not None
-    name = implementation or pick_implementation(q_BTHD.dtype, q_BTHD.shape[3], segments=segments)
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: expected at least 1")
+    for name, x in (("window", window), ("log_decay_BTH", log_decay_BTH)):
+        if x is not None and not causal:
+            raise NotImplementedError(f"{name} is of the past; it needs causal=True")
+    if log_decay_BTH is not None:
+        checks.check_log_decay(log_decay_BTH, "q_BTHD", q_BTHD.shape)
+    segments, log_decay = segment_ids_BT is not None, log_decay_BTH is not None
+    name = implementation or pick_implementation(q_BTHD.dtype, q_BTHD.shape[3], segments=segments, log_decay=log_decay)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
     if name == "cudnn":
-        refusal = cudnn.refuses(q_BTHD.dtype, q_BTHD.shape[3], segments)
+        refusal = cudnn.refuses(q_BTHD.dtype, q_BTHD.shape[3], segments, log_decay)
         if refusal is not None:
             raise NotImplementedError(f"implementation='cudnn': {refusal}")
-        return cudnn.cudnn(q_BTHD, k_BTHD, v_BTHD, causal)
+        return cudnn.cudnn(q_BTHD, k_BTHD, v_BTHD, causal, window)
     runs_BT = None if segment_ids_BT is None else runs_of(segment_ids_BT)
-    y_BTHD = IMPLEMENTATIONS[name](q_BTHD, k_BTHD, v_BTHD, runs_BT, causal)
+    if log_decay_BTH is not None:
+        dtype = jnp.promote_types(jnp.float32, q_BTHD.dtype)
+        log_decay_BTH = decay.prepare(log_decay_BTH, dtype, None if runs_BT is None else runs_BT < 0)
+    y_BTHD = IMPLEMENTATIONS[name](q_BTHD, k_BTHD, v_BTHD, runs_BT, causal, window, log_decay_BTH)
     return y_BTHD if runs_BT is None else jnp.where((runs_BT >= 0)[:, :, None, None], y_BTHD, 0)
 
 
-def pick_implementation(dtype: jnp.dtype, head_width: int, *, segments: bool = False) -> str:
+def pick_implementation(dtype: jnp.dtype, head_width: int, *, segments: bool = False, log_decay: bool = False) -> str:
     """What ``implementation=None`` of :func:`softmax_attention` means on the device that is traced for."""
-    return "cudnn" if cudnn.refuses(dtype, head_width, segments) is None else "blockwise"
+    return "cudnn" if cudnn.refuses(dtype, head_width, segments, log_decay) is None else "blockwise"
 
 
 def cached_attention(
@@ -79,6 +96,7 @@ def cached_attention(
     v_BHSD: Float[Array, "B H S D"],
     position_B: Int[Array, " B"],
     *,
+    log_decay_BHS: Float[Array, "B H S"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H D"]:
     """Causal attention to a cache: query t of row b stands at position_B[b] + t among the keys.
@@ -91,6 +109,7 @@ def cached_attention(
         k_BHSD: keys.
         v_BHSD: values.
         position_B: tokens of each row before the new ones.
+        log_decay_BHS: g ≤ 0 of each token, the new ones included; behind them may be anything. None: no decay.
         implementation: a name in ``CACHED_IMPLEMENTATIONS``; None picks the fastest for this input on this device.
 
     Raises:
@@ -99,15 +118,16 @@ def cached_attention(
     """
     (B, _, H, D), S = q_BTHD.shape, k_BHSD.shape[2]
     for name, x, shape in (("k_BHSD", k_BHSD, (B, H, S, D)), ("v_BHSD", v_BHSD, (B, H, S, D)),
-                           ("position_B", position_B, (B,))):
-        if x.shape != shape:
+                           ("position_B", position_B, (B,)), ("log_decay_BHS", log_decay_BHS, (B, H, S))):
+        if x is not None and x.shape != shape:
             raise ValueError(f"{name} has shape {x.shape}; expected {shape}, from q_BTHD of shape {q_BTHD.shape}")
     if S > cached.CACHE_BLOCK and S % cached.CACHE_BLOCK:
         raise ValueError(f"k_BHSD has room for {S} keys; expected a multiple of {cached.CACHE_BLOCK}")
-    refusal = decode.refuses(q_BTHD, k_BHSD, v_BHSD)
+    refusal = decode.refuses(q_BTHD, k_BHSD, v_BHSD, log_decay=log_decay_BHS is not None)
     name = implementation or ("decode" if device.platform() == "gpu" and refusal is None else "blockwise")
     if name not in CACHED_IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r}: there is {', '.join(CACHED_IMPLEMENTATIONS)}")
     if name == "decode" and refusal is not None:
         raise NotImplementedError(f"implementation='decode': {refusal}")
-    return CACHED_IMPLEMENTATIONS[name](q_BTHD, k_BHSD, v_BHSD, position_B)
+    extras = {} if log_decay_BHS is None else {"log_decay_BHS": jnp.maximum(log_decay_BHS, decay.LEAST)}
+    return CACHED_IMPLEMENTATIONS[name](q_BTHD, k_BHSD, v_BHSD, position_B, **extras)

@@ -1,7 +1,9 @@
 """Softmax attention in blocks of queries and keys: flash attention in plain JAX, for devices without such a kernel.
 
 An online softmax over blocks of keys, blocks above the diagonal skipped, those below it not masked, scores computed
-again in the backward pass, memory linear in T.
+again in the backward pass, memory linear in T. With a window, blocks before it are skipped too. With log decays, their
+sum between key and query is added to the score: behind the key in its block, over whole blocks, and up to the query in
+its own (``kernels/decay.py`` says why it is never a difference).
 
 Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018; Dao: "FlashAttention-2", 2023, algorithms 1, 2.
 """
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels import cpu
+from kernels.decay import sums_between, sums_over_parts
 from kernels.mixed_precision import product, rounded, wide
 from kernels.segments import HIDDEN, visible
 
@@ -28,14 +31,18 @@ CACHE_BLOCK = 512
 NO_BLOCKS = (0, 0)
 
 
-def blockwise(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, runs_BT: Array | None, causal: bool) -> Array:
+def blockwise(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, runs_BT: Array | None, causal: bool,
+              window: int | None = None, log_decay_BTH: Array | None = None) -> Array:
     """Whole sequences, differentiable."""
     B, T, H, _ = q_BTHD.shape
     block = block_size(T, B * H)
     q_BHTD, k_BHSD, v_BHSD = (pad_tokens(x.swapaxes(1, 2), block) for x in (q_BTHD, k_BTHD, v_BTHD))
     if runs_BT is not None:
         runs_BT = jnp.pad(runs_BT, ((0, 0), (0, -T % block)), constant_values=-1)
-    return _flash(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block)[:, :, :T].swapaxes(1, 2)
+    log_decay_BHT = None
+    if log_decay_BTH is not None:
+        log_decay_BHT = pad_tokens(log_decay_BTH.swapaxes(1, 2)[..., None], block)[..., 0]
+    return _flash(q_BHTD, k_BHSD, v_BHSD, runs_BT, log_decay_BHT, causal, window, T, block)[:, :, :T].swapaxes(1, 2)
 
 
 def block_size(tokens: int, heads: int) -> int:
@@ -54,11 +61,13 @@ def _take(x: Array, i: Array, size: int, axis: int = 2) -> Array:
     return lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
 
-def _mask(runs_BT: Array | None, causal: bool, T: int) -> Callable[[Array, Array], Array]:
+def _mask(runs_BT: Array | None, causal: bool, window: int | None, T: int) -> Callable[[Array, Array], Array]:
     """mask(t_T, s_S) for the positions of a block, to broadcast against (B, H, block, block)."""
 
     def mask(t_T, s_S):
         shown = (s_S[None, :] <= t_T[:, None]) if causal else (s_S[None, :] < T)
+        if window is not None:
+            shown &= s_S[None, :] > t_T[:, None] - window
         shown = shown[None, None]
         if runs_BT is not None:
             shown &= visible(*(lax.dynamic_slice_in_dim(runs_BT, x[0], x.shape[0], 1) for x in (t_T, s_S)))[:, None]
@@ -67,30 +76,49 @@ def _mask(runs_BT: Array | None, causal: bool, T: int) -> Callable[[Array, Array
     return mask
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _flash(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block):
-    return _flash_forward(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block)[0]
+def _decay_of(log_decay_BHT: Array | None, block: int) -> Callable[[Array, Array], Array] | None:
+    """decay(i, j): what is added to the scores of query block i and key block j ≤ i, (B, H, block, block)."""
+    if log_decay_BHT is None:
+        return None
+    parts = sums_over_parts(log_decay_BHT, block)
+
+    def decay(i, j):
+        whole_BH = lax.dynamic_slice(parts.whole_NM, (0, 0, i, j), (*log_decay_BHT.shape[:2], 1, 1))
+        through_BHt, after_BHs = (lax.dynamic_index_in_dim(x, n, 2, keepdims=False)
+                                  for x, n in ((parts.through_NP, i), (parts.after_NP, j)))
+        return lax.cond(i == j, lambda: sums_between(_take(log_decay_BHT, i, block)),
+                        lambda: through_BHt[..., None] + (whole_BH + after_BHs[..., None, :]))
+
+    return decay
 
 
-def _flash_forward(q_BHTD, k_BHSD, v_BHSD, runs_BT, causal, T, block):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def _flash(q_BHTD, k_BHSD, v_BHSD, runs_BT, log_decay_BHT, causal, window, T, block):
+    return _flash_forward(q_BHTD, k_BHSD, v_BHSD, runs_BT, log_decay_BHT, causal, window, T, block)[0]
+
+
+def _flash_forward(q_BHTD, k_BHSD, v_BHSD, runs_BT, log_decay_BHT, causal, window, T, block):
     blocks = k_BHSD.shape[2] // block
 
     def key_blocks(i):
+        if window is not None:
+            return NO_BLOCKS, (jnp.maximum(i * block - (window - 1), 0) // block, i + 1)
         if runs_BT is not None:
             return NO_BLOCKS, (0, i + 1 if causal else blocks)
         if causal:
             return (0, i) if blocks > 1 else NO_BLOCKS, (i, i + 1)
         return (0, T // block), (T // block, blocks)
 
-    mask = _mask(runs_BT, causal, T)
-    y_BHTD, logsumexp_BHT = attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, block, block)
-    return y_BHTD, (q_BHTD, k_BHSD, v_BHSD, runs_BT, y_BHTD, logsumexp_BHT)
+    mask, decay = _mask(runs_BT, causal, window, T), _decay_of(log_decay_BHT, block)
+    y_BHTD, logsumexp_BHT = attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, block, block, decay=decay)
+    return y_BHTD, (q_BHTD, k_BHSD, v_BHSD, runs_BT, log_decay_BHT, y_BHTD, logsumexp_BHT)
 
 
-def attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, *, cached=False):
+def attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, *, decay=None, cached=False):
     """y and the logarithm of its denominator, a block of queries at a time.
 
     ``key_blocks(i)``: from which to which block all queries of block i see all keys, and where they do not.
+    ``decay(i, j)``: what is added to the scores of query block i and key block j.
     ``cached``: the keys and values are mostly room for later ones; what no block holds is neither read nor copied.
     """
     B, H, T, D = q_BHTD.shape
@@ -116,6 +144,8 @@ def attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, *, c
         def key_block(masked, j, carry):
             y_BHtD, most_BHt = carry
             scores_BHts = multiply("bhtd,bhsd->bhts", q_BHtD, _take(k_BHSD, j, block))
+            if decay is not None:
+                scores_BHts += decay(i, j) / scale
             if masked:
                 scores_BHts = jnp.where(mask(t_T, j * block + jnp.arange(block)), scores_BHts, HIDDEN)
             new_most_BHt = jnp.maximum(most_BHt, scores_BHts.max(axis=-1) * scale)
@@ -143,20 +173,25 @@ def _loop(spans, body, carry):
     return carry
 
 
-def _flash_backward(causal, T, block, saved, dy_BHTD):
+def _flash_backward(causal, window, T, block, saved, dy_BHTD):
     """Key blocks outside, query blocks inside, so that only dq is added up in memory.
+
+    The log decay of token l is in the scores of the pairs j < l ≤ t: those of all queries t ≥ l, less those of all keys
+    j ≥ l. Every pair adds its gradient to its query and takes it from its key, and tokens are summed from the last.
 
     dk and dv are summed over queries, and are computed with their two axes exchanged: then no block of T × S is turned
     round for a product, only blocks of T × D.
     """
-    q_BHTD, k_BHSD, v_BHSD, runs_BT, y_BHTD, logsumexp_BHT = saved
+    q_BHTD, k_BHSD, v_BHSD, runs_BT, log_decay_BHT, y_BHTD, logsumexp_BHT = saved
     dtype = logsumexp_BHT.dtype
     scale = 1 / math.sqrt(q_BHTD.shape[3])
-    mask = _mask(runs_BT, causal, T)
+    mask, decay = _mask(runs_BT, causal, window, T), _decay_of(log_decay_BHT, block)
     blocks = q_BHTD.shape[2] // block
     dot_BHT = jnp.sum(dy_BHTD.astype(dtype) * y_BHTD.astype(dtype), axis=-1)
 
     def query_blocks(j):
+        if window is not None:
+            return NO_BLOCKS, (j, jnp.minimum(((j + 1) * block - 1 + window - 1) // block + 1, blocks))
         if runs_BT is not None:
             return NO_BLOCKS, (j if causal else 0, blocks)
         if causal:
@@ -164,35 +199,47 @@ def _flash_backward(causal, T, block, saved, dy_BHTD):
         whole = blocks if T % block == 0 else jnp.where(j < T // block, blocks, 0)
         return (0, whole), (whole, blocks)
 
-    def key_block(dq_BHTD, j):
+    def key_block(sums, j):
         k_BHsD, v_BHsD = _take(k_BHSD, j, block), _take(v_BHSD, j, block)
         s_S = j * block + jnp.arange(block)
 
         def query_block(masked, i, carry):
-            dq_BHTD, dk_BHDs, dv_BHDs = carry
+            dq_BHTD, dlog_decay_BHT, dk_BHDs, dv_BHDs, dkeys_BHs = carry
             q_BHtD, dy_BHtD = _take(q_BHTD, i, block), _take(dy_BHTD, i, block)
             scores_BHts = product("bhtd,bhsd->bhts", q_BHtD, k_BHsD) * scale
+            if decay is not None:
+                scores_BHts += decay(i, j)
             weights_BHts = jnp.exp(scores_BHts - _take(logsumexp_BHT, i, block)[..., None])
             if masked:
                 weights_BHts = jnp.where(mask(i * block + jnp.arange(block), s_S), weights_BHts, 0)
             weights_BHts = cpu.compute_once(rounded(weights_BHts, dy_BHTD.dtype))
             dweights_BHts = product("bhtd,bhsd->bhts", dy_BHtD, v_BHsD)
-            dscores_BHts = rounded(weights_BHts.astype(dtype) * (dweights_BHts - _take(dot_BHT, i, block)[..., None]),
-                                   q_BHTD.dtype)
+            dscores_BHts = weights_BHts.astype(dtype) * (dweights_BHts - _take(dot_BHT, i, block)[..., None])
+            if decay is not None:
+                dkeys_BHs += dscores_BHts.sum(axis=2)
+                dlog_decay_BHt = _take(dlog_decay_BHT, i, block) + dscores_BHts.sum(axis=3)
+                dlog_decay_BHT = lax.dynamic_update_slice_in_dim(dlog_decay_BHT, dlog_decay_BHt, i * block, 2)
+            dscores_BHts = rounded(dscores_BHts, q_BHTD.dtype)
             dq_BHtD = product("bhts,bhsd->bhtd", dscores_BHts, k_BHsD)
             dk_BHDs += product("bhdt,bhts->bhds", _take(q_BHDT, i, block, 3), dscores_BHts)
             dv_BHDs += product("bhdt,bhts->bhds", _take(dy_BHDT, i, block, 3), weights_BHts)
             dq_BHTD = lax.dynamic_update_slice_in_dim(dq_BHTD, _take(dq_BHTD, i, block) + dq_BHtD, i * block, 2)
-            return dq_BHTD, dk_BHDs, dv_BHDs
+            return dq_BHTD, dlog_decay_BHT, dk_BHDs, dv_BHDs, dkeys_BHs
 
-        start = (dq_BHTD, *(jnp.zeros(x.swapaxes(2, 3).shape, dtype) for x in (k_BHsD, v_BHsD)))
-        dq_BHTD, dk_BHDs, dv_BHDs = _loop(query_blocks(j), query_block, start)
-        return dq_BHTD, ((dk_BHDs * scale).astype(k_BHSD.dtype), dv_BHDs.astype(v_BHSD.dtype))
+        start = (*sums, *(jnp.zeros(x.swapaxes(2, 3).shape, dtype) for x in (k_BHsD, v_BHsD)),
+                 None if decay is None else jnp.zeros(k_BHsD.shape[:3], dtype))
+        dq_BHTD, dlog_decay_BHT, dk_BHDs, dv_BHDs, dkeys_BHs = _loop(query_blocks(j), query_block, start)
+        return (dq_BHTD, dlog_decay_BHT), (
+            (dk_BHDs * scale).astype(k_BHSD.dtype), dv_BHDs.astype(v_BHSD.dtype), dkeys_BHs)
 
     q_BHDT, dy_BHDT = q_BHTD.swapaxes(2, 3), dy_BHTD.swapaxes(2, 3)
-    dq_BHTD, (dk_NBHDs, dv_NBHDs) = lax.scan(key_block, jnp.zeros(q_BHTD.shape, dtype), jnp.arange(blocks))
+    sums = jnp.zeros(q_BHTD.shape, dtype), None if decay is None else jnp.zeros(logsumexp_BHT.shape, dtype)
+    (dq_BHTD, dlog_decay_BHT), (dk_NBHDs, dv_NBHDs, dkeys_NBHs) = lax.scan(key_block, sums, jnp.arange(blocks))
     dk_BHSD, dv_BHSD = (x.transpose(1, 2, 0, 4, 3).reshape(k_BHSD.shape) for x in (dk_NBHDs, dv_NBHDs))
-    return (dq_BHTD * scale).astype(q_BHTD.dtype), dk_BHSD, dv_BHSD, None
+    if decay is not None:
+        dkeys_BHS = jnp.moveaxis(dkeys_NBHs, 0, 2).reshape(logsumexp_BHT.shape)
+        dlog_decay_BHT = lax.cumsum(dlog_decay_BHT - dkeys_BHS, 2, reverse=True)
+    return (dq_BHTD * scale).astype(q_BHTD.dtype), dk_BHSD, dv_BHSD, None, dlog_decay_BHT
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

@@ -1,10 +1,14 @@
 """Attention of new tokens to a cache of keys and values in plain JAX: the blocks of :mod:`blockwise`, of what is
 filled."""
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kernels import device
+from kernels.decay import sums_after, sums_between, sums_through
 from kernels.softmax_attention.blockwise import NO_BLOCKS, attend_by_blocks, block_size, pad_tokens
 
 CACHE_BLOCK = 512
@@ -13,7 +17,8 @@ CACHE_BLOCK_CPU = 256
 """The same on a CPU; it divides the other. Fewer keys are read past the last one."""
 
 
-def cached_blockwise(q_BTHD: Array, k_BHSD: Array, v_BHSD: Array, position_B: Array) -> Array:
+def cached_blockwise(q_BTHD: Array, k_BHSD: Array, v_BHSD: Array, position_B: Array,
+                     log_decay_BHS: Array | None = None) -> Array:
     """Query t of row b sees the keys 0 … position_B[b] + t. Not differentiable."""
     (B, T, H, _), S = q_BTHD.shape, k_BHSD.shape[2]
     rows = block_size(T, B * H)
@@ -29,5 +34,31 @@ def cached_blockwise(q_BTHD: Array, k_BHSD: Array, v_BHSD: Array, position_B: Ar
     def key_blocks(i):
         return NO_BLOCKS, (0, jnp.minimum((last + (i + 1) * rows - 1) // block + 1, S // block))
 
-    y_BHTD, _ = attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, cached=True)
+    decay = None
+    if log_decay_BHS is not None:
+        decay = _decay_of(log_decay_BHS, position_B, rows, block)
+    y_BHTD, _ = attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, decay=decay, cached=True)
     return y_BHTD[:, :, :T].swapaxes(1, 2)
+
+
+def _decay_of(log_decay_BHS: Array, position_B: Array, rows: int, block: int) -> Callable[[Array, Array], Array]:
+    """decay(i, j): what is added to the scores of block i of the new tokens and block j of the keys.
+
+    Of a key before the block of queries: behind it up to the first of them, and through each.
+    """
+    S = log_decay_BHS.shape[2]
+    padded_BHS = jnp.pad(log_decay_BHS, ((0, 0), (0, 0), (0, rows)))
+
+    def decay(i, j):
+        first_B = position_B + i * rows
+        own_BHt = jax.vmap(lambda x_HS, first: lax.dynamic_slice_in_dim(x_HS, first, rows, axis=1))(
+            padded_BHS, jnp.minimum(first_B, S))
+        before_BS = jnp.arange(S)[None] < first_B[:, None]
+        after_BHS = sums_after(jnp.where(before_BS[:, None], log_decay_BHS, 0), -1)
+        after_BHs = lax.dynamic_slice_in_dim(after_BHS, j * block, block, 2)
+        place_Bs = j * block + jnp.arange(block)[None] - first_B[:, None]
+        inside_BHts = jnp.take_along_axis(sums_between(own_BHt), jnp.clip(place_Bs, 0, rows - 1)[:, None, None], axis=3)
+        return jnp.where((place_Bs >= 0)[:, None, None], inside_BHts,
+                         sums_through(own_BHt, -1)[..., None] + after_BHs[..., None, :])
+
+    return decay

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.cases import REFERENCE, Arrays, Case, TimedAttention, TimedForm, make_segments
+from kernels.linear_attention.cases import LogDecay, draw_log_decay
 from kernels.softmax_attention.api import cached_attention, softmax_attention
 
 # float64, float32: rounding of some hundred sums and exponentials, and nothing else. bfloat16: two to three roundings
@@ -28,28 +29,36 @@ class SoftmaxCase(Case):
     D: int
     _: KW_ONLY
     causal: bool = True
+    window: int | None = None
     segments: bool = False
+    log_decay: LogDecay | None = None
 
     @property
     def sizes(self) -> str:
-        extras = {"both directions": not self.causal, "segments": self.segments}
+        extras = {"both directions": not self.causal, f"a window of {self.window}": self.window is not None,
+                  "segments": self.segments, f"{self.log_decay} decay": self.log_decay is not None}
         lengths = (f"{letter}{getattr(self, letter)}" for letter in "BTHD")
         return " ".join([*lengths, self.dtype, *(name for name, told in extras.items() if told)])
 
     def make_shapes(self) -> Arrays:
         x_BTHD = jax.ShapeDtypeStruct((self.B, self.T, self.H, self.D), self.dtype)
         ids = {"segment_ids": jax.ShapeDtypeStruct((self.B, self.T), jnp.int32)} if self.segments else {}
-        return {"q": x_BTHD, "k": x_BTHD, "v": x_BTHD} | ids
+        sums = jnp.promote_types(jnp.float32, self.dtype)
+        decay = {"log_decay": jax.ShapeDtypeStruct((self.B, self.T, self.H), sums)} if self.log_decay else {}
+        return {"q": x_BTHD, "k": x_BTHD, "v": x_BTHD} | decay | ids
 
     def make_inputs(self) -> dict[str, np.ndarray]:
         drawn = super().make_inputs()
         # Some weights near 1: the running maximum matters.
         drawn["q"] = drawn["q"] * np.asarray(3, drawn["q"].dtype)
+        if self.log_decay is not None:
+            drawn["log_decay"] = draw_log_decay(self.log_decay, self.make_shapes()["log_decay"])
         return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
         return {"y": softmax_attention(
-            inputs["q"], inputs["k"], inputs["v"], causal=self.causal, segment_ids_BT=inputs.get("segment_ids"),
+            inputs["q"], inputs["k"], inputs["v"], causal=self.causal, window=self.window,
+            segment_ids_BT=inputs.get("segment_ids"), log_decay_BTH=inputs.get("log_decay"),
             implementation="materialised" if implementation == REFERENCE else implementation)}
 
 
@@ -62,26 +71,33 @@ class CachedCase(Case):
     S: int
     H: int
     D: int
+    log_decay: LogDecay | None = None
 
     @property
     def sizes(self) -> str:
-        return " ".join(["decode", *(f"{letter}{getattr(self, letter)}" for letter in "BTSHD"), self.dtype])
+        decay = [] if self.log_decay is None else [f"{self.log_decay} decay"]
+        return " ".join(["decode", *(f"{letter}{getattr(self, letter)}" for letter in "BTSHD"), self.dtype, *decay])
 
     def make_shapes(self) -> Arrays:
         keys = jax.ShapeDtypeStruct((self.B, self.H, self.S, self.D), self.dtype)
+        decay = {"log_decay": jax.ShapeDtypeStruct((self.B, self.H, self.S), jnp.float32)} if self.log_decay else {}
         return {"q": jax.ShapeDtypeStruct((self.B, self.T, self.H, self.D), self.dtype), "k": keys, "v": keys,
-                "position": jax.ShapeDtypeStruct((self.B,), jnp.int32)}
+                "position": jax.ShapeDtypeStruct((self.B,), jnp.int32)} | decay
 
     def make_inputs(self) -> dict[str, np.ndarray]:
         drawn = super().make_inputs()
         drawn["q"] = drawn["q"] * np.asarray(3, drawn["q"].dtype)
         # From the first token alone to a full cache.
+        if self.log_decay is not None:
+            B, H, S = self.B, self.H, self.S
+            drawn["log_decay"] = draw_log_decay(
+                self.log_decay, jax.ShapeDtypeStruct((B, S, H), jnp.float32)).swapaxes(1, 2)
         drawn["position"] = np.linspace(0, self.S - self.T, self.B).astype(np.int32)
         return drawn
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
         return {"y": cached_attention(inputs["q"], inputs["k"], inputs["v"], inputs["position"],
-                                      implementation=implementation)}
+                                      log_decay_BHS=inputs.get("log_decay"), implementation=implementation)}
 
 
 def _small(title: str, T: int, *, block: int = 16, dtype: str = "float64",
@@ -94,12 +110,13 @@ def _small(title: str, T: int, *, block: int = 16, dtype: str = "float64",
 
 
 def _cached(T: int, S: int, D: int, dtype: str = "float32", implementation: str = "decode", B: int = 3,
-            tolerance: float | None = None) -> CachedCase:
+            tolerance: float | None = None, log_decay: LogDecay | None = None) -> CachedCase:
     """Small, in blocks that are smaller still."""
     bytes_of_16_keys = 16 * D * jnp.dtype(dtype).itemsize
     return CachedCase(B, T, S, 2, D, dtype=dtype, implementations=(implementation,), gradients=False,
                       gpu_kernels=("softmax_decode_",) if implementation == "decode" else (),
-                      title=f"{implementation}, T{T} S{S} D{D} {dtype}",
+                      title=f"{implementation}, T{T} S{S} D{D} {dtype}" + (f", {log_decay} decay" if log_decay else ""),
+                      log_decay=log_decay,
                       tolerance=tolerance or DECODE_TOLERANCES[dtype], constants=(
                           ("kernels.softmax_attention.blockwise.BLOCK", 8),
                           ("kernels.softmax_attention.blockwise.BLOCK_OF_FEW_HEADS", 8),
@@ -125,6 +142,22 @@ CASES: tuple[Case, ...] = (
     _small("both directions, segments", 50, causal=False, segments=True),
     _small("many blocks", 300, block=64, dtype="float32", implementations=("materialised", "blockwise")),
     _small("many blocks", 300, block=64, dtype="bfloat16", implementations=("materialised", "blockwise")),
+    _small("a window within a block", 75, block=32, window=7),
+    _small("a window of some blocks", 75, window=40),
+    _small("a window, segments", 75, window=20, segments=True),
+    _small("a window", 300, block=64, dtype="bfloat16", window=100, implementations=("materialised", "blockwise")),
+    _small("decay", 75, log_decay="mixed"),
+    _small("strong decay", 75, log_decay="strong"),
+    _small("strong decay, segments", 75, block=32, log_decay="strong", segments=True),
+    _small("decay, a window", 75, log_decay="mixed", window=20),
+    *(_small(f"{kind} decay", 300, block=160, dtype=dtype, log_decay=kind,
+             implementations=("materialised", "blockwise"))
+      for kind, dtype in (("mixed", "float32"), ("strong", "float32"), ("mixed", "bfloat16"))),
+    *(_cached(T, 64, 6, "float32", "blockwise", tolerance=3e-6, log_decay=kind)
+      for T, kind in ((1, "mixed"), (13, "mixed"), (40, "strong"))),
+    # cuDNN's kernel of a window, and a forget gate.
+    *(SoftmaxCase(1, 4096, 12, 64, dtype="bfloat16", used_by=("gpu-check",), tolerance=TOLERANCES["bfloat16"],
+                  **options) for options in ({"window": 1024}, {"log_decay": "mixed"})),
     # Weights and y are rounded to 8 bits.
     *(_cached(T, 64, 6, dtype, "blockwise", tolerance={"float32": 3e-6, "bfloat16": 6e-3}[dtype])
       for T in (1, 16, 40) for dtype in ("float32", "bfloat16")),

@@ -7,7 +7,7 @@ from jax import Array
 from kernels import device
 
 
-def refuses(dtype: jnp.dtype, head_width: int, segments: bool) -> str | None:
+def refuses(dtype: jnp.dtype, head_width: int, segments: bool, log_decay: bool = False) -> str | None:
     """Why it cannot do something on the device that is traced for; None where it can."""
     if device.platform() != "gpu":
         return f"it needs an NVIDIA GPU, and the default device is a {device.platform()}"
@@ -15,9 +15,13 @@ def refuses(dtype: jnp.dtype, head_width: int, segments: bool) -> str | None:
         return f"it takes bfloat16 and float16, not {dtype}"
     if head_width % 8 or head_width > 128:
         return f"it takes head widths up to 128 that 8 divides, not {head_width}"
+    if log_decay:
+        return "it takes log decays as T × T numbers only"
     return "it is called without segments here" if segments else None
 
 
-def cudnn(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, causal: bool) -> Array:
+def cudnn(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, causal: bool, window: int | None = None) -> Array:
     """Attention without segments."""
-    return jax.nn.dot_product_attention(q_BTHD, k_BTHD, v_BTHD, is_causal=causal, implementation="cudnn")
+    return jax.nn.dot_product_attention(
+        q_BTHD, k_BTHD, v_BTHD, is_causal=causal, implementation="cudnn",
+        local_window_size=None if window is None else (window - 1, 0))

@@ -100,8 +100,11 @@ def softmax_decode(
     return y_BTHD[..., :D]
 
 
-def refuses(q_BTHD: Any, k_BHSD: Any, v_BHSD: Any, *, splits: int | None = None) -> str | None:
+def refuses(q_BTHD: Any, k_BHSD: Any, v_BHSD: Any, *, splits: int | None = None,
+            log_decay: bool = False) -> str | None:
     """Why these kernels cannot do something; None where they can."""
+    if log_decay:
+        return "it takes no log decays"
     if q_BTHD.shape[1] != 1:
         return f"q_BTHD has {q_BTHD.shape[1]} tokens; it takes one"
     for name, x in (("q_BTHD", q_BTHD), ("k_BHSD", k_BHSD), ("v_BHSD", v_BHSD)):

@@ -3,6 +3,8 @@
 Beltagy, Peters, Cohan: "Longformer: The Long-Document Transformer", 2020. The Long Range Arena's released code computes
 all T × T scores and masks them, and has no global tokens: not even CLS is one.
 
+Without global tokens it is the mode ``window``.
+
 Of t, the place of a token, and s, that of another one, t sees s
 
 - in the window: t − ``window`` < s ≤ t when causal, |t − s| ≤ ``window`` / 2, rounded down, otherwise;
@@ -26,10 +28,12 @@ from jaxtyping import Array
 
 from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of, with_neighbours
 from kernels.segments import runs_of, visible
+from kernels.softmax_attention import softmax_attention
 from models.attention.key_value_cache import KeyValueCache
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import Linear, SelfAttention, rotate
 from models.attention.window_cache import WindowCache
+from support.errors import ConfigError
 
 type Tags = tuple[Array, Array]
 """Places in the row, and numbers of the segments, the latter below 0 where there is nothing to see."""
@@ -48,6 +52,10 @@ class Config(LayerOptions):
         super().__post_init__()
         self.check_least("window", 1)
         self.check_least("global_tokens", 0)
+        for option in ("short_conv", "qk_activation", "qk_norm"):
+            if self.global_tokens and (value := getattr(self, option)) != (default := getattr(LayerOptions, option)):
+                raise ConfigError(f"{self.flag(option)} is {value}: global tokens have projections of their own; "
+                                  f"expected {default}, or {self.flag('global_tokens')} 0")
 
 
 class Cache(NamedTuple):
@@ -119,6 +127,8 @@ class Attention(SelfAttention):
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
         (B, T), config = q_BTHD.shape[:2], self.config
+        if causal and not config.global_tokens:
+            return softmax_attention(q_BTHD, k_BTHD, v_BTHD, window=config.window, segment_ids_BT=segment_ids_BT)
         block = min(T, -(-config.window // 2))
         blocks = -(-T // block)
         before, after = (min(-(-reach // block), blocks - 1) for reach in self._reach(causal))

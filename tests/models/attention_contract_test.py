@@ -25,6 +25,8 @@ PARTS = {"short_conv": 4, "qk_activation": "silu", "qk_norm": "rms", "output_nor
 VARIANTS = {
     "softmax+parts": PARTS,
     "chunked+parts": PARTS | {"feature_map": "identity", "qk_norm": "l2", "output_gate": "silu"},
+    "softmax+forget": {"forget_gate": True, "short_conv": 2},
+    "longformer+parts": PARTS | {"global_tokens": 0, "window": 40},
     "gated_delta+rotary": {"decay": False, "rotary": True, "output_gate": "none"},
     "power+ungated": {"gate": False, "output_norm": "rms"},
     "gated+fixed": {"decay": "fixed", "short_conv": 0, "output_norm": "none", "output_gate": "none"},

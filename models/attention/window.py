@@ -1,0 +1,73 @@
+"""``window``: softmax attention to the last W tokens.
+
+Beltagy, Peters, Cohan: "Longformer: The Long-Document Transformer", 2020, whose global tokens are the mode
+``longformer``'s.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax import Array
+
+from kernels.grouped_attention import blocks_of, grouped_attention, tokens_of
+from kernels.softmax_attention import pick_implementation, softmax_attention
+from models.attention.layer_options import LayerOptions
+from models.attention.self_attention import SelfAttention
+from models.attention.window_cache import WindowCache
+
+
+@dataclass(frozen=True)
+class Config(LayerOptions):
+    """Options of attention to a window."""
+
+    window: int = 1024
+    """W: tokens that a token sees, its own included."""
+    form: Literal["cudnn", "blockwise", "materialised"] | None = None
+    """As of softmax; None: the fastest on this device."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_least("window", 1)
+
+
+class Attention(SelfAttention):
+    """Attention to a window: decoding keeps it."""
+
+    length_fields = ("window",)
+    implementation_fields = ("form",)
+    decode_state = "window"
+
+    def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
+            segment_ids_BT: Array | None) -> Array:
+        return softmax_attention(q_BTHD, k_BTHD, v_BTHD, window=self.config.window, segment_ids_BT=segment_ids_BT,
+                                 implementation=self.config.form)
+
+    def init_cache(self, batch: int, max_length: int, dtype: Any) -> WindowCache:
+        return WindowCache.empty(batch, self.heads, self.config.window, self.head_width, dtype)
+
+    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: WindowCache, *, x_BTE: Array,
+               lengths_B: Array | None = None) -> tuple[Array, WindowCache]:
+        W = self.config.window
+        keys, cache = cache.append(k_BTHD, v_BTHD, lengths_B)
+        query_tags, key_tags = (x[:, None, None] for x in (keys.query_positions_BT, keys.positions_BS))
+
+        def sees(t_B1T: Array, s_B1S: Array) -> Array:
+            t_B1T1, s_B11S = t_B1T[..., :, None], s_B1S[..., None, :]
+            return (s_B11S >= 0) & (s_B11S <= t_B1T1) & (s_B11S > t_B1T1 - W)
+
+        part = grouped_attention(blocks_of(q_BTHD, q_BTHD.shape[1]), keys.k_BHSD[:, :, None], keys.v_BHSD[:, :, None],
+                                 query_tags, key_tags, sees)
+        # More than a window before the next token nothing is seen: no text is too long for the count.
+        cache = cache._replace(seen_B=cache.seen_B.clip(max=W))
+        return tokens_of(part.y_BHNTD, q_BTHD.shape[1]).astype(v_BTHD.dtype), cache
+
+    def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
+        W = min(self.config.window, context)
+        pairs = W * context - W * (W - 1) // 2
+        return 4 * tokens * pairs * self.heads * self.head_width // context
+
+    def state_bytes(self, context: int) -> int:
+        return 2 * 4 * self.config.window * self.heads * self.head_width
+
+    def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
+        return self.config.form or pick_implementation(dtype, self.head_width, segments=segments)
