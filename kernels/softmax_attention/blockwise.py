@@ -11,6 +11,7 @@ Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018; Dao: "Fl
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -226,14 +227,16 @@ def _flash_backward(causal, window, T, block, saved, dy_BHTD):
             dq_BHTD = lax.dynamic_update_slice_in_dim(dq_BHTD, _take(dq_BHTD, i, block) + dq_BHtD, i * block, 2)
             return dq_BHTD, dlog_decay_BHT, dk_BHDs, dv_BHDs, dkeys_BHs
 
-        start = (*sums, *(jnp.zeros(x.swapaxes(2, 3).shape, dtype) for x in (k_BHsD, v_BHsD)),
-                 None if decay is None else jnp.zeros(k_BHsD.shape[:3], dtype))
+        start: tuple[Any, ...] = (
+            *sums, *(jnp.zeros(x.swapaxes(2, 3).shape, dtype) for x in (k_BHsD, v_BHsD)),
+            None if decay is None else jnp.zeros(k_BHsD.shape[:3], dtype))
         dq_BHTD, dlog_decay_BHT, dk_BHDs, dv_BHDs, dkeys_BHs = _loop(query_blocks(j), query_block, start)
         return (dq_BHTD, dlog_decay_BHT), (
             (dk_BHDs * scale).astype(k_BHSD.dtype), dv_BHDs.astype(v_BHSD.dtype), dkeys_BHs)
 
     q_BHDT, dy_BHDT = q_BHTD.swapaxes(2, 3), dy_BHTD.swapaxes(2, 3)
-    sums = jnp.zeros(q_BHTD.shape, dtype), None if decay is None else jnp.zeros(logsumexp_BHT.shape, dtype)
+    sums: tuple[Any, ...] = (jnp.zeros(q_BHTD.shape, dtype),
+                             None if decay is None else jnp.zeros(logsumexp_BHT.shape, dtype))
     (dq_BHTD, dlog_decay_BHT), (dk_NBHDs, dv_NBHDs, dkeys_NBHs) = lax.scan(key_block, sums, jnp.arange(blocks))
     dk_BHSD, dv_BHSD = (x.transpose(1, 2, 0, 4, 3).reshape(k_BHSD.shape) for x in (dk_NBHDs, dv_NBHDs))
     if decay is not None:

@@ -1,0 +1,166 @@
+"""The small parts of a layer beyond the contract tests: what they compute, what they keep, what is refused."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.schema import EncoderConfig, ModelConfig
+from models import attention, encoder, gpt
+from models.attention.gates import InputDecay, fixed_log_decay
+from models.attention.layer_options import LayerOptions
+from models.attention.self_attention import rotate
+from models.parameters import declarations
+from support.errors import ConfigError
+
+pytestmark = pytest.mark.fast
+
+B, T, H, D, E = 2, 9, 2, 4, 8
+X_BTE = jax.random.normal(jax.random.key(0), (B, T, E))
+
+
+def build(mode: str = "softmax", **options):
+    module = attention.modes()[mode]
+    return module.Attention(module.Config(**options), heads=H, head_width=D, width=E, max_length=T, rngs=nnx.Rngs(3))
+
+
+def test_a_layer_without_parts_has_no_parameters_of_them():
+    plain = nnx.to_flat_state(nnx.state(build(), nnx.Param))
+    assert {path[0] for path, _ in plain} == {"query", "key", "value", "output"}
+
+
+@pytest.mark.parametrize("options", [{"short_conv": 4}, {"output_gate": "sigmoid"}])
+def test_a_convolution_and_a_sigmoid_gate_begin_as_nothing(options):
+    np.testing.assert_allclose(build(**options).forward(X_BTE)[0], build().forward(X_BTE)[0], rtol=1e-6)
+
+
+def test_the_order_is_convolution_activation_norm_rotation_and_then_norm_and_gate():
+    layer = build("softmax", short_conv=2, qk_activation="silu", qk_norm="l2", output_norm="rms", output_gate="silu")
+    taps = {name: 0.5 + jax.random.normal(jax.random.key(n), (2, H * D))
+            for n, name in enumerate(("query", "key", "value"))}
+    for name, taps_KF in taps.items():
+        getattr(layer, f"{name}_taps_KF")[...] = taps_KF
+    layer.output_scale_HD[...] = scale_HD = jax.random.normal(jax.random.key(7), (H, D))
+    positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+    heads = {}
+    for name in taps:
+        x_BTF = getattr(layer, name)(X_BTE)
+        before_BTF = jnp.pad(x_BTF, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        x_BTF = jax.nn.silu(taps[name][0][None, None] * before_BTF + taps[name][1][None, None] * x_BTF)
+        heads[name] = x_BTF.reshape(B, T, H, D)
+    q, k = (rotate(x_BTHD / jnp.sqrt(jnp.sum(x_BTHD**2, axis=-1, keepdims=True) + 1e-6), positions_BT)
+            for x_BTHD in (heads["query"], heads["key"]))
+    y = layer.mix(q, k, heads["value"], x_BTE=X_BTE, causal=True, segment_ids_BT=None)
+    y = y / jnp.sqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-6) * scale_HD[None, None]
+    y = y.reshape(B, T, H * D) * jax.nn.silu(layer.gate(X_BTE))
+    found = layer.forward(X_BTE, positions_BT=positions_BT)[0]
+    np.testing.assert_allclose(found, layer.output(y), rtol=1e-4, atol=1e-6)
+
+
+def test_the_parts_are_counted():
+    plain, parts = build(), build(short_conv=3, output_gate="sigmoid")
+    assert parts.flops(10, T) == plain.layer_flops(10, T)
+    assert parts.layer_flops(10, T) - plain.layer_flops(10, T) == 10 * (2 * E * H * D + 2 * 3 * 3 * H * D)
+    assert parts.layer_state_bytes(T) - plain.layer_state_bytes(T) == 4 * 2 * 3 * H * D
+
+
+def test_taps_scales_and_decays_take_no_weight_decay():
+    declared = declarations(build("gated"))
+    found = {".".join(path): of.decays for path, of in nnx.traversals.flatten_mapping(declared).items()}
+    assert {name for name, decays in found.items() if decays} == {
+        f"{name}.kernel" for name in ("query", "key", "value", "output", "gate", "decay")}
+
+
+def test_a_decay_begins_between_its_bounds_and_stays_float32():
+    decay = InputDecay(E, 64, rngs=nnx.Rngs(0))
+    rates_H, steps_H = np.exp(decay.log_rate_H[...]), np.asarray(jax.nn.softplus(decay.parameters[1]))
+    assert 1 <= rates_H.min() < 3
+    assert 14 < rates_H.max() <= 16
+    assert 0.99e-3 < steps_H.min() < 2e-3
+    assert 0.06 < steps_H.max() < 0.101
+    log_decay_BTH = decay.log_decay(X_BTE.astype(jnp.bfloat16))
+    assert log_decay_BTH.dtype == jnp.float32
+    assert np.all(log_decay_BTH < 0)
+
+
+def test_a_fixed_decay_is_that_of_retnet():
+    np.testing.assert_allclose(np.exp(fixed_log_decay(3)), [1 - 1 / 32, 1 - 1 / 64, 1 - 1 / 128], rtol=1e-6)
+
+
+def test_the_division_is_off_where_the_output_is_normed():
+    config = attention.modes()["chunked"].Config
+    assert config().normalizes
+    assert not config(output_norm="rms").normalizes
+    assert config(output_norm="rms", normalize=True).normalizes
+    assert (config().resolved().normalize, config(output_norm="rms").resolved().normalize) == (True, False)
+
+
+def test_a_mode_without_rotary_positions_keeps_none():
+    positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+    for rotary in (False, True):
+        layer = build("gated", rotary=rotary)
+        same = np.allclose(layer.forward(X_BTE, positions_BT=positions_BT)[0], layer.forward(X_BTE)[0], rtol=1e-5)
+        assert same == (not rotary)
+
+
+def test_a_head_need_not_be_its_share_of_the_width():
+    config = gpt.resolve_config(ModelConfig(layers=1, heads=3, width=16, head_width=6, context=8, dtype="float32"))
+    model = gpt.GPT(config, 11, rngs=nnx.Rngs(0))
+    assert model.blocks[0].attention.query.kernel.shape == (16, 18)
+    assert model(jnp.zeros((1, 8), jnp.int32)).shape == (1, 8, 11)
+
+
+@pytest.mark.parametrize(("mode", "options", "message"), [
+    ("softmax", {"short_conv": -1}, "softmax.short_conv is -1; expected at least 0"),
+    ("softmax", {"qk_norm": "l1"}, "softmax.qk_norm is 'l1'; expected one of none, l2, rms"),
+    ("reformer", {"qk_norm": "l2"}, "reformer.qk_norm is l2: reformer makes keys, of one length, of queries; "
+                                    "expected none"),
+    ("synthesizer", {"short_conv": 4}, "synthesizer.short_conv is 4: synthesizer has no products of queries and keys; "
+                                       "expected 0"),
+    ("linformer", {"short_conv": 4}, "linformer.short_conv is 4: linformer sees the whole sequence; expected 0"),
+    ("longformer", {"qk_norm": "rms"}, "longformer.qk_norm is rms: global tokens have projections of their own; "
+                                       "expected none, or model.modes.longformer.global_tokens 0"),
+    ("window", {"window": 0}, "window.window is 0; expected at least 1"),
+    ("power", {"degree": 3}, "power.degree is 3: weights of an odd power can be negative; expected an even one, or "
+                             "model.modes.power.normalize False"),
+    ("chunked", {"feature_map": "identity"}, "chunked.normalize: the weights of identity can be negative; expected "
+                                             "False"),
+    ("gated", {"decay": "none"}, "gated.decay is 'none'; expected one of input, fixed"),
+    ("gated_delta", {"chunk_size": 0}, "gated_delta.chunk_size is 0; expected at least 1"),
+])
+def test_options_that_cannot_be(mode, options, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks that tests add
+    with pytest.raises(ConfigError, match=re.escape(f"model.modes.{message}")):
+        attention.modes()[mode].Config(**options)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"attention": ("gated",), "context": 3}, "model.modes.gated.short_conv is 4; expected at most model.context, 3"),
+    ({"attention": ("power",), "modes": {"power": {"degree": 4}}, "width": 128, "heads": 4},
+     "model.modes.power.degree is 4: heads of width 32 have 52,360 features; expected at most 10,000"),
+    ({"heads": 3}, "model.heads is 3, which does not divide model.width, 16; give model.head_width"),
+    ({"head_width": 5, "positions": "rotary"}, "model.positions rotary turns pairs: the head width, 5, has to be even"),
+    ({"head_width": 0}, "model.head_width is 0; expected at least 1"),
+])
+def test_models_that_cannot_be(changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        gpt.resolve_config(ModelConfig(**{"layers": 1, "heads": 2, "width": 16, "context": 8} | changes))
+
+
+@pytest.mark.parametrize(("mode", "options", "message"), [
+    ("softmax", {"short_conv": 4}, "model.modes.softmax.short_conv is 4: it sees the past only, an encoder the whole "
+                                   "sequence; expected 0"),
+    ("softmax", {"forget_gate": True}, "--attention softmax: with these options it sees the past only"),
+    ("gated", {"short_conv": 0}, "--attention gated: with these options it sees the past only"),
+])
+def test_encoders_that_cannot_be(mode, options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        encoder.resolve_config(EncoderConfig(attention=(mode,), modes={mode: options}))
+
+
+def test_every_mode_has_the_options():
+    assert all(issubclass(module.Config, LayerOptions) for module in attention.modes().values())
