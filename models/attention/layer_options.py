@@ -23,8 +23,8 @@ class LayerOptions:
     output_norm: Literal["none", "rms"] = "none"
     """rms: what a head comes to is divided by its root mean square, and has a learned scale."""
     output_gate: Literal["none", "sigmoid", "silu"] = "none"
-    """What each number that a head comes to is multiplied with, of a projection of the layer's input. sigmoid: times 2,
-    and 1 to begin with."""
+    """What each number that a head comes to is multiplied with, of a projection of the layer's input; 1 to begin with.
+    sigmoid: times 2."""
 
     MEANINGLESS: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Of these options those that a mode does not have, and why."""

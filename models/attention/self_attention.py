@@ -25,6 +25,8 @@ INITIAL_SCALE = 0.02
 
 DecodeState = Literal["none", "constant", "window", "growing"]
 
+FIRST_BIAS = {"sigmoid": 0.0, "silu": 1.2784645}
+"""Of an output gate by its kind: 2 sigmoid(0) and silu(1.278…) are 1."""
 EPSILON = 1e-6
 """Added to mean or sum of squares where a vector is divided by its size."""
 
@@ -116,8 +118,10 @@ class SelfAttention(nnx.Module):
             self.output_scale_HD = nnx.Param(jnp.ones((heads, head_width)), **declare("heads", None, decays=False))
         if parts.output_gate != "none":
             self.gate = Linear(width, heads * head_width, axes=("width", "heads"), rngs=rngs)
-            if parts.output_gate == "sigmoid":
-                self.gate.kernel[...] = jnp.zeros_like(self.gate.kernel[...])
+            # As a factor of 1, in models of any width: one drawn at random takes hundreds of steps to open.
+            assert self.gate.bias is not None
+            self.gate.kernel[...] = jnp.zeros_like(self.gate.kernel[...])
+            self.gate.bias[...] = jnp.full_like(self.gate.bias[...], FIRST_BIAS[parts.output_gate])
 
     def packs(self, causal: bool) -> bool:
         """Whether segments can stand side by side in a row; where not, a row is one segment, and padding after it."""

@@ -33,8 +33,8 @@ def test_a_layer_without_parts_has_no_parameters_of_them():
     assert {path[0] for path, _ in plain} == {"query", "key", "value", "output"}
 
 
-@pytest.mark.parametrize("options", [{"short_conv": 4}, {"output_gate": "sigmoid"}])
-def test_a_convolution_and_a_sigmoid_gate_begin_as_nothing(options):
+@pytest.mark.parametrize("options", [{"short_conv": 4}, {"output_gate": "sigmoid"}, {"output_gate": "silu"}])
+def test_a_convolution_and_a_gate_begin_as_nothing(options):
     np.testing.assert_allclose(build(**options).forward(X_BTE)[0], build().forward(X_BTE)[0], rtol=1e-6)
 
 
@@ -44,6 +44,7 @@ def test_the_order_is_convolution_activation_norm_rotation_and_then_norm_and_gat
             for n, name in enumerate(("query", "key", "value"))}
     for name, taps_KF in taps.items():
         getattr(layer, f"{name}_taps_KF")[...] = taps_KF
+    layer.gate.kernel[...] = jax.random.normal(jax.random.key(9), (E, H * D))
     layer.output_scale_HD[...] = scale_HD = jax.random.normal(jax.random.key(7), (H, D))
     positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
     heads = {}
