@@ -156,9 +156,6 @@ CASES: tuple[Case, ...] = (
     _cached(1, 64, 6, "float32", "blockwise", tolerance=3e-6, log_decay="mixed"),
     _cached(13, 64, 6, "float32", "blockwise", tolerance=3e-6, log_decay="mixed"),
     _cached(40, 64, 6, "float32", "blockwise", tolerance=3e-6, log_decay="strong"),
-    # cuDNN's kernel of a window, and a forget gate.
-    SoftmaxCase(1, 4096, 12, 64, dtype="bfloat16", used_by=("gpu-check",), tolerance=TOLERANCES["bfloat16"],
-                window=1024),
     SoftmaxCase(1, 4096, 12, 64, dtype="bfloat16", used_by=("gpu-check",), tolerance=TOLERANCES["bfloat16"],
                 log_decay="mixed"),
     # Weights and y are rounded to 8 bits.
