@@ -37,10 +37,10 @@ LogDecay = Literal["mixed", "strong"]
 the others."""
 
 
-def draw_log_decay(kind: LogDecay, of: jax.ShapeDtypeStruct) -> np.ndarray:
+def draw_log_decay(kind: LogDecay, of: jax.ShapeDtypeStruct, generator: np.random.Generator) -> np.ndarray:
     """Log decays (B, T, H)."""
     if kind == "mixed":
-        return -np.logaddexp(0, np.random.default_rng(2).normal(-3, 2, of.shape)).astype(of.dtype)
+        return (-np.logaddexp(0, generator.normal(-3, 2, of.shape))).astype(of.dtype)
     log_decay_BTH = np.full(of.shape, -0.01, of.dtype)
     log_decay_BTH[:, of.shape[1] // 3] = -1e4
     return log_decay_BTH
@@ -95,7 +95,7 @@ class LinearAttentionCase(Case):
                     size=shapes[name].shape)
                 drawn[name] = (np.logaddexp(0, x) if name in ("q", "k") else x).astype(shapes[name].dtype)
         if self.log_decay is not None:
-            drawn["log_decay"] = draw_log_decay(self.log_decay, shapes["log_decay"])
+            drawn["log_decay"] = draw_log_decay(self.log_decay, shapes["log_decay"], generator)
         return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:

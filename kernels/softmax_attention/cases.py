@@ -52,7 +52,8 @@ class SoftmaxCase(Case):
         # Some weights near 1: the running maximum matters.
         drawn["q"] = drawn["q"] * np.asarray(3, drawn["q"].dtype)
         if self.log_decay is not None:
-            drawn["log_decay"] = draw_log_decay(self.log_decay, self.make_shapes()["log_decay"])
+            drawn["log_decay"] = draw_log_decay(self.log_decay, self.make_shapes()["log_decay"],
+                                                 np.random.default_rng(2))
         return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
@@ -91,7 +92,7 @@ class CachedCase(Case):
         if self.log_decay is not None:
             B, H, S = self.B, self.H, self.S
             drawn["log_decay"] = draw_log_decay(
-                self.log_decay, jax.ShapeDtypeStruct((B, S, H), jnp.float32)).swapaxes(1, 2)
+                self.log_decay, jax.ShapeDtypeStruct((B, S, H), jnp.float32), np.random.default_rng(2)).swapaxes(1, 2)
         drawn["position"] = np.linspace(0, self.S - self.T, self.B).astype(np.int32)
         return drawn
 

@@ -303,7 +303,7 @@ def test_fla_is_recorded_where_torch_can_and_called_where_not(mode, recordable, 
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--modes", "softmax,sotfmax"], "--modes sotfmax: there is no 'sotfmax'; there are softmax, delta_rule, linear, "
-     "chunked, fla"),
+     "chunked, power, fla"),
     (["--modes", "softmax:flash"], "--modes softmax:flash: softmax has no form 'flash'; it has materialised, "),
     (["--modes", "linear"], "--modes linear: linear has no form ''; it has parallel, rowwise"),
     (["chunks", "--modes", "linear:parallel"], "--modes linear:parallel: the part chunks takes chunked and its forms"),

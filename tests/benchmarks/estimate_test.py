@@ -175,7 +175,8 @@ def test_the_answer_and_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 @pytest.mark.parametrize(("flags", "told"), [
     ([], "which recipe?"), (["--kernel", "linear_attention:1,2,3,4", "--sampling"], "takes neither a recipe"),
-    (["--kernel", "attention:1,2,3,4"], "expected one of delta_rule, linear_attention, softmax_attention"),
+    (["--kernel", "attention:1,2,3,4"], "expected one of delta_rule, linear_attention, power_attention, "
+                                         "softmax_attention"),
     (["--kernel", "linear_attention:1,2,3"], "expected B, T, H and D"),
     (["--kernel", "linear_attention:1,2,3,4", "--card", "h300"], "no description of a GPU 'h300'; there are: h200"),
     (["configs/gpt2_124m.py", "--mesh.fsdp", "8"], "mesh.fsdp is 8; expected 1"),

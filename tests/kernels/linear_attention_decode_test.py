@@ -59,8 +59,8 @@ def test_it_is_the_plain_form(B, H, M, D, normalize, dtype, feature):
 @pytest.mark.parametrize("feature_map", sorted(ELEMENTWISE))
 def test_features_are_made_in_the_kernel_and_have_their_gradients(feature_map, monkeypatch):
     mode = attention.load("linear")
-    layer = mode.Attention(mode.Config(feature_map=feature_map), heads=2, head_width=8, width=16, max_length=4,
-                           rngs=nnx.Rngs(0))
+    config = mode.Config(feature_map=feature_map, normalize=feature_map != "identity")
+    layer = mode.Attention(config, heads=2, head_width=8, width=16, max_length=4, rngs=nnx.Rngs(0))
     q_BTHD, k_BTHD, v_BTHD = jax.random.normal(jax.random.key(0), (3, 1, 1, 2, 8)).astype(jnp.bfloat16)
     state = make_inputs(1, 2, 8, 8, "float32")[3]
     called = []

@@ -1,0 +1,74 @@
+"""Which of today's attentions gives the lower loss at equal steps, on code at 4,096 tokens and on prose at 1,024?
+
+    python -m data.prepare wikitext.txt --out data/wikitext --val-share 0.5
+    python sweep.py studies/language.py --out runs/language --quick
+    python sweep.py studies/language.py --out runs/language
+
+The quickstart's model of width 128, on its corpus at 4,096 tokens for 300 steps and on WikiText at 1,024 for 200, each
+at three learning rates a factor of two apart with one seed; the contenders have two seeds more at the recipe's rate.
+Softmax is there as published, with the small parts that its rivals have, with a forget gate, and with both; linear
+attention as published and with the parts; then decays, the delta rule, powers, and hybrids of three layers with a state
+and one without. All are bounded by steps, so that each schedule ends.
+
+The quick form has the corpus of the quickstart alone at a context of 1,024, at one rate, for 100 steps.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from comparison.figures import Figure, loss_against
+from comparison.runs import Run
+from comparison.study import Variation
+
+RECIPE = "configs/quickstart.py"
+RATE = "optimizer.learning_rate"
+RATES = (1e-3, 2e-3, 4e-3)
+PARTS = {"short_conv": 4, "output_gate": "sigmoid"}
+"""What softmax gains by; its weights need no norm of the output."""
+NORMED = PARTS | {"output_norm": "rms"}
+FORGETS = {"forget_gate": True}
+
+ARMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "softmax": ("softmax", {}),
+    "softmax-parts": ("softmax", PARTS),
+    "softmax-forget": ("softmax", FORGETS),
+    "softmax-forget-parts": ("softmax", FORGETS | PARTS),
+    "chunked": ("chunked", {}),
+    "chunked-parts": ("chunked", NORMED),
+    "gated": ("gated", {}),
+    "gated_delta": ("gated_delta", {}),
+    "power": ("power", {}),
+    "hybrid-softmax": ("gated_delta,gated_delta,gated_delta,softmax", {}),
+    "hybrid-window": ("gated_delta,gated_delta,gated_delta,window", {}),
+}
+"""Attention and options of its mode, by the name of the run."""
+CONTENDERS = ("softmax-parts", "softmax-forget-parts", "gated", "gated_delta", "hybrid-softmax")
+CONTENDERS_RATE = 2e-3
+CORPORA: dict[str, dict[str, Any]] = {
+    "code": {"model.context": 4096, "train.steps": 300},
+    "prose": {"model.context": 1024, "train.steps": 200, "train.batch_size": 4, "data.dir": "data/wikitext"},
+}
+
+
+def get_runs(quick: bool) -> list[Variation]:
+    if quick:
+        small = {"model.context": 1024, "train.steps": 100}
+        return [_run(arm, "code", small, 2e-3, 0) for arm in ("softmax-parts", "chunked", "gated", "gated_delta")]
+    return [_run(arm, corpus, fields, rate, seed) for corpus, fields in CORPORA.items() for arm in ARMS
+            for rate in RATES for seed in ((0, 1, 2) if arm in CONTENDERS and rate == CONTENDERS_RATE else (0,))]
+
+
+def _run(arm: str, corpus: str, fields: dict[str, Any], rate: float, seed: int) -> Variation:
+    attention, options = ARMS[arm]
+    return Variation(f"{corpus}-{arm}-{rate:g}-seed-{seed}", RECIPE, attention, fields | {
+        "train.minutes": None, "train.sample_every": 0, "train.eval_every": 50, RATE: rate, "train.seed": seed,
+        **{f"model.modes.{attention}.{option}": value for option, value in options.items()}})
+
+
+def figures(runs: Sequence[Run]) -> Sequence[Figure]:
+    drawn = []
+    for corpus, fields in CORPORA.items():
+        of_corpus = [run for run in runs if run.context == fields["model.context"]]
+        if of_corpus:
+            drawn.append(loss_against(of_corpus, RATE, title=f"Loss on {corpus} by the learning rate"))
+    return drawn
