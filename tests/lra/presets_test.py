@@ -27,7 +27,7 @@ def model(task: str, mode: str, preset: str, *flags: object) -> EncoderConfig:
 @pytest.mark.parametrize("preset", ["paper", "released", "tuned"])
 @pytest.mark.parametrize("task", TASKS)
 def test_every_mode_can_be_run_without_notes(task, preset, capsys):
-    for mode in attention.modes():
+    for mode in attention.encoder_modes():
         found = model(task, mode, preset, "--model.dtype", "float32")
         options: Any = found.modes[mode]
         if preset != "tuned" and mode in ("local", "sinkhorn"):
