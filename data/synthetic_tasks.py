@@ -184,26 +184,57 @@ class Mqar(Task):
 
     def check(self) -> None:
         self.check_least(length=1, pairs=1, queries=0, vocabulary=2, documents=1, val_documents=1, seed=0)
-        _check_pairs(self, self.pairs)
+        self._check_pairs(self.pairs)
 
     def document(self, random: np.random.Generator) -> Document:
-        half, queries = self.vocabulary // 2, self.queries or 3 * self.pairs
-        keys = np.array(SYMBOLS[:half])[random.permutation(half)[: self.pairs]]
-        values = np.array(SYMBOLS[half : self.vocabulary])[random.integers(0, half, self.pairs)]
-        ids_L = np.full(self.length, FILLER)
-        ids_L[0 : 2 * self.pairs : 2], ids_L[1 : 2 * self.pairs : 2] = keys, values
-        # A query is two tokens and a filler is one: a random order of both, then where each query begins.
-        items = self.length - 2 * self.pairs - queries
-        at = 2 * self.pairs + np.sort(random.permutation(items)[:queries]) + np.arange(queries)
-        asked = random.integers(0, self.pairs, queries)
-        ids_L[at], ids_L[at + 1] = keys[asked], values[asked]
+        ids_L, key_of, value_of = self._pairs(random)
+        at, keys, values = self._places(random, self._queries), *self._symbols
+        asked = random.integers(0, self.pairs, self._queries)
+        ids_L[at], ids_L[at + 1] = keys[key_of[asked]], values[value_of[asked]]
         weights_L = np.zeros(self.length, np.uint8)
         weights_L[at + 1] = 1
         return Document(ids_L, weights_L)
 
+    @property
+    def _queries(self) -> int:
+        return self.queries or 3 * self.pairs
+
+    @property
+    def _symbols(self) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values."""
+        half = self.vocabulary // 2
+        return np.array(SYMBOLS[:half]), np.array(SYMBOLS[half : self.vocabulary])
+
+    def _pairs(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A document that begins with the pairs and has fillers behind them, and the key and the value of each pair."""
+        half, (keys, values) = self.vocabulary // 2, self._symbols
+        key_of, value_of = random.permutation(half)[: self.pairs], random.integers(0, half, self.pairs)
+        ids_L = np.full(self.length, FILLER)
+        ids_L[0 : 2 * self.pairs : 2], ids_L[1 : 2 * self.pairs : 2] = keys[key_of], values[value_of]
+        return ids_L, key_of, value_of
+
+    def _places(self, random: np.random.Generator, count: int) -> np.ndarray:
+        """Where behind the pairs so many times two tokens begin, one filler or more or none between them."""
+        # In a random order of fillers and of what has two tokens.
+        items = self.length - 2 * self.pairs - count
+        return 2 * self.pairs + np.sort(random.permutation(items)[:count]) + np.arange(count)
+
+    def _check_pairs(self, bindings: int) -> None:
+        """Raises :class:`ConfigError` where a document has no room for ``bindings`` and queries, or too few symbols."""
+        name, least = f"data.source: {self.name()}", 2 * (bindings + self._queries)
+        if self.vocabulary % 2 or self.vocabulary > len(SYMBOLS):
+            raise ConfigError(f"{name}:vocabulary is {self.vocabulary}; expected an even number of at most "
+                              f"{len(SYMBOLS)}")
+        if self.pairs > self.vocabulary // 2:
+            raise ConfigError(f"{name}:pairs is {self.pairs}; expected at most half the vocabulary, "
+                              f"{self.vocabulary // 2}")
+        if self.length < least:
+            raise ConfigError(f"{name}:length is {self.length}; expected at least {least} for {bindings} pairs and "
+                              f"{self._queries} queries")
+
 
 @dataclass(frozen=True)
-class Rebind(Task):
+class Rebind(Mqar):
     """Recall of what was said last: pairs of a key and its value, keys again, and a new value for a key now and then.
 
     As :class:`Mqar`, but that ``rebindings`` pairs more, of a key that was given already and of another value, stand at
@@ -213,53 +244,30 @@ class Rebind(Task):
     """
 
     length: int = 128
-    pairs: int = 8
-    rebindings: int = 8
-    queries: int = 0
-    """0: three for each pair."""
     vocabulary: int = 64
-    documents: int = 50_000
-    val_documents: int = 1_000
-    seed: int = 0
+    rebindings: int = 8
 
     def check(self) -> None:
-        self.check_least(length=1, pairs=1, rebindings=1, queries=0, vocabulary=4, documents=1, val_documents=1, seed=0)
-        _check_pairs(self, self.pairs + self.rebindings)
+        self.check_least(length=1, pairs=1, queries=0, vocabulary=4, rebindings=1, documents=1, val_documents=1, seed=0)
+        self._check_pairs(self.pairs + self.rebindings)
 
     def document(self, random: np.random.Generator) -> Document:
-        half, queries, P = self.vocabulary // 2, self.queries or 3 * self.pairs, self.pairs
-        keys, values = np.array(SYMBOLS[:half]), np.array(SYMBOLS[half : self.vocabulary])
-        key_of, value_of = random.permutation(half)[:P], random.integers(0, half, P)
-        ids_L, weights_L = np.full(self.length, FILLER), np.zeros(self.length, np.uint8)
-        ids_L[0 : 2 * P : 2], ids_L[1 : 2 * P : 2] = keys[key_of], values[value_of]
-        # Queries and rebindings are two tokens and a filler is one: a random order of all, and where each begins.
-        twos = queries + self.rebindings
-        items = self.length - 2 * P - twos
-        at = 2 * P + np.sort(random.permutation(items)[:twos]) + np.arange(twos)
-        rebinds = np.zeros(twos, bool)
-        rebinds[random.permutation(twos)[: self.rebindings]] = True
+        ids_L, key_of, value_of = self._pairs(random)
+        count, keys, values = self._queries + self.rebindings, *self._symbols
+        weights_L = np.zeros(self.length, np.uint8)
+        at = self._places(random, count)
+        rebinds = np.zeros(count, bool)
+        rebinds[random.permutation(count)[: self.rebindings]] = True
         for place, again in zip(at, rebinds, strict=True):
-            pair = random.integers(P)
+            pair = random.integers(self.pairs)
             if again:
-                value_of[pair] = (value_of[pair] + random.integers(1, half)) % half
+                value_of[pair] = (value_of[pair] + random.integers(1, len(values))) % len(values)
             ids_L[place], ids_L[place + 1] = keys[key_of[pair]], values[value_of[pair]]
             weights_L[place + 1] = not again
         return Document(ids_L, weights_L)
 
 
-def _check_pairs(task: "Mqar | Rebind", bindings: int) -> None:
-    """Raises :class:`ConfigError` where a document has no room for ``bindings`` and queries, or too few symbols."""
-    name, queries = f"data.source: {task.name()}", task.queries or 3 * task.pairs
-    if task.vocabulary % 2 or task.vocabulary > len(SYMBOLS):
-        raise ConfigError(f"{name}:vocabulary is {task.vocabulary}; expected an even number of at most {len(SYMBOLS)}")
-    if task.pairs > task.vocabulary // 2:
-        raise ConfigError(f"{name}:pairs is {task.pairs}; expected at most half the vocabulary, {task.vocabulary // 2}")
-    if task.length < 2 * (bindings + queries):
-        raise ConfigError(f"{name}:length is {task.length}; expected at least {2 * (bindings + queries)} for "
-                          f"{bindings} pairs and {queries} queries")
-
-
-TASKS = {task.name(): task for task in Task.__subclasses__()}
+TASKS: dict[str, type[Task]] = {task.name(): task for task in (Copy, Mqar, Rebind)}
 
 
 def parse(source: str) -> Task | None:

@@ -20,6 +20,9 @@ import numpy as np
 User = Literal["tests", "gpu-check", "suite", "suite-quick", "tune"]
 Arrays = dict[str, Any]
 """Arrays, or their shapes and dtypes, by name."""
+LogDecay = Literal["mixed", "strong"]
+"""``mixed``: from next to nothing to all that came before. ``strong``: nothing is left at one token, and little goes at
+the others."""
 REFERENCE = "reference"
 WORSE_THAN_PLAIN = 1.5
 """Most that the error in bfloat16 may be of that of the plain JAX form, which rounds as often."""
@@ -202,6 +205,15 @@ def make_segments(batch: int, tokens: int) -> np.ndarray:
         elif b % 3 == 1:
             ids_BT[b, tokens // 3:] = 0
     return ids_BT
+
+
+def draw_log_decay(kind: LogDecay, of: jax.ShapeDtypeStruct, generator: np.random.Generator) -> np.ndarray:
+    """Log decays (B, T, H)."""
+    if kind == "mixed":
+        return (-np.logaddexp(0, generator.normal(-3, 2, of.shape))).astype(of.dtype)
+    log_decay_BTH = np.full(of.shape, -0.01, of.dtype)
+    log_decay_BTH[:, of.shape[1] // 3] = -1e4
+    return log_decay_BTH
 
 
 def error_of(found: np.ndarray, expected: np.ndarray) -> float:

@@ -44,6 +44,7 @@ def join(x_NBHC: Array, T: int) -> Array:
 
 
 def only(selected_NBC: Array | None, x_NBHCM: Array) -> Array:
+    """x at the selected tokens and 0 at the others; None selects all."""
     return x_NBHCM if selected_NBC is None else jnp.where(selected_NBC[:, :, None, :, None], x_NBHCM, 0)
 
 

@@ -49,12 +49,16 @@ def short_convolution(
         expected["before_BPF"] = (before_BPF, (B, K - 1, F))
     checks.check_shapes(expected, "x_BTF", x_BTF.shape)
     checks.check_segments(segment_ids_BT, "x_BTF", x_BTF.shape)
-    if segment_ids_BT is None:
-        before_BPF = jnp.zeros((B, K - 1, F), x_BTF.dtype) if before_BPF is None else before_BPF
-        return _convolve(x_BTF, taps_KF, before_BPF.astype(x_BTF.dtype))
-    if before_BPF is not None:
+    if segment_ids_BT is not None and before_BPF is not None:
         raise ValueError("before_BPF is given, and segment_ids_BT too; expected one of them")
-    return _convolve_segments(x_BTF, taps_KF, runs_of(segment_ids_BT))
+    before_BPF = jnp.zeros((B, K - 1, F), x_BTF.dtype) if before_BPF is None else before_BPF.astype(x_BTF.dtype)
+    if segment_ids_BT is None:
+        return _convolve(x_BTF, taps_KF, before_BPF, None)
+    runs_BT = runs_of(segment_ids_BT)
+    places_BT, tokens_BT = _places(runs_BT)
+    runs_BT = jnp.take_along_axis(runs_BT, tokens_BT, axis=1)
+    y_BTF = _convolve(_moved(x_BTF, tokens_BT, places_BT), taps_KF, before_BPF, runs_BT)
+    return _moved(y_BTF, places_BT, tokens_BT)
 
 
 def _total(terms: Iterable[Array]) -> Array:
@@ -65,30 +69,41 @@ def _shifted(padded_BSF: Array, first: int, tokens: int) -> Array:
     return wide(padded_BSF[:, first:first + tokens])
 
 
+def _same_run(x_BTF: Array, runs_BT: Array | None, back: int) -> Array:
+    """x where the token ``back`` before is of the same run, else 0."""
+    if runs_BT is None:
+        return x_BTF
+    earlier_BT = jnp.pad(runs_BT, ((0, 0), (back, 0)), constant_values=-2)[:, :runs_BT.shape[1]]
+    return jnp.where((earlier_BT == runs_BT)[..., None], x_BTF, 0)
+
+
 @jax.custom_vjp
-def _convolve(x_BTF: Array, taps_KF: Array, before_BPF: Array) -> Array:
+def _convolve(x_BTF: Array, taps_KF: Array, before_BPF: Array, runs_BT: Array | None) -> Array:
+    """Of each row as it stands; with runs, padding is after all of them."""
     T, K = x_BTF.shape[1], taps_KF.shape[0]
     padded_BSF = jnp.concatenate([before_BPF, x_BTF], axis=1)
-    y_BTF = _total(_shifted(padded_BSF, k, T) * taps_KF[k][None, None] for k in range(K))
+    y_BTF = _total(_same_run(_shifted(padded_BSF, k, T), runs_BT, K - 1 - k) * taps_KF[k][None, None] for k in range(K))
     return rounded(y_BTF, x_BTF.dtype)
 
 
-def _convolve_forward(x_BTF, taps_KF, before_BPF):
-    return _convolve(x_BTF, taps_KF, before_BPF), (x_BTF, taps_KF, before_BPF)
+def _convolve_forward(x_BTF, taps_KF, before_BPF, runs_BT):
+    return _convolve(x_BTF, taps_KF, before_BPF, runs_BT), (x_BTF, taps_KF, before_BPF, runs_BT)
 
 
 def _convolve_backward(saved, dy_BTF):
-    x_BTF, taps_KF, before_BPF = saved
-    (B, T, F), K = x_BTF.shape, taps_KF.shape[0]
+    x_BTF, taps_KF, before_BPF, runs_BT = saved
+    T, K = x_BTF.shape[1], taps_KF.shape[0]
     padded_BSF = jnp.concatenate([before_BPF, x_BTF], axis=1)
-    dy = wide(dy_BTF)
-    dtaps_KF = jnp.stack([jnp.sum(_shifted(padded_BSF, k, T) * dy, axis=(0, 1)) for k in range(K)])
-    # A token, or one of the K − 1 before the first, is read by itself and those after it.
-    nothing_BPF = jnp.zeros((B, K - 1, F), dy_BTF.dtype)
-    dy_padded_BSF = jnp.concatenate([nothing_BPF, dy_BTF, nothing_BPF], axis=1)
-    dx_BSF = _total(_shifted(dy_padded_BSF, K - 1 - k, T + K - 1) * taps_KF[k][None, None] for k in range(K))
-    dx_BSF = rounded(dx_BSF, x_BTF.dtype)
-    return dx_BSF[:, K - 1:], dtaps_KF.astype(taps_KF.dtype), dx_BSF[:, :K - 1]
+    dx, dtaps = [], []
+    for k in range(K):
+        back = K - 1 - k
+        read_BTF = _same_run(dy_BTF, runs_BT, back)
+        dtaps.append(jnp.sum(_shifted(padded_BSF, k, T) * wide(read_BTF), axis=(0, 1)))
+        # A token, or one of the K − 1 before the first, is read by itself and those after it.
+        read_BSF = jnp.pad(read_BTF, ((0, 0), (K - 1, K - 1), (0, 0)))
+        dx.append(_shifted(read_BSF, back, T + K - 1) * taps_KF[k][None, None])
+    dx_BSF = rounded(_total(dx), x_BTF.dtype)
+    return dx_BSF[:, K - 1:], jnp.stack(dtaps).astype(taps_KF.dtype), dx_BSF[:, :K - 1], None
 
 
 _convolve.defvjp(_convolve_forward, _convolve_backward)
@@ -102,50 +117,22 @@ def _places(runs_BT: Array) -> tuple[Array, Array]:
     return places_BT, jnp.argsort(places_BT, axis=1)
 
 
-def _moved(x_BTF: Array, tokens_BT: Array) -> Array:
+@jax.custom_vjp
+def _moved(x_BTF: Array, tokens_BT: Array, places_BT: Array) -> Array:
+    """x in another order of its tokens, and back by ``places_BT``: its gradient too is read, not added up."""
     return jax.vmap(lambda x_TF, tokens_T: x_TF[tokens_T])(x_BTF, tokens_BT)
 
 
-def _same_run(runs_BT: Array, back: int) -> Array:
-    """Whether the token ``back`` before is of the same run, (B, T, 1), where padding stands last."""
-    earlier_BT = jnp.pad(runs_BT, ((0, 0), (back, 0)), constant_values=-2)[:, :runs_BT.shape[1]]
-    return (earlier_BT == runs_BT)[..., None]
+def _moved_forward(x_BTF, tokens_BT, places_BT):
+    return _moved(x_BTF, tokens_BT, places_BT), (tokens_BT, places_BT)
 
 
-@jax.custom_vjp
-def _convolve_segments(x_BTF: Array, taps_KF: Array, runs_BT: Array) -> Array:
-    T, K = x_BTF.shape[1], taps_KF.shape[0]
-    places_BT, tokens_BT = _places(runs_BT)
-    runs_BT = jnp.take_along_axis(runs_BT, tokens_BT, axis=1)
-    padded_BSF = jnp.pad(_moved(x_BTF, tokens_BT), ((0, 0), (K - 1, 0), (0, 0)))
-    y_BTF = _total(jnp.where(_same_run(runs_BT, K - 1 - k), _shifted(padded_BSF, k, T), 0) * taps_KF[k][None, None]
-                   for k in range(K))
-    return _moved(rounded(y_BTF, x_BTF.dtype), places_BT)
+def _moved_backward(orders, dy_BTF):
+    tokens_BT, places_BT = orders
+    return _moved(dy_BTF, places_BT, tokens_BT), None, None
 
 
-def _convolve_segments_forward(x_BTF, taps_KF, runs_BT):
-    return _convolve_segments(x_BTF, taps_KF, runs_BT), (x_BTF, taps_KF, runs_BT)
-
-
-def _convolve_segments_backward(saved, dy_BTF):
-    x_BTF, taps_KF, runs_BT = saved
-    T, K = x_BTF.shape[1], taps_KF.shape[0]
-    places_BT, tokens_BT = _places(runs_BT)
-    runs_BT = jnp.take_along_axis(runs_BT, tokens_BT, axis=1)
-    padded_BSF = jnp.pad(_moved(x_BTF, tokens_BT), ((0, 0), (K - 1, 0), (0, 0)))
-    dy_padded_BSF = jnp.pad(_moved(dy_BTF, tokens_BT), ((0, 0), (0, K - 1), (0, 0)))
-    dx, dtaps = [], []
-    for k in range(K):
-        back = K - 1 - k
-        reads_BT1 = _same_run(runs_BT, back)
-        dtaps.append(jnp.sum(jnp.where(reads_BT1, _shifted(padded_BSF, k, T), 0)
-                             * _shifted(dy_padded_BSF, 0, T), axis=(0, 1)))
-        read_BT1 = jnp.pad(reads_BT1, ((0, 0), (0, back), (0, 0)))[:, back:]
-        dx.append(jnp.where(read_BT1, _shifted(dy_padded_BSF, back, T), 0) * taps_KF[k][None, None])
-    return _moved(rounded(_total(dx), x_BTF.dtype), places_BT), jnp.stack(dtaps).astype(taps_KF.dtype), None
-
-
-_convolve_segments.defvjp(_convolve_segments_forward, _convolve_segments_backward)
+_moved.defvjp(_moved_forward, _moved_backward)
 
 
 def reference(x_BTF: Array, taps_KF: Array, before_BPF: Array | None, runs_BT: Array | None) -> Array:

@@ -1,13 +1,15 @@
 """What is each of the small parts worth, to softmax and to gated linear attention?
 
+    python -m data.prepare wikitext.txt --out data/wikitext --val-share 0.5
     python sweep.py studies/small_parts.py --out runs/small-parts --quick
     python sweep.py studies/small_parts.py --out runs/small-parts
 
-The quickstart's model and corpus at 4,096 tokens for 300 steps, three seeds: softmax and gated with all of their parts,
-and with one removed at a time. Of softmax the forget gate is a part too, and of gated the decay, which ``fixed`` takes
-from the input.
+The quickstart's model on WikiText, 200 steps of four rows of 1,024 tokens, three seeds: softmax and gated with all of
+their parts, and with one removed at a time. Of softmax the forget gate is a part too. The decay of gated is removed
+twice: ``decay of the input`` leaves one that is the same for all tokens, and ``decay`` leaves none, which is chunked
+with the other parts.
 
-The quick form has a context of 1,024, 100 steps and one seed.
+The quick form has the quickstart's corpus, 100 steps and one seed.
 """
 
 from collections.abc import Sequence
@@ -19,38 +21,40 @@ from comparison.study import Variation
 
 RECIPE = "configs/quickstart.py"
 SOFTMAX = {"forget_gate": True, "short_conv": 4, "qk_norm": "rms", "output_norm": "rms", "output_gate": "sigmoid"}
-REMOVED: dict[str, dict[str, Any]] = {
-    "softmax": {"all": {}, "forget_gate": {"forget_gate": False}, "short_conv": {"short_conv": 0},
-                "qk_norm": {"qk_norm": "none"}, "output_norm": {"output_norm": "none"},
-                "output_gate": {"output_gate": "none"}},
-    "gated": {"all": {}, "decay": {"decay": "fixed"}, "short_conv": {"short_conv": 0},
-              "qk_activation": {"qk_activation": "none"}, "qk_norm": {"qk_norm": "none"},
-              "output_norm": {"output_norm": "none"}, "output_gate": {"output_gate": "none"}},
+GATED = {"short_conv": 4, "qk_activation": "silu", "qk_norm": "l2", "output_norm": "rms", "output_gate": "sigmoid"}
+NONE = {"forget_gate": False, "short_conv": 0, "qk_activation": "none", "qk_norm": "none", "output_norm": "none",
+        "output_gate": "none"}
+"""What an option is where its part is removed."""
+
+ARMS: dict[tuple[str, str], dict[str, Any]] = {
+    **{("softmax", part): SOFTMAX | ({part: NONE[part]} if part in NONE else {}) for part in ("all parts", *SOFTMAX)},
+    **{("gated", part): GATED | ({part: NONE[part]} if part in NONE else {}) for part in ("all parts", *GATED)},
+    ("gated", "decay of the input"): GATED | {"decay": "fixed"},
+    ("chunked", "decay"): GATED | {"feature_map": "identity"},
 }
-"""What a mode is without, by the name of the part; ``all``: it has all."""
+"""Options of a run by its attention and what is removed."""
 
 
 def get_runs(quick: bool) -> list[Variation]:
-    size = {"model.context": 1024, "train.steps": 100} if quick else {"train.steps": 300}
-    return [_run(mode, part, size, seed) for mode, parts in REMOVED.items() for part in parts
-            for seed in ((0,) if quick else (0, 1, 2))]
+    size = {"model.context": 1024, "train.batch_size": 4} | (
+        {"train.steps": 100} if quick else {"train.steps": 200, "data.dir": "data/wikitext"})
+    return [_run(mode, part, size, seed) for seed in ((0,) if quick else (0, 1, 2)) for mode, part in ARMS]
 
 
 def _run(mode: str, part: str, size: dict[str, Any], seed: int) -> Variation:
-    options = (SOFTMAX if mode == "softmax" else {}) | REMOVED[mode][part]
-    return Variation(f"{mode}-without-{part}-seed-{seed}".replace("-without-all", ""), RECIPE, mode, size | {
+    name = f"{mode}-{part}" if part == "all parts" else f"{mode}-without-{part}"
+    return Variation(f"{name}-seed-{seed}".replace(" ", "-"), RECIPE, mode, size | {
         "train.minutes": None, "train.sample_every": 0, "train.eval_every": 50, "train.seed": seed,
-        **{f"model.modes.{mode}.{option}": value for option, value in options.items()}})
+        **{f"model.modes.{mode}.{option}": value for option, value in ARMS[mode, part].items()}})
 
 
 def part_of(run: Run) -> str:
-    """What a run is without."""
+    """What is removed of a run."""
     mode = run.config["model"]["attention"][0]
     options = run.config["model"]["modes"][mode]
-    for part, changes in REMOVED[mode].items():
-        if changes and all(options[option] == value for option, value in changes.items()):
-            return part
-    return "all"
+    return next(part for (of, part), given in ARMS.items() if of == mode
+                and all(options[option] == value for option, value in given.items())
+                and (mode != "gated" or options["decay"] == given.get("decay", "input")))
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:

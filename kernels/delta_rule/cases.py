@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.cases import Arrays, Case, TimedAttention, TimedForm, make_segments
+from kernels.cases import Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
 from kernels.delta_rule.api import delta_rule, pick_implementation
 from kernels.mixed_precision import wide
 
@@ -33,9 +33,7 @@ class DeltaRuleCase(Case):
     """Of the keys of a head with each other, about: they have a component in common."""
     beta: Literal["sigmoid", "one", "above one"] = "sigmoid"
     """``sigmoid``: between 0 and 1. ``above one``: what a key has is turned round, and up to 0.95 of it kept."""
-    log_decay: Literal["mixed", "strong"] | None = None
-    """``mixed``: from next to nothing to all that came before. ``strong``: nothing is left at one token, and little
-    goes at the others."""
+    log_decay: LogDecay | None = None
     segments: bool = False
     state: bool = True
     """Whether there is one before the first token."""
@@ -73,11 +71,8 @@ class DeltaRuleCase(Case):
             x[name] /= np.linalg.norm(x[name], axis=-1, keepdims=True)
         x["beta"] = {"sigmoid": 1 / (1 + np.exp(-x["beta"])), "one": np.ones_like(x["beta"]),
                      "above one": 1 + 0.95 * generator.random(x["beta"].shape)}[self.beta]
-        if self.log_decay == "mixed":
-            x["log_decay"] = -np.logaddexp(0, 2 * x["log_decay"] - 3)
-        elif self.log_decay == "strong":
-            x["log_decay"] = np.full_like(x["log_decay"], -0.01)
-            x["log_decay"][:, self.T // 3] = -1e4
+        if self.log_decay is not None:
+            x["log_decay"] = draw_log_decay(self.log_decay, shapes["log_decay"], generator)
         drawn = {name: array.astype(shapes[name].dtype) for name, array in x.items()}
         return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
 

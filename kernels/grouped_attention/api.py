@@ -117,6 +117,24 @@ def grouped_attention(
     return Part(jnp.moveaxis(y_NBHTD, 0, 2), jnp.moveaxis(logsumexp_NBHT, 0, 2))
 
 
+def one_group(
+    q_BTHD: Float[Array, "B T H D"],
+    k_BHSD: Float[Array, "B H S D"],
+    v_BHSD: Float[Array, "B H S D"],
+    query_tags: Any,
+    key_tags: Any,
+    visible: Callable[[Any, Any], Bool[Array, "B H T S"]],
+) -> Float[Array, "B T H D"]:
+    """:func:`grouped_attention` of a single group, such as new tokens and a cache: y, float32 at least.
+
+    ``query_tags`` are trees of arrays (B, T), ``key_tags`` of arrays (B, S).
+    """
+    query_tags, key_tags = jax.tree.map(lambda x_BT: x_BT[:, None, None], (query_tags, key_tags))
+    part = grouped_attention(q_BTHD.swapaxes(1, 2)[:, :, None], k_BHSD[:, :, None], v_BHSD[:, :, None], query_tags,
+                             key_tags, visible)
+    return part.y_BHNTD[:, :, 0].swapaxes(1, 2)
+
+
 def combine(parts: Sequence[Part]) -> Float[Array, "B H N T D"]:
     """One softmax over the keys of all parts; a key that is in two of them counts twice."""
     logsumexp_PBHNT = jnp.stack([part.logsumexp_BHNT for part in parts])

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.cases import Arrays, Case, TimedAttention, TimedForm, make_segments
+from kernels.cases import Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
 from kernels.linear_attention import tuning
 from kernels.linear_attention.api import State, linear_attention, pick_implementation
 from kernels.linear_attention.chunk_size import pick_chunk_sizes
@@ -30,20 +30,6 @@ KERNEL_TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 3e-4}
 DEVICE_TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
 """On a GPU, which has an arithmetic of its own: float32 sums of float32 products, and the rounding of 16-bit inputs to
 products, scores and outputs."""
-
-
-LogDecay = Literal["mixed", "strong"]
-"""``mixed``: from next to nothing to all that came before. ``strong``: nothing is left at one token, and little goes at
-the others."""
-
-
-def draw_log_decay(kind: LogDecay, of: jax.ShapeDtypeStruct, generator: np.random.Generator) -> np.ndarray:
-    """Log decays (B, T, H)."""
-    if kind == "mixed":
-        return (-np.logaddexp(0, generator.normal(-3, 2, of.shape))).astype(of.dtype)
-    log_decay_BTH = np.full(of.shape, -0.01, of.dtype)
-    log_decay_BTH[:, of.shape[1] // 3] = -1e4
-    return log_decay_BTH
 
 
 @dataclass(frozen=True)

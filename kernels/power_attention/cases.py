@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.cases import Arrays, Case, TimedAttention, TimedForm, make_segments
-from kernels.linear_attention.cases import LogDecay, draw_log_decay
+from kernels.cases import Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
 from kernels.linear_attention.state import State
 from kernels.power_attention.api import pick_implementation, power_attention
 from kernels.power_attention.features import count_features, feature_factors

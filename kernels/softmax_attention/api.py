@@ -55,12 +55,11 @@ def softmax_attention(
 
     Raises:
         ValueError: shapes that do not agree, a decay above 0, a window below 1, or no implementation of that name.
+        TypeError: segment ids that are not whole numbers, or log decays that are not floating point.
         NotImplementedError: a window or a decay without a mask, or what a named implementation cannot do.
     """
-    for name, x, shape in (("k_BTHD", k_BTHD, q_BTHD.shape), ("v_BTHD", v_BTHD, q_BTHD.shape),
-                           ("segment_ids_BT", segment_ids_BT, q_BTHD.shape[:2])):
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} has shape {x.shape}; expected {shape}, from q_BTHD of shape {q_BTHD.shape}")
+    checks.check_shapes({"k_BTHD": (k_BTHD, q_BTHD.shape), "v_BTHD": (v_BTHD, q_BTHD.shape)}, "q_BTHD", q_BTHD.shape)
+    checks.check_segments(segment_ids_BT, "q_BTHD", q_BTHD.shape)
     if window is not None and window < 1:
         raise ValueError(f"window={window}: expected at least 1")
     for name, x in (("window", window), ("log_decay_BTH", log_decay_BTH)):
@@ -117,10 +116,11 @@ def cached_attention(
         NotImplementedError: a named implementation cannot do what is asked.
     """
     (B, _, H, D), S = q_BTHD.shape, k_BHSD.shape[2]
-    for name, x, shape in (("k_BHSD", k_BHSD, (B, H, S, D)), ("v_BHSD", v_BHSD, (B, H, S, D)),
-                           ("position_B", position_B, (B,)), ("log_decay_BHS", log_decay_BHS, (B, H, S))):
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} has shape {x.shape}; expected {shape}, from q_BTHD of shape {q_BTHD.shape}")
+    expected: dict[str, tuple[Array, tuple[int, ...]]] = {
+        "k_BHSD": (k_BHSD, (B, H, S, D)), "v_BHSD": (v_BHSD, (B, H, S, D)), "position_B": (position_B, (B,))}
+    if log_decay_BHS is not None:
+        expected["log_decay_BHS"] = (log_decay_BHS, (B, H, S))
+    checks.check_shapes(expected, "q_BTHD", q_BTHD.shape)
     if S > cached.CACHE_BLOCK and S % cached.CACHE_BLOCK:
         raise ValueError(f"k_BHSD has room for {S} keys; expected a multiple of {cached.CACHE_BLOCK}")
     refusal = decode.refuses(q_BTHD, k_BHSD, v_BHSD, log_decay=log_decay_BHS is not None)

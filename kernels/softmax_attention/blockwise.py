@@ -77,18 +77,28 @@ def _mask(runs_BT: Array | None, causal: bool, window: int | None, T: int) -> Ca
     return mask
 
 
-def _decay_of(log_decay_BHT: Array | None, block: int) -> Callable[[Array, Array], Array] | None:
-    """decay(i, j): what is added to the scores of query block i and key block j ≤ i, (B, H, block, block)."""
+Bias = Callable[[bool, Array, Array], Array]
+"""bias(masked, i, j): what is added to the scores of query block i and key block j, (B, H, t, s), of a block that is
+masked or of one that is not."""
+
+
+def _decay_of(log_decay_BHT: Array | None, block: int) -> Callable[[Array], Bias] | None:
+    """decay(n): the sums of log decays where query block and key block are n, or n and an earlier or later one."""
     if log_decay_BHT is None:
         return None
     parts = sums_over_parts(log_decay_BHT, block)
 
-    def decay(i, j):
-        whole_BH = lax.dynamic_slice(parts.whole_NM, (0, 0, i, j), (*log_decay_BHT.shape[:2], 1, 1))
-        through_BHt, after_BHs = (lax.dynamic_index_in_dim(x, n, 2, keepdims=False)
-                                  for x, n in ((parts.through_NP, i), (parts.after_NP, j)))
-        return lax.cond(i == j, lambda: sums_between(_take(log_decay_BHT, i, block)),
-                        lambda: through_BHt[..., None] + (whole_BH + after_BHs[..., None, :]))
+    def decay(n):
+        own_BHts = sums_between(_take(log_decay_BHT, n, block))
+
+        def bias(masked, i, j):
+            whole_BH = lax.dynamic_slice(parts.whole_NM, (0, 0, i, j), (*log_decay_BHT.shape[:2], 1, 1))
+            through_BHt, after_BHs = (lax.dynamic_index_in_dim(x, n, 2, keepdims=False)
+                                      for x, n in ((parts.through_NP, i), (parts.after_NP, j)))
+            between_BHts = through_BHt[..., None] + (whole_BH + after_BHs[..., None, :])
+            return jnp.where(i == j, own_BHts, between_BHts) if masked else between_BHts
+
+        return bias
 
     return decay
 
@@ -119,7 +129,7 @@ def attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, *, d
     """y and the logarithm of its denominator, a block of queries at a time.
 
     ``key_blocks(i)``: from which to which block all queries of block i see all keys, and where they do not.
-    ``decay(i, j)``: what is added to the scores of query block i and key block j.
+    ``decay(i)``: what is added to the scores of query block i.
     ``cached``: the keys and values are mostly room for later ones; what no block holds is neither read nor copied.
     """
     B, H, T, D = q_BHTD.shape
@@ -141,12 +151,13 @@ def attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, *, d
     def query_block(i):
         q_BHtD = _take(q_BHTD, i, rows)
         t_T = i * rows + jnp.arange(rows)
+        bias = None if decay is None else decay(i)
 
         def key_block(masked, j, carry):
             y_BHtD, most_BHt = carry
             scores_BHts = multiply("bhtd,bhsd->bhts", q_BHtD, _take(k_BHSD, j, block))
-            if decay is not None:
-                scores_BHts += decay(i, j) / scale
+            if bias is not None:
+                scores_BHts += bias(masked, i, j) / scale
             if masked:
                 scores_BHts = jnp.where(mask(t_T, j * block + jnp.arange(block)), scores_BHts, HIDDEN)
             new_most_BHt = jnp.maximum(most_BHt, scores_BHts.max(axis=-1) * scale)
@@ -203,13 +214,14 @@ def _flash_backward(causal, window, T, block, saved, dy_BHTD):
     def key_block(sums, j):
         k_BHsD, v_BHsD = _take(k_BHSD, j, block), _take(v_BHSD, j, block)
         s_S = j * block + jnp.arange(block)
+        bias = None if decay is None else decay(j)
 
         def query_block(masked, i, carry):
             dq_BHTD, dlog_decay_BHT, dk_BHDs, dv_BHDs, dkeys_BHs = carry
             q_BHtD, dy_BHtD = _take(q_BHTD, i, block), _take(dy_BHTD, i, block)
             scores_BHts = product("bhtd,bhsd->bhts", q_BHtD, k_BHsD) * scale
-            if decay is not None:
-                scores_BHts += decay(i, j)
+            if bias is not None:
+                scores_BHts += bias(masked, i, j)
             weights_BHts = jnp.exp(scores_BHts - _take(logsumexp_BHT, i, block)[..., None])
             if masked:
                 weights_BHts = jnp.where(mask(i * block + jnp.arange(block), s_S), weights_BHts, 0)

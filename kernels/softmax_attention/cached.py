@@ -9,7 +9,7 @@ from jax import Array, lax
 
 from kernels import device
 from kernels.decay import sums_after, sums_between, sums_through
-from kernels.softmax_attention.blockwise import NO_BLOCKS, attend_by_blocks, block_size, pad_tokens
+from kernels.softmax_attention.blockwise import NO_BLOCKS, Bias, attend_by_blocks, block_size, pad_tokens
 
 CACHE_BLOCK = 512
 """Keys of a cache read at once, where a block meets one query and is cheap."""
@@ -41,24 +41,30 @@ def cached_blockwise(q_BTHD: Array, k_BHSD: Array, v_BHSD: Array, position_B: Ar
     return y_BHTD[:, :, :T].swapaxes(1, 2)
 
 
-def _decay_of(log_decay_BHS: Array, position_B: Array, rows: int, block: int) -> Callable[[Array, Array], Array]:
-    """decay(i, j): what is added to the scores of block i of the new tokens and block j of the keys.
+def _decay_of(log_decay_BHS: Array, position_B: Array, rows: int, block: int) -> Callable[[Array], Bias]:
+    """decay(i): the sums of log decays between the keys and block i of the new tokens.
 
     Of a key before the block of queries: behind it up to the first of them, and through each.
     """
     S = log_decay_BHS.shape[2]
     padded_BHS = jnp.pad(log_decay_BHS, ((0, 0), (0, 0), (0, rows)))
 
-    def decay(i, j):
+    def decay(i):
         first_B = position_B + i * rows
         own_BHt = jax.vmap(lambda x_HS, first: lax.dynamic_slice_in_dim(x_HS, first, rows, axis=1))(
             padded_BHS, jnp.minimum(first_B, S))
+        through_BHt, own_BHtt = sums_through(own_BHt, -1), sums_between(own_BHt)
         before_BS = jnp.arange(S)[None] < first_B[:, None]
         after_BHS = sums_after(jnp.where(before_BS[:, None], log_decay_BHS, 0), -1)
-        after_BHs = lax.dynamic_slice_in_dim(after_BHS, j * block, block, 2)
-        place_Bs = j * block + jnp.arange(block)[None] - first_B[:, None]
-        inside_BHts = jnp.take_along_axis(sums_between(own_BHt), jnp.clip(place_Bs, 0, rows - 1)[:, None, None], axis=3)
-        return jnp.where((place_Bs >= 0)[:, None, None], inside_BHts,
-                         sums_through(own_BHt, -1)[..., None] + after_BHs[..., None, :])
+
+        def bias(masked, i, j):
+            del masked, i
+            after_BHs = lax.dynamic_slice_in_dim(after_BHS, j * block, block, 2)
+            place_Bs = j * block + jnp.arange(block)[None] - first_B[:, None]
+            inside_BHts = jnp.take_along_axis(own_BHtt, jnp.clip(place_Bs, 0, rows - 1)[:, None, None], axis=3)
+            return jnp.where((place_Bs >= 0)[:, None, None], inside_BHts,
+                             through_BHt[..., None] + after_BHs[..., None, :])
+
+        return bias
 
     return decay

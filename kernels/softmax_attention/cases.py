@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.cases import REFERENCE, Arrays, Case, TimedAttention, TimedForm, make_segments
-from kernels.linear_attention.cases import LogDecay, draw_log_decay
+from kernels.cases import REFERENCE, Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
 from kernels.softmax_attention.api import cached_attention, softmax_attention
 
 # float64, float32: rounding of some hundred sums and exponentials, and nothing else. bfloat16: two to three roundings

@@ -145,8 +145,6 @@ def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], direction
         directions_RD: w, of the random maps.
         query: of queries to be normalised, each one's features have a factor that the normalisation takes away.
     """
-    if options.feature_map == "identity":
-        return x_BTHD
     if options.feature_map in ELEMENTWISE:
         return _elementwise(options.feature_map, x_BTHD)
     x = wide(x_BTHD)

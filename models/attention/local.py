@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of, with_neighbours
+from kernels.grouped_attention import blocks_of, grouped_attention, one_group, tag_blocks_of, tokens_of, with_neighbours
 from kernels.segments import runs_of, visible
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention
@@ -60,14 +60,12 @@ class Attention(SelfAttention):
 
     def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: WindowCache, *, x_BTE: Array,
                lengths_B: Array | None = None) -> tuple[Array, WindowCache]:
-        T, size = q_BTHD.shape[1], self.config.block_size
+        size = self.config.block_size
         # Counted from the start of a block, so that no text is too long for the count.
         keys, cache = cache._replace(seen_B=cache.seen_B % size).append(k_BTHD, v_BTHD, lengths_B)
-        query_tags, key_tags = ((x[:, None, None], x[:, None, None] // size)
-                                for x in (keys.query_positions_BT, keys.positions_BS))
-        part = grouped_attention(blocks_of(q_BTHD, T), keys.k_BHSD[:, :, None], keys.v_BHSD[:, :, None],
-                                 query_tags, key_tags, _same_block_up_to)
-        return tokens_of(part.y_BHNTD, T).astype(v_BTHD.dtype), cache
+        query_tags, key_tags = ((x, x // size) for x in (keys.query_positions_BT, keys.positions_BS))
+        y_BTHD = one_group(q_BTHD, keys.k_BHSD, keys.v_BHSD, query_tags, key_tags, _same_block_up_to)
+        return y_BTHD.astype(v_BTHD.dtype), cache
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         size = self.config.block_size

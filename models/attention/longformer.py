@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jaxtyping import Array
 
-from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_of, tokens_of, with_neighbours
+from kernels.grouped_attention import blocks_of, grouped_attention, one_group, tag_blocks_of, tokens_of, with_neighbours
 from kernels.segments import runs_of, visible
 from kernels.softmax_attention import softmax_attention
 from models.attention.key_value_cache import KeyValueCache
@@ -103,7 +102,7 @@ class Attention(SelfAttention):
             seen = early if causal else T
             tags = _tags(B, T, segment_ids_BT)
             k_BSHD, v_BSHD = self._global_key_values(x_BTE[:, :seen], positions_BT)
-            rows_BTHD = _one_group(self._global(self.global_query, x_BTE[:, :early], positions_BT),
+            rows_BTHD = one_group(self._global(self.global_query, x_BTE[:, :early], positions_BT),
                                    k_BSHD.swapaxes(1, 2), v_BSHD.swapaxes(1, 2), _first(tags, early),
                                    _first(tags, seen), _sees_past if causal else _sees_segment)
             return jnp.concatenate([rows_BTHD.astype(y_BTHD.dtype), y_BTHD[:, early:]], axis=1), None
@@ -113,7 +112,7 @@ class Attention(SelfAttention):
             kept = self._append_global(cache.among_globals, *self._global_key_values(x_BTE[:, :early], positions_BT),
                                        seen_B, lengths_B)
             t_BT = seen_B[:, None] + jnp.arange(early)[None]
-            rows_BTHD = _one_group(self._global(self.global_query, x_BTE[:, :early], positions_BT), kept.k_BHSD,
+            rows_BTHD = one_group(self._global(self.global_query, x_BTE[:, :early], positions_BT), kept.k_BHSD,
                                    kept.v_BHSD, (t_BT, jnp.zeros_like(t_BT)),
                                    _tags(B, self.config.global_tokens, None), _sees_past)
             is_global_BT11 = (t_BT < self.config.global_tokens)[..., None, None]
@@ -164,7 +163,7 @@ class Attention(SelfAttention):
         runs_BS = self._but_globals(keys.positions_BS, jnp.where(keys.positions_BS < 0, -1, 0))
         key_tags = (jnp.concatenate([early_s_BS, keys.positions_BS], axis=1),
                     jnp.concatenate([early_runs_BS, runs_BS], axis=1))
-        y_BTHD = _one_group(q_BTHD, jnp.concatenate([everybodys.k_BHSD, keys.k_BHSD], axis=2),
+        y_BTHD = one_group(q_BTHD, jnp.concatenate([everybodys.k_BHSD, keys.k_BHSD], axis=2),
                             jnp.concatenate([everybodys.v_BHSD, keys.v_BHSD], axis=2),
                             (keys.query_positions_BT, jnp.zeros_like(keys.query_positions_BT)), key_tags,
                             self._sees(causal=True))
@@ -249,15 +248,6 @@ def _with_globals(x_BHNS: Array, early_BHS: Array) -> Array:
     """Every group, and after it the global tokens."""
     early_BHNS = jnp.broadcast_to(early_BHS[:, :, None], (*x_BHNS.shape[:3], *early_BHS.shape[2:]))
     return jnp.concatenate([x_BHNS, early_BHNS], axis=3)
-
-
-def _one_group(q_BTHD: Array, k_BHSD: Array, v_BHSD: Array, query_tags: Tags, key_tags: Tags,
-               sees: Callable[[Tags, Tags], Array]) -> Array:
-    """All queries to all keys: y_BTHD, in float32 at least. Tags are (B, T) and (B, S)."""
-    T = q_BTHD.shape[1]
-    query_tags, key_tags = jax.tree.map(lambda x: x[:, None, None], (query_tags, key_tags))
-    part = grouped_attention(blocks_of(q_BTHD, T), k_BHSD[:, :, None], v_BHSD[:, :, None], query_tags, key_tags, sees)
-    return tokens_of(part.y_BHNTD, T)
 
 
 def _pairs(tokens: int, reach: int) -> int:

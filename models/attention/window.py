@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from jax import Array
 
-from kernels.grouped_attention import blocks_of, grouped_attention, tokens_of
+from kernels.grouped_attention import one_group
 from kernels.softmax_attention import pick_implementation, softmax_attention
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention
@@ -49,17 +49,15 @@ class Attention(SelfAttention):
                lengths_B: Array | None = None) -> tuple[Array, WindowCache]:
         W = self.config.window
         keys, cache = cache.append(k_BTHD, v_BTHD, lengths_B)
-        query_tags, key_tags = (x[:, None, None] for x in (keys.query_positions_BT, keys.positions_BS))
 
         def sees(t_B1T: Array, s_B1S: Array) -> Array:
             t_B1T1, s_B11S = t_B1T[..., :, None], s_B1S[..., None, :]
             return (s_B11S >= 0) & (s_B11S <= t_B1T1) & (s_B11S > t_B1T1 - W)
 
-        part = grouped_attention(blocks_of(q_BTHD, q_BTHD.shape[1]), keys.k_BHSD[:, :, None], keys.v_BHSD[:, :, None],
-                                 query_tags, key_tags, sees)
+        y_BTHD = one_group(q_BTHD, keys.k_BHSD, keys.v_BHSD, keys.query_positions_BT, keys.positions_BS, sees)
         # More than a window before the next token nothing is seen: no text is too long for the count.
         cache = cache._replace(seen_B=cache.seen_B.clip(max=W))
-        return tokens_of(part.y_BHNTD, q_BTHD.shape[1]).astype(v_BTHD.dtype), cache
+        return y_BTHD.astype(v_BTHD.dtype), cache
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         W = min(self.config.window, context)
