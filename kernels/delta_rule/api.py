@@ -6,7 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels import checks, decay
+from kernels import checks, decay, device
+from kernels.delta_rule import pallas_gpu
 from kernels.delta_rule.chunked import chunked
 from kernels.delta_rule.reference import recurrent
 from kernels.segments import runs_of
@@ -20,6 +21,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "reference": recurrent,
     "recurrent": recurrent,
     "chunked": chunked,
+    "pallas_gpu": pallas_gpu.pallas_gpu,
 }
 """Every form by name. ``reference`` and ``recurrent`` are the same function: the definition, written out."""
 
@@ -58,7 +60,7 @@ def delta_rule(
         initial_state: S₀, of the first segment; zero unless given.
         segment_ids_BT: which tokens share a state; −1 is padding, which leaves the state alone, whatever its β and g,
             and whose y is 0. A segment is a run of equal ids; the state that comes out is that of the last one.
-        chunk_size: C of ``chunked``; picked where None.
+        chunk_size: C of ``chunked``; picked where None. ``pallas_gpu`` has one length.
         implementation: a name in ``IMPLEMENTATIONS``; None picks the fastest for this input.
 
     Returns:
@@ -67,12 +69,16 @@ def delta_rule(
     Raises:
         ValueError: shapes that do not agree, a decay above 0, a chunk size below one, or an unknown implementation.
         TypeError: inputs that are not floating point, segment ids that are not whole numbers.
+        NotImplementedError: what a named implementation cannot do.
     """
     _check(q_BTHM, k_BTHM, v_BTHD, beta_BTH, log_decay_BTH, initial_state, segment_ids_BT, chunk_size)
     (B, T, H, M), D = q_BTHM.shape, v_BTHD.shape[3]
-    name = pick_implementation(q_BTHM, k_BTHM, v_BTHD) if implementation is None else implementation
+    name = implementation or pick_implementation(q_BTHM, k_BTHM, v_BTHD, chunk_size=chunk_size)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
+    refusal = pallas_gpu.refuses(q_BTHM, k_BTHM, v_BTHD, chunk_size=chunk_size) if name == "pallas_gpu" else None
+    if refusal is not None:
+        raise NotImplementedError(f"implementation='pallas_gpu': {refusal}")
     dtype = jnp.promote_types(jnp.float32, jnp.result_type(*(x.dtype for x in (q_BTHM, k_BTHM, v_BTHD, beta_BTH))))
     initial_BHMD = jnp.zeros((B, H, M, D), dtype) if initial_state is None else initial_state.astype(dtype)
     runs_BT = padding_BT = None
@@ -86,10 +92,12 @@ def delta_rule(
     return IMPLEMENTATIONS[name](q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, **extras)
 
 
-def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any) -> str:
+def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: int | None = None) -> str:
     """What ``implementation=None`` means for arrays, or shapes and dtypes."""
-    del k_BTHM, v_BTHD
-    return "recurrent" if q_BTHM.shape[1] == 1 else "chunked"
+    if q_BTHM.shape[1] == 1:
+        return "recurrent"
+    refusal = pallas_gpu.refuses(q_BTHM, k_BTHM, v_BTHD, chunk_size=chunk_size)
+    return "pallas_gpu" if device.platform() == "gpu" and refusal is None else "chunked"
 
 
 def pick_chunk_size(M: int, D: int) -> int:

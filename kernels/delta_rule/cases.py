@@ -117,6 +117,23 @@ _TESTED = (
 )
 
 
+def _kernel(T: int, M: int = 32, D: int = 16, **options: Any) -> DeltaRuleCase:
+    """For the GPU kernels, with the hardest keys."""
+    return DeltaRuleCase(2, T, 2, M, D, dtype="bfloat16", implementations=("pallas_gpu",),
+                         gpu_kernels=("delta_rule_",), tolerance=TOLERANCES["bfloat16"],
+                         **{"correlation": 0.99, "beta": "one", **options})
+
+
+_INTERPRETED = (
+    _kernel(130),
+    _kernel(1, 16, 16),
+    _kernel(200, 24, 40, log_decay="mixed", state=False),
+    _kernel(200, log_decay="strong", segments=True),
+    _kernel(150, 16, 64, segments=True, correlation=0.0, beta="sigmoid"),
+    _kernel(70, 128, 128, correlation=0.9, beta="above one", log_decay="mixed", slow=True),
+)
+
+
 def _compiled(B: int, T: int, H: int, M: int, D: int, dtype: str = "bfloat16", **options: Any) -> DeltaRuleCase:
     """Compiled for a GPU, and not run."""
     return DeltaRuleCase(B, T, H, M, D, dtype=dtype, used_by=("gpu-check",), tolerance=TOLERANCES[dtype], **options)
@@ -124,7 +141,10 @@ def _compiled(B: int, T: int, H: int, M: int, D: int, dtype: str = "bfloat16", *
 
 # The shape of a layer of GPT-2, all options together, and a token.
 _COMPILED = (
-    _compiled(1, 4096, 12, 64, 64),
+    _compiled(1, 4096, 12, 64, 64, gpu_kernels=("delta_rule_",)),
+    _compiled(1, 4096, 12, 64, 64, gpu_kernels=("delta_rule_",), log_decay="mixed", segments=True),
+    _compiled(1, 4096, 8, 128, 128, gpu_kernels=("delta_rule_",), log_decay="mixed"),
+    _compiled(1, 4096, 4, 64, 64, "float32", gpu_kernels=("delta_rule_",), log_decay="mixed", segments=True),
     _compiled(1, 4096, 4, 128, 128, "float32", log_decay="mixed", segments=True),
     _compiled(1, 1, 12, 64, 64, log_decay="mixed"),
 )
@@ -141,7 +161,7 @@ _SUITE = (
     *(_on_device(dtype, log_decay="mixed", segments=True) for dtype in ("float32", "bfloat16")),
 )
 
-CASES: tuple[Case, ...] = (*_TESTED, *_COMPILED, *_SUITE)
+CASES: tuple[Case, ...] = (*_TESTED, *_INTERPRETED, *_COMPILED, *_SUITE)
 
 
 def _attend(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool, chunk_size: int | None,

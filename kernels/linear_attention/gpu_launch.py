@@ -39,12 +39,15 @@ class Grid(NamedTuple):
     columns: int
     """Of the whole state."""
     links: Links
+    op: str
+    """What the names of its kernels begin with."""
 
     @classmethod
-    def of(cls, cut: Cut, span: int, links: Links, rows_BTHW: Array, columns_BTHU: Array) -> "Grid":
+    def of(cls, cut: Cut, span: int, links: Links, rows_BTHW: Array, columns_BTHU: Array,
+           op: str = "linear_attention") -> "Grid":
         """For a state of these rows and columns."""
         B, T, H, rows = rows_BTHW.shape
-        return cls(cut, span, B, T, H, rows, columns_BTHU.shape[3], links)
+        return cls(cut, span, B, T, H, rows, columns_BTHU.shape[3], links, op)
 
     @property
     def tile(self) -> int:
@@ -208,7 +211,7 @@ class Grid(NamedTuple):
             out_shape=[block.array for block in written],
             compiler_params=triton.CompilerParams(num_warps=self.cut.tiles.warps, num_stages=self.cut.tiles.stages),
             interpret=device.platform() != "gpu",
-            name=f"linear_attention_{name}",
+            name=f"{self.op}_{name}",
         )(*(block.array for block in read))
         return jax.tree.unflatten(written_tree, results)
 

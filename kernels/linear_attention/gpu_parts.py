@@ -130,12 +130,13 @@ def _precision(*arrays: Array) -> lax.Precision | lax.DotAlgorithmPreset:
 
 
 class Slabs:
-    """A chunk of an array in the slabs that products take; one is held, many are loaded at every use."""
+    """A chunk of an array in the slabs that products take; one is held unless told otherwise, many are loaded at every
+    use."""
 
-    def __init__(self, cut: Cut, ref: Any, rows: Any) -> None:
+    def __init__(self, cut: Cut, ref: Any, rows: Any, *, held: bool = True) -> None:
         self._cut, self._ref, self._rows = cut, ref, rows
         columns = cut.slabs(ref.shape[1])
-        self._held = [ref[rows, columns[0]].astype(cut.operand)] if len(columns) == 1 else None
+        self._held = [ref[rows, columns[0]].astype(cut.operand)] if held and len(columns) == 1 else None
 
     def __iter__(self) -> Iterator[Array]:
         if self._held is not None:

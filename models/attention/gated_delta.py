@@ -29,7 +29,7 @@ class Config(RecurrentOptions):
 
     output_gate: Literal["none", "sigmoid", "silu"] = "silu"
     decay: bool = True
-    """Each head's state decays as much as the layer's input says."""
+    """Decay the state of each head by a gate computed from each token. Without it: DeltaNet."""
 
 
 class Attention(SelfAttention):
@@ -37,6 +37,7 @@ class Attention(SelfAttention):
 
     length_fields = ("chunk_size",)
     implementation_fields = ("chunk_size",)
+    step_kernels = ("delta_rule_",)
     decode_state = "constant"
 
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
