@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 
+WITHIN_AXES = 32
+"""Characters of a label up to which the legend stands within the axes, else below."""
+
+
 def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
     """Val loss (train loss where a run has none; bits per byte where tokenizers differ) against steps and against
     training time: a colour a mode; several seeds as their mean, with a band of a standard deviation on each side.
@@ -52,7 +56,12 @@ def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
             panel.grid(color="#eceef1")
         panels[0].set_ylim(loss_range(runs, split, quantity))
         panels[0].set_ylabel(f"{split} {unit}")
-        panels[1].legend(frameon=False)
+        lines, labels = panels[1].get_legend_handles_labels()
+        longest = max(map(len, labels))
+        if longest > WITHIN_AXES:
+            canvas.legend(lines, labels, frameon=False, loc="outside lower center", ncols=2 if longest <= 60 else 1)
+        else:
+            panels[1].legend(frameon=False)
         if title:
             canvas.suptitle(title)
         return saved(canvas, kind)

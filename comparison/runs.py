@@ -353,14 +353,18 @@ def group(runs: Sequence[Run]) -> list[Setup]:
 
 def _defaults(config: dict[str, Any]) -> dict[str, Any]:
     """What every field is where a config does not name it: it may be of an older version, with fewer fields."""
+    defaults = config_class(config)().to_dict()
+    del defaults["format"]
+    return flatten(defaults) | _options_by_default(config)
+
+
+def _options_by_default(config: dict[str, Any]) -> dict[str, Any]:
+    """The options of the modes of a config, by their dotted names."""
     from models import attention
 
     known = set(attention.modes())
-    modes = {mode: dataclasses.asdict(attention.load(mode).Config())
-             for mode in config.get("model", {}).get("modes") or {} if mode in known}
-    defaults = config_class(config)().to_dict()
-    del defaults["format"]
-    return flatten(defaults | {"model": defaults["model"] | {"modes": modes}})
+    return flatten({"model": {"modes": {mode: dataclasses.asdict(attention.load(mode).Config())
+                                        for mode in config.get("model", {}).get("modes") or {} if mode in known}}})
 
 
 def _setup_label(seeds: Sequence[Run], same_label: Sequence[Run]) -> str:
@@ -371,10 +375,12 @@ def _setup_label(seeds: Sequence[Run], same_label: Sequence[Run]) -> str:
 
 def distinctions(run: Run, others: Sequence[Run], leave_out: Sequence[str] = ()) -> list[str]:
     """What a run's config has that not all of ``others`` have: ``context 512``, ``learning_rate 0.001``; the fields in
-    ``leave_out`` aside."""
+    ``leave_out``, and options of a mode that have their default, aside."""
     leave_out = ("data.dir", "model.attention", *NOT_OF_SETUP, *leave_out)
+    defaults = _options_by_default(run.config)
     return [f"{name.rpartition('.')[2]} {value_text(run.fields[name])}" for name in differences(others)
-            if name in run.fields and not is_of(name, leave_out)]
+            if name in run.fields and not is_of(name, leave_out)
+            and not (name in defaults and run.fields[name] == defaults[name])]
 
 
 def value_text(value: Any) -> str:

@@ -4,7 +4,8 @@ import colorsys
 import hashlib
 from collections.abc import Sequence
 
-COLOURS = {"softmax": "#d55e00", "chunked": "#0072b2", "linear": "#009e73", "local": "#cc79a7"}
+COLOURS = {"softmax": "#d55e00", "chunked": "#0072b2", "linear": "#009e73", "local": "#cc79a7", "gated": "#117733",
+           "gated_delta": "#882255", "power": "#e69f00", "window": "#56b4e9"}
 """Chosen ones, which are easy to tell apart; a mode that is not here gets a hue from its name."""
 DASHES = {  # Plotly's name of a line: Matplotlib's, and the marker that goes with it
     "solid": ("-", "circle"),
