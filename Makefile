@@ -35,13 +35,15 @@ $(venv): requirements.lock $(if $(cuda),always)
 		bash scripts/environment.sh .venv $(cpu_build); \
 	fi
 
-quickstart: $(venv)  ## train softmax and chunked, draw both on one page, sample from each; goes on where it was
-	$(python) train.py configs/quickstart.py --attention softmax --run-dir runs/quickstart-softmax
-	$(python) train.py configs/quickstart.py --attention chunked --run-dir runs/quickstart-chunked
-	$(python) compare.py runs/quickstart-softmax runs/quickstart-chunked --out runs/quickstart.html \
-		--png runs/quickstart.png --note "$$(cat benchmarks/results/quickstart.txt)"
-	$(python) sample.py runs/quickstart-softmax --prompt "def " --max-new-tokens 300
-	$(python) sample.py runs/quickstart-chunked --prompt "def " --max-new-tokens 300
+quickstart: $(venv)  ## train softmax, chunked and gated, compare them on one page, sample from each; 10 minutes
+	$(python) train.py configs/quickstart.py --attention softmax --train.minutes 2 --run-dir runs/quickstart-softmax
+	$(python) train.py configs/quickstart.py --attention chunked --train.minutes 2 --run-dir runs/quickstart-chunked
+	$(python) train.py configs/quickstart.py --attention gated --train.minutes 2 --run-dir runs/quickstart-gated
+	$(python) compare.py runs/quickstart-softmax runs/quickstart-chunked runs/quickstart-gated \
+		--out runs/quickstart.html --png runs/quickstart.png --note "$$(cat benchmarks/results/quickstart.txt)"
+	$(python) sample.py runs/quickstart-softmax --prompt "def " --max-new-tokens 200
+	$(python) sample.py runs/quickstart-chunked --prompt "def " --max-new-tokens 200
+	$(python) sample.py runs/quickstart-gated --prompt "def " --max-new-tokens 200
 
 pytest := $(python) -m pytest -n logical --maxprocesses 4 --dist worksteal
 

@@ -48,25 +48,25 @@ class Options:
     """The command line."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of runs, as train.py made them, or convert and evaluate.py; others are passed over."""
+    """Run folders; other folders are skipped."""
     study: Path | None = None
-    """Instead of runs, the --out of a sweep.py: all its runs, and the study's figures and tables."""
+    """Output folder of a study, in place of runs: compare all its runs, and show its figures and tables."""
     out: Path = Path("report.html")
-    """The page."""
+    """HTML page to write."""
     csv: Path | None = None
-    """Also write the table into this CSV file."""
+    """CSV file for the table."""
     json: Path | None = None
-    """Also write the table, with the sentences on top of the page, into this JSON file."""
+    """JSON file for the table and the findings on top of the page."""
     png: Path | None = None
-    """Also draw val loss against steps and training time into this PNG (or SVG) file."""
+    """PNG file for a plot of val loss against steps and training time."""
     svg: Path | None = None
-    """The same as SVG."""
+    """SVG file for the same plot."""
     title: str = ""
-    """Title of the page and the pictures."""
+    """Title of the page and the plots."""
     note: str = ""
-    """A sentence of your own on the page."""
+    """Note to show on the page."""
     watch: bool = False
-    """Draw again whenever a run has grown, until Ctrl-C; the page, where it is open, reloads itself."""
+    """Update the page as runs grow, until Ctrl-C. An open page reloads itself."""
 
 
 def check(options: Options) -> None:

@@ -166,9 +166,9 @@ def _import(source: str, /, *, out: Path, tokenizer: str | None = None) -> None:
     """Make a run folder of published GPT-2 weights, for sample.py and train.py --init-from.
 
     Args:
-        source: Id of a model of the Hugging Face Hub, or a folder with config.json and model.safetensors.
-        out: Run folder to make.
-        tokenizer: bytes, or the name of a tiktoken encoding; None: bytes for a vocabulary of 257, else gpt2.
+        source: Id of a model on the Hugging Face Hub, or a folder with config.json and model.safetensors.
+        out: Run folder to write.
+        tokenizer: bytes, or a tiktoken encoding. None: bytes for a vocabulary of 257, else gpt2.
     """
     import_weights(source, out, tokenizer=tokenizer)
 
@@ -177,9 +177,9 @@ def _export(run: Path, /, *, out: Path, step: int | None = None) -> None:
     """Write the model of a softmax run as config.json and model.safetensors, for transformers.
 
     Args:
-        run: Folder of a run, as train.py or import made it.
-        out: Folder to make.
-        step: Step of the checkpoint; None: the newest.
+        run: Run folder.
+        out: Folder to write.
+        step: Step of the checkpoint. None: the latest.
     """
     export_weights(run, out, step=step)
 

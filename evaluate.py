@@ -50,12 +50,12 @@ LEAST_WINDOWS = 8
 
 @dataclass(frozen=True)
 class Data:
-    """Another corpus than that of training."""
+    """Corpus, if not that of training."""
 
     dir: str | None = None
-    """Folder of token files of the run's tokenizer, whose val split is evaluated."""
+    """Folder of token files, whose val split is evaluated. Its tokenizer must be the run's."""
     source: str | None = None
-    """Instead of a folder, what to prepare: as train.py's --data.source."""
+    """Corpus to prepare, in place of a folder; as --data.source of train.py."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class Options:
     """The command line."""
 
     run: tyro.conf.Positional[Path]
-    """Folder of a run, as train.py made it."""
+    """Run folder."""
     context: str | None = None
-    """Tokens that the model sees at once, or several, comma-separated; None: those of training."""
+    """Context length, or several, comma-separated. None: that of training."""
     windows: str = "64,256"
-    """W of the short windows, comma-separated; windows as long as the context are left out."""
+    """Lengths of the short windows, comma-separated; those not shorter than the context are skipped."""
     batches: int | None = None
-    """Batches of training's size to evaluate; None: those of the run's own evaluations, train.eval_batches."""
+    """Number of validation batches. None: the run's train.eval_batches."""
     step: int | None = None
-    """Step of the checkpoint; None: the newest."""
+    """Step of the checkpoint. None: the latest."""
     data: Data = field(default_factory=Data)
 
 

@@ -41,28 +41,28 @@ class Options(Sampling):
     """The command line."""
 
     run: tyro.conf.Positional[Path]
-    """Folder of a run, as train.py made it."""
+    """Run folder."""
     prompt: str | None = None
-    """Text to go on from; - reads it from standard input, which a pipe or a file there does without being told. Without
-    any, a sample starts as a document does, after end-of-text."""
+    """Prompt. -: read it from standard input, the default if that is a pipe or a file. Without a prompt a sample
+    starts a new document."""
     prompt_file: Path | None = None
-    """File with the text to go on from."""
+    """File with the prompt."""
     max_new_tokens: int = 200
-    """Tokens of a sample at most; end-of-text ends it earlier. 0, with --save-state: only read the prompt."""
+    """Maximum number of new tokens; end-of-text ends a sample earlier. 0, with --save-state: only read the prompt."""
     stop: tuple[str, ...] = ()
-    """Texts that end a sample, which is then what stands before. $'\\n' is a line break in most shells."""
+    """Stop strings: a sample ends before the first of them. $'\\n' is a line break in most shells."""
     num_samples: int = 1
-    """Samples drawn at once. Each is the same however many there are."""
+    """Number of samples, drawn in one batch."""
     interactive: bool = False
-    """Ask for prompts, each of which goes on from all the text before. Ctrl-C stops a sample, Ctrl-D ends; an empty
-    prompt goes on, and a line that ends in \\ in the next line."""
+    """Read prompts from the terminal; each continues the text so far. Ctrl-C stops a sample, Ctrl-D quits. An empty
+    prompt continues the sample; \\ at the end of a line continues the prompt in the next one."""
     save_state: Path | None = None
-    """Write here what the model keeps of the prompt and the text generated, end-of-text and stop strings not with it: a
-    safetensors file, in linear modes of one size whatever is in it."""
+    """Save the model's state after the prompt and the generated text, without end-of-text and stop strings, as a
+    safetensors file. Its size is constant in modes with a constant state."""
     load_state: Path | None = None
-    """Go on from a file of --save-state; a prompt is added to its text."""
+    """Continue from a file of --save-state; a prompt is appended to its text."""
     step: int | None = None
-    """Step of the checkpoint; None: the newest."""
+    """Step of the checkpoint. None: the latest."""
 
     def check(self) -> None:
         """Raises :class:`ConfigError` for a value out of its range, and for options that exclude each other."""

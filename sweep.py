@@ -38,24 +38,24 @@ class Options:
     """The command line."""
 
     study: tyro.conf.Positional[Path]
-    """The study's file, such as studies/learning_rate.py."""
+    """Study file, such as studies/learning_rate.py."""
     out: Path
-    """Folder of the study: a folder in it for each run, and the figures."""
+    """Output folder: one folder per run, and the figures."""
     quick: bool = False
-    """The study's quick form: fewer and shorter runs."""
+    """Make the quick form of the study: fewer and shorter runs."""
     parallel: int = 1
-    """Runs at once, one device each."""
+    """Number of runs at once, one device each."""
     dry_run: bool = False
-    """List the runs with their time, memory and disk, and run nothing."""
+    """List the runs with their time, memory and disk space, without running them."""
     measure: bool = False
-    """With --dry-run: time three steps of each distinct program that no finished run tells of."""
+    """With --dry-run: time three steps of each distinct program for which there is no finished run."""
     keep_all: bool = False
-    """Keep every checkpoint of finished runs, and their optimizer state; otherwise the parameters of the best and the
-    last."""
+    """Keep all checkpoints of finished runs with their optimizer state; otherwise only the parameters of the best and
+    the last."""
     commands: Path | None = None
-    """Write the command that makes each run into this file, one shell line a run, and run nothing."""
+    """Write one shell command per run to this file, without running them."""
     index: int | None = None
-    """Run only this one, counted from 0 in the order of --dry-run and --commands."""
+    """Make only the run with this index, as listed by --dry-run."""
 
 
 def check(options: Options) -> None:

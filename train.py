@@ -49,9 +49,9 @@ class RunFlags(cli.RunFlags):
     """The flags that are not fields of the config."""
 
     init_from: Path | None = None
-    """Another run, whose parameters a new run begins with."""
+    """Run folder whose parameters initialise a new run."""
     init_from_reset: Annotated[Literal["attention"] | None, tyro.conf.arg(name="init-from.reset")] = None
-    """What of them is drawn anew."""
+    """Parameters to initialise randomly instead."""
 
 
 USAGE = """usage: python train.py RECIPE [--attention MODE[,MODE…]] [--run-dir DIR]

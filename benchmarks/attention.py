@@ -137,7 +137,7 @@ def attentions() -> dict[str, TimedAttention]:
 
 
 def is_quadratic(mode: str) -> bool:
-    """Whether the time of a mode, or of any of its forms where none is named, grows with the square of the context."""
+    """Whether a mode, or any of its forms where none is named, is quadratic in the context."""
     name, _, form = mode.partition(":")
     forms = attentions()[name].forms if name in attentions() else {}
     return forms[form].quadratic if form else any(form.quadratic for form in forms.values())

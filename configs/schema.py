@@ -21,29 +21,28 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A GPT-2 model: sizes, positions, number format and the attention mode of each layer."""
+    """A GPT-2 model: sizes, positions, dtype and the attention mode of each layer."""
 
     layers: int = 4
     """Number of transformer blocks."""
     heads: int = 4
-    """Attention heads; divides the width where head_width is not given."""
+    """Number of attention heads. Divides the width unless head_width is given."""
     width: int = 256
-    """Width E of the residual stream; the MLP is 4 E wide."""
+    """Width E of the residual stream. The MLP is 4 E wide."""
     head_width: int | None = None
-    """Width of a head; None: width / heads."""
+    """Width of a head. None: width / heads."""
     context: int = 1024
-    """Tokens the model is trained on at once, and the number of learned positions."""
+    """Length of a training sequence, and the number of learned positions."""
     positions: Literal["learned", "rotary", "none"] = "learned"
-    """How the model knows where a token stands."""
+    """Position encoding."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the products and of what lies between them; parameters stay float32. auto: bfloat16 where the
-    device is fast at it."""
+    """Compute dtype. Parameters are float32. auto: bfloat16 if the device has hardware support for it."""
     initial_scale: float = 0.02
-    """Standard deviation of the initial weights: GPT-2's. Small models learn sooner with 1 / sqrt(width)."""
+    """Standard deviation of the initial weights. 0.02 is GPT-2's; small models learn faster with 1 / sqrt(width)."""
     attention: tuple[str, ...] = ("chunked",)
-    """Attention modes, a pattern over layers repeated to the depth; --attention A,B is the short way to say it."""
+    """Attention modes, a pattern repeated over the layers. Short form: --attention A,B."""
     modes: dict[str, Any] = field(default_factory=dict)
-    """Options of each mode in use; a recipe may give a dict of overrides."""
+    """Options of each mode in use. A recipe may give a dict of overrides."""
 
 
 @dataclass(frozen=True)
@@ -53,32 +52,31 @@ class EncoderConfig:
     layers: int = 4
     """Number of transformer blocks."""
     heads: int = 4
-    """Attention heads; divides the width where head_width is not given."""
+    """Number of attention heads. Divides the width unless head_width is given."""
     width: int = 256
     """Width E of the residual stream."""
     head_width: int | None = None
-    """Width of a head; None: width / heads."""
+    """Width of a head. None: width / heads."""
     mlp_width: int = 1024
-    """Width F of the MLPs, and of the classifier's hidden layer."""
+    """Width F of the MLPs and of the classifier's hidden layer."""
     context: int = 1024
-    """Tokens of a sequence at most."""
+    """Maximum sequence length."""
     positions: Literal["sinusoidal", "learned", "rotary", "none"] = "sinusoidal"
-    """How the model knows where a token stands."""
+    """Position encoding."""
     pooling: Literal["cls", "mean"] = "cls"
-    """What the classifier reads. cls: a learned token put before the sequence; mean: the mean over valid tokens."""
+    """Input of the classifier. cls: a learned token before the sequence; mean: the mean over valid tokens."""
     towers: int = 1
-    """Sequences of an example: 2 share the encoder."""
+    """Number of sequences in an example. With 2, both go through the same encoder."""
     classes: int = 2
-    """Classes to choose from."""
+    """Number of classes."""
     dropout: float = 0.0
-    """Share of the embeddings, and of what a layer adds to the residual stream, that training leaves out."""
+    """Dropout rate of the embeddings and of every layer's output."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the products and of what lies between them; parameters stay float32. auto: bfloat16 where the
-    device is fast at it."""
+    """Compute dtype. Parameters are float32. auto: bfloat16 if the device has hardware support for it."""
     attention: tuple[str, ...] = ("softmax",)
-    """Attention modes, a pattern over layers repeated to the depth."""
+    """Attention modes, a pattern repeated over the layers."""
     modes: dict[str, Any] = field(default_factory=dict)
-    """Options of each mode in use; a recipe may give a dict of overrides."""
+    """Options of each mode in use. A recipe may give a dict of overrides."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +84,16 @@ class DataConfig:
     """Where the tokens come from."""
 
     source: str = "python-stdlib"
-    """What to prepare when there are no token files yet: python-stdlib, a text file or folder, or a dataset id."""
+    """Corpus to prepare if there are no token files yet: python-stdlib, a text file or folder, or a dataset id."""
     dir: str | None = None
-    """Folder of token files; by default one in the user's cache folder, prepared on first use."""
+    """Folder of token files. None: a folder in the user's cache, prepared on first use."""
     tokenizer: str = "bytes"
-    """bytes, or the name of a tiktoken encoding such as gpt2."""
+    """Tokenizer: bytes, or a tiktoken encoding such as gpt2."""
     packing: Literal["stream", "documents"] = "stream"
-    """stream: windows of the token stream, across document borders. documents: whole documents side by side that do not
-    see each other, and padding where none fits (softmax is then blockwise: cuDNN's kernel is used without segments)."""
+    """stream: windows of the token stream, across document boundaries. documents: whole documents packed into rows,
+    padded at the end, without attention across documents (softmax then uses its blockwise form, not cuDNN's)."""
     mixture: tuple[tuple[str, float], ...] = ()
-    """Several corpora and their shares of training, in place of dir and source: a folder of token files or a source,
-    its weight, the next, its weight, …"""
+    """Mixture of corpora, in place of dir and source: a folder of token files or a source, its weight, the next, …"""
 
 
 @dataclass(frozen=True)
@@ -104,105 +101,105 @@ class TaskConfig:
     """A task of Long Range Arena, and how much of it."""
 
     task: str = "listops"
-    """Name of the task; the recipe's."""
+    """Name of the task."""
     dir: str | None = None
-    """Folder of its files, such as the official release's; None: generated, or fetched. --data-dir is the short way to
-    say it."""
+    """Folder of the task's files, such as the official release. None: generate or download them. Short form:
+    --data-dir."""
     max_length: int | None = None
-    """Tokens of a sequence at most, to which the model's context is shortened too; None: the task's own length."""
+    """Maximum sequence length; also bounds the model's context. None: the task's own."""
     train_examples: int | None = None
-    """Examples to train on; None: the task's own number."""
+    """Number of training examples. None: the task's own."""
     val_examples: int | None = None
-    """Examples to validate on, and to test on; None: the task's own numbers."""
+    """Number of validation and of test examples. None: the task's own."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and a decay of the learning rate."""
+    """AdamW with linear warm-up and learning-rate decay."""
 
     learning_rate: float = 1e-3
-    """Peak learning rate; with inverse_sqrt, the factor of the schedule."""
+    """Peak learning rate. With inverse_sqrt, the factor of the schedule."""
     schedule: Literal["cosine", "inverse_sqrt"] = "cosine"
-    """After the warm-up. cosine: to final_fraction at the end of the run; inverse_sqrt: one over the root of the step,
-    which peaks at one over the root of warmup_steps, and ends nowhere."""
+    """Schedule after warm-up. cosine: decays to final_fraction at the end of the run; inverse_sqrt: proportional to
+    1 / sqrt(step), independent of the length of the run."""
     final_fraction: float = 0.1
-    """Learning rate at the end of a cosine, as a fraction of the peak."""
+    """Final learning rate of the cosine schedule, as a fraction of the peak."""
     warmup_steps: int = 100
-    """Steps of linear warm-up; with cosine shortened, with a note, to a tenth of a run given in steps."""
+    """Steps of linear warm-up. With cosine, at most a tenth of --train.steps."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices, biases of heads left out."""
+    """Decoupled weight decay, applied to weight matrices and embeddings."""
     beta1: float = 0.9
-    """Decay of the gradient's running mean."""
+    """Decay rate of the first moment."""
     beta2: float = 0.95
-    """Decay of the squared gradient's running mean."""
+    """Decay rate of the second moment."""
     epsilon: float = 1e-8
-    """Added to the root of the squared gradient's mean, which divides."""
+    """Added to the denominator of the update."""
     clip_norm: float | None = 1.0
-    """Gradients are scaled down to this global norm; None: never."""
+    """Maximum global norm of the gradients. None: no clipping."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, how much at once, and how often to look."""
+    """Length of training, batch size, and how often to evaluate."""
 
     steps: int | None = 1000
-    """Stop after this many updates. None: only --train.minutes bounds the run."""
+    """Number of updates. None: only --train.minutes bounds the run."""
     minutes: float | None = None
-    """Stop after this many minutes of training time."""
+    """Minutes of training time, evaluation not included."""
     batch_size: int = 8
-    """Sequences per update, over all devices; 0: as many as --train.batch-tokens gives."""
+    """Sequences per update, over all devices. 0: --train.batch-tokens / --model.context."""
     batch_tokens: int | None = None
-    """Tokens per update, for a batch that follows the context: batch_size 0 becomes this many / --model.context."""
+    """Tokens per update, where --train.batch-size is 0."""
     accumulate: int = 1
-    """Parts an update's batch is split into, one after the other, to save memory."""
+    """Gradient accumulation: number of micro-batches per update."""
     remat: Literal["none", "block"] = "none"
-    """block: recompute each transformer block in the backward pass instead of keeping its activations."""
+    """Rematerialisation. block: recompute each transformer block in the backward pass."""
     deterministic: bool = True
-    """On a GPU, sum in one order, so that a run that goes on from a checkpoint is the run that was never stopped."""
+    """On a GPU, deterministic sums: a resumed run equals an uninterrupted one bit for bit."""
     seed: int = 0
-    """Seed of initial parameters and of the data order."""
+    """Seed of the initial parameters and of the data order."""
     eval_every: int = 100
     """Updates between evaluations."""
     eval_batches: int = 8
-    """Batches of the val split in an evaluation, always the same ones; that of a task of Long Range Arena is taken
-    whole where it has no more than 2,000 examples."""
+    """Validation batches per evaluation, always the same ones. A task of Long Range Arena with at most 2,000
+    validation examples is evaluated on all of them."""
     sample_every: int = 0
-    """Updates between samples of text, RUN/samples/STEP.txt, with one at the end; 0: none."""
+    """Updates between samples of text, written to RUN/samples/STEP.txt. 0: none."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept on disk."""
+    """Checkpoints kept on disk."""
 
     every_steps: int = 500
     """Updates between checkpoints."""
     keep: int = 2
-    """Newest checkpoints kept, beside the best by val loss."""
+    """Number of latest checkpoints kept, besides the one with the lowest val loss."""
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each mesh axis; data = -1 takes all that remain."""
+    """Number of devices along each mesh axis. data = -1: all that remain."""
 
     data: int = -1
-    """Copies of the model, each on its share of the batch."""
+    """Data parallelism: replicas of the model, each with a part of the batch."""
     fsdp: int = 1
-    """Shards of parameters and optimizer state; also splits the batch."""
+    """Fully sharded data parallelism: shards of parameters, optimizer state and batch."""
     tensor: int = 1
-    """Shards of heads and MLP width."""
+    """Tensor parallelism: shards of heads and MLP width."""
     context: int = 1
-    """Shards of the sequence."""
+    """Context parallelism: shards of the sequence."""
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Where the lines of metrics.jsonl go besides."""
+    """Loggers besides metrics.jsonl."""
 
     tensorboard: bool = False
-    """Event files for TensorBoard too, in RUN/tensorboard; needs tensorboardX."""
+    """Write TensorBoard event files to RUN/tensorboard. Requires tensorboardX."""
     wandb: bool = False
-    """A run of Weights & Biases too, with its files in RUN/wandb; needs wandb, and WANDB_MODE=offline without a
-    network. Its own variables, such as WANDB_PROJECT, count."""
+    """Log to Weights & Biases, with files in RUN/wandb. Requires wandb; set WANDB_MODE=offline without a network and
+    WANDB_PROJECT to name the project."""
 
 
 @dataclass(frozen=True)

@@ -259,14 +259,14 @@ def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer
     Args:
         source: python-stdlib; a text, JSON(L) (.gz, .zst) or Parquet file, a folder or a glob of them; or the id of a
             Hugging Face dataset (ID or ID:CONFIG). With --verify: the folder to check.
-        out: Folder to make.
-        tokenizer: bytes, or the name of a tiktoken encoding such as gpt2.
-        split: Split of rows to read; by default train, with the validation split for val where there is one.
-        column: Column of rows that holds the text; by default text.
-        val_documents: Number of documents to hold out: the first rows, or files drawn by a hash of their names.
-        val_share: Share to hold out: evenly spaced rows, files by their bytes, or the end of a single text.
-        workers: Processes that tokenize; by default one a core.
-        verify: Check every checksum of token files that are there, and make none.
+        out: Folder to write.
+        tokenizer: bytes, or a tiktoken encoding such as gpt2.
+        split: Split to read. Default: train, with the validation split, if there is one, for val.
+        column: Column that holds the text. Default: text.
+        val_documents: Number of documents to hold out: the first rows, or files picked by a hash of their names.
+        val_share: Fraction to hold out: evenly spaced rows, files by size, or the end of a single text.
+        workers: Number of tokenizing processes. Default: one per core.
+        verify: Verify the checksums of existing token files, and write nothing.
     """
     if verify:
         directory = out or (None if source is None else Path(source))

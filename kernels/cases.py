@@ -108,7 +108,7 @@ class TimedForm:
     gpu_only: bool = False
     """Left out on other devices where no modes are named."""
     quadratic: bool = False
-    """Whether its time grows with the square of the context."""
+    """Whether it is quadratic in the context."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ The quick form has the corpus of the quickstart alone at a context of 1,024, at 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from comparison.figures import Figure, loss_against
+from comparison.figures import Figure, differences, loss_against
 from comparison.runs import Run
 from comparison.study import Variation
 
@@ -76,5 +77,11 @@ def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     for corpus, fields in CORPORA.items():
         of_corpus = [run for run in runs if run.context == fields["model.context"]]
         if of_corpus:
-            drawn.append(loss_against(of_corpus, RATE, title=f"Loss on {corpus} by the learning rate"))
+            drawn += [_named(corpus, loss_against(of_corpus, RATE, title=f"Loss on {corpus} by the learning rate")),
+                      _named(corpus, differences(of_corpus, "gated", best_over=RATE,
+                                                 title=f"Loss on {corpus} less that of gated"))]
     return drawn
+
+
+def _named(corpus: str, figure: Figure) -> Figure:
+    return replace(figure, name=f"{corpus}-{figure.name}")

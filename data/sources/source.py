@@ -17,7 +17,7 @@ from support.errors import ConfigError
 VAL_FRACTION = 0.05
 """Share of files and of a single text that is held out, where nothing else is said."""
 VAL_EVERY = 200
-"""Of rows without a validation split, every so manieth is held out, where nothing else is said."""
+"""Without a validation split, every Nth row is held out by default."""
 
 
 class Document(NamedTuple):

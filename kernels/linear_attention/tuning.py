@@ -25,7 +25,7 @@ ROOMY = ("A100", "A800", "H100", "H200", "H800", "H20", "B100", "B200", "B300", 
 TILED = ("forward", "backward", "queries")
 """What a row has tiles for."""
 MOST_SPANS = 64
-"""Of a sequence: a program begins with the sum of what the spans before its own add."""
+"""Schedule along the sequence: each program first sums the earlier spans."""
 WARPS_AT_ONCE = 8
 """That a multiprocessor has registers for: 65,536, of which a thread of these kernels takes up to 255."""
 BEGINNING = 2

@@ -37,9 +37,9 @@ class Config(LayerOptions):
     """Options of BigBird."""
 
     block_size: int = 64
-    """Tokens in a block."""
+    """Block length."""
     random_blocks: int = 3
-    """Random blocks that a block sees, in every head others; fewer where there are not so many."""
+    """Random blocks per block and head; fewer in short sequences."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

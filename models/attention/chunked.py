@@ -19,9 +19,9 @@ class Config(FeatureOptions):
     """Options of chunked linear attention."""
 
     chunk_size: int | None = None
-    """Tokens in a chunk; None: what is fastest on this kind of device."""
+    """Chunk length. None: the fastest on this device."""
     kernel: Literal["chunked", "pallas_gpu", "pallas_gpu_serial", "pallas_gpu_parallel"] | None = None
-    """Which implementation; None: the fastest on this device."""
+    """Implementation. None: the fastest on this device."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,7 +37,7 @@ class Attention(linear.Attention):
 
     @property
     def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Without options of what the mask needs: an encoder's linear attention is two products, and has no chunks."""
+        """Only with the default kernel and chunk size: without a mask there are no chunks."""
         return self.config.kernel in (None, "chunked") and self.config.chunk_size is None
 
     @property

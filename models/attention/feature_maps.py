@@ -47,7 +47,7 @@ _LEAST = 1e-3
 
 
 class _Elementwise(NamedTuple):
-    """A map of each number alone, and its slope from what it comes to: the backward pass needs nothing else."""
+    """Elementwise map; derivative from its output."""
 
     of: Callable[[Array], Array]
     slope: Callable[[Array], Array]
@@ -78,11 +78,11 @@ class RandomFeatures(LayerOptions):
     """Options of the random feature maps."""
 
     features: int = 256
-    """Random directions of favor, a feature each, and of favor_trigonometric, two each."""
+    """Number of random directions: one feature each for favor, two each for favor_trigonometric."""
     orthogonal: bool = True
-    """Random directions at right angles in groups of the head width, of lower variance; otherwise independent ones."""
+    """Draw orthogonal random directions, which lower the variance; otherwise independent ones."""
     resample_every: int = 1000
-    """Training steps between draws of random directions; 0: never drawn again. Evaluation and sampling use the last."""
+    """Training steps between redraws of the random directions. 0: never redrawn."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,7 +97,7 @@ class FeatureOptions(RandomFeatures, WeightSumOptions):
     feature_map: FeatureMap = "elu"
     """φ, applied to queries and keys."""
     order: Literal[1, 2] = 2
-    """Of taylor: the highest power of its sum."""
+    """Order of the Taylor expansion, for taylor."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,7 +158,7 @@ def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], direction
 
 
 def elementwise(options: FeatureOptions) -> Callable[[Array], Array] | None:
-    """φ of each number alone, float32 to float32; None where that is not what φ is."""
+    """φ as an elementwise map of float32; None if it is not elementwise."""
     return ELEMENTWISE[options.feature_map].of if options.feature_map in ELEMENTWISE else None
 
 

@@ -23,9 +23,9 @@ class Config(RecurrentOptions):
     """Options of gated linear attention."""
 
     decay: Literal["input", "fixed"] = "input"
-    """input: of each token, read from the layer's input; fixed: the same for all tokens, another one for each head."""
+    """Decay of the state. input: computed from each token; fixed: one constant per head."""
     kernel: Literal["chunked", "pallas_gpu", "pallas_gpu_serial", "pallas_gpu_parallel"] | None = None
-    """Which implementation; None: the fastest on this device."""
+    """Implementation. None: the fastest on this device."""
 
 
 class Attention(chunked.Attention):

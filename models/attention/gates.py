@@ -31,9 +31,9 @@ class RecurrentOptions(LayerOptions):
     output_norm: Literal["none", "rms"] = "rms"
     output_gate: Literal["none", "sigmoid", "silu"] = "sigmoid"
     rotary: bool = False
-    """Turn queries and keys by their positions, where the model's positions are rotary."""
+    """Apply rotary positions to queries and keys, if the model's positions are rotary."""
     chunk_size: int | None = None
-    """Tokens in a chunk; None: what is fastest on this kind of device."""
+    """Chunk length. None: the fastest on this device."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

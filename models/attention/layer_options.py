@@ -15,19 +15,19 @@ class LayerOptions:
     """Options of every mode: in the order short convolution, SiLU, norm, rotary positions, attention, norm, gate."""
 
     short_conv: int = 0
-    """Tokens, its own included, over which a causal convolution of each channel of q, k and v goes; 0: none."""
+    """Kernel size of a causal depthwise convolution of q, k and v. 0: none."""
     qk_activation: Literal["none", "silu"] = "none"
-    """What q, k and v go through after the projection and the convolution."""
+    """Activation of q, k and v, after projection and convolution."""
     qk_norm: Literal["none", "l2", "rms"] = "none"
-    """Each query and key divided by its length, l2, or by its root mean square, rms."""
+    """Normalisation of each query and key: L2 or RMS."""
     output_norm: Literal["none", "rms"] = "none"
-    """rms: what a head comes to is divided by its root mean square, and has a learned scale."""
+    """Normalisation of the output of each head, with a learned scale."""
     output_gate: Literal["none", "sigmoid", "silu"] = "none"
-    """What each number that a head comes to is multiplied with, of a projection of the layer's input; 1 to begin with.
-    sigmoid: times 2."""
+    """Gate of the output: an activation of a projection of the layer's input, 1 at initialisation. sigmoid is scaled
+    by 2."""
 
     MEANINGLESS: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Of these options those that a mode does not have, and why."""
+    """Options that this mode refuses, and why."""
 
     def __post_init__(self) -> None:
         self.check_least("short_conv", 0)
@@ -55,10 +55,10 @@ class LayerOptions:
 
 @dataclass(frozen=True)
 class WeightSumOptions(LayerOptions):
-    """Of a mode that may divide by the sum of its weights."""
+    """Options of a mode that can divide by the sum of its weights."""
 
     normalize: bool | None = None
-    """Divide by the sum of weights; None: unless there is an output_norm."""
+    """Divide by the sum of the weights. None: only without an output_norm."""
 
     @property
     def normalizes(self) -> bool:

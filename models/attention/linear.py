@@ -31,8 +31,8 @@ class Config(FeatureOptions):
     """Options of linear attention."""
 
     form: Literal["parallel", "rowwise", "blockwise", "cumsum", "recurrent"] | None = None
-    """parallel: masked T × T product; rowwise: a query at a time; blockwise: in blocks, never materialised; cumsum: all
-    states at once; recurrent: token by token; None: blockwise, and in both directions two products and no mask."""
+    """parallel: masked T × T product; rowwise: one query at a time; blockwise: blocks of queries and keys; cumsum: all
+    states at once; recurrent: one token at a time. None: blockwise; in an encoder, two products without a mask."""
 
 
 class Attention(SelfAttention):

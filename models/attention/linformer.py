@@ -33,7 +33,7 @@ class Config(LayerOptions):
     """Options of the Linformer."""
 
     k: int | None = None
-    """Learned sums that stand for the keys and values of a sequence; None: 256, or a quarter of a shorter one."""
+    """Number k of learned sums of keys and values. None: 256, or a quarter of the context if that is less."""
 
     MEANINGLESS = MappingProxyType({"short_conv": "linformer sees the whole sequence"})
 

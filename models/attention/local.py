@@ -22,7 +22,7 @@ class Config(LayerOptions):
     """Options of local attention."""
 
     block_size: int = 64
-    """Tokens in a block, which see each other and nothing else."""
+    """Block length."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

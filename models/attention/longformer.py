@@ -43,9 +43,9 @@ class Config(LayerOptions):
     """Options of the Longformer."""
 
     window: int = 512
-    """Tokens in the window: with the own one when causal; half on each side of it otherwise."""
+    """Window length, the token itself included; half on each side in an encoder."""
     global_tokens: int = 1
-    """How many tokens, the first of a sequence, see everything and are seen by everybody."""
+    """Number of global tokens at the start of a sequence: they attend to all tokens, and all tokens to them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

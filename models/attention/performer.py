@@ -18,10 +18,10 @@ class Config(RandomFeatures):
     """Options of the Performer."""
 
     phi: Literal["favor", "favor_trigonometric", "performer_relu"] = "favor"
-    """φ. favor: FAVOR+, positive features of the softmax; favor_trigonometric: cosines and sines, to compare with;
-    performer_relu: relu(x) + 0.001 and no random directions, as Long Range Arena's released code has it."""
+    """Feature map. favor: FAVOR+, positive random features of the softmax; favor_trigonometric: random cosines and
+    sines; performer_relu: relu(x) + 0.001, that of Long Range Arena's released code."""
     chunk_size: int | None = None
-    """Tokens in a chunk; None: what is fastest on this kind of device."""
+    """Chunk length. None: the fastest on this device."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,11 +30,11 @@ class Config(WeightSumOptions):
     """Options of power attention."""
 
     degree: int = 2
-    """p, the power of the product of query and key."""
+    """p, the power that the product of query and key is raised to."""
     gate: bool = True
-    """Each head forgets at each token as much as the layer's input says."""
+    """Decay the weights of each head by a gate computed from each token."""
     chunk_size: int | None = None
-    """Tokens in a chunk; None: what is fastest on this kind of device."""
+    """Chunk length. None: the fastest on this device."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -49,14 +49,13 @@ class Config(LayerOptions):
     """Options of the Reformer."""
 
     rounds: int = 2
-    """Times that tokens are hashed, each by a rotation of its own."""
+    """Number of hash rounds."""
     chunk_size: int = 64
-    """Tokens in a chunk."""
+    """Chunk length."""
     buckets: int | None = None
-    """Buckets in a round: an even number up to 64, or a power of two; None: about two for each chunk of the
-    longest sequence."""
+    """Buckets per round: an even number up to 64, or a power of two. None: about two per chunk of the context."""
     resample_every: int = 1
-    """Training steps between draws of rotations; 0: never drawn again. Evaluation and sampling use the last."""
+    """Training steps between redraws of the hash rotations. 0: never redrawn."""
 
     MEANINGLESS = MappingProxyType(dict.fromkeys(
         ("short_conv", "qk_activation", "qk_norm"), "reformer makes keys, of one length, of queries"))

@@ -44,11 +44,11 @@ class Config(LayerOptions):
     """Options of Sinkhorn attention."""
 
     block_size: int = 64
-    """Tokens in a block."""
+    """Block length."""
     iterations: int = 8
-    """Times that columns and rows are normalised."""
+    """Number of Sinkhorn iterations."""
     temperature: float = 0.75
-    """τ, which divides the scores of the sort: the lower, the closer to a permutation."""
+    """Temperature τ of the sort: the lower, the closer to a permutation."""
 
     MEANINGLESS = MappingProxyType({"short_conv": "sinkhorn sees the whole sequence"})
 

@@ -25,9 +25,9 @@ class Config(LayerOptions):
     """Options of fixed sparse attention."""
 
     block_size: int = 64
-    """Tokens in a block."""
+    """Block length."""
     summary: int = 8
-    """Last tokens of a block that all blocks see, beside its first; fewer than block_size."""
+    """Number of last tokens of a block that later blocks attend to, besides its first; less than block_size."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

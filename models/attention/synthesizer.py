@@ -41,10 +41,10 @@ class Config(LayerOptions):
     """Options of the Synthesizer."""
 
     kind: Kind = "random"
-    """random: scores are parameters; factorised: a product of two thin matrices of parameters; dense: two layers make
-    the scores of a query from its token."""
+    """random: the scores are parameters; factorised: a product of two thin matrices of parameters; dense: an MLP
+    computes the scores of each query from its token."""
     k: int = 32
-    """Of factorised: the width of the two matrices."""
+    """Width of the two matrices of factorised."""
 
     MEANINGLESS = MappingProxyType(dict.fromkeys(
         ("short_conv", "qk_activation", "qk_norm"), "synthesizer has no products of queries and keys"))

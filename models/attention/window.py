@@ -21,9 +21,9 @@ class Config(LayerOptions):
     """Options of attention to a window."""
 
     window: int = 1024
-    """W: tokens that a token sees, its own included."""
+    """Window length W, the token itself included."""
     form: Literal["cudnn", "blockwise", "materialised"] | None = None
-    """As of softmax; None: the fastest on this device."""
+    """Implementation. None: the fastest on this device."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
