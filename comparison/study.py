@@ -47,7 +47,7 @@ class Variation:
     """``--attention``: a mode, or a comma-separated pattern over layers; None: the recipe's own."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Flags by their names without dashes: ``{"optimizer.learning_rate": 1e-3, "train.seed": 0}``. A tuple gives a
-    flag several values, True and False a flag that takes none."""
+    flag several values, True and False a flag that takes none; an option that may be None takes the text "False"."""
     command: str = "train.py"
     """``train.py``, or a module: ``lra.train``, ``benchmarks.train_step``."""
 

@@ -39,9 +39,9 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gated_delta": ("gated_delta", {}),
     "power": ("power", {}),
     "hybrid-softmax": ("gated_delta,gated_delta,gated_delta,softmax", {}),
-    "hybrid-window": ("gated_delta,gated_delta,gated_delta,window", {}),
+    "hybrid-window": ("gated_delta,gated_delta,gated_delta,window", {"window": 256}),
 }
-"""Attention and options of its mode, by the name of the run."""
+"""Attention and options of its mode, of a hybrid the last, by the name of the run."""
 CONTENDERS = ("softmax-parts", "softmax-forget", "gated", "gated_delta", "hybrid-softmax")
 BEST_RATES: dict[str, float] = {}
 """What the search on WikiText found; 2e-3 where it is not named."""
@@ -67,9 +67,10 @@ def get_runs(quick: bool) -> list[Variation]:
 
 def _run(arm: str, corpus: str, fields: dict[str, Any], rate: float, seed: int) -> Variation:
     attention, options = ARMS[arm]
+    mode = attention.rpartition(",")[2]
     return Variation(f"{corpus}-{arm}-{rate:g}-seed-{seed}", RECIPE, attention, fields | {
         "train.minutes": None, "train.sample_every": 0, "train.eval_every": 50, RATE: rate, "train.seed": seed,
-        **{f"model.modes.{attention}.{option}": value for option, value in options.items()}})
+        **{f"model.modes.{mode}.{option}": value for option, value in options.items()}})
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
