@@ -18,6 +18,9 @@ from support.errors import ConfigError, RunError
 FORMAT = 1
 """Number of the format of ``config.json``: count it up where an older file would be misread."""
 
+Remat = Literal["none", "block", "names"]
+"""What the backward pass recomputes."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -152,8 +155,9 @@ class TrainConfig:
     """Tokens per update, where --train.batch-size is 0."""
     accumulate: int = 1
     """Gradient accumulation: number of micro-batches per update."""
-    remat: Literal["none", "block"] = "none"
-    """Rematerialisation. block: recompute each transformer block in the backward pass."""
+    remat: Remat = "none"
+    """Rematerialisation. block: recompute each transformer block in the backward pass; names: but for the results of
+    its attention."""
     deterministic: bool = True
     """On a GPU, deterministic sums: a resumed run equals an uninterrupted one bit for bit."""
     seed: int = 0

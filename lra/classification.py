@@ -73,7 +73,7 @@ class Classification:
         train = self._config.train
 
         def loss_sum(model: Classifier, batch: Examples, key: Array) -> tuple[Array, Array]:
-            logits_BC = _logits(model, batch, dropout=key, remat=train.remat == "block")
+            logits_BC = _logits(model, batch, dropout=key, remat=train.remat)
             losses_B = optax.softmax_cross_entropy_with_integer_labels(logits_BC, jnp.asarray(batch.labels_B))
             return losses_B.sum(), jnp.int32(len(losses_B))
 

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from configs.schema import EncoderConfig, ModelConfig
+from configs.schema import EncoderConfig, ModelConfig, Remat
 from kernels import device
 from kernels.gelu import gelu
 from kernels.layer_norm import Norm, layer_norm
 from kernels.projection import project_each
+from kernels.remat import policy
 from models import attention as attentions
 from models.attention.self_attention import Linear
 from models.parameters import declare
@@ -77,21 +78,22 @@ class Block(nnx.Module):
 
     def forward(self, x_BTE: Array, cache: Any = None, *, positions_BT: Array | None = None,
                 segment_ids_BT: Array | None = None, lengths_B: Array | None = None, causal: bool = True,
-                drop: Callable[[Array], Array] | None = None, remat: bool = False) -> tuple[Array, Any]:
+                drop: Callable[[Array], Array] | None = None, remat: Remat = "none") -> tuple[Array, Any]:
         """The residual stream after the block, and the cache with the new tokens, or None.
 
         Args:
             x_BTE: the residual stream.
             cache, positions_BT, segment_ids_BT, lengths_B, causal: as for the attention layer's ``forward``.
             drop: applied to what attention and MLP add to the residual stream, in this order; None: nothing is.
-            remat: keep only ``x_BTE`` for the backward pass and compute the rest again in it.
+            remat: ``block``: keep only ``x_BTE`` for the backward pass and recompute the rest in it; ``names``: keep
+                the results of attention too.
         """
         options = {"causal": causal, "positions_BT": positions_BT, "segment_ids_BT": segment_ids_BT,
                    "lengths_B": lengths_B}
-        if remat:
+        if remat != "none":
             graph, state = nnx.split(self)
             return jax.checkpoint(lambda state, x_BTE: nnx.merge(graph, state).forward(
-                x_BTE, cache, drop=drop, **options))(state, x_BTE)
+                x_BTE, cache, drop=drop, **options), policy=policy if remat == "names" else None)(state, x_BTE)
         y_BTE, cache = self.attention.forward(x_BTE, cache, norm=self.attention_norm.parameters,
                                               onto_BTE=x_BTE if drop is None else None, **options)
         x_BTE = y_BTE if drop is None else x_BTE + drop(y_BTE)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from configs.schema import EncoderConfig
+from configs.schema import EncoderConfig, Remat
 from kernels.mixed_precision import wide
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE, Linear, angles
@@ -51,14 +51,14 @@ class Encoder(nnx.Module):
             linear.kernel[...] *= linear.kernel[...].shape[0] ** -0.5 / INITIAL_SCALE
 
     def forward(self, tokens_BT: Int[Array, "B T"], *, valid_BT: Bool[Array, "B T"] | None = None,
-                dropout: Key[Array, ""] | None = None, remat: bool = False) -> Float[Array, "B E"]:
+                dropout: Key[Array, ""] | None = None, remat: Remat = "none") -> Float[Array, "B E"]:
         """One vector a sequence, float32: that of the CLS token, or the mean over valid tokens.
 
         Args:
             tokens_BT: at most ``config.context`` of them.
             valid_BT: false on padding, which stands after the valid tokens of its row.
             dropout: what is left out is drawn from it; None: nothing is, as in evaluation.
-            remat: keep only the blocks' inputs and compute the rest again in the backward pass.
+            remat: what the backward pass recomputes, as for a block's ``forward``.
 
         Raises:
             ValueError: a sequence longer than ``config.context``.
@@ -138,7 +138,7 @@ class Classifier(nnx.Module):
             linear.kernel[...] *= linear.kernel[...].shape[0] ** -0.5 / INITIAL_SCALE
 
     def forward(self, *tokens_BT: Int[Array, "B _"], valid_BT: tuple[Bool[Array, "B _"] | None, ...] | None = None,
-                dropout: Key[Array, ""] | None = None, remat: bool = False) -> Float[Array, "B classes"]:
+                dropout: Key[Array, ""] | None = None, remat: Remat = "none") -> Float[Array, "B classes"]:
         """Logits, float32.
 
         Args:

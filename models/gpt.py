@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from configs.schema import ModelConfig
+from configs.schema import ModelConfig, Remat
 from kernels.projection import unembed
 from kernels.segments import positions_of
 from models import attention as attentions
@@ -71,7 +71,7 @@ class GPT(nnx.Module):
 
     def forward(self, tokens_BT: Int[Array, "B T"], cache: Cache | None = None, *,
                 segment_ids_BT: Int[Array, "B T"] | None = None, lengths_B: Int[Array, " B"] | None = None,
-                remat: bool = False) -> tuple[Float[Array, "B T E"], Any]:
+                remat: Remat = "none") -> tuple[Float[Array, "B T E"], Any]:
         """The residual stream after the last block, which :meth:`logits` reads.
 
         Args:
@@ -80,7 +80,7 @@ class GPT(nnx.Module):
             segment_ids_BT: of whole sequences; positions are counted from the start of each segment. None: each row is
                 one segment.
             lengths_B: with a cache, how many of the new tokens of each row enter it; None: all.
-            remat: keep only the blocks' inputs and compute the rest again in the backward pass.
+            remat: what the backward pass recomputes, as for a block's ``forward``.
 
         Returns:
             The residual stream, and the cache with the new tokens, or None.

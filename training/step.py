@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from configs.schema import Config
+from configs.schema import Config, Remat
 from data.loader import Batch
 from kernels import device
 from kernels.cross_entropy import count_right, cross_entropy
@@ -76,11 +76,11 @@ def state_of(model: nnx.Module, transform: optax.GradientTransformationExtraArgs
 def make_train_step(model: GPT, config: Config, transform: optax.GradientTransformationExtraArgs,
                     ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, StepMetrics]]:
     """:func:`make_update` of a language model: the mean loss of the targets that are scored."""
-    remat = config.train.remat == "block"
 
     def loss_sum(model: GPT, batch: Batch, _: Array) -> tuple[Array, Array]:
         targets_BT = jnp.asarray(batch.targets_BT)
-        return cross_entropy(*_head_operands(model, batch, remat=remat), targets_BT), jnp.sum(targets_BT >= 0)
+        operands = _head_operands(model, batch, remat=config.train.remat)
+        return cross_entropy(*operands, targets_BT), jnp.sum(targets_BT >= 0)
 
     return make_update(model, loss_sum, transform, parts=config.train.accumulate, seed=config.train.seed)
 
@@ -189,7 +189,7 @@ def _resampled(model: nnx.Module, state: TrainState, step: Array, key: Array) ->
     return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
 
-def _head_operands(model: GPT, batch: Batch, *, remat: bool = False) -> tuple[Array, Array]:
+def _head_operands(model: GPT, batch: Batch, *, remat: Remat = "none") -> tuple[Array, Array]:
     segment_ids_BT = None if batch.segment_ids_BT is None else jnp.asarray(batch.segment_ids_BT)
     x_BTE, _ = model.forward(jnp.asarray(batch.inputs_BT), segment_ids_BT=segment_ids_BT, remat=remat)
     return model.head_operands(x_BTE)

@@ -27,6 +27,7 @@ from jax import Array, lax
 from kernels import cpu, mixed_precision
 from kernels.chunks import Chunks, join, split
 from kernels.decay import Decays
+from kernels.remat import kept
 from kernels.segments import visible
 
 BLOCK = 16
@@ -195,8 +196,8 @@ def _forward(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, log_decay_
     before_NBHMD, end_BHMD = _carry(parts.moves_NBHML, updates_NBHMD, initial_BHMD)
     y_NBHCD = (product("nbhcs,nbhsd->nbhcd", parts.scores_NBHCS, parts.written(before_NBHMD))
                + _scaled(product("nbhcm,nbhmd->nbhcd", q, before_NBHMD), gates.reads))
-    saved = q_BTHM, k_BTHM, v_BTHD, beta_BTH, runs_BT, log_decay_BTH, before_NBHMD
-    return (join(y_NBHCD, T).astype(v_BTHD.dtype), end_BHMD), saved
+    y_BTHD, before_NBHMD = kept((join(y_NBHCD, T).astype(v_BTHD.dtype), before_NBHMD))
+    return (y_BTHD, end_BHMD), (q_BTHM, k_BTHM, v_BTHD, beta_BTH, runs_BT, log_decay_BTH, before_NBHMD)
 
 
 def _backward(C, saved, gradients):

@@ -19,6 +19,7 @@ from kernels.linear_attention.gpu_parts import SLAB, Cut, Links
 from kernels.linear_attention.pallas_gpu import block_width
 from kernels.linear_attention.tuning import Tiles
 from kernels.partition import by_batch_and_heads
+from kernels.remat import kept
 
 CHUNK = 64
 WIDEST = {"bfloat16": 128, "float16": 64, "float32": 64}
@@ -173,7 +174,8 @@ def _attend_forward(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, log
 
     results = by_batch_and_heads(forward, ["bthm", "bthm", "bthd", "bth", "bhmd", *links], ["bthd", "bhmd"])(
         q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, *links.values())
-    return tuple(results), (q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, links)
+    y_BTHD, end_BHMD = results
+    return (kept(y_BTHD), end_BHMD), (q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, links)
 
 
 def _attend_backward(saved, gradients):

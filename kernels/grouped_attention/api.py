@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from kernels import device
+from kernels.remat import kept
 from kernels.segments import HIDDEN
 
 SCORES_AT_ONCE = {"cpu": 2**18, "gpu": 2**26}
@@ -114,7 +115,7 @@ def grouped_attention(
 
     at_once = max(1, limit // max(1, B * H * T * S))
     y_NBHTD, logsumexp_NBHT = lax.map(jax.checkpoint(step), first, batch_size=min(at_once, N))
-    return Part(jnp.moveaxis(y_NBHTD, 0, 2), jnp.moveaxis(logsumexp_NBHT, 0, 2))
+    return kept(Part(jnp.moveaxis(y_NBHTD, 0, 2), jnp.moveaxis(logsumexp_NBHT, 0, 2)))
 
 
 def one_group(

@@ -32,6 +32,7 @@ from kernels.linear_attention.state import (
     remove_rounding_along_z,
 )
 from kernels.linear_attention.tuning import ChunkSizes
+from kernels.remat import kept
 from kernels.segments import visible
 
 product = functools.partial(mixed_precision.product, exact=True)
@@ -104,7 +105,8 @@ def _causal_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, C, 
     if normalize:
         old_NBHC = jnp.einsum("nbhcm,nbhm->nbhc", reading.astype(dtype), before.z_BHM, precision=EXACT)
         denominator_NBHC = scores_NBHCS.sum(axis=4) + (old_NBHC if decays.reads is None else old_NBHC * decays.reads)
-    y_BTHD = join(divide(numerator_NBHCD, denominator_NBHC), T).astype(v_BTHD.dtype)
+    y_BTHD, denominator_NBHC = kept(
+        (join(divide(numerator_NBHCD, denominator_NBHC), T).astype(v_BTHD.dtype), denominator_NBHC))
     return (y_BTHD, end), (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, y_BTHD, denominator_NBHC)
 
 

@@ -34,6 +34,7 @@ from kernels.linear_attention.gpu_parts import Cut, Links, Sums, operand_dtype
 from kernels.linear_attention.state import EPSILON, State
 from kernels.linear_attention.tuning import ChunkSizes, Plan, plan, plan_with_decay, tiles_with_decay
 from kernels.partition import by_batch_and_heads
+from kernels.remat import kept
 
 WIDTHS = (1, 256)
 """Least and greatest M and D."""
@@ -186,7 +187,6 @@ def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, make_pl
     links = {"bt": runs_BT, "bth": log_decay_BTH}
     links = {letters: x for letters, x in links.items() if x is not None}
     chosen = _chosen(q_BTHM, k_BTHM, v_BTHD, make_plan)
-    kept = _letters_kept(chosen, normalize)
 
     def forward(q_BTHM, k_BTHM, v_BTHD, s_BHMD, z_BHM, *given):
         given = dict(zip(links, given, strict=True))
@@ -194,13 +194,15 @@ def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, make_pl
                         chosen)
 
     y_BTHD, s_BHMD, z_BHM, *results = by_batch_and_heads(
-        forward, ["bthm", "bthm", "bthd", "bhmd", "bhm", *links], ["bthd", "bhmd", "bhm", *kept],
+        forward, ["bthm", "bthm", "bthd", "bhmd", "bhm", *links],
+        ["bthd", "bhmd", "bhm", *_letters_saved(chosen, normalize)],
     )(q_BTHM, k_BTHM, v_BTHD, *initial, *links.values())
+    y_BTHD, results = kept((y_BTHD, results))
     return (y_BTHD, State(s_BHMD, z_BHM)), (q_BTHM, k_BTHM, v_BTHD, initial, links, results)
 
 
-def _letters_kept(chosen: Plan, normalize: bool) -> list[str]:
-    """Of the denominator, and of the sums that each span adds: what the forward pass keeps."""
+def _letters_saved(chosen: Plan, normalize: bool) -> list[str]:
+    """Of the denominator, and of the sums that each span adds: what the forward pass saves."""
     return ["bht"] * normalize + ["bhnpq", "bhnp"] * (chosen.schedule == "parallel")
 
 
@@ -208,17 +210,17 @@ def _attend_backward(normalize, make_plan, saved, gradients):
     q_BTHM, k_BTHM, v_BTHD, initial, links, results = saved
     dy_BTHD, dend = gradients
     chosen = _chosen(q_BTHM, k_BTHM, v_BTHD, make_plan)
-    kept = _letters_kept(chosen, normalize)
+    letters = _letters_saved(chosen, normalize)
 
     def backward(q_BTHM, k_BTHM, v_BTHD, dy_BTHD, s_BHMD, z_BHM, ds_BHMD, dz_BHM, *given):
-        found = dict(zip([*kept, *links], given, strict=True))
+        found = dict(zip([*letters, *links], given, strict=True))
         updates = State(found["bhnpq"], found["bhnp"]) if "bhnp" in found else None
         return _backward(q_BTHM, k_BTHM, v_BTHD, State(s_BHMD, z_BHM), found.get("bt"), found.get("bth"),
                          found.get("bht"), updates, dy_BTHD, State(ds_BHMD, dz_BHM), chosen)
 
     dq_BTHM, dk_BTHM, dv_BTHD, ds_BHMD, dz_BHM, *dlog_decay = by_batch_and_heads(
         backward,
-        ["bthm", "bthm", "bthd", "bthd", *["bhmd", "bhm"] * 2, *kept, *links],
+        ["bthm", "bthm", "bthd", "bthd", *["bhmd", "bhm"] * 2, *letters, *links],
         ["bthm", "bthm", "bthd", "bhmd", "bhm", *["bth"] * ("bth" in links)],
     )(q_BTHM, k_BTHM, v_BTHD, dy_BTHD, *initial, *dend, *results, *links.values())
     return dq_BTHM, dk_BTHM, dv_BTHD, State(ds_BHMD, dz_BHM), None, dlog_decay[0] if dlog_decay else None

@@ -142,18 +142,22 @@ def test_accumulation_weighs_tokens_equally_where_parts_have_fewer_to_score():
     np.testing.assert_allclose(train(data=uneven, accumulate=2)[1], train(data=uneven)[1], rtol=1e-4)
 
 
-def test_recomputed_blocks_give_the_same_update():
-    np.testing.assert_allclose(train(remat="block")[1], train()[1], rtol=1e-4)
-    assert_same_update(train(remat="block")[0], train()[0])
+@pytest.mark.parametrize("remat", ["block", "names"])
+def test_recomputed_blocks_give_the_same_update(remat):
+    np.testing.assert_allclose(train(remat=remat)[1], train()[1], rtol=1e-4)
+    assert_same_update(train(remat=remat)[0], train()[0])
 
 
-def test_remat_recomputes_each_block():
-    def checkpoints(remat):
-        config = tiny("softmax", remat=remat)
-        step = make_train_step(abstract_model(config, VOCABULARY), config, optimizer(config))
-        return str(jax.make_jaxpr(step)(initial(), batch(), jnp.float32(0))).count("prevent_cse=True")
+@pytest.mark.parametrize("attention", ["softmax", "power", "local", "gated_delta"])
+def test_remat_recomputes_each_block_and_by_names_not_its_attention(attention):
+    def count(remat, operation):
+        config = tiny(attention, remat=remat)
+        step = jax.jit(make_train_step(abstract_model(config, VOCABULARY), config, optimizer(config)))
+        state = jax.eval_shape(lambda: initial_state(config, VOCABULARY, optimizer(config)))
+        return step.lower(state, batch(), jnp.float32(0)).as_text().count(operation)
 
-    assert checkpoints("block") > checkpoints("none")
+    none, block, names = (count(remat, "dot_general") for remat in ("none", "block", "names"))
+    assert none < names < block
 
 
 @pytest.mark.fast
