@@ -87,8 +87,9 @@ MOST_LAUNCHES = {
     "token B32 gpt2_124m chunked,softmax bfloat16": 39,
     "token B1 gpt2_1558m chunked,softmax float32": 22,
     **{f"token B1 gpt2_124m {mode} bfloat16": launches for mode, launches in {
-        "bigbird": 25, "chunked": 9, "linear": 9, "local": 20, "longformer": 32, "performer": 15, "reformer": 34,
-        "softmax": 17, "sparse": 31, "synthesizer": 17}.items()},
+        "bigbird": 25, "chunked": 9, "gated": 14, "gated_delta": 15, "linear": 9, "local": 20, "longformer": 32,
+        "performer": 15, "power": 15, "reformer": 34, "softmax": 17, "sparse": 31, "synthesizer": 17,
+        "window": 18}.items()},
 }
 """Launches of the tokens that have a bound: as many as they have had, in the version of jax that takes more. A launch
 costs a microsecond or two, which is what decoding with little batch is made of."""

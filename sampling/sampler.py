@@ -352,12 +352,14 @@ class Sampler:
 
 def with_product_weights(model: GPT) -> GPT:
     """What is sampled from: the same model, its projections' weights and the head's in the number format that they are
-    multiplied in: half the bytes to read, and the same tokens."""
+    multiplied in, half the bytes to read, and on a GPU transposed, as the kernels for one token read them."""
     model = nnx.clone(model)  # merging what was split would share its variables
     dtype = jnp.dtype(model.config.dtype)
     for linear in linears(model):
-        if not linear.exact:
-            linear.kernel.set_value(linear.kernel[...].astype(dtype))  # [...] = would keep the format
+        w = linear.kernel[...] if linear.exact else linear.kernel[...].astype(dtype)
+        if device.platform() == "gpu":
+            w, linear.transposed = w.T, True
+        linear.kernel.set_value(w)  # [...] = would keep the format
     if dtype != model.token_embedding.embedding.dtype:
         model.head_weight = nnx.data(nnx.Variable(model.token_embedding.embedding[...].astype(dtype)))
     return model

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels import checks, decay, device
-from kernels.delta_rule import pallas_gpu
+from kernels.delta_rule import decode, pallas_gpu
 from kernels.delta_rule.chunked import chunked
 from kernels.delta_rule.reference import recurrent
 from kernels.segments import runs_of
@@ -20,6 +20,7 @@ NARROW_CHUNK = 32
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "reference": recurrent,
     "recurrent": recurrent,
+    "decode": decode.decode,
     "chunked": chunked,
     "pallas_gpu": pallas_gpu.pallas_gpu,
 }
@@ -73,12 +74,17 @@ def delta_rule(
     """
     _check(q_BTHM, k_BTHM, v_BTHD, beta_BTH, log_decay_BTH, initial_state, segment_ids_BT, chunk_size)
     (B, T, H, M), D = q_BTHM.shape, v_BTHD.shape[3]
-    name = implementation or pick_implementation(q_BTHM, k_BTHM, v_BTHD, chunk_size=chunk_size)
+    name = implementation or pick_implementation(q_BTHM, k_BTHM, v_BTHD, chunk_size=chunk_size,
+                                                 segments=segment_ids_BT is not None)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
-    refusal = pallas_gpu.refuses(q_BTHM, k_BTHM, v_BTHD, chunk_size=chunk_size) if name == "pallas_gpu" else None
+    refusal = None
+    if name == "pallas_gpu":
+        refusal = pallas_gpu.refuses(q_BTHM, k_BTHM, v_BTHD, chunk_size=chunk_size)
+    elif name == "decode":
+        refusal = decode.refuses(q_BTHM, k_BTHM, v_BTHD, segments=segment_ids_BT is not None)
     if refusal is not None:
-        raise NotImplementedError(f"implementation='pallas_gpu': {refusal}")
+        raise NotImplementedError(f"implementation={name!r}: {refusal}")
     dtype = jnp.promote_types(jnp.float32, jnp.result_type(*(x.dtype for x in (q_BTHM, k_BTHM, v_BTHD, beta_BTH))))
     initial_BHMD = jnp.zeros((B, H, M, D), dtype) if initial_state is None else initial_state.astype(dtype)
     runs_BT = padding_BT = None
@@ -92,12 +98,14 @@ def delta_rule(
     return IMPLEMENTATIONS[name](q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, **extras)
 
 
-def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: int | None = None) -> str:
+def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: int | None = None,
+                        segments: bool = False) -> str:
     """What ``implementation=None`` means for arrays, or shapes and dtypes."""
+    gpu = device.platform() == "gpu"
     if q_BTHM.shape[1] == 1:
-        return "recurrent"
+        return "decode" if gpu and decode.refuses(q_BTHM, k_BTHM, v_BTHD, segments=segments) is None else "recurrent"
     refusal = pallas_gpu.refuses(q_BTHM, k_BTHM, v_BTHD, chunk_size=chunk_size)
-    return "pallas_gpu" if device.platform() == "gpu" and refusal is None else "chunked"
+    return "pallas_gpu" if gpu and refusal is None else "chunked"
 
 
 def pick_chunk_size(M: int, D: int) -> int:

@@ -124,7 +124,17 @@ def _kernel(T: int, M: int = 32, D: int = 16, **options: Any) -> DeltaRuleCase:
                          **{"correlation": 0.99, "beta": "one", **options})
 
 
+def _decode(B: int, M: int, D: int, dtype: str, **options: Any) -> DeltaRuleCase:
+    """One token."""
+    return DeltaRuleCase(B, 1, 3, M, D, dtype=dtype, implementations=("decode",), gpu_kernels=("delta_rule_decode",),
+                         tolerance=TOLERANCES[dtype], **options)
+
+
 _INTERPRETED = (
+    _decode(2, 16, 24, "float32"),
+    _decode(1, 16, 16, "bfloat16", log_decay="mixed"),
+    # States of many tiles.
+    _decode(2, 200, 100, "float32", log_decay="mixed", beta="above one"),
     _kernel(130),
     _kernel(1, 16, 16),
     _kernel(200, 24, 40, log_decay="mixed", state=False),
@@ -146,7 +156,7 @@ _COMPILED = (
     _compiled(1, 4096, 8, 128, 128, gpu_kernels=("delta_rule_",), log_decay="mixed"),
     _compiled(1, 4096, 4, 64, 64, "float32", gpu_kernels=("delta_rule_",), log_decay="mixed", segments=True),
     _compiled(1, 4096, 4, 128, 128, "float32", log_decay="mixed", segments=True),
-    _compiled(1, 1, 12, 64, 64, log_decay="mixed"),
+    _compiled(1, 1, 12, 64, 64, gpu_kernels=("delta_rule_decode",), gradients=False, log_decay="mixed"),
 )
 
 

@@ -17,11 +17,12 @@ def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Flo
     """x w + bias in x's number format, summed in float32 or better, and rounded before the bias and after it.
 
     With ``onto_BTF`` it is added to that, in its number format. One token on a GPU then takes a single launch, which
-    has no derivative and rounds once.
+    has no derivative, rounds once and reads wᵀ: where w is itself the transpose of what lies in memory, XLA copies
+    nothing.
     """
     if onto_BTF is not None:
         if _alone_on_gpu(x_BTE):
-            return projection_decode(x_BTE, [w_EF], [bias_F], onto_BTF=onto_BTF)[0]
+            return projection_decode(x_BTE, [w_EF.T], [bias_F], onto_BTF=onto_BTF)[0]
         return onto_BTF + project(x_BTE, w_EF, bias_F).astype(onto_BTF.dtype)
     if cpu.applies(cpu.project) and x_BTE.dtype in (jnp.bfloat16, jnp.float32):
         return cpu.project(x_BTE, w_EF, bias_F)
@@ -31,6 +32,16 @@ def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Flo
         # three times the weight to move.
         x_BTE = jnp.pad(x_BTE, ((0, 0), (0, 1), (0, 0)))
     return (x_BTE @ w_EF.astype(x_BTE.dtype))[:B, :T] + bias_F[None, None].astype(x_BTE.dtype)
+
+
+def project_wide(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array, Array]]
+                 ) -> list[Float[Array, "B T F"]]:
+    """x w + bias for each weight w, (E, F), and bias, (F,), multiplied in x's number format, summed and left in float32
+    or better. One token on a GPU as in :func:`project_each`."""
+    if _alone_on_gpu(x_BTE):
+        weights, biases = zip(*parameters, strict=True)
+        return projection_decode(x_BTE, [w_EF.T for w_EF in weights], biases, dtype=jnp.float32)
+    return [product("bte,ef->btf", x_BTE, w_EF.astype(x_BTE.dtype)) + bias_F[None, None] for w_EF, bias_F in parameters]
 
 
 def project_each(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array, Array]], *, norm: Norm | None = None,
@@ -45,7 +56,8 @@ def project_each(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array,
     normed_BTE = x_BTE if norm is None else layer_norm(x_BTE, *norm)
     if _alone_on_gpu(x_BTE):
         weights, biases = zip(*parameters, strict=True)
-        return normed_BTE, projection_decode(x_BTE, weights, biases, norm=norm, activation=activation)
+        return normed_BTE, projection_decode(x_BTE, [w_EF.T for w_EF in weights], biases, norm=norm,
+                                             activation=activation)
     results = [project(normed_BTE, w_EF, bias_F) for w_EF, bias_F in parameters]
     return normed_BTE, results if activation is None else [activation(y_BTF) for y_BTF in results]
 
@@ -53,7 +65,7 @@ def project_each(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array,
 def unembed(x_BTE: Float[Array, "B T E"], w_VE: Float[Array, "V E"], norm: Norm) -> Float[Array, "B T V"]:
     """Logits, float32, of a head that is an embedding: norm(x) wᵀ. One token on a GPU as in :func:`project_each`."""
     if _alone_on_gpu(x_BTE):
-        return projection_decode(x_BTE, [w_VE], norm=norm, transposed=True, dtype=jnp.float32)[0]
+        return projection_decode(x_BTE, [w_VE], norm=norm, dtype=jnp.float32)[0]
     x_BTE = layer_norm(x_BTE, *norm)
     return product("bte,ve->btv", x_BTE, w_VE.astype(x_BTE.dtype))
 

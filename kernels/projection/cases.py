@@ -54,12 +54,12 @@ class DecodeCase(Case):
     _: KW_ONLY
     fused: bool = False
     """With GELU, and a sum in float32."""
-    transposed: bool = False
-    """As an unembedding, without biases."""
+    unembedding: bool = False
+    """Without biases."""
 
     @property
     def sizes(self) -> str:
-        extras = {"GELU and sum": self.fused, "unembedding": self.transposed}
+        extras = {"GELU and sum": self.fused, "unembedding": self.unembedding}
         return " ".join(["a token", f"E{self.E} F{self.F} × {self.count}", self.dtype,
                          *(name for name, told in extras.items() if told)])
 
@@ -70,7 +70,7 @@ class DecodeCase(Case):
         E, F = self.E, self.F
         shapes = {"x": of(1, 1, E), "scale": of(E), "shift": of(E)}
         for i in range(self.count):
-            shapes[f"w{i}"] = of(*((F, E) if self.transposed else (E, F)), dtype=self.dtype)
+            shapes[f"w{i}"] = of(F, E, dtype=self.dtype)
             shapes[f"bias{i}"] = of(F)
         return shapes | ({"onto": of(1, 1, F)} if self.fused else {})
 
@@ -81,10 +81,10 @@ class DecodeCase(Case):
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
         norm = Norm(inputs["scale"], inputs["shift"], EPSILON, jnp.dtype(self.dtype))
         weights = [inputs[f"w{i}"] for i in range(self.count)]
-        biases = None if self.transposed else [inputs[f"bias{i}"] for i in range(self.count)]
-        options: dict[str, Any] = {"norm": norm, "onto_BTF": inputs.get("onto"), "transposed": self.transposed}
+        biases = None if self.unembedding else [inputs[f"bias{i}"] for i in range(self.count)]
+        options: dict[str, Any] = {"norm": norm, "onto_BTF": inputs.get("onto")}
         if implementation == REFERENCE:
-            results = projection_reference(inputs["x"], weights, biases, **options,
+            results = projection_reference(inputs["x"], [w_FE.T for w_FE in weights], biases, **options,
                                            activation=gelu.reference if self.fused else None)
         else:
             results = projection_decode(inputs["x"], weights, biases, **options, dtype=jnp.float32,
@@ -115,10 +115,10 @@ CASES: tuple[Case, ...] = (
     # short.
     *(_decode(E, F, 3, dtype) for dtype in FORMATS for E, F in ((1, 1), (32, 24), (48, 100), (100, 48))),
     *(_decode(48, 40, 1, dtype, fused=True) for dtype in FORMATS),
-    *(_decode(48, 83, 1, dtype, transposed=True) for dtype in FORMATS),
+    *(_decode(48, 83, 1, dtype, unembedding=True) for dtype in FORMATS),
     # Of the largest GPT-2: queries, keys and values, a hidden layer, the head.
     _compiled(1600, 1600, 3, "bfloat16"),
     _compiled(1600, 6400, 1, "bfloat16", fused=True),
-    _compiled(1600, 50_257, 1, "bfloat16", transposed=True),
+    _compiled(1600, 50_257, 1, "bfloat16", unembedding=True),
     _compiled(1600, 1600, 3, "float32"),
 )

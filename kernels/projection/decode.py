@@ -2,9 +2,11 @@
 
 A token's product with a weight takes as long as the weight takes to be read, at most a few microseconds, of which each
 launch costs one or two. XLA would launch LayerNorm, a filling up to as many rows as its products have, the product, and
-what follows. Here each program has a few columns of the weight, all of them on their way to it before anything is
-computed, and makes the LayerNorm, which is next to nothing, for itself. Products are sums in float32 on the ordinary
-units, which the memory leaves idle. No atomics: two runs give the same bits.
+what follows. Here each program has a few results, all of their weights on their way to it before anything is computed,
+and makes the LayerNorm, which is next to nothing, for itself. Weights are (F, E), as an embedding is: those of a result
+lie side by side, and a load of 512 bytes touches 16 sectors of memory; of (E, F) it would touch 32, each for a half.
+Products are sums in float32 on the ordinary units, which the memory leaves idle. No atomics: two runs give the same
+bits.
 """
 
 import inspect
@@ -22,9 +24,8 @@ from kernels import device
 from kernels.layer_norm import Norm
 
 WARPS = 8
-TILES = (16, 8)
-"""Columns of a program: 16 where there still is a program for each multiprocessor. Eight of bfloat16 are what a thread
-loads at a time."""
+TILES = (16, 8, 4)
+"""Numbers of a result that a program makes: the most with which there still is a program for each multiprocessor."""
 BLOCK_BYTES = 65536
 """Bytes of weights that a program has on their way to it at a time: 256 to a thread."""
 
@@ -34,7 +35,7 @@ class _Operands(NamedTuple):
     norm: tuple[Any, Any] | None
     """Scale and bias."""
     weights: tuple[Any, ...]
-    """Each (E, tile), or transposed."""
+    """Each (tile, E)."""
     biases: tuple[Any, ...] | None
     onto_F: Any | None
 
@@ -47,30 +48,27 @@ def projection_decode(
     norm: Norm | None = None,
     activation: Callable[[Array], Array] | None = None,
     onto_BTF: Float[Array, "B T F"] | None = None,
-    transposed: bool = False,
     dtype: Any = None,
 ) -> list[Float[Array, "B T F"]]:
-    """``onto + activation(norm(x) w + bias)`` for each weight and bias, rounded once, by the kernel of this file.
+    """``onto + activation(norm(x) wᵀ + bias)`` for each weight and bias, rounded once, by the kernel of this file.
 
     Without a GPU in interpret mode, which is for tests. Not differentiable.
 
     Args:
         x_BTE: one token.
-        weights: of one shape, (E, F); they are multiplied in the number format of norm(x).
+        weights: of one shape, (F, E); they are multiplied in the number format of norm(x).
         biases: as many; None: none.
         norm: LayerNorm of x; None: x as it is.
         activation: of what is computed, in float32.
         onto_BTF: what the results are added to.
-        transposed: the weights are (F, E).
         dtype: of the results; None: that of ``onto``, or of norm(x).
 
     Raises:
         ValueError: x has more than one token, or weights and x do not go together.
     """
     B, T, E = x_BTE.shape
-    F = weights[0].shape[0 if transposed else 1]
-    expected = (F, E) if transposed else (E, F)
-    if (B, T) != (1, 1) or any(w.shape != expected for w in weights):
+    F = weights[0].shape[0]
+    if (B, T) != (1, 1) or any(w.shape != (F, E) for w in weights):
         raise ValueError(f"x_BTE has shape {x_BTE.shape} and the weights {[w.shape for w in weights]}; expected "
                          "(1, 1, E) and one shape that goes with it")
     inputs = x_BTE.dtype if norm is None else jnp.dtype(norm.dtype)
@@ -83,8 +81,7 @@ def projection_decode(
     filled = max(pl.next_power_of_2(E), -(-E // rows) * rows)  # what lies beyond E is not read
     whole = pl.BlockSpec((filled,), lambda u: (0,))
     columns = pl.BlockSpec((tile,), lambda u: (u,))
-    weight = (pl.BlockSpec((tile, filled), lambda u: (u, 0)) if transposed else
-              pl.BlockSpec((filled, tile), lambda u: (0, u)))
+    weight = pl.BlockSpec((tile, filled), lambda u: (u, 0))
     operands = _Operands(x_BTE[0, 0], None if norm is None else (norm.scale_E, norm.bias_E), weights,
                          None if biases is None else tuple(biases), None if onto_BTF is None else onto_BTF[0, 0])
     specs = _Operands(whole, None if norm is None else (whole, whole), (weight,) * len(weights),
@@ -94,7 +91,7 @@ def projection_decode(
     activation = None if activation is None else inspect.unwrap(activation)
 
     def kernel(operands: _Operands, *out_refs: Any) -> None:
-        _kernel(operands, out_refs, E=E, F=F, rows=rows, norm=norm, activation=activation, transposed=transposed)
+        _kernel(operands, out_refs, E=E, F=F, rows=rows, norm=norm, activation=activation)
 
     results = pl.pallas_call(
         kernel,
@@ -110,22 +107,19 @@ def projection_decode(
 
 
 def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, F: int, rows: int, norm: Norm | None,
-            activation: Callable[[Array], Array] | None, transposed: bool) -> None:
-    """A program: ``tile`` columns of every result, from ``rows`` rows of the weights at a time."""
+            activation: Callable[[Array], Array] | None) -> None:
+    """A program: ``tile`` numbers of every result, from ``rows`` of E at a time."""
     x_ref, norm_refs, weight_refs, bias_refs, onto_ref = operands
     (tile,) = out_refs[0].shape
     of_result_f = pl.program_id(0) * tile + lax.iota(jnp.int32, tile) < F
-    axis = 1 if transposed else 0
 
     def vector(ref: Any, first: Any, size: int) -> Array:
         return triton.load(ref.at[pl.ds(first, size)], mask=first + lax.iota(jnp.int32, size) < E, other=0.0)
 
     def load_weights(first: Any) -> list[Array]:
-        among_E = lax.expand_dims(first + lax.iota(jnp.int32, rows) < E, (1 - axis,))
-        shape = (tile, rows) if transposed else (rows, tile)
-        shown = jnp.broadcast_to(among_E, shape) & jnp.broadcast_to(lax.expand_dims(of_result_f, (axis,)), shape)
-        at = (slice(None), pl.ds(first, rows)) if transposed else (pl.ds(first, rows), slice(None))
-        return [triton.load(ref.at[at], mask=shown, other=0.0) for ref in weight_refs]
+        among_e, shape = first + lax.iota(jnp.int32, rows) < E, (tile, rows)
+        shown = jnp.broadcast_to(among_e[None, :], shape) & jnp.broadcast_to(of_result_f[:, None], shape)
+        return [triton.load(ref.at[:, pl.ds(first, rows)], mask=shown, other=0.0) for ref in weight_refs]
 
     def load_x(first: Any, mean: Any, rate: Any) -> Array:
         x_e = vector(x_ref, first, rows).astype(jnp.float32)
@@ -136,8 +130,7 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, F: int, r
         return x_e.astype(norm.dtype).astype(jnp.float32)
 
     def products(x_e: Array, weights: list[Array]) -> list[Array]:
-        along = lax.expand_dims(x_e, (1 - axis,))
-        return [jnp.sum(w.astype(jnp.float32) * along, axis=axis) for w in weights]
+        return [jnp.sum(w_fe.astype(jnp.float32) * x_e[None, :], axis=1) for w_fe in weights]
 
     def load(ref: Any) -> Array:
         return triton.load(ref.at[:], mask=of_result_f, other=0.0).astype(jnp.float32)

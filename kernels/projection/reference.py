@@ -12,12 +12,12 @@ from kernels.mixed_precision import wide
 
 def projection_reference(x_BTE: Array, weights: Sequence[Array], biases: Sequence[Array] | None = None, *,
                          norm: Norm | None = None, activation: Callable[[Array], Array] | None = None,
-                         onto_BTF: Array | None = None, transposed: bool = False) -> list[Array]:
+                         onto_BTF: Array | None = None) -> list[Array]:
     """``onto + activation(norm(x) w + bias)`` for each weight and bias, in float32 or better."""
     x_BTE = wide(x_BTE)
     if norm is not None:
         x_BTE = layer_norm.reference(x_BTE, norm.scale_E, norm.bias_E, norm.epsilon, x_BTE.dtype)
-    results = [jnp.einsum("bte,fe->btf" if transposed else "bte,ef->btf", x_BTE, wide(w)) for w in weights]
+    results = [jnp.einsum("bte,ef->btf", x_BTE, wide(w_EF)) for w_EF in weights]
     if biases is not None:
         results = [y_BTF + bias_F[None, None] for y_BTF, bias_F in zip(results, biases, strict=True)]
     results = results if activation is None else [activation(y_BTF) for y_BTF in results]

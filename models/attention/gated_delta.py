@@ -19,7 +19,7 @@ from jax import Array
 
 from kernels.delta_rule import count_flops, delta_rule, pick_chunk_size
 from kernels.segments import segment_of_new
-from models.attention.gates import HeadGate, InputDecay, RecurrentOptions
+from models.attention.gates import HeadGate, InputDecay, RecurrentOptions, read
 from models.attention.self_attention import SelfAttention
 
 
@@ -69,6 +69,7 @@ class Attention(SelfAttention):
 
     def _attend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, x_BTE: Array, state_BHMD: Array | None,
                 segment_ids_BT: Array | None) -> tuple[Array, Array]:
-        log_decay_BTH = None if self.decay is None else self.decay.log_decay(x_BTE)
-        return delta_rule(q_BTHD, k_BTHD, v_BTHD, jax.nn.sigmoid(self.write.read(x_BTE)), log_decay_BTH=log_decay_BTH,
+        write_BTH, *decay = read(x_BTE, self.write, *(() if self.decay is None else (self.decay,)))
+        log_decay_BTH = None if self.decay is None else self.decay.of(*decay)
+        return delta_rule(q_BTHD, k_BTHD, v_BTHD, jax.nn.sigmoid(write_BTH), log_decay_BTH=log_decay_BTH,
                           initial_state=state_BHMD, segment_ids_BT=segment_ids_BT, chunk_size=self.config.chunk_size)

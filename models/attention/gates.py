@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from kernels.mixed_precision import product
+from kernels.projection import project_wide
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import Linear
 from models.parameters import declare
@@ -41,21 +41,21 @@ class RecurrentOptions(LayerOptions):
 
 
 class HeadGate(Linear):
-    """A linear function of the layer's input for each head, summed and left in float32 or better."""
+    """A linear function of the layer's input for each head; :func:`read` computes it."""
 
     def __init__(self, width: int, heads: int, *, bias: float = 0.0, rngs: nnx.Rngs):
         super().__init__(width, heads, axes=("width", "heads"), rngs=rngs)
         assert self.bias is not None
         self.bias[...] = jnp.full(heads, bias, jnp.float32)
 
-    def read(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
-        """What it says of each token and head."""
-        w_EH, bias_H = self.parameters
-        return product("bte,eh->bth", x_BTE, w_EH.astype(x_BTE.dtype)) + bias_H[None, None]
-
     def flops(self, tokens: int) -> int:
-        """Floating-point operations of :meth:`read`."""
+        """Floating-point operations of reading it."""
         return 2 * tokens * self.in_features * self.out_features
+
+
+def read(x_BTE: Float[Array, "B T E"], *gates: HeadGate) -> list[Float[Array, "B T H"]]:
+    """What each gate says of each token and head, summed and left in float32 or better."""
+    return project_wide(x_BTE, [gate.parameters for gate in gates])
 
 
 class ForgetGate(HeadGate):
@@ -63,7 +63,7 @@ class ForgetGate(HeadGate):
 
     def log_decay(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
         """g ≤ 0."""
-        return jax.nn.log_sigmoid(self.read(x_BTE))
+        return jax.nn.log_sigmoid(read(x_BTE, self)[0])
 
 
 class InputDecay(HeadGate):
@@ -83,7 +83,11 @@ class InputDecay(HeadGate):
 
     def log_decay(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
         """g ≤ 0."""
-        return -jnp.exp(self.log_rate_H[...])[None, None] * jax.nn.softplus(self.read(x_BTE))
+        return self.of(read(x_BTE, self)[0])
+
+    def of(self, gate_BTH: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
+        """g ≤ 0, of what was read."""
+        return -jnp.exp(self.log_rate_H[...])[None, None] * jax.nn.softplus(gate_BTH)
 
 
 def fixed_log_decay(heads: int) -> Float[np.ndarray, " H"]:

@@ -122,7 +122,7 @@ class Attention(SelfAttention):
         """
         assert self.query.bias is not None
         dtype = jnp.promote_types(jnp.float32, x_BTE.dtype)
-        q_BTF = jnp.einsum("bte,ef->btf", x_BTE.astype(dtype), self.query.kernel[...].astype(dtype),
+        q_BTF = jnp.einsum("bte,ef->btf", x_BTE.astype(dtype), self.query.parameters[0].astype(dtype),
                            precision=lax.Precision.HIGHEST)
         q_BTHD = self.split_heads(q_BTF + self.query.bias[...].astype(dtype)[None, None])
         if positions_BT is not None:

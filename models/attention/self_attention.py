@@ -16,7 +16,7 @@ from kernels import cpu
 from kernels.layer_norm import Norm
 from kernels.mixed_precision import wide
 from kernels.projection import project, project_each
-from kernels.short_convolution import short_convolution
+from kernels.short_convolution import convolve_token, has_token_kernel, short_convolution
 from models.attention.layer_options import layer_options
 from models.parameters import Axis, declare, own_parameters
 
@@ -36,6 +36,8 @@ class Linear(nnx.Linear):
 
     exact: bool = False
     """Its weights are never kept in a shorter format than they are trained in."""
+    transposed: bool = False
+    """Its weight is kept as (F, E)."""
 
     def __init__(self, inputs: int, outputs: int, *, axes: tuple[Axis, Axis], shared: bool = False, rngs: nnx.Rngs):
         super().__init__(inputs, outputs, kernel_init=nnx.initializers.normal(INITIAL_SCALE), rngs=rngs,
@@ -47,9 +49,10 @@ class Linear(nnx.Linear):
 
     @property
     def parameters(self) -> tuple[Array, Array]:
-        """Weight and bias."""
+        """Weight, (E, F), and bias."""
         assert self.bias is not None
-        return self.kernel[...], self.bias[...]
+        w = self.kernel[...]
+        return w.T if self.transposed else w, self.bias[...]
 
 
 class LayerCache(NamedTuple):
@@ -170,13 +173,9 @@ class SelfAttention(nnx.Module):
 
     def queries_keys_values(self, projected: Sequence[Array], *, x_BTE: Array,
                             positions_BT: Array | None) -> tuple[Array, Array, Array]:
-        """q_BTHD, k_BTHD and v_BTHD of the :attr:`projections` of x, after activation and norm, and rotated where
-        positions are given."""
+        """q_BTHD, k_BTHD and v_BTHD of the :attr:`projections` of x, after convolution, activation and norm; rotated
+        where positions are given."""
         q_BTHD, k_BTHD, v_BTHD = map(self.split_heads, projected)
-        activation, norm = self.parts.qk_activation, self.parts.qk_norm
-        if (activation, norm) != ("none", "none"):
-            q_BTHD, k_BTHD = (_activated(x, activation, norm) for x in (q_BTHD, k_BTHD))
-            v_BTHD = _activated(v_BTHD, activation, "none")
         if positions_BT is not None:
             q_BTHD, k_BTHD = rotate(q_BTHD, positions_BT), rotate(k_BTHD, positions_BT)
         return q_BTHD, k_BTHD, v_BTHD
@@ -265,6 +264,8 @@ class SelfAttention(nnx.Module):
             past = cache.inputs_BPF if cache is not None else None
             projected, inputs_BPF = self._convolve(projected, past, segment_ids_BT, lengths_B)
             cache = None if cache is None else cache.mode
+        else:
+            projected = self._activate(projected)
         q_BTHD, k_BTHD, v_BTHD = self.queries_keys_values(projected, x_BTE=x_BTE, positions_BT=positions_BT)
         y_BTHD, cache = self.attend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, causal=causal,
                                     positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
@@ -282,15 +283,33 @@ class SelfAttention(nnx.Module):
 
     def _convolve(self, projected: Sequence[Array], past: tuple[Array, ...] | None, segment_ids_BT: Array | None,
                   lengths_B: Array | None) -> tuple[list[Array], tuple[Array, ...] | None]:
-        """The short convolution of each projection and, where there is a past, the last inputs of it that count."""
+        """Convolution, activation and norm of each projection and, where there is a past, the last inputs of it that
+        count."""
         taps = [taps_KF[...] for taps_KF in (self.query_taps_KF, self.key_taps_KF, self.value_taps_KF)]
         if past is None:
-            return [short_convolution(x_BTF, taps_KF, segment_ids_BT=segment_ids_BT)
-                    for x_BTF, taps_KF in zip(projected, taps, strict=True)], None
+            return self._activate([short_convolution(x_BTF, taps_KF, segment_ids_BT=segment_ids_BT)
+                                   for x_BTF, taps_KF in zip(projected, taps, strict=True)]), None
+        if lengths_B is None and has_token_kernel(projected[0], taps[0]):
+            finish = [functools.partial(_activated_wide, activation=activation, norm=norm, width=self.head_width)
+                      for activation, norm in self._activations]
+            return convolve_token(projected, taps, past, heads=self.heads, finish=finish)
         convolved = [short_convolution(x_BTF, taps_KF, before_BPF=before_BPF)
                      for x_BTF, taps_KF, before_BPF in zip(projected, taps, past, strict=True)]
-        return convolved, tuple(_last(before_BPF, x_BTF, lengths_B)
-                                for before_BPF, x_BTF in zip(past, projected, strict=True))
+        return self._activate(convolved), tuple(_last(before_BPF, x_BTF, lengths_B)
+                                                for before_BPF, x_BTF in zip(past, projected, strict=True))
+
+    @property
+    def _activations(self) -> tuple[tuple[str, str], ...]:
+        """Activation and norm of queries, keys and values."""
+        activation, norm = self.parts.qk_activation, self.parts.qk_norm
+        return (activation, norm), (activation, norm), (activation, "none")
+
+    def _activate(self, projected: Sequence[Array]) -> list[Array]:
+        """Activation and norm of each projection."""
+        if (self.parts.qk_activation, self.parts.qk_norm) == ("none", "none"):
+            return list(projected)
+        return [_activated(self.split_heads(x_BTF), *of_projection).reshape(x_BTF.shape)
+                for x_BTF, of_projection in zip(projected, self._activations, strict=True)]
 
     def _check_segments(self, segment_ids_BT: Array) -> None:
         """Raises where a row is not one segment and padding after it.
@@ -305,26 +324,31 @@ class SelfAttention(nnx.Module):
                                       "one in each row, and padding after it")
 
 
-def _normed(x_BTHD: Array, norm: str) -> Array:
-    """Vectors divided by their length, ``l2``, or by their root mean square, ``rms``."""
-    square_BTH1 = jnp.sum(x_BTHD * x_BTHD, axis=-1, keepdims=True)
-    return x_BTHD * jax.lax.rsqrt(square_BTH1 / (x_BTHD.shape[-1] if norm == "rms" else 1) + EPSILON)
+def _normed(x: Array, norm: str, width: int) -> Array:
+    """Vectors divided by their length, ``l2``, or by their root mean square, ``rms``, over ``width`` numbers."""
+    square = jnp.sum(x * x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(square / (width if norm == "rms" else 1) + EPSILON)
+
+
+def _activated_wide(x: Array, *, activation: str, norm: str, width: int) -> Array:
+    """Activation and norm of heads, (…, D) or filled up with zeros, in float32 or better."""
+    x = jax.nn.silu(x) if activation == "silu" else x
+    return x if norm == "none" else _normed(x, norm, width)
 
 
 # Elementwise, in float32 or better: the backward pass computes them again rather than keep what is between.
 @functools.partial(jax.checkpoint, static_argnums=(1, 2))
 def _activated(x_BTHD: Array, activation: str, norm: str) -> Array:
     """Queries, keys or values as attention gets them."""
-    x = wide(x_BTHD)
-    x = jax.nn.silu(x) if activation == "silu" else x
-    return cpu.compute_once((x if norm == "none" else _normed(x, norm)).astype(x_BTHD.dtype))
+    x = _activated_wide(wide(x_BTHD), activation=activation, norm=norm, width=x_BTHD.shape[-1])
+    return cpu.compute_once(x.astype(x_BTHD.dtype))
 
 
 @functools.partial(jax.checkpoint, static_argnums=(3,))
 def _gated(y_BTHD: Array, scale_HD: Array | None, gate_BTHD: Array | None, kind: str) -> Array:
     """What the heads come to, normed where there is a scale, times the gate where there is one."""
     y = wide(y_BTHD)
-    y = y if scale_HD is None else _normed(y, "rms") * scale_HD[None, None]
+    y = y if scale_HD is None else _normed(y, "rms", y.shape[-1]) * scale_HD[None, None]
     if gate_BTHD is not None:
         gate = wide(gate_BTHD)
         y *= 2 * jax.nn.sigmoid(gate) if kind == "sigmoid" else jax.nn.silu(gate)

@@ -277,7 +277,8 @@ class TestBadInput:
         ({"log_decay_BTH": jnp.zeros((2, 8))}, r"log_decay_BTH has shape \(2, 8\); expected \(2, 8, 3\)"),
         ({"log_decay_BTH": jnp.full((2, 8, 3), 0.5)}, "log_decay_BTH is 0.5 somewhere; expected 0 or less"),
         ({"chunk_size": 0}, "chunk_size=0: expected a whole number of at least 1"),
-        ({"implementation": "chunky"}, "implementation='chunky': there is reference, recurrent, chunked"),
+        ({"implementation": "chunky"},
+         "implementation='chunky': there is reference, recurrent, decode, chunked, pallas_gpu"),
         ({name: jnp.ones((2, 0, 3, 4)) for name in ("q_BTHM", "k_BTHM", "v_BTHD")} | {"beta_BTH": jnp.ones((2, 0, 3))},
          "T must be at least 1"),
     ])

@@ -23,8 +23,8 @@ TOLERANCES = {"float32": 1e-6, "bfloat16": 2**-8}
 def make_inputs(B: int, H: int, M: int, D: int, dtype: str):
     random, dtype = np.random.default_rng(M + D), jnp.dtype(dtype)
     q_BTHM, k_BTHM = (random.uniform(0.1, 2, (B, 1, H, M)).astype(dtype) for _ in range(2))
-    state = State(random.normal(size=(B, H, M, D)).astype(np.float32) * 5,
-                  random.uniform(1, 9, (B, H, M)).astype(np.float32))
+    state = State(jnp.asarray(random.normal(size=(B, H, M, D)) * 5, jnp.float32),
+                  jnp.asarray(random.uniform(1, 9, (B, H, M)), jnp.float32))
     return q_BTHM, k_BTHM, random.normal(size=(B, 1, H, D)).astype(dtype), state
 
 

@@ -26,10 +26,10 @@ def one_launch(monkeypatch):
     monkeypatch.setattr(projection_decode, "BLOCK_BYTES", 3 * 8 * 32 * 4)
 
 
-def make_inputs(E: int, F: int, count: int, dtype: str, *, transposed: bool = False):
+def make_inputs(E: int, F: int, count: int, dtype: str, *, unembedding: bool = False):
     random = np.random.default_rng(E + F)
     x_BTE = jnp.asarray(random.normal(1, 2, (1, 1, E)), jnp.float32)
-    weights = [jnp.asarray(random.normal(0, E**-0.5, (F, E) if transposed else (E, F)), dtype) for _ in range(count)]
+    weights = [jnp.asarray(random.normal(0, E**-0.5, (F, E) if unembedding else (E, F)), dtype) for _ in range(count)]
     biases = [jnp.asarray(random.normal(size=F), jnp.float32) for _ in range(count)]
     norm = Norm(*(jnp.asarray(random.normal(size=E), jnp.float32) for _ in range(2)), EPSILON, dtype)
     return x_BTE, weights, biases, norm, jnp.asarray(random.normal(size=(1, 1, F)), jnp.float32)
@@ -65,7 +65,7 @@ def test_activation_and_sum_of_x_as_it_is(one_launch):
     x_BTE, weights, biases, _, onto_BTF = make_inputs(48, 40, 1, "bfloat16")
     x_BTE = x_BTE.astype(jnp.bfloat16)
     (y_BTF,) = jax.jit(lambda x_BTE: projection_decode.projection_decode(
-        x_BTE, weights, biases, activation=gelu, onto_BTF=onto_BTF))(x_BTE)
+        x_BTE, [w_EF.T for w_EF in weights], biases, activation=gelu, onto_BTF=onto_BTF))(x_BTE)
     expected_F = np.asarray(x_BTE, float)[0, 0] @ np.asarray(weights[0], float) + np.asarray(biases[0], float)
     assert y_BTF.dtype == np.float32
     assert_close(y_BTF, np.asarray(gelu(jnp.asarray(expected_F)) + onto_BTF[0, 0]), "float32")
@@ -80,7 +80,7 @@ def test_activation_and_sum_of_x_as_it_is(one_launch):
 
 def test_unembedding(one_launch):
     """Logits stay in float32, whatever the products are in."""
-    x_BTE, (w_VE,), _, norm, _ = make_inputs(48, 83, 1, "bfloat16", transposed=True)
+    x_BTE, (w_VE,), _, norm, _ = make_inputs(48, 83, 1, "bfloat16", unembedding=True)
     logits_BTV = jax.jit(lambda x_BTE: unembed(x_BTE, w_VE, norm))(x_BTE)
     assert logits_BTV.dtype == np.float32
     assert_close(logits_BTV, np.asarray(w_VE, float) @ normalised(x_BTE, norm), "float32")
@@ -103,9 +103,9 @@ def test_more_tokens_go_the_plain_way_to_the_same(one_launch):
 def test_what_does_not_go_together_is_refused(one_launch):
     x_BTE, weights, biases, _, _ = make_inputs(48, 40, 1, "float32")
     with pytest.raises(ValueError, match=r"x_BTE has shape \(1, 1, 48\) and the weights \[\(48, 40\)\]"):
-        projection_decode.projection_decode(x_BTE, weights, biases, transposed=True)
+        projection_decode.projection_decode(x_BTE, weights, biases)
     with pytest.raises(ValueError, match=r"x_BTE has shape \(1, 2, 48\)"):
-        projection_decode.projection_decode(jnp.repeat(x_BTE, 2, axis=1), weights, biases)
+        projection_decode.projection_decode(jnp.repeat(x_BTE, 2, axis=1), [weights[0].T], biases)
 
 
 def test_one_token_on_a_gpu_takes_it(monkeypatch):

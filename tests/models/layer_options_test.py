@@ -10,7 +10,9 @@ import pytest
 from flax import nnx
 
 from configs.schema import EncoderConfig, ModelConfig
+from kernels.short_convolution import convolve_token
 from models import attention, encoder, gpt
+from models.attention import self_attention
 from models.attention.gates import InputDecay, fixed_log_decay
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import rotate
@@ -165,3 +167,29 @@ def test_encoders_that_cannot_be(mode, options, message):
 
 def test_every_mode_has_the_options():
     assert all(issubclass(module.Config, LayerOptions) for module in attention.modes().values())
+
+
+@pytest.mark.parametrize("mode", ["gated", "gated_delta", "softmax"])
+@pytest.mark.parametrize("norm", ["l2", "rms", "none"])
+def test_the_kernels_of_one_token_do_what_the_plain_forms_do(mode, norm, monkeypatch):
+    """Interpreted, with heads that do not fill a block."""
+    module = attention.modes()[mode]
+    layer = module.Attention(module.Config(short_conv=4, qk_activation="silu", qk_norm=norm), heads=H, head_width=6,
+                             width=E, max_length=T, rngs=nnx.Rngs(3))
+    for taps_KF in (layer.query_taps_KF, layer.key_taps_KF, layer.value_taps_KF):
+        taps_KF[...] = jax.random.normal(jax.random.key(1), taps_KF[...].shape)
+    _, cache = layer.forward(X_BTE, layer.layer_cache(B, T, jnp.float32))
+    expected = layer.forward(X_BTE[:, :1], cache)
+    called = []
+
+    def noted(*arguments, **options):
+        called.append(len(arguments[0]))
+        return convolve_token(*arguments, **options)
+
+    monkeypatch.setattr(self_attention, "has_token_kernel", lambda x_BTF, taps_KF: x_BTF.shape[1] == 1)
+    monkeypatch.setattr(self_attention, "convolve_token", noted)
+    monkeypatch.setattr("kernels.delta_rule.api.pick_implementation", lambda *_, **__: "decode")
+    monkeypatch.setattr("kernels.linear_attention.api.pick_implementation", lambda *_, **__: "decode")
+    found = layer.forward(X_BTE[:, :1], cache)
+    assert called == [3]
+    jax.tree.map(lambda x, wanted: np.testing.assert_allclose(x, wanted, rtol=1e-5, atol=1e-6), found, expected)

@@ -283,13 +283,16 @@ def test_end_of_text_ends_each_sample(platform, monkeypatch):
     np.testing.assert_array_equal(fewer_BT, drawn_BT[:, :21])
 
 
-def test_weights_are_kept_in_the_number_format_of_the_products():
-    """So that half the bytes are read for a token; the model itself stays as it is."""
+@pytest.mark.parametrize(("platform", "shape"), [("cpu", (16, 64)), ("gpu", (64, 16))])
+def test_weights_are_kept_as_the_products_read_them(platform, shape, monkeypatch):
+    """In their number format, and on a GPU transposed; the model itself stays as it is."""
+    monkeypatch.setattr(sampler_module, "device", types.SimpleNamespace(platform=lambda: platform))
     config = ModelConfig(layers=1, heads=2, width=16, context=8, dtype="bfloat16", attention=("linear",))
     model = GPT(resolve_config(config), V, rngs=nnx.Rngs(0))
-    formats = {leaf.dtype for leaf in Sampler(model)._leaves if leaf.shape == (16, 64)}
+    formats = {leaf.dtype for leaf in Sampler(model)._leaves if leaf.shape == shape}
     assert formats == {jnp.dtype("bfloat16")}
-    assert model.blocks[0].mlp.hidden.kernel[...].dtype == jnp.float32
+    weight = model.blocks[0].mlp.hidden.kernel[...]
+    assert (weight.shape, weight.dtype) == ((16, 64), jnp.float32)
 
 
 def test_tokens_come_while_the_rest_is_still_to_be_drawn():

@@ -9,16 +9,12 @@ segment's tokens for 0. Dauphin et al., "Language Modeling with Gated Convolutio
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kernels import checks
-from kernels.cases import REFERENCE, Arrays, Case, make_segments
 from kernels.mixed_precision import rounded, wide
 from kernels.segments import runs_of
 
@@ -133,75 +129,3 @@ def _moved_backward(orders, dy_BTF):
 
 
 _moved.defvjp(_moved_forward, _moved_backward)
-
-
-def reference(x_BTF: Array, taps_KF: Array, before_BPF: Array | None, runs_BT: Array | None) -> Array:
-    """The definition as a masked T × T matrix of taps for each channel, with the derivative that autodiff finds."""
-    x = wide(x_BTF)
-    P = 0
-    if before_BPF is not None:
-        x, P = jnp.concatenate([wide(before_BPF), x], axis=1), before_BPF.shape[1]
-    (B, S, _), K = x.shape, taps_KF.shape[0]
-    runs_BS = jnp.zeros((B, S), jnp.int32) if runs_BT is None else runs_BT
-    count_BS = jnp.cumsum(runs_BS >= 0, axis=1)
-    back_BTS = count_BS[:, :, None] - count_BS[:, None, :]
-    seen_BTS = (runs_BS[:, :, None] == runs_BS[:, None, :]) & (runs_BS[:, None, :] >= 0) & (back_BTS >= 0)
-    y = _total(jnp.einsum("bts,bsf->btf", (seen_BTS & (back_BTS == i)).astype(x.dtype), x)
-               * taps_KF[K - 1 - i][None, None] for i in range(K))
-    return y.astype(x_BTF.dtype)[:, P:]
-
-
-@dataclass(frozen=True)
-class ShortConvolutionCase(Case):
-    """A call of ``short_convolution``."""
-
-    B: int
-    T: int
-    F: int
-    K: int
-    past: bool = False
-    segments: bool = False
-
-    @property
-    def sizes(self) -> str:
-        extras = [name for name, told in (("after others", self.past), ("segments", self.segments)) if told]
-        return " ".join([f"B{self.B} T{self.T} F{self.F} K{self.K} {self.dtype}", *extras])
-
-    def make_shapes(self) -> Arrays:
-        B, T, F, K = self.B, self.T, self.F, self.K
-        taps = jnp.promote_types(jnp.float32, self.dtype)
-        shapes: Arrays = {"x": jax.ShapeDtypeStruct((B, T, F), self.dtype), "taps": jax.ShapeDtypeStruct((K, F), taps)}
-        if self.past:
-            shapes["before"] = jax.ShapeDtypeStruct((B, K - 1, F), self.dtype)
-        if self.segments:
-            shapes["segment_ids"] = jax.ShapeDtypeStruct((B, T), jnp.int32)
-        return shapes
-
-    def make_inputs(self) -> dict[str, np.ndarray]:
-        generator = np.random.default_rng(0)
-        drawn = {name: generator.normal(size=x.shape).astype(x.dtype) for name, x in self.make_shapes().items()}
-        return drawn | ({"segment_ids": make_segments(self.B, self.T)} if self.segments else {})
-
-    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
-        ids_BT = inputs.get("segment_ids")
-        runs_BT = None if ids_BT is None else runs_of(ids_BT)
-        if implementation == REFERENCE:
-            y_BTF = reference(inputs["x"], inputs["taps"], inputs.get("before"), runs_BT)
-        else:
-            y_BTF = short_convolution(inputs["x"], inputs["taps"], before_BPF=inputs.get("before"),
-                                      segment_ids_BT=ids_BT)
-        return {"y": y_BTF if runs_BT is None else jnp.where((runs_BT >= 0)[..., None], y_BTF, 0)}
-
-
-# bfloat16: y and dx are rounded once, at most 2⁻⁹ of a number.
-_case = functools.partial(ShortConvolutionCase, 3)
-CASES = (
-    _case(30, 5, 4, dtype="float64", tolerance=1e-14),
-    _case(30, 5, 4, segments=True, dtype="float64", tolerance=1e-14),
-    _case(2, 5, 4, past=True, dtype="float64", tolerance=1e-14),
-    _case(30, 8, 1, dtype="float32", tolerance=1e-6),
-    _case(200, 16, 4, segments=True, dtype="float32", tolerance=1e-6),
-    _case(200, 16, 4, dtype="bfloat16", tolerance=3e-3),
-    _case(200, 16, 4, segments=True, dtype="bfloat16", tolerance=3e-3),
-    ShortConvolutionCase(1, 8192, 2304, 4, dtype="bfloat16", tolerance=3e-3, used_by=("gpu-check",)),
-)

@@ -1,0 +1,52 @@
+"""The delta rule of one new token on a GPU: the kernel that linear attention has for it reads the state once, and
+changes it in place."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kernels.delta_rule.reference import recurrent
+from kernels.linear_attention.decode import MOST_FEATURES, step_state
+
+
+def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, segments: bool = False) -> str | None:
+    """Why :func:`decode` cannot do a call; None where it can."""
+    _, T, _, M = q_BTHM.shape
+    if T != 1:
+        return f"it takes one token, after those of the state, not {T}"
+    if segments:
+        return "it takes no segments"
+    if M > MOST_FEATURES:
+        return f"q_BTHM has width {M}; it takes widths up to {MOST_FEATURES}"
+    wide = jnp.result_type(*(x.dtype for x in (q_BTHM, k_BTHM, v_BTHD)))
+    return f"states of these inputs are {wide}; it takes float32" if wide == jnp.float64 else None
+
+
+def decode(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initial_BHMD: Array, runs_BT: Array | None, *,
+           log_decay_BTH: Array | None = None) -> tuple[Array, Array]:
+    """One token, as ``recurrent`` computes it; without a GPU in interpret mode, which is for tests."""
+    del runs_BT
+    return _decode(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, log_decay_BTH)
+
+
+@jax.custom_vjp
+def _decode(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, log_decay_BTH):
+    y_BTHD, end_BHMD, _ = step_state("delta_rule", q_BTHM, k_BTHM, v_BTHD, initial_BHMD, log_decay_BTH=log_decay_BTH,
+                                     beta_BTH=beta_BTH.astype(jnp.float32))
+    return y_BTHD, end_BHMD
+
+
+def _forward(*inputs):
+    return _decode(*inputs), inputs
+
+
+def _backward(saved, gradients):
+    def plain(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, log_decay_BTH):
+        return recurrent(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, None, log_decay_BTH=log_decay_BTH)
+
+    return jax.vjp(plain, *saved)[1](gradients)
+
+
+_decode.defvjp(_forward, _backward)

@@ -1,0 +1,6 @@
+"""A causal convolution of each channel over the last few tokens."""
+
+from kernels.short_convolution.api import short_convolution
+from kernels.short_convolution.decode import convolve_token, has_token_kernel
+
+__all__ = ["convolve_token", "has_token_kernel", "short_convolution"]

@@ -1,0 +1,85 @@
+"""The short convolution of one token on a GPU: a Pallas kernel for those of all projections of a layer, what follows in
+each head, and what the next token needs. XLA would take ten launches for that."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Float
+
+from kernels import device
+
+WARPS = 1
+MOST_TAPS = 16
+"""K at most: each tap is a line of the kernel."""
+
+
+def has_token_kernel(x_BTF: Any, taps_KF: Any) -> bool:
+    """Whether :func:`convolve_token` is made for these arrays on the device that is traced for."""
+    return (device.platform() == "gpu" and x_BTF.shape[1] == 1 and x_BTF.dtype.itemsize <= 4
+            and 1 < taps_KF.shape[0] <= MOST_TAPS)
+
+
+def convolve_token(
+    x_BTF: Sequence[Float[Array, "B 1 F"]],
+    taps_KF: Sequence[Float[Array, "K F"]],
+    before_BPF: Sequence[Float[Array, "B P F"]],
+    *,
+    heads: int,
+    finish: Sequence[Callable[[Array], Array]],
+) -> tuple[list[Float[Array, "B 1 F"]], tuple[Float[Array, "B P F"], ...]]:
+    """``finish(short_convolution(x))`` of one token of several projections, and the P = K − 1 tokens before the next.
+
+    It is rounded once. Without a GPU in interpret mode, which is for tests. Not differentiable.
+
+    Args:
+        x_BTF: the token, of each projection.
+        taps_KF: w, as in :func:`short_convolution`; K ≥ 2.
+        before_BPF: the tokens before it; the new ones take their place in memory.
+        heads: H; F is H times the width D of a head.
+        finish: of each projection what is done with a head, float32, filled up with zeros to a power of two: what it
+            makes of zeros has to be zero.
+    """
+    (B, _, F), K = x_BTF[0].shape, taps_KF[0].shape[0]
+    D = F // heads
+    width = pl.next_power_of_2(D)
+    of_head = pl.BlockSpec((None, None, width), lambda h, b: (b, h, 0))
+    of_taps = pl.BlockSpec((K, None, width), lambda h, b: (0, h, 0))
+    of_tokens = pl.BlockSpec((None, K - 1, None, width), lambda h, b: (b, 0, h, 0))
+    count = len(x_BTF)
+    x = [x.reshape(B, heads, D) for x in x_BTF]
+    taps = [taps.reshape(K, heads, D) for taps in taps_KF]
+    before = [before.reshape(B, K - 1, heads, D) for before in before_BPF]
+
+    def kernel(x_refs: Any, taps_refs: Any, before_refs: Any, y_refs: Any, after_refs: Any) -> None:
+        of_head_D = lax.iota(jnp.int32, width) < D
+
+        def load(ref: Any) -> Array:
+            return triton.load(ref, mask=of_head_D, other=0.0)
+
+        for i in range(count):
+            inputs = [*(load(before_refs[i].at[jnp.int32(p), :]) for p in range(K - 1)), load(x_refs[i].at[:])]
+            y_D = jnp.zeros(width, jnp.float32)
+            for k, x_D in enumerate(inputs):
+                y_D += x_D.astype(jnp.float32) * load(taps_refs[i].at[jnp.int32(k), :])
+            triton.store(y_refs[i].at[:], finish[i](y_D).astype(y_refs[i].dtype), mask=of_head_D)
+            for p, x_D in enumerate(inputs[1:]):
+                triton.store(after_refs[i].at[jnp.int32(p), :], x_D.astype(after_refs[i].dtype), mask=of_head_D)
+
+    y, after = pl.pallas_call(
+        kernel,
+        grid=(heads, B),
+        in_specs=[[of_head] * count, [of_taps] * count, [of_tokens] * count],
+        out_specs=([of_head] * count, [of_tokens] * count),
+        out_shape=([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in x],
+                   [jax.ShapeDtypeStruct(before.shape, before.dtype) for before in before]),
+        input_output_aliases={2 * count + i: count + i for i in range(count)},
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=device.platform() != "gpu",
+        name="short_convolution_decode",
+    )(x, taps, before)
+    return [y.reshape(B, 1, F) for y in y], tuple(after.reshape(B, K - 1, F) for after in after)
