@@ -215,8 +215,9 @@ def check_fits(found: Estimate, card: str, config: Config, *, sampling: bool = F
     flags = []
     if config.train.batch_size > config.train.accumulate and not sampling:
         flags.append(f"--train.accumulate {2 * config.train.accumulate} takes fewer sequences at once")
-    if config.train.remat == "none" and not sampling:
-        flags.append("--train.remat block keeps less of each layer")
+    if config.train.remat != "block" and not sampling:
+        less = "names" if config.train.remat == "none" else "block"
+        flags.append(f"--train.remat {less} keeps less of each layer")
     raise ConfigError(
         f"it needs {found.peak_bytes / 2**30:,.1f} GiB, and of a card {card} a program may take {has / 2**30:,.1f}: "
         f"{(found.peak_bytes - has) / 2**30:,.1f} GiB are missing; "

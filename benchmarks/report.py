@@ -28,6 +28,8 @@ from training.environment import peak_bytes as peak_bytes
 
 SAMPLE_SECONDS = 0.05
 """A sample is at least about so long: the clock and the wait for the device then do not count."""
+WARM_UPS = 3
+"""Calls of a case before its first sample."""
 LEAST_SAMPLES = 3
 """Samples of a case that is so long that it has to do with few."""
 OWN_FLAGS = {"--run-dir": "--out", "--attention": "--modes", "model.layers": "--layers", "model.heads": "--heads",
@@ -62,7 +64,7 @@ def time_by_turns[Name](runs: Mapping[Name, Callable[[], Any]], repeats: int, sa
     """Seconds that a call of each run takes, ``repeats`` samples each.
 
     The runs take turns, so that the noise of a shared machine hits all alike. A sample is as many calls in a row as
-    fill ``sample_seconds``, waited for on the device at the end. Two calls before the first sample warm up.
+    fill ``sample_seconds``, waited for on the device at the end. ``WARM_UPS`` calls come before the first sample.
 
     Args:
         runs: by name; each starts its work on the device and returns arrays to wait for.
@@ -74,8 +76,7 @@ def time_by_turns[Name](runs: Mapping[Name, Callable[[], Any]], repeats: int, sa
     calls: dict[Name, int] = {}
     turns: dict[Name, int] = {}
     for name, run in runs.items():
-        jax.block_until_ready(run())
-        call = _seconds(run, 1, clock)
+        call = [_seconds(run, 1, clock) for _ in range(WARM_UPS)][-1]
         calls[name] = max(1, math.ceil(sample_seconds / call))
         possible = repeats if seconds is None else max(LEAST_SAMPLES, int(seconds / (calls[name] * call)))
         turns[name] = min(repeats, possible)

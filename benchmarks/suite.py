@@ -3,21 +3,21 @@
     python -m benchmarks.suite --out results/h200 --minutes 9
     python -m benchmarks.suite --out results/quick --minutes 3 --quick
 
-Without a GPU it runs too: then the plain JAX form stands in for the kernel, and every figure is of the processor.
+Without a GPU it runs too: then the plain JAX form stands in for the kernel, every figure is of the processor, and the
+tests are skipped.
 
-First the kernels of every op are held against the definition in float64 on this device, outputs and gradients, and
-twice for equal bits, and what draws a token against the parallel form; then a call with more
-elements than an int32 counts, where there is memory for it, against the same in two parts. Then come the most telling
-cases of the three benchmarks, each step in a process of its own with a share of the time: what one does not use goes to
-those after it, and one that fails or is not done in time is written down and stops no other. Last, ``benchmarks.tune``
-has what time is left, for ``DIR/tuning.json``; the table that the kernels read stays as it is. What is compiled is kept
-where ``train.py`` keeps it, so that a second run has more time to measure; with ``--only`` and a longer
-``--seconds-per-case`` slow cases get more samples, or are tried at all. Where the files are no git checkout,
+First ``pytest -m gpu`` tells whether the kernels, whole training steps and drawn tokens are right on this device. Then
+come the most telling cases of the benchmarks, each step in a process of its own with a share of the time: what one does
+not use goes to those after it, and one that fails or is not done in time is written down and stops no other. Last,
+``benchmarks.tune`` has what time is left, for ``DIR/tuning.json``; the table that the kernels read stays as it is. What
+is compiled is kept where ``train.py`` keeps it, so that a second run has more time to measure; with ``--only`` and a
+longer ``--seconds-per-case`` slow cases get more samples, or are tried at all. Where the files are no git checkout,
 ``LINEARGPT_COMMIT`` says which commit they are of.
 
-DIR gets a log, a JSON file and, where matplotlib is installed, a picture of each step as soon as there is something to
-write, and ``summary.md``: every figure beside its target on an H200 and what was published on an H100. Needs jax, flax,
-optax, numpy and jaxtyping alone. Exit code 1 if the kernel is wrong here or not all of its cases were tried.
+DIR gets a log, a JSON file (of the tests, XML) and, where matplotlib is installed, a picture of each step as soon as
+there is something to write, and ``summary.md``: every figure beside its target on an H200 and what was published on an
+H100. Needs jax, flax, optax, numpy and jaxtyping, and pytest for the first step. Exit code 1 if a test fails or the
+tests are not done in time.
 """
 
 from support import interrupts
@@ -32,42 +32,32 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
 from benchmarks import attention, report
 from benchmarks.picture import draw_panels, published
-from configs.schema import ModelConfig
-from kernels import cases as op_cases
-from kernels import device
-from kernels.cases import WORSE_THAN_PLAIN, error_of, faults_of
-from kernels.linear_attention import State, linear_attention
-from kernels.linear_attention.cases import SCHEDULES, LinearAttentionCase, make_suite_case
-from models.gpt import GPT, Cache, resolve_config
 from support.command import status
 from support.errors import ConfigError
 from support.files import write_json, write_text
 from training.environment import compilation_cache, git_commit
 
-LARGE_TOKENS, LARGE_PERIOD = 2**22 + 2**14, 4099
-"""T of a call of 8 heads of 64 that has more than 2**31 elements, and after how many tokens its inputs repeat: a prime
-number, so that an address that is off by a power of two finds other numbers."""
-COMPARED_TOKENS = 4096
-"""Its last ones are looked at."""
+ROOT = Path(__file__).parents[1]
+TESTS = ("tests/kernels", "tests/on_a_gpu_test.py")
+"""Where tests for a GPU are; others may import what is not installed beside one."""
+TEST_PROCESSES = 4
 CASE_SECONDS = 6.0
 """How long the samples of a case may take, unless a flag says otherwise."""
 LEAST_SECONDS = 10.0
 """A step that has less is left out: a process alone takes seconds to start."""
 TUNING_MARGIN = 15.0
 """Seconds that tuning may need above those that it is given, for the candidate that is being compiled."""
+TEST_RESULTS = "correctness.xml"
 TUNED = "tuning.json"
 """What tuning finds, in the folder: a table as that of the kernels."""
 QUICK = "`--quick`: tiny sizes. The figures say that everything runs, and nothing of how fast it is."
@@ -116,12 +106,13 @@ def steps(quick: bool, seconds_per_case: float = CASE_SECONDS) -> list[Step]:
     step_contexts = (("--contexts", "32,64", "--tokens", "64", *tiny) if quick else
                      ("--contexts", "1024,8192,65536", *small))
     found = [
-        Step("correctness", 130, ("benchmarks.suite", "--worker", "correctness")),
+        Step("correctness", 260, ("pytest", "-q", "-m", "gpu and not thorough" if quick else "gpu",
+                                  *(str(ROOT / path) for path in TESTS))),
         Step("kernel", 70, ("benchmarks.suite", "--worker", "kernel")),
         Step("train_step", 110, (train, "--modes", "chunked", *step_contexts)),
         Step("sampling", 80, (sampling, "--modes", "chunked,softmax", *(
             ("--positions", "32,64", *tiny) if quick else ("--positions", "1024,65536,524288", *small)))),
-        Step("train_step_long", 50, (train, "--modes", "chunked", "--remat", "block", *(
+        Step("train_step_long", 50, (train, "--modes", "chunked", "--remat", "names", *(
             ("--contexts", "64", "--tokens", "64", *tiny) if quick else ("--contexts", "524288", *small)))),
         Step("utilisation", 45, (train, "--modes", "chunked", *(
             ("--contexts", "32", "--tokens", "64", "--accumulate", "2", *tiny) if quick else
@@ -145,15 +136,23 @@ def steps(quick: bool, seconds_per_case: float = CASE_SECONDS) -> list[Step]:
 
 def run(step: Step, out: Path, seconds: float) -> Outcome:
     """A step in a process of its own; what it prints goes to a log."""
-    command = [sys.executable, "-m", *step.command, "--json", str(out / f"{step.name}.json")]
-    if importlib.util.find_spec("matplotlib") and step.name not in ("correctness", "utilisation", "tune"):
-        command += ["--picture", str(out / f"{step.name}.png")]
+    command = [sys.executable, "-m", *step.command]
+    environment = dict(os.environ)
+    if step.name == "correctness":
+        command += ["--junitxml", str(out / TEST_RESULTS)]
+        if importlib.util.find_spec("xdist"):
+            command += ["-n", str(TEST_PROCESSES), "--dist", "loadgroup"]
+        environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    else:
+        command += ["--json", str(out / f"{step.name}.json")]
+        if importlib.util.find_spec("matplotlib") and step.name not in ("utilisation", "tune"):
+            command += ["--picture", str(out / f"{step.name}.png")]
     if step.name == "tune":
         command += ["--out", str(out / TUNED), "--minutes", str(max(1.0, seconds - TUNING_MARGIN) / 60)]
     if "--worker" in step.command:
         command += ["--out", str(out), "--minutes", str(seconds / 60)]
     cache = compilation_cache()
-    environment = os.environ | ({} if cache is None else {"JAX_COMPILATION_CACHE_DIR": cache})
+    environment |= {} if cache is None else {"JAX_COMPILATION_CACHE_DIR": cache}
     start = time.monotonic()
     with (out / f"{step.name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -173,182 +172,6 @@ def _last_line(path: Path) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-# The kernels against the definition.
-
-
-TOKEN = make_suite_case(1, 101, 4, 64, 64, "float32")
-"""The last of these tokens is drawn as a sampler does: on a GPU by the kernels of a single token …"""
-TOKEN_DTYPES = ("float32", "bfloat16")
-"""… in these number formats."""
-DRAWN = "a drawn token"
-"""What its rows have for an implementation; their bounds are their own."""
-
-
-def cases(quick: bool) -> list[op_cases.Case]:
-    """What the kernels are tried on, of all ops."""
-    return op_cases.find_cases("suite-quick" if quick else "suite")
-
-
-def implementations(case: op_cases.Case) -> tuple[str | None, ...]:
-    """What is tried here: the kernels, or without a GPU the plain JAX form, where the case names one."""
-    return case.implementations if device.platform() == "gpu" or case.plain is None else (case.plain,)
-
-
-def check(case: op_cases.Case) -> list[dict[str, Any]]:
-    """The rows of a case, by implementation: errors of outputs and gradients, their bound, and what is wrong."""
-    rows = [_row(case, name) for name in implementations(case)]
-    try:
-        expected = op_cases.run_reference(case)
-        plain: dict[str, float] | None = None
-        if device.platform() == "gpu" and case.plain is not None and case.dtype == "bfloat16":
-            found = op_cases.run(case, case.plain)()
-            plain = {name: error_of(found[name], x) for name, x in expected.items()}
-    except Exception as error:  # whatever goes wrong is the finding
-        return [row | {"wrong": [_line(error)]} for row in rows]
-    for row in rows:
-        try:
-            with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
-                kernel = op_cases.run(case, row["implementation"])
-                found, again = kernel(), kernel()
-            row["errors"] = {name: error_of(found[name], x) for name, x in expected.items()}
-            row["plain_errors"] = plain
-            row["wrong"] = faults_of(case, row["errors"], plain)
-            row["wrong"] += [f"{name}: other bits in a second run" for name in found
-                             if not np.array_equal(found[name].astype(np.float64), again[name].astype(np.float64),
-                                                   equal_nan=True)]
-        except Exception as error:
-            row["wrong"].append(_line(error))
-    return rows
-
-
-def _row(case: op_cases.Case, implementation: str | None) -> dict[str, Any]:
-    return {"op": case.op, "case": case.name, "dtype": case.dtype, "implementation": implementation,
-            "bound": case.tolerance, "errors": {}, "plain_errors": None, "wrong": [], "skipped": None}
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def large_case(tokens: int = LARGE_TOKENS) -> LinearAttentionCase:
-    """A call with more than 2**31 elements."""
-    return make_suite_case(1, tokens, 8, 64, 64, "bfloat16")
-
-
-class Large:
-    """A call whose elements an int32 does not count, against the same call in two parts.
-
-    Compiled at once; nothing is on the device before :meth:`check`.
-
-    Args:
-        implementation: as ``linear_attention`` names it.
-        tokens: T; even.
-    """
-
-    def __init__(self, implementation: str, tokens: int = LARGE_TOKENS):
-        self.case = large_case(tokens)
-        self._implementation = implementation
-        x_BTHD = jax.ShapeDtypeStruct((1, tokens, 8, 64), jnp.bfloat16)
-        self._programs = [jax.jit(program).lower(*[x_BTHD] * 4).compile() for program in (self._whole, self._resumed)]
-
-    def check(self) -> dict[str, Any]:
-        """The row."""
-        row = _row(self.case, self._implementation)
-        needed, limit = max(report.peak_bytes(program) or 0 for program in self._programs), report.device_memory()
-        if limit is not None and needed > limit:
-            return row | {"skipped": f"needs {needed / 2**30:.0f} GiB, the device has {limit / 2**30:.0f}"}
-        inputs = jax.jit(self._inputs)()
-        whole, resumed = ({name: np.asarray(x, np.float64) for name, x in program(*inputs).items()}
-                          for program in self._programs)
-        row["errors"] = {name: error_of(x, resumed[name]) for name, x in whole.items()}
-        row["wrong"] = [f"{name}: {error:.1e} from the run in two parts" for name, error in row["errors"].items()
-                        if not error <= row["bound"]]
-        return row
-
-    def _inputs(self) -> tuple[jax.Array, ...]:
-        tokens_T = jnp.arange(self.case.T) % LARGE_PERIOD
-        keys = jax.random.split(jax.random.key(0), 4)
-        q, k, v, dy = (jax.random.normal(key, (1, LARGE_PERIOD, 8, 64)) for key in keys)
-        return tuple(x.astype(jnp.bfloat16)[:, tokens_T] for x in (jax.nn.softplus(q), jax.nn.softplus(k), v, dy))
-
-    def _whole(self, q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> dict[str, jax.Array]:
-        return self._from(q, k, v, dy, None)
-
-    def _resumed(self, q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> dict[str, jax.Array]:
-        half = self.case.T // 2
-        _, state = linear_attention(q[:, :half], k[:, :half], v[:, :half], implementation=self._implementation)
-        return self._from(q[:, half:], k[:, half:], v[:, half:], dy[:, half:], state)
-
-    def _from(self, q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array,
-              state: State | None) -> dict[str, jax.Array]:
-        y, backward, final = jax.vjp(
-            lambda q, k, v: linear_attention(q, k, v, initial_state=state, implementation=self._implementation),
-            q, k, v, has_aux=True)
-        last = {name: x[:, -COMPARED_TOKENS:]
-                for name, x in zip(("y", "dq", "dk", "dv"), (y, *backward(dy)), strict=True)}
-        return last | {"final s": final.s_BHMD, "final z": final.z_BHM}
-
-
-def token_row(dtype: str) -> dict[str, Any]:
-    """The row of a token that is drawn after others: its logits, by what decoding keeps, against those of the whole
-    text in parallel form, in float32; in bfloat16 beside the error of the parallel form itself."""
-    row = _row(replace(TOKEN, dtype=dtype), DRAWN)
-    try:
-        with jax.default_matmul_precision("highest"):
-            expected_V, _ = _last_logits("float32", in_turns=False)
-        with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-            (found_V, again_V), (plain_V, _) = (_last_logits(dtype, in_turns=turns) for turns in (True, False))
-        error, plain = error_of(found_V, expected_V), error_of(plain_V, expected_V)
-        row["errors"] = {"logits": error}
-        if dtype != "float32":
-            row |= {"plain_errors": {"logits": plain}, "bound": WORSE_THAN_PLAIN * plain}
-        row["wrong"] = [f"logits: {error:.1e}, the parallel form {plain:.1e}"] if not error <= row["bound"] else []
-        if not np.array_equal(found_V, again_V, equal_nan=True):
-            row["wrong"].append("logits: other bits in a second run")
-    except Exception as error:  # whatever goes wrong is the finding
-        row["wrong"].append(_line(error))
-    return row
-
-
-def _last_logits(dtype: Any, *, in_turns: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Of the token after the last, twice; ``in_turns``: of all tokens but one, and then of one."""
-    config = ModelConfig(layers=2, heads=TOKEN.H, width=TOKEN.H * TOKEN.D, context=TOKEN.T,
-                         dtype=dtype, attention=("chunked", "softmax"), initial_scale=0.1)
-    graph, state = nnx.split(GPT(resolve_config(config), 257, rngs=nnx.Rngs(0)))
-    tokens_BT = jax.random.randint(jax.random.key(1), (1, TOKEN.T), 0, 257)
-
-    @jax.jit
-    def whole(state: Any, tokens_BT: jax.Array) -> jax.Array:
-        return nnx.merge(graph, state)(tokens_BT)[:, -1]
-
-    @jax.jit
-    def extended(state: Any, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        model = nnx.merge(graph, state)
-        x_BTE, cache = model.forward(tokens_BT, cache)
-        return model.logits(x_BTE[:, -1:])[:, 0], cache
-
-    def last_logits() -> np.ndarray:
-        if not in_turns:
-            return np.asarray(whole(state, tokens_BT)[0], np.float64)
-        cache = nnx.merge(graph, state).init_cache(1, TOKEN.T)
-        _, cache = extended(state, tokens_BT[:, :-1], cache)
-        return np.asarray(extended(state, tokens_BT[:, -1:], cache)[0][0], np.float64)
-
-    return last_logits(), last_logits()
-
-
-def large_row(compiled: Future[Large] | None, implementation: str | None) -> dict[str, Any]:
-    """The row of a :class:`Large` call; skipped, with the reason, where there is not the memory for it."""
-    row = _row(large_case(), implementation)
-    if compiled is None:
-        return row | {"skipped": "more than 2**31 elements are for a GPU, and not for --quick"}
-    try:
-        return compiled.result().check()
-    except Exception as error:
-        memory = attention.reason(error).startswith("out of memory")
-        return row | ({"skipped": _line(error)} if memory else {"wrong": [_line(error)]})
-
-
 # What the processes of the suite's own steps do.
 
 
@@ -356,34 +179,22 @@ def work(options: argparse.Namespace) -> int:
     """A step of the suite's own, which writes its JSON file as it goes.
 
     Returns:
-        1 where something is wrong or was not tried, or nothing could be measured, else 0.
+        1 where nothing could be measured, else 0.
     """
     report.use_whole_device()
     if options.worker == "fla":
         report.share_device()
     contents = report.origin("benchmarks.suite", argparse.Namespace(
         worker=options.worker, quick=options.quick, seconds_per_case=options.seconds_per_case))
-    rows: list[dict[str, Any]] = []
     until = time.monotonic() + 60 * options.minutes - LEAST_SECONDS
 
-    def keep(more: list[dict[str, Any]]) -> None:
-        rows.extend(more)
-        write_json(options.json, contents | {"rows": rows})
-
-    if options.worker == "correctness":
-        # In the file from the start: rows that are missing in the end were not tried, for whatever reason.
-        contents["planned"] = (sum(len(implementations(case)) for case in cases(options.quick))
-                               + len(implementations(large_case())) + len(TOKEN_DTYPES))
-        keep([])
-        _try_kernels(options.quick, until, keep)
-        return 1 if len(rows) < contents["planned"] or any(row["wrong"] for row in rows) else 0
     measured: list[attention.Row] = []
     # A shape that is not begun in time is a row that says so, and so is a call that by smaller ones takes too long.
     for found in attention.measure_here(attention_cases(options.worker, options.quick), 3 if options.quick else 20,
                                         seconds_per_case=options.seconds_per_case,
                                         total_seconds=until - time.monotonic()):
         measured += found
-        keep([asdict(row) for row in found])
+        write_json(options.json, contents | {"rows": [asdict(row) for row in measured]})
         for row in found:
             print(row.label, attention.shape_name(row), row.passes, row.milliseconds, row.error, flush=True)
     measured.sort(key=lambda row: row.context if row.part == "contexts" else 0)
@@ -392,41 +203,6 @@ def work(options: argparse.Namespace) -> int:
         title = f"One attention call, {measured[0].dtype}, {contents['device']}"
         draw_panels(options.picture, attention.panels(part, measured), title=title)
     return 0 if any(row.error is None for row in measured) else 1
-
-
-def _try_kernels(quick: bool, until: float, keep: Callable[[list[dict[str, Any]]], None]) -> None:
-    """The rows of all cases that are begun in time; side by side, for most of the time is the compiler's."""
-    for dtype in TOKEN_DTYPES:
-        if time.monotonic() < until:
-            row = token_row(dtype)
-            keep([row])
-            _print_checked(row)
-    every = cases(quick)
-    left_out = 0
-    with ThreadPoolExecutor(max(1, min(8, len(os.sched_getaffinity(0)) // 2))) as pool:
-        large: dict[str | None, Future[Large]] = {} if device.platform() != "gpu" or quick else {
-            name: pool.submit(Large, name) for name in SCHEDULES}
-        for found in pool.map(lambda case: check(case) if time.monotonic() < until else None, every):
-            left_out += found is None
-            keep(found or [])
-            for row in found or []:
-                _print_checked(row)
-        # One after the other, and not beside anything else: they take most of the memory.
-        for name in implementations(large_case()):
-            if time.monotonic() > until:
-                print("no time left for more than 2**31 elements")
-                break
-            row = large_row(large.get(name), name)
-            keep([row])
-            _print_checked(row)
-    if left_out:
-        print(f"no time left for {left_out} of {len(every)} cases")
-
-
-def _print_checked(row: dict[str, Any]) -> None:
-    worst = max(row["errors"].values(), default=float("nan"))
-    called = f"{row['op']} {row['case']} {row['implementation'] or 'picked'}"
-    print(f"{called}: {worst:.1e}", "; ".join(row["wrong"]), row["skipped"] or "", flush=True)
 
 
 def attention_cases(worker: str, quick: bool) -> list[Any]:
@@ -465,28 +241,13 @@ class Figure:
     unit: str = "ms"
     samples: int | None = None
     """Of which ``value`` is the median."""
-    incomplete: str | None = None
-    """In place of ``yes``: why that cannot be said."""
 
 
 def figures(out: Path) -> list[Figure]:
     """What the steps' files say, most important first; steps that wrote nothing have no lines."""
-    found: list[Figure] = []
+    found = _test_figures(out / TEST_RESULTS)
     files = _files(out)
     rows = {name: contents["rows"] for name, contents in files.items()}
-    checked = [row for row in rows.get("correctness", []) if not row["skipped"]]
-    if "correctness" in files:
-        untried = files["correctness"]["planned"] - len(rows["correctness"])
-        kernel = " and ".join(dict.fromkeys(row["implementation"] or row["op"] for row in checked)) or "kernel"
-        found.append(Figure(f"correctness: cases of {kernel} that are wrong, of {len(checked)} tried"
-                            + (f", {untried} not tried" if untried else ""),
-                            sum(bool(row["wrong"]) for row in checked) if checked else None, 0, unit="cases",
-                            incomplete="not all tried" if untried else None))
-    tried = [row for row in checked if row["implementation"] != DRAWN and row["errors"]]
-    for dtype, bound in dict.fromkeys((row["dtype"], row["bound"]) for row in tried):
-        errors = [error for row in tried if (row["dtype"], row["bound"]) == (dtype, bound)
-                  for error in row["errors"].values()]
-        found.append(Figure(f"correctness: largest error, {dtype}", max(errors), bound, unit="RMS/RMS"))
     found += _kernel_figures(rows.get("kernel", []))
     found += _fla_figures(rows.get("fla", []))
     known = published("training_step", "models")
@@ -533,6 +294,18 @@ def _files(out: Path) -> dict[str, dict[str, Any]]:
             if (path := out / f"{step.name}.json").exists()}
 
 
+def _test_figures(path: Path) -> list[Figure]:
+    """Tests that fail; none where they were not done."""
+    results = ElementTree.parse(path).getroot().find("testsuite") if path.exists() else None
+    if results is None:
+        return []
+    tests, failures, errors, skipped = (int(results.get(name, "0")) for name in ("tests", "failures", "errors",
+                                                                                 "skipped"))
+    ran = tests - skipped
+    return [Figure(f"correctness: tests that fail, of {ran} for a GPU, {skipped} skipped",
+                   failures + errors if ran else None, 0, unit="tests")]
+
+
 def _kernel_figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
     found: list[Figure] = []
     known = published("kernel", "shapes")
@@ -571,12 +344,10 @@ def write_summary(out: Path, outcomes: dict[str, Outcome], remarks: Sequence[str
     judged = "H200" in where["device"]
     lines = []
     for figure in figures(out):
-        exact = figure.unit == "RMS/RMS"
-        form, met = ".1e" if exact else ".4g", "–"
-        if figure.target is not None and (judged or exact or figure.unit == "cases"):
-            met = "not measured" if figure.value is None else "no" if figure.value > figure.target else (
-                figure.incomplete or "yes")
-        value, target, other = ("–" if x is None else format(x, form)
+        met = "–"
+        if figure.target is not None and (judged or figure.unit == "tests"):
+            met = "not measured" if figure.value is None else "no" if figure.value > figure.target else "yes"
+        value, target, other = ("–" if x is None else format(x, ".4g")
                                 for x in (figure.value, figure.target, figure.published))
         lines.append([figure.name, value, target, met, other, figure.unit,
                       "–" if figure.samples is None else str(figure.samples)])
@@ -609,7 +380,7 @@ def notes(found: str | None, quick: bool) -> list[str]:
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Runs the steps that the flags name; returns 1 if the kernel is wrong or not all of it was tried."""
+    """Runs the steps that the flags name; returns 1 if a test fails or the tests were not done."""
     options = _options(arguments)
     if options.worker is not None:
         return work(options)
@@ -618,7 +389,7 @@ def command(arguments: Sequence[str]) -> int:
     wanted = _wanted(options, found)
     report.make_folder(options.out)
     names = [f"{step.name}.{suffix}" for step in steps(options.quick) for suffix in ("json", "png", "log")]
-    for name in (*names, TUNED):  # of an earlier run
+    for name in (*names, TEST_RESULTS, TUNED):  # of an earlier run
         (options.out / name).unlink(missing_ok=True)
     told = notes(found, options.quick)
     for remark in told:

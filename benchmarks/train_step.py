@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import itertools
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -58,7 +59,7 @@ from training.step import (
 FORM_OPTIONS = ("form", "kernel")
 """What modes call the option that names how they are computed."""
 HEADINGS = ("size", "context", "mode", "implementation", "ms/step", "fastest", "samples", "tokens/s", "utilisation",
-            "peak MiB", "× softmax")
+            "peak MiB", "compile s", "× softmax")
 CASE_SECONDS = 60.0
 """How long the samples of a case may take, unless a flag says otherwise."""
 
@@ -98,7 +99,7 @@ class Row:
     accumulate: int = 1
     """Parts that the batch was taken in."""
     remat: str | None = None
-    """What was recomputed in the backward pass to save memory."""
+    """As ``train.remat`` has it: what was recomputed in the backward pass to save memory."""
     flops: float | None = None
     """Floating-point operations of a step that the model asks for."""
     milliseconds: float | None = None
@@ -110,6 +111,8 @@ class Row:
     """Time of the first softmax mode at this context over the time of this one."""
     peak_bytes: int | None = None
     """Arguments, outputs and temporaries of the step, as the compiler plans them."""
+    compile_seconds: float | None = None
+    """On a GPU with the choice of products (autotuning), unless that is cached."""
     samples: list[float] = field(default_factory=list)
     alone: bool = False
     """Timed by itself, not by turns: beside the others there was no memory for it."""
@@ -130,7 +133,10 @@ class Step:
         tokens = np.random.default_rng(0).integers(0, vocabulary_size, shape, dtype=np.int32)
         self._batch = Batch(*jax.device_put(tuple(tokens)))
         self._learning_rate = jnp.float32(config.optimizer.learning_rate)
-        self._compiled = lowered_step(config, vocabulary_size).compile()
+        lowered = lowered_step(config, vocabulary_size)
+        start = time.monotonic()
+        self._compiled = lowered.compile()
+        self.compile_seconds = time.monotonic() - start
         self.peak_bytes = report.peak_bytes(self._compiled)
         report.check_memory(self.peak_bytes)
         limit = report.device_memory()
@@ -266,7 +272,7 @@ def measure(configs: dict[str, Config], vocabulary_size: int, repeats: int, *, s
         repeats: samples of each.
         seconds: about how long the samples of a mode may take: a long step has fewer; one that by ``before`` would
             take longer than that alone is not run.
-        remat: ``none``, ``block``, or ``auto``, which recomputes blocks where the step does not fit otherwise.
+        remat: as ``train.remat``, or ``auto``: the first of ``none``, ``names`` and ``block`` that fits.
         size: name of the size.
         before: rows of shorter contexts.
         peers: other people's steps, by name, timed beside ours.
@@ -308,7 +314,7 @@ def _by_turns(configs: dict[str, Config], vocabulary_size: int, repeats: int, *,
                                config.train.batch_size, size, config.train.accumulate,
                                flops=model_flops(config, vocabulary_size))
         row.error = _too_long(row, before, seconds)
-        for choice in () if row.error else ("none", "block") if remat == "auto" else (remat,):
+        for choice in () if row.error else ("none", "names", "block") if remat == "auto" else (remat,):
             row.error, row.remat = None, choice
             try:
                 steps[mode] = _ready(replace(config, train=replace(config.train, remat=choice)), vocabulary_size, row)
@@ -341,7 +347,7 @@ def _ready(config: Config, vocabulary_size: int, row: Row) -> Step:
         as :class:`Step`.
     """
     step = Step(config, vocabulary_size)
-    row.peak_bytes = step.peak_bytes
+    row.peak_bytes, row.compile_seconds = step.peak_bytes, step.compile_seconds
     jax.block_until_ready(step())
     return step
 
@@ -363,14 +369,16 @@ def _too_long(row: Row, before: Sequence[Row], seconds: float) -> str | None:
 def cells(row: Row) -> list[str]:
     """A row of the printed table."""
     memory = "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.1f}"
+    compiling = "–" if row.compile_seconds is None else f"{row.compile_seconds:.0f}"
     ratio = "–" if row.ratio is None else f"{row.ratio:.2f}"
     utilisation = "–" if row.utilisation is None else f"{row.utilisation:.1%}"
     times = ("–", "–", "–", "–")
     if row.milliseconds is not None:
         times = (f"{row.milliseconds:,.1f}", f"{min(row.samples):,.1f}", str(len(row.samples)),
                  f"{row.tokens_per_second:,.0f}")
-    form = (row.implementation or "") + ", remat" * (row.remat == "block") + ", alone" * row.alone
-    return [row.size or "", f"{row.context:,}", row.mode, form, *times, utilisation, memory, ratio]
+    form = "".join([row.implementation or "", f", remat {row.remat}" * (row.remat in ("block", "names")),
+                    ", alone" * row.alone])
+    return [row.size or "", f"{row.context:,}", row.mode, form, *times, utilisation, memory, compiling, ratio]
 
 
 def draw(path: Path, rows: Sequence[Row], device: str) -> None:
@@ -458,8 +466,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=report.positive, help="sequences in a step, in place of --tokens")
     parser.add_argument("--accumulate", type=report.positive, default=1,
                         help="parts that the batch is taken in, one after the other (%(default)s)")
-    parser.add_argument("--remat", choices=("none", "block", "auto"), default="auto",
-                        help="compute blocks again in the backward pass; auto: where it does not fit otherwise")
+    parser.add_argument("--remat", choices=("none", "names", "block", "auto"), default="auto",
+                        help="as train.remat: what to recompute in the backward pass; auto: what the memory asks for")
     parser.add_argument("--seconds-per-case", type=float, default=CASE_SECONDS,
                         help="about how long the samples of a case may take (%(default)g)")
     parser.add_argument("--peer", help="nanogpt=PATH: time nanoGPT's step too")

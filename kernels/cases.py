@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-User = Literal["tests", "gpu-check", "suite", "suite-quick", "tune"]
+User = Literal["tests", "gpu", "gpu-check", "tune"]
 Arrays = dict[str, Any]
 """Arrays, or their shapes and dtypes, by name."""
 LogDecay = Literal["mixed", "strong"]
@@ -42,15 +42,14 @@ class Case(ABC):
     implementations: tuple[str | None, ...] = (None,)
     """What :meth:`call` takes; None: what the op picks. ``tests`` run all of them on a CPU."""
     used_by: tuple[User, ...] = ("tests",)
-    """``tests`` and ``suite`` (``suite-quick``: with ``--quick``) compare with the reference, ``gpu-check`` compiles,
-    ``tune`` times, of linear attention alone."""
+    """``tests`` and, on a GPU, ``gpu`` compare with the reference, ``gpu-check`` compiles, ``tune`` times, of linear
+    attention alone."""
     title: str = ""
     """What the case is there for; its name where given."""
     gradients: bool = True
     """Whether the call is differentiated."""
     plain: str | None = None
-    """The implementation in plain JAX that bounds the others' errors in bfloat16, by ``WORSE_THAN_PLAIN``, and that
-    ``suite`` takes where there is no GPU."""
+    """The implementation in plain JAX that bounds the others' errors in bfloat16, by ``WORSE_THAN_PLAIN``."""
     expected_from: str = REFERENCE
     """The implementation that gives the expected results, in float64; another one where the reference takes too much
     memory, and is itself tested against it."""

@@ -14,6 +14,8 @@ packages=(nvidia-cuda-nvcc==13.5.37 nvidia-nvvm==13.5.37 nvidia-cudnn-cu13==9.28
 # What kernels, models and benchmarks import, and what those import, at the versions of the lock.
 names='absl-py|flax|jaxtyping|ml-dtypes|msgpack|numpy|opt-einsum|optax|pyyaml|rich|markdown-it-py|mdurl|pygments'
 names+='|scipy|treescope|typing-extensions|wadler-lindig|etils|orbax-checkpoint'
+# What reads a recipe, for `benchmarks.estimate` and `benchmarks.memory`.
+names+='|tyro|docstring-parser|typeguard|orjson'
 locked() { sed -nE "s/^($1)==([^ ;]+).*/\1==\2/p" requirements.lock; }
 mapfile -t -O "${#packages[@]}" packages < <(locked "$names")
 newest=$(locked jax)

@@ -24,7 +24,7 @@ from comparison.study import Variation
 
 RECIPE = "configs/quickstart.py"
 RATE = "optimizer.learning_rate"
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (2e-3, 4e-3, 8e-3)
 PARTS = {"short_conv": 4, "output_gate": "sigmoid"}
 """What softmax gains by; its weights need no norm of the output."""
 NORMED = PARTS | {"output_norm": "rms"}
@@ -43,8 +43,8 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Attention and options of its mode, of a hybrid the last, by the name of the run."""
 CONTENDERS = ("softmax-parts", "softmax-forget", "gated", "gated_delta", "hybrid-softmax")
-BEST_RATES: dict[str, float] = {}
-"""What the search on WikiText found; 2e-3 where it is not named."""
+BEST_RATES = dict.fromkeys(ARMS, 4e-3) | {"chunked-parts": 8e-3, "hybrid-softmax": 8e-3}
+"""What the search on WikiText found."""
 CORPORA: dict[str, dict[str, Any]] = {
     "prose": {"model.context": 1024, "train.batch_size": 4, "data.dir": "data/wikitext"},
     "code": {"model.context": 4096},
@@ -54,11 +54,12 @@ CORPORA: dict[str, dict[str, Any]] = {
 def get_runs(quick: bool) -> list[Variation]:
     if quick:
         small = {"model.context": 1024, "train.steps": 100}
-        return [_run(arm, "code", small, 2e-3, 0) for arm in ("softmax-parts", "chunked", "gated", "gated_delta")]
+        return [_run(arm, "code", small, BEST_RATES[arm], 0)
+                for arm in ("softmax-parts", "chunked", "gated", "gated_delta")]
     runs = []
     for corpus, fields in CORPORA.items():
         for arm in ARMS:
-            best = BEST_RATES.get(arm, 2e-3)
+            best = BEST_RATES[arm]
             rates = RATES if corpus == "prose" else (best,)
             runs += [_run(arm, corpus, fields | {"train.steps": 200}, rate, seed) for rate in rates
                      for seed in ((0, 1, 2) if arm in CONTENDERS and rate == best else (0,))]

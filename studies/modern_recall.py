@@ -21,7 +21,7 @@ from comparison.study import Variation, grid
 
 RECIPE = "configs/mqar.py"
 RATE = "optimizer.learning_rate"
-RATES = (1e-3, 2e-3, 3e-3)
+RATES = (1.5e-3, 3e-3, 6e-3)
 TASKS: dict[str, dict[str, Any]] = {
     "8": {"data.source": "mqar:length=64,pairs=8,vocabulary=32", "model.context": 64, "model.heads": 1,
           "train.steps": 600},

@@ -47,6 +47,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"no GPU: jax runs on {jax.default_backend()} here"))
 
 
+@pytest.fixture
+def gpu() -> None:
+    """For a test that only a GPU can run."""
+    import jax
+
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU")
+
+
 def pytest_collection_finish() -> None:
     """Has the garbage collector pass over what is imported, which stays, and look less often at what tracing makes."""
     gc.collect()

@@ -160,18 +160,22 @@ _COMPILED = (
 )
 
 
-def _on_device(dtype: str, **options: Any) -> DeltaRuleCase:
-    """Run on the device at hand."""
-    return DeltaRuleCase(2, 1000, 3, 64, 64, dtype=dtype, correlation=0.9, beta="one", implementations=("chunked",),
-                         used_by=("suite",), tolerance=TOLERANCES[dtype], **options)
+def _on_a_gpu(B: int, T: int, H: int, D: int, dtype: str, *, correlation: float = 0.9,
+              **options: Any) -> DeltaRuleCase:
+    """By the kernels and by the plain form. Of a long sequence the recurrence in float64 takes minutes."""
+    return DeltaRuleCase(B, T, H, D, D, dtype=dtype, correlation=correlation, beta="one", used_by=("gpu",),
+                         implementations=("pallas_gpu", "chunked"), tolerance=TOLERANCES[dtype],
+                         expected_from="reference" if T <= 1000 else "chunked", **options)
 
 
-_SUITE = (
-    *(_on_device(dtype) for dtype in ("float32", "bfloat16")),
-    *(_on_device(dtype, log_decay="mixed", segments=True) for dtype in ("float32", "bfloat16")),
+_ON_A_GPU = (
+    *(_on_a_gpu(2, 1000, 3, 64, dtype) for dtype in ("float32", "bfloat16")),
+    *(_on_a_gpu(2, 1000, 3, 64, dtype, log_decay="mixed", segments=True) for dtype in ("float32", "bfloat16")),
+    _on_a_gpu(1, 1000, 4, 128, "bfloat16", correlation=0.99, log_decay="mixed"),
+    _on_a_gpu(1, 8192, 12, 64, "bfloat16", correlation=0.99, log_decay="mixed"),
 )
 
-CASES: tuple[Case, ...] = (*_TESTED, *_INTERPRETED, *_COMPILED, *_SUITE)
+CASES: tuple[Case, ...] = (*_TESTED, *_INTERPRETED, *_COMPILED, *_ON_A_GPU)
 
 
 def _attend(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool, chunk_size: int | None,

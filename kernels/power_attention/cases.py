@@ -109,7 +109,7 @@ CASES: tuple[Case, ...] = (
     *(PowerAttentionCase(1, T, 12, 64, dtype="bfloat16", tolerance=TOLERANCES["bfloat16"], log_decay="mixed",
                          used_by=("gpu-check",)) for T in (1, 4096)),
     *(PowerAttentionCase(2, 300, 2, 64, dtype=dtype, tolerance=TOLERANCES[dtype], log_decay="mixed", chunk_size=128,
-                         segments=True, used_by=("suite",)) for dtype in ("float32", "bfloat16")),
+                         segments=True, used_by=("gpu",)) for dtype in ("float32", "bfloat16")),
 )
 
 

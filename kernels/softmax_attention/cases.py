@@ -158,6 +158,8 @@ CASES: tuple[Case, ...] = (
     _cached(40, 64, 6, "float32", "blockwise", tolerance=3e-6, log_decay="strong"),
     SoftmaxCase(1, 4096, 12, 64, dtype="bfloat16", used_by=("gpu-check",), tolerance=TOLERANCES["bfloat16"],
                 log_decay="mixed"),
+    *(SoftmaxCase(2, 1024, 12, 64, dtype="bfloat16", used_by=("gpu",), implementations=("cudnn",), plain="blockwise",
+                  tolerance=TOLERANCES["bfloat16"], window=window) for window in (None, 256)),
     # Weights and y are rounded to 8 bits.
     *(_cached(T, 64, 6, dtype, "blockwise", tolerance={"float32": 3e-6, "bfloat16": 6e-3}[dtype])
       for T in (1, 16, 40) for dtype in ("float32", "bfloat16")),

@@ -197,7 +197,7 @@ def test_what_does_not_fit_says_how_much_is_missing_and_what_helps():
     config = Config(train=TrainConfig(batch_size=8, accumulate=2))
     has = memory.MOST_SHARE * memory.CARDS["h200"] / 2**10
     with pytest.raises(ConfigError, match=rf"needs 200.0 GiB, .* may take {has:.1f}: {200 - has:.1f} GiB are missing; "
-                                          "--train.accumulate 4 .*, --train.remat block"):
+                                          "--train.accumulate 4 .*, --train.remat names"):
         estimate.check_fits(found, "h200", config)
     alone = dataclasses.replace(config, train=TrainConfig(batch_size=1, remat="block"))
     with pytest.raises(ConfigError, match=r"a shorter --model.context"):

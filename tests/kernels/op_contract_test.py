@@ -1,7 +1,7 @@
 """Every op in every implementation that runs on a CPU is its reference in float64, outputs and gradients.
 
 The cases are the ops' own (``kernels/cases.py``). On a CPU Pallas kernels are interpreted, which says nothing about
-registers, time or a GPU's arithmetic: ``make gpu-check``, ``pytest -m gpu`` and ``benchmarks.suite`` do.
+registers, time or a GPU's arithmetic: ``make gpu-check`` and ``pytest -m gpu`` do.
 """
 
 import functools
@@ -50,6 +50,25 @@ def test_outputs_and_gradients_are_those_of_the_reference(case, implementation, 
         name: cases.error_of(results[name], x) for name, x in expected.items()} for results in (found, plain))
     assert errors is not None
     assert cases.faults_of(case, errors, plain_errors) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("case", "implementation"), [
+    pytest.param(case, implementation, id=f"{case.op}: {case.name}: {implementation or 'picked'}")
+    for case in cases.find_cases("gpu") for implementation in case.implementations])
+def test_on_a_gpu_they_are_those_of_the_reference_with_the_same_bits_each_time(case, implementation):
+    expected = expected_of(case)
+    with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
+        compute = cases.run(case, implementation)
+        found, again = compute(), compute()
+        plain = cases.run(case, case.plain)() if case.plain is not None and case.dtype == "bfloat16" else None
+    errors, plain_errors = (None if results is None else {
+        name: cases.error_of(results[name], x) for name, x in expected.items()} for results in (found, plain))
+    assert errors is not None
+    assert cases.faults_of(case, errors, plain_errors) == []
+    for name, x in found.items():
+        assert np.array_equal(x, again[name]), f"{name} has other bits in a second run"
 
 
 def test_every_op_in_a_folder_has_the_same_parts():

@@ -9,8 +9,11 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from benchmarks.launches import pallas_kernels
+from kernels import device
+from kernels.cases import find_cases
 from kernels.linear_attention import linear_attention, tuning
-from kernels.linear_attention.pallas_gpu import CHUNKS, WIDTHS
+from kernels.linear_attention.cases import LinearAttentionCase
+from kernels.linear_attention.pallas_gpu import CHUNKS, WIDTHS, block_width
 from kernels.linear_attention.tuning import LONG, Plan, Row, Tiles, kernel_chunk_sizes, plan, row_for, rows
 
 POWERS = (16, 32, 64, 128, 256)
@@ -184,3 +187,15 @@ def test_a_named_schedule_is_taken_where_the_other_would_be_picked(schedule):
             named = plan(*call, schedule=schedule)
             assert named.schedule == schedule
             assert (named.span < 65_536) == (schedule == "parallel")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("segments", [False, True])
+def test_on_a_gpu_the_parallel_schedule_is_tried_where_it_scans_many_chunks_of_many_spans(dtype, segments, monkeypatch):
+    monkeypatch.setattr(device, "kind", lambda: "NVIDIA H200")
+    monkeypatch.setattr(device, "cores", lambda: 132)
+    plans = [(case, plan(case.B, case.T, case.H, block_width(case.M), block_width(case.D), dtype, schedule="parallel",
+                         segments=segments))
+             for case in find_cases("gpu") if isinstance(case, LinearAttentionCase)
+             and (case.dtype, case.segments) == (dtype, segments)]
+    assert any(found.span >= 2 * found.forward.chunk and 2 * found.span < case.T for case, found in plans)

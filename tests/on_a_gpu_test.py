@@ -1,0 +1,156 @@
+"""What only a GPU can show of whole models, and of calls as large as its memory: right numbers, the same each time.
+
+``tests/kernels/op_contract_test.py`` has the ops one by one.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks import report
+from configs.schema import Config, ModelConfig, TrainConfig
+from data.loader import Batch
+from kernels.cases import WORSE_THAN_PLAIN, error_of
+from kernels.cross_entropy import cross_entropy
+from kernels.linear_attention import State, linear_attention
+from kernels.linear_attention.cases import DEVICE_TOLERANCES, SCHEDULES
+from models.gpt import GPT, resolve_config
+from sampling.sampler import with_product_weights
+from training.optimizer import decay_mask, make_optimizer
+from training.step import initial_state, jit_step, make_model, make_train_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
+
+MODES = ("softmax", "window", "linear", "chunked", "gated", "gated_delta", "power", "chunked,softmax")
+VOCABULARY = 257
+PERIOD = 4099
+"""After how many tokens the inputs of a large call repeat: a prime number, so that an address that is off by a power of
+two finds other numbers."""
+TOKENS = 301
+COMPARED_TOKENS = 4096
+"""The last of a large call, which are compared."""
+
+
+def make_config(attention: str, dtype: str) -> Config:
+    """Two layers as wide as GPT-2's of 124M, with weights so large that attention counts."""
+    model = ModelConfig(layers=2, heads=12, width=768, context=1024, dtype=dtype,  # type: ignore[arg-type]
+                        attention=tuple(attention.split(",")), initial_scale=0.1)
+    return Config(model=resolve_config(model), train=TrainConfig(batch_size=2))
+
+
+def make_batch(config: Config) -> Batch:
+    shape = 2, config.train.batch_size, config.model.context
+    return Batch(*np.random.default_rng(0).integers(0, VOCABULARY, shape, dtype=np.int32))
+
+
+def loss_and_gradients(config: Config, platform: str) -> dict[str, np.ndarray]:
+    """Of a new model on a platform's first device, by the forms that are picked there; gradients as one vector."""
+
+    @nnx.jit
+    @nnx.value_and_grad
+    def compute(model: GPT, batch: Batch) -> jax.Array:
+        x_BTE, _ = model.forward(jnp.asarray(batch.inputs_BT))
+        targets_BT = jnp.asarray(batch.targets_BT)
+        return cross_entropy(*model.head_operands(x_BTE), targets_BT) / targets_BT.size
+
+    exact = "highest" if config.model.dtype == "float32" else "default"
+    with jax.default_device(jax.devices(platform)[0]), jax.default_matmul_precision(exact):
+        loss, gradients = compute(make_model(config, VOCABULARY), make_batch(config))
+    return {"loss": np.asarray(loss),
+            "gradients": np.concatenate([np.ravel(x) for x in jax.tree.leaves(nnx.to_pure_dict(gradients))])}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_and_gradients_are_those_of_the_plain_forms_on_the_cpu(mode):
+    expected = loss_and_gradients(make_config(mode, "float32"), "cpu")
+    exact = loss_and_gradients(make_config(mode, "float32"), "gpu")
+    rounded, plain = (loss_and_gradients(make_config(mode, "bfloat16"), platform) for platform in ("gpu", "cpu"))
+    for name, x in expected.items():
+        assert error_of(exact[name], x) <= 1e-4, name
+        assert error_of(rounded[name], x) <= max(WORSE_THAN_PLAIN * error_of(plain[name], x), 1e-4), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_steps_give_the_same_bits_each_time(mode):
+    config = make_config(mode, "bfloat16")
+    model = make_model(config, VOCABULARY)
+    transform = make_optimizer(config.optimizer, decay_mask(model))
+    step = jit_step(make_train_step(model, config, transform), model)
+
+    def train() -> list[np.ndarray]:
+        state = jax.jit(lambda: initial_state(config, VOCABULARY, transform))()
+        for _ in range(3):
+            state, metrics = step(state, make_batch(config), jnp.float32(1e-3))
+        return [np.asarray(x) for x in jax.tree.leaves((state, metrics))]
+
+    first, again = train(), train()
+    assert all(np.array_equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_drawn_token_has_the_logits_of_the_parallel_form_with_the_same_bits_each_time(mode):
+    tokens_BT = np.random.default_rng(1).integers(0, VOCABULARY, (1, TOKENS), dtype=np.int32)
+
+    def whole(dtype: str, platform: str) -> np.ndarray:
+        with jax.default_device(jax.devices(platform)[0]):
+            return np.asarray(nnx.jit(lambda model, x: model(x))(make_model(make_config(mode, dtype), VOCABULARY),
+                                                                 tokens_BT)[0, -1])
+
+    model = with_product_weights(make_model(make_config(mode, "bfloat16"), VOCABULARY))
+
+    @nnx.jit
+    def extend(model: GPT, tokens_BT: jax.Array, cache: object) -> tuple[jax.Array, object]:
+        x_BTE, cache = model.forward(tokens_BT, cache)
+        return model.logits(x_BTE[:, -1:])[0, 0], cache
+
+    def drawn() -> np.ndarray:
+        _, cache = extend(model, tokens_BT[:, :-1], model.init_cache(1, tokens_BT.shape[1]))
+        return np.asarray(extend(model, tokens_BT[:, -1:], cache)[0])
+
+    expected, plain, found = whole("float32", "cpu"), whole("bfloat16", "cpu"), drawn()
+    assert error_of(found, expected) <= WORSE_THAN_PLAIN * error_of(plain, expected)
+    assert np.array_equal(found, drawn())
+
+
+@pytest.mark.xdist_group("takes most of the memory")
+@pytest.mark.parametrize("implementation", SCHEDULES)
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_call_of_more_elements_than_an_int32_counts_is_the_same_call_in_two_parts(D, implementation):
+    check_large_call(2**31 // (8 * D) + 2**14, D, implementation)
+
+
+def check_large_call(T: int, D: int, implementation: str) -> None:
+    """Compares the last tokens of one call with those of two, the second of which goes on from the first's state."""
+
+    def attend(q, k, v, dy, state):
+        y, backward, end = jax.vjp(lambda q, k, v: linear_attention(q, k, v, initial_state=state,
+                                                                    implementation=implementation), q, k, v,
+                                   has_aux=True)
+        last = {name: x[:, -COMPARED_TOKENS:] for name, x in zip(("y", "dq", "dk", "dv"), (y, *backward(dy)),
+                                                                 strict=True)}
+        return last | {"final s": end.s_BHMD, "final z": end.z_BHM}
+
+    def whole(q, k, v, dy):
+        return attend(q, k, v, dy, None)
+
+    def resumed(q, k, v, dy):
+        before, after = (slice(None), slice(None, T // 2)), (slice(None), slice(T // 2, None))
+        _, state = linear_attention(q[before], k[before], v[before], implementation=implementation)
+        return attend(q[after], k[after], v[after], dy[after], State(*state))
+
+    def inputs():
+        keys, at_T = jax.random.split(jax.random.key(0), 4), jnp.arange(T) % PERIOD
+        q, k, v, dy = (jax.random.normal(key, (1, PERIOD, 8, D)) for key in keys)
+        return tuple(x.astype(jnp.bfloat16)[:, at_T] for x in (jax.nn.softplus(q), jax.nn.softplus(k), v, dy))
+
+    x_BTHD = jax.ShapeDtypeStruct((1, T, 8, D), jnp.bfloat16)
+    programs = [jax.jit(program).lower(*[x_BTHD] * 4).compile() for program in (whole, resumed)]
+    needed, limit = max(report.peak_bytes(program) or 0 for program in programs), report.device_memory()
+    if limit is not None and needed > limit:
+        pytest.skip(f"needs {needed / 2**30:.0f} GiB, the device has {limit / 2**30:.0f}")
+    given = jax.jit(inputs)()
+    found, expected = ({name: np.asarray(x) for name, x in program(*given).items()} for program in programs)
+    for name, x in expected.items():
+        assert error_of(found[name], x.astype(np.float64)) <= DEVICE_TOLERANCES["bfloat16"], name
