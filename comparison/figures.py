@@ -121,7 +121,7 @@ class Figure:
 
 def loss_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | None = None,
                  called: str = "", best_over: str | None = None, mark_best: bool | None = None, log: bool | None = None,
-                 title: str = "") -> Figure:
+                 title: str = "", arm: Callable[[Run], str] | None = None) -> Figure:
     """Final val loss against a field of the config: a line for each attention, and for each set of the other fields in
     which runs differ; each point the mean over the seeds with its 95 % interval (Student's t).
 
@@ -143,18 +143,19 @@ def loss_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | 
         log: the axis is logarithmic; None: for learning rates, and numbers above zero of which the largest is four
             times the smallest or more.
         title: empty: what is drawn.
+        arm: the name of the line that a run belongs to; None: lines are parted as said above.
 
     Raises:
         ConfigError: there are runs, and none has the field; for an option of a mode a remark says so.
     """
-    return _against(runs, field, "loss", of, called, best_over, mark_best, log, title)
+    return _against(runs, field, "loss", of, called, best_over, mark_best, log, title, arm)
 
 
 def accuracy_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | None = None,
                      called: str = "", best_over: str | None = None, mark_best: bool | None = None,
-                     log: bool | None = None, title: str = "") -> Figure:
+                     log: bool | None = None, title: str = "", arm: Callable[[Run], str] | None = None) -> Figure:
     """The same of the val accuracy, of tasks that have one; the best is the highest. See :func:`loss_against`."""
-    return _against(runs, field, "accuracy", of, called, best_over, mark_best, log, title)
+    return _against(runs, field, "accuracy", of, called, best_over, mark_best, log, title, arm)
 
 
 @dataclass
@@ -187,7 +188,8 @@ class _Arm:
 
 
 def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], Any] | None, called: str,
-             best_over: str | None, mark_best: bool | None, log: bool | None, title: str) -> Figure:
+             best_over: str | None, mark_best: bool | None, log: bool | None, title: str,
+             arm_of: Callable[[Run], str] | None) -> Figure:
     """:func:`loss_against` of a column of the val lines, ``loss`` or ``accuracy``."""
     with_field = [run for run in runs if name in run.setup_fields]
     # An option of a mode may come with the runs that are not made yet.
@@ -203,7 +205,7 @@ def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], 
     def place_of(run: Run) -> Any:
         return _on_axis(run.setup_fields[name] if of is None else of(run))
 
-    arms, notes = _arms(with_field, quantity, place_of, name, best_over)
+    arms, notes = _arms(with_field, quantity, place_of, name, best_over, arm_of)
     remarks += notes
     marks = name.startswith("optimizer.") if mark_best is None else mark_best
     places = [x for arm in arms for x in arm.places]
@@ -250,23 +252,23 @@ def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], 
 
 
 def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], name: str | None,
-          tuned: str | None) -> tuple[list[_Arm], list[str]]:
+          tuned: str | None, arm_of: Callable[[Run], str] | None = None) -> tuple[list[_Arm], list[str]]:
     """The runs that count, by line, place and value of the tuned field, and remarks on the others."""
     remarks: list[str] = []
     unfinished = [run.name for run in runs if not run.is_finished]
     unmeasured = [run.name for run in runs if run.is_finished and run.final(quantity) is None]
     axes = tuple(axis for axis in (name, tuned) if axis)
-    by_attention: dict[str, list[Run]] = {}
+    by_name: dict[str, list[Run]] = {}
     for run in runs:
-        by_attention.setdefault(run.attention, []).append(run)
+        by_name.setdefault(arm_of(run) if arm_of else run.attention, []).append(run)
     arms: list[_Arm] = []
     together: dict[str, None] = {}
     twice, not_finite = [], []
-    for of_attention in by_attention.values():
-        along = _along(of_attention, lambda run: [place_of(run), run.setup_fields.get(tuned or "")], axes)
+    for name_of_these, these in by_name.items():
+        along = _along(these, lambda run: [place_of(run), run.setup_fields.get(tuned or "")], axes)
         together |= dict.fromkeys(along)
         of_key: dict[str, _Arm] = {}
-        for run in of_attention:
+        for run in these:
             fields = {each: value for each, value in run.setup_fields.items() if each not in (*axes, *along)}
             arm = of_key.setdefault(json.dumps(fields, sort_keys=True), _Arm(run, fields))
             if run.name in unfinished or run.name in unmeasured:
@@ -282,7 +284,7 @@ def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], na
             else:
                 place.runs.append(run)
                 place.values.append(value)
-        _name_arms(list(of_key.values()), (*axes, *along))
+        _name_arms(list(of_key.values()), (*axes, *along), name_of_these)
         arms += of_key.values()
     for names, why in ((unfinished, "not finished"), (unmeasured, f"without val {quantity}"),
                        (twice, "of a seed that another run has"), (not_finite, f"the last val {quantity} is not "
@@ -310,16 +312,15 @@ def _along(runs: Sequence[Run], at: Callable[[Run], Any], axes: Sequence[str]) -
     return found
 
 
-def _name_arms(arms: Sequence[_Arm], leave_out: Sequence[str]) -> None:
-    """Label each arm of one attention: by what tells it from the others, or by its first run where that is much."""
+def _name_arms(arms: Sequence[_Arm], leave_out: Sequence[str], name: str) -> None:
+    """Label each arm of one name: by what tells it from the others, or by its first run where that is much."""
     for arm in arms:
         told = distinctions(arm.first, [other.first for other in arms], leave_out)
-        arm.label = ", ".join([arm.first.attention,
-                               *(told if len(told) <= MAX_DISTINCTIONS else [f"as {arm.first.name}"])])
+        arm.label = ", ".join([name, *(told if len(told) <= MAX_DISTINCTIONS else [f"as {arm.first.name}"])])
     labels = [arm.label for arm in arms]
     for arm, label in zip(arms, labels, strict=True):
         if labels.count(label) > 1:
-            arm.label = f"{arm.first.attention}, as {arm.first.name}"
+            arm.label = f"{name}, as {arm.first.name}"
 
 
 def _best(places: dict[Any, _Place], sign: int) -> Any:
@@ -371,7 +372,8 @@ def _is_log(name: str, places: Sequence[Any], log: bool | None) -> bool:
     return log if log is not None else name.endswith("learning_rate") or max(places) >= 4 * min(places)
 
 
-def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = None, title: str = "") -> Figure:
+def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = None, title: str = "",
+                arm: Callable[[Run], str] | None = None) -> Figure:
     """How much higher the val loss of each other attention is than that of one, paired by seed and, where evaluate.py
     has written the losses of the same windows, by window: see :func:`comparison.paired.paired_difference`.
 
@@ -380,34 +382,36 @@ def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = N
 
     Args:
         runs: of a study. Those that are not finished, or have no finite val loss, are named and left out.
-        baseline: an attention, such as ``softmax``.
+        baseline: an attention, such as ``softmax``, or a name that ``arm`` gives.
         best_over: a field that was tuned, such as ``optimizer.learning_rate``: of each set-up the runs with its best
             value count, as in :func:`loss_against`.
         title: empty: what is drawn.
+        arm: as :func:`loss_against` has it.
     """
-    arms, remarks = _arms(runs, "loss", lambda run: "", None, best_over)
-    if not any(run.attention == baseline for run in runs):
+    name = arm or (lambda run: run.attention)
+    arms, remarks = _arms(runs, "loss", lambda run: "", None, best_over, arm)
+    if not any(name(run) == baseline for run in runs):
         remarks.append(f"Nothing is drawn: there is no run of {baseline} yet.")
-    tuned = [(arm, of_x[key]) for arm in arms for of_x in arm.places.values()
+    tuned = [(each, of_x[key]) for each in arms for of_x in each.places.values()
              for key in [_best(of_x, 1)] if of_x[key].values]
     lines, rows, alone = [], [], []
-    for arm, place in tuned:
-        if arm.first.attention == baseline:
+    for each, place in tuned:
+        if name(each.first) == baseline:
             continue
-        base = [(other, of_other) for other, of_other in tuned if other.first.attention == baseline
-                and _but_attention(other.fields) == _but_attention(arm.fields)]
+        base = [(other, of_other) for other, of_other in tuned if name(other.first) == baseline
+                and _but_attention(other.fields) == _but_attention(each.fields)]
         pair = paired_difference(base[0][1].runs, place.runs) if len(base) == 1 else None
         if pair is None:
-            alone.append(arm.label)
+            alone.append(each.label)
             continue
-        point, row = _difference(pair, base[0][0].label, arm.label, place)
-        lines.append(Line(arm.label, arm.first.attention, (point,)))
+        point, row = _difference(pair, base[0][0].label, each.label, place)
+        lines.append(Line(each.label, each.first.attention, (point,)))
         rows.append(row)
         if len(pair.steps) > 1:
-            remarks.append(steps_text(pair, base[0][0].label, arm.label))
+            remarks.append(steps_text(pair, base[0][0].label, each.label))
         if any(pair.missing):
-            remarks.append(missing_text(pair, base[0][0].label, arm.label))
-    if alone and any(run.attention == baseline for run in runs):
+            remarks.append(missing_text(pair, base[0][0].label, each.label))
+    if alone and any(name(run) == baseline for run in runs):
         remarks.append(f"Left out, for nothing of {baseline} can be paired with them: {listed(alone)}.")
     return Figure(
         f"difference-from-{baseline.replace(',', '+')}", title or f"Val loss less that of {baseline}",
@@ -480,7 +484,9 @@ def check_names(figures: Sequence[Figure]) -> None:
 
 def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
     """The figure as a picture: a colour a mode and a dash a line, bars for intervals, a ring around the best point of
-    a line; the same figure gives the same bytes."""
+    a line; the same figure gives the same bytes. Categories of one point each stand below one another."""
+    if figure.x.kind == "category" and not figure.has_legend:
+        return _draw_list(figure, kind)
     with drawing(figsize=(7, 4.5)) as canvas:
         panel = canvas.subplots()
         places = {value: i for i, value in enumerate(figure.values)} if figure.x.kind == "category" else {}
@@ -517,6 +523,26 @@ def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
             panel.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
         elif figure.has_legend:
             panel.legend(frameon=False)
+        return saved(canvas, kind)
+
+
+def _draw_list(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
+    """A line of the picture for each category, from top to bottom."""
+    with drawing(figsize=(7, 1.2 + 0.35 * len(figure.values))) as canvas:
+        panel = canvas.subplots()
+        places = {value: i for i, value in enumerate(figure.values)}
+        for line, dash in zip(figure.lines, dashes([line.attention for line in figure.lines]), strict=True):
+            for point in line.points:
+                reach = None if point.interval is None else np.abs(np.subtract(point.interval, point.y))[:, None]
+                panel.errorbar([point.y], [places[point.x]], xerr=reach, capsize=3, markersize=6,
+                               marker=MARKERS[DASHES[dash][1]], color=colour(line.attention))
+        if figure.zero:
+            panel.axvline(0, color="#8c959f", linewidth=1)
+        panel.set_yticks(range(len(places)), [str(value) for value in places])
+        panel.invert_yaxis()
+        panel.margins(y=0.1)
+        panel.set(title=figure.title, xlabel=figure.y, ylabel=figure.x.title)
+        panel.grid(color="#eceef1")
         return saved(canvas, kind)
 
 

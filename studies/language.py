@@ -43,7 +43,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Attention and options of its mode, of a hybrid the last, by the name of the run."""
 CONTENDERS = ("softmax-parts", "softmax-forget", "gated", "gated_delta", "hybrid-softmax")
-BASELINES = ("gated", "gated_delta", ARMS["hybrid-softmax"][0])
+BASELINES = ("gated", "gated_delta", "hybrid-softmax")
 BEST_RATES = dict.fromkeys(ARMS, 4e-3) | {"chunked-parts": 8e-3, "hybrid-softmax": 8e-3}
 """What the search on WikiText found."""
 SEEDS = {"prose": 3, "code": 5}
@@ -77,13 +77,19 @@ def _run(arm: str, corpus: str, fields: dict[str, Any], rate: float, seed: int) 
         **{f"model.modes.{mode}.{option}": value for option, value in options.items()}})
 
 
+def arm_of(run: Run) -> str:
+    """Its name in ``ARMS``."""
+    return run.name.partition("-")[2].partition("-0.")[0]
+
+
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     drawn = []
     for corpus, fields in CORPORA.items():
         of_corpus = [run for run in runs if run.context == fields["model.context"]]
         if of_corpus:
-            drawn += [_named(corpus, loss_against(of_corpus, RATE, title=f"Loss on {corpus} by the learning rate")),
-                      *(_named(corpus, differences(of_corpus, baseline, best_over=RATE,
+            drawn += [_named(corpus, loss_against(of_corpus, RATE, arm=arm_of,
+                                                    title=f"Loss on {corpus} by the learning rate")),
+                      *(_named(corpus, differences(of_corpus, baseline, best_over=RATE, arm=arm_of,
                                                    title=f"Loss on {corpus} less that of {baseline}"))
                         for baseline in BASELINES)]
     return drawn

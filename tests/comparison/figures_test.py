@@ -177,6 +177,23 @@ def test_differences_are_paired_by_seed_at_the_best_rate_of_each(make):
                               "Left out, for nothing of softmax can be paired with them: local.")
 
 
+def test_a_study_can_name_its_lines(make):
+    """Otherwise an option that changes together with the learning rate would not part two lines."""
+    option = "model.modes.chunked.short_conv"
+    plain = grid(make, "chunked", {1e-3: [2.0, 2.2]}, fields={option: 0})
+    parts = grid(make, "chunked", {3e-3: [1.5, 1.6]}, fields={option: 4})
+    softmax = grid(make, "softmax", {1e-3: [1.0, 1.1]})
+
+    def arm(run):
+        return "parts" if run.setup_fields.get(option) else run.attention
+
+    assert [line.label for line in loss_against([*plain, *parts], RATE).lines] == ["chunked"]
+    assert [line.label for line in loss_against([*plain, *parts], RATE, arm=arm).lines] == ["chunked", "parts"]
+    figure = differences([*plain, *parts, *softmax], "parts", best_over=RATE, arm=arm)
+    assert [(line.label, line.points[0].y) for line in figure.lines] == [
+        ("chunked", pytest.approx(0.55)), ("softmax", pytest.approx(-0.5))]
+
+
 def test_before_its_runs_are_made_a_figure_is_empty_and_says_so(make):
     runs = [make("softmax", 1.0)]
     for figure, said in ((loss_against([], RATE), f"there is no run with {RATE} yet"),
