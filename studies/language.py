@@ -1,5 +1,6 @@
 """Which of today's attentions gives the lower loss at equal steps, on code at 4,096 tokens and on prose at 1,024?
 
+    cat wiki.valid.raw wiki.test.raw > wikitext.txt
     python -m data.prepare wikitext.txt --out data/wikitext --val-share 0.5
     python sweep.py studies/language.py --out runs/language --quick
     python sweep.py studies/language.py --out runs/language

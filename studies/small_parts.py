@@ -1,5 +1,6 @@
 """What is each of the small parts worth, to softmax and to gated linear attention?
 
+    cat wiki.valid.raw wiki.test.raw > wikitext.txt
     python -m data.prepare wikitext.txt --out data/wikitext --val-share 0.5
     python sweep.py studies/small_parts.py --out runs/small-parts --quick
     python sweep.py studies/small_parts.py --out runs/small-parts
