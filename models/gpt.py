@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from configs.schema import ModelConfig, Remat
+from kernels.embedding import embed
 from kernels.projection import unembed
 from kernels.segments import positions_of
 from models import attention as attentions
@@ -92,10 +93,14 @@ class GPT(nnx.Module):
             positions_BT = positions_of(segment_ids_BT)
         else:
             positions_BT = jnp.broadcast_to(jnp.arange(T)[None, :], tokens_BT.shape)
-        x_BTE = self.token_embedding(tokens_BT)
+        x_BTE = embed(tokens_BT, self.token_embedding.embedding[...])
         if self.position_embedding is not None:
-            # Padding may stand past the last position; nobody sees it, but NaN would spread.
-            x_BTE += self.position_embedding(jnp.minimum(positions_BT, self.config.context - 1))
+            embedding_SE = self.position_embedding.embedding[...]
+            if cache is None and segment_ids_BT is None:
+                x_BTE += embedding_SE[None, :T]
+            else:
+                # Padding may stand past the last position; nobody sees it, but NaN would spread.
+                x_BTE += embed(jnp.minimum(positions_BT, self.config.context - 1), embedding_SE)
         rotations_BT = positions_BT if self.config.positions == "rotary" else None
         layers = []
         for block, layer_cache in zip(self.blocks, [None] * len(self.blocks) if cache is None else cache.layers,

@@ -155,7 +155,7 @@ def _compiler_options(model: GPT | Classifier, segments: bool) -> dict[str, bool
     dtype, blocks = jnp.dtype(model.config.dtype), (model if isinstance(model, GPT) else model.encoder).blocks
     forms = {block.attention.implementation(dtype, causal=isinstance(model, GPT), segments=segments)
              for block in blocks}
-    # Atomic additions would sum the gradient of the embedding.
+    # Atomic additions would sum the gradients of gathers, on several devices that of the embedding too.
     return {"xla_gpu_enable_scatter_determinism_expander": True} | (CUDNN_OPTIONS if "cudnn" in forms else {})
 
 
