@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from kernels.cross_entropy import CASES, count_right, cross_entropy
+from kernels.cross_entropy import count_right, cross_entropy
+from kernels.cross_entropy.cases import CASES
 
 B, T, E, V = 2, 7, 5, 11
 
@@ -94,7 +95,7 @@ def test_nothing_scored_is_zero():
 
 def test_memory_does_not_hold_the_logits_of_all_tokens(monkeypatch):
     vocabulary, width = 4096, 16
-    monkeypatch.setattr(importlib.import_module("kernels.cross_entropy"), "BLOCK_LOGITS", 64 * vocabulary)
+    monkeypatch.setattr(importlib.import_module("kernels.cross_entropy.blocks"), "BLOCK_LOGITS", 64 * vocabulary)
     tokens = 8192
     arguments = (jax.ShapeDtypeStruct((1, tokens, width), jnp.float32),
                  jax.ShapeDtypeStruct((vocabulary, width), jnp.float32), jax.ShapeDtypeStruct((1, tokens), jnp.int32))

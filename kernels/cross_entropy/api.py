@@ -1,0 +1,82 @@
+"""Head and cross-entropy together, a block of tokens at a time: the logits of a sequence never exist at once.
+
+The gradient is computed beside the loss, while the block's logits are at hand; the backward pass only scales it.
+
+Everything below :func:`cross_entropy` and :func:`count_right` takes a list of tokens: where the head is shared over
+devices, each device's own.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from kernels.cross_entropy.blocks import Blocks
+from kernels.mixed_precision import product
+
+
+def cross_entropy(
+    x_BTE: Float[Array, "B T E"],
+    embedding_VE: Float[Array, "V E"],
+    targets_BT: Int[Array, "B T"],
+) -> Float[Array, ""]:
+    """Sum over tokens of −log softmax(x · embeddingᵀ)[target], in nats, float32. Targets below 0 are not scored.
+
+    Products are made in x's number format and summed in float32 or better.
+    """
+    return _summed(x_BTE.reshape(-1, x_BTE.shape[2]), embedding_VE, targets_BT.reshape(-1))
+
+
+def count_right(
+    x_BTE: Float[Array, "B T E"],
+    embedding_VE: Float[Array, "V E"],
+    targets_BT: Int[Array, "B T"],
+) -> Int[Array, ""]:
+    """Number of targets whose logit in x · embeddingᵀ is the highest. Targets below 0 are not counted.
+
+    Of equal logits the one of the lowest id is the highest. Not differentiable.
+    """
+    blocks = Blocks.of(x_BTE.reshape(-1, x_BTE.shape[2]), embedding_VE, targets_BT.reshape(-1))
+
+    def add(right, i):
+        _, targets, logits = blocks.logits(i)
+        best = jnp.argmax(logits[:, :blocks.vocabulary], axis=1)
+        return right + jnp.sum(best == targets, dtype=jnp.int32), None
+
+    return lax.scan(add, jnp.zeros((), jnp.int32), jnp.arange(blocks.number))[0]
+
+
+@jax.custom_vjp
+def _summed(x_NE, embedding_VE, targets_N):
+    blocks = Blocks.of(x_NE, embedding_VE, targets_N)
+
+    def add(total, i):
+        return total + blocks.loss(i), None
+
+    zero = jnp.zeros((), jnp.promote_types(jnp.float32, x_NE.dtype))
+    return lax.scan(add, zero, jnp.arange(blocks.number))[0]
+
+
+def _summed_forward(x_NE, embedding_VE, targets_N):
+    dtype = jnp.promote_types(jnp.float32, x_NE.dtype)
+    blocks = Blocks.of(x_NE, embedding_VE, targets_N)
+
+    def add(carry, i):
+        total, dembedding_VE = carry
+        loss, x, dlogits = blocks.loss_and_gradient(i)
+        dx = product("nv,ve->ne", dlogits, blocks.embedding_VE.astype(x.dtype))
+        dembedding_VE += product("nv,ne->ve", dlogits, x)
+        return (total + loss, dembedding_VE), dx.astype(x_NE.dtype)
+
+    start = (jnp.zeros((), dtype), jnp.zeros(blocks.embedding_VE.shape, dtype))
+    (total, dembedding_VE), dx = lax.scan(add, start, jnp.arange(blocks.number))
+    dx_NE, dembedding_VE = dx.reshape(blocks.x_NE.shape)[:len(x_NE)], dembedding_VE[:blocks.vocabulary]
+    return total, (dx_NE, dembedding_VE.astype(embedding_VE.dtype))
+
+
+def _summed_backward(saved, dtotal):
+    dx_NE, dembedding_VE = saved
+    return (dtotal * dx_NE).astype(dx_NE.dtype), (dtotal * dembedding_VE).astype(dembedding_VE.dtype), None
+
+
+_summed.defvjp(_summed_forward, _summed_backward)

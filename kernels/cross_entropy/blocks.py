@@ -1,0 +1,96 @@
+"""Tokens in blocks whose logits fit in memory.
+
+On a GPU a block is long, for each block reads and writes the whole gradient of the embedding; the embedding is cast to
+the compute dtype once, and padded to a multiple of what the matrix units take. On a CPU a block's logits stay small.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from kernels import device
+from kernels.cross_entropy.pallas_gpu import softmax_loss
+from kernels.mixed_precision import product, rounded
+
+BLOCK_LOGITS = 1 << 24
+"""Most logits of a block on a CPU."""
+GPU_TOKENS = 2048
+"""Tokens of a block on a GPU, about; a block's logits are 400 MB with GPT-2's vocabulary."""
+GPU_COLUMNS = 128
+"""On a GPU the vocabulary is padded to a multiple of this …"""
+ROWS = 16
+"""… and the tokens of a block are a multiple of this."""
+
+
+class Blocks(NamedTuple):
+    """Tokens in whole blocks, and the embedding in the dtype of the products."""
+
+    x_NE: Array
+    embedding_VE: Array
+    """On a GPU with rows of zeros at its end."""
+    targets_N: Array
+    tokens: int
+    """Of a block."""
+    vocabulary: int
+    """V, without the rows of zeros."""
+
+    @classmethod
+    def of(cls, x_NE: Array, embedding_VE: Array, targets_N: Array) -> "Blocks":
+        """Pads the tokens, with targets that are not scored, and the vocabulary."""
+        N, V = len(x_NE), len(embedding_VE)
+        if device.platform() == "gpu":
+            tokens = -(-N // -(-N // GPU_TOKENS))  # blocks of one length
+            tokens += -tokens % ROWS
+            embedding_VE = jnp.pad(embedding_VE.astype(x_NE.dtype), ((0, -V % GPU_COLUMNS), (0, 0)))
+            # Or the compiler casts and pads it anew in every block.
+            embedding_VE = lax.optimization_barrier(embedding_VE)
+        else:
+            tokens = min(N, max(1, BLOCK_LOGITS // V))
+        return cls(jnp.pad(x_NE, ((0, -N % tokens), (0, 0))), embedding_VE,
+                   jnp.pad(targets_N, (0, -N % tokens), constant_values=-1), tokens, V)
+
+    @property
+    def number(self) -> int:
+        """How many blocks there are."""
+        return len(self.x_NE) // self.tokens
+
+    def logits(self, i: Array) -> tuple[Array, Array, Array]:
+        """x, targets and logits of a block; those behind the vocabulary mean nothing."""
+        x = lax.dynamic_slice_in_dim(self.x_NE, i * self.tokens, self.tokens)
+        targets = lax.dynamic_slice_in_dim(self.targets_N, i * self.tokens, self.tokens)
+        return x, targets, product("ne,ve->nv", x, self.embedding_VE.astype(x.dtype))
+
+    def loss(self, i: Array) -> Array:
+        """A block's loss."""
+        _, targets, logits = self.logits(i)
+        if _has_kernel(logits):
+            return jnp.sum(softmax_loss(logits, targets, vocabulary=self.vocabulary)[0])
+        return self._loss(targets, logits)[0]
+
+    def loss_and_gradient(self, i: Array) -> tuple[Array, Array, Array]:
+        """A block's loss, its x, and the gradient of its logits."""
+        x, targets, logits = self.logits(i)
+        if _has_kernel(logits):
+            losses, dlogits = softmax_loss(logits, targets, vocabulary=self.vocabulary, dtype=x.dtype)
+            assert dlogits is not None
+            return jnp.sum(losses), x, dlogits
+        loss, logsumexp = self._loss(targets, logits)
+        columns = jnp.arange(logits.shape[1])[None]
+        counts = (targets >= 0)[:, None]
+        if logits.shape[1] > self.vocabulary:  # exp(0 − logsumexp) of the rest may be infinite, and times zero NaN
+            counts &= columns < self.vocabulary
+        dlogits = jnp.where(counts, jnp.exp(logits - logsumexp) - (columns == targets[:, None]), 0)
+        return loss, x, rounded(dlogits, x.dtype)
+
+    def _loss(self, targets: Array, logits: Array) -> tuple[Array, Array]:
+        """A block's loss, and log Σ exp of each row of logits."""
+        logsumexp = jax.nn.logsumexp(logits[:, :self.vocabulary], axis=1, keepdims=True)
+        at_target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)
+        return jnp.sum(jnp.where((targets >= 0)[:, None], logsumexp - at_target, 0)), logsumexp
+
+
+def _has_kernel(logits: Array) -> bool:
+    return device.platform() == "gpu" and logits.dtype == jnp.float32
