@@ -38,7 +38,6 @@ def expand(x_BTHD: Float[Array, "*b D"], degree: int) -> Float[Array, "*b M"]:
 @functools.cache
 def feature_factors(width: int, degree: int) -> tuple[np.ndarray, np.ndarray]:
     """The factors of each feature, (M, p), and its coefficient, (M,)."""
-    """The factors of each feature, (M, p), and its coefficient, (M,)."""
     factors = list(itertools.combinations_with_replacement(range(width), degree))
     repeats = [math.prod(math.factorial(count) for count in Counter(of).values()) for of in factors]
     return np.array(factors), np.sqrt(math.factorial(degree) / np.array(repeats))
