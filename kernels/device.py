@@ -25,6 +25,11 @@ def platform() -> str:
     return default if isinstance(default, str) else default.platform
 
 
+def interprets_kernels() -> bool:
+    """Whether Pallas kernels run in interpret mode, which is for tests."""
+    return platform() != "gpu"
+
+
 def kind() -> str:
     """Name of the device as jax gives it, such as ``NVIDIA H200``; ``cpu`` for every processor."""
     target = jax.sharding.get_abstract_mesh().abstract_device

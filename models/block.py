@@ -46,10 +46,10 @@ class MLP(nnx.Module):
         self.hidden = Linear(width, mlp_width, axes=("width", "mlp"), rngs=rngs)
         self.output = Linear(mlp_width, width, axes=("mlp", "width"), rngs=rngs)
 
-    def forward(self, x_BTE: Array, *, norm: Norm | None = None, onto_BTE: Array | None = None) -> Array:
-        """What it makes of norm(x), or of x without a norm, added to ``onto_BTE`` where given."""
-        _, (hidden_BTF,) = project_each(x_BTE, [self.hidden.parameters], norm=norm, activation=gelu)
-        return self.output(hidden_BTF, onto_BTE)
+    def forward(self, x_BTE: Array, *, norm: Norm | None = None, residual: bool = False) -> Array:
+        """MLP(norm(x)), or MLP(x) without a norm; with ``residual`` added to x."""
+        x_BTE, _, (hidden_BTF,) = project_each(x_BTE, [self.hidden.parameters], norm=norm, activation=gelu)
+        return self.output(hidden_BTF, x_BTE if residual else None)
 
 
 class Block(nnx.Module):
@@ -95,9 +95,9 @@ class Block(nnx.Module):
             return jax.checkpoint(lambda state, x_BTE: nnx.merge(graph, state).forward(
                 x_BTE, cache, drop=drop, **options), policy=policy if remat == "names" else None)(state, x_BTE)
         y_BTE, cache = self.attention.forward(x_BTE, cache, norm=self.attention_norm.parameters,
-                                              onto_BTE=x_BTE if drop is None else None, **options)
+                                              residual=drop is None, **options)
         x_BTE = y_BTE if drop is None else x_BTE + drop(y_BTE)
-        y_BTE = self.mlp.forward(x_BTE, norm=self.mlp_norm.parameters, onto_BTE=x_BTE if drop is None else None)
+        y_BTE = self.mlp.forward(x_BTE, norm=self.mlp_norm.parameters, residual=drop is None)
         return y_BTE if drop is None else x_BTE + drop(y_BTE), cache
 
 

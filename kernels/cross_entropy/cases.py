@@ -51,7 +51,7 @@ _BLOCKS: dict[str, tuple[tuple[str, Any], ...]] = {
     "one block": (),
     "as on a GPU": (("kernels.device.platform", lambda: "gpu"), ("kernels.cross_entropy.blocks.GPU_TOKENS", 5),
                     ("kernels.cross_entropy.blocks.GPU_COLUMNS", 8), ("kernels.cross_entropy.blocks.ROWS", 2),
-                    ("kernels.cross_entropy.pallas_gpu.is_interpreted", lambda: True),
+                    ("kernels.device.interprets_kernels", lambda: True),
                     ("kernels.cross_entropy.pallas_gpu.COLUMNS", 4)),
 }
 CASES = (

@@ -45,11 +45,6 @@ def softmax_loss(logits_NV: Float[Array, "N V"], targets_N: Int[Array, " N"], *,
     return losses_N, gradient[0] if gradient else None
 
 
-def is_interpreted() -> bool:
-    """Whether the kernel runs on the CPU."""
-    return device.platform() != "gpu"
-
-
 def _launch(logits_NV: Array, targets_N: Array, *, vocabulary: int, dtype: Any) -> tuple[Array, ...]:
     N, V = logits_NV.shape
     columns = min(COLUMNS, pl.next_power_of_2(V))
@@ -66,7 +61,7 @@ def _launch(logits_NV: Array, targets_N: Array, *, vocabulary: int, dtype: Any) 
         out_specs=specs,
         out_shape=shapes,
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
-        interpret=is_interpreted(),
+        interpret=device.interprets_kernels(),
         name="cross_entropy_softmax_loss",
     )(logits_NV, targets_N)
 

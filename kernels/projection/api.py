@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels import cpu, device
-from kernels.layer_norm import Norm, layer_norm
+from kernels.layer_norm import Norm, layer_norm, layer_norm_and_input
 from kernels.mixed_precision import product
 from kernels.projection.decode import projection_decode
 
@@ -46,20 +46,21 @@ def project_wide(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array,
 
 def project_each(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array, Array]], *, norm: Norm | None = None,
                  activation: Callable[[Array], Array] | None = None,
-                 ) -> tuple[Float[Array, "B T E"], list[Float[Array, "B T F"]]]:
-    """norm(x), and ``activation(norm(x) w + bias)`` for each weight w, (E, F), and bias, (F,), of ``parameters``.
+                 ) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"], list[Float[Array, "B T F"]]]:
+    """x for a residual connection, norm(x), and ``activation(norm(x) w + bias)`` for each weight w, (E, F), and bias,
+    (F,), of ``parameters``.
 
     Without a norm or an activation it is x, or the products, as they are. For one token on a GPU the products take a
     single launch, which has no derivative and rounds once; norm(x) is then made beside, where something reads it.
-    Anything else goes through :func:`layer_norm`, once, and :func:`project`, which round on the way.
+    Anything else goes through :func:`layer_norm_and_input`, once, and :func:`project`, which round on the way.
     """
-    normed_BTE = x_BTE if norm is None else layer_norm(x_BTE, *norm)
+    normed_BTE, x_BTE = (x_BTE, x_BTE) if norm is None else layer_norm_and_input(x_BTE, *norm)
     if _alone_on_gpu(x_BTE):
         weights, biases = zip(*parameters, strict=True)
-        return normed_BTE, projection_decode(x_BTE, [w_EF.T for w_EF in weights], biases, norm=norm,
-                                             activation=activation)
+        return x_BTE, normed_BTE, projection_decode(x_BTE, [w_EF.T for w_EF in weights], biases, norm=norm,
+                                                    activation=activation)
     results = [project(normed_BTE, w_EF, bias_F) for w_EF, bias_F in parameters]
-    return normed_BTE, results if activation is None else [activation(y_BTF) for y_BTF in results]
+    return x_BTE, normed_BTE, results if activation is None else [activation(y_BTF) for y_BTF in results]
 
 
 def unembed(x_BTE: Float[Array, "B T E"], w_VE: Float[Array, "V E"], norm: Norm) -> Float[Array, "B T V"]:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 from jax import Array
 
-from kernels import layer_norm
 from kernels.layer_norm import Norm
+from kernels.layer_norm.reference import reference as layer_norm_reference
 from kernels.mixed_precision import wide
 
 
@@ -16,7 +16,7 @@ def projection_reference(x_BTE: Array, weights: Sequence[Array], biases: Sequenc
     """``onto + activation(norm(x) w + bias)`` for each weight and bias, in float32 or better."""
     x_BTE = wide(x_BTE)
     if norm is not None:
-        x_BTE = layer_norm.reference(x_BTE, norm.scale_E, norm.bias_E, norm.epsilon, x_BTE.dtype)
+        x_BTE = layer_norm_reference(x_BTE, norm.scale_E, norm.bias_E, norm.epsilon, x_BTE.dtype)
     results = [jnp.einsum("bte,ef->btf", x_BTE, wide(w_EF)) for w_EF in weights]
     if biases is not None:
         results = [y_BTF + bias_F[None, None] for y_BTF, bias_F in zip(results, biases, strict=True)]

@@ -222,7 +222,7 @@ class SelfAttention(nnx.Module):
         return type(self).__module__.rpartition(".")[2]
 
     def forward(self, x_BTE: Float[Array, "B T E"], cache: Any = None, *, norm: Norm | None = None,
-                onto_BTE: Float[Array, "B T E"] | None = None, causal: bool = True,
+                residual: bool = False, causal: bool = True,
                 positions_BT: Int[Array, "B T"] | None = None, segment_ids_BT: Int[Array, "B T"] | None = None,
                 lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"], Any]:
         """Attention over whole sequences or, with a cache, over T more tokens of sequences whose past is in it.
@@ -233,7 +233,7 @@ class SelfAttention(nnx.Module):
             x_BTE: the tokens.
             cache: as :meth:`layer_cache` or an earlier call returned it; None: there is no past.
             norm: LayerNorm of x; None: none.
-            onto_BTE: what the result is added to; None: nothing.
+            residual: add the result to x.
             causal: a token sees no later one. With a cache it never does.
             positions_BT: queries and keys are rotated by them; None: they are not.
             segment_ids_BT: of whole sequences; None: each row is one segment.
@@ -256,7 +256,7 @@ class SelfAttention(nnx.Module):
         if self.parts.short_conv and not causal:
             raise NotImplementedError(f"attention mode {self.name!r} with a short convolution sees the past only")
         gates = [self.gate] if self.parts.output_gate != "none" else []
-        x_BTE, projected = project_each(
+        residual_BTE, x_BTE, projected = project_each(
             x_BTE, [linear.parameters for linear in (*self.projections, *gates)], norm=norm)
         gate_BTF = projected.pop() if gates else None
         inputs_BPF: tuple[Array, ...] | None = None
@@ -275,7 +275,7 @@ class SelfAttention(nnx.Module):
             scale_HD = self.output_scale_HD[...] if self.parts.output_norm != "none" else None
             y_BTHD = _gated(y_BTHD, scale_HD, None if gate_BTF is None else self.split_heads(gate_BTF),
                             self.parts.output_gate)
-        return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1), onto_BTE), cache
+        return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1), residual_BTE if residual else None), cache
 
     def split_heads(self, x_BTF: Array) -> Array:
         """x_BTHD of what a projection gives."""

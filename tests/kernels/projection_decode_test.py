@@ -53,7 +53,7 @@ def assert_close(actual_BTF, expected_F, dtype: str) -> None:
 def test_it_is_the_definition(E, F, dtype, one_launch):
     x_BTE, weights, biases, norm, _ = make_inputs(E, F, 3, dtype)
     parameters = list(zip(weights, biases, strict=True))
-    normed_BTE, results = jax.jit(lambda x_BTE: project_each(x_BTE, parameters, norm=norm))(x_BTE)
+    _, normed_BTE, results = jax.jit(lambda x_BTE: project_each(x_BTE, parameters, norm=norm))(x_BTE)
     np.testing.assert_array_equal(normed_BTE, jax.jit(lambda x_BTE: layer_norm(x_BTE, *norm))(x_BTE))
     for y_BTF, w_EF, bias_F in zip(results, weights, biases, strict=True):
         assert y_BTF.dtype == dtype
@@ -70,7 +70,7 @@ def test_activation_and_sum_of_x_as_it_is(one_launch):
     assert y_BTF.dtype == np.float32
     assert_close(y_BTF, np.asarray(gelu(jnp.asarray(expected_F)) + onto_BTF[0, 0]), "float32")
     parameters = list(zip(weights, biases, strict=True))
-    _, (y_BTF,) = jax.jit(lambda x_BTE: project_each(x_BTE, parameters, activation=gelu))(x_BTE)
+    *_, (y_BTF,) = jax.jit(lambda x_BTE: project_each(x_BTE, parameters, activation=gelu))(x_BTE)
     assert y_BTF.dtype == x_BTE.dtype
     assert_close(y_BTF, np.asarray(gelu(jnp.asarray(expected_F))), "bfloat16")
     y_BTF = jax.jit(lambda x_BTE: project(x_BTE, weights[0], biases[0], onto_BTF=onto_BTF))(x_BTE)
@@ -91,7 +91,7 @@ def test_more_tokens_go_the_plain_way_to_the_same(one_launch):
 
     @jax.jit
     def run(x_BTE, onto_BTF):
-        _, (y_BTF,) = project_each(x_BTE, list(zip(weights, biases, strict=True)), norm=norm, activation=gelu)
+        *_, (y_BTF,) = project_each(x_BTE, list(zip(weights, biases, strict=True)), norm=norm, activation=gelu)
         return onto_BTF + y_BTF, project(y_BTF, weights[0].T, jnp.zeros(48), onto_BTF=x_BTE)
 
     alone, among = run(x_BTE, onto_BTF), run(jnp.repeat(x_BTE, 3, axis=1), jnp.repeat(onto_BTF, 3, axis=1))

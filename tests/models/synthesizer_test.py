@@ -78,7 +78,7 @@ def test_only_dense_weights_depend_on_the_tokens(kind):
     v_BTHD = jnp.broadcast_to(jnp.arange(float(T))[None, :, None, None], (B, T, H, D))
 
     def mixed(x_BTE: jax.Array) -> jax.Array:
-        _, projected = project_each(x_BTE, [linear.parameters for linear in module.projections])
+        *_, projected = project_each(x_BTE, [linear.parameters for linear in module.projections])
         q_BTHD, k_BTHD, _ = module.queries_keys_values(projected, x_BTE=x_BTE, positions_BT=None)
         return module.mix(q_BTHD, k_BTHD, v_BTHD, x_BTE=x_BTE, causal=False, segment_ids_BT=None)
 

@@ -1,0 +1,75 @@
+"""LayerNorm with its gradient written out. Ba, Kiros, Hinton: "Layer Normalization", 2016."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from kernels import cpu, device
+from kernels.layer_norm.pallas_gpu import layer_norm_gradient
+from kernels.mixed_precision import rounded, wide
+
+
+class Norm(NamedTuple):
+    """What :func:`layer_norm` takes beside its input."""
+
+    scale_E: Float[Array, " E"]
+    bias_E: Float[Array, " E"]
+    epsilon: float
+    dtype: Any
+
+
+def layer_norm(x_BTE: Float[Array, "B T E"], scale_E: Float[Array, " E"], bias_E: Float[Array, " E"],
+               epsilon: float, dtype: Any) -> Float[Array, "B T E"]:
+    """(x − mean) / √(variance + ε) · scale + bias over the last axis, computed in float32 or better, left in ``dtype``.
+
+    Saved for the backward pass are x and two numbers a token; autodiff would keep what lies between, and the scale
+    spread over all tokens.
+    """
+    return layer_norm_and_input(x_BTE, scale_E, bias_E, epsilon, dtype)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def layer_norm_and_input(x_BTE: Float[Array, "B T E"], scale_E: Float[Array, " E"], bias_E: Float[Array, " E"],
+                         epsilon: float, dtype: Any) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"]]:
+    """:func:`layer_norm` of x, and x: where a residual connection reads it here, the backward pass adds up both
+    gradients while it computes the first."""
+    return _forward(x_BTE, scale_E, bias_E, epsilon, dtype)[0]
+
+
+def _forward(x_BTE, scale_E, bias_E, epsilon, dtype):
+    x = wide(x_BTE)
+    mean = x.mean(axis=2, keepdims=True)
+    variance = jnp.maximum((x * x).mean(axis=2, keepdims=True) - mean * mean, 0)
+    rate = lax.rsqrt(variance + epsilon)
+    y = (x - mean) * rate * scale_E[None, None] + bias_E[None, None]
+    return (rounded(y, dtype), x_BTE), (x_BTE, mean, rate, scale_E, bias_E)
+
+
+def _backward(epsilon, dtype, saved, gradients):
+    x_BTE, mean, rate, scale_E, bias_E = saved
+    dy_BTE, dx_BTE = gradients
+    # On several devices the sums over tokens are the compiler's to split.
+    if device.platform() == "gpu" and mean.dtype == jnp.float32 and jax.device_count() == 1:
+        dx_BTE, dscale, dbias = layer_norm_gradient(x_BTE, mean, rate, scale_E, dy_BTE, dx_BTE)
+        return dx_BTE, dscale.astype(scale_E.dtype), dbias.astype(bias_E.dtype)
+    E, dy = x_BTE.shape[2], dy_BTE.astype(mean.dtype)
+    normal = (x_BTE.astype(mean.dtype) - mean) * rate
+    product = dy * normal
+    along, mean_dnormal = _weighted_sum(product, scale_E) / E, _weighted_sum(dy, scale_E) / E
+    dx = rate * (dy * scale_E[None, None] - mean_dnormal - normal * along)
+    dscale, dbias = product.sum(axis=(0, 1)), dy.sum(axis=(0, 1))
+    return dx_BTE + dx.astype(x_BTE.dtype), dscale.astype(scale_E.dtype), dbias.astype(bias_E.dtype)
+
+
+def _weighted_sum(x_BTE: Array, scale_E: Array) -> Array:
+    """Σ_e x_e scale_e, (B, T, 1): a sum in one pass. For a product with a vector a GPU would write x to memory."""
+    if cpu.applies(cpu.weighted_sum):
+        return cpu.weighted_sum(x_BTE, scale_E)
+    return (x_BTE * scale_E[None, None]).sum(axis=2, keepdims=True)
+
+
+layer_norm_and_input.defvjp(_forward, _backward)

@@ -1,0 +1,58 @@
+"""Calls of LayerNorm that tests hold to the definition, and one that is compiled for a GPU."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.cases import REFERENCE, Arrays, Case
+from kernels.layer_norm.api import layer_norm_and_input
+from kernels.layer_norm.reference import reference
+
+
+@dataclass(frozen=True)
+class LayerNormCase(Case):
+    """A call of ``layer_norm_and_input``, its result in the dtype of x."""
+
+    B: int
+    T: int
+    E: int
+
+    @property
+    def sizes(self) -> str:
+        return f"B{self.B} T{self.T} E{self.E} {self.dtype}"
+
+    def make_shapes(self) -> Arrays:
+        of_width = jax.ShapeDtypeStruct((self.E,), jnp.promote_types(jnp.float32, self.dtype))
+        return {"x": jax.ShapeDtypeStruct((self.B, self.T, self.E), self.dtype), "scale": of_width, "bias": of_width}
+
+    def make_inputs(self) -> dict[str, np.ndarray]:
+        drawn = super().make_inputs()
+        # A mean far from 0 shows in the variance.
+        return drawn | {"x": drawn["x"] + np.asarray(3, drawn["x"].dtype)}
+
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        arguments = inputs["x"], inputs["scale"], inputs["bias"], 1e-5, inputs["x"].dtype
+        if implementation == REFERENCE:
+            return {"y": reference(*arguments), "x": inputs["x"]}
+        y_BTE, x_BTE = layer_norm_and_input(*arguments)
+        return {"y": y_BTE, "x": x_BTE}
+
+
+_AS_ON_A_GPU: tuple[tuple[str, Any], ...] = (
+    ("kernels.device.platform", lambda: "gpu"), ("kernels.device.interprets_kernels", lambda: True),
+    ("kernels.device.cores", lambda: 2), ("kernels.layer_norm.pallas_gpu.TILE", 16))
+# float32: the variance is the difference of two numbers ten times its size. bfloat16: y and dx are rounded to 8 bits.
+_TOLERANCES = {"float32": 1e-5, "bfloat16": 4e-3}
+CASES = (
+    *(LayerNormCase(2, 5, 8, dtype=dtype, tolerance=tolerance, title=f"on a CPU, {dtype}")
+      for dtype, tolerance in _TOLERANCES.items()),
+    # Spans of several tiles, the last ones short; one tile for a program; a width that is no power of two.
+    *(LayerNormCase(B, T, E, dtype=dtype, tolerance=tolerance, title=f"as on a GPU, B{B} T{T} E{E} {dtype}",
+                    constants=_AS_ON_A_GPU)
+      for dtype, tolerance in _TOLERANCES.items() for B, T, E in ((2, 5, 8), (1, 1, 8), (3, 11, 6))),
+    *(LayerNormCase(1, 4096, E, dtype=dtype, tolerance=_TOLERANCES[dtype], used_by=("gpu-check", "gpu"),
+                    gpu_kernels=("layer_norm_gradient",)) for E, dtype in ((768, "float32"), (1600, "bfloat16"))),
+)
