@@ -40,33 +40,40 @@ def project_wide(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array,
     or better. One token on a GPU as in :func:`project_each`."""
     if _alone_on_gpu(x_BTE):
         weights, biases = zip(*parameters, strict=True)
-        return projection_decode(x_BTE, [w_EF.T for w_EF in weights], biases, dtype=jnp.float32)
+        return projection_decode(x_BTE, [w_EF.T for w_EF in weights], biases, dtypes=[jnp.float32] * len(weights))
     return [product("bte,ef->btf", x_BTE, w_EF.astype(x_BTE.dtype)) + bias_F[None, None] for w_EF, bias_F in parameters]
 
 
 def project_each(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array, Array]], *, norm: Norm | None = None,
-                 activation: Callable[[Array], Array] | None = None,
-                 ) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"], list[Float[Array, "B T F"]]]:
+                 activation: Callable[[Array], Array] | None = None, wide: Sequence[tuple[Array, Array]] = (),
+                 ) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"], list[Array]]:
     """x for a residual connection, norm(x), and ``activation(norm(x) w + bias)`` for each weight w, (E, F), and bias,
-    (F,), of ``parameters``.
+    (F,), of ``parameters``; after these :func:`project_wide` of norm(x) and ``wide``, without the activation.
 
-    Without a norm or an activation it is x, or the products, as they are. For one token on a GPU the products take a
-    single launch, which has no derivative and rounds once; norm(x) is then made beside, where something reads it.
-    Anything else goes through :func:`layer_norm_and_input`, once, and :func:`project`, which round on the way.
+    Without a norm norm(x) is x. For one token on a GPU the products take a single launch, which has no derivative and
+    rounds once; norm(x) is then computed beside, where something reads it. Anything else goes through
+    :func:`layer_norm_and_input`, once, and :func:`project`, which round on the way.
+
+    Raises:
+        ValueError: both an activation and ``wide`` are given.
     """
+    if wide and activation is not None:
+        raise ValueError("an activation is given, and wide too; expected one of them")
     normed_BTE, x_BTE = (x_BTE, x_BTE) if norm is None else layer_norm_and_input(x_BTE, *norm)
     if _alone_on_gpu(x_BTE):
-        weights, biases = zip(*parameters, strict=True)
+        weights, biases = zip(*parameters, *wide, strict=True)
+        dtypes = [*[normed_BTE.dtype] * len(parameters), *[jnp.float32] * len(wide)]
         return x_BTE, normed_BTE, projection_decode(x_BTE, [w_EF.T for w_EF in weights], biases, norm=norm,
-                                                    activation=activation)
+                                                    activation=activation, dtypes=dtypes)
     results = [project(normed_BTE, w_EF, bias_F) for w_EF, bias_F in parameters]
-    return x_BTE, normed_BTE, results if activation is None else [activation(y_BTF) for y_BTF in results]
+    results = results if activation is None else [activation(y_BTF) for y_BTF in results]
+    return x_BTE, normed_BTE, [*results, *(project_wide(normed_BTE, wide) if wide else ())]
 
 
 def unembed(x_BTE: Float[Array, "B T E"], w_VE: Float[Array, "V E"], norm: Norm) -> Float[Array, "B T V"]:
     """Logits, float32, of a head that is an embedding: norm(x) wᵀ. One token on a GPU as in :func:`project_each`."""
     if _alone_on_gpu(x_BTE):
-        return projection_decode(x_BTE, [w_VE], norm=norm, dtype=jnp.float32)[0]
+        return projection_decode(x_BTE, [w_VE], norm=norm, dtypes=[jnp.float32])[0]
     x_BTE = layer_norm(x_BTE, *norm)
     return product("bte,ve->btv", x_BTE, w_VE.astype(x_BTE.dtype))
 

@@ -56,10 +56,13 @@ class DecodeCase(Case):
     """With GELU, and a sum in float32."""
     unembedding: bool = False
     """Without biases."""
+    narrow: int = 0
+    """Columns of two more weights."""
 
     @property
     def sizes(self) -> str:
-        extras = {"GELU and sum": self.fused, "unembedding": self.unembedding}
+        extras = {"GELU and sum": self.fused, "unembedding": self.unembedding,
+                  f"and {self.narrow} × 2": self.narrow > 0}
         return " ".join(["a token", f"E{self.E} F{self.F} × {self.count}", self.dtype,
                          *(name for name, told in extras.items() if told)])
 
@@ -67,12 +70,12 @@ class DecodeCase(Case):
         def of(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype)
 
-        E, F = self.E, self.F
+        E = self.E
         shapes = {"x": of(1, 1, E), "scale": of(E), "shift": of(E)}
-        for i in range(self.count):
+        for i, F in enumerate(self._widths):
             shapes[f"w{i}"] = of(F, E, dtype=self.dtype)
             shapes[f"bias{i}"] = of(F)
-        return shapes | ({"onto": of(1, 1, F)} if self.fused else {})
+        return shapes | ({"onto": of(1, 1, self.F)} if self.fused else {})
 
     def make_inputs(self) -> dict[str, np.ndarray]:
         drawn = super().make_inputs()
@@ -80,16 +83,21 @@ class DecodeCase(Case):
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
         norm = Norm(inputs["scale"], inputs["shift"], EPSILON, jnp.dtype(self.dtype))
-        weights = [inputs[f"w{i}"] for i in range(self.count)]
-        biases = None if self.unembedding else [inputs[f"bias{i}"] for i in range(self.count)]
+        count = len(self._widths)
+        weights = [inputs[f"w{i}"] for i in range(count)]
+        biases = None if self.unembedding else [inputs[f"bias{i}"] for i in range(count)]
         options: dict[str, Any] = {"norm": norm, "onto_BTF": inputs.get("onto")}
         if implementation == REFERENCE:
             results = projection_reference(inputs["x"], [w_FE.T for w_FE in weights], biases, **options,
                                            activation=gelu.reference if self.fused else None)
         else:
-            results = projection_decode(inputs["x"], weights, biases, **options, dtype=jnp.float32,
+            results = projection_decode(inputs["x"], weights, biases, **options, dtypes=[jnp.float32] * count,
                                         activation=gelu.gelu if self.fused else None)
         return {f"y{i}": y_BTF for i, y_BTF in enumerate(results)}
+
+    @property
+    def _widths(self) -> list[int]:
+        return [self.F] * self.count + [self.narrow] * 2 * (self.narrow > 0)
 
 
 def _decode(E: int, F: int, count: int, dtype: str, **options: Any) -> DecodeCase:
@@ -116,9 +124,13 @@ CASES: tuple[Case, ...] = (
     *(_decode(E, F, 3, dtype) for dtype in FORMATS for E, F in ((1, 1), (32, 24), (48, 100), (100, 48))),
     *(_decode(48, 40, 1, dtype, fused=True) for dtype in FORMATS),
     *(_decode(48, 83, 1, dtype, unembedding=True) for dtype in FORMATS),
-    # Of the largest GPT-2: queries, keys and values, a hidden layer, the head.
+    # Narrow ones of which each program has a column and the last ones none, and of which it has two.
+    *(_decode(48, 100, 4, dtype, narrow=narrow) for dtype in FORMATS for narrow in (3, 13)),
+    # Of the largest GPT-2: queries, keys and values, these with the gates of a layer, a hidden layer, the head.
     _compiled(1600, 1600, 3, "bfloat16"),
+    _compiled(1600, 1600, 4, "bfloat16", narrow=25),
     _compiled(1600, 6400, 1, "bfloat16", fused=True),
     _compiled(1600, 50_257, 1, "bfloat16", unembedding=True),
     _compiled(1600, 1600, 3, "float32"),
+    _compiled(1600, 1600, 4, "float32", narrow=25),
 )

@@ -25,7 +25,8 @@ from kernels.layer_norm import Norm
 
 WARPS = 8
 TILES = (16, 8, 4)
-"""Numbers of a result that a program makes: the most with which there still is a program for each multiprocessor."""
+"""Numbers that a program makes of the widest results: the most with which there still is a program for each
+multiprocessor. Of narrower ones it makes as many fewer."""
 BLOCK_BYTES = 65536
 """Bytes of weights that a program has on their way to it at a time: 256 to a thread."""
 
@@ -35,7 +36,7 @@ class _Operands(NamedTuple):
     norm: tuple[Any, Any] | None
     """Scale and bias."""
     weights: tuple[Any, ...]
-    """Each (tile, E)."""
+    """Of each the rows of a program, (tile, E)."""
     biases: tuple[Any, ...] | None
     onto_F: Any | None
 
@@ -43,62 +44,72 @@ class _Operands(NamedTuple):
 def projection_decode(
     x_BTE: Float[Array, "B T E"],
     weights: Sequence[Array],
-    biases: Sequence[Float[Array, " F"]] | None = None,
+    biases: Sequence[Array] | None = None,
     *,
     norm: Norm | None = None,
     activation: Callable[[Array], Array] | None = None,
     onto_BTF: Float[Array, "B T F"] | None = None,
-    dtype: Any = None,
-) -> list[Float[Array, "B T F"]]:
+    dtypes: Sequence[Any] | None = None,
+) -> list[Array]:
     """``onto + activation(norm(x) wᵀ + bias)`` for each weight and bias, rounded once, by the kernel of this file.
 
     Without a GPU in interpret mode, which is for tests. Not differentiable.
 
     Args:
         x_BTE: one token.
-        weights: of one shape, (F, E); they are multiplied in the number format of norm(x).
-        biases: as many; None: none.
+        weights: (F, E), each with its own F; they are multiplied in the number format of norm(x).
+        biases: as many, (F,); None: none.
         norm: LayerNorm of x; None: x as it is.
         activation: of what is computed, in float32.
         onto_BTF: what the results are added to.
-        dtype: of the results; None: that of ``onto``, or of norm(x).
+        dtypes: of each result; None: that of ``onto``, or of norm(x).
 
     Raises:
         ValueError: x has more than one token, or weights and x do not go together.
     """
     B, T, E = x_BTE.shape
-    F = weights[0].shape[0]
-    if (B, T) != (1, 1) or any(w.shape != (F, E) for w in weights):
+    if (B, T) != (1, 1) or any(w.shape[1:] != (E,) for w in weights):
         raise ValueError(f"x_BTE has shape {x_BTE.shape} and the weights {[w.shape for w in weights]}; expected "
-                         "(1, 1, E) and one shape that goes with it")
+                         "(1, 1, E) and (F, E)")
     inputs = x_BTE.dtype if norm is None else jnp.dtype(norm.dtype)
-    dtype = jnp.dtype(dtype or (inputs if onto_BTF is None else onto_BTF.dtype))
+    dtypes = dtypes or [inputs if onto_BTF is None else onto_BTF.dtype] * len(weights)
     weights = tuple(w.astype(inputs) for w in weights)
-    tile = next((tile for tile in TILES if tile * device.cores() <= F), TILES[-1])
-    rows = min(pl.next_power_of_2(E), BLOCK_BYTES // (tile * len(weights) * inputs.itemsize))
+    widths = [w.shape[0] for w in weights]
+    widest = max(widths)
+    tile = next((tile for tile in TILES if tile * device.cores() <= widest), TILES[-1])
+    programs = -(-widest // tile)
+    tiles = [pl.next_power_of_2(-(-F // programs)) for F in widths]
+    rows = min(pl.next_power_of_2(E), BLOCK_BYTES // (tile * widths.count(widest) * inputs.itemsize))
     rows = 1 << rows.bit_length() - 1
 
     filled = max(pl.next_power_of_2(E), -(-E // rows) * rows)  # what lies beyond E is not read
     whole = pl.BlockSpec((filled,), lambda u: (0,))
-    columns = pl.BlockSpec((tile,), lambda u: (u,))
-    weight = pl.BlockSpec((tile, filled), lambda u: (u, 0))
+
+    def columns(F: int, tile: int) -> pl.BlockSpec:
+        # A narrow result may be done before the last program, which then has its last block and does nothing with it.
+        return pl.BlockSpec((tile,), lambda u: (jnp.minimum(u, (F - 1) // tile),))
+
+    def weight(F: int, tile: int) -> pl.BlockSpec:
+        return pl.BlockSpec((tile, filled), lambda u: (jnp.minimum(u, (F - 1) // tile), 0))
+
+    of_results = tuple(map(columns, widths, tiles))
     operands = _Operands(x_BTE[0, 0], None if norm is None else (norm.scale_E, norm.bias_E), weights,
                          None if biases is None else tuple(biases), None if onto_BTF is None else onto_BTF[0, 0])
-    specs = _Operands(whole, None if norm is None else (whole, whole), (weight,) * len(weights),
-                      None if biases is None else (columns,) * len(weights), None if onto_BTF is None else columns)
+    specs = _Operands(whole, None if norm is None else (whole, whole), tuple(map(weight, widths, tiles)),
+                      None if biases is None else of_results, None if onto_BTF is None else of_results[0])
 
     # Kernels cannot take a function with a gradient of its own.
     activation = None if activation is None else inspect.unwrap(activation)
 
     def kernel(operands: _Operands, *out_refs: Any) -> None:
-        _kernel(operands, out_refs, E=E, F=F, rows=rows, norm=norm, activation=activation)
+        _kernel(operands, out_refs, E=E, widths=widths, rows=rows, norm=norm, activation=activation)
 
     results = pl.pallas_call(
         kernel,
-        grid=(-(-F // tile),),
+        grid=(programs,),
         in_specs=[specs],
-        out_specs=(columns,) * len(weights),
-        out_shape=(jax.ShapeDtypeStruct((F,), dtype),) * len(weights),
+        out_specs=of_results,
+        out_shape=tuple(map(jax.ShapeDtypeStruct, [(F,) for F in widths], dtypes)),
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=device.platform() != "gpu",
         name="projection_decode",
@@ -106,20 +117,23 @@ def projection_decode(
     return [y_F[None, None] for y_F in results]
 
 
-def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, F: int, rows: int, norm: Norm | None,
-            activation: Callable[[Array], Array] | None) -> None:
-    """A program: ``tile`` numbers of every result, from ``rows`` of E at a time."""
+def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, widths: Sequence[int], rows: int,
+            norm: Norm | None, activation: Callable[[Array], Array] | None) -> None:
+    """A program: a tile of every result, from ``rows`` of E at a time."""
     x_ref, norm_refs, weight_refs, bias_refs, onto_ref = operands
-    (tile,) = out_refs[0].shape
-    of_result_f = pl.program_id(0) * tile + lax.iota(jnp.int32, tile) < F
+    of_results = [pl.program_id(0) * tile + lax.iota(jnp.int32, tile) < F
+                  for F, (tile,) in zip(widths, (ref.shape for ref in out_refs), strict=True)]
 
     def vector(ref: Any, first: Any, size: int) -> Array:
         return triton.load(ref.at[pl.ds(first, size)], mask=first + lax.iota(jnp.int32, size) < E, other=0.0)
 
-    def load_weights(first: Any) -> list[Array]:
-        among_e, shape = first + lax.iota(jnp.int32, rows) < E, (tile, rows)
+    def load_weight(ref: Any, of_result_f: Array, first: Any) -> Array:
+        among_e, shape = first + lax.iota(jnp.int32, rows) < E, (of_result_f.size, rows)
         shown = jnp.broadcast_to(among_e[None, :], shape) & jnp.broadcast_to(of_result_f[:, None], shape)
-        return [triton.load(ref.at[:, pl.ds(first, rows)], mask=shown, other=0.0) for ref in weight_refs]
+        return triton.load(ref.at[:, pl.ds(first, rows)], mask=shown, other=0.0)
+
+    def load_weights(first: Any) -> list[Array]:
+        return [load_weight(ref, of_result_f, first) for ref, of_result_f in zip(weight_refs, of_results, strict=True)]
 
     def load_x(first: Any, mean: Any, rate: Any) -> Array:
         x_e = vector(x_ref, first, rows).astype(jnp.float32)
@@ -132,13 +146,13 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, F: int, r
     def products(x_e: Array, weights: list[Array]) -> list[Array]:
         return [jnp.sum(w_fe.astype(jnp.float32) * x_e[None, :], axis=1) for w_fe in weights]
 
-    def load(ref: Any) -> Array:
+    def load(ref: Any, of_result_f: Array) -> Array:
         return triton.load(ref.at[:], mask=of_result_f, other=0.0).astype(jnp.float32)
 
     # On their way while the LayerNorm is made.
     first_weights = load_weights(0)
-    biases = [] if bias_refs is None else [load(ref) for ref in bias_refs]
-    onto_f = None if onto_ref is None else load(onto_ref)
+    biases = [] if bias_refs is None else list(map(load, bias_refs, of_results))
+    onto_f = None if onto_ref is None else load(onto_ref, of_results[0])
     mean = rate = None
     if norm is not None:
         x_E = vector(x_ref, 0, pl.next_power_of_2(E)).astype(jnp.float32)
@@ -159,4 +173,4 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, F: int, r
             y_f = activation(y_f)
         if onto_f is not None:
             y_f += onto_f
-        triton.store(out_ref.at[:], y_f.astype(out_ref.dtype), mask=of_result_f)
+        triton.store(out_ref.at[:], y_f.astype(out_ref.dtype), mask=of_results[i])
