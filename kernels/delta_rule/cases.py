@@ -126,7 +126,7 @@ def _kernel(T: int, M: int = 32, D: int = 16, **options: Any) -> DeltaRuleCase:
 
 def _decode(B: int, M: int, D: int, dtype: str, **options: Any) -> DeltaRuleCase:
     """One token."""
-    return DeltaRuleCase(B, 1, 3, M, D, dtype=dtype, implementations=("decode",), gpu_kernels=("delta_rule_decode",),
+    return DeltaRuleCase(B, 1, 3, M, D, dtype=dtype, implementations=("decode",), gpu_kernels=("recurrent_step",),
                          tolerance=TOLERANCES[dtype], **options)
 
 
@@ -156,7 +156,7 @@ _COMPILED = (
     _compiled(1, 4096, 8, 128, 128, gpu_kernels=("delta_rule_",), log_decay="mixed"),
     _compiled(1, 4096, 4, 64, 64, "float32", gpu_kernels=("delta_rule_",), log_decay="mixed", segments=True),
     _compiled(1, 4096, 4, 128, 128, "float32", log_decay="mixed", segments=True),
-    _compiled(1, 1, 12, 64, 64, gpu_kernels=("delta_rule_decode",), gradients=False, log_decay="mixed"),
+    _compiled(1, 1, 12, 64, 64, gpu_kernels=("recurrent_step",), gradients=False, log_decay="mixed"),
 )
 
 

@@ -1,5 +1,4 @@
-"""The delta rule of one new token on a GPU: the kernel that linear attention has for it reads the state once, and
-changes it in place."""
+"""The delta rule of one new token on a GPU, by the kernel of a recurrent layer's step, with a gradient."""
 
 from typing import Any
 
@@ -8,7 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from kernels.delta_rule.reference import recurrent
-from kernels.linear_attention.decode import MOST_FEATURES, step_state
+from kernels.recurrent_step import Input, as_given, recurrent_step
+from kernels.recurrent_step.decode import MOST_FEATURES
 
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, segments: bool = False) -> str | None:
@@ -33,9 +33,9 @@ def decode(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initial
 
 @jax.custom_vjp
 def _decode(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, log_decay_BTH):
-    y_BTHD, end_BHMD, _ = step_state("delta_rule", q_BTHM, k_BTHM, v_BTHD, initial_BHMD, log_decay_BTH=log_decay_BTH,
-                                     beta_BTH=beta_BTH.astype(jnp.float32))
-    return y_BTHD, end_BHMD
+    step = recurrent_step(Input(q_BTHM), Input(k_BTHM), Input(v_BTHD), initial_BHMD, log_decay=as_given(log_decay_BTH),
+                          beta=as_given(beta_BTH.astype(jnp.float32)), implementation="decode")
+    return step.y_BTHD, step.s_BHMD
 
 
 def _forward(*inputs):

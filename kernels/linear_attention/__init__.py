@@ -4,11 +4,10 @@ from kernels.linear_attention.api import (
     EPSILON,
     IMPLEMENTATIONS,
     State,
-    extend_state,
     linear_attention,
     pick_implementation,
 )
 from kernels.linear_attention.chunk_size import pick_chunk_sizes
 
-__all__ = ["EPSILON", "IMPLEMENTATIONS", "State", "extend_state", "linear_attention", "pick_chunk_sizes",
+__all__ = ["EPSILON", "IMPLEMENTATIONS", "State", "linear_attention", "pick_chunk_sizes",
            "pick_implementation"]

@@ -16,7 +16,7 @@ from kernels.linear_attention.reference import parallel, rowwise
 from kernels.linear_attention.state import EPSILON, State, sum_dtype, zero_state
 from kernels.segments import runs_of
 
-__all__ = ["EPSILON", "IMPLEMENTATIONS", "State", "extend_state", "linear_attention", "pick_implementation"]
+__all__ = ["EPSILON", "IMPLEMENTATIONS", "State", "linear_attention", "pick_implementation"]
 
 
 class Implementation(NamedTuple):
@@ -123,48 +123,6 @@ def linear_attention(
     if log_decay_BTH is not None:
         extras["log_decay_BTH"] = decay.prepare(log_decay_BTH, dtype, None if runs_BT is None else runs_BT < 0)
     return form.compute(q_BTHM, k_BTHM, v_BTHD, state, runs_BT, causal=causal, normalize=normalize, **extras)
-
-
-def extend_state(
-    q_BTHD: Float[Array, "B T H D"],
-    k_BTHD: Float[Array, "B T H D"],
-    v_BTHD: Float[Array, "B T H D"],
-    state: State,
-    *,
-    features: Callable[[Array, Array], tuple[Array, Array]],
-    feature: Callable[[Array], Array] | None = None,
-    normalize: bool = True,
-    segment_ids_BT: Int[Array, "B T"] | None = None,
-    log_decay_BTH: Float[Array, "B T H"] | None = None,
-) -> tuple[Float[Array, "B T H D"], State]:
-    """:func:`linear_attention` of new tokens after those of a state, with the feature map.
-
-    Where the kernel of one token is picked it makes the features too, in the same launch, if φ is one of each number
-    alone.
-
-    Args:
-        q_BTHD: queries, before the feature map.
-        k_BTHD: keys, alike.
-        v_BTHD: values; y has their dtype.
-        state: of the tokens before.
-        features: (q, k) ↦ φ(q), φ(k).
-        feature: the same φ of each number alone, in float32; None where φ is not that.
-        normalize: divide by the sum of weights.
-        segment_ids_BT: as in :func:`linear_attention`.
-        log_decay_BTH: alike.
-
-    Returns:
-        y and the state after the last token.
-    """
-    if feature is not None and pick_implementation(q_BTHD, k_BTHD, v_BTHD, segments=segment_ids_BT is not None,
-                                                   log_decay=log_decay_BTH is not None) == "decode":
-        if log_decay_BTH is None:
-            return decode.decode_step(q_BTHD, k_BTHD, v_BTHD, state, normalize, feature)
-        checks.check_log_decay(log_decay_BTH, "q_BTHD", q_BTHD.shape)
-        return decode.decode_step(q_BTHD, k_BTHD, v_BTHD, state, normalize, feature,
-                                  decay.prepare(log_decay_BTH, state.s_BHMD.dtype))
-    return linear_attention(*features(q_BTHD, k_BTHD), v_BTHD, normalize=normalize, initial_state=state,
-                            segment_ids_BT=segment_ids_BT, log_decay_BTH=log_decay_BTH)
 
 
 def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,

@@ -179,7 +179,7 @@ def _decode(B: int, H: int, M: int, D: int, dtype: str, title: str = "", **optio
     """The GPU kernel of one token in interpret mode."""
     # Sums in float32, and y rounded to the values' format.
     return LinearAttentionCase(B, 1, H, M, D, dtype=dtype, title=f"a token, M{M} D{D} {dtype}{title}",
-                               implementations=("decode",), gpu_kernels=("linear_attention_decode",),
+                               implementations=("decode",), gpu_kernels=("recurrent_step",),
                                tolerance={"float32": 1e-6, "bfloat16": 2**-8}[dtype], **options)
 
 
@@ -234,7 +234,7 @@ _COMPILED = (
     _compiled(1, 4096, 12, 64, 64, "float32", log_decay="mixed"),
     _compiled(1, 4096, 4, 64, 64, "float32", log_decay="mixed", segments=True),
     _compiled(1, 4096, 12, 64, 64, log_decay="mixed", normalize=False, segments=True),
-    _compiled(1, 1, 12, 64, 64, log_decay="mixed"),
+    replace(_compiled(1, 1, 12, 64, 64, log_decay="mixed"), gpu_kernels=("recurrent_step",)),
     replace(_compiled(1, 4096, 12, 64, 64, "bfloat16", "chunked"), gpu_kernels=()),
     *(_compiled(1, 16384 if row.length == "long" else 2048, 16, row.M, row.D, row.dtype, schedule,
                 device_kind=row.device) for row in tuning.rows() for schedule in SCHEDULES),

@@ -57,18 +57,10 @@ def convolve_token(
 
     def kernel(x_refs: Any, taps_refs: Any, before_refs: Any, y_refs: Any, after_refs: Any) -> None:
         of_head_D = lax.iota(jnp.int32, width) < D
-
-        def load(ref: Any) -> Array:
-            return triton.load(ref, mask=of_head_D, other=0.0)
-
         for i in range(count):
-            inputs = [*(load(before_refs[i].at[jnp.int32(p), :]) for p in range(K - 1)), load(x_refs[i].at[:])]
-            y_D = jnp.zeros(width, jnp.float32)
-            for k, x_D in enumerate(inputs):
-                y_D += x_D.astype(jnp.float32) * load(taps_refs[i].at[jnp.int32(k), :])
+            x_D = triton.load(x_refs[i].at[:], mask=of_head_D, other=0.0)
+            y_D = convolve_head(x_D, taps_refs[i], before_refs[i], after_refs[i], of_head_D)
             triton.store(y_refs[i].at[:], finish[i](y_D).astype(y_refs[i].dtype), mask=of_head_D)
-            for p, x_D in enumerate(inputs[1:]):
-                triton.store(after_refs[i].at[jnp.int32(p), :], x_D.astype(after_refs[i].dtype), mask=of_head_D)
 
     y, after = pl.pallas_call(
         kernel,
@@ -83,3 +75,25 @@ def convolve_token(
         name="short_convolution_decode",
     )(x, taps, before)
     return [y.reshape(B, 1, F) for y in y], tuple(after.reshape(B, K - 1, F) for after in after)
+
+
+def convolve_head(x_D: Array, taps_ref: Any, before_ref: Any, after_ref: Any, shown_D: Array) -> Array:
+    """Inside a kernel: the short convolution of one head's token, in float32, and what the next token needs.
+
+    Args:
+        x_D: the token, filled up with zeros.
+        taps_ref: (K, D).
+        before_ref: the tokens before, (P, D).
+        after_ref: those before the next token are left here; it may be the same memory.
+        shown_D: what of D is the head's.
+    """
+    def load(ref: Any, row: int) -> Array:
+        return triton.load(ref.at[jnp.int32(row), :], mask=shown_D, other=0.0).astype(jnp.float32)
+
+    tokens = [*(load(before_ref, p) for p in range(before_ref.shape[0])), x_D.astype(jnp.float32)]
+    y_D = jnp.zeros(x_D.shape, jnp.float32)
+    for k, token_D in enumerate(tokens):
+        y_D += token_D * load(taps_ref, k)
+    for p, token_D in enumerate(tokens[1:]):
+        triton.store(after_ref.at[jnp.int32(p), :], token_D.astype(after_ref.dtype), mask=shown_D)
+    return y_D

@@ -7,14 +7,16 @@ alone, Sun et al., "Retentive Network", 2023. Convolution, norms and output gate
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import Array
 
+from kernels.recurrent_step import Computed
 from models.attention import chunked
-from models.attention.gates import InputDecay, RecurrentOptions, fixed_log_decay
+from models.attention.gates import HeadGate, InputDecay, RecurrentOptions, fixed_log_decay
 from models.attention.layer_options import LayerOptions
 
 
@@ -47,6 +49,15 @@ class Attention(chunked.Attention):
         if self.decay is not None:
             return self.decay.log_decay(x_BTE)
         return jnp.broadcast_to(fixed_log_decay(self.heads)[None, None], (*x_BTE.shape[:2], self.heads))
+
+    @property
+    def step_gates(self) -> Sequence[HeadGate]:
+        return () if self.decay is None else (self.decay,)
+
+    def step_log_decay(self, gates: Sequence[Array]) -> Computed:
+        if self.decay is not None:
+            return self.decay.computed(*gates)
+        return Computed(lambda log_decay: log_decay, (jnp.asarray(fixed_log_decay(self.heads)),))
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         of_decay = 0 if self.decay is None else self.decay.flops(tokens)

@@ -9,6 +9,7 @@ Linear Transformers with the Delta Rule over Sequence Length", 2024 (DeltaNet). 
 those of ``LayerOptions``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from flax import nnx
 from jax import Array
 
 from kernels.delta_rule import count_flops, delta_rule, pick_chunk_size
+from kernels.recurrent_step import Computed, Input, Step, recurrent_step
 from kernels.segments import segment_of_new
 from models.attention.gates import HeadGate, InputDecay, RecurrentOptions, read
 from models.attention.self_attention import SelfAttention
@@ -39,6 +41,8 @@ class Attention(SelfAttention):
     implementation_fields = ("chunk_size",)
     step_kernels = ("delta_rule_",)
     decode_state = "constant"
+    decode_kernels = ("recurrent_step",)
+    recurrent = True
 
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
@@ -58,6 +62,17 @@ class Attention(SelfAttention):
         segment_ids_BT = None if lengths_B is None else segment_of_new(q_BTHD.shape[1], lengths_B)
         return self._attend(q_BTHD, k_BTHD, v_BTHD, x_BTE, cache, segment_ids_BT)
 
+    @property
+    def step_gates(self) -> Sequence[HeadGate]:
+        return (self.write,) if self.decay is None else (self.write, self.decay)
+
+    def step(self, q: Input, k: Input, v: Input, cache: Array, gates: Sequence[Array],
+             output: Computed | None) -> tuple[Step, Array]:
+        write_BTH, *decay = gates
+        step = recurrent_step(q, k, v, cache, beta=Computed(jax.nn.sigmoid, (write_BTH,)),
+                              log_decay=None if self.decay is None else self.decay.computed(*decay), output=output)
+        return step, step.s_BHMD
+
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         of_gates = sum(gate.flops(tokens) for gate in (self.write, self.decay) if gate is not None)
         D = self.head_width
@@ -69,7 +84,7 @@ class Attention(SelfAttention):
 
     def _attend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, x_BTE: Array, state_BHMD: Array | None,
                 segment_ids_BT: Array | None) -> tuple[Array, Array]:
-        write_BTH, *decay = read(x_BTE, self.write, *(() if self.decay is None else (self.decay,)))
+        write_BTH, *decay = read(x_BTE, *self.step_gates)
         log_decay_BTH = None if self.decay is None else self.decay.of(*decay)
         return delta_rule(q_BTHD, k_BTHD, v_BTHD, jax.nn.sigmoid(write_BTH), log_decay_BTH=log_decay_BTH,
                           initial_state=state_BHMD, segment_ids_BT=segment_ids_BT, chunk_size=self.config.chunk_size)

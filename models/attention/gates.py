@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from kernels.projection import project_wide
+from kernels.recurrent_step import Computed
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import Linear
 from models.parameters import declare
@@ -87,7 +88,16 @@ class InputDecay(HeadGate):
 
     def of(self, gate_BTH: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
         """g ≤ 0, of what was read."""
-        return -jnp.exp(self.log_rate_H[...])[None, None] * jax.nn.softplus(gate_BTH)
+        return input_decay(gate_BTH, self.log_rate_H[...][None, None])
+
+    def computed(self, gate_BTH: Float[Array, "B 1 H"]) -> Computed:
+        """The same of one token, computed where it is used."""
+        return Computed(input_decay, (gate_BTH, self.log_rate_H[...]))
+
+
+def input_decay(gate: Array, log_rate: Array) -> Array:
+    """−exp(A) softplus(a(x) + b)."""
+    return -jnp.exp(log_rate) * jax.nn.softplus(gate)
 
 
 def fixed_log_decay(heads: int) -> Float[np.ndarray, " H"]:

@@ -4,6 +4,7 @@ Katharopoulos, Vyas, Pappas, Fleuret: "Transformers are RNNs", 2020. ``chunked``
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from kernels.linear_attention import State, extend_state, linear_attention
+from kernels.linear_attention import EPSILON, State, linear_attention
+from kernels.recurrent_step import Computed, Input, Step, recurrent_step
 from kernels.segments import segment_of_new
 from models.attention.feature_maps import (
     RANDOM,
@@ -40,7 +42,7 @@ class Attention(SelfAttention):
 
     implementation_fields = ("form",)
     decode_state = "constant"
-    decode_kernels = ("linear_attention_decode",)
+    decode_kernels = ("recurrent_step",)
 
     def __init__(self, config: FeatureOptions, *, heads: int, head_width: int, width: int, max_length: int,
                  rngs: nnx.Rngs):
@@ -109,9 +111,27 @@ class Attention(SelfAttention):
     def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: State, *, x_BTE: Array,
                lengths_B: Array | None = None) -> tuple[Array, State]:
         segment_ids_BT = None if lengths_B is None else segment_of_new(q_BTHD.shape[1], lengths_B)
-        return extend_state(q_BTHD, k_BTHD, v_BTHD, cache, features=self._features, feature=elementwise(self.config),
-                            normalize=self.config.normalizes, segment_ids_BT=segment_ids_BT,
-                            log_decay_BTH=self.log_decay(x_BTE))
+        return linear_attention(*self._features(q_BTHD, k_BTHD), v_BTHD, normalize=self.config.normalizes,
+                                initial_state=cache, segment_ids_BT=segment_ids_BT,
+                                log_decay_BTH=self.log_decay(x_BTE))
+
+    @property
+    def recurrent(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Where features are of each number alone."""
+        return elementwise(self.config) is not None
+
+    def step(self, q: Input, k: Input, v: Input, cache: State, gates: Sequence[Array],
+             output: Computed | None) -> tuple[Step, State]:
+        feature = elementwise(self.config)
+        assert feature is not None
+        step = recurrent_step(q.then(feature), k.then(feature), v, *cache, log_decay=self.step_log_decay(gates),
+                              epsilon=EPSILON if self.config.normalizes else None, output=output)
+        assert step.z_BHM is not None
+        return step, State(step.s_BHMD, step.z_BHM)
+
+    def step_log_decay(self, gates: Sequence[Array]) -> Computed | None:
+        """:meth:`log_decay` of one token, of what :attr:`step_gates` say."""
+        return None
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         M, D = self.feature_width, self.head_width

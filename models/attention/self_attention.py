@@ -1,7 +1,7 @@
 """What every attention mode shares: the projections, heads, rotary positions, and the parts of ``LayerOptions``."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from kernels import cpu
 from kernels.layer_norm import Norm
 from kernels.mixed_precision import wide
 from kernels.projection import project, project_each
+from kernels.recurrent_step import Computed, Input, Step, has_kernel
 from kernels.short_convolution import convolve_token, has_token_kernel, short_convolution
 from models.attention.layer_options import layer_options
 from models.parameters import Axis, declare, own_parameters
@@ -104,6 +105,8 @@ class SelfAttention(nnx.Module):
     """How the names of our GPU kernels begin that a training step of it has; ``make gpu-check`` looks for them."""
     decode_kernels: tuple[str, ...] = ()
     """The same of a token that it draws."""
+    recurrent: bool = False
+    """It has :meth:`step`."""
 
     def __init__(self, config: Any, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         self.config = config
@@ -163,6 +166,30 @@ class SelfAttention(nnx.Module):
         ``segments``: whether the rows have any, or padding.
         """
         return None
+
+    # A recurrent mode, whose state is of constant size, may define these too: one token then takes few launches on a
+    # GPU.
+
+    @property
+    def step_gates(self) -> Sequence[Linear]:
+        """Linear functions of the layer's input, with a number for each head, that :meth:`step` takes."""
+        return ()
+
+    def step(self, q: Input, k: Input, v: Input, cache: Any, gates: Sequence[Array],
+             output: Computed | None) -> tuple[Step, Any]:
+        """:meth:`extend` by one token of which all enter the cache, and what a layer has around it, by
+        :func:`kernels.recurrent_step.recurrent_step`.
+
+        Args:
+            q, k, v: as the projections give them, with what comes before the mode.
+            cache: the mode's own.
+            gates: what :attr:`step_gates` say, (B, 1, H), float32.
+            output: what comes after it.
+
+        Returns:
+            The step, and the mode's cache after it.
+        """
+        raise NotImplementedError(f"{self.name} defines no step")
 
     # A mode whose projections are others, or that has more to do than to mix, overrides these.
 
@@ -255,10 +282,19 @@ class SelfAttention(nnx.Module):
             positions_BT = None
         if self.parts.short_conv and not causal:
             raise NotImplementedError(f"attention mode {self.name!r} with a short convolution sees the past only")
+        takes_step = (self.recurrent and cache is not None and positions_BT is None and lengths_B is None
+                      and has_kernel(x_BTE, self.head_width, self.head_width, self.parts.short_conv))
         gates = [self.gate] if self.parts.output_gate != "none" else []
+        linears = *self.projections, *gates
         residual_BTE, x_BTE, projected = project_each(
-            x_BTE, [linear.parameters for linear in (*self.projections, *gates)], norm=norm)
+            x_BTE, [linear.parameters for linear in linears], norm=norm,
+            wide=[gate.parameters for gate in self.step_gates] if takes_step else ())
+        onto_BTE = residual_BTE if residual else None
+        projected, step_gates = projected[:len(linears)], projected[len(linears):]
         gate_BTF = projected.pop() if gates else None
+        if takes_step:
+            y_BTHD, cache = self._step(projected, gate_BTF, cache, step_gates)
+            return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1), onto_BTE), cache
         inputs_BPF: tuple[Array, ...] | None = None
         if self.parts.short_conv:
             past = cache.inputs_BPF if cache is not None else None
@@ -271,27 +307,63 @@ class SelfAttention(nnx.Module):
                                     positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
         if inputs_BPF is not None:
             cache = LayerCache(cache, inputs_BPF)
-        if (self.parts.output_norm, self.parts.output_gate) != ("none", "none"):
-            scale_HD = self.output_scale_HD[...] if self.parts.output_norm != "none" else None
-            y_BTHD = _gated(y_BTHD, scale_HD, None if gate_BTF is None else self.split_heads(gate_BTF),
+        if self._finishes:
+            y_BTHD = _gated(y_BTHD, self._output_scale, None if gate_BTF is None else self.split_heads(gate_BTF),
                             self.parts.output_gate)
-        return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1), residual_BTE if residual else None), cache
+        return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1), onto_BTE), cache
+
+    def _step(self, projected: Sequence[Array], gate_BTF: Array | None, cache: Any,
+              step_gates: Sequence[Array]) -> tuple[Array, Any]:
+        """:meth:`step` with all that the layer has around it: y_BTHD and the layer's cache."""
+        q, k, v = (Input(self.split_heads(x_BTF), self._finish(*of_projection))
+                   for x_BTF, of_projection in zip(projected, self._activations, strict=True))
+        of_mode = cache
+        if self.parts.short_conv:
+            of_mode = cache.mode
+            q, k, v = (x._replace(taps_KHD=self.split_heads(taps_KF), before_BPHD=self.split_heads(before_BPF))
+                       for x, taps_KF, before_BPF in zip((q, k, v), self._taps, cache.inputs_BPF, strict=True))
+        output = None
+        if self._finishes:
+            output = Computed(functools.partial(_gated_wide, kind=self.parts.output_gate, width=self.head_width),
+                              (self._output_scale, None if gate_BTF is None else self.split_heads(gate_BTF)))
+        step, of_mode = self.step(q, k, v, of_mode, step_gates, output)
+        if self.parts.short_conv:
+            of_mode = LayerCache(of_mode, tuple(x_BPHD.reshape(*x_BPHD.shape[:2], -1)
+                                                for x_BPHD in step.before_BPHD if x_BPHD is not None))
+        return step.y_BTHD, of_mode
+
+    @property
+    def _taps(self) -> list[Array]:
+        """Of the short convolutions of queries, keys and values."""
+        return [taps_KF[...] for taps_KF in (self.query_taps_KF, self.key_taps_KF, self.value_taps_KF)]
+
+    @property
+    def _finishes(self) -> bool:
+        """Whether anything is between the mode and the output projection."""
+        return (self.parts.output_norm, self.parts.output_gate) != ("none", "none")
+
+    @property
+    def _output_scale(self) -> Array | None:
+        return self.output_scale_HD[...] if self.parts.output_norm != "none" else None
+
+    def _finish(self, activation: str, norm: str) -> Callable[[Array], Array]:
+        """Activation and norm of heads, in float32."""
+        return functools.partial(_activated_wide, activation=activation, norm=norm, width=self.head_width)
 
     def split_heads(self, x_BTF: Array) -> Array:
-        """x_BTHD of what a projection gives."""
-        return x_BTF.reshape(*x_BTF.shape[:2], self.heads, self.head_width)
+        """x_BTHD of what a projection gives, or of anything else with its channels."""
+        return x_BTF.reshape(*x_BTF.shape[:-1], self.heads, self.head_width)
 
     def _convolve(self, projected: Sequence[Array], past: tuple[Array, ...] | None, segment_ids_BT: Array | None,
                   lengths_B: Array | None) -> tuple[list[Array], tuple[Array, ...] | None]:
         """Convolution, activation and norm of each projection and, where there is a past, the last inputs of it that
         count."""
-        taps = [taps_KF[...] for taps_KF in (self.query_taps_KF, self.key_taps_KF, self.value_taps_KF)]
+        taps = self._taps
         if past is None:
             return self._activate([short_convolution(x_BTF, taps_KF, segment_ids_BT=segment_ids_BT)
                                    for x_BTF, taps_KF in zip(projected, taps, strict=True)]), None
         if lengths_B is None and has_token_kernel(projected[0], taps[0]):
-            finish = [functools.partial(_activated_wide, activation=activation, norm=norm, width=self.head_width)
-                      for activation, norm in self._activations]
+            finish = [self._finish(*of_projection) for of_projection in self._activations]
             return convolve_token(projected, taps, past, heads=self.heads, finish=finish)
         convolved = [short_convolution(x_BTF, taps_KF, before_BPF=before_BPF)
                      for x_BTF, taps_KF, before_BPF in zip(projected, taps, past, strict=True)]
@@ -336,6 +408,14 @@ def _activated_wide(x: Array, *, activation: str, norm: str, width: int) -> Arra
     return x if norm == "none" else _normed(x, norm, width)
 
 
+def _gated_wide(y: Array, scale: Array | None, gate: Array | None, *, kind: str, width: int) -> Array:
+    """Norm and gate of heads, (…, D) or filled up with zeros, in float32 or better."""
+    y = y if scale is None else _normed(y, "rms", width) * scale
+    if gate is None:
+        return y
+    return y * (2 * jax.nn.sigmoid(gate) if kind == "sigmoid" else jax.nn.silu(gate))
+
+
 # Elementwise, in float32 or better: the backward pass computes them again rather than keep what is between.
 @functools.partial(jax.checkpoint, static_argnums=(1, 2))
 def _activated(x_BTHD: Array, activation: str, norm: str) -> Array:
@@ -347,11 +427,8 @@ def _activated(x_BTHD: Array, activation: str, norm: str) -> Array:
 @functools.partial(jax.checkpoint, static_argnums=(3,))
 def _gated(y_BTHD: Array, scale_HD: Array | None, gate_BTHD: Array | None, kind: str) -> Array:
     """What the heads come to, normed where there is a scale, times the gate where there is one."""
-    y = wide(y_BTHD)
-    y = y if scale_HD is None else _normed(y, "rms", y.shape[-1]) * scale_HD[None, None]
-    if gate_BTHD is not None:
-        gate = wide(gate_BTHD)
-        y *= 2 * jax.nn.sigmoid(gate) if kind == "sigmoid" else jax.nn.silu(gate)
+    scale, gate = None if scale_HD is None else scale_HD[None, None], None if gate_BTHD is None else wide(gate_BTHD)
+    y = _gated_wide(wide(y_BTHD), scale, gate, kind=kind, width=y_BTHD.shape[-1])
     return cpu.compute_once(y.astype(y_BTHD.dtype))
 
 

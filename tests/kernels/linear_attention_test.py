@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kernels import cases
-from kernels.linear_attention import EPSILON, State, extend_state, linear_attention, pick_implementation
+from kernels.linear_attention import EPSILON, State, linear_attention, pick_implementation
 from kernels.linear_attention.cases import CASES, PLAIN_FORMS, PLAIN_TOLERANCES, UNMASKED_FORMS, LinearAttentionCase
 
 B = 3
@@ -231,26 +231,6 @@ def test_a_decay_has_a_gradient_in_its_own_format():
     log_decay = jnp.asarray(make_log_decay(20), jnp.bfloat16)
     y, pull = jax.vjp(lambda log_decay: linear_attention(q, k, v, log_decay_BTH=log_decay)[0], log_decay)
     assert y.dtype == pull(y)[0].dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("picked", ["recurrent", "decode"])
-def test_a_state_is_extended_with_a_decay(picked, monkeypatch):
-    (q, k, _), state = jax.tree.map(lambda x: jnp.asarray(x, np.float32), make_inputs(1))
-    v, state, log_decay = q + 1, State(state.s_BHMD[..., :5], state.z_BHM), jnp.asarray(make_log_decay(1), np.float32)
-    monkeypatch.setattr("kernels.linear_attention.api.pick_implementation", lambda *_, **__: picked)
-
-    def run(q, k, v, state, log_decay):
-        return extend_state(q, k, v, state, features=lambda q, k: (jnp.exp(q), jnp.exp(k)), feature=jnp.exp,
-                            log_decay_BTH=log_decay)
-
-    def expected(q, k, v, state, log_decay):
-        return linear_attention(jnp.exp(q), jnp.exp(k), v, initial_state=state, log_decay_BTH=log_decay,
-                                implementation="reference")
-
-    found, wanted = (jax.vjp(f, q, k, v, state, log_decay) for f in (run, expected))
-    pairs = [*zip(*map(jax.tree.leaves, (found[0], wanted[0])), strict=True),
-             *zip(*map(jax.tree.leaves, (found[1](wanted[0]), wanted[1](wanted[0]))), strict=True)]
-    assert max(cases.error_of(np.asarray(x), np.asarray(y)) for x, y in pairs) < 1e-6
 
 
 @pytest.mark.parametrize(("implementation", "growth"),

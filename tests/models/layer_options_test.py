@@ -1,6 +1,7 @@
 """The small parts of a layer beyond the contract tests: what they compute, what they keep, what is refused."""
 
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,15 @@ import pytest
 from flax import nnx
 
 from configs.schema import EncoderConfig, ModelConfig
+from kernels import device
+from kernels.recurrent_step import has_kernel, recurrent_step
+from kernels.recurrent_step.api import IMPLEMENTATIONS
 from kernels.short_convolution import convolve_token
 from models import attention, encoder, gpt
 from models.attention import self_attention
 from models.attention.gates import InputDecay, fixed_log_decay
 from models.attention.layer_options import LayerOptions
-from models.attention.self_attention import rotate
+from models.attention.self_attention import SelfAttention, rotate
 from models.parameters import declarations
 from support.errors import ConfigError
 
@@ -25,9 +29,10 @@ B, T, H, D, E = 2, 9, 2, 4, 8
 X_BTE = jax.random.normal(jax.random.key(0), (B, T, E))
 
 
-def build(mode: str = "softmax", **options):
+def build(mode: str = "softmax", *, head_width: int = D, **options):
     module = attention.modes()[mode]
-    return module.Attention(module.Config(**options), heads=H, head_width=D, width=E, max_length=T, rngs=nnx.Rngs(3))
+    return module.Attention(module.Config(**options), heads=H, head_width=head_width, width=E, max_length=T,
+                            rngs=nnx.Rngs(3))
 
 
 def test_a_layer_without_parts_has_no_parameters_of_them():
@@ -169,27 +174,70 @@ def test_every_mode_has_the_options():
     assert all(issubclass(module.Config, LayerOptions) for module in attention.modes().values())
 
 
-@pytest.mark.parametrize("mode", ["gated", "gated_delta", "softmax"])
-@pytest.mark.parametrize("norm", ["l2", "rms", "none"])
-def test_the_kernels_of_one_token_do_what_the_plain_forms_do(mode, norm, monkeypatch):
-    """Interpreted, with heads that do not fill a block."""
-    module = attention.modes()[mode]
-    layer = module.Attention(module.Config(short_conv=4, qk_activation="silu", qk_norm=norm), heads=H, head_width=6,
-                             width=E, max_length=T, rngs=nnx.Rngs(3))
-    for taps_KF in (layer.query_taps_KF, layer.key_taps_KF, layer.value_taps_KF):
-        taps_KF[...] = jax.random.normal(jax.random.key(1), taps_KF[...].shape)
-    _, cache = layer.forward(X_BTE, layer.layer_cache(B, T, jnp.float32))
-    expected = layer.forward(X_BTE[:, :1], cache)
+def count(monkeypatch, name: str, function: Callable) -> list:
+    """What ``self_attention`` or a mode calls by this name, in the place of it, and a list that grows by each call."""
     called = []
 
     def noted(*arguments, **options):
-        called.append(len(arguments[0]))
-        return convolve_token(*arguments, **options)
+        called.append(name)
+        return function(*arguments, **options)
 
+    monkeypatch.setattr(name, noted)
+    return called
+
+
+@pytest.mark.parametrize("norm", ["l2", "rms", "none"])
+def test_the_convolution_kernel_of_one_token_does_what_the_plain_form_does(norm, monkeypatch):
+    """Interpreted, with heads that do not fill a block."""
+    layer = build("softmax", head_width=6, short_conv=4, qk_activation="silu", qk_norm=norm)
+    cache, expected = drawn(layer)
+    called = count(monkeypatch, "models.attention.self_attention.convolve_token", convolve_token)
     monkeypatch.setattr(self_attention, "has_token_kernel", lambda x_BTF, taps_KF: x_BTF.shape[1] == 1)
-    monkeypatch.setattr(self_attention, "convolve_token", noted)
-    monkeypatch.setattr("kernels.delta_rule.api.pick_implementation", lambda *_, **__: "decode")
-    monkeypatch.setattr("kernels.linear_attention.api.pick_implementation", lambda *_, **__: "decode")
     found = layer.forward(X_BTE[:, :1], cache)
-    assert called == [3]
+    assert len(called) == 1
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("mode", "options"), [
+    ("gated", {}), ("gated", {"decay": "fixed", "qk_norm": "rms", "output_gate": "none"}),
+    ("gated_delta", {}), ("gated_delta", {"decay": False, "short_conv": 0, "output_norm": "none"}),
+    ("chunked", {}), ("linear", {"feature_map": "softplus", "short_conv": 2, "qk_norm": "l2", "normalize": True,
+                                 "output_norm": "rms"})])
+def test_the_kernel_of_one_step_does_what_the_plain_forms_do(mode, options, monkeypatch):
+    """Interpreted, with heads that do not fill a block."""
+    layer = build(mode, head_width=6, **options)
+    cache, expected = drawn(layer)
+    module = mode if mode == "gated_delta" else "linear"
+    called = count(monkeypatch, f"models.attention.{module}.recurrent_step", recurrent_step)
+    monkeypatch.setattr(self_attention, "has_kernel", lambda *_: True)
+    monkeypatch.setitem(IMPLEMENTATIONS, "reference", IMPLEMENTATIONS["decode"])
+    found = layer.forward(X_BTE[:, :1], cache)
+    assert len(called) == 1
+    assert_close(found, expected)
+
+
+def drawn(layer: SelfAttention) -> tuple:
+    """A cache with a text in it, and what the plain forms make of one more token; all parameters count."""
+    for path, parameter in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
+        if path[-1] != "log_rate_H":
+            parameter[...] += jax.random.normal(jax.random.key(len(str(path))), parameter[...].shape)
+    _, cache = layer.forward(X_BTE, layer.layer_cache(B, T, jnp.float32))
+    return cache, layer.forward(X_BTE[:, :1], cache)
+
+
+def assert_close(found, expected) -> None:
     jax.tree.map(lambda x, wanted: np.testing.assert_allclose(x, wanted, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def test_a_step_is_one_launch_on_a_gpu_alone(monkeypatch):
+    x_BTE = np.zeros((2, 1, E), np.float32)
+    monkeypatch.setattr(device, "platform", lambda: "cpu")
+    assert not has_kernel(x_BTE, 64, 64, 4)
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
+    assert has_kernel(x_BTE, 64, 64, 4)
+    assert has_kernel(x_BTE, 100, 128, 0)
+    assert not has_kernel(x_BTE, 129, 128, 4)  # a state of a head that a program has no room for
+    assert not has_kernel(x_BTE, 64, 64, 1)  # tokens before are needed
+    assert not has_kernel(x_BTE, 64, 64, 17)
+    assert not has_kernel(np.zeros((2, 2, E), np.float32), 64, 64, 4)
+    assert not has_kernel(x_BTE.astype(float), 64, 64, 4)

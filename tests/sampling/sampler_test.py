@@ -14,9 +14,10 @@ import pytest
 from flax import nnx
 
 from configs.schema import ModelConfig
-from kernels.linear_attention import api
 from kernels.projection import api as projection
+from kernels.recurrent_step.api import IMPLEMENTATIONS
 from models import attention as attentions
+from models.attention import self_attention
 from models.attention.self_attention import angles
 from models.gpt import GPT, resolve_config
 from sampling import sampler as sampler_module
@@ -117,17 +118,17 @@ def test_the_kernels_of_a_gpu_draw_the_same(dtype, tolerance, monkeypatch):
         return asked
 
     monkeypatch.setattr(projection, "_alone_on_gpu", serves("projection", lambda x_BTE: x_BTE.shape[:2] == (1, 1)))
-    token, pick = serves("state", lambda q, segments: q.shape[1] == 1 and not segments), api.pick_implementation
-    monkeypatch.setattr(api, "pick_implementation", lambda q, *arrays, segments=False, **options: (
-        "decode" if token(q, segments) else pick(q, *arrays, segments=segments, **options)))
-    model = make_model("chunked", "longformer", positions="learned", context=40, dtype=dtype, bias=0.5)
+    monkeypatch.setattr(self_attention, "has_kernel", serves("state", lambda x_BTE, *_: x_BTE.shape[1] == 1))
+    monkeypatch.setitem(IMPLEMENTATIONS, "reference", IMPLEMENTATIONS["decode"])
+    model = make_model("chunked", "longformer", "gated", "gated_delta", positions="learned", context=40, dtype=dtype,
+                       bias=0.5)
     pieces = Sampler(model).generate(prompt_of(19), Sampling(temperature=9.0), max_new_tokens=20, resumable=True)
     text_T = np.concatenate([prompt_of(19), *(piece_BT[0] for piece_BT in pieces)])
     assert len(set(text_T[19:].tolist())) > 1
     monkeypatch.undo()
     # A layer's queries, keys and values at once, its output, and two of the MLP; the head after prompts and tokens.
-    assert taken["projection"] >= 2 * 4 + 1
-    assert taken["state"] == 1
+    assert taken["projection"] >= 4 * 4 + 1
+    assert taken["state"] == 3
     expected_V = np.asarray(parallel_logits(model, text_T[None])[0, -1])
     assert np.sqrt(np.mean((pieces.memory.logits_BV[0] - expected_V) ** 2) / np.mean(expected_V**2)) < tolerance
 

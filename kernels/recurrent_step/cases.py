@@ -1,0 +1,104 @@
+"""Calls of a recurrent layer's step that tests hold to the definition."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.cases import Arrays, Case
+from kernels.recurrent_step.api import recurrent_step
+from kernels.recurrent_step.head import Computed, Input
+
+EPSILON = 1e-6
+# float32: sums of at most two hundred terms. bfloat16: y is rounded once, to 8 bits.
+TOLERANCES = {"float32": 1e-6, "bfloat16": 2**-8}
+
+
+@dataclass(frozen=True)
+class RecurrentStepCase(Case):
+    """A call of ``recurrent_step`` with a decay; with ``around`` also with convolutions, SiLU, norms of queries and
+    keys, and norm and gate of the output."""
+
+    B: int
+    H: int
+    M: int
+    D: int
+    _: KW_ONLY
+    around: bool = True
+    delta: bool = False
+    """The delta rule, which keeps no sum of keys."""
+    normalize: bool = False
+    K: int = 4
+
+    @property
+    def sizes(self) -> str:
+        extras = {"alone": not self.around, "delta rule": self.delta, "normalised": self.normalize,
+                  f"K{self.K}": self.around and self.K != 4}
+        return " ".join([f"B{self.B} H{self.H} M{self.M} D{self.D} {self.dtype}",
+                         *(name for name, told in extras.items() if told)])
+
+    def make_shapes(self) -> Arrays:
+        B, H, M, D, K = self.B, self.H, self.M, self.D, self.K
+        wide = jnp.promote_types(jnp.float32, self.dtype)
+        shapes: Arrays = {"s": jax.ShapeDtypeStruct((B, H, M, D), wide), "gate": jax.ShapeDtypeStruct((B, 1, H), wide),
+                          "rate": jax.ShapeDtypeStruct((H,), wide)}
+        shapes["beta" if self.delta else "z"] = jax.ShapeDtypeStruct((B, 1, H) if self.delta else (B, H, M), wide)
+        for name, width in (("q", M), ("k", M), ("v", D)):
+            shapes[name] = jax.ShapeDtypeStruct((B, 1, H, width), self.dtype)
+            if self.around:
+                shapes[f"{name} taps"] = jax.ShapeDtypeStruct((K, H, width), wide)
+                shapes[f"{name} before"] = jax.ShapeDtypeStruct((B, K - 1, H, width), self.dtype)
+        if self.around:
+            shapes["scale"] = jax.ShapeDtypeStruct((H, D), wide)
+            shapes["output gate"] = jax.ShapeDtypeStruct((B, 1, H, D), self.dtype)
+        return shapes
+
+    def make_inputs(self) -> dict[str, np.ndarray]:
+        # Weights that have a sum are positive.
+        return {name: np.abs(x) if self.normalize and name in ("q", "k", "z") else x
+                for name, x in super().make_inputs().items()}
+
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        def unit(x: Any) -> Any:
+            x = jax.nn.silu(x)
+            return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)
+
+        def gated(y: Any, scale: Any, gate: Any) -> Any:
+            return y / jnp.sqrt(jnp.sum(y * y, axis=-1, keepdims=True) / self.D + EPSILON) * scale * jax.nn.silu(gate)
+
+        q, k, v = (Input(inputs[name], finish if self.around else None, inputs.get(f"{name} taps"),
+                         inputs.get(f"{name} before"))
+                   for name, finish in (("q", unit), ("k", unit), ("v", jax.nn.silu)))
+        step = recurrent_step(
+            q, k, v, inputs["s"], inputs.get("z"), implementation=implementation,
+            log_decay=Computed(lambda gate, rate: -jnp.exp(rate) * jax.nn.softplus(gate), (inputs["gate"],
+                                                                                            inputs["rate"])),
+            beta=Computed(jax.nn.sigmoid, (inputs["beta"],)) if self.delta else None,
+            epsilon=EPSILON if self.normalize else None,
+            output=Computed(gated, (inputs["scale"], inputs["output gate"])) if self.around else None)
+        results = {"y": step.y_BTHD, "s": step.s_BHMD, "z": step.z_BHM,
+                   **{f"{name} before": x for name, x in zip("qkv", step.before_BPHD, strict=True)}}
+        return {name: x for name, x in results.items() if x is not None}
+
+
+def _case(B: int, H: int, M: int, D: int, dtype: str, **options: Any) -> RecurrentStepCase:
+    return RecurrentStepCase(B, H, M, D, dtype=dtype, implementations=("decode",), gradients=False,
+                             gpu_kernels=("recurrent_step",), tolerance=TOLERANCES[dtype], **options)
+
+
+CASES: tuple[Case, ...] = (
+    # Heads that fill a block and that do not, all of it and the state alone, and states of a tile and of several.
+    *(_case(2, 3, 16, 16, dtype, delta=delta) for dtype in TOLERANCES for delta in (False, True)),
+    _case(1, 2, 20, 24, "bfloat16", K=2),
+    _case(3, 2, 20, 24, "float32", delta=True),
+    _case(1, 2, 100, 128, "float32", delta=True),
+    _case(2, 2, 48, 100, "float32", around=False, normalize=True),
+    _case(1, 2, 200, 100, "bfloat16", around=False, delta=True),
+    *(_case(B, H, D, D, dtype, delta=delta, used_by=("gpu-check",)) for delta in (False, True)
+      for B, H, D, dtype in ((1, 12, 64, "bfloat16"), (1, 12, 64, "float32"), (8, 8, 128, "bfloat16"),
+                             (1, 8, 96, "float32"))),
+    _case(1, 12, 64, 64, "bfloat16", around=False, normalize=True, used_by=("gpu-check",)),
+    _case(1, 8, 256, 64, "bfloat16", around=False, normalize=True, used_by=("gpu-check",)),
+)

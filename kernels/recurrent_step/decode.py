@@ -1,0 +1,151 @@
+"""A step of a recurrent layer on a GPU: a Pallas kernel with a program for each head, for all of it is a head's own.
+
+Each program reads its state once, changes it in place and multiplies it with the query. XLA takes a launch or two for
+each part, and reads the state again.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from kernels import device
+from kernels.recurrent_step.head import Computed, Input, Step
+from kernels.short_convolution.decode import convolve_head
+
+THREAD_NUMBERS = 64
+"""Of the state that a thread has at most."""
+WARPS = 4, 8
+"""Those of a program: the fewest with which the state has room."""
+TILE = 32
+"""Columns of the state that a program has where it does not have them all, 128 bytes in a row."""
+MOST_FEATURES = 1024
+"""M at most, of which a program still has eight columns."""
+
+
+DIMENSIONS = {1: "h", 2: "hd", 3: "bh", 4: "bhd"}
+"""Those of an array of a :class:`Computed` by how many it has, but for T."""
+
+
+class _Kept(NamedTuple):
+    """What a token finds, and leaves changed."""
+
+    s: Any
+    z: Any
+    before: tuple[Any, ...]
+
+
+class _Given(NamedTuple):
+    x: tuple[Any, ...]
+    taps: tuple[Any, ...]
+    log_decay: tuple[Any, ...]
+    beta: tuple[Any, ...]
+    output: tuple[Any, ...]
+
+
+def holds_head(M: int, D: int) -> bool:
+    """Whether a program can have all of a head's state, as convolutions and what follows y need it."""
+    return pl.next_power_of_2(M) * pl.next_power_of_2(D) <= _numbers(WARPS[-1])
+
+
+def _numbers(warps: int) -> int:
+    return 32 * warps * THREAD_NUMBERS
+
+
+def decode(q: Input, k: Input, v: Input, s_BHMD: Array, z_BHM: Array | None = None, *,
+           log_decay: Computed | None = None, beta: Computed | None = None, epsilon: float | None = None,
+           output: Computed | None = None) -> Step:
+    """:func:`recurrent_step` in one launch. Without a GPU in interpret mode, which is for tests.
+
+    Raises:
+        ValueError: the state of a head is too large for a program, and something needs it whole.
+    """
+    inputs = (q, k, v)
+    (B, _, H, M), D = q.x_BTHD.shape, v.x_BTHD.shape[3]
+    features, columns = pl.next_power_of_2(M), pl.next_power_of_2(D)
+    needs_whole = output is not None or any(of.taps_KHD is not None for of in inputs)
+    if needs_whole and not holds_head(M, D):
+        raise ValueError(f"a head has a state of {M} × {D}; expected powers of two to be filled up to whose product is "
+                         f"at most {_numbers(WARPS[-1]):,}")
+    whole = needs_whole or features * columns <= _numbers(WARPS[0])
+    tile = columns if whole else min(TILE, columns, _numbers(WARPS[0]) // features)
+
+    computed = log_decay, beta, output
+    kept = _Kept(s_BHMD, z_BHM, tuple(of.before_BPHD for of in inputs))
+    given = _Given(tuple(of.x_BTHD[:, 0] for of in inputs), tuple(of.taps_KHD for of in inputs),
+                   *(() if of is None else tuple(x if x is None or x.ndim < 3 else x[:, 0] for x in of.arrays)
+                     for of in computed))
+    dimensions = (
+        _Kept("bhmd", "bhm", ("bphm", "bphm", "bphd")),
+        _Given(("bhm", "bhm", "bhd"), ("khm", "khm", "khd"),
+               *(() if of is None else tuple("" if x is None else DIMENSIONS[x.ndim] for x in of.arrays)
+                 for of in computed)))
+    sizes = {"b": None, "h": None, "m": features, "d": tile}
+
+    def block(letters: str, x: Any) -> pl.BlockSpec | None:
+        if x is None:
+            return None
+        return pl.BlockSpec(tuple(sizes.get(letter, size) for letter, size in zip(letters, x.shape, strict=True)),
+                            lambda u, h, b: tuple({"b": b, "h": h, "d": u}.get(letter, 0) for letter in letters))
+
+    specs = jax.tree.map(block, dimensions, (kept, given))
+
+    def kernel(kept: _Kept, given: _Given, y_ref: Any, left: _Kept) -> None:
+        """A program: one sequence, head and tile of D."""
+        of_head_M = lax.iota(jnp.int32, features) < M
+        of_head_D = pl.program_id(0) * tile + lax.iota(jnp.int32, tile) < D
+        shown_MD = (jnp.broadcast_to(of_head_M[:, None], (features, tile))
+                    & jnp.broadcast_to(of_head_D[None, :], (features, tile)))
+
+        def load(ref: Any, shown: Array) -> Array:
+            return triton.load(ref.at[:], mask=shown, other=0.0).astype(jnp.float32)
+
+        def prepared(i: int, shown: Array) -> Array:
+            x, finish = load(given.x[i], shown), inputs[i].finish
+            if given.taps[i] is not None:
+                x = convolve_head(x, given.taps[i], kept.before[i], left.before[i], shown)
+            return x if finish is None else jnp.where(shown, finish(x), 0.0)
+
+        def compute(of: Computed, refs: tuple[Any, ...], *first: Array) -> Array:
+            return of.function(*first, *(ref if ref is None else load(ref, of_head_D) if ref.shape else triton.load(ref)
+                                         for ref in refs))
+
+        s_MD = triton.load(kept.s.at[:, :], mask=shown_MD, other=0.0)
+        z_M = None if kept.z is None else load(kept.z, of_head_M)
+        q_M, k_M, v_D = prepared(0, of_head_M), prepared(1, of_head_M), prepared(2, of_head_D)
+        if log_decay is not None:
+            decay = jnp.exp(compute(log_decay, given.log_decay))
+            s_MD, z_M = decay * s_MD, None if z_M is None else decay * z_M
+        if beta is not None:
+            v_D = compute(beta, given.beta) * (v_D - jnp.sum(k_M[:, None] * s_MD, axis=0))
+        s_MD = s_MD + k_M[:, None] * v_D[None, :]
+        triton.store(left.s.at[:, :], s_MD, mask=shown_MD)
+        y_D = jnp.sum(q_M[:, None] * s_MD, axis=0)
+        if z_M is not None:
+            z_M = z_M + k_M
+            triton.store(left.z.at[:], z_M, mask=of_head_M)
+            if epsilon is not None:
+                y_D = y_D / (jnp.sum(q_M * z_M) + epsilon)
+        if output is not None:
+            y_D = compute(output, given.output, y_D)
+        triton.store(y_ref.at[:], y_D.astype(y_ref.dtype), mask=of_head_D)
+
+    # Grid: tiles of D, heads, sequences. Where there are several tiles each reads z, so that none may change it.
+    in_place = len(jax.tree.leaves(kept)) if whole else 1
+    y_BHD, left = pl.pallas_call(
+        kernel,
+        grid=(-(-D // tile), H, B),
+        in_specs=specs,
+        out_specs=(block("bhd", given.x[2]), specs[0]),
+        out_shape=(jax.ShapeDtypeStruct((B, H, D), v.x_BTHD.dtype),
+                   jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), kept)),
+        input_output_aliases={i: 1 + i for i in range(in_place)},
+        compiler_params=triton.CompilerParams(
+            num_warps=next(warps for warps in WARPS if features * tile <= _numbers(warps)), num_stages=1),
+        interpret=device.platform() != "gpu",
+        name="recurrent_step",
+    )(kept, given)
+    return Step(y_BHD[:, None], *left)
