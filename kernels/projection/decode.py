@@ -127,13 +127,14 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, widths: S
     def vector(ref: Any, first: Any, size: int) -> Array:
         return triton.load(ref.at[pl.ds(first, size)], mask=first + lax.iota(jnp.int32, size) < E, other=0.0)
 
-    def load_weight(ref: Any, of_result_f: Array, first: Any) -> Array:
-        among_e, shape = first + lax.iota(jnp.int32, rows) < E, (of_result_f.size, rows)
+    def load_weight(i: int, first: Any) -> Array:
+        among_e, of_result_f = first + lax.iota(jnp.int32, rows) < E, of_results[i]
+        shape = of_result_f.size, rows
         shown = jnp.broadcast_to(among_e[None, :], shape) & jnp.broadcast_to(of_result_f[:, None], shape)
-        return triton.load(ref.at[:, pl.ds(first, rows)], mask=shown, other=0.0)
+        return triton.load(weight_refs[i].at[:, pl.ds(first, rows)], mask=shown, other=0.0)
 
-    def load_weights(first: Any) -> list[Array]:
-        return [load_weight(ref, of_result_f, first) for ref, of_result_f in zip(weight_refs, of_results, strict=True)]
+    def load_widest(first: Any) -> list[Array | None]:
+        return [load_weight(i, first) if F == max(widths) else None for i, F in enumerate(widths)]
 
     def load_x(first: Any, mean: Any, rate: Any) -> Array:
         x_e = vector(x_ref, first, rows).astype(jnp.float32)
@@ -143,14 +144,17 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, widths: S
         x_e = (x_e - mean) * rate * vector(scale_ref, first, rows) + vector(bias_ref, first, rows)
         return x_e.astype(norm.dtype).astype(jnp.float32)
 
-    def products(x_e: Array, weights: list[Array]) -> list[Array]:
+    def products(x_e: Array, widest: list[Array | None], first: Any) -> list[Array]:
+        # Narrow weights are loaded where they are multiplied, into registers that the widest have left: with all at
+        # once a multiprocessor would hold one program instead of two.
+        weights = (load_weight(i, first) if w_fe is None else w_fe for i, w_fe in enumerate(widest))
         return [jnp.sum(w_fe.astype(jnp.float32) * x_e[None, :], axis=1) for w_fe in weights]
 
     def load(ref: Any, of_result_f: Array) -> Array:
         return triton.load(ref.at[:], mask=of_result_f, other=0.0).astype(jnp.float32)
 
     # On their way while the LayerNorm is made.
-    first_weights = load_weights(0)
+    first_weights = load_widest(0)
     biases = [] if bias_refs is None else list(map(load, bias_refs, of_results))
     onto_f = None if onto_ref is None else load(onto_ref, of_results[0])
     mean = rate = None
@@ -158,11 +162,11 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, widths: S
         x_E = vector(x_ref, 0, pl.next_power_of_2(E)).astype(jnp.float32)
         mean = jnp.sum(x_E) / E
         rate = lax.rsqrt(jnp.maximum(jnp.sum(x_E * x_E) / E - mean * mean, 0) + norm.epsilon)
-    sums = products(load_x(0, mean, rate), first_weights)
+    sums = products(load_x(0, mean, rate), first_weights, 0)
     if rows < E:
         def step(i: Any, sums: list[Array]) -> list[Array]:
-            weights = load_weights(i * rows)
-            more = products(load_x(i * rows, mean, rate), weights)
+            weights = load_widest(i * rows)
+            more = products(load_x(i * rows, mean, rate), weights, i * rows)
             return [y_f + more_f for y_f, more_f in zip(sums, more, strict=True)]
 
         sums = lax.fori_loop(1, -(-E // rows), step, sums)
