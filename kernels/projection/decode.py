@@ -134,7 +134,7 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, widths: S
         return triton.load(weight_refs[i].at[:, pl.ds(first, rows)], mask=shown, other=0.0)
 
     def load_widest(first: Any) -> list[Array | None]:
-        return [load_weight(i, first) if F == max(widths) else None for i, F in enumerate(widths)]
+        return [load_weight(i, first) if max(widths) == F else None for i, F in enumerate(widths)]
 
     def load_x(first: Any, mean: Any, rate: Any) -> Array:
         x_e = vector(x_ref, first, rows).astype(jnp.float32)

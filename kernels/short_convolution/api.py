@@ -95,11 +95,21 @@ def _convolve_backward(saved, dy_BTF):
         back = K - 1 - k
         read_BTF = _same_run(dy_BTF, runs_BT, back)
         dtaps.append(jnp.sum(_shifted(padded_BSF, k, T) * wide(read_BTF), axis=(0, 1)))
-        # A token, or one of the K − 1 before the first, is read by itself and those after it.
-        read_BSF = jnp.pad(read_BTF, ((0, 0), (K - 1, K - 1), (0, 0)))
-        dx.append(_shifted(read_BSF, back, T + K - 1) * taps_KF[k][None, None])
+        dx.append(_read_back(read_BTF, back, K) * taps_KF[k][None, None])
     dx_BSF = rounded(_total(dx), x_BTF.dtype)
     return dx_BSF[:, K - 1:], jnp.stack(dtaps).astype(taps_KF.dtype), dx_BSF[:, :K - 1], None
+
+
+def gradient_of_input(dy_BTF: Array, taps_KF: Array) -> Array:
+    """That of x, of rows that are one segment with nothing before it."""
+    K = taps_KF.shape[0]
+    return rounded(_total(_read_back(dy_BTF, K - 1 - k, K)[:, K - 1:] * taps_KF[k][None, None] for k in range(K)),
+                   dy_BTF.dtype)
+
+
+def _read_back(dy_BTF: Array, back: int, K: int) -> Array:
+    """The gradient that each token, and each of the K − 1 before the first, has from the one ``back`` after it."""
+    return _shifted(jnp.pad(dy_BTF, ((0, 0), (K - 1, K - 1), (0, 0))), back, dy_BTF.shape[1] + K - 1)
 
 
 _convolve.defvjp(_convolve_forward, _convolve_backward)

@@ -13,6 +13,7 @@ from kernels.mixed_precision import wide
 from kernels.segments import runs_of
 from kernels.short_convolution.api import short_convolution
 from kernels.short_convolution.decode import convolve_token
+from kernels.short_convolution.pallas_gpu import convolve_heads
 from kernels.short_convolution.reference import short_convolution_reference
 
 
@@ -59,6 +60,38 @@ class ShortConvolutionCase(Case):
 
 
 @dataclass(frozen=True)
+class HeadsCase(Case):
+    """A call of ``convolve_heads``, with SiLU and a norm of each head."""
+
+    B: int
+    T: int
+    H: int
+    D: int
+    K: int
+
+    @property
+    def sizes(self) -> str:
+        return f"heads B{self.B} T{self.T} H{self.H} D{self.D} K{self.K} {self.dtype}"
+
+    def make_shapes(self) -> Arrays:
+        F = self.H * self.D
+        return {"x": jax.ShapeDtypeStruct((self.B, self.T, F), self.dtype),
+                "taps": jax.ShapeDtypeStruct((self.K, F), jnp.promote_types(jnp.float32, self.dtype))}
+
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        x_BTF, taps_KF = inputs["x"], inputs["taps"]
+        if implementation == REFERENCE:
+            y_BTF = short_convolution_reference(x_BTF, taps_KF, None, None)
+            return {"y": _silu_and_norm(y_BTF.reshape(*x_BTF.shape[:2], self.H, self.D)).reshape(x_BTF.shape)}
+        return {"y": convolve_heads(x_BTF, taps_KF, self.H, _silu_and_norm)}
+
+
+def _silu_and_norm(x: jax.Array) -> jax.Array:
+    x = jax.nn.silu(x)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-3)
+
+
+@dataclass(frozen=True)
 class TokenCase(Case):
     """A call of ``convolve_token``: three projections, of which each is convolved and takes SiLU."""
 
@@ -98,6 +131,12 @@ def _token(B: int, H: int, D: int, K: int, dtype: str, **options: Any) -> TokenC
                      gpu_kernels=("short_convolution_decode",), **options)
 
 
+def _heads(B: int, T: int, H: int, D: int, K: int, dtype: str, **options: Any) -> HeadsCase:
+    """In bfloat16 the gradient of the convolution's result is rounded, and dx."""
+    return HeadsCase(B, T, H, D, K, dtype=dtype, tolerance={"float32": 2e-6, "bfloat16": 4e-3}[dtype],
+                     gpu_kernels=("short_convolution_forward", "short_convolution_gradient"), **options)
+
+
 # bfloat16: y and dx are rounded once, at most 2⁻⁹ of a number.
 _case = functools.partial(ShortConvolutionCase, 3)
 CASES: tuple[Case, ...] = (
@@ -109,6 +148,11 @@ CASES: tuple[Case, ...] = (
     _case(200, 16, 4, dtype="bfloat16", tolerance=3e-3),
     _case(200, 16, 4, segments=True, dtype="bfloat16", tolerance=3e-3),
     ShortConvolutionCase(1, 8192, 2304, 4, dtype="bfloat16", tolerance=3e-3, used_by=("gpu-check",)),
+    # Several tiles, the last one short; a width that is no power of two; more taps than tokens.
+    *(_heads(2, 29, 2, D, 4, dtype, constants=(("kernels.short_convolution.pallas_gpu.TILE", 64),))
+      for D in (8, 6) for dtype in ("float32", "bfloat16")),
+    _heads(1, 3, 2, 8, 5, "float32"),
+    *(_heads(1, 4096, 12, D, 4, "bfloat16", used_by=("gpu-check", "gpu")) for D in (64, 128)),
     _token(2, 3, 8, 4, "float32"),
     _token(1, 2, 20, 4, "bfloat16"),
     _token(1, 2, 16, 2, "float32"),

@@ -17,7 +17,13 @@ from kernels.layer_norm import Norm
 from kernels.mixed_precision import wide
 from kernels.projection import project, project_each
 from kernels.recurrent_step import Computed, Input, Step, has_kernel
-from kernels.short_convolution import convolve_token, has_token_kernel, short_convolution
+from kernels.short_convolution import (
+    convolve_heads,
+    convolve_token,
+    has_sequence_kernel,
+    has_token_kernel,
+    short_convolution,
+)
 from models.attention.layer_options import layer_options
 from models.parameters import Axis, declare, own_parameters
 
@@ -359,11 +365,14 @@ class SelfAttention(nnx.Module):
         """Convolution, activation and norm of each projection and, where there is a past, the last inputs of it that
         count."""
         taps = self._taps
+        finish = [self._finish(*of_projection) for of_projection in self._activations]
+        if past is None and segment_ids_BT is None and has_sequence_kernel(projected[0], taps[0]):
+            return [convolve_heads(x_BTF, taps_KF, self.heads, finish_projection)
+                    for x_BTF, taps_KF, finish_projection in zip(projected, taps, finish, strict=True)], None
         if past is None:
             return self._activate([short_convolution(x_BTF, taps_KF, segment_ids_BT=segment_ids_BT)
                                    for x_BTF, taps_KF in zip(projected, taps, strict=True)]), None
         if lengths_B is None and has_token_kernel(projected[0], taps[0]):
-            finish = [self._finish(*of_projection) for of_projection in self._activations]
             return convolve_token(projected, taps, past, heads=self.heads, finish=finish)
         convolved = [short_convolution(x_BTF, taps_KF, before_BPF=before_BPF)
                      for x_BTF, taps_KF, before_BPF in zip(projected, taps, past, strict=True)]
