@@ -20,12 +20,11 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
-import argparse
+import functools
 import itertools
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -44,7 +43,6 @@ from support.command import status
 from support.errors import ConfigError
 from training import accounting
 
-HEADINGS = ("mode", "mask", "counted", "found", "found / counted", "calls", "loops")
 CHECKED = (("softmax:materialised", False), ("linear:cumsum", True))
 """Forms that compute what is counted and no more, and whether with a causal mask."""
 
@@ -114,53 +112,30 @@ def count(mode: str, size: Size, *, context: int, batch: int, dtype: Any = "floa
                found.unbounded_loops)
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Counts what the flags say; returns 1 where nothing could be counted."""
-    options = _options(arguments)
+@functools.partial(
+    report.Benchmark, module="benchmarks.count_operations", tables=report.columns(
+        ("mode", "mode", ""), ("mask", lambda row: "causal" if row.causal else "none", ""),
+        ("counted", "counted", ".4g"), ("found", "found", ".4g"), ("found / counted", "ratio", ".3f"),
+        ("calls", "calls", ""), ("loops", "loops", "")),
+    flags={"modes": report.flag("modes, or MODE:FORM, with commas between (all, and the two forms that are checked)",
+                                type=report.names),
+           "dtype": report.flag("number format of the products", "float32", choices=("float32", "bfloat16")),
+           "width": report.flag("width of the model", 256), "layers": report.flag("transformer blocks", 2),
+           "heads": report.flag("attention heads", 4), "vocabulary": report.flag("tokens in the vocabulary", 512),
+           "context": report.flag("length of a sequence", 256), "batch": report.flag("sequences in a step", 2)})
+def main(options: Namespace, results: report.Results) -> None:
+    """Every mode with both masks, where it has them."""
     report.use_whole_device()
-    report.check_output(options.json)
     size = Size(options.layers, options.heads, options.width, options.vocabulary)
-    contents = report.origin("benchmarks.count_operations", options)
     modes = options.modes or tuple(dict.fromkeys((*(mode for mode, _ in CHECKED), *attention.modes())))
     for mode in modes:
         mode_config(mode)  # one that there is not stops before any work
-    rows: list[Row] = []
     for mode, causal in itertools.product(modes, (True, False)):
         try:
-            rows.append(count(mode, size, context=options.context, batch=options.batch, dtype=options.dtype,
+            results.add(count(mode, size, context=options.context, batch=options.batch, dtype=options.dtype,
                               causal=causal))
         except (ConfigError, NotImplementedError) as error:
             status(f"{mode}, {'causal' if causal else 'no mask'}: {error}")
-        report.keep(options.json, contents | {"rows": [asdict(row) for row in rows]})
-    print(report.table(HEADINGS, [cells(row) for row in rows]))
-    return 0 if rows else 1
-
-
-def cells(row: Row) -> list[str]:
-    """A row of the table."""
-    return [row.mode, "causal" if row.causal else "none", f"{row.counted:.4g}", f"{row.found:.4g}", f"{row.ratio:.3f}",
-            str(row.calls), str(row.loops)]
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.count_operations", description=__doc__,
-                                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", type=report.names,
-                        help="modes, or MODE:FORM, with commas between (all, and the two forms that are checked)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
-                        help="number format of the products (%(default)s)")
-    for name, default, meaning in (
-            ("width", 256, "width of the model"), ("layers", 2, "transformer blocks"), ("heads", 4, "attention heads"),
-            ("vocabulary", 512, "tokens in the vocabulary"), ("context", 256, "length of a sequence"),
-            ("batch", 2, "sequences in a step")):
-        parser.add_argument(f"--{name}", type=report.positive, default=default, help=f"{meaning} (%(default)s)")
-    parser.add_argument("--json", type=Path, help="file to write")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`benchmarks.report.run_benchmark`."""
-    return report.run_benchmark("benchmarks.count_operations", command, arguments)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,12 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
-import argparse
-import json
+import functools
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -51,7 +50,6 @@ DRAWS = {"greedy": Sampling(temperature=0.0), "top-k 40": Sampling(top_k=40)}
 ALL = "all"
 """Names the program that has every workaround."""
 RESAMPLES = 2000
-HEADINGS = ("without", "measured", "with (ms)", "without (ms)", "rounds", "ratio", "95 % interval")
 
 
 @dataclass
@@ -90,15 +88,28 @@ def compare(measure: str, case: str, samples: Mapping[str, Sequence[float]]) -> 
     return rows
 
 
-def measure_steps(config: Config, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a training step."""
-    program = lowered_step(config, VOCABULARY).as_text()
-    steps = {ALL: Step(config, VOCABULARY)}
+def time_programs(program: Callable[[], str], run: Callable[[], Callable[[], Any]], rounds: int,
+                  **timing: Any) -> dict[str, list[float]]:
+    """Seconds of a call of the program with every workaround, and of those that lacking one of them changes.
+
+    Args:
+        program: lowers it, anew each time.
+        run: compiles it, and returns the call.
+        rounds: samples of each.
+        timing: as in :func:`benchmarks.report.time_by_turns`.
+    """
+    plain, runs = program(), {ALL: run()}
     for workaround in cpu.WORKAROUNDS:
         with cpu.without(workaround):
-            if lowered_step(config, VOCABULARY).as_text() != program:
-                steps[workaround.__name__] = Step(config, VOCABULARY)
-    return report.time_by_turns(steps, rounds, sample_seconds=0, clock=time.process_time)
+            if program() != plain:
+                runs[workaround.__name__] = run()
+    return report.time_by_turns(runs, rounds, clock=time.process_time, **timing)
+
+
+def measure_steps(config: Config, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a training step."""
+    return time_programs(lambda: lowered_step(config, VOCABULARY).as_text(), lambda: Step(config, VOCABULARY), rounds,
+                         sample_seconds=0)
 
 
 def measure_tokens(config: ModelConfig, sampling: Sampling, rounds: int) -> dict[str, list[float]]:
@@ -116,13 +127,7 @@ def measure_tokens(config: ModelConfig, sampling: Sampling, rounds: int) -> dict
         next(generation)
         return lambda: next(generation)
 
-    plain = program()
-    runs = {ALL: tokens()}
-    for workaround in cpu.WORKAROUNDS:
-        with cpu.without(workaround):
-            if program() != plain:
-                runs[workaround.__name__] = tokens()
-    return report.time_by_turns(runs, rounds, clock=time.process_time)
+    return time_programs(program, tokens, rounds)
 
 
 def measure_process(case: Mapping[str, Any], rounds: int) -> dict[str, list[float]]:
@@ -143,16 +148,6 @@ def measure_process(case: Mapping[str, Any], rounds: int) -> dict[str, list[floa
     return samples
 
 
-def steps_of_process(case: Mapping[str, Any]) -> dict[str, float]:
-    """What a process of :func:`measure_process` measures."""
-    off = [workaround for workaround in cpu.PROCESS_WORKAROUNDS if workaround.__name__ == case["without"]]
-    with cpu.without(*off):
-        cpu.configure_process()
-    step = Step(make_config(**{name: value for name, value in case.items() if name != "without"}), VOCABULARY)
-    samples = report.time_by_turns({ALL: step}, STEPS_OF_A_PROCESS, sample_seconds=0, clock=time.process_time)
-    return {"seconds": median(samples[ALL])}
-
-
 def make_config(mode: str, context: int, layers: int, width: int, dtype: Any) -> Config:
     """A model like the quickstart's, and a step of ``STEP_TOKENS`` tokens.
 
@@ -164,73 +159,49 @@ def make_config(mode: str, context: int, layers: int, width: int, dtype: Any) ->
                   train=TrainConfig(batch_size=max(1, STEP_TOKENS // context)))
 
 
-def cells(row: Row) -> list[str]:
-    """A row of the printed table."""
-    return [row.workaround, f"{row.measure}: {row.case}", f"{row.with_milliseconds:,.1f}",
-            f"{row.without_milliseconds:,.1f}", str(len(row.with_samples)), f"{row.ratio:.3f}",
-            "{:.3f} to {:.3f}".format(*row.interval)]
+def answer(case: Mapping[str, Any]) -> dict[str, float]:
+    """What a process of :func:`measure_process` measures."""
+    off = [workaround for workaround in cpu.PROCESS_WORKAROUNDS if workaround.__name__ == case["without"]]
+    with cpu.without(*off):
+        cpu.configure_process()
+    step = Step(make_config(**{name: value for name, value in case.items() if name != "without"}), VOCABULARY)
+    samples = report.time_by_turns({ALL: step}, STEPS_OF_A_PROCESS, sample_seconds=0, clock=time.process_time)
+    return {"seconds": median(samples[ALL])}
 
 
-def command(arguments: Sequence[str]) -> None:
-    """Measures what the flags say."""
-    options = _options(arguments)
-    if options.case is not None:
-        print(json.dumps(steps_of_process(json.loads(options.case))))
-        return
+@functools.partial(
+    report.Benchmark, module="benchmarks.cpu_workarounds", answer=answer, tables=report.columns(
+        ("without", "workaround", ""), ("measured", lambda row: f"{row.measure}: {row.case}", ""),
+        ("with (ms)", "with_milliseconds", ",.1f"), ("without (ms)", "without_milliseconds", ",.1f"),
+        ("rounds", lambda row: len(row.with_samples), ""), ("ratio", "ratio", ".3f"),
+        ("95 % interval", lambda row: "{:.3f} to {:.3f}".format(*row.interval), "")),
+    flags={"measure": report.flag("what to measure, with commas between", MEASURES),
+           "modes": report.flag("modes, with commas between", ("softmax", "chunked")),
+           "contexts": report.flag("sequence lengths, with commas between", (1024, 4096)),
+           "width": report.flag("width of the model", 128), "layers": report.flag("transformer blocks", 2),
+           "repeats": report.flag("rounds of steps and tokens", 20),
+           "processes": report.flag("rounds of processes", 5)})
+def main(options: Namespace, results: report.Results) -> None:
+    """The program with all workarounds and those without one take turns, case by case."""
     report.use_whole_device()
-    report.check_output(options.json)
     if device.platform() != "cpu":
         raise ConfigError(f"needs a CPU: this device is a {device.platform()}")
-    contents = report.origin("benchmarks.cpu_workarounds", options)
     dtypes = ("float32", "bfloat16") if device.has_fast_bfloat16() else ("float32",)
     cases = {f"{mode}, context {context}, {dtype}": {"mode": mode, "context": context, "layers": options.layers,
                                                      "width": options.width, "dtype": dtype}
              for dtype in dtypes for mode in options.modes for context in options.contexts}
     configs = {name: make_config(**case) for name, case in cases.items()}
-    rows: list[Row] = []
-
-    def add(measure: str, case: str, samples: Mapping[str, Sequence[float]]) -> None:
-        rows.extend(compare(measure, case, samples))
-        report.keep(options.json, contents | {"rows": [asdict(row) for row in rows]})
-
-    if "steps" in options.measure:
-        for name, config in configs.items():
-            status(f"steps: {name} …")
-            add("steps", name, measure_steps(config, options.repeats))
-    if "tokens" in options.measure:
-        drawn = make_config("chunked", min(options.contexts), options.layers, options.width, dtypes[-1]).model
-        for name, sampling in DRAWS.items():
-            status(f"tokens: {name} …")
-            add("tokens", f"chunked, {name}", measure_tokens(drawn, sampling, options.repeats))
-    if "process" in options.measure:
-        name, case = list(cases.items())[-1]
-        status(f"process: {name} …")
-        add("process", name, measure_process(case, options.processes))
-    print(contents["device"])
-    print(report.table(HEADINGS, [cells(row) for row in rows]))
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_workarounds", description=__doc__,
-                                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", type=report.names, default=MEASURES,
-                        help=f"what to measure, with commas between ({','.join(MEASURES)})")
-    parser.add_argument("--modes", type=report.names, default=("softmax", "chunked"),
-                        help="modes, with commas between (softmax,chunked)")
-    parser.add_argument("--contexts", type=report.positives, default=(1024, 4096),
-                        help="sequence lengths, with commas between (1024,4096)")
-    for name, default, meaning in (("width", 128, "width of the model"), ("layers", 2, "transformer blocks"),
-                                   ("repeats", 20, "rounds of steps and tokens"),
-                                   ("processes", 5, "rounds of processes")):
-        parser.add_argument(f"--{name}", type=report.positive, default=default, help=f"{meaning} (%(default)s)")
-    parser.add_argument("--json", type=Path, help="file to write")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`benchmarks.report.run_benchmark`."""
-    return report.run_benchmark("benchmarks.cpu_workarounds", command, arguments)
+    drawn = make_config("chunked", min(options.contexts), options.layers, options.width, dtypes[-1]).model
+    last, case = list(cases.items())[-1]
+    measured = {
+        "steps": {name: functools.partial(measure_steps, config, options.repeats) for name, config in configs.items()},
+        "tokens": {f"chunked, {name}": functools.partial(measure_tokens, drawn, sampling, options.repeats)
+                   for name, sampling in DRAWS.items()},
+        "process": {last: functools.partial(measure_process, case, options.processes)}}
+    for name in MEASURES:
+        for case_name, measure in measured[name].items() if name in options.measure else ():
+            status(f"{name}: {case_name} …")
+            results.add(*compare(name, case_name, measure()))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
-import argparse
-import json
+import functools
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,7 +46,6 @@ WINDOWS = 50
 """Of a mode with a state of constant size: as many points of its curve."""
 LEAST_GROWING = 1024
 """Tokens of the first point of a growing mode, whose points are powers of two."""
-HEADINGS = ("mode", "positions", "tokens", "ms/token early", "late", "late/early", "MiB early", "late", "late/early")
 
 
 @dataclass
@@ -63,6 +62,11 @@ class Row:
     """Of the whole process; on a GPU what is in use of its memory."""
     error: str | None = None
 
+    @property
+    def name(self) -> str:
+        """Of the mode."""
+        return f"{self.mode}, {self.positions} positions"
+
 
 def draw_tokens(case: dict[str, Any]) -> dict[str, Any]:
     """What a process does: draw ``tokens`` tokens; position, milliseconds a token and resident bytes of each window.
@@ -70,6 +74,7 @@ def draw_tokens(case: dict[str, Any]) -> dict[str, Any]:
     Args:
         case: ``model``, the fields of a :class:`ModelConfig`, ``vocabulary``, ``tokens`` and ``windows``.
     """
+    cpu.configure_process()
     config = gpt.resolve_config(ModelConfig(**case["model"] | {"attention": tuple(case["model"]["attention"])}))
     sampler = Sampler(GPT(config, case["vocabulary"], rngs=nnx.Rngs(0)))
     sampler.warm_up(1, case["tokens"])
@@ -152,35 +157,44 @@ def growth(values: Sequence[float]) -> tuple[float, float]:
     return (median(values[fifth:2 * fifth]), median(values[-fifth:])) if fifth > 1 else (values[0], values[-1])
 
 
-def table(rows: Sequence[Row]) -> list[list[str]]:
-    """The printed table, a line for each mode and kind of positions."""
-    lines = []
+def lines(rows: Sequence[Row]) -> list[list[str]]:
+    """Of the table, one for each mode and kind of positions."""
+    found = []
     for curve in _curves(rows):
         times, memory = growth([row.milliseconds for row in curve]), growth([row.resident_bytes or 0 for row in curve])
-        lines.append([curve[0].mode, curve[0].positions, f"{curve[-1].position:,}",
+        found.append([curve[0].mode, curve[0].positions, f"{curve[-1].position:,}",
                       f"{times[0]:.3f}", f"{times[1]:.3f}", f"{times[1] / times[0]:.2f}",
                       *(("–", "–", "–") if not memory[0] else (
                           f"{memory[0] / 2**20:,.0f}", f"{memory[1] / 2**20:,.0f}", f"{memory[1] / memory[0]:.2f}"))])
-    return lines
+    return found
 
 
-def draw(path: Path, rows: Sequence[Row], runs: Sequence[dict[str, Any]], device: str) -> None:
+TABLES = {
+    "rows": report.Table(("mode", "positions", "tokens", "ms/token early", "late", "late/early", "MiB early", "late",
+                          "late/early"), lines),
+    "runs": report.columns(
+        ("run", "run", ""), ("attention", "attention", ""), ("positions", "positions", ""),
+        ("trained at", "trained_context", ","), ("loss at a position", lambda run: ", ".join(
+            f"{bin['loss']:.3f} at {bin['last']:,}" for bin in run["losses"] if bin["last"] >= 64), ""))}
+
+
+def panels(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> list[picture.Panel]:
     """Time of a token and resident memory against position, and the loss of the runs."""
-    times: dict[str, picture.Curve] = {}
-    memory: dict[str, picture.Curve] = {}
-    for curve in _curves(rows):
-        name = f"{curve[0].mode}, {curve[0].positions}"
-        times[name] = _by_power({row.position: row.milliseconds for row in curve})
-        memory[name] = _by_power({row.position: row.resident_bytes / 2**20 for row in curve if row.resident_bytes})
+    curves = {f"{curve[0].mode}, {curve[0].positions}": curve for curve in _curves(rows)}
     x = "tokens drawn"
-    panels = [picture.Panel(times, x=x, y="milliseconds a token"), picture.Panel(memory, x=x, y="resident MiB")]
+    found = [
+        picture.Panel({name: _by_power({row.position: row.milliseconds for row in curve})
+                       for name, curve in curves.items()}, x=x, y="milliseconds a token"),
+        picture.Panel({name: _by_power({row.position: row.resident_bytes / 2**20 for row in curve
+                                        if row.resident_bytes}) for name, curve in curves.items()},
+                      x=x, y="resident MiB")]
     if runs:
         names = [f"{run['run']} ({run['attention']}, {run['positions']})" for run in runs]
         seen = [{bin["last"]: bin["loss"] for bin in run["losses"]} for run in runs]
-        panels.append(picture.Panel(
+        found.append(picture.Panel(
             dict(zip(names, seen, strict=True)), x="tokens of context seen", y="loss (nats a token)",
             marked={name: run["trained_context"] for name, run in zip(names, runs, strict=True)}))
-    picture.draw_panels(path, panels, title=f"Sampling without end on {device}")
+    return found
 
 
 def _curves(rows: Sequence[Row]) -> list[list[Any]]:
@@ -201,73 +215,33 @@ def _by_power(points: dict[int, float]) -> picture.Curve:
     return {min(x, last): median(ys) for x, ys in groups.items()}
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Measures what the flags say; returns 1 where nothing could be measured."""
-    options = _options(arguments)
+@functools.partial(
+    report.Benchmark, module="benchmarks.endless", tables=TABLES, panels=panels, title="Sampling without end",
+    answer=draw_tokens, flags={
+        "recipe": report.flag("recipe whose model is drawn from", Path("configs/quickstart.py"), Path),
+        "modes": report.flag("modes, with commas between", ("chunked", "softmax")),
+        "positions": report.flag("kinds of positions, with commas between", ("rotary", "none")),
+        "tokens": report.flag("tokens to draw", 100_000),
+        "growing-tokens": report.flag("tokens to draw where the cache grows", 16_384),
+        "vocabulary": report.flag("tokens in the vocabulary", 257),
+        "runs": report.flag("trained runs", (), Path, nargs="+", metavar="RUN"),
+        "context": report.flag("tokens that they see at once (16 times training's)", type=report.positive),
+        "windows": report.flag("windows of so many tokens that they are evaluated on", 4)})
+def main(options: Namespace, results: report.Results) -> None:
+    """The losses of the runs, then every mode with each kind of positions."""
     cpu.configure_process()
     report.share_device()
-    if options.case is not None:
-        # One line of JSON is the last of what this prints.
-        print(json.dumps(draw_tokens(json.loads(options.case))))
-        return 0
+    for positions in options.positions:
+        if positions not in ("rotary", "none"):
+            raise ConfigError(f"--positions {positions}: expected rotary or none, which go on without end")
+    configs = [gpt.resolve_config(replace(load_recipe(options.recipe, mode).model, positions=positions))
+               for mode in options.modes for positions in options.positions]
+    results.model = configs[0].dtype
     runs, options.runs = options.runs, ",".join(run.name for run in options.runs) or None
-    rows: list[Row] = []
-    found: list[dict[str, Any]] = []
-    report.check_output(options.json)
-    report.check_output(options.picture, "--picture")
-    configs = [_config(mode, positions, options) for mode in options.modes for positions in options.positions]
-    contents = report.origin("benchmarks.endless", options)
     for run in runs:
-        found.append(losses(run, options.context, options.windows))
+        results.add(losses(run, options.context, options.windows), table="runs")
     for config in configs:
-        rows += measure(config, options.vocabulary, options.tokens, options.growing_tokens)
-        report.keep(options.json, contents | {"rows": [asdict(row) for row in rows], "runs": found})
-    if options.picture is not None and report.has_matplotlib():
-        draw(options.picture, rows, found, contents["device"])
-    print(f"{contents['device']}; {configs[0].dtype}")
-    print(report.table(HEADINGS, table(rows)))
-    for run in found:
-        print(f"{run['run']}: {run['attention']}, {run['positions']} positions, trained at {run['trained_context']:,}; "
-              + ", ".join(f"{bin['loss']:.3f} at {bin['last']:,}" for bin in run["losses"] if bin["last"] >= 64))
-    for row in rows:
-        if row.error is not None:
-            status(f"{row.mode}, {row.positions} positions: {row.error}")
-    return 0 if _curves(rows) else 1
-
-
-def _config(mode: str, positions: str, options: argparse.Namespace) -> ModelConfig:
-    if positions not in ("rotary", "none"):
-        raise ConfigError(f"--positions {positions}: expected rotary or none, which go on without end")
-    return gpt.resolve_config(replace(load_recipe(options.recipe, mode).model, positions=positions))
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.endless", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, default=Path("configs/quickstart.py"),
-                        help="recipe whose model is drawn from (%(default)s)")
-    parser.add_argument("--modes", type=report.names, default=("chunked", "softmax"),
-                        help="modes, with commas between (chunked,softmax)")
-    parser.add_argument("--positions", type=report.names, default=("rotary", "none"),
-                        help="kinds of positions, with commas between (rotary,none)")
-    parser.add_argument("--tokens", type=report.positive, default=100_000, help="tokens to draw (%(default)s)")
-    parser.add_argument("--growing-tokens", type=report.positive, default=16_384,
-                        help="tokens to draw where the cache grows (%(default)s)")
-    parser.add_argument("--vocabulary", type=report.positive, default=257,
-                        help="tokens in the vocabulary (%(default)s)")
-    parser.add_argument("--runs", type=Path, nargs="+", default=(), metavar="RUN", help="trained runs")
-    parser.add_argument("--context", type=report.positive, help="tokens that they see at once (16 times training's)")
-    parser.add_argument("--windows", type=report.positive, default=4,
-                        help="windows of so many tokens that they are evaluated on (%(default)s)")
-    parser.add_argument("--json", type=Path, help="file to write")
-    parser.add_argument("--picture", type=Path, help="PNG or SVG to draw, where matplotlib is installed")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`benchmarks.report.run_benchmark`."""
-    return report.run_benchmark("benchmarks.endless", command, arguments)
+        results.add(*measure(config, options.vocabulary, options.tokens, options.growing_tokens))
 
 
 if __name__ == "__main__":

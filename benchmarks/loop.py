@@ -12,12 +12,12 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
-import argparse
+import functools
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 from statistics import median
 
@@ -50,9 +50,16 @@ def rates(metrics: Path) -> dict[str, float]:
             "wall_tokens_per_second": tokens / (last["wall_seconds"] - first["wall_seconds"])}
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Measures what the flags say; returns the exit code of ``train.py`` where it fails."""
-    options, more = _options(arguments)
+@functools.partial(
+    report.Benchmark, module="benchmarks.loop", passes_on=True, tables=report.columns(
+        ("loop tokens/s", "tokens_per_second", ",.0f"),
+        ("by wall clock", "wall_tokens_per_second", ",.0f"),
+        ("bare tokens/s", "bare_tokens_per_second", ",.0f"), ("ratio", "ratio", ".3f"),
+        ("by wall clock", "wall_ratio", ".3f")),
+    flags={"recipe": report.flag("of the run", "configs/quickstart.py"), "attention": report.flag("mode", "chunked"),
+           "steps": report.flag("steps that count", 200), "rounds": report.flag("comparisons", 1)})
+def main(options: Namespace, results: report.Results) -> int | None:
+    """Rounds of the bare step, the loop and the bare step again; the exit code of ``train.py`` where it fails."""
     report.use_whole_device()
     # Here, not above: the other benchmarks do without the packages that train.py needs.
     import train
@@ -62,14 +69,12 @@ def command(arguments: Sequence[str]) -> int:
     total = WARM_UP_STEPS + options.steps
     flags = [options.recipe, "--attention", options.attention, "--train.steps", str(total), "--train.minutes", "None",
              "--train.eval-every", str(total), "--checkpoint.every-steps", str(total),
-             "--optimizer.warmup-steps", str(total // 10), *more]
-    report.check_output(options.json)
+             "--optimizer.warmup-steps", str(total // 10), *options.words]
     config = train.parse(flags).config
-    vocabulary_size = TokenFiles.open(ensure(config.data)).vocabulary_size
-    contents = report.origin("benchmarks.loop", options, more)
     half = -(-options.steps // 2)
     tokens = 2 * half * config.train.batch_size * config.model.context
-    step, rows = Step(config, vocabulary_size), []
+    step = Step(config, TokenFiles.open(ensure(config.data)).vocabulary_size)
+    ratios = []
     for _ in range(options.rounds):
         before = bare_seconds(step, half)
         with tempfile.TemporaryDirectory() as directory:
@@ -80,34 +85,13 @@ def command(arguments: Sequence[str]) -> int:
                 return code
             row = rates(Path(directory, "run", "metrics.jsonl"))
         bare = tokens / (before + bare_seconds(step, half))
-        rows.append(row | {"bare_tokens_per_second": bare, "ratio": row["tokens_per_second"] / bare,
+        ratios.append(row["tokens_per_second"] / bare)
+        results.more |= {"model": config.to_dict()["model"], "ratio": median(ratios)}
+        results.add(row | {"bare_tokens_per_second": bare, "ratio": ratios[-1],
                            "wall_ratio": row["wall_tokens_per_second"] / bare})
-        report.keep(options.json, contents | {"model": config.to_dict()["model"],
-                                              "ratio": median(row["ratio"] for row in rows), "rows": rows})
-    print(f"{contents['device']}; {options.attention}, context {config.model.context:,}, {config.model.dtype}")
-    print(report.table(
-        ("", "loop tokens/s", "by wall clock", "bare tokens/s", "ratio", "by wall clock"),
-        [[f"round {n}", *(f"{row[name]:,.0f}" for name in (
-            "tokens_per_second", "wall_tokens_per_second", "bare_tokens_per_second")),
-          f"{row['ratio']:.3f}", f"{row['wall_ratio']:.3f}"] for n, row in enumerate(rows, 1)]))
-    print(f"the loop reaches {median(row['ratio'] for row in rows):.1%} of the bare step's speed")
-    return 0
-
-
-def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loop", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="configs/quickstart.py", help="%(default)s")
-    parser.add_argument("--attention", default="chunked", help="mode (%(default)s)")
-    parser.add_argument("--steps", type=report.positive, default=200, help="steps that count (%(default)s)")
-    parser.add_argument("--rounds", type=report.positive, default=1, help="comparisons (%(default)s)")
-    parser.add_argument("--json", type=Path, help="file to write")
-    return parser.parse_known_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`benchmarks.report.run_benchmark`."""
-    return report.run_benchmark("benchmarks.loop", command, arguments)
+    results.model = f"{options.attention}, context {config.model.context:,}, {config.model.dtype}"
+    results.remarks.append(f"the loop reaches {median(ratios):.1%} of the bare step's speed")
+    return None
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ gradients are those of the ``model.py`` that PATH leads to; the attention is tor
 What runs in that process imports nothing of this project: the Python that has torch may be older than ours.
 """
 
+import contextlib
 import importlib.util
 import json
 import subprocess
@@ -42,16 +43,13 @@ def find(peer: str) -> Path:
 
 
 class Peer:
-    """A process with nanoGPT's step in it; a call makes one update and returns when it is made.
+    """A process with nanoGPT's step in it: :meth:`start` it, then a call makes one update and returns when it is made.
 
     Args:
         model: path of nanoGPT's ``model.py``.
         config: of our step; sizes, context, batch, number format and the optimizer's settings are taken from it.
         vocabulary_size: V.
         python: the Python that has torch.
-
-    Raises:
-        PeerError: torch is not installed, or the model does not run.
     """
 
     def __init__(self, model: Path, config: "Config", vocabulary_size: int, python: str = sys.executable):
@@ -62,35 +60,31 @@ class Peer:
                 "betas": [config.optimizer.beta1, config.optimizer.beta2], "clip_norm": config.optimizer.clip_norm}
         self._process = subprocess.Popen([python, "-m", "benchmarks.nanogpt", json.dumps(case)],
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        try:
-            self()
-        except PeerError:
-            self.close()
-            raise
+
+    def start(self) -> Self:
+        """Makes the first update; raises :class:`PeerError` where torch is not installed, or the model does not run."""
+        self()
+        return self
 
     def __call__(self) -> None:
-        """One update."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # where it has ended it said why
             self._process.stdin.write("step\n")
             self._process.stdin.flush()
-            answer = self._process.stdout.readline().strip()
-        except BrokenPipeError:
-            answer = ""
+        answer = self._process.stdout.readline().strip()
         if answer != "done":
             raise PeerError(f"nanogpt: {answer or 'its process ended'}")
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.communicate()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def make_step(case: dict[str, Any]) -> Callable[[], None]:

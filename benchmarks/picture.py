@@ -39,12 +39,6 @@ class Panel:
     """x of the point of a curve that has a ring around it."""
 
 
-def draw(path: Path, curves: Mapping[str, Curve], *, title: str, x: str, y: str,
-         published: Mapping[str, Curve] | None = None) -> None:
-    """Writes a PNG or SVG of one pair of axes, by the suffix of ``path``; title: one line that names the device."""
-    draw_panels(path, [Panel(curves, x=x, y=y, published=published)], title=title)
-
-
 def draw_panels(path: Path, panels: Sequence[Panel], *, title: str) -> None:
     """Writes a PNG or SVG, by the suffix of ``path``.
 

@@ -20,7 +20,7 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
-import argparse
+import functools
 import itertools
 import json
 import os
@@ -29,7 +29,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -37,7 +38,6 @@ from typing import Any
 
 from benchmarks import report
 from support.errors import BenchmarkError, ConfigError
-from support.files import write_json
 
 ROOT = Path(__file__).parents[1]
 SLICE_BYTES = 16 * 2**20
@@ -153,69 +153,54 @@ def tiktoken_seconds(text: Path, encoding: Any, threads: int, *, arrays: bool) -
     return seconds
 
 
-def command(arguments: Sequence[str]) -> None:
-    """Measures what the flags say."""
-    options = _options(arguments)
+def _rate(heading: str, name: str) -> tuple[str, Callable[[dict[str, float]], float], str]:
+    return f"{heading} MB/s", lambda row: row["megabytes"] / row[name], ".2f"
+
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.partial(
+    report.Benchmark, module="benchmarks.prepare", tables={"rounds": report.columns(
+        _rate("data.prepare", "seconds"), _rate("tiktoken", "tiktoken_seconds"),
+        _rate("its arrays", "tiktoken_arrays_seconds"), ("ratio", "ratio", ".3f"), ("to arrays", "arrays_ratio", ".3f"),
+        ("peak MB", lambda row: row["peak_bytes"] / 1e6, ",.0f"))},
+    flags={"text": report.flag("text file, or folder of .txt files, to repeat", type=Path, required=True),
+           "megabytes": report.flag("size of the corpus", 1000),
+           "rows": report.flag("the corpus as rows of such a file (a text)", choices=("jsonl", "parquet")),
+           "tokenizer": report.flag("as in data.prepare", "gpt2"),
+           "workers": report.flag("processes, and threads", CORES), "rounds": report.flag("comparisons", 1),
+           "folder": report.flag("where the corpus is put meanwhile (the system's)", type=Path)})
+def main(options: Namespace, results: report.Results) -> None:
+    """Rounds of the command and tiktoken, and the command once more on a quarter of the corpus."""
     from data import tokenizers
 
-    report.check_output(options.json)
     encoding = tokenizers.load(options.tokenizer)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        text, small = Path(folder, "text.txt"), Path(folder, "small.txt")
-        repeat_text(options.text, text, options.megabytes * 10**6)
-        repeat_text(options.text, small, options.megabytes * 10**6 // 4)
-        sources = [text, small]
-        if options.rows is not None:
-            sources = [path.with_suffix(f".{options.rows}") for path in sources]
-            for path, source in zip((text, small), sources, strict=True):
-                write_rows(path, source)
-        load = os.getloadavg()[0]
+        texts = Path(folder, "text.txt"), Path(folder, "small.txt")
+        sources = [text.with_suffix(f".{options.rows or 'txt'}") for text in texts]
+        for text, source, share in zip(texts, sources, (1, 4), strict=True):
+            repeat_text(options.text, text, options.megabytes * 10**6 // share)
+            if source != text:
+                write_rows(text, source)
+        results.more = {"cores": os.cpu_count(), "load_before": os.getloadavg()[0], "megabytes": options.megabytes,
+                        "rows": options.rows, "workers": options.workers}
         rounds = []
         for _ in range(options.rounds):
             seconds, peak = command_seconds(sources[0], options.tokenizer, options.workers)
-            alone = tiktoken_seconds(text, encoding, options.workers, arrays=False)
-            arrays = tiktoken_seconds(text, encoding, options.workers, arrays=True)
-            rounds.append({"seconds": seconds, "tiktoken_seconds": alone, "tiktoken_arrays_seconds": arrays,
-                           "ratio": alone / seconds, "arrays_ratio": arrays / seconds, "peak_bytes": peak})
-        small_peak = command_seconds(sources[1], options.tokenizer, options.workers)[1]
-    contents = report.origin("benchmarks.prepare", options) | {
-        "cores": os.cpu_count(), "load_before": load, "megabytes": options.megabytes, "rows": options.rows,
-        "workers": options.workers,
-        "ratio": median(row["ratio"] for row in rounds),
-        "arrays_ratio": median(row["arrays_ratio"] for row in rounds),
-        "peak_bytes": median(row["peak_bytes"] for row in rounds), "peak_bytes_of_a_quarter": small_peak,
-        "rounds": rounds}
-    print(f"{options.megabytes:,} MB of {options.rows or 'text'}, {options.workers} processes on {os.cpu_count()} "
-          f"cores, load {load:.1f} before")
-    print(report.table(
-        ("", "data.prepare", "tiktoken", "its arrays", "ratio", "to arrays", "peak memory"),
-        [[f"round {n}", *(f"{options.megabytes / row[name]:.2f} MB/s" for name in (
-            "seconds", "tiktoken_seconds", "tiktoken_arrays_seconds")), f"{row['ratio']:.3f}",
-          f"{row['arrays_ratio']:.3f}", f"{row['peak_bytes'] / 1e6:,.0f} MB"] for n, row in enumerate(rounds, 1)]))
-    print(f"data.prepare reaches {contents['ratio']:.1%} of tiktoken's speed; at a quarter of the corpus its peak "
-          f"memory is {small_peak / 1e6:,.0f} MB")
-    if options.json is not None:
-        write_json(options.json, contents)
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.prepare", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser.add_argument("--text", type=Path, required=True, help="text file, or folder of .txt files, to repeat")
-    parser.add_argument("--megabytes", type=report.positive, default=1000, help="size of the corpus (%(default)s)")
-    parser.add_argument("--rows", choices=("jsonl", "parquet"), help="the corpus as rows of such a file (a text)")
-    parser.add_argument("--tokenizer", default="gpt2", help="%(default)s")
-    parser.add_argument("--workers", type=report.positive, default=cores, help="processes, and threads (%(default)s)")
-    parser.add_argument("--rounds", type=report.positive, default=1, help="comparisons (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="where the corpus is put meanwhile (the system's)")
-    parser.add_argument("--json", type=Path, help="file to write")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`benchmarks.report.run_benchmark`."""
-    return report.run_benchmark("benchmarks.prepare", command, arguments)
+            alone, arrays = (tiktoken_seconds(texts[0], encoding, options.workers, arrays=arrays)
+                             for arrays in (False, True))
+            rounds.append({"megabytes": options.megabytes, "seconds": seconds, "tiktoken_seconds": alone,
+                           "tiktoken_arrays_seconds": arrays, "ratio": alone / seconds,
+                           "arrays_ratio": arrays / seconds, "peak_bytes": peak})
+        small = command_seconds(sources[1], options.tokenizer, options.workers)[1]
+    results.more |= {name: median(row[name] for row in rounds) for name in ("ratio", "arrays_ratio", "peak_bytes")}
+    results.more["peak_bytes_of_a_quarter"] = small
+    results.model = (f"{options.megabytes:,} MB of {options.rows or 'text'}, {options.workers} processes, load "
+                     f"{results.more['load_before']:.1f} before")
+    results.remarks.append(f"data.prepare reaches {results.more['ratio']:.1%} of tiktoken's speed; at a quarter of the "
+                           f"corpus its peak memory is {small / 1e6:,.0f} MB")
+    results.add(*rounds, table="rounds")
 
 
 if __name__ == "__main__":

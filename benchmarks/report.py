@@ -1,6 +1,13 @@
-"""What the benchmarks share: timing by turns, the table, and a JSON file that says where its numbers come from."""
+"""The harness of the benchmarks: command line, cases that take turns, processes, JSON file, table and picture.
 
+A benchmark is a function that measures, decorated by :func:`benchmark` with its flags, tables and panels. It adds rows
+to :class:`Results`; the harness writes them as they come, and prints and draws them at the end.
+"""
+
+import argparse
+import functools
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -10,18 +17,21 @@ import shlex
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
 
+from benchmarks.picture import Panel, draw_panels
 from kernels import cpu, device
 from support.command import message as error_message
-from support.command import note, run_command
-from support.errors import ConfigError
+from support.command import note, run_command, status
+from support.errors import ConfigError, LineargptError
 from support.files import write_json
 from training.environment import git_commit
 from training.environment import peak_bytes as peak_bytes
@@ -32,6 +42,9 @@ WARM_UPS = 3
 """Calls of a case before its first sample."""
 LEAST_SAMPLES = 3
 """Samples of a case that is so long that it has to do with few."""
+OUT_OF_MEMORY, NOT_SUPPORTED = "out of memory", "not supported"
+LASTING = (OUT_OF_MEMORY, NOT_SUPPORTED, "killed", "not done after")
+"""How errors begin that more of the same would meet too."""
 OWN_FLAGS = {"--run-dir": "--out", "--attention": "--modes", "model.layers": "--layers", "model.heads": "--heads",
              "model.width": "--width", "model.context": "--context", "optimizer.learning_rate": "--learning-rate",
              "train.batch_size": "--batch", "train.minutes": "--minutes", "train.seed": "--seed"}
@@ -97,6 +110,118 @@ def _seconds(run: Callable[[], Any], calls: int, clock: Callable[[], float]) -> 
     return (clock() - start) / calls
 
 
+@dataclass(kw_only=True)
+class Row:
+    """What was measured of a case, as the JSON file has it; a benchmark adds fields that say which case it is."""
+
+    milliseconds: float | None = None
+    """Median of the samples."""
+    samples: list[float] = field(default_factory=list)
+    """Milliseconds."""
+    alone: bool = False
+    """Timed by itself, not in turns: beside the others there was not enough memory."""
+    error: str | None = None
+    """Why there are no times."""
+
+    def fill(self, seconds: Sequence[float]) -> None:
+        """Takes in the samples."""
+        self.samples = [1e3 * sample for sample in seconds]
+        self.milliseconds = median(self.samples)
+
+    @property
+    def fastest(self) -> float | None:
+        """Of the samples, in milliseconds."""
+        return min(self.samples, default=None)
+
+    @property
+    def count(self) -> int | None:
+        """Of the samples."""
+        return len(self.samples) or None
+
+
+def time_cases[Name](cases: Mapping[Name, tuple[Row, Callable[[], Callable[[], Any]]]], repeats: int, *,
+                     sample_seconds: float = SAMPLE_SECONDS, seconds: float | None = None) -> None:
+    """Times cases in turns and fills in their rows; a case that fails has the reason in its row.
+
+    A case for which there is not enough memory beside the others is timed alone.
+
+    Args:
+        cases: the row of each, and what compiles and allocates and returns the call to time; a row with an error is
+            left as it is.
+        repeats: as in :func:`time_by_turns`, like the others.
+    """
+    runs: dict[Name, Callable[[], Any]] = {}
+    crowded: list[Name] = []
+    for name, (row, prepare) in cases.items():
+        if row.error is None:
+            try:
+                runs[name] = prepare()
+            except ConfigError:
+                raise
+            except Exception as error:  # a kernel that fails to compile is a result too
+                row.error = reason(error)
+                crowded += [name] if isinstance(error, jax.errors.JaxRuntimeError) else []
+    try:
+        for name, samples in time_by_turns(runs, repeats, sample_seconds, seconds).items():
+            cases[name][0].fill(samples)
+    except Exception as error:
+        crowded = [*runs, *crowded]
+        for name in runs:
+            cases[name][0].error = reason(error)
+    runs.clear()
+    for name in crowded if len(cases) > 1 else ():
+        row, prepare = cases[name]
+        row.error, row.alone = None, True
+        time_cases({name: (row, prepare)}, repeats, sample_seconds=sample_seconds, seconds=seconds)
+
+
+def reason(error: BaseException) -> str:
+    """Why a case has no times, in one line."""
+    text = message(error).partition("\n")[0]
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
+        return f"{OUT_OF_MEMORY}: {text}"
+    if isinstance(error, NotImplementedError):
+        return f"{NOT_SUPPORTED}: {text}"
+    return text if isinstance(error, LineargptError) else f"{type(error).__name__}: {text}"
+
+
+class Outlook:
+    """Which cases are worth a try, by what smaller ones of the same series showed.
+
+    Args:
+        seconds: a case is not run where a single call would take longer.
+        minutes: no case is begun after that; None, no limit.
+    """
+
+    def __init__(self, seconds: float, minutes: float | None = None):
+        self._limit, self._end = seconds, math.inf if minutes is None else time.monotonic() + 60 * minutes
+        self._seen: dict[Hashable, tuple[str, float, Row]] = {}
+
+    def refusal(self, series: Hashable, work: float) -> str | None:
+        """Why a case is not to be run; None: it is.
+
+        Args:
+            series: what stays the same while the work grows.
+            work: in which the time of a series is about linear.
+        """
+        if time.monotonic() > self._end:
+            return "not tried: the time for all cases is over"
+        where, before, row = self._seen.get(series, ("", math.inf, Row()))
+        if work < before:
+            return None
+        if row.milliseconds is None:
+            lasting = row.error is not None and row.error.startswith(LASTING)
+            return f"not tried: at {where}, {row.error}" if lasting else None
+        call = row.milliseconds / 1e3 * work / before
+        return None if call <= self._limit else (
+            f"too slow: a call would take about {call:,.2g} s by that at {where}, and all have {self._limit:g} s")
+
+    def learn(self, series: Hashable, work: float, where: str, row: Row) -> None:
+        """Takes in what came of a case."""
+        if row.milliseconds is not None or (row.error or "").startswith(LASTING):
+            self._seen[series] = where, work, row
+
+
 def check_memory(needed: int | None) -> None:
     """Stops what would not fit into a CPU's memory: Linux would kill the process, where a GPU raises an error.
 
@@ -159,13 +284,6 @@ def kept(path: Path, what: str) -> None:
     _kept[path] = what
 
 
-def keep(path: Path | None, contents: Mapping[str, Any]) -> None:
-    """Writes a JSON file with the ``rows`` so far, where one was named."""
-    if path is not None:
-        write_json(path, dict(contents))
-        kept(path, f"{len(contents['rows'])} row" + "s" * (len(contents["rows"]) != 1))
-
-
 def message(error: BaseException) -> str:
     """An error in the words of the benchmarks, whose flags are not those of ``train.py``."""
     return re.sub("|".join(rf"{re.escape(name)}\b" for name in OWN_FLAGS), lambda found: OWN_FLAGS[found[0]],
@@ -197,7 +315,7 @@ def origin(module: str, options: Namespace, more: Sequence[str] = ()) -> dict[st
         more: words of the command line that were passed on as they are.
     """
     flags = [word for name, value in vars(options).items()
-             if name not in ("json", "picture", "out") and value is not None and value is not False
+             if name not in ("json", "picture", "out", "case", "words") and value is not None and value is not False
              for word in ("--" + name.replace("_", "-"), *(() if value is True else (_flag(value),)))]
     return {
         "device": _device(),
@@ -208,21 +326,169 @@ def origin(module: str, options: Namespace, more: Sequence[str] = ()) -> dict[st
     }
 
 
-def model_parser(module: str, description: str | None) -> ArgumentParser:
-    """The flags of the benchmarks that make a model of their own."""
-    parser = ArgumentParser(prog=f"python -m {module}", description=description, allow_abbrev=False,
-                            formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", type=names, default=("softmax", "chunked"),
-                        help="modes, or MODE:FORM, with commas between (softmax,chunked)")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
-                        help="number format of the products (%(default)s)")
-    for name, default, meaning in (
-            ("width", 256, "width of the model"), ("layers", 4, "transformer blocks"), ("heads", 4, "attention heads"),
-            ("vocabulary", 257, "tokens in the vocabulary"), ("repeats", 20, "samples of each case")):
-        parser.add_argument(f"--{name}", type=positive, default=default, help=f"{meaning} (%(default)s)")
-    parser.add_argument("--json", type=Path, help="file to write")
-    parser.add_argument("--picture", type=Path, help="PNG or SVG to draw, where matplotlib is installed")
-    return parser
+def flag(meaning: str, default: Any = None, type: Callable[[str], Any] | None = None, **more: Any) -> dict[str, Any]:
+    """A flag, as ``ArgumentParser.add_argument`` takes it.
+
+    Args:
+        meaning: its help; the default is added.
+        default: False makes a switch.
+        type: parses its value; None: values are like the default.
+        more: further arguments of ``add_argument``.
+    """
+    if default is False:
+        return {"action": "store_true", "help": meaning}
+    if type is None:
+        type = (positives if isinstance(default[0], int) else names) if isinstance(default, tuple) else {
+            int: positive, float: above_zero}.get(default.__class__, str)
+    return {"default": default, "type": type,
+            "help": meaning if default in (None, ()) else f"{meaning} ({_flag(default)})"} | more
+
+
+def model_flags(**defaults: Any) -> dict[str, dict[str, Any]]:
+    """The flags of the benchmarks that make a model of their own, with other defaults where given."""
+    found = {"modes": ("modes, or MODE:FORM, with commas between", ("softmax", "chunked")),
+             "width": ("width of the model", 256), "layers": ("transformer blocks", 4), "heads": ("attention heads", 4),
+             "vocabulary": ("tokens in the vocabulary", 257), "repeats": ("samples of each case", 20)}
+    return {"dtype": flag("number format of the products", "auto", choices=("auto", "float32", "bfloat16")),
+            **{name: flag(meaning, defaults.get(name, default)) for name, (meaning, default) in found.items()}}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that is printed."""
+
+    headings: Sequence[str]
+    lines: Callable[[Sequence[Any]], list[list[str]]]
+    """From the rows."""
+
+
+def columns(*told: tuple[str, str | Callable[[Any], Any], str]) -> Table:
+    """A table with a line a row: of each column the heading, attribute, key or function of the row, and format."""
+    def cell(row: Any, value: str | Callable[[Any], Any], form: str) -> str:
+        found = (value(row) if not isinstance(value, str) else row[value] if isinstance(row, dict) else
+                 getattr(row, value))
+        return "–" if found is None else format(found, form)
+
+    return Table([heading for heading, _, _ in told],
+                 lambda rows: [[cell(row, value, form) for _, value, form in told] for row in rows])
+
+
+class Results:
+    """What was measured so far: in the JSON file at once, in tables and a picture at the end."""
+
+    def __init__(self, module: str, options: Namespace, positional: Sequence[str], tables: Sequence[str]):
+        self.rows: dict[str, list[Any]] = {name: [] for name in tables}
+        self.more: dict[str, Any] = {}
+        """What else the file has."""
+        self.remarks: list[str] = []
+        """Lines below the tables."""
+        self.model = ""
+        """What is named behind the device, such as the number format."""
+        self._module, self._options, self._positional = module, options, positional
+
+    @functools.cached_property
+    def origin(self) -> dict[str, Any]:
+        """See :func:`origin`; not before the flags are checked, for it starts the device."""
+        flags = vars(self._options).copy()
+        words = [str(word) for name in self._positional for word in flags.pop(name)]
+        return origin(self._module, Namespace(**flags), [*words, *self._options.words])
+
+    def add(self, *rows: Any, table: str = "rows") -> None:
+        """Takes in rows, and writes the file, where one was named."""
+        self.rows[table] += rows
+        path = vars(self._options).get("json")
+        if path is not None:
+            write_json(path, self.origin | self.more | {
+                name: [row if isinstance(row, dict) else asdict(row) for row in rows]
+                for name, rows in self.rows.items()})
+            count = len(next(iter(self.rows.values())))
+            kept(path, f"{count} row" + "s" * (count != 1))
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A command: called with the arguments of the command line, or those of the process, it returns the exit code.
+
+    That is 1 where no row of the first table is without an error, or what ``measure`` returns.
+    """
+
+    measure: Callable[[Namespace, Results], int | None]
+    """Takes the flags, and adds rows."""
+    module: str
+    """Behind ``python -m``; its docstring is the help."""
+    flags: Mapping[str, dict[str, Any]]
+    """By their names, without dashes; a name in capitals stands for an argument without a flag."""
+    tables: Table | Mapping[str, Table] | None = None
+    """One of ``rows``, or several by their names in the file."""
+    panels: Callable[..., list[Panel]] | None = None
+    """What is drawn; takes the rows of each table."""
+    title: str = ""
+    """Of the picture, before the device."""
+    by: str = ""
+    """Attribute of a row; each of its values has a table and a picture of its own."""
+    answer: Callable[[dict[str, Any]], Any] | None = None
+    """What a process of one case, by :func:`in_process`, says."""
+    json: bool = True
+    """Whether there is a file to name."""
+    passes_on: bool = False
+    """Whether other flags are those of ``train.py``; they are in ``options.words``."""
+
+    def __call__(self, arguments: Sequence[str] | None = None) -> int:
+        return run_benchmark(self.module, self._command, arguments)
+
+    def parse(self, arguments: Sequence[str]) -> Namespace:
+        """The flags."""
+        parser = argparse.ArgumentParser(
+            prog=f"python -m {self.module}", description=sys.modules[self.measure.__module__].__doc__,
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+        for name, told in self.flags.items():
+            parser.add_argument(name.lower() if name.isupper() else f"--{name}", **told)
+        if self.json:
+            parser.add_argument("--json", type=Path, help="file to write")
+        if self.panels is not None:
+            parser.add_argument("--picture", type=Path, help="PNG or SVG to draw, where matplotlib is installed")
+        if self.answer is not None:
+            parser.add_argument("--case", help=argparse.SUPPRESS)
+        options, words = parser.parse_known_args(arguments) if self.passes_on else (parser.parse_args(arguments), [])
+        options.words = words
+        return options
+
+    def _command(self, arguments: Sequence[str]) -> int:
+        options = self.parse(arguments)
+        case, picture = (vars(options).get(name) for name in ("case", "picture"))
+        if case is not None and self.answer is not None:
+            print(json.dumps(self.answer(json.loads(case))))  # one line of JSON is the last of what this prints
+            return 0
+        for name in ("json", "picture"):
+            check_output(vars(options).get(name), f"--{name}")
+        tables = {"rows": self.tables} if isinstance(self.tables, Table) else self.tables or {}
+        results = Results(self.module, options, [name.lower() for name in self.flags if name.isupper()], tuple(tables))
+        code = self.measure(options, results)
+        if not tables or code is not None:
+            return code or 0
+        self._show(results, tables, picture)
+        return 0 if any(getattr(row, "error", None) is None for row in results.rows[next(iter(tables))]) else 1
+
+    def _show(self, results: Results, tables: Mapping[str, Table], picture: Path | None) -> None:
+        device, (first, *others) = results.origin["device"], results.rows.values()
+        groups = {"": first} if not self.by else {
+            group: [row for row in first if getattr(row, self.by) == group]
+            for group in dict.fromkeys(getattr(row, self.by) for row in first)}
+        print(f"{device}; {results.model}" if results.model else device)
+        told, *more = tables.values()
+        for group, rows in groups.items():
+            print(f"\n{group}\n" * bool(group) + table(told.headings, told.lines(rows)))
+            if picture is not None and self.panels is not None and has_matplotlib():
+                path = picture if len(groups) == 1 else picture.with_stem(f"{picture.stem}-{group}")
+                draw_panels(path, self.panels(rows, *others), title=f"{self.title} on {device}")
+        for told, rows in zip(more, others, strict=True):
+            if rows:
+                print(table(told.headings, told.lines(rows)))
+        for remark in results.remarks:
+            print(remark)
+        for row in itertools.chain(first, *others):
+            if getattr(row, "error", None) is not None:
+                status(f"{row.name}: {row.error}")
 
 
 def check_output(path: Path | None, flag: str = "--json") -> None:
@@ -267,6 +533,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def above_zero(text: str) -> float:
+    """A flag's value: a finite number above 0."""
+    if not 0 < float(text) < math.inf:
+        raise ValueError(text)
+    return float(text)
+
+
 def positives(text: str) -> tuple[int, ...]:
     """A flag's value: whole numbers of at least 1 with commas between."""
     return tuple(positive(part) for part in text.split(","))
@@ -278,7 +551,8 @@ def names(text: str) -> tuple[str, ...]:
 
 
 # What argparse calls them in its messages.
-positive.__name__, positives.__name__, names.__name__ = "positive number", "list of positive numbers", "list of names"
+positive.__name__, above_zero.__name__ = "positive number", "number above 0"
+positives.__name__, names.__name__ = "list of positive numbers", "list of names"
 
 
 def _flag(value: Any) -> str:

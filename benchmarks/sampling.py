@@ -28,13 +28,13 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
-import argparse
 import functools
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,7 +45,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import picture, report
-from benchmarks.train_step import CASE_SECONDS, SIZES, model_config, sizes
+from benchmarks.train_step import CASE_SECONDS, SIZE_FLAGS, model_config, sizes
 from configs.schema import ModelConfig, load_recipe
 from kernels import device
 from models import gpt
@@ -59,14 +59,11 @@ CALLS_PER_SAMPLE = 4
 """Calls in a sample, made one after the other without a wait between; the next sample begins where it did."""
 TOGETHER_BYTES = 2**30
 """All positions take turns where what they keep is no more than this."""
-HEADINGS = ("size", "batch", "position", "mode", "ms/token", "fastest", "samples", "tokens/s", "bandwidth",
-            "× first position", "× first batch")
-PROMPT_HEADINGS = ("size", "mode", "prompt", "s", "s one by one", "times as fast", "ms/step", "host's ms", "share")
 
 
 @dataclass
-class Row:
-    """One mode at one position, as the JSON file has it; times are of a token of every sequence, in milliseconds."""
+class Row(report.Row):
+    """One mode at one position; times are of a token of every sequence."""
 
     mode: str
     """As it was named on the command line."""
@@ -75,9 +72,7 @@ class Row:
     batch: int = 1
     """Sequences at once."""
     size: str | None = None
-    """Name in ``SIZES``; None: the flags'."""
-    milliseconds: float | None = None
-    """Median of the samples."""
+    """Name in ``SIZES``, or the recipe's; None: the flags'."""
     tokens_per_second: float | None = None
     """Of all sequences together."""
     bytes_read: int | None = None
@@ -88,13 +83,16 @@ class Row:
     """Time over that of the mode at the first position."""
     batch_ratio: float | None = None
     """Tokens a second over those of the mode with the first batch."""
-    samples: list[float] = field(default_factory=list)
-    error: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the case."""
+        return f"{self.mode} at {self.position:,}, batch {self.batch}"
 
 
 @dataclass
 class PromptRow:
-    """One mode reading a prompt, and what the host adds to the tokens drawn after one, as the JSON file has it."""
+    """One mode reading a prompt, and what the host adds to the tokens drawn after one."""
 
     mode: str
     tokens: int
@@ -112,6 +110,25 @@ class PromptRow:
     host_share: float | None = None
     """The host's time over that of the step."""
     error: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the case."""
+        return f"{self.mode}, a prompt of {self.tokens:,} tokens"
+
+
+SIZE = ("size", lambda row: row.size or "", "")
+TABLES = {
+    "rows": report.columns(
+        SIZE, ("batch", "batch", ""), ("position", "position", ","), ("mode", "mode", ""),
+        ("ms/token", "milliseconds", ".3f"), ("fastest", "fastest", ".3f"), ("samples", "count", ""),
+        ("tokens/s", "tokens_per_second", ",.0f"), ("bandwidth", "bandwidth", ".1%"),
+        ("× first position", "ratio", ".2f"), ("× first batch", "batch_ratio", ".2f")),
+    "prompts": report.columns(
+        SIZE, ("mode", "mode", ""), ("prompt", "tokens", ","), ("s", "seconds", ".3f"),
+        ("s one by one", "one_by_one_seconds", ".2f"), ("times as fast", "ratio", ".1f"),
+        ("ms/step", "step_milliseconds", ".3f"), ("host's ms", "host_milliseconds", ".3f"),
+        ("share", "host_share", ".1%"))}
 
 
 def bytes_read(model: GPT, position: int, batch: int) -> int:
@@ -184,10 +201,9 @@ def continuation(sampler: Sampler, position: int, *, calls: int, samples: int = 
     return draw_tokens
 
 
-def measure(samplers: dict[str, Sampler], positions: Sequence[int], batch: int, repeats: int, *,
-            seconds: float = CASE_SECONDS, size: str | None = None,
-            keep: Callable[[list[Row]], None] = lambda _: None) -> list[Row]:
-    """The rows of a batch: every sampler at every position, by turns.
+def measure(samplers: Mapping[str, Sampler], positions: Sequence[int], batch: int, repeats: int, *,
+            seconds: float = CASE_SECONDS, size: str | None = None) -> Iterator[list[Row]]:
+    """The rows of a batch: every sampler at every position, in turns; those that take turns at once.
 
     Args:
         samplers: by mode, as it was named.
@@ -196,37 +212,25 @@ def measure(samplers: dict[str, Sampler], positions: Sequence[int], batch: int, 
         repeats: samples of each.
         seconds: about how long the samples of a case may take.
         size: name of the size.
-        keep: takes the rows so far whenever there are more.
     """
-    rows = {(mode, position): Row(mode, position, batch, size) for position in positions for mode in samplers}
-    kept = {(mode, position): bytes_read(sampler.model, position, batch) for mode, sampler in samplers.items()
-            for position in positions}
-    together = sum(kept.values()) <= TOGETHER_BYTES
-    done: list[Row] = []
+    rows = {(mode, position): Row(mode, position, batch, size, bytes_read=bytes_read(sampler.model, position, batch))
+            for position in positions for mode, sampler in samplers.items()}
+    together = sum(row.bytes_read or 0 for row in rows.values()) <= TOGETHER_BYTES
+
+    def prepare(mode: str, position: int) -> Callable[[], jax.Array]:
+        report.check_memory(rows[mode, position].bytes_read)
+        draw_tokens = continuation(samplers[mode], position, samples=batch, calls=CALLS_PER_SAMPLE)
+        jax.block_until_ready(draw_tokens())
+        return lambda: [draw_tokens() for _ in range(CALLS_PER_SAMPLE)][-1]
+
     for group in [positions] if together else [[position] for position in positions]:
-        cases: dict[tuple[str, int], Callable[[], Any]] = {}
-        for mode, position in [case for case in rows if case[1] in group]:
-            row = rows[mode, position]
-            row.bytes_read = kept[mode, position]
-            try:
-                report.check_memory(row.bytes_read)
-                cases[mode, position] = _sample(continuation(
-                    samplers[mode], position, samples=batch, calls=CALLS_PER_SAMPLE))
-                jax.block_until_ready(cases[mode, position]())
-            except (MemoryError, jax.errors.JaxRuntimeError) as error:
-                cases.pop((mode, position), None)
-                row.error = str(error).partition("\n")[0]
-        try:
-            timed = report.time_by_turns(cases, repeats, sample_seconds=0, seconds=seconds)
-        except jax.errors.JaxRuntimeError as error:
-            timed = {}
-            for case in cases:
-                rows[case].error = str(error).partition("\n")[0]
-        for case, samples in timed.items():
-            _fill(rows[case], [sample / CALLS_PER_SAMPLE / TOKENS_PER_CALL for sample in samples])
-        done += [row for (_, position), row in rows.items() if position in group]
-        keep(_with_ratios(done))
-    return done
+        cases = {case: (row, functools.partial(prepare, *case)) for case, row in rows.items() if case[1] in group}
+        report.time_cases(cases, repeats, sample_seconds=0, seconds=seconds)
+        for row, _ in cases.values():
+            _fill(row, [sample / CALLS_PER_SAMPLE / TOKENS_PER_CALL for sample in row.samples])
+            first = rows[row.mode, positions[0]].milliseconds
+            row.ratio = row.milliseconds and first and row.milliseconds / first
+        yield [row for row, _ in cases.values()]
 
 
 def measure_prompt(sampler: Sampler, mode: str, tokens: int, repeats: int, *, size: str | None = None) -> PromptRow:
@@ -243,7 +247,7 @@ def measure_prompt(sampler: Sampler, mode: str, tokens: int, repeats: int, *, si
         row.one_by_one_seconds = sum(_timed(sampler, prompt_T[:1], tokens))
         row.ratio = row.one_by_one_seconds / row.seconds
     except (ConfigError, MemoryError, jax.errors.JaxRuntimeError) as error:
-        row.error = str(error).partition("\n")[0]
+        row.error = report.reason(error)
     return row
 
 
@@ -278,21 +282,21 @@ def measure_peer(config: ModelConfig, vocabulary: int, positions: Sequence[int],
         found = report.in_process("benchmarks.transformers_gpt2", {
             "layers": config.layers, "heads": config.heads, "width": config.width, "vocabulary": vocabulary,
             "position": position, "batch": batch, "samples": samples}, python=python)
-        row.error = found.get("error")
-        if row.error is None:
-            _fill(row, [sample / 1e3 for sample in found["samples"]])
-            versions = found["versions"]
+        row.error, versions = found.get("error"), versions | found.get("versions", {})
+        _fill(row, [sample / 1e3 for sample in found.get("samples", ())])
         rows.append(row)
-    return _with_ratios(rows), versions
+        row.ratio = row.milliseconds and rows[0].milliseconds and row.milliseconds / rows[0].milliseconds
+    return rows, versions
 
 
-def _with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one batch, with their times over those at the first position."""
-    first = {row.mode: row.milliseconds for row in reversed(rows)}
-    for row in rows:
-        before = first[row.mode]
-        row.ratio = row.milliseconds / before if row.milliseconds and before else None
-    return list(rows)
+def _fill(row: Row, seconds: Sequence[float]) -> None:
+    if not seconds:
+        return
+    row.fill(seconds)
+    token, peak = median(seconds), accounting.peak()
+    row.tokens_per_second = row.batch / token
+    if peak is not None and row.bytes_read is not None:
+        row.bandwidth = row.bytes_read / token / peak.bandwidth
 
 
 def compare_batches(rows: Sequence[Row]) -> None:
@@ -303,46 +307,9 @@ def compare_batches(rows: Sequence[Row]) -> None:
         row.batch_ratio = row.tokens_per_second / before if row.tokens_per_second and before else None
 
 
-def _sample(draw_tokens: Callable[[], jax.Array]) -> Callable[[], jax.Array]:
-    def sample() -> jax.Array:
-        for _ in range(CALLS_PER_SAMPLE - 1):
-            draw_tokens()
-        return draw_tokens()
-
-    return sample
-
-
-def _fill(row: Row, samples: list[float]) -> None:
-    token, peak = median(samples), accounting.peak()
-    row.samples = [1e3 * sample for sample in samples]
-    row.milliseconds = 1e3 * token
-    row.tokens_per_second = row.batch / token
-    if peak is not None and row.bytes_read is not None:
-        row.bandwidth = row.bytes_read / token / peak.bandwidth
-
-
-def cells(row: Row) -> list[str]:
-    """A row of the printed table."""
-    times = ("–", "–", "–", "–")
-    if row.milliseconds is not None:
-        times = (f"{row.milliseconds:.3f}", f"{min(row.samples):.3f}", str(len(row.samples)),
-                 f"{row.tokens_per_second:,.0f}")
-    return [row.size or "", str(row.batch), f"{row.position:,}", row.mode, *times,
-            "–" if row.bandwidth is None else f"{row.bandwidth:.1%}",
-            *("–" if ratio is None else f"{ratio:.2f}" for ratio in (row.ratio, row.batch_ratio))]
-
-
-def prompt_cells(row: PromptRow) -> list[str]:
-    """A row of the table of prompts."""
-    numbers = ((row.seconds, ".3f"), (row.one_by_one_seconds, ".2f"), (row.ratio, ".1f"),
-               (row.step_milliseconds, ".3f"), (row.host_milliseconds, ".3f"), (row.host_share, ".1%"))
-    return [row.size or "", row.mode, f"{row.tokens:,}",
-            *("–" if number is None else format(number, form) for number, form in numbers)]
-
-
-def draw(path: Path, rows: Sequence[Row], device: str) -> None:
+def panels(rows: Sequence[Row], _: Sequence[PromptRow]) -> list[picture.Panel]:
     """Time of a token against position, a panel a size and batch, with what was published at batch 1."""
-    panels = []
+    found = []
     for size, batch in dict.fromkeys((row.size, row.batch) for row in rows):
         curves: dict[str, dict[float, float | None]] = {}
         for row in rows:
@@ -351,64 +318,12 @@ def draw(path: Path, rows: Sequence[Row], device: str) -> None:
         known = picture.published("sampling", "models").get(size, {}) if batch == 1 else {}
         others: dict[str, picture.Curve] = {mode: known[name] for mode in curves
                                             if (name := mode.partition(":")[0]) in known}
-        title = f"{size or ''} batch {batch}".strip()
-        panels.append(picture.Panel(curves, title=title, x="tokens before", y="milliseconds a token",
-                                    published=others))
-    picture.draw_panels(path, panels, title=f"Sampling on {device}")
+        found.append(picture.Panel(curves, title=f"{size or ''} batch {batch}".strip(), x="tokens before",
+                                   y="milliseconds a token", published=others))
+    return found
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Measures what the flags say; returns 1 where nothing could be measured."""
-    options = _options(arguments)
-    report.use_whole_device()
-    if options.peer:
-        report.share_device()
-    python, options.peer_python = options.peer_python, None  # where it lies says nothing about numbers
-    contents = report.origin("benchmarks.sampling", options)
-    rows: list[Row] = []
-    prompts: list[PromptRow] = []
-
-    def keep(rows: list[Row]) -> None:
-        compare_batches(rows)
-        report.keep(options.json, contents | {"rows": [asdict(row) for row in rows],
-                                              "prompts": [asdict(row) for row in prompts]})
-
-    report.check_output(options.json)
-    report.check_output(options.picture, "--picture")
-    configs = _configs(options)
-    for (size, vocabulary), modes in configs.items():
-        samplers = {mode: Sampler(GPT(config, vocabulary, rngs=nnx.Rngs(0))) for mode, config in modes.items()}
-        for batch in options.batches:
-            status(f"{size or 'model'}, batch {batch} …")
-            rows += measure(samplers, options.positions, batch, options.repeats,
-                            seconds=options.seconds_per_case, size=size,
-                            keep=lambda more, before=tuple(rows): keep([*before, *more]))
-            if options.peer:
-                theirs, versions = measure_peer(next(iter(modes.values())), vocabulary, options.positions, batch,
-                                                options.repeats, size=size, python=python)
-                rows += theirs
-                contents["versions"] |= versions
-                keep(rows)
-        for mode, sampler in samplers.items() if options.prompt else ():
-            status(f"{mode}, a prompt of {options.prompt:,} tokens …")
-            prompts.append(measure_prompt(sampler, mode, options.prompt, options.repeats, size=size))
-            keep(rows)
-    if options.picture is not None and report.has_matplotlib():
-        draw(options.picture, rows, contents["device"])
-    print(f"{contents['device']}; {next(iter(configs.values()))[options.modes[0]].dtype}")
-    print(report.table(HEADINGS, [cells(row) for row in rows]))
-    if prompts:
-        print(report.table(PROMPT_HEADINGS, [prompt_cells(row) for row in prompts]))
-    for row in rows:
-        if row.error is not None:
-            status(f"{row.mode} at {row.position:,}, batch {row.batch}: {row.error}")
-    for row in prompts:
-        if row.error is not None:
-            status(f"{row.mode}, a prompt of {row.tokens:,} tokens: {row.error}")
-    return 0 if any(row.error is None for row in rows) else 1
-
-
-def _configs(options: argparse.Namespace) -> dict[tuple[str | None, int], dict[str, ModelConfig]]:
+def make_configs(options: Namespace) -> dict[tuple[str | None, int], dict[str, ModelConfig]]:
     """The models by name of the size and vocabulary, and by mode.
 
     Raises:
@@ -428,25 +343,42 @@ def _configs(options: argparse.Namespace) -> dict[tuple[str | None, int], dict[s
                       positions="none") for mode in options.modes} for name, size in sizes(options).items()}
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = report.model_parser("benchmarks.sampling", __doc__)
-    parser.add_argument("--sizes", type=report.names, help=f"GPT-2's, with commas between, of {','.join(SIZES)}")
-    parser.add_argument("--recipe", type=Path, help="recipe whose model is taken, such as configs/quickstart.py")
-    parser.add_argument("--positions", type=report.positives, default=(128, 8192),
-                        help="how many tokens there are before, with commas between (128,8192)")
-    parser.add_argument("--batches", type=report.positives, default=(1,), help="sequences at once, with commas (1)")
-    parser.add_argument("--seconds-per-case", type=float, default=CASE_SECONDS,
-                        help="about how long the samples of a case may take (%(default)g)")
-    parser.add_argument("--prompt", type=report.positive, metavar="TOKENS",
-                        help="time to read a prompt of so many tokens too, and on a CPU the host's share of a token")
-    parser.add_argument("--peer", help="transformers: time its GPT-2 too")
-    parser.add_argument("--peer-python", help="the Python that has transformers and torch (this one)")
-    return parser.parse_args(arguments)
+@functools.partial(
+    report.Benchmark, module="benchmarks.sampling", tables=TABLES, panels=panels, title="Sampling", flags=SIZE_FLAGS | {
+        "recipe": report.flag("recipe whose model is taken, such as configs/quickstart.py", type=Path),
+        "positions": report.flag("how many tokens there are before, with commas between", (128, 8192)),
+        "batches": report.flag("sequences at once, with commas between", (1,)),
+        "prompt": report.flag("time to read a prompt of so many tokens too, and on a CPU the host's share of a token",
+                              type=report.positive, metavar="TOKENS"),
+        "peer": report.flag("transformers: time its GPT-2 too")})
+def main(options: Namespace, results: report.Results) -> None:
+    """Modes and positions take turns, batch by batch."""
+    report.use_whole_device()
+    if options.peer:
+        report.share_device()
+    python, options.peer_python = options.peer_python, None  # where it lies says nothing about numbers
+    configs = make_configs(options)
+    results.model = next(iter(configs.values()))[options.modes[0]].dtype
 
+    def add(rows: Sequence[Row]) -> None:
+        compare_batches([*results.rows["rows"], *rows])
+        results.add(*rows)
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`benchmarks.report.run_benchmark`."""
-    return report.run_benchmark("benchmarks.sampling", command, arguments)
+    for (size, vocabulary), modes in configs.items():
+        samplers = {mode: Sampler(GPT(config, vocabulary, rngs=nnx.Rngs(0))) for mode, config in modes.items()}
+        for batch in options.batches:
+            status(f"{size or 'model'}, batch {batch} …")
+            for rows in measure(samplers, options.positions, batch, options.repeats,
+                                seconds=options.seconds_per_case, size=size):
+                add(rows)
+            if options.peer:
+                rows, versions = measure_peer(next(iter(modes.values())), vocabulary, options.positions, batch,
+                                              options.repeats, size=size, python=python)
+                results.origin["versions"] |= versions
+                add(rows)
+        for mode, sampler in samplers.items() if options.prompt else ():
+            status(f"{mode}, a prompt of {options.prompt:,} tokens …")
+            results.add(measure_prompt(sampler, mode, options.prompt, options.repeats, size=size), table="prompts")
 
 
 if __name__ == "__main__":

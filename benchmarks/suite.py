@@ -25,26 +25,25 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
-import argparse
+import functools
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import jax
-
 from benchmarks import attention, report
-from benchmarks.picture import draw_panels, published
+from benchmarks.picture import published
 from support.command import status
 from support.errors import ConfigError
-from support.files import write_json, write_text
+from support.files import write_text
 from training.environment import compilation_cache, git_commit
 
 ROOT = Path(__file__).parents[1]
@@ -55,22 +54,23 @@ CASE_SECONDS = 6.0
 """How long the samples of a case may take, unless a flag says otherwise."""
 LEAST_SECONDS = 10.0
 """A step that has less is left out: a process alone takes seconds to start."""
-TUNING_MARGIN = 15.0
-"""Seconds that tuning may need above those that it is given, for the candidate that is being compiled."""
+MARGIN = 15.0
+"""Seconds that a step with a limit of its own may need above it, for what is being compiled."""
 TEST_RESULTS = "correctness.xml"
 TUNED = "tuning.json"
 """What tuning finds, in the folder: a table as that of the kernels."""
 QUICK = "`--quick`: tiny sizes. The figures say that everything runs, and nothing of how fast it is."
 HEADINGS = ("figure", "measured", "target", "met", "published", "unit", "samples")
 
-# Targets on an H200, by context, by size, by shape.
-STEP_TARGETS = {1024: 6.0, 8192: 18.0, 65_536: 110.0, 524_288: 900.0}
-LARGE_STEP_TARGET = 320.0
-SAMPLING_TARGETS = {"124M": 0.2, "1558M": 1.2}
-SOFTMAX_SAMPLING_TARGET = 1.2
-"""At a position of 65,536, 124M."""
-KERNEL_TARGETS = {(1, 8192, 96, 128): 1.3, (2, 16_384, 16, 128): 0.75, (4, 2048, 16, 128): 0.35, (8, 1024, 8, 64): 0.2}
-"""Forward and backward, by B, T, H, D."""
+# Targets on an H200.
+STEP_TARGETS = {("124M", "chunked", 1024): 6.0, ("124M", "chunked", 8192): 18.0, ("124M", "chunked", 65_536): 110.0,
+                ("124M", "chunked", 524_288): 900.0, ("1558M", "chunked", 16_384): 320.0}
+"""By size, mode and context."""
+SAMPLING_TARGETS = {("124M", "chunked", None): 0.2, ("1558M", "chunked", None): 1.2, ("124M", "softmax", 65_536): 1.2}
+"""By size, mode and position; None: any."""
+KERNEL_TARGETS = {"B1 T8192 H96 D128": 1.3, "B2 T16384 H16 D128": 0.75, "B4 T2048 H16 D128": 0.35,
+                  "B8 T1024 H8 D64": 0.2}
+"""Forward and backward."""
 FLA_TARGET = 0.6
 """Of fla's time in the same run."""
 
@@ -84,6 +84,8 @@ class Step:
     """Its share of the time, beside those of the steps after it."""
     command: tuple[str, ...]
     """Words after ``python -m``; those for the output files are added."""
+    limited: bool = False
+    """Whether it takes ``--minutes``."""
 
 
 @dataclass
@@ -94,50 +96,50 @@ class Outcome:
     error: str | None = None
 
 
-def steps(quick: bool, seconds_per_case: float = CASE_SECONDS) -> list[Step]:
+def steps(quick: bool, seconds_per_case: float = CASE_SECONDS, gpu: bool = True) -> list[Step]:
     """What can be run, in order: what has a target comes first."""
-    train, sampling = "benchmarks.train_step", "benchmarks.sampling"
-    short = ("--seconds-per-case", f"{seconds_per_case:g}")
-    tiny = ("--width", "16", "--layers", "1", "--heads", "2", "--repeats", "3") if quick else ()
-    small = ("--sizes", "124M", *short)
+    def words(module: str, full: str, tiny: str, modes: str = "chunked") -> tuple[str, ...]:
+        return (f"benchmarks.{module}", *(tiny if quick else full).split(), "--modes", modes,
+                "--seconds-per-case", f"{seconds_per_case:g}")
+
+    def call(name: str, weight: float, full: str, *modes: str) -> Step:
+        tiny = "contexts --contexts 32 --heads 2 --head-width 16 --dtype bfloat16 --repeats 3 --passes both"
+        return Step(name, weight, (*words("attention", full, tiny, ",".join(modes)), "--one-process"), limited=True)
+
     # Most of the time is XLA's: 1 to 4 s for an attention call, 10 to 25 s for a training step of 12 layers, a minute
     # for one of 48. What fits only with blocks computed again is asked for so at once: to see that it does not fit
     # otherwise, it is compiled. Tuning has what is left; what it finds is better in a command of its own.
-    step_contexts = (("--contexts", "32,64", "--tokens", "64", *tiny) if quick else
-                     ("--contexts", "1024,8192,65536", *small))
-    found = [
-        Step("correctness", 260, ("pytest", "-q", "-m", "gpu and not thorough" if quick else "gpu",
-                                  *(str(ROOT / path) for path in TESTS))),
-        Step("kernel", 70, ("benchmarks.suite", "--worker", "kernel")),
-        Step("train_step", 110, (train, "--modes", "chunked", *step_contexts)),
-        Step("sampling", 80, (sampling, "--modes", "chunked,softmax", *(
-            ("--positions", "32,64", *tiny) if quick else ("--positions", "1024,65536,524288", *small)))),
-        Step("train_step_long", 50, (train, "--modes", "chunked", "--remat", "names", *(
-            ("--contexts", "64", "--tokens", "64", *tiny) if quick else ("--contexts", "524288", *small)))),
-        Step("utilisation", 45, (train, "--modes", "chunked", *(
-            ("--contexts", "32", "--tokens", "64", "--accumulate", "2", *tiny) if quick else
-            ("--contexts", "1024", "--tokens", str(2**19), "--accumulate", "16", *small)))),
-        Step("train_step_1558M", 110, (train, "--modes", "chunked", *(
-            ("--contexts", "32", "--tokens", "32", *tiny) if quick else
-            ("--sizes", "1558M", "--contexts", "16384", *short)))),
-        Step("sampling_1558M", 65, (sampling, "--modes", "chunked", *(
-            ("--positions", "32", *tiny) if quick else ("--sizes", "1558M", "--positions", "1024,65536", *short)))),
-        Step("fla", 30, ("benchmarks.suite", "--worker", "fla")),
-        Step("train_step_softmax", 60, (train, "--modes", "softmax", *step_contexts)),
-        Step("attention", 40, ("benchmarks.suite", "--worker", "attention")),
-        Step("sampling_32", 20, (sampling, "--modes", "chunked,softmax", *(
-            ("--positions", "32", "--batches", "2", *tiny) if quick else
-            ("--positions", "16384", "--batches", "32", *small)))),
-        Step("tune", 20, ("benchmarks.tune", *(("--dry-run",) if quick else ("--lengths", "long,short")))),
-    ]
-    own = (*short, *(("--quick",) if quick else ()))
-    return [replace(step, command=(*step.command, *own)) if "--worker" in step.command else step for step in found]
+    tiny = "--width 16 --layers 1 --heads 2 --repeats 3"
+    step, short = "train_step", f"--contexts 32,64 --tokens 64 {tiny}"
+    kernels = ("chunked:pallas_gpu", "chunked:chunked") if gpu else ("chunked:chunked",)
+    tests = ("pytest", "-q", "-m", "gpu and not thorough" if quick else "gpu", *(str(ROOT / path) for path in TESTS))
+    return [
+        Step("correctness", 260, tests),
+        call("kernel", 70, "kernel --passes both,forward", *kernels),
+        Step("train_step", 110, words(step, "--sizes 124M --contexts 1024,8192,65536", short)),
+        Step("sampling", 80, words("sampling", "--sizes 124M --positions 1024,65536,524288",
+                                   f"--positions 32,64 {tiny}", "chunked,softmax")),
+        Step("train_step_long", 50, words(step, "--sizes 124M --contexts 524288 --remat names",
+                                          f"--contexts 64 --tokens 64 --remat names {tiny}")),
+        Step("utilisation", 45, words(step, f"--sizes 124M --contexts 1024 --tokens {2**19} --accumulate 16",
+                                      f"--contexts 32 --tokens 64 --accumulate 2 {tiny}")),
+        Step("train_step_1558M", 110, words(step, "--sizes 1558M --contexts 16384",
+                                            f"--contexts 32 --tokens 32 {tiny}")),
+        Step("sampling_1558M", 65, words("sampling", "--sizes 1558M --positions 1024,65536", f"--positions 32 {tiny}")),
+        call("fla", 30, "kernel --passes both", kernels[0], *attention.FLA),
+        Step("train_step_softmax", 60, words(step, "--sizes 124M --contexts 1024,8192,65536", short, "softmax")),
+        call("attention", 40, "contexts --passes both --contexts 1024,8192,65536,524288",
+             *attention.default_modes("contexts", gpu)),
+        Step("sampling_32", 20, words("sampling", "--sizes 124M --positions 16384 --batches 32",
+                                      f"--positions 32 --batches 2 {tiny}", "chunked,softmax")),
+        Step("tune", 20, ("benchmarks.tune", *(("--dry-run",) if quick else ("--lengths", "long,short"))),
+             limited=True)]
 
 
 def run(step: Step, out: Path, seconds: float) -> Outcome:
     """A step in a process of its own; what it prints goes to a log."""
-    command = [sys.executable, "-m", *step.command]
-    environment = dict(os.environ)
+    command, cache = [sys.executable, "-m", *step.command], compilation_cache()
+    environment = os.environ | ({} if cache is None else {"JAX_COMPILATION_CACHE_DIR": cache})
     if step.name == "correctness":
         command += ["--junitxml", str(out / TEST_RESULTS)]
         if importlib.util.find_spec("xdist"):
@@ -148,11 +150,9 @@ def run(step: Step, out: Path, seconds: float) -> Outcome:
         if importlib.util.find_spec("matplotlib") and step.name not in ("utilisation", "tune"):
             command += ["--picture", str(out / f"{step.name}.png")]
     if step.name == "tune":
-        command += ["--out", str(out / TUNED), "--minutes", str(max(1.0, seconds - TUNING_MARGIN) / 60)]
-    if "--worker" in step.command:
-        command += ["--out", str(out), "--minutes", str(seconds / 60)]
-    cache = compilation_cache()
-    environment |= {} if cache is None else {"JAX_COMPILATION_CACHE_DIR": cache}
+        command += ["--out", str(out / TUNED)]
+    if step.limited:
+        command += ["--minutes", str(max(1.0, seconds - MARGIN) / 60)]
     start = time.monotonic()
     with (out / f"{step.name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -172,64 +172,6 @@ def _last_line(path: Path) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-# What the processes of the suite's own steps do.
-
-
-def work(options: argparse.Namespace) -> int:
-    """A step of the suite's own, which writes its JSON file as it goes.
-
-    Returns:
-        1 where nothing could be measured, else 0.
-    """
-    report.use_whole_device()
-    if options.worker == "fla":
-        report.share_device()
-    contents = report.origin("benchmarks.suite", argparse.Namespace(
-        worker=options.worker, quick=options.quick, seconds_per_case=options.seconds_per_case))
-    until = time.monotonic() + 60 * options.minutes - LEAST_SECONDS
-
-    measured: list[attention.Row] = []
-    # A shape that is not begun in time is a row that says so, and so is a call that by smaller ones takes too long.
-    for found in attention.measure_here(attention_cases(options.worker, options.quick), 3 if options.quick else 20,
-                                        seconds_per_case=options.seconds_per_case,
-                                        total_seconds=until - time.monotonic()):
-        measured += found
-        write_json(options.json, contents | {"rows": [asdict(row) for row in measured]})
-        for row in found:
-            print(row.label, attention.shape_name(row), row.passes, row.milliseconds, row.error, flush=True)
-    measured.sort(key=lambda row: row.context if row.part == "contexts" else 0)
-    if options.picture is not None and report.has_matplotlib():
-        part = "contexts" if options.worker == "attention" else "kernel"
-        title = f"One attention call, {measured[0].dtype}, {contents['device']}"
-        draw_panels(options.picture, attention.panels(part, measured), title=title)
-    return 0 if any(row.error is None for row in measured) else 1
-
-
-def attention_cases(worker: str, quick: bool) -> list[Any]:
-    """The cases of ``benchmarks.attention`` for a step, the most telling shapes first."""
-    gpu = jax.default_backend() == "gpu"
-    shapes = [(1, 32, 2, 16)] if quick else list(KERNEL_TARGETS)
-    if worker == "kernel":
-        linear = [mode for mode in attention.default_modes("kernel", gpu) if mode.startswith("chunked")]
-        kernels = [mode for mode in linear if mode != "chunked:chunked"] or linear
-        return [attention.Case("kernel", mode, T, passes, batch=B, heads=H, head_width=D, dtype="bfloat16")
-                for passes, modes in (("both", linear), ("forward", kernels)) for B, T, H, D in shapes
-                for mode in modes]
-    if worker == "fla":  # its own tuning takes long, and nothing of ours is to wait for it
-        return [attention.Case("kernel", mode, T, "both", batch=B, heads=H, head_width=D, dtype="bfloat16")
-                for B, T, H, D in shapes for mode in ("chunked:pallas_gpu", *attention.FLA)]
-    forms = attention.default_modes("contexts", gpu)
-    telling = [mode for mode in forms if mode.startswith("chunked") or mode == ("softmax:cudnn" if gpu else
-                                                                                "softmax:blockwise")]
-    # All forms at one context only, and that last.
-    contexts = {32: telling, 64: forms} if quick else {1024: telling, 65_536: telling, 524_288: telling, 8192: forms}
-    return [attention.Case("contexts", mode, context, "both", dtype="bfloat16" if gpu else "float32")
-            for context, modes in contexts.items() for mode in modes]
-
-
-# The summary.
-
-
 @dataclass
 class Figure:
     """A line of the summary."""
@@ -245,46 +187,22 @@ class Figure:
 
 def figures(out: Path) -> list[Figure]:
     """What the steps' files say, most important first; steps that wrote nothing have no lines."""
-    found = _test_figures(out / TEST_RESULTS)
     files = _files(out)
     rows = {name: contents["rows"] for name, contents in files.items()}
-    found += _kernel_figures(rows.get("kernel", []))
-    found += _fla_figures(rows.get("fla", []))
-    known = published("training_step", "models")
-    for name in ("train_step", "train_step_long", "train_step_softmax", "train_step_1558M", "utilisation"):
-        for row in rows.get(name, []):
-            size, mode, context = row["size"] or "small model", row["mode"], row["context"]
-            single = row["batch"] == 1
-            target = None
-            if single and mode == "chunked":
-                target = {"124M": STEP_TARGETS.get(context),
-                          "1558M": LARGE_STEP_TARGET if context == 16_384 else None}.get(size)
-            other = known.get(size, {}).get("softmax:cudnn" if mode == "softmax" else mode, {}).get(context)
-            label = f"{name}: {size}, {mode}, {row['batch']} × {context:,} tokens"
-            found.append(Figure(label, row["milliseconds"], target, other if single else None,
-                                samples=len(row["samples"])))
-            if row["utilisation"] is not None:
-                found.append(Figure(f"{label}, share of FLOPs", 100 * row["utilisation"], unit="% of peak"))
-    known = published("sampling", "models")
-    for name in ("sampling", "sampling_1558M", "sampling_32"):
-        for row in rows.get(name, []):
-            size, mode, position, single = row["size"] or "small model", row["mode"], row["position"], row["batch"] == 1
-            target = SAMPLING_TARGETS.get(size) if mode == "chunked" else None
-            if (mode, size, position) == ("softmax", "124M", 65_536):
-                target = SOFTMAX_SAMPLING_TARGET
-            other = known.get(size, {}).get(mode, {}).get(position)
-            label = f"{name}: {size}, {mode}, batch {row['batch']} at {position:,}"
-            found.append(Figure(label, row["milliseconds"], target if single else None, other if single else None,
-                                "ms/token", len(row["samples"])))
-            if row["bandwidth"] is not None:
-                found.append(Figure(f"{label}, share of bandwidth", 100 * row["bandwidth"], unit="% of peak"))
+    found = [*_test_figures(out / TEST_RESULTS), *_kernel_figures(rows.get("kernel", [])),
+             *_fla_figures(rows.get("fla", []))]
+    found += [figure for name in ("train_step", "train_step_long", "train_step_softmax", "train_step_1558M",
+                                  "utilisation") for row in rows.get(name, [])
+              for figure in _model_figures(row, "training_step", STEP_TARGETS, row["context"], "ms", "FLOPs",
+                                           f"{name}: {{}}, {{}}, {row['batch']} × {row['context']:,} tokens")]
+    found += [figure for name in ("sampling", "sampling_1558M", "sampling_32") for row in rows.get(name, [])
+              for figure in _model_figures(row, "sampling", SAMPLING_TARGETS, row["position"], "ms/token", "bandwidth",
+                                           f"{name}: {{}}, {{}}, batch {row['batch']} at {row['position']:,}")]
     found += [Figure(f"attention: {row['mode']}, {row['context']:,} tokens, forward + backward", row["milliseconds"],
                      samples=len(row["samples"])) for row in rows.get("attention", [])]
-    for row in files.get("tune", {}).get("chosen", []):
-        for shape in row["measured"]["shapes"]:
-            both = shape["both"]
-            found.append(Figure(f"tune: {shape['shape']} {row['dtype']}: best over defaults",
-                                both["best"] / both["default"], unit="×"))
+    found += [Figure(f"tune: {shape['shape']} {row['dtype']}: best over defaults",
+                     shape["both"]["best"] / shape["both"]["default"], unit="×")
+              for row in files.get("tune", {}).get("chosen", []) for shape in row["measured"]["shapes"]]
     return found
 
 
@@ -292,6 +210,21 @@ def _files(out: Path) -> dict[str, dict[str, Any]]:
     """What the steps have written, by step."""
     return {step.name: json.loads(path.read_text()) for step in steps(False)
             if (path := out / f"{step.name}.json").exists()}
+
+
+def _model_figures(row: Mapping[str, Any], kind: str, targets: Mapping[Any, float], place: int, unit: str, share: str,
+                   label: str) -> list[Figure]:
+    """Of a whole model at a context or position; targets and what was published are of one sequence."""
+    size, mode, single = row["size"] or "small model", row["mode"], row["batch"] == 1
+    known = published(kind, "models").get(size, {})
+    others = known.get("softmax:cudnn" if (kind, mode) == ("training_step", "softmax") else mode, {})
+    target = targets.get((size, mode, place), targets.get((size, mode, None)))
+    found = [Figure(label.format(size, mode), row["milliseconds"], target if single else None,
+                    others.get(place) if single else None, unit, len(row["samples"]))]
+    reached = row.get("utilisation", row.get("bandwidth"))
+    if reached is not None:
+        found.append(Figure(f"{found[0].name}, share of {share}", 100 * reached, unit="% of peak"))
+    return found
 
 
 def _test_figures(path: Path) -> list[Figure]:
@@ -306,36 +239,33 @@ def _test_figures(path: Path) -> list[Figure]:
                    failures + errors if ran else None, 0, unit="tests")]
 
 
+def _by_shape(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Forward and backward passes by the shape of the call."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["passes"] == "both":
+            found.setdefault("B{batch} T{context} H{heads} D{head_width}".format(**row), []).append(row)
+    return found
+
+
 def _kernel_figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
-    found: list[Figure] = []
-    known = published("kernel", "shapes")
-    shapes = dict.fromkeys((row["batch"], row["context"], row["heads"], row["head_width"]) for row in rows
-                           if row["passes"] == "both")
-    for B, T, H, D in shapes:
-        timed = [row for row in rows if row["passes"] == "both" and row["milliseconds"]
-                 and (row["batch"], row["context"], row["heads"], row["head_width"]) == (B, T, H, D)]
-        name = f"B{B} T{T} H{H} D{D}"
-        best = min(timed, key=lambda row: row["milliseconds"], default={"mode": "not measured", "samples": ()})
+    found, known = [], published("kernel", "shapes")
+    for name, of_shape in _by_shape(rows).items():
+        best = min((row for row in of_shape if row["milliseconds"]), key=lambda row: row["milliseconds"],
+                   default={"mode": "not measured", "milliseconds": None, "samples": ()})
         other = min((one["both"] for one in known.get(name, {}).values()), default=None)
-        found.append(Figure(f"kernel: {name}, forward + backward, {best['mode']}", best.get("milliseconds"),
-                            KERNEL_TARGETS.get((B, T, H, D)), other, samples=len(best["samples"])))
+        found.append(Figure(f"kernel: {name}, forward + backward, {best['mode']}", best["milliseconds"],
+                            KERNEL_TARGETS.get(name), other, samples=len(best["samples"])))
     return found
 
 
 def _fla_figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
     """Our times over those of flash-linear-attention on the same tensors, with its normaliser and without."""
-    found: list[Figure] = []
-    times: dict[str, dict[str, float]] = {}
-    for row in rows:
-        name = "B{batch} T{context} H{heads} D{head_width}".format(**row)
-        if row["milliseconds"]:
-            called = f" ({row['implementation']})" if row["mode"].startswith("fla") else ""
-            times.setdefault(name, {})[row["mode"] + called] = row["milliseconds"]
-    for name, of_modes in times.items():
-        ours = next((time for mode, time in of_modes.items() if mode.startswith("chunked")), None)
-        found += [Figure(f"fla: {name} over {mode}", ours / time, FLA_TARGET, unit="×")
-                  for mode, time in of_modes.items() if ours is not None and mode.startswith("fla")]
-    return found
+    return [Figure(f"fla: {name} over {row['mode']} ({row['implementation']})", ours / row["milliseconds"], FLA_TARGET,
+                   unit="×")
+            for name, of_shape in _by_shape(rows).items()
+            for ours in [row["milliseconds"] for row in of_shape if row["mode"].startswith("chunked")][:1]
+            for row in of_shape if ours and row["milliseconds"] and row["mode"].startswith("fla")]
 
 
 def write_summary(out: Path, outcomes: dict[str, Outcome], remarks: Sequence[str] = ()) -> str:
@@ -379,13 +309,16 @@ def notes(found: str | None, quick: bool) -> list[str]:
     return [*([] if found in ("gpu", None) else [no_gpu]), *([QUICK] if quick else [])]
 
 
-def command(arguments: Sequence[str]) -> int:
+@functools.partial(report.Benchmark, module="benchmarks.suite", json=False, flags={
+    "out": report.flag("folder for logs, JSON files, pictures and summary.md", type=Path, required=True),
+    "minutes": report.flag("time for all of it", 9.0, float),
+    "only": report.flag("steps, with commas between (all): " + ", ".join(step.name for step in steps(False)),
+                        type=report.names),
+    "seconds-per-case": report.flag("about how long the samples of a case may take", CASE_SECONDS, float),
+    "quick": report.flag("tiny sizes: whether it runs, not how fast", False)})
+def main(options: Namespace, results: report.Results) -> int:
     """Runs the steps that the flags name; returns 1 if a test fails or the tests were not done."""
-    options = _options(arguments)
-    if options.worker is not None:
-        return work(options)
-    start = time.monotonic()
-    found = backend()
+    start, found = time.monotonic(), backend()
     wanted = _wanted(options, found)
     report.make_folder(options.out)
     names = [f"{step.name}.{suffix}" for step in steps(options.quick) for suffix in ("json", "png", "log")]
@@ -415,40 +348,19 @@ def command(arguments: Sequence[str]) -> int:
     return 1 if "correctness" in outcomes and outcomes["correctness"].error else 0
 
 
-def _wanted(options: argparse.Namespace, backend: str | None) -> list[Step]:
-    known = {step.name: step for step in steps(options.quick, options.seconds_per_case)}
+def _wanted(options: Namespace, backend: str | None) -> list[Step]:
+    known = {step.name: step for step in steps(options.quick, options.seconds_per_case, backend == "gpu")}
     for name in options.only or ():
         if name not in known:
             raise ConfigError(f"--only {name}: expected names of {', '.join(known)}, with commas between")
-    if options.minutes <= 0:
-        raise ConfigError(f"--minutes {options.minutes:g}: expected a number above 0")
-    if options.seconds_per_case <= 0:
-        raise ConfigError(f"--seconds-per-case {options.seconds_per_case:g}: expected a number above 0")
+    for flag, value in (("--minutes", options.minutes), ("--seconds-per-case", options.seconds_per_case)):
+        if value <= 0:
+            raise ConfigError(f"{flag} {value:g}: expected a number above 0")
     if not attention.fla_installed() or backend != "gpu":
         if "fla" in (options.only or ()):
             raise ConfigError("--only fla: it needs an NVIDIA GPU and the packages flash-linear-attention and torch")
         known.pop("fla", None)
     return [step for name, step in known.items() if not options.only or name in options.only]
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for logs, JSON files, pictures and summary.md")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time for all of it (%(default)g)")
-    parser.add_argument("--only", type=report.names, help="steps, with commas between (all): "
-                        + ", ".join(step.name for step in steps(False)))
-    parser.add_argument("--seconds-per-case", type=float, default=CASE_SECONDS,
-                        help="about how long the samples of a case may take (%(default)g)")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
-    for name in ("worker", "json", "picture"):
-        parser.add_argument(f"--{name}", type=str if name == "worker" else Path, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`benchmarks.report.run_benchmark`."""
-    return report.run_benchmark("benchmarks.suite", command, arguments)
 
 
 if __name__ == "__main__":

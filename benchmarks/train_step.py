@@ -22,15 +22,14 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
-import argparse
 import contextlib
+import functools
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
-from statistics import median
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import jax
@@ -47,19 +46,10 @@ from support.command import status
 from support.errors import ConfigError
 from training import accounting
 from training.optimizer import decay_mask, make_optimizer
-from training.step import (
-    StepMetrics,
-    TrainState,
-    abstract_model,
-    initial_state,
-    jit_step,
-    make_train_step,
-)
+from training.step import StepMetrics, TrainState, abstract_model, initial_state, jit_step, make_train_step
 
 FORM_OPTIONS = ("form", "kernel")
 """What modes call the option that names how they are computed."""
-HEADINGS = ("size", "context", "mode", "implementation", "ms/step", "fastest", "samples", "tokens/s", "utilisation",
-            "peak MiB", "compile s", "× softmax")
 CASE_SECONDS = 60.0
 """How long the samples of a case may take, unless a flag says otherwise."""
 
@@ -85,8 +75,8 @@ SIZES = {
 
 
 @dataclass
-class Row:
-    """One mode at one context, as the JSON file has it; times are of a step, in milliseconds."""
+class Row(report.Row):
+    """One mode at one context; times are of a step."""
 
     mode: str
     """As it was named on the command line."""
@@ -99,11 +89,9 @@ class Row:
     accumulate: int = 1
     """Parts that the batch was taken in."""
     remat: str | None = None
-    """As ``train.remat`` has it: what was recomputed in the backward pass to save memory."""
+    """As ``train.remat``: what the backward pass recomputes to save memory."""
     flops: float | None = None
     """Floating-point operations of a step that the model asks for."""
-    milliseconds: float | None = None
-    """Median of the samples."""
     tokens_per_second: float | None = None
     utilisation: float | None = None
     """Share of what one device could do in the model's number format; None where its peak is not known."""
@@ -113,10 +101,25 @@ class Row:
     """Arguments, outputs and temporaries of the step, as the compiler plans them."""
     compile_seconds: float | None = None
     """On a GPU with the choice of products (autotuning), unless that is cached."""
-    samples: list[float] = field(default_factory=list)
-    alone: bool = False
-    """Timed by itself, not by turns: beside the others there was no memory for it."""
-    error: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the case."""
+        return f"{self.mode} at {self.context:,}"
+
+    @property
+    def form(self) -> str:
+        """How the mode was computed."""
+        remat = f", remat {self.remat}" * (self.remat in ("block", "names"))
+        return (self.implementation or "") + remat + ", alone" * self.alone
+
+
+TABLE = report.columns(
+    ("size", lambda row: row.size or "", ""), ("context", "context", ","), ("mode", "mode", ""),
+    ("implementation", "form", ""), ("ms/step", "milliseconds", ",.1f"), ("fastest", "fastest", ",.1f"),
+    ("samples", "count", ""), ("tokens/s", "tokens_per_second", ",.0f"), ("utilisation", "utilisation", ".1%"),
+    ("peak MiB", lambda row: row.peak_bytes and row.peak_bytes / 2**20, ",.1f"),
+    ("compile s", "compile_seconds", ".0f"), ("× softmax", "ratio", ".2f"))
 
 
 class Step:
@@ -211,7 +214,7 @@ def _names(hint: Any) -> list[str]:
     return [hint] if isinstance(hint, str) else [name for part in get_args(hint) for name in _names(part)]
 
 
-def sizes(options: argparse.Namespace) -> dict[str | None, Size]:
+def sizes(options: Namespace) -> dict[str | None, Size]:
     """The sizes that the flags name, by name.
 
     Raises:
@@ -261,136 +264,77 @@ def implementation(config: Config, vocabulary_size: int) -> str | None:
     return model.blocks[0].attention.implementation(jnp.dtype(model.config.dtype))
 
 
-def measure(configs: dict[str, Config], vocabulary_size: int, repeats: int, *, seconds: float = CASE_SECONDS,
-            remat: str = "none", size: str | None = None, before: Sequence[Row] = (),
-            peers: dict[str, Callable[[], Any]] | None = None) -> list[Row]:
-    """The rows of one context: every mode's step, timed by turns; those that do not fit beside others alone.
+def measure(configs: Mapping[str, Config], vocabulary_size: int, repeats: int, *, seconds: float = CASE_SECONDS,
+            remat: str = "none", size: str | None = None, outlook: report.Outlook | None = None,
+            peers: Mapping[str, Callable[[], Callable[[], Any]]] | None = None) -> list[Row]:
+    """The rows of one context: the steps of all modes, timed in turns.
 
     Args:
         configs: by mode, as it was named.
         vocabulary_size: V.
         repeats: samples of each.
-        seconds: about how long the samples of a mode may take: a long step has fewer; one that by ``before`` would
-            take longer than that alone is not run.
+        seconds: about how long the samples of a mode may take: a long step has fewer.
         remat: as ``train.remat``, or ``auto``: the first of ``none``, ``names`` and ``block`` that fits.
         size: name of the size.
-        before: rows of shorter contexts.
-        peers: other people's steps, by name, timed beside ours.
+        outlook: what shorter contexts showed.
+        peers: what makes other people's steps, by name; they are timed beside ours.
     """
-    rows, samples, crowded = _by_turns(configs, vocabulary_size, repeats, seconds=seconds, remat=remat, size=size,
-                                       before=before, peers=peers)
-    for mode in crowded:
-        alone = _by_turns({mode: configs[mode]}, vocabulary_size, repeats, seconds=seconds, remat=remat, size=size)
-        rows, samples = rows | alone[0], samples | alone[1]
-        rows[mode].alone = True
+    outlook = outlook or report.Outlook(seconds)
+    cases: dict[str, tuple[Row, Callable[[], Callable[[], Any]]]] = {}
+    for mode, config in configs.items():
+        row = Row(mode, report.form(implementation(config, vocabulary_size)), config.model.context,
+                  config.train.batch_size, size, config.train.accumulate, flops=model_flops(config, vocabulary_size))
+        row.error = outlook.refusal((size, mode), row.flops or 0)
+        choices = ("none", "names", "block") if remat == "auto" else (remat,)
+        cases[mode] = row, functools.partial(_prepare, config, vocabulary_size, row, choices,
+                                             crowded=len(configs) + len(peers or ()) > 1)
+    config = next(iter(configs.values()))
     for name, peer in (peers or {}).items():
-        if name not in samples:  # ours had no memory, which is not its fault
-            samples |= report.time_by_turns({name: peer}, repeats, seconds=seconds)
-            rows[name].alone = True
-    softmax = next((median(samples[mode]) for mode in rows if mode in samples and mode.partition(":")[0] == "softmax"),
-                   None)
+        cases[name] = Row(name, None, config.model.context, config.train.batch_size, size), peer
+    report.time_cases(cases, repeats, seconds=seconds)
+    rows = {name: row for name, (row, _) in cases.items()}
+    softmax = next((row.milliseconds for mode, row in rows.items()
+                    if mode.partition(":")[0] == "softmax" and row.milliseconds is not None), None)
     peak = accounting.peak()
-    for mode, its_samples in samples.items():
-        row, median_seconds = rows[mode], median(its_samples)
-        row.samples = [1e3 * sample for sample in its_samples]
-        row.milliseconds = 1e3 * median_seconds
-        row.tokens_per_second = row.batch * row.context / median_seconds
-        row.ratio = None if softmax is None else softmax / median_seconds
-        limit = None if peak is None or mode not in configs else peak.flops.get(configs[mode].model.dtype)
-        if limit is not None and row.flops is not None:
-            row.utilisation = row.flops / median_seconds / limit
+    for mode, row in rows.items():
+        outlook.learn((size, mode), row.flops or 0, f"{row.context:,}", row)
+        if row.milliseconds is not None:
+            row.tokens_per_second = 1e3 * row.batch * row.context / row.milliseconds
+            row.ratio = softmax and softmax / row.milliseconds
+            most = None if peak is None or row.flops is None else peak.flops.get(config.model.dtype)
+            if most is not None and row.flops is not None:
+                row.utilisation = 1e3 * row.flops / row.milliseconds / most
     return list(rows.values())
 
 
-def _by_turns(configs: dict[str, Config], vocabulary_size: int, repeats: int, *, seconds: float, remat: str,
-              size: str | None, before: Sequence[Row] = (), peers: dict[str, Callable[[], Any]] | None = None,
-              ) -> tuple[dict[str, Row], dict[str, list[float]], list[str]]:
-    """Rows without their times, the samples in seconds, and the modes for which there was no memory beside others."""
-    rows: dict[str, Row] = {}
-    steps: dict[str, Callable[[], Any]] = {}
-    crowded: list[str] = []
-    for mode, config in configs.items():
-        row = rows[mode] = Row(mode, report.form(implementation(config, vocabulary_size)), config.model.context,
-                               config.train.batch_size, size, config.train.accumulate,
-                               flops=model_flops(config, vocabulary_size))
-        row.error = _too_long(row, before, seconds)
-        for choice in () if row.error else ("none", "names", "block") if remat == "auto" else (remat,):
-            row.error, row.remat = None, choice
-            try:
-                steps[mode] = _ready(replace(config, train=replace(config.train, remat=choice)), vocabulary_size, row)
-                break
-            except NotImplementedError as error:
-                row.error = str(error).partition("\n")[0]
-                break
-            except (MemoryError, jax.errors.JaxRuntimeError) as error:
-                row.error = str(error).partition("\n")[0]
-                if steps and isinstance(error, jax.errors.JaxRuntimeError):
-                    crowded.append(mode)
-                    break
-    for name, step in (peers or {}).items():
-        config = next(iter(configs.values()))
-        rows[name] = Row(name, None, config.model.context, config.train.batch_size, size)
-        steps[name] = step
-    try:
-        return rows, report.time_by_turns(steps, repeats, seconds=seconds), crowded
-    except jax.errors.JaxRuntimeError as error:
-        ours = [mode for mode in steps if mode in configs]
-        for mode in ours:
-            rows[mode].error = str(error).partition("\n")[0]
-        return rows, {}, [*(ours if len(steps) > 1 else ()), *crowded]
-
-
-def _ready(config: Config, vocabulary_size: int, row: Row) -> Step:
-    """A step that ran once.
+def _prepare(config: Config, vocabulary_size: int, row: Row, choices: Sequence[str], crowded: bool) -> Step:
+    """A step that ran once, with the first choice of what to recompute that fits.
 
     Raises:
         as :class:`Step`.
     """
-    step = Step(config, vocabulary_size)
-    row.peak_bytes, row.compile_seconds = step.peak_bytes, step.compile_seconds
-    jax.block_until_ready(step())
-    return step
+    for choice in choices:
+        try:
+            step = Step(replace(config, train=replace(config.train, remat=choice)), vocabulary_size)
+            jax.block_until_ready(step())
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            # Beside others there may be too little memory, and alone enough.
+            if choice == choices[-1] or (crowded and not row.alone and isinstance(error, jax.errors.JaxRuntimeError)):
+                raise
+        else:
+            row.remat, row.peak_bytes, row.compile_seconds = choice, step.peak_bytes, step.compile_seconds
+            return step
+    raise AssertionError
 
 
-def _too_long(row: Row, before: Sequence[Row], seconds: float) -> str | None:
-    """Why a case is not run: that the same mode at a shorter context says that a single step would take too long."""
-    same = [other for other in before if (other.mode, other.size) == (row.mode, row.size) and other.milliseconds]
-    if not same or row.flops is None:
-        return None
-    longest = max(same, key=lambda other: other.context)
-    assert longest.milliseconds is not None
-    assert longest.flops is not None
-    predicted = longest.milliseconds / 1e3 * row.flops / longest.flops
-    return None if predicted <= seconds else (
-        f"a step would take about {predicted:,.0f} s, by that at {longest.context:,}: more than --seconds-per-case "
-        f"{seconds:g}")
-
-
-def cells(row: Row) -> list[str]:
-    """A row of the printed table."""
-    memory = "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.1f}"
-    compiling = "–" if row.compile_seconds is None else f"{row.compile_seconds:.0f}"
-    ratio = "–" if row.ratio is None else f"{row.ratio:.2f}"
-    utilisation = "–" if row.utilisation is None else f"{row.utilisation:.1%}"
-    times = ("–", "–", "–", "–")
-    if row.milliseconds is not None:
-        times = (f"{row.milliseconds:,.1f}", f"{min(row.samples):,.1f}", str(len(row.samples)),
-                 f"{row.tokens_per_second:,.0f}")
-    form = "".join([row.implementation or "", f", remat {row.remat}" * (row.remat in ("block", "names")),
-                    ", alone" * row.alone])
-    return [row.size or "", f"{row.context:,}", row.mode, form, *times, utilisation, memory, compiling, ratio]
-
-
-def draw(path: Path, rows: Sequence[Row], device: str) -> None:
+def panels(rows: Sequence[Row]) -> list[picture.Panel]:
     """Time of a step against context, a panel a size, with what was published of the same attention."""
-    panels = []
+    found = []
     for size in dict.fromkeys(row.size for row in rows):
         curves: dict[str, dict[float, float | None]] = {}
         others: dict[str, picture.Curve] = {}
         known = picture.published("training_step", "models").get(size, {})
-        for row in rows:
-            if row.size != size:
-                continue
+        for row in (row for row in rows if row.size == size):
             label = row.mode + ", interpreted" * (row.implementation or "").endswith(", interpreted")
             curves.setdefault(label, {})[row.context] = row.milliseconds
             name = "chunked" if row.mode.startswith("chunked") else row.mode
@@ -398,55 +342,17 @@ def draw(path: Path, rows: Sequence[Row], device: str) -> None:
                 name = "softmax:materialised" if row.implementation == "materialised" else "softmax:cudnn"
             if name in known and known[name] not in others.values():
                 others[label] = known[name]
-        panels.append(picture.Panel(curves, title=size or "", x="context (tokens)", y="milliseconds a training step",
-                                    published=others))
-    picture.draw_panels(path, panels, title=f"A training step on {device}")
+        found.append(picture.Panel(curves, title=size or "", x="context (tokens)", y="milliseconds a training step",
+                                   published=others))
+    return found
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Measures what the flags say; returns 1 where nothing could be measured."""
-    options = _options(arguments)
-    report.use_whole_device()
-    if options.peer:
-        report.share_device()
-    report.check_output(options.json)
-    report.check_output(options.picture, "--picture")
-    model = nanogpt.find(options.peer) if options.peer else None
-    configs = {(size, context): {mode: _config(mode, context, sizes(options)[size], options)
-                                 for mode in options.modes}
-               for size in sizes(options) for context in options.contexts}
-    python = options.peer_python or sys.executable
-    if model is not None:
-        # Where things lie says nothing about numbers.
-        options.peer, options.peer_python = f"nanogpt={model.name}", None
-    contents = report.origin("benchmarks.train_step", options)
-    rows: list[Row] = []
-    for (size, context), modes in configs.items():
-        status(f"{size or 'model'} at context {context:,} …")
-        vocabulary_size = sizes(options)[size].vocabulary
-        with contextlib.ExitStack() as stack:
-            peers: dict[str, Callable[[], Any]] = {}
-            if model is not None:
-                config = next(iter(modes.values()))
-                try:
-                    peers["nanogpt"] = stack.enter_context(nanogpt.Peer(
-                        model, config, vocabulary_size, python))
-                except nanogpt.PeerError as error:
-                    rows.append(Row("nanogpt", None, context, config.train.batch_size, size, error=str(error)))
-            rows += measure(modes, vocabulary_size, options.repeats, seconds=options.seconds_per_case,
-                            remat=options.remat, size=size, before=rows, peers=peers)
-        report.keep(options.json, contents | {"rows": [asdict(row) for row in rows]})
-    if options.picture is not None and report.has_matplotlib():
-        draw(options.picture, rows, contents["device"])
-    print(f"{contents['device']}; {next(iter(configs.values()))[options.modes[0]].model.dtype}")
-    print(report.table(HEADINGS, [cells(row) for row in rows]))
-    for row in rows:
-        if row.error is not None:
-            status(f"{row.mode} at {row.context:,}: {row.error}")
-    return 0 if any(row.error is None for row in rows) else 1
+def make_config(mode: str, context: int, size: Size, options: Namespace) -> Config:
+    """The run whose step is timed.
 
-
-def _config(mode: str, context: int, size: Size, options: argparse.Namespace) -> Config:
+    Raises:
+        ConfigError: an unknown mode, or flags that do not go together.
+    """
     tokens = options.tokens or (context if options.sizes else 4096)
     batch = options.batch or max(context, tokens) // context
     if batch % options.accumulate:
@@ -456,28 +362,47 @@ def _config(mode: str, context: int, size: Size, options: argparse.Namespace) ->
                   train=TrainConfig(batch_size=batch, accumulate=options.accumulate))
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = report.model_parser("benchmarks.train_step", __doc__)
-    parser.add_argument("--sizes", type=report.names, help=f"GPT-2's, with commas between, of {','.join(SIZES)}")
-    parser.add_argument("--contexts", type=report.positives, default=(512, 1024, 2048, 4096, 8192),
-                        help="sequence lengths, with commas between (512,1024,2048,4096,8192)")
-    parser.add_argument("--tokens", type=report.positive, help="tokens in a step, where the context is not longer "
-                        "(4096; with --sizes one sequence)")
-    parser.add_argument("--batch", type=report.positive, help="sequences in a step, in place of --tokens")
-    parser.add_argument("--accumulate", type=report.positive, default=1,
-                        help="parts that the batch is taken in, one after the other (%(default)s)")
-    parser.add_argument("--remat", choices=("none", "names", "block", "auto"), default="auto",
-                        help="as train.remat: what to recompute in the backward pass; auto: what the memory asks for")
-    parser.add_argument("--seconds-per-case", type=float, default=CASE_SECONDS,
-                        help="about how long the samples of a case may take (%(default)g)")
-    parser.add_argument("--peer", help="nanogpt=PATH: time nanoGPT's step too")
-    parser.add_argument("--peer-python", help="the Python that has torch (this one)")
-    return parser.parse_args(arguments)
+SIZE_FLAGS = report.model_flags() | {
+    "sizes": report.flag(f"GPT-2's, with commas between, of {','.join(SIZES)}", type=report.names),
+    "seconds-per-case": report.flag("about how long the samples of a case may take", CASE_SECONDS),
+    "peer-python": report.flag("the Python that has the packages of --peer (this one)")}
+"""Those of ``benchmarks.sampling`` too."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`benchmarks.report.run_benchmark`."""
-    return report.run_benchmark("benchmarks.train_step", command, arguments)
+@functools.partial(
+    report.Benchmark, module="benchmarks.train_step", tables=TABLE, panels=panels, title="A training step",
+    flags=SIZE_FLAGS | {
+        "contexts": report.flag("sequence lengths, with commas between", (512, 1024, 2048, 4096, 8192)),
+        "tokens": report.flag("tokens in a step, where the context is not longer (4096; with --sizes one sequence)",
+                              type=report.positive),
+        "batch": report.flag("sequences in a step, in place of --tokens", type=report.positive),
+        "accumulate": report.flag("parts that the batch is taken in, one after the other", 1),
+        "remat": report.flag("as train.remat: what to recompute in the backward pass; auto: what the memory asks for",
+                             "auto", choices=("none", "names", "block", "auto")),
+        "peer": report.flag("nanogpt=PATH: time nanoGPT's step too")})
+def main(options: Namespace, results: report.Results) -> None:
+    """The modes take turns at every size and context."""
+    report.use_whole_device()
+    if options.peer:
+        report.share_device()
+    model = nanogpt.find(options.peer) if options.peer else None
+    configs = {(size, context): {mode: make_config(mode, context, sizes(options)[size], options)
+                                 for mode in options.modes}
+               for size in sizes(options) for context in options.contexts}
+    python = options.peer_python or sys.executable
+    if model is not None:
+        # Where things lie says nothing about numbers.
+        options.peer, options.peer_python = f"nanogpt={model.name}", None
+    results.model = next(iter(configs.values()))[options.modes[0]].model.dtype
+    outlook = report.Outlook(options.seconds_per_case)
+    for (size, context), modes in configs.items():
+        status(f"{size or 'model'} at context {context:,} …")
+        vocabulary_size = sizes(options)[size].vocabulary
+        with contextlib.nullcontext() if model is None else nanogpt.Peer(
+                model, modes[options.modes[0]], vocabulary_size, python) as peer:
+            results.add(*measure(
+                modes, vocabulary_size, options.repeats, seconds=options.seconds_per_case, remat=options.remat,
+                size=size, outlook=outlook, peers={} if peer is None else {"nanogpt": peer.start}))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ import json
 import sys
 from argparse import Namespace
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import lru_cache
 from types import SimpleNamespace
 
 import jax
@@ -13,11 +14,21 @@ import numpy as np
 import pytest
 
 from benchmarks import attention, report
-from benchmarks.attention import Case, Outlook, row_of
-from benchmarks.picture import published
+from benchmarks.attention import Row
+from benchmarks.picture import draw_panels, published
 
 TINY = ["--heads", "2", "--head-width", "16", "--repeats", "2"]
-CASE = Case("contexts", "chunked:chunked", 64, "both", heads=2, head_width=16)
+
+
+def case(**fields) -> Row:
+    """A case that takes little."""
+    return Row(**{"part": "contexts", "mode": "chunked:chunked", "context": 64, "passes": "both", "heads": 2,
+                  "head_width": 16} | fields)
+
+
+def measured(cases, repeats=2, seconds=60.0, **options):
+    return [row for rows in attention.measure_all(cases, repeats, seconds=seconds, **options) for row in rows]
+
 
 
 @pytest.fixture
@@ -27,7 +38,7 @@ def same_process(monkeypatch):
 
     def answer(module, case, seconds=None):
         requests.append(case)
-        return json.loads(json.dumps(attention._answer(json.loads(json.dumps(case)))))
+        return json.loads(json.dumps(attention.answer(json.loads(json.dumps(case)))))
 
     monkeypatch.setattr(report, "in_process", answer)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -58,7 +69,6 @@ def test_rows_of_the_file_the_table_and_the_picture(same_process, tmp_path, caps
         assert len(row["samples"]) == 2
         assert min(row["samples"]) <= row["milliseconds"] <= max(row["samples"])
         assert row["peak_bytes"] >= (4 if row["passes"] == "forward" else 8) * 4 * row["context"] * 2 * 16
-        assert row["resident_bytes"] > row["peak_bytes"]
     assert rows[1]["ratio"] == pytest.approx(rows[0]["milliseconds"] / rows[1]["milliseconds"])
     assert [(sweep["passes"], sweep["picked_chunk_size"]) for sweep in contents["picked"]] == [
         ("forward", 64), ("both", 64)]
@@ -72,21 +82,18 @@ def test_rows_of_the_file_the_table_and_the_picture(same_process, tmp_path, caps
 
 @pytest.mark.thorough
 def test_a_process_of_its_own_tells_memory_and_times():
-    [[row]] = attention.measure_apart([CASE], 2, seconds_per_case=60)
+    [row] = attention.measure_apart([case()], 2, seconds=60)
     assert row.error is None
     assert len(row.samples) == 2
     assert row.peak_bytes
-    assert row.resident_bytes
-    assert row.device_peak_bytes is None
 
 
 @pytest.mark.parametrize("mode", ["softmax:blockwise", "linear:parallel", "chunked:chunked"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_what_is_timed_is_attention_and_its_gradients(mode, causal):
-    case = replace(CASE, mode=mode, context=24, causal=causal)
-    start, _ = attention.plan(case)
-    y, gradients = start()()
-    q, k, v, dy = attention.tensors(case.shape, case.dtype, "both")
+    row = case(mode=mode, context=24, causal=causal)
+    y, gradients = attention.prepare(row)()
+    q, k, v, dy = attention.tensors(row.shape, row.dtype, "both")
     scores_BHTS = jnp.einsum("bthd,bshd->bhts", q, k)
     weights_BHTS = jnp.exp(scores_BHTS / 4) if mode.startswith("softmax") else scores_BHTS
     if causal:
@@ -116,33 +123,36 @@ def test_in_one_process_the_planned_memory_is_told(monkeypatch, tmp_path):
     assert " --one-process " in contents["command"]
     [row] = contents["rows"]
     assert row["peak_bytes"]
-    assert row["resident_bytes"] is None
     assert row["milliseconds"]
 
 
-def test_what_needs_too_much_memory_is_a_row_and_longer_contexts_are_not_tried(same_process, monkeypatch):
+@pytest.mark.parametrize("one_process", [True, False])
+def test_what_needs_too_much_memory_is_a_row_and_longer_contexts_are_not_tried(one_process, same_process, monkeypatch):
     monkeypatch.setattr(report, "peak_bytes", lambda compiled: 2**60)
-    cases = [replace(CASE, context=context, mode=mode) for context in (32, 64)
-             for mode in ("chunked:chunked", "softmax:cudnn")]
-    large, cudnn, larger, cudnn_too = (row for rows in attention.measure_apart(cases, 2) for row in rows)
-    assert len(same_process) == 2
+    cases = [case(context=context, mode=mode) for context in (32, 64) for mode in ("chunked:chunked", "softmax:cudnn")]
+    large, cudnn, larger, cudnn_too = measured(cases, one_process=one_process)
+    assert len(same_process) == (not one_process)
     assert str(large.error).startswith("out of memory: needs 1073741824.0 GiB, ")
     assert large.milliseconds is None
     assert large.peak_bytes == 2**60
     assert larger.error == f"not tried: at B1 T32 H2 D16, {large.error}"
     assert str(cudnn.error).startswith("not supported: implementation='cudnn': it needs an NVIDIA GPU")
-    assert str(cudnn_too.error).startswith("not tried: at B1 T32 H2 D16, not supported")
-    large, cudnn, larger, cudnn_too = attention.measure(cases, 2)
-    assert str(large.error).startswith("out of memory: needs ")
-    assert larger.error == f"not tried: at B1 T32 H2 D16, {large.error}"
     assert cudnn_too.error == f"not tried: at B1 T32 H2 D16, {cudnn.error}"
 
 
-def test_what_ends_its_process_is_a_row(monkeypatch):
-    monkeypatch.setattr(report, "in_process", lambda *_: {"error": "killed: out of memory"})
-    [[row], [longer]] = attention.measure_apart([CASE, replace(CASE, context=128)], 2)
+def test_what_ends_its_process_is_a_row_and_the_others_are_measured_without_it(monkeypatch):
+    def in_process(module, request, seconds):
+        if any(row["mode"] == "linear:cumsum" for row in request["rows"]):
+            return {"error": "killed: out of memory"}
+        return {"rows": [row | {"milliseconds": 1.0} for row in request["rows"]]}
+
+    monkeypatch.setattr(report, "in_process", in_process)
+    cases = [case(context=context, mode=mode) for context in (64, 128) for mode in ("linear:cumsum", "chunked:chunked")]
+    row, other, longer, other_too = measured(cases, one_process=False)
     assert row.error == "killed: out of memory"
     assert longer.error == "not tried: at B1 T64 H2 D16, killed: out of memory"
+    assert (other.error, other.milliseconds) == (None, 1.0)
+    assert other_too.error is None
 
 
 def test_a_kernel_that_does_not_compile_is_a_row_and_longer_contexts_are_tried(same_process, monkeypatch):
@@ -150,43 +160,39 @@ def test_a_kernel_that_does_not_compile_is_a_row_and_longer_contexts_are_tried(s
         raise ValueError("block of 3\nmore")
 
     monkeypatch.setattr(attention, "attention", broken)
-    rows = [row for rows in attention.measure_apart([CASE, replace(CASE, context=128)], 2) for row in rows]
-    assert [row.error for row in rows] == ["ValueError: block of 3"] * 2
+    assert [row.error for row in measured([case(), case(context=128)], one_process=False)] == [
+        "ValueError: block of 3"] * 2
 
 
 def test_what_is_too_slow_is_not_run_but_tells_its_memory(same_process, monkeypatch):
-    monkeypatch.setattr(attention, "_seconds", lambda call: 1.0)
-    rows = [row for rows in attention.measure_apart([CASE, replace(CASE, context=128)], 20, seconds_per_case=10)
-            for row in rows]
-    assert rows[0].error == "too slow: about 1 s a call, and 24 calls have 10 s"
-    assert rows[1].error == f"not tried: at B1 T64 H2 D16, {rows[0].error}"
-    assert [request["run"] for request in same_process] == [True, False]
+    monkeypatch.setattr(report, "time_by_turns", lambda runs, *_: {name: [1.0] for name in runs})
+    rows = measured([case(context=context) for context in (64, 512, 8192)], seconds=10, one_process=False)
+    assert [row.error for row in rows] == [
+        None, None, "too slow: a call would take about 16 s by that at B1 T512 H2 D16, and all have 10 s"]
     assert all(row.peak_bytes for row in rows)
-    assert not any(row.samples for row in rows)
+    assert not rows[2].samples
 
 
 def test_quadratic_forms_are_expected_to_slow_down_with_the_square_of_the_context():
-    outlook = Outlook(repeats=2, seconds=10, total=None)
+    outlook = report.Outlook(10)
     for mode, slow in (("softmax:blockwise", True), ("linear:parallel", True), ("linear:recurrent", False),
                        ("chunked:chunked", False)):
-        case = replace(CASE, mode=mode, context=1024)
-        assert outlook.refusal(case) is None
-        assert outlook.learn(case, 1.0) is None
-        refusal = outlook.refusal(replace(case, context=4096))
-        assert refusal == (
-            "too slow: about 16 s a call by that at B1 T1024 H2 D16, and 2 calls have 10 s" if slow else None)
-        assert outlook.refusal(replace(case, context=4096, passes="forward")) is None
+        row, longer = case(mode=mode, context=1024, milliseconds=1e3), case(mode=mode, context=4096)
+        assert outlook.refusal(row.series, row.work) is None
+        outlook.learn(row.series, row.work, row.shape_name, row)
+        assert outlook.refusal(longer.series, longer.work) == (
+            "too slow: a call would take about 16 s by that at B1 T1024 H2 D16, and all have 10 s" if slow else None)
+        assert outlook.refusal(replace(longer, passes="forward").series, longer.work) is None
 
 
 def test_nothing_is_begun_when_the_time_is_over(same_process):
-    [[row]] = attention.measure_apart([CASE], 2, total_seconds=-1)
+    [row] = measured([case()], minutes=-1, one_process=False)
     assert row.error == "not tried: the time for all cases is over"
     assert not same_process
 
 
 def test_the_picked_chunk_length_is_held_against_the_fastest():
-    rows = [replace(row_of(replace(CASE, part="chunks", chunk_size=C)), milliseconds=time)
-            for C, time in ((None, 3.3), (32, 4.0), (64, 3.0))]
+    rows = [case(part="chunks", chunk_size=C, milliseconds=time) for C, time in ((None, 3.3), (32, 4.0), (64, 3.0))]
     [sweep] = attention.picked(rows)
     assert (sweep["fastest_chunk_size"], sweep["fastest_milliseconds"]) == (64, 3.0)
     assert sweep["ratio"] == pytest.approx(1.1)
@@ -196,22 +202,21 @@ def test_the_picked_chunk_length_is_held_against_the_fastest():
 
 
 def test_an_interpreted_kernel_is_marked_wherever_its_time_is_shown(tmp_path):
-    case = replace(CASE, part="chunks", mode="chunked:pallas_gpu", context=16)
-    [row] = attention.measure([case], 2)
+    [row] = measured([case(part="chunks", mode="chunked:pallas_gpu", context=16)])
     assert (row.implementation, row.picked_chunk_size) == ("pallas_gpu, interpreted", 16)
-    assert "chunked:pallas_gpu, interpreted" in attention.cells(row)
-    attention.draw_panels(tmp_path / "part.svg", attention.panels("chunks", [row]), title="")
+    assert "chunked:pallas_gpu, interpreted" in attention.COLUMNS.lines([row])[0]
+    draw_panels(tmp_path / "part.svg", attention.panels([row]), title="")
     assert "<!-- chunked:pallas_gpu, interpreted at 16 -->" in (tmp_path / "part.svg").read_text()
-    assert row_of(replace(CASE, mode="chunked")).implementation == "chunked"
-    assert row_of(replace(CASE, mode="softmax")).implementation is None
+    assert case(mode="chunked").implementation == "chunked"
+    assert case(mode="softmax").implementation is None
 
 
 def test_interrupted_it_says_what_was_kept(monkeypatch, tmp_path, capsys):
     def measure(cases, *_, **__):
-        yield [row_of(cases[0], milliseconds=1.0, samples=[1.0])]
+        yield [replace(cases[0], milliseconds=1.0, samples=[1.0])]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(attention, "measure_apart", measure)
+    monkeypatch.setattr(attention, "measure_all", measure)
     path = tmp_path / "attention.json"
     assert attention.main(["contexts", *TINY, "--contexts", "64", "--json", str(path)]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == f"interrupted: 1 row in {path}"
@@ -224,7 +229,7 @@ def test_times_are_held_against_the_fastest_softmax_and_fla():
     times = {"softmax:materialised": 9.0, "softmax:blockwise": 6.0, "chunked:chunked": 2.0, "fla": 5.0,
              "fla:unnormalised": 4.0}
     rows = {row.mode: row for row in attention.compared([
-        replace(row_of(replace(CASE, mode=mode)), milliseconds=time) for mode, time in times.items()])}
+        case(mode=mode, milliseconds=time) for mode, time in times.items()])}
     assert rows["chunked:chunked"].ratio == 3
     assert rows["chunked:chunked"].times_fla == 0.5
     assert rows["fla"].times_fla == 1.25
@@ -237,8 +242,8 @@ def options(**more):
 
 def test_the_quoted_sizes_are_the_ones_measured():
     assert set(published("kernel", "shapes")) == {
-        attention.shape_name(case) for case in attention.cases_of("kernel", options())}
-    assert {case.dtype for case in attention.cases_of("kernel", options())} == {"bfloat16"}
+        row.shape_name for row in attention.cases_of("kernel", options())}
+    assert {row.dtype for row in attention.cases_of("kernel", options())} == {"bfloat16"}
     noncausal = attention.cases_of("noncausal", options())
     assert {case.shape for case in noncausal} == {(1, 4000, 1, 1024), (1, 4096, 1, 64), (1, 24576, 1, 64)}
     assert not any(case.causal for case in noncausal)
@@ -252,9 +257,9 @@ def test_the_quoted_sizes_are_the_ones_measured():
 
 @pytest.mark.parametrize("part", attention.PARTS)
 def test_every_part_has_a_picture_with_the_published_figures(part, tmp_path):
-    rows = [replace(row_of(case), milliseconds=1.0 + n, peak_bytes=2**20)
-            for n, case in enumerate(attention.cases_of(part, options(contexts=(512, 1024, 4096))))]
-    attention.draw_panels(tmp_path / "part.svg", attention.panels(part, rows), title="H200")
+    rows = [replace(row, milliseconds=1.0 + n, peak_bytes=2**20)
+            for n, row in enumerate(attention.cases_of(part, options(contexts=(512, 1024, 4096))))]
+    draw_panels(tmp_path / "part.svg", attention.panels(rows), title="H200")
     drawn = (tmp_path / "part.svg").read_text()
     expected = {"contexts": "linear:cumsum (a 124M training step, published)", "chunks": "chunked:chunked at 4,096",
                 "noncausal": "softmax (V100, published)", "kernel": "helion (H100, published, no normaliser)"}
@@ -264,7 +269,7 @@ def test_every_part_has_a_picture_with_the_published_figures(part, tmp_path):
 
 def test_fla_without_its_packages_is_a_row(monkeypatch):
     monkeypatch.setattr(attention, "fla_installed", lambda: False)
-    [row] = attention.measure([replace(CASE, mode="fla")], 2)
+    [row] = measured([case(mode="fla")])
     assert row.error == "not supported: fla: it needs the packages flash-linear-attention and torch"
     assert "fla" not in attention.default_modes("kernel", gpu=True)
 
@@ -291,8 +296,8 @@ def test_fla_is_recorded_where_torch_can_and_called_where_not(mode, recordable, 
     monkeypatch.setattr(attention, "fla_installed", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     tensor = SimpleNamespace(detach=lambda: SimpleNamespace(requires_grad_=lambda: None))
-    monkeypatch.setattr(attention, "tensors", lambda *call: (tensor,) * 3)
-    [row] = attention.measure([replace(CASE, mode=mode, passes="forward")], 3)
+    monkeypatch.setattr(attention, "tensors", lru_cache(lambda *call: (tensor,) * 3))
+    [row] = measured([case(mode=mode, passes="forward")], 3)
     assert row.error is None
     assert row.implementation == ("CUDA graph" if recordable else "call by call")
     assert len(row.samples) == 3
@@ -315,14 +320,8 @@ def test_fla_is_recorded_where_torch_can_and_called_where_not(mode, recordable, 
 ])
 def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(attention, "measure_apart", lambda *_, **__: pytest.fail("measured all the same"))
+    monkeypatch.setattr(attention, "measure_all", lambda *_, **__: pytest.fail("measured all the same"))
     with pytest.raises(SystemExit) as stopped:
         raise SystemExit(attention.main([*TINY, *flags]))
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_row_is_a_case_and_goes_through_json():
-    row = row_of(CASE, error="out of memory")
-    assert asdict(row) | asdict(CASE) == asdict(row)
-    assert json.loads(json.dumps(asdict(row)))["head_width"] == 16

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import endless, report
 from benchmarks.endless import Row
+from benchmarks.picture import draw_panels
 from configs.schema import ModelConfig
 from support.errors import ConfigError
 from tests import tiny
@@ -71,7 +72,7 @@ def test_the_picture_has_a_ring_at_the_context_of_training(tmp_path):
     rows = [Row("chunked", "none", n, 0.5, 2**28) for n in (1000, 2000, 4000)]
     run = {"run": "mine", "attention": "chunked", "positions": "none", "trained_context": 2,
            "losses": [{"last": last, "loss": 2.0} for last in (1, 2, 4)]}
-    endless.draw(tmp_path / "endless.svg", rows, [run], "a device")
+    draw_panels(tmp_path / "endless.svg", endless.panels(rows, [run]), title="a device")
     drawn = (tmp_path / "endless.svg").read_text()
     assert "<!-- mine (chunked, none) -->" in drawn
     assert "<!-- resident MiB -->" in drawn

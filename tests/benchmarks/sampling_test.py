@@ -82,7 +82,7 @@ def test_nothing_is_compiled_while_tokens_are_drawn_one_by_one(mode, monkeypatch
 def test_the_model_of_a_recipe_is_the_recipes(tmp_path):
     recipe = tmp_path / "mine.py"
     recipe.write_text(tiny.RECIPE.replace("context=32", "context=32, positions='rotary'"))
-    ((name, vocabulary), modes), = sampling._configs(sampling._options(["--recipe", str(recipe)])).items()
+    ((name, vocabulary), modes), = sampling.make_configs(sampling.main.parse(["--recipe", str(recipe)])).items()
     assert (name, vocabulary, set(modes)) == ("mine", 257, {"softmax", "chunked"})
     assert {(config.width, config.positions) for config in modes.values()} == {(16, "rotary")}
 
@@ -123,7 +123,7 @@ def test_a_case_beyond_the_memory_is_a_row_without_times(tmp_path, monkeypatch):
     assert sampling.main([*TINY, "--positions", "8", "--modes", "softmax", "--json", str(path)]) == 1
     (row,) = json.loads(path.read_text())["rows"]
     assert row["milliseconds"] is None
-    assert row["error"] == "needs more"
+    assert row["error"] == "out of memory: needs more"
 
 
 def test_a_case_that_runs_out_of_memory_while_it_is_timed_keeps_what_was_measured_before(tmp_path, monkeypatch):
@@ -138,7 +138,7 @@ def test_a_case_that_runs_out_of_memory_while_it_is_timed_keeps_what_was_measure
     assert sampling.main([*TINY, "--positions", "8,16", "--modes", "chunked", "--json", str(path)]) == 0
     first, second = json.loads(path.read_text())["rows"]
     assert (first["error"], len(first["samples"])) == (None, 3)
-    assert (second["error"], second["milliseconds"]) == ("RESOURCE_EXHAUSTED: out of memory", None)
+    assert (second["error"], second["milliseconds"]) == ("out of memory: RESOURCE_EXHAUSTED: out of memory", None)
 
 
 @pytest.mark.thorough
@@ -163,10 +163,9 @@ def test_each_group_of_positions_is_kept_when_it_is_there(monkeypatch):
     monkeypatch.setattr(report, "time_by_turns", lambda cases, *_, **__: {case: [1.0] for case in cases})
     config = ModelConfig(layers=1, heads=2, width=16, positions="none", dtype="float32", attention=("chunked",))
     sampler = sampling.Sampler(GPT(resolve_config(config), 11, rngs=nnx.Rngs(0)))
-    kept = []
-    rows = sampling.measure({"chunked": sampler}, [8, 16], 1, 1, keep=lambda rows: kept.append(len(rows)))
-    assert kept == [1, 2]
-    assert [row.ratio for row in rows] == [1, 1]
+    groups = list(sampling.measure({"chunked": sampler}, [8, 16], 1, 1))
+    assert [len(rows) for rows in groups] == [1, 1]
+    assert [row.ratio for rows in groups for row in rows] == [1, 1]
 
 
 @pytest.mark.parametrize(("flags", "message"), [

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import report, train_step
+from benchmarks import picture, report, train_step
 from configs.schema import Config, ModelConfig, TrainConfig
 from models.gpt import resolve_config
 from tests import tiny
@@ -71,7 +71,7 @@ def test_a_case_beyond_the_memory_or_the_device_is_a_row_without_times(tmp_path,
     assert large["milliseconds"] is None
     assert large["samples"] == []
     assert "needs 1073741824.0 GiB" in large["error"]
-    assert "softmax:materialised at 32: needs" in capsys.readouterr().err
+    assert "softmax:materialised at 32: out of memory: needs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "message"), [
@@ -132,10 +132,10 @@ def test_what_does_not_fit_beside_others_is_timed_alone(found_out, monkeypatch):
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(train_step, "Step", Step)
-    options = train_step._options([*TINY])
-    configs = {mode: train_step._config(mode, 32, train_step.sizes(options)[None], options)
+    options = train_step.main.parse([*TINY])
+    configs = {mode: train_step.make_config(mode, 32, train_step.sizes(options)[None], options)
                for mode in ("softmax", "chunked", "linear")}
-    *rows, peer = train_step.measure(configs, 257, 4, peers={"nanogpt": lambda: None})
+    *rows, peer = train_step.measure(configs, 257, 4, peers={"nanogpt": lambda: lambda: None})
     assert [row.mode for row in rows] == list(configs)
     assert [row.alone for row in rows] == [found_out != "when it is made", True, True]
     assert (peer.error, len(peer.samples), peer.alone) == (None, 4, found_out != "when it is made")
@@ -148,30 +148,31 @@ def test_what_does_not_fit_beside_others_is_timed_alone(found_out, monkeypatch):
 @pytest.mark.thorough
 def test_what_is_timed_is_training():
     """From a state like a new one: the loss is that of a model that knows nothing, and falls."""
-    options = train_step._options([*TINY])
+    options = train_step.main.parse([*TINY])
     # A mode with parameters, random directions and a count of its own.
-    step = train_step.Step(train_step._config("performer", 32, train_step.sizes(options)[None], options), 257)
+    step = train_step.Step(train_step.make_config("performer", 32, train_step.sizes(options)[None], options), 257)
     losses = [float(step().loss) for _ in range(3)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] < 6
 
 
 def test_a_case_that_would_take_too_long_is_not_run():
-    before = [train_step.Row("softmax", None, 1024, 1, milliseconds=1000.0, flops=1e9)]
-    row = train_step.Row("softmax", None, 4096, 1, flops=16e9)
-    assert train_step._too_long(row, before, 20) is None
-    assert train_step._too_long(row, before, 10) == (
-        "a step would take about 16 s, by that at 1,024: more than --seconds-per-case 10")
-    assert train_step._too_long(train_step.Row("chunked", None, 4096, 1, flops=16e9), before, 10) is None
+    before = train_step.Row("softmax", None, 1024, 1, milliseconds=1000.0, flops=1e9)
+    for seconds, refusal in ((20, None), (
+            10, "too slow: a call would take about 16 s by that at 1,024, and all have 10 s")):
+        outlook = report.Outlook(seconds)
+        outlook.learn("softmax", 1e9, "1,024", before)
+        assert outlook.refusal("softmax", 16e9) == refusal
+        assert outlook.refusal("chunked", 16e9) is None
 
 
 def test_gpt2_sizes_one_sequence_a_step_softplus_features():
-    options = train_step._options(["--sizes", "124M", "--dtype", "bfloat16"])
+    options = train_step.main.parse(["--sizes", "124M", "--dtype", "bfloat16"])
     (size,) = train_step.sizes(options).values()
-    config = train_step._config("chunked:chunked", 8192, size, options)
+    config = train_step.make_config("chunked:chunked", 8192, size, options)
     assert config.train.batch_size == 1
     assert config.model.modes["chunked"].feature_map == "softplus"
-    config = train_step._config("softmax", 1024, size, train_step._options(["--sizes", "124M"]))
+    config = train_step.make_config("softmax", 1024, size, train_step.main.parse(["--sizes", "124M"]))
     parameters = train_step.model_flops(config, size.vocabulary) / 6 / 1024
     assert parameters == pytest.approx(124e6, rel=0.1)  # and attention's own share
 
@@ -179,7 +180,7 @@ def test_gpt2_sizes_one_sequence_a_step_softplus_features():
 def test_the_picture_has_the_published_curves(tmp_path):
     rows = [train_step.Row(mode, None, context, 1, "124M", milliseconds=context / 100)
             for mode in ("softmax", "chunked:chunked", "chunked:pallas_gpu") for context in (1024, 2048)]
-    train_step.draw(tmp_path / "step.svg", rows, "a device")
+    picture.draw_panels(tmp_path / "step.svg", train_step.panels(rows), title="a device")
     drawn = (tmp_path / "step.svg").read_text()
     assert "<!-- chunked:chunked (published) -->" in drawn
     assert "<!-- softmax (published) -->" in drawn
@@ -194,7 +195,7 @@ def test_without_torch_the_peer_is_a_row_with_the_reason(tmp_path):
     path = tmp_path / "step.json"
     assert train_step.main([*TINY, "--contexts", "32", "--modes", "chunked", "--peer", f"nanogpt={tmp_path}",
                             "--json", str(path)]) == 0
-    peer, ours = json.loads(path.read_text())["rows"]
+    ours, peer = json.loads(path.read_text())["rows"]
     assert peer["mode"] == "nanogpt"
     assert "No module named 'torch'" in peer["error"]
     assert ours["milliseconds"] is not None
