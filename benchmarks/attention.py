@@ -573,6 +573,7 @@ def main(options: Namespace, results: report.Results) -> None:
         check_mode(mode)
     options.parts = tuple(dict.fromkeys(options.parts)) or PARTS
     rows = [row for part in options.parts for row in cases_of(part, options)]
+    results.model = ", ".join(dict.fromkeys(row.dtype for row in rows))
     for done in measure_all(rows, options.repeats, seconds=options.seconds_per_case, minutes=options.minutes,
                             one_process=options.one_process):
         status(f"{done[0].part}: {done[0].shape_name}, {done[0].passes}")

@@ -32,7 +32,7 @@ from kernels import cpu, device
 from support.command import message as error_message
 from support.command import note, run_command, status
 from support.errors import ConfigError, LineargptError
-from support.files import write_json
+from support.files import write_json, write_text
 from training.environment import git_commit
 from training.environment import peak_bytes as peak_bytes
 
@@ -315,7 +315,7 @@ def origin(module: str, options: Namespace, more: Sequence[str] = ()) -> dict[st
         more: words of the command line that were passed on as they are.
     """
     flags = [word for name, value in vars(options).items()
-             if name not in ("json", "picture", "out", "case", "words") and value is not None and value is not False
+             if name not in ("json", "picture", "text", "out", "words") and value is not None and value is not False
              for word in ("--" + name.replace("_", "-"), *(() if value is True else (_flag(value),)))]
     return {
         "device": _device(),
@@ -384,6 +384,8 @@ class Results:
         """Lines below the tables."""
         self.model = ""
         """What is named behind the device, such as the number format."""
+        self.text = ""
+        """What is printed in place of tables."""
         self._module, self._options, self._positional = module, options, positional
 
     @functools.cached_property
@@ -394,14 +396,23 @@ class Results:
         return origin(self._module, Namespace(**flags), [*words, *self._options.words])
 
     def add(self, *rows: Any, table: str = "rows") -> None:
-        """Takes in rows, and writes the file, where one was named."""
+        """Takes in rows, and keeps them."""
         self.rows[table] += rows
+        self.keep()
+
+    def write_text(self, text: str) -> None:
+        """Takes in what is printed in place of tables, and writes it to NAME.md."""
+        self.text = text
+        write_text(self._options.text, text)
+
+    def keep(self) -> None:
+        """Writes the file, where one was named."""
         path = vars(self._options).get("json")
         if path is not None:
             write_json(path, self.origin | self.more | {
                 name: [row if isinstance(row, dict) else asdict(row) for row in rows]
                 for name, rows in self.rows.items()})
-            count = len(next(iter(self.rows.values())))
+            count = len(next(iter(self.rows.values()), self.more.get("rows", ())))
             kept(path, f"{count} row" + "s" * (count != 1))
 
 
@@ -430,6 +441,8 @@ class Benchmark:
     """What a process of one case, by :func:`in_process`, says."""
     json: bool = True
     """Whether there is a file to name."""
+    files: bool = False
+    """Whether ``--out NAME`` names all files: NAME.json, NAME.md and NAME.png."""
     passes_on: bool = False
     """Whether other flags are those of ``train.py``; they are in ``options.words``."""
 
@@ -443,30 +456,34 @@ class Benchmark:
             allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
         for name, told in self.flags.items():
             parser.add_argument(name.lower() if name.isupper() else f"--{name}", **told)
-        if self.json:
+        if self.files:
+            parser.add_argument("--out", type=Path, required=True, help="NAME of the files to write, without a suffix")
+        elif self.json:
             parser.add_argument("--json", type=Path, help="file to write")
-        if self.panels is not None:
+        if self.panels is not None and not self.files:
             parser.add_argument("--picture", type=Path, help="PNG or SVG to draw, where matplotlib is installed")
-        if self.answer is not None:
-            parser.add_argument("--case", help=argparse.SUPPRESS)
         options, words = parser.parse_known_args(arguments) if self.passes_on else (parser.parse_args(arguments), [])
         options.words = words
+        if self.files:
+            options.json, options.text, options.picture = (
+                options.out.with_name(options.out.name + suffix) for suffix in (".json", ".md", ".png"))
         return options
 
     def _command(self, arguments: Sequence[str]) -> int:
-        options = self.parse(arguments)
-        case, picture = (vars(options).get(name) for name in ("case", "picture"))
-        if case is not None and self.answer is not None:
-            print(json.dumps(self.answer(json.loads(case))))  # one line of JSON is the last of what this prints
+        if self.answer is not None and arguments[:1] == ["--case"]:
+            print(json.dumps(self.answer(json.loads(arguments[1]))))  # one line of JSON is the last of what this prints
             return 0
+        options = self.parse(arguments)
+        if self.files:
+            make_folder(options.out.parent)
         for name in ("json", "picture"):
-            check_output(vars(options).get(name), f"--{name}")
+            check_output(vars(options).get(name), "--out" if self.files else f"--{name}")
         tables = {"rows": self.tables} if isinstance(self.tables, Table) else self.tables or {}
         results = Results(self.module, options, [name.lower() for name in self.flags if name.isupper()], tuple(tables))
         code = self.measure(options, results)
         if not tables or code is not None:
             return code or 0
-        self._show(results, tables, picture)
+        self._show(results, tables, vars(options).get("picture"))
         return 0 if any(getattr(row, "error", None) is None for row in results.rows[next(iter(tables))]) else 1
 
     def _show(self, results: Results, tables: Mapping[str, Table], picture: Path | None) -> None:
@@ -474,13 +491,15 @@ class Benchmark:
         groups = {"": first} if not self.by else {
             group: [row for row in first if getattr(row, self.by) == group]
             for group in dict.fromkeys(getattr(row, self.by) for row in first)}
-        print(f"{device}; {results.model}" if results.model else device)
+        title = f"{', '.join(filter(None, (self.title, results.model)))} on {device}"
+        print(results.text or "; ".join(filter(None, (device, results.model))))
         told, *more = tables.values()
         for group, rows in groups.items():
-            print(f"\n{group}\n" * bool(group) + table(told.headings, told.lines(rows)))
+            if not results.text:
+                print(f"\n{group}\n" * bool(group) + table(told.headings, told.lines(rows)))
             if picture is not None and self.panels is not None and has_matplotlib():
                 path = picture if len(groups) == 1 else picture.with_stem(f"{picture.stem}-{group}")
-                draw_panels(path, self.panels(rows, *others), title=f"{self.title} on {device}")
+                draw_panels(path, self.panels(rows, *others), title=title)
         for told, rows in zip(more, others, strict=True):
             if rows:
                 print(table(told.headings, told.lines(rows)))

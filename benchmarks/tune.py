@@ -16,12 +16,12 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
-import argparse
 import itertools
 import math
 import os
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ from kernels.cases import WORSE_THAN_PLAIN, find_cases
 from kernels.linear_attention import linear_attention, pallas_gpu, tuning
 from kernels.linear_attention.cases import DEVICE_TOLERANCES, LinearAttentionCase
 from kernels.linear_attention.state import zero_state
-from kernels.linear_attention.tuning import Plan, Row, Tiles
+from kernels.linear_attention.tuning import Row, Tiles
 from support.command import status
 from support.errors import ConfigError
 from support.files import write_json
@@ -54,6 +54,7 @@ LENGTHS = ("short", "long")
 CHUNKS = (32, 64, 128)
 SMALL_CHUNK = 16
 """Tried too in float32, whose operands lie in registers."""
+WIDTHS = (16, 32, 64, 128, 256)
 TILES = (32, 64, 128)
 WARPS = (4, 8)
 STAGES = (1, 2, 3)
@@ -157,7 +158,7 @@ class Bench:
         self.default, self.shapes = default, shapes
         self.trials: list[Trial] = []
         self._seen: dict[tuple[Any, ...], Trial] = {}
-        self._runs: dict[tuple[Any, ...], Callable[[], Any]] = {}
+        self._compilations: dict[tuple[Any, ...], list[Future[Callable[[], Any]]]] = {}
         self._inputs = [self._draw(shape) for shape in shapes]
         self._expected: list[tuple[jax.Array, ...]] = []
         self._allowed: list[list[float]] = []
@@ -171,13 +172,12 @@ class Bench:
         Raises:
             WrongDefaultError: the defaults fail, or are farther away than they may be.
         """
-        defaults = self._compile_all([self.default], "both", math.inf)[self.default]
-        if SPILLS in defaults:
+        if any(SPILLS in _reason(future.exception()) for future in self._compiled(self.default, "both")):
             # In a kernel of the compiler's own, which others then have too: `make gpu-check` looks at ours.
             self._flags = None
-            defaults = self._compile_all([self.default], "both", math.inf)[self.default]
-        for shape, inputs, run in zip(self.shapes, self._inputs, defaults, strict=True):
-            plain = _call("both", lambda q, k, v: linear_attention(q, k, v, implementation="chunked")[0])
+            self._compilations.clear()
+        plain = _call("both", lambda q, k, v: linear_attention(q, k, v, implementation="chunked")[0])
+        for shape, inputs, future in zip(self.shapes, self._inputs, self._compiled(self.default, "both"), strict=True):
             with jax.default_matmul_precision("highest"):
                 expected = jax.jit(plain)(*(x.astype(jnp.float32) for x in inputs))
             # The reference is the plain form in float32.
@@ -186,11 +186,9 @@ class Bench:
             if self.default.dtype != "float32":
                 allowed = [max(exact, WORSE_THAN_PLAIN * error)
                            for error in errors(jax.jit(plain)(*inputs), expected)]
-            if isinstance(run, str):
-                raise WrongDefaultError(f"the defaults fail at {shape.name}: {run}")
             try:
-                found = errors(run(), expected)
-            except jax.errors.JaxRuntimeError as error:
+                found = errors(future.result()(), expected)
+            except Exception as error:  # whatever the compiler or the device says
                 raise WrongDefaultError(f"the defaults fail at {shape.name}: {_reason(error)}") from error
             # Where the defaults are off by more than this, something is wrong with the kernel.
             bound = DEVICE_TOLERANCES[self.default.dtype]
@@ -209,31 +207,31 @@ class Bench:
             passes: what is timed.
             until: on the clock of ``time.monotonic``.
         """
-        found = []
-        compiled = self._compile_all([row for row in rows if self._key(row, passes) not in self._seen], passes, until)
+        found, futures = [], [future for row in rows for future in self._compiled(row, passes)]
+        wait(futures, None if math.isinf(until) else max(0.0, until - time.monotonic()))
         for row in rows:
-            key = self._key(row, passes)
-            if row in compiled and key not in self._seen:
-                trial = self._seen[key] = self._time(row, passes, compiled[row])
-                self.trials.append(trial)
-                status(describe(trial))
-            if key in self._seen:
+            key, futures = self._key(row, passes), self._compiled(row, passes)
+            if not all(future.done() for future in futures):
+                for future in self._compilations.pop(key):
+                    future.cancel()
+            else:
+                if key not in self._seen:
+                    self._seen[key] = self._time(row, passes, futures)
+                    self.trials.append(self._seen[key])
+                    status(describe(self._seen[key]))
                 found.append(replace(self._seen[key], row=row))
         return found
 
     def compare(self, best: Row) -> list[dict[str, Any]]:
-        """Milliseconds of the best and of the defaults by turns: of each shape and pass, the medians."""
+        """Milliseconds of the best and of the defaults in turns: of each shape and pass, the medians."""
         found = []
-        for passes in PASSES:
-            self._compile_all([self.default, best], passes, math.inf)
         for i, shape in enumerate(self.shapes):
-            runs = {(passes, name): self._runs[*self._key(row, passes), i]
+            runs = {(passes, name): self._compiled(row, passes)[i].result()
                     for passes in PASSES for name, row in (("default", self.default), ("best", best))}
             samples = report.time_by_turns(runs, FINAL_REPEATS, FINAL_SAMPLE_SECONDS)
-            times: dict[str, dict[str, float]] = {}
-            for (passes, name), seconds in samples.items():
-                times.setdefault(passes, {})[name] = 1e3 * median(seconds)
-            found.append({"shape": f"{shape.name} M{self.default.M} D{self.default.D}", **times})
+            found.append({"shape": f"{shape.name} M{self.default.M} D{self.default.D}", **{
+                passes: {name: 1e3 * median(samples[passes, name]) for name in ("default", "best")}
+                for passes in PASSES}})
         return found
 
     def close(self) -> None:
@@ -248,62 +246,40 @@ class Bench:
                        for key, width in zip(keys, (M, M, D, D), strict=True))
         return tuple(x.astype(self.default.dtype) for x in (jax.nn.softplus(q), jax.nn.softplus(k), v, dy))
 
-    def _plan(self, row: Row, shape: Shape) -> Plan:
-        return tuning.plan(*shape, row.M, row.D, row.dtype, row=row)
-
     def _key(self, row: Row, passes: str) -> tuple[Any, ...]:
         """What the kernels that are launched depend on."""
-        plans = [self._plan(row, shape) for shape in self.shapes]
+        plans = [tuning.plan(*shape, row.M, row.D, row.dtype, row=row) for shape in self.shapes]
         return passes, *(plan._replace(backward=plan.forward, queries=plan.forward) if passes == "forward" else plan
                          for plan in plans)
 
-    def _compile_all(self, rows: Sequence[Row], passes: str, until: float) -> dict[Row, list[Callable[[], Any] | str]]:
-        """By row, for each shape the call or why there is none; side by side, for a compilation takes seconds."""
-        tasks: dict[tuple[Any, ...], tuple[Row, list[Future[Callable[[], Any]]]]] = {}
-        for row in rows:
-            if (key := self._key(row, passes)) not in tasks:
-                tasks[key] = row, [self._pool.submit(self._compile, row, passes, i) for i in range(len(self.shapes))]
-        every = [future for _, futures in tasks.values() for future in futures]
-        wait(every, None if math.isinf(until) else max(0.0, until - time.monotonic()))
-        compiled: dict[Row, list[Callable[[], Any] | str]] = {}
-        for key, (row, futures) in tasks.items():
-            if not all(future.done() for future in futures):
-                for future in futures:
-                    future.cancel()
-                continue
-            compiled[row] = []
-            for i, future in enumerate(futures):
-                error = future.exception()
-                if error is None:
-                    self._runs[*key, i] = future.result()
-                compiled[row].append(future.result() if error is None else _reason(error))
-        return compiled
+    def _compiled(self, row: Row, passes: str) -> list[Future[Callable[[], Any]]]:
+        """For each shape the call; side by side, for a compilation takes seconds."""
+        key = self._key(row, passes)
+        if key not in self._compilations:
+            self._compilations[key] = [self._pool.submit(self._compile, row, passes, i)
+                                       for i in range(len(self.shapes))]
+        return self._compilations[key]
 
     def _compile(self, row: Row, passes: str, i: int) -> Callable[[], Any]:
-        shape = self.shapes[i]
-        if (known := self._runs.get((*self._key(row, passes), i))) is not None:
-            return known
-
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            state = zero_state(shape.B, shape.H, row.M, row.D)
+            state = zero_state(self.shapes[i].B, self.shapes[i].H, row.M, row.D)
             return pallas_gpu.attend(q, k, v, state, None, True, partial(tuning.plan, row=row))[0]
 
         inputs = self._inputs[i][:3 if passes == "forward" else 4]
         compiled = jax.jit(_call(passes, attend)).lower(*inputs).compile(compiler_options=self._flags)
         return lambda: compiled(*inputs)
 
-    def _time(self, row: Row, passes: str, runs: Sequence[Callable[[], Any] | str]) -> Trial:
+    def _time(self, row: Row, passes: str, futures: Sequence[Future[Callable[[], Any]]]) -> Trial:
         milliseconds = []
-        for shape, run, expected, allowed in zip(self.shapes, runs, self._expected, self._allowed, strict=True):
-            if isinstance(run, str):
-                return Trial(row, passes, error=f"{shape.name}: {run}")
+        for shape, future, expected, allowed in zip(self.shapes, futures, self._expected, self._allowed, strict=True):
             try:
+                run = future.result()
                 results = run() if passes == "both" else (run(),)
                 wrong = _wrong(errors(results, expected[:len(results)]), allowed)
                 if wrong is not None:
                     return Trial(row, passes, error=f"{shape.name}: {wrong}")
                 (seconds,) = report.time_by_turns({"": run}, REPEATS, SAMPLE_SECONDS).values()
-            except jax.errors.JaxRuntimeError as error:  # such as too little memory
+            except Exception as error:  # such as too many registers, or too little memory
                 return Trial(row, passes, error=f"{shape.name}: {_reason(error)}")
             milliseconds.append(1e3 * median(seconds))
         default = self._seen.get(self._key(self.default, passes))
@@ -342,7 +318,7 @@ def _wrong(found: Sequence[float], allowed: Sequence[float]) -> str | None:
     return None
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException | None) -> str:
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return SPILLS if "register spilling" in text else text.strip()[:200]
 
@@ -449,28 +425,82 @@ def candidates(default: Row) -> Iterator[tuple[str, str, Row]]:
                 yield passes, knob, row
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Measures what the flags say; returns 1 where nothing could be measured."""
-    options = _options(arguments)
+def _read(path: Path) -> list[Row]:
+    """What is in the file, or, where there is none yet, in the package's."""
+    source = path if path.exists() else tuning.TABLE
+    try:
+        return tuning.read(source)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"--out {path}: expected a table such as {tuning.TABLE.name}, or a file that is not there "
+                          f"yet; {source.name} is none: {error}") from error
+
+
+def _wanted(options: Namespace) -> list[Row]:
+    """The defaults of each row that is to be measured, in order."""
+    lengths = options.lengths or LENGTHS
+    if options.shape is not None:
+        if len(options.shape) != 3:
+            raise ConfigError(f"--shape {','.join(map(str, options.shape))}: expected B,T,H")
+        options.shape = Shape(*options.shape)
+        lengths = (tuning.length_class(options.shape.T),)
+        if options.lengths not in (None, lengths):
+            raise ConfigError(f"--shape: {options.shape.T:,} tokens are {lengths[0]}; expected --lengths {lengths[0]}, "
+                              "or none")
+    for flag, given, known in (("--dtypes", options.dtypes, DTYPES), ("--lengths", lengths, LENGTHS)):
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"{flag} {name}: expected one of {', '.join(known)}")
+    widths = [tuple(map(int, pair.split("x"))) for pair in options.widths]
+    return [tuning.default_row(device.kind(), M, D, dtype, length)
+            for dtype in options.dtypes for length in lengths for M, D in widths]
+
+
+def _print_candidates(wanted: Sequence[Row], shape: Shape | None) -> None:
+    for default in wanted:
+        shapes = shapes_of(default) if shape is None else (shape,)
+        print(f"{name_of(default)}, at {' and '.join(one.name for one in shapes)}")
+        for passes, knob, row in candidates(default):
+            print(f"  {passes}, {knob}: {settings(row)}")
+
+
+def _widths(text: str) -> tuple[str, ...]:
+    """A flag's value: MxD, with commas between."""
+    found = report.names(text)
+    if not set(found) <= {f"{M}x{D}" for M in WIDTHS for D in WIDTHS}:
+        raise ValueError(text)
+    return found
+
+
+_widths.__name__ = "list of MxD, each 16, 32, 64, 128 or 256"  # what argparse calls it
+
+
+@partial(report.Benchmark, module=MODULE, flags={
+    "widths": report.flag("MxD, with commas between; other widths are filled up to these powers of two",
+                          ("64x64", "128x128"), _widths),
+    "dtypes": report.flag("number formats of the products: bfloat16, and float32 for all others", ("bfloat16",)),
+    "lengths": report.flag(f"short, long: from {tuning.LONG} tokens on (short,long)", type=report.names),
+    "shape": report.flag("the call to time, in place of those that stand for a row", type=report.positives,
+                         metavar="B,T,H"),
+    "minutes": report.flag("time for all rows together", 8.0),
+    "out": report.flag("the table to write (that of the package)", type=Path),
+    "dry-run": report.flag("print what is one change away from the defaults", False)})
+def main(options: Namespace, results: report.Results) -> int:
+    """Tunes row after row; returns 1 where nothing could be measured."""
     start = time.monotonic()
     report.use_whole_device()
-    wanted = _wanted(options)
+    wanted, out = _wanted(options), options.out or tuning.TABLE
     if options.dry_run:
         _print_candidates(wanted, options.shape)
         return 0
     if device.platform() != "gpu":
         raise ConfigError(f"{MODULE} needs a GPU: this device is a {device.platform()}, where the kernel is "
                           "interpreted and its time means nothing; --dry-run prints what would be tried")
-    for path, flag in ((options.out, "--out"), (options.json, "--json")):
-        report.check_output(path, flag)
-    table = {row[:5]: row for row in _read(options.out)}
-    flags = {name: value for name, value in vars(options).items() if name != "widths"}
-    contents = report.origin(MODULE, argparse.Namespace(
-        widths=",".join(f"{M}x{D}" for M, D in options.widths), **flags))
-    status(contents["device"])
-    origin = {name: contents[name] for name in ("versions", "commit", "command")}
+    report.check_output(out, "--out")
+    table = {row[:5]: row for row in _read(out)}
+    status(results.origin["device"])
+    origin = {name: results.origin[name] for name in ("versions", "commit", "command")}
     done: list[Row] = []
-    tried: list[dict[str, Any]] = []
+    results.more = {"chosen": [], "rows": []}
     for i, default in enumerate(wanted):
         left = 60 * options.minutes - (time.monotonic() - start)
         if left < LEAST_SECONDS:
@@ -486,93 +516,17 @@ def command(arguments: Sequence[str]) -> int:
             continue
         done.append(row)
         table[row[:5]] = row
-        tried += [{"key": name_of(row), "passes": trial.passes, "settings": settings(trial.row),
-                   "milliseconds": trial.milliseconds, "score": trial.score if trial.error is None else None,
-                   "error": trial.error} for trial in trials]
-        write_json(options.out, [tuning.entry(one) for one in table.values()])
-        if options.json is not None:
-            write_json(options.json, contents | {"chosen": [tuning.entry(one) for one in done], "rows": tried})
+        write_json(out, [tuning.entry(one) for one in table.values()])
+        results.more["chosen"].append(tuning.entry(row))
+        results.more["rows"] += [
+            {"key": name_of(row), "passes": trial.passes, "settings": settings(trial.row),
+             "milliseconds": trial.milliseconds, "score": trial.score if trial.error is None else None,
+             "error": trial.error} for trial in trials]
+        results.keep()
     if done:
-        print(f"{contents['device']}; rows of {options.out}, times of forward + backward")
+        print(f"{results.origin['device']}; rows of {out}, times of forward + backward")
         print(report.table(HEADINGS, [cells(row) for row in done]))
     return 0 if done else 1
-
-
-def _read(path: Path) -> list[Row]:
-    """What is in the file, or, where there is none yet, in the package's."""
-    source = path if path.exists() else tuning.TABLE
-    try:
-        return tuning.read(source)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"--out {path}: expected a table such as {tuning.TABLE.name}, or a file that is not there "
-                          f"yet; {source.name} is none: {error}") from error
-
-
-def _wanted(options: argparse.Namespace) -> list[Row]:
-    """The defaults of each row that is to be measured, in order."""
-    lengths = options.lengths or LENGTHS
-    if options.minutes <= 0:
-        raise ConfigError(f"--minutes {options.minutes:g}: expected a number above 0")
-    if options.shape is not None:
-        if len(options.shape) != 3:
-            raise ConfigError(f"--shape {','.join(map(str, options.shape))}: expected B,T,H")
-        options.shape = Shape(*options.shape)
-        length = tuning.length_class(options.shape.T)
-        if options.lengths not in (None, (length,)):
-            raise ConfigError(f"--shape: {options.shape.T:,} tokens are {length}; expected --lengths {length}, or none")
-        lengths = (length,)
-    for flag, given, known in (("--dtypes", options.dtypes, DTYPES), ("--lengths", lengths, LENGTHS)):
-        for name in given:
-            if name not in known:
-                raise ConfigError(f"{flag} {name}: expected one of {', '.join(known)}")
-    return [tuning.default_row(device.kind(), M, D, dtype, length)
-            for dtype in options.dtypes for length in lengths for M, D in options.widths]
-
-
-def _print_candidates(wanted: Sequence[Row], shape: Shape | None) -> None:
-    for default in wanted:
-        shapes = shapes_of(default) if shape is None else (shape,)
-        print(f"{name_of(default)}, at {' and '.join(one.name for one in shapes)}")
-        for passes, knob, row in candidates(default):
-            print(f"  {passes}, {knob}: {settings(row)}")
-
-
-def _widths(text: str) -> tuple[tuple[int, int], ...]:
-    """A flag's value: pairs of M and D."""
-    pairs = []
-    for part in dict.fromkeys(text.split(",")):
-        M, D = map(int, part.split("x"))
-        if not all(width in (16, 32, 64, 128, 256) for width in (M, D)):
-            raise ValueError(part)
-        pairs.append((M, D))
-    return tuple(pairs)
-
-
-_widths.__name__ = "list of MxD, each 16, 32, 64, 128 or 256"  # what argparse calls it
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", type=_widths, default=((64, 64), (128, 128)),
-                        help="MxD, with commas between; other widths are filled up to these powers of two "
-                             "(64x64,128x128)")
-    parser.add_argument("--dtypes", type=report.names, default=("bfloat16",),
-                        help="number formats of the products: bfloat16, and float32 for all others (bfloat16)")
-    parser.add_argument("--lengths", type=report.names,
-                        help=f"short, long: from {tuning.LONG} tokens on (short,long)")
-    parser.add_argument("--shape", type=report.positives, metavar="B,T,H",
-                        help="the call to time, in place of those that stand for a row")
-    parser.add_argument("--minutes", type=float, default=8.0, help="time for all rows together (%(default)g)")
-    parser.add_argument("--out", type=Path, default=tuning.TABLE, help="the table to write (that of the package)")
-    parser.add_argument("--json", type=Path, help="file for everything that was tried")
-    parser.add_argument("--dry-run", action="store_true", help="print what is one change away from the defaults")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`benchmarks.report.run_benchmark`."""
-    return report.run_benchmark(MODULE, command, arguments)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ column a task, or more where runs had different data of it. Beside it stands wha
 examples.
 """
 
+import functools
 import json
 import math
 import shlex
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import report
 from comparison.curves import read_curves
 from configs.schema import check_format
 from support.command import status
 from support.errors import ConfigError, DataError, LineargptError, RunError
 from support.files import read_json
 
+PUBLISHED = Path(__file__).parent / "published.json"
 TASKS = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image", "pathfinder": "Pathfinder",
          "pathx": "Path-X"}
 """In the order of the table."""
@@ -235,10 +239,10 @@ def percent(value: float, spread: float | None) -> str:
     return f"{100 * value:.1f}" + ("" if spread is None else f" ± {100 * spread:.1f}")
 
 
-def contents(runs: Sequence[Run], origin: Mapping[str, Any]) -> dict[str, Any]:
+def contents(runs: Sequence[Run]) -> dict[str, Any]:
     """What the JSON file holds."""
     _, rows = table(runs)
-    return {**origin, "rows": [
+    return {"rows": [
         {"row": name, "task": seeds[0].task, "seeds": [run.seed for run in seeds], "accuracy": mean,
          "deviation": deviation, "baselines": seeds[0].baselines}
         for name, row in rows.items() for seeds in row.values() for mean, deviation in [mean_and_deviation(seeds)]],
@@ -290,7 +294,20 @@ def draw(path: Path, runs: Sequence[Run], published: Mapping[str, Any]) -> None:
     pyplot.close(figure)
 
 
-def say_left_out(left_out: Sequence[LineargptError]) -> None:
-    """Which runs are not in the table, and why."""
+@functools.partial(report.Benchmark, module="lra.table accuracy", files=True, flags={
+    "RUNS": {"nargs": "+", "metavar": "RUN", "type": Path, "help": "folders of runs of lra.train"}})
+def main(options: Namespace, results: report.Results) -> int:
+    """Makes the table; returns 1 where a run had to be left out."""
+    runs, left_out = load_all(options.runs)
     for error in left_out:
         status(f"left out: {error}")
+    if not runs:
+        return 1
+    published = read_json(PUBLISHED)["accuracy"]
+    results.more = contents(runs) | {"published": published}
+    results.keep()
+    results.write_text(markdown(runs, published, results.origin))
+    if report.has_matplotlib():
+        draw(options.picture, runs, published)
+    print(results.text)
+    return 1 if left_out else 0

@@ -19,12 +19,11 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
-import argparse
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -38,12 +37,10 @@ from jax import Array, lax
 from benchmarks import report
 from benchmarks.picture import Panel, draw_panels
 from kernels.segments import HIDDEN
-from lra.table import named
 from models import attention
 from models.attention.feature_maps import FeatureOptions, draw_directions, features
 from models.attention.self_attention import SelfAttention
 from support.command import status
-from support.files import write_json
 
 B, T, H, D = 1, 512, 4, 32
 FEATURES = (16, 32, 64, 128, 256, 512, 1024)
@@ -197,36 +194,23 @@ PARTS: Mapping[str, tuple[Callable[..., dict[str, dict[int, float]]], str]] = {
 """What is approximated, and by how much of what."""
 
 
-def command(arguments: Sequence[str]) -> None:
-    """Measures what the flags say."""
-    parser = argparse.ArgumentParser(prog="python -m lra.approximation", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="NAME of the files to write, without a suffix")
-    parser.add_argument("--draws", type=report.positive, default=9, help="seeds of each point (%(default)s)")
-    options = parser.parse_args(arguments)
-    report.make_folder(options.out.parent)
-    report.check_output(named(options.out, ".json"), "--out")
-    contents = report.origin("lra.approximation", options) | {"shape": {"B": B, "T": T, "H": H, "D": D}}
-    curves = {}
-    for name, (measure, _) in PARTS.items():
+@functools.partial(report.Benchmark, module="lra.approximation", files=True, flags={
+    "draws": report.flag("seeds of each point", 9)})
+def main(options: Namespace, results: report.Results) -> None:
+    """Approximation after approximation, then the bias."""
+    curves: dict[str, dict[str, dict[int, float]]] = {}
+    results.more = {"shape": {"B": B, "T": T, "H": H, "D": D}, "curves": curves}
+    for name in (*PARTS, "bias"):
         status(f"{name} …")
-        curves[name] = measure(options.draws)
-    status("bias …")
-    curves["bias"] = bias()
-    write_json(named(options.out, ".json"), contents | {"curves": curves})
-    for name, of_name in curves.items():
-        for label, points in of_name.items():
+        curves[name] = bias() if name == "bias" else PARTS[name][0](options.draws)
+        results.keep()
+        for label, points in curves[name].items():
             print(f"{name}, {label}: " + ", ".join(f"{x:,}: {y:.3g}" for x, y in points.items()))
     if report.has_matplotlib():
         label = "RMS error over RMS of softmax"
         panels = [Panel(curves[name], title=name, x=x, y=label) for name, (_, x) in PARTS.items()]
         panels.append(Panel(curves["bias"], title=f"mean over draws, {BIAS_FEATURES} features", x="draws", y=label))
-        draw_panels(named(options.out, ".png"), panels, title="Approximations of softmax attention")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`benchmarks.report.run_benchmark`."""
-    return report.run_benchmark("lra.approximation", command, arguments)
+        draw_panels(options.picture, panels, title="Approximations of softmax attention")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Speed and memory of every attention on byte text: one case in a process of its own, for ``lra.table efficiency``.
+"""Speed and memory of every attention on byte text: ``python -m lra.table efficiency``.
 
 A case is a classifier of Long Range Arena's byte-level text, at one length: forward pass, backward pass and AdamW
-update on random bytes. Memory is what the compiler plans for arguments, outputs and temporaries, the same in every run;
-time is the median of steps after three that warm up.
+update on random bytes, in a process of its own. Memory is what the compiler plans for arguments, outputs and
+temporaries, the same in every run; time is the median of steps after some that warm up.
 """
 
 from support import interrupts
@@ -10,14 +10,16 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
-import argparse
 import functools
 import json
+import math
 import resource
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import linear_regression, median
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -28,17 +30,20 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from benchmarks import report
+from benchmarks.picture import Panel
 from configs.schema import EncoderConfig, OptimizerConfig
 from models import attention
 from models.encoder import Classifier, resolve_config
+from support.command import status
 from support.errors import ConfigError
 from training.optimizer import decay_mask, make_optimizer
-from training.step import StepMetrics, jit_step, make_update, state_of
+from training.step import jit_step, make_update, state_of
 
 MODULE = "lra.efficiency"
 BYTES = 257
 """Vocabulary of byte text: 0 is padding."""
-WARM_UP_STEPS = 3
+PUBLISHED = Path(__file__).parent / "published.json"
+BASELINE = "softmax:materialised"
 
 
 class Shape(NamedTuple):
@@ -70,7 +75,7 @@ def table_rows() -> dict[str, tuple[str, dict[str, Any]]]:
     """
     found = attention.encoder_modes()
     first = sorted(found, key=lambda mode: (mode != "softmax", mode))
-    return {"softmax:materialised": ("softmax", {"form": "materialised"})} | {
+    return {BASELINE: ("softmax", {"form": "materialised"})} | {
         mode: (mode, OPTIONS.get(mode, {})) for mode in first}
 
 
@@ -135,6 +140,11 @@ class Result(Case):
     error: str | None = None
     """Out of memory is a result."""
 
+    @property
+    def name(self) -> str:
+        """Of the case."""
+        return f"{self.row} at {self.tokens:,}"
+
 
 class Examples(NamedTuple):
     """A batch of byte texts."""
@@ -173,40 +183,35 @@ def measure(case: Case) -> Result:
     """
     config = case.config()
     sequences = case.batch or SHAPES[case.shape].batch
-    given: dict[str, Any] = asdict(case) | {"sequences": sequences}
     compiled, initial, examples = compiled_step(config, sequences)
     planned = report.peak_bytes(compiled)
+    found = Result(**asdict(case), sequences=sequences, peak_bytes=planned)
     if case.memory_only:
-        return Result(**given, peak_bytes=planned)
+        return found
     try:
         report.check_memory(planned)
         samples = _time_steps(compiled, initial(), examples, case)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        return Result(**given, peak_bytes=planned, error=f"{type(error).__name__}: {error}".partition("\n")[0])
+        return replace(found, error=f"{type(error).__name__}: {error}".partition("\n")[0])
     low, middle, high = (float(x) for x in np.quantile(samples, (0.25, 0.5, 0.75)))
     stats = jax.devices()[0].memory_stats() or {}
     on_cpu = jax.default_backend() == "cpu"
-    return Result(**given, peak_bytes=planned, device_peak_bytes=stats.get("peak_bytes_in_use"),
-                  resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if on_cpu else None,
-                  steps_per_second=1 / middle, quartiles=(low, high), samples=samples)
+    return replace(found, device_peak_bytes=stats.get("peak_bytes_in_use"),
+                   resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if on_cpu else None,
+                   steps_per_second=1 / middle, quartiles=(low, high), samples=samples)
 
 
 def _time_steps(compiled: Any, state: Any, examples: Examples, case: Case) -> list[float]:
-    def step(state: Any) -> tuple[Any, StepMetrics]:
-        return jax.block_until_ready(compiled(state, examples, jnp.float32(1e-3)))
+    metrics: Any = None
 
-    took = 0.0
-    for _ in range(WARM_UP_STEPS):
-        start = time.perf_counter()
-        state, metrics = step(state)
-        took = time.perf_counter() - start
-        if not np.isfinite(metrics.loss):
-            raise FloatingPointError(f"the loss is {metrics.loss}")
-    samples = []
-    for _ in range(min(case.steps, max(report.LEAST_SAMPLES, int(case.seconds / max(took, 1e-6))))):
-        start = time.perf_counter()
-        state, _ = step(state)
-        samples.append(time.perf_counter() - start)
+    def step() -> Array:
+        nonlocal state, metrics
+        state, metrics = compiled(state, examples, jnp.float32(1e-3))
+        return metrics.loss
+
+    (samples,) = report.time_by_turns({case: step}, case.steps, sample_seconds=0, seconds=case.seconds).values()
+    if not np.isfinite(metrics.loss):
+        raise FloatingPointError(f"the loss is {metrics.loss}")
     return samples
 
 
@@ -220,17 +225,180 @@ def in_process(case: Case, limit: float) -> Result:
     return Result(**found | measured)
 
 
-def command(arguments: Sequence[str]) -> None:
-    """The process of one case."""
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
-    parser.add_argument("--case", required=True, type=json.loads, help="a case, as JSON")
-    case: Mapping[str, Any] = parser.parse_args(arguments).case
-    print(json.dumps(asdict(measure(Case(**case)))))
+def markdown(results: Sequence[Result], origin: Mapping[str, Any]) -> str:
+    """The table, ours and then as published."""
+    published = json.loads(PUBLISHED.read_text())["efficiency"]
+    rows, lengths, found = by_row_and_length(results)
+    # There, softmax is materialised.
+    others = {row: entry for row in rows
+              if (entry := published["rows"].get({BASELINE: "softmax", "softmax": None}.get(row, row))) is not None}
+    first, base = results[0], published["rows"]["softmax"]
+    compared = f" ({{}} {BASELINE})" if BASELINE in rows else ""
+    shape = SHAPES[first.shape]
+    text = [f"# Long Range Arena: efficiency, {first.shape} shape", "",
+            f"Measured on {origin['device']}, jax {origin['versions']['jax']}, {first.dtype}; sequences a step: "
+            f"{first.sequences}; {first.layers or shape.layers} layers of {shape.heads} heads, width {shape.width}, "
+            f"MLP {shape.mlp_width}:", "", f"    {origin['command']} --out NAME", "",
+            f"Published: {published['source']}. {published['notes']}", ""]
+
+    def ours(cell: Any) -> list[str]:
+        return _lines(["", *(f"{tokens:,}" for tokens in lengths)],
+                      [[f"`{row}`", *(cell(found[row, tokens]) for tokens in lengths)] for row in rows])
+
+    def theirs(quantity: str, style: str, *, inverse: bool) -> list[str]:
+        body = [[f"`{row}`", *(
+            f"{value:{style}} ({(base[quantity][at] / value) if inverse else (value / base[quantity][at]):.1f}×)"
+            for at, value in entry[quantity].items())] for row, entry in others.items()]
+        return _lines(["published", *(f"{int(at):,}" for at in base[quantity])], body)
+
+    def speed(result: Result) -> str:
+        if result.steps_per_second is None:
+            return reason(result)
+        return f"{result.steps_per_second:.3g}{times(faster(result, found))}"
+
+    def memory(result: Result) -> str:
+        if result.peak_bytes is None:
+            return reason(result)
+        return f"{result.peak_bytes / 1e9:.2f}{times(smaller(result, found))}"
+
+    if not first.memory_only:
+        text += [f"## Steps a second{compared.format('times')}", "", *ours(speed), "",
+                 *theirs("steps_per_second", ".1f", inverse=False), ""]
+        spreads = [(result.quartiles[1] - result.quartiles[0]) * result.steps_per_second for result in results
+                   if result.quartiles is not None and result.steps_per_second is not None]
+        if spreads:
+            text += [f"Of the median step; the middle half of a case's steps spans {100 * median(spreads):.0f} % of it "
+                     f"in the median case, {100 * max(spreads):.0f} % at most.", ""]
+    text += [f"## Memory of a step, GB{compared.format('times less than')}", "",
+             "What the compiler plans for arguments, outputs and temporaries, also where that does not fit.", "",
+             *ours(memory), "", *theirs("gigabytes", ".2f", inverse=True), ""]
+    slopes = {row: slope([found[row, tokens] for tokens in lengths]) for row in rows}
+    if any(value is not None for value in slopes.values()):
+        text += ["## How memory grows", "", "The slope of its logarithm over that of the length: 1 is linear, 2 "
+                 "quadratic, less where parameters weigh more than what grows.", "",
+                 *_lines(["", "exponent"], [[f"`{row}`", f"{x:.2f}"] for row, x in slopes.items() if x is not None]),
+                 ""]
+    text += ["## Options of the rows", "", *(f"- `{row}`: {_options_of(found[row, lengths[0]])}." for row in rows), ""]
+    if any("released" in entry for entry in others.values()):
+        text += ["Released code that differs from the paper it names; whether published figures came from it is not "
+                 "known:", "", *(f"- `{row}`: {entry['released']}." for row, entry in others.items()
+                                 if "released" in entry), ""]
+    return "\n".join(text)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`benchmarks.report.run_benchmark`."""
-    return report.run_benchmark(MODULE, command, arguments)
+def _lines(headings: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table."""
+    return ["| " + " | ".join(line) + " |" for line in (headings, ["---", *["---:"] * (len(headings) - 1)], *body)]
+
+
+def _options_of(case: Case) -> str:
+    (options,) = case.config().modes.values()
+    return ", ".join(f"{name} {value}" for name, value in vars(options).items())
+
+
+def by_row_and_length(results: Sequence[Result]) -> tuple[list[str], list[int], dict[tuple[str, int], Result]]:
+    """The rows, the lengths, and what was measured of both."""
+    return (list(dict.fromkeys(result.row for result in results)), list(dict.fromkeys(
+        result.tokens for result in results)), {(result.row, result.tokens): result for result in results})
+
+
+def over_baseline(result: Result, found: Mapping[tuple[str, int], Result], name: str) -> float | None:
+    """A figure over that of materialised softmax at this length; None where one of both has none."""
+    base = found.get((BASELINE, result.tokens))
+    figure, of_base = getattr(result, name), None if base is None else getattr(base, name)
+    return figure / of_base if figure and of_base else None
+
+
+def faster(result: Result, found: Mapping[tuple[str, int], Result]) -> float | None:
+    """How many times the steps a second of materialised softmax."""
+    return over_baseline(result, found, "steps_per_second")
+
+
+def smaller(result: Result, found: Mapping[tuple[str, int], Result]) -> float | None:
+    """How many times less memory than materialised softmax."""
+    ratio = over_baseline(result, found, "peak_bytes")
+    return ratio and 1 / ratio
+
+
+def slope(results: Sequence[Result]) -> float | None:
+    """The exponent with which memory grows: a straight line through its logarithms, by least squares."""
+    known = [(math.log(result.tokens), math.log(result.peak_bytes)) for result in results if result.peak_bytes]
+    if len(known) < 2:
+        return None
+    return linear_regression(*zip(*known, strict=True)).slope
+
+
+def times(value: float | None) -> str:
+    """`` (5.6×)``, or nothing."""
+    return "" if value is None else f" ({value:.1f}×)"
+
+
+def reason(result: Result) -> str:
+    """Why there is no figure, in a word or two."""
+    error = result.error or ""
+    if "memory" in error.lower() or "EXHAUSTED" in error or "MemoryError" in error:
+        return "out of memory"
+    return "too long" if error.startswith("not done") else "failed"
+
+
+def panels(results: Sequence[Result]) -> list[Panel]:
+    """Speed and memory against length, and both as times those of materialised softmax, the published ones dashed."""
+    published = json.loads(PUBLISHED.read_text())["efficiency"]["rows"]
+    rows, _, found = by_row_and_length(results)
+
+    def curves(value: Callable[[Result], float | None]) -> dict[str, dict[Any, float | None]]:
+        drawn = {row: {result.tokens: value(result) for result in results if result.row == row} for row in rows}
+        return {row: curve for row, curve in drawn.items() if any(y is not None for y in curve.values())}
+
+    def others(quantity: str, *, inverse: bool) -> dict[str, dict[Any, float | None]]:
+        base = published["softmax"][quantity]
+        return {row: {int(at): base[at] / y if inverse else y / base[at] for at, y in published[row][quantity].items()}
+                for row in rows if row in published and row != "softmax"}
+
+    label = "length (tokens)"
+    drawn = [Panel(curves(lambda result: result.peak_bytes and result.peak_bytes / 1e9), x=label,
+                   y="memory of a step (GB)"),
+             Panel(curves(lambda result: smaller(result, found)), x=label, y="times less than materialised softmax",
+                   published=others("gigabytes", inverse=True))]
+    if not results[0].memory_only:
+        drawn = [Panel(curves(lambda result: result.steps_per_second), x=label, y="steps a second"),
+                 Panel(curves(lambda result: faster(result, found)), x=label, y="times materialised softmax",
+                       published=others("steps_per_second", inverse=False)), *drawn]
+    return drawn
+
+
+@functools.partial(
+    report.Benchmark, module="lra.table efficiency", files=True, answer=lambda case: asdict(measure(Case(**case))),
+    panels=panels, title="Long Range Arena: a step on byte text", tables=report.columns(), flags={
+        "rows": report.flag(f"of {BASELINE} and the modes that see the whole sequence (all); a wrong one lists them",
+                            type=report.names),
+        "lengths": report.flag("tokens, with commas between", (1000, 2000, 3000, 4000, 8000, 16000)),
+        "shape": report.flag(" or ".join(SHAPES), "paper"),
+        "layers": report.flag("in place of the shape's", type=report.positive),
+        "batch": report.flag("sequences a step, in place of the shape's", type=report.positive),
+        "dtype": report.flag("number format of the products", "float32", choices=("float32", "bfloat16")),
+        "steps": report.flag("steps timed of each case", 20),
+        "seconds": report.flag("about how long they may take: slow ones are fewer", 60.0),
+        "limit": report.flag("seconds a case may take in all", 600.0),
+        "memory-only": report.flag("compile, and run nothing", False)})
+def main(options: Namespace, results: report.Results) -> None:
+    """All cases, length by length."""
+    report.share_device()  # the memory is for the processes that measure
+    report.use_whole_device()
+    if options.rows is None:
+        options.rows = tuple(table_rows())  # not before: it makes a layer of each mode
+    cases = {tokens: [Case(row, tokens, options.shape, options.layers, options.batch, options.dtype, options.steps,
+                           options.seconds, options.memory_only) for row in options.rows]
+             for tokens in options.lengths}
+    for case in (case for of_length in cases.values() for case in of_length):
+        case.config()
+    limit, options.limit = options.limit, None
+    results.model = f"{options.shape} shape"
+    for tokens, of_length in cases.items():
+        for case in of_length:
+            status(f"{case.row} at {tokens:,} …")
+            results.add(in_process(case, limit))
+        results.write_text(markdown(results.rows["rows"], results.origin))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from lra import accuracy, table
 from lra.tasks import listops
 from models import attention
 
-PUBLISHED = json.loads(table.PUBLISHED.read_text())["accuracy"]
+PUBLISHED = json.loads(accuracy.PUBLISHED.read_text())["accuracy"]
 
 
 def write_run(path: Path, mode: str = "softmax", *, task: str = "listops", seed: int = 0, accuracy: float = 0.4,

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from lra import efficiency, table
+from lra import accuracy, efficiency, table
 from lra.efficiency import BYTES, Case, Result, compiled_step, in_process, measure
 from support.errors import ConfigError
 
@@ -69,7 +69,7 @@ def test_the_table_says_what_was_measured():
     rows = [result("softmax:materialised", 1000, 0.1, 1.0), result("linear", 1000, 0.05, 0.5),
             result("softmax:materialised", 4000, None, 20.0, error="MemoryError: needs 99 GiB"),
             result("linear", 4000, 0.2, 2.0)]
-    text = table.markdown(rows, ORIGIN)
+    text = efficiency.markdown(rows, ORIGIN)
     assert "| `softmax:materialised` | 10 (1.0×) | out of memory |" in text
     assert "| `linear` | 20 (2.0×) | 5 |" in text
     assert "| `linear` | 9.1 (1.1×) | 9.3 (1.9×) | 8.6 (3.7×) | 7.8 (5.6×) |" in text  # published
@@ -78,23 +78,23 @@ def test_the_table_says_what_was_measured():
     assert "| `linear` | 1.00 |" in text  # the exponent
     assert "- `linear`: padding not masked." in text
     slow = replace(rows[3], steps_per_second=None, error="not done after 600 s")
-    assert "| `linear` | 20 (2.0×) | too long |" in table.markdown([*rows[:3], slow], ORIGIN)
+    assert "| `linear` | 20 (2.0×) | too long |" in efficiency.markdown([*rows[:3], slow], ORIGIN)
 
 
 @pytest.mark.thorough
 def test_the_command_writes_the_table(small, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(table, "in_process", lambda case, limit: measure(case))
+    monkeypatch.setattr(efficiency, "in_process", lambda case, limit: measure(case))
     out = tmp_path / "folder" / "v1.2"
     command = ["efficiency", "--out", str(out), "--rows", "softmax,linear", "--lengths", "32,64", "--shape", "released",
                "--steps", "1"]
     assert table.main(command) == 0
-    written = json.loads(table.named(out, ".json").read_text())
+    written = json.loads((out.parent / "v1.2.json").read_text())
     assert [(row["row"], row["tokens"]) for row in written["rows"]] == [
         ("softmax", 32), ("linear", 32), ("softmax", 64), ("linear", 64)]
     assert written["command"].startswith("python -m lra.table efficiency --rows softmax,linear")
     assert str(tmp_path) not in json.dumps(written)
-    assert capsys.readouterr().out.strip() == table.named(out, ".md").read_text().strip()
-    assert table.named(out, ".png").stat().st_size > 10_000
+    assert capsys.readouterr().out.strip() == (out.parent / "v1.2.md").read_text().strip()
+    assert (out.parent / "v1.2.png").stat().st_size > 10_000
 
 
 @pytest.mark.thorough
@@ -120,7 +120,7 @@ def test_a_case_that_takes_too_long_has_its_planned_memory(monkeypatch):
 
     monkeypatch.setattr(efficiency.report, "in_process", late)
     found = in_process(Case("linear", 16), 1)
-    assert (found.peak_bytes, found.error, table.reason(found)) == (5, "not done after 1 s", "too long")
+    assert (found.peak_bytes, found.error, efficiency.reason(found)) == (5, "not done after 1 s", "too long")
 
 
 @pytest.mark.parametrize(("flags", "message"), [
@@ -139,8 +139,16 @@ def test_a_case_says_what_is_wrong_with_it():
 
 
 def test_only_what_is_measured_makes_a_layer_of_each_mode(monkeypatch):
-    monkeypatch.setattr(table, "table_rows", lambda: pytest.fail("it was asked for"))
-    assert table._options(["accuracy", "run", "--out", "name"]).runs == [Path("run")]
-    assert table._options(["efficiency", "--out", "name", "--rows", "linear"]).rows == ("linear",)
+    monkeypatch.setattr(efficiency, "table_rows", lambda: pytest.fail("it was asked for"))
+    assert accuracy.main.parse(["run", "--out", "name"]).runs == [Path("run")]
+    assert efficiency.main.parse(["--out", "name", "--rows", "linear"]).rows == ("linear",)
     with pytest.raises(SystemExit, match="0"):
-        table._options(["efficiency", "--help"])
+        table.main(["efficiency", "--help"])
+
+
+def test_the_tables_are_named(capsys):
+    assert table.main(["--help"]) == 0
+    assert "python -m lra.table accuracy runs/listops-* --out" in capsys.readouterr().out
+    for arguments in ([], ["speed"]):
+        assert table.main(arguments) == 2
+        assert "lra.table: expected efficiency or accuracy" in capsys.readouterr().err
