@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report
-from benchmarks.picture import Curve, Panel, published
+from benchmarks.picture import Panel, curves, published
 from kernels.cases import TimedAttention, find_attentions
 from support.command import status
 from support.errors import ConfigError
@@ -95,6 +95,11 @@ class Row(report.Row):
     def shape_name(self) -> str:
         """As ``published.json`` writes the shape."""
         return "B{} T{} H{} D{}".format(*self.shape)
+
+    @property
+    def group_name(self) -> str:
+        """The shape, in lines, of a group of bars."""
+        return self.shape_name.replace(" ", "\n")
 
     @property
     def name(self) -> str:
@@ -465,64 +470,52 @@ COLUMNS = report.columns(
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """The picture of a part."""
-    part = rows[0].part
-    rows = [replace(row, mode=row.label) for row in rows]
-    passes = [name for name in PASSES if any(row.passes == name for row in rows)]
-    called = {"forward": "forward", "both": "forward + backward"}
+    part, called = rows[0].part, {"forward": "forward", "both": "forward + backward"}
+    by_passes = {called[name]: [row for row in rows if row.passes == name] for name in PASSES
+                 if any(row.passes == name for row in rows)}
     if part == "contexts":
-        steps = published("training_step", "models", "124M")
-        contexts = {row.context for row in rows}
+        contexts, labels = {row.context for row in rows}, {row.label for row in rows}
         steps = {_published_mode(name, rows): {T: time for T, time in curve.items() if T in contexts}
-                 for name, curve in steps.items()}
-        shown = {name: curve for name, curve in steps.items() if name in {row.mode for row in rows}}
+                 for name, curve in published("training_step", "models", "124M").items()}
+        shown = {name: curve for name, curve in steps.items() if name in labels}
         # There are no published times of the call alone: the slopes can be compared, the heights cannot.
-        return [Panel(_by_mode([row for row in rows if row.passes == name]), called[name], "context", "milliseconds",
-                      shown if name == "both" else None, "a 124M training step, published") for name in passes] + [
-            Panel(_by_mode([row for row in rows if row.passes == name], _mebibytes), f"memory, {called[name]}",
-                  "context", "MiB") for name in passes]
+        return [Panel(curves(of_passes, "label", "context", "milliseconds"), name, "context", "milliseconds",
+                      shown if name == called["both"] else None, "a 124M training step, published")
+                for name, of_passes in by_passes.items()] + [
+            Panel(curves(of_passes, "label", "context", _mebibytes), f"memory, {name}", "context", "MiB")
+            for name, of_passes in by_passes.items()]
     if part == "chunks":
-        found = []
-        for name in passes:
-            curves: dict[str, dict[int, float | None]] = {}
-            marked = {}
-            for row in rows:
-                size, curve = row.chunk_size or row.picked_chunk_size, f"{row.mode} at {row.context:,}"
-                if row.passes == name and size is not None:
-                    curves.setdefault(curve, {})[size] = row.milliseconds
-                    if row.chunk_size is None:
-                        marked[curve] = size
-            found.append(Panel(curves, called[name], "chunk length (ring: the one that is picked)", "milliseconds",
-                               marked=marked))
-        return found
+        def curve(row: Row) -> str:
+            return f"{row.label} at {row.context:,}"
+
+        sized = [replace(row, chunk_size=row.chunk_size or row.picked_chunk_size) for row in rows]
+        marked = {(row.passes, curve(row)): row.picked_chunk_size for row in rows if row.chunk_size is None}
+        return [Panel(curves([row for row in sized if called[row.passes] == name and row.chunk_size is not None],
+                             curve, "chunk_size", "milliseconds"),
+                      name, "chunk length (ring: the one that is picked)", "milliseconds",
+                      marked={label: size for (passes, label), size in marked.items()
+                              if called[passes] == name and size is not None}) for name in by_passes]
     if part == "noncausal":
         quoted = published("non_causal")
         timed, memory = quoted["time"], quoted["memory"]
         wide, narrow = f"{timed['tokens']:,} tokens, width {timed['width']:,}", f"width {memory['width']}"
         return [
-            Panel({row.mode: {wide: row.milliseconds} for row in rows if row.head_width == timed["width"]},
+            Panel({row.label: {wide: row.milliseconds} for row in rows if row.head_width == timed["width"]},
                   "time, not causal", y="milliseconds", bars=True, label=f"{timed['device']}, published",
                   published={name: {wide: timed[name]} for name in ("softmax", "linear")}),
-            Panel(_by_mode([row for row in rows if row.head_width == memory["width"]], _mebibytes),
+            Panel(curves([row for row in rows if row.head_width == memory["width"]], "label", "context", _mebibytes),
                   f"memory, not causal, {narrow}", "tokens", "MiB",
                   {name: memory[name] for name in ("softmax", "linear")})]
     quoted = {shape.replace(" ", "\n"): names for shape, names in published("kernel", "shapes").items()}
-    modes = list(dict.fromkeys(row.mode for row in rows))
-    return [Panel({mode: {row.shape_name.replace(" ", "\n"): row.milliseconds for row in rows
-                          if (row.mode, row.passes) == (mode, name)} for mode in modes},
-                  called[name], y="milliseconds", bars=True, label="H100, published, no normaliser",
-                  published={theirs: {shape: names[theirs][name] for shape, names in quoted.items()}
-                             for theirs in ("fla", "helion")}) for name in passes]
+    return [Panel(curves(of_passes, "label", "group_name", "milliseconds"), name, y="milliseconds", bars=True,
+                  label="H100, published, no normaliser",
+                  published={theirs: {shape: names[theirs][of_passes[0].passes] for shape, names in quoted.items()}
+                             for theirs in ("fla", "helion")}) for name, of_passes in by_passes.items()]
 
 
 def _published_mode(name: str, rows: Sequence[Row]) -> str:
     """The published file has one ``chunked``: it goes with the first of ours."""
-    return next((row.mode for row in rows if row.mode.startswith("chunked")), name) if name == "chunked" else name
-
-
-def _by_mode(rows: Sequence[Row],
-             value: Callable[[Row], float | None] = lambda row: row.milliseconds) -> dict[str, Curve]:
-    return {mode: {row.context: value(row) for row in rows if row.mode == mode}
-            for mode in dict.fromkeys(row.mode for row in rows)}
+    return next((row.label for row in rows if row.mode.startswith("chunked")), name) if name == "chunked" else name
 
 
 def _passes(text: str) -> tuple[str, ...]:

@@ -16,13 +16,13 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
-import argparse
 import contextlib
 import functools
 import re
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,10 +158,7 @@ def read_assembler(text: str) -> list[Kernel]:
         ValueError: it says nothing of a kernel's registers.
     """
     serialised = {name: reason for reason, name in re.findall(
-        r"wgmma\.mma_async instructions are serialized due to (.*?) in (?:the )?function '([^']+)'", text)}
-    # Newer assemblers say "for the function".
-    serialised |= {name: reason for reason, name in re.findall(
-        r"wgmma\.mma_async instructions are serialized due to (.*?) for the function '([^']+)'", text)}
+        r"wgmma\.mma_async instructions are serialized due to (.*?) (?:in|for) (?:the )?function '([^']+)'", text)}
     parts = re.split(r"Compiling entry function '([^']+)'", text)
     kernels = []
     for name, part in zip(parts[1::2], parts[2::2], strict=True):
@@ -334,22 +331,6 @@ def rows(case: str, kernels: Sequence[Kernel], shared_limit: int) -> Iterator[li
                "; ".join(faults) or "ok"]
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Compiles the cases that the flags name; returns 1 where a kernel of ours is at fault."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="compile only cases with this in their name")
-    options = parser.parse_args(arguments)
-    if not can_compile():
-        raise ConfigError(f"this Python ({sys.executable}) lacks jax's CUDA plug-in; {REMEDY}")
-    target = Target()
-    chosen = [case for case in cases(target) if options.only in case.name]
-    if not chosen:
-        raise ConfigError(f"--only {options.only}: no case has this in its name; there are "
-                          + ", ".join(case.name for case in cases(target)))
-    return run(chosen, target)
-
-
 def run(chosen: Sequence[Case], target: Target) -> int:
     """Compiles, prints both tables and, as a last line, the verdict; returns the exit code."""
     lines, others, counted, atomic, failures, compiled, own = [], [], [], [], [], 0, 0
@@ -385,9 +366,18 @@ def run(chosen: Sequence[Case], target: Target) -> int:
     return 1 if failures else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`benchmarks.report.run_benchmark`."""
-    return report.run_benchmark("gpu-check", command, arguments)
+@functools.partial(report.Benchmark, module="benchmarks.gpu_check", json=False, flags={
+    "only": report.flag("compile only cases with this in their name", default="", metavar="TEXT")})
+def main(options: Namespace, _: report.Results) -> int:
+    """Compiles the cases that the flags name; returns 1 where a kernel of ours is at fault."""
+    if not can_compile():
+        raise ConfigError(f"this Python ({sys.executable}) lacks jax's CUDA plug-in; {REMEDY}")
+    target = Target()
+    chosen = [case for case in cases(target) if options.only in case.name]
+    if not chosen:
+        raise ConfigError(f"--only {options.only}: no case has this in its name; there are "
+                          + ", ".join(case.name for case in cases(target)))
+    return run(chosen, target)
 
 
 if __name__ == "__main__":

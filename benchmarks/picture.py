@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,16 @@ class Panel:
     """Groups of bars in place of curves."""
     marked: Mapping[str, float] = field(default_factory=dict)
     """x of the point of a curve that has a ring around it."""
+
+
+def curves(rows: Iterable[Any], name: str | Callable[[Any], str], x: str,
+           y: str | Callable[[Any], float | None]) -> dict[str, dict[Any, float | None]]:
+    """Curves of rows: what names the curve, x and y are attributes, or functions of the row."""
+    found: dict[str, dict[Any, float | None]] = {}
+    for row in rows:
+        key: Any = name(row) if callable(name) else getattr(row, name)
+        found.setdefault(key, {})[getattr(row, x)] = y(row) if callable(y) else getattr(row, y)
+    return found
 
 
 def draw_panels(path: Path, panels: Sequence[Panel], *, title: str) -> None:

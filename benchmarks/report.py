@@ -269,14 +269,15 @@ def in_process(module: str, case: Mapping[str, Any], seconds: float | None = Non
 
 
 def run_benchmark(module: str, command: Callable[[Sequence[str]], int | None],
-                  arguments: Sequence[str] | None = None) -> int:
-    """:func:`support.command.run_command` for a benchmark: errors name its own flags, and Ctrl-C says what was kept."""
+                  arguments: Sequence[str] | None = None, *, fields: bool = True) -> int:
+    """:func:`support.command.run_command` for a benchmark: errors name its own flags, and Ctrl-C says what was kept.
+
+    ``fields``: whether it has flags of its own in place of those of the config's fields.
+    """
     _kept.clear()
-    return run_command(module, command, arguments, describe=message, interrupted=_say_kept)
-
-
-def _say_kept() -> str:
-    return ": " + ("; ".join(f"{what} in {path}" for path, what in _kept.items()) or "nothing was kept")
+    return run_command(module, command, arguments, describe=functools.partial(message, fields=fields),
+                       interrupted=lambda: ": " + (
+                           "; ".join(f"{what} in {path}" for path, what in _kept.items()) or "nothing was kept"))
 
 
 def kept(path: Path, what: str) -> None:
@@ -284,10 +285,10 @@ def kept(path: Path, what: str) -> None:
     _kept[path] = what
 
 
-def message(error: BaseException) -> str:
+def message(error: BaseException, *, fields: bool = True) -> str:
     """An error in the words of the benchmarks, whose flags are not those of ``train.py``."""
-    return re.sub("|".join(rf"{re.escape(name)}\b" for name in OWN_FLAGS), lambda found: OWN_FLAGS[found[0]],
-                  error_message(error))
+    names = [re.escape(name) for name in OWN_FLAGS if fields or name.startswith("--")]
+    return re.sub(rf"({'|'.join(names)})\b", lambda found: OWN_FLAGS[found[0]], error_message(error))
 
 
 def form(implementation: str | None) -> str | None:
@@ -341,16 +342,16 @@ def flag(meaning: str, default: Any = None, type: Callable[[str], Any] | None = 
         type = (positives if isinstance(default[0], int) else names) if isinstance(default, tuple) else {
             int: positive, float: above_zero}.get(default.__class__, str)
     return {"default": default, "type": type,
-            "help": meaning if default in (None, ()) else f"{meaning} ({_flag(default)})"} | more
+            "help": meaning if default in (None, (), "") else f"{meaning} ({_flag(default)})"} | more
 
 
-def model_flags(**defaults: Any) -> dict[str, dict[str, Any]]:
-    """The flags of the benchmarks that make a model of their own, with other defaults where given."""
-    found = {"modes": ("modes, or MODE:FORM, with commas between", ("softmax", "chunked")),
-             "width": ("width of the model", 256), "layers": ("transformer blocks", 4), "heads": ("attention heads", 4),
-             "vocabulary": ("tokens in the vocabulary", 257), "repeats": ("samples of each case", 20)}
-    return {"dtype": flag("number format of the products", "auto", choices=("auto", "float32", "bfloat16")),
-            **{name: flag(meaning, defaults.get(name, default)) for name, (meaning, default) in found.items()}}
+def model_flags() -> dict[str, dict[str, Any]]:
+    """The flags of the benchmarks that make a model of their own."""
+    return {"modes": flag("modes, or MODE:FORM, with commas between", ("softmax", "chunked")),
+            "dtype": flag("number format of the products", "auto", choices=("auto", "float32", "bfloat16")),
+            "width": flag("width of the model", 256), "layers": flag("transformer blocks", 4),
+            "heads": flag("attention heads", 4), "vocabulary": flag("tokens in the vocabulary", 257),
+            "repeats": flag("samples of each case", 20)}
 
 
 @dataclass(frozen=True)
@@ -447,7 +448,7 @@ class Benchmark:
     """Whether other flags are those of ``train.py``; they are in ``options.words``."""
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
-        return run_benchmark(self.module, self._command, arguments)
+        return run_benchmark(self.module, self._command, arguments, fields=not self.passes_on)
 
     def parse(self, arguments: Sequence[str]) -> Namespace:
         """The flags."""

@@ -311,13 +311,10 @@ def panels(rows: Sequence[Row], _: Sequence[PromptRow]) -> list[picture.Panel]:
     """Time of a token against position, a panel a size and batch, with what was published at batch 1."""
     found = []
     for size, batch in dict.fromkeys((row.size, row.batch) for row in rows):
-        curves: dict[str, dict[float, float | None]] = {}
-        for row in rows:
-            if (row.size, row.batch) == (size, batch):
-                curves.setdefault(row.mode, {})[row.position] = row.milliseconds
+        curves = picture.curves([row for row in rows if (row.size, row.batch) == (size, batch)], "mode", "position",
+                                "milliseconds")
         known = picture.published("sampling", "models").get(size, {}) if batch == 1 else {}
-        others: dict[str, picture.Curve] = {mode: known[name] for mode in curves
-                                            if (name := mode.partition(":")[0]) in known}
+        others = {mode: known[name] for mode in curves if (name := mode.partition(":")[0]) in known}
         found.append(picture.Panel(curves, title=f"{size or ''} batch {batch}".strip(), x="tokens before",
                                    y="milliseconds a token", published=others))
     return found

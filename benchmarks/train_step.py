@@ -108,6 +108,11 @@ class Row(report.Row):
         return f"{self.mode} at {self.context:,}"
 
     @property
+    def label(self) -> str:
+        """Of a curve."""
+        return self.mode + ", interpreted" * (self.implementation or "").endswith(", interpreted")
+
+    @property
     def form(self) -> str:
         """How the mode was computed."""
         remat = f", remat {self.remat}" * (self.remat in ("block", "names"))
@@ -331,19 +336,17 @@ def panels(rows: Sequence[Row]) -> list[picture.Panel]:
     """Time of a step against context, a panel a size, with what was published of the same attention."""
     found = []
     for size in dict.fromkeys(row.size for row in rows):
-        curves: dict[str, dict[float, float | None]] = {}
         others: dict[str, picture.Curve] = {}
         known = picture.published("training_step", "models").get(size, {})
-        for row in (row for row in rows if row.size == size):
-            label = row.mode + ", interpreted" * (row.implementation or "").endswith(", interpreted")
-            curves.setdefault(label, {})[row.context] = row.milliseconds
-            name = "chunked" if row.mode.startswith("chunked") else row.mode
-            if row.mode.startswith("softmax"):
-                name = "softmax:materialised" if row.implementation == "materialised" else "softmax:cudnn"
+        of_size = [row for row in rows if row.size == size]
+        for row in of_size:
+            name = row.mode.partition(":")[0]
+            if name == "softmax":
+                name += ":materialised" if row.implementation == "materialised" else ":cudnn"
             if name in known and known[name] not in others.values():
-                others[label] = known[name]
-        found.append(picture.Panel(curves, title=size or "", x="context (tokens)", y="milliseconds a training step",
-                                   published=others))
+                others[row.label] = known[name]
+        found.append(picture.Panel(picture.curves(of_size, "label", "context", "milliseconds"), title=size or "",
+                                   x="context (tokens)", y="milliseconds a training step", published=others))
     return found
 
 

@@ -30,7 +30,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from benchmarks import report
-from benchmarks.picture import Panel
+from benchmarks.picture import Panel, curves
 from configs.schema import EncoderConfig, OptimizerConfig
 from models import attention
 from models.encoder import Classifier, resolve_config
@@ -346,25 +346,22 @@ def panels(results: Sequence[Result]) -> list[Panel]:
     published = json.loads(PUBLISHED.read_text())["efficiency"]["rows"]
     rows, _, found = by_row_and_length(results)
 
-    def curves(value: Callable[[Result], float | None]) -> dict[str, dict[Any, float | None]]:
-        drawn = {row: {result.tokens: value(result) for result in results if result.row == row} for row in rows}
-        return {row: curve for row, curve in drawn.items() if any(y is not None for y in curve.values())}
-
     def others(quantity: str, *, inverse: bool) -> dict[str, dict[Any, float | None]]:
         base = published["softmax"][quantity]
         return {row: {int(at): base[at] / y if inverse else y / base[at] for at, y in published[row][quantity].items()}
                 for row in rows if row in published and row != "softmax"}
 
-    label = "length (tokens)"
-    drawn = [Panel(curves(lambda result: result.peak_bytes and result.peak_bytes / 1e9), x=label,
-                   y="memory of a step (GB)"),
-             Panel(curves(lambda result: smaller(result, found)), x=label, y="times less than materialised softmax",
-                   published=others("gigabytes", inverse=True))]
-    if not results[0].memory_only:
-        drawn = [Panel(curves(lambda result: result.steps_per_second), x=label, y="steps a second"),
-                 Panel(curves(lambda result: faster(result, found)), x=label, y="times materialised softmax",
-                       published=others("steps_per_second", inverse=False)), *drawn]
-    return drawn
+    def panel(y: str, value: str | Callable[[Result], float | None], quantity: str = "", *,
+              inverse: bool = False) -> Panel:
+        return Panel(curves(results, "row", "tokens", value), x="length (tokens)", y=y,
+                     published=others(quantity, inverse=inverse) if quantity else None)
+
+    speed = [panel("steps a second", "steps_per_second"),
+             panel("times materialised softmax", lambda result: faster(result, found), "steps_per_second")]
+    return [*([] if results[0].memory_only else speed),
+            panel("memory of a step (GB)", lambda result: result.peak_bytes and result.peak_bytes / 1e9),
+            panel("times less than materialised softmax", lambda result: smaller(result, found), "gigabytes",
+                  inverse=True)]
 
 
 @functools.partial(
