@@ -121,6 +121,7 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, widths: S
             norm: Norm | None, activation: Callable[[Array], Array] | None) -> None:
     """A program: a tile of every result, from ``rows`` of E at a time."""
     x_ref, norm_refs, weight_refs, bias_refs, onto_ref = operands
+    widest = max(widths)
     of_results = [pl.program_id(0) * tile + lax.iota(jnp.int32, tile) < F
                   for F, (tile,) in zip(widths, (ref.shape for ref in out_refs), strict=True)]
 
@@ -134,7 +135,7 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, widths: S
         return triton.load(weight_refs[i].at[:, pl.ds(first, rows)], mask=shown, other=0.0)
 
     def load_widest(first: Any) -> list[Array | None]:
-        return [load_weight(i, first) if max(widths) == F else None for i, F in enumerate(widths)]
+        return [load_weight(i, first) if width == widest else None for i, width in enumerate(widths)]
 
     def load_x(first: Any, mean: Any, rate: Any) -> Array:
         x_e = vector(x_ref, first, rows).astype(jnp.float32)
@@ -144,10 +145,10 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, widths: S
         x_e = (x_e - mean) * rate * vector(scale_ref, first, rows) + vector(bias_ref, first, rows)
         return x_e.astype(norm.dtype).astype(jnp.float32)
 
-    def products(x_e: Array, widest: list[Array | None], first: Any) -> list[Array]:
+    def products(x_e: Array, loaded: list[Array | None], first: Any) -> list[Array]:
         # Narrow weights are loaded where they are multiplied, into registers that the widest have left: with all at
         # once a multiprocessor would hold one program instead of two.
-        weights = (load_weight(i, first) if w_fe is None else w_fe for i, w_fe in enumerate(widest))
+        weights = (load_weight(i, first) if w_fe is None else w_fe for i, w_fe in enumerate(loaded))
         return [jnp.sum(w_fe.astype(jnp.float32) * x_e[None, :], axis=1) for w_fe in weights]
 
     def load(ref: Any, of_result_f: Array) -> Array:

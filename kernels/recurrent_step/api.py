@@ -37,6 +37,9 @@ def recurrent_step(q: Input, k: Input, v: Input, s_BHMD: Float[Array, "B H M D"]
         output: f, whose function takes y before its arrays; None: y as it is.
         implementation: ``reference``, or ``decode``, the kernel for GPUs, which elsewhere is interpreted, for tests.
             None: the kernel on a GPU.
+
+    Raises:
+        ValueError: of ``decode``, that the state of a head is too large for what is around it.
     """
     name = implementation or ("decode" if device.platform() == "gpu" else "reference")
     return IMPLEMENTATIONS[name](q, k, v, s_BHMD, z_BHM, log_decay=log_decay, beta=beta, epsilon=epsilon, output=output)

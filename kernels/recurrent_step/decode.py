@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton
 
 from kernels import device
 from kernels.recurrent_step.head import Computed, Input, Step
-from kernels.short_convolution.decode import convolve_head
+from kernels.short_convolution.decode import convolve_head, load_rows, store_rows
 
 THREAD_NUMBERS = 64
 """Of the state that a thread has at most."""
@@ -26,10 +26,6 @@ MOST_FEATURES = 1024
 """M at most, of which a program still has eight columns."""
 
 
-DIMENSIONS = {1: "h", 2: "hd", 3: "bh", 4: "bhd"}
-"""Those of an array of a :class:`Computed` by how many it has, but for T."""
-
-
 class _Kept(NamedTuple):
     """What a token finds, and leaves changed."""
 
@@ -39,6 +35,8 @@ class _Kept(NamedTuple):
 
 
 class _Given(NamedTuple):
+    """What a token brings."""
+
     x: tuple[Any, ...]
     taps: tuple[Any, ...]
     log_decay: tuple[Any, ...]
@@ -73,16 +71,11 @@ def decode(q: Input, k: Input, v: Input, s_BHMD: Array, z_BHM: Array | None = No
     whole = needs_whole or features * columns <= _numbers(WARPS[0])
     tile = columns if whole else min(TILE, columns, _numbers(WARPS[0]) // features)
 
-    computed = log_decay, beta, output
+    arrays, letters = zip(*map(_by_head, (log_decay, beta, output)), strict=True)
     kept = _Kept(s_BHMD, z_BHM, tuple(of.before_BPHD for of in inputs))
-    given = _Given(tuple(of.x_BTHD[:, 0] for of in inputs), tuple(of.taps_KHD for of in inputs),
-                   *(() if of is None else tuple(x if x is None or x.ndim < 3 else x[:, 0] for x in of.arrays)
-                     for of in computed))
-    dimensions = (
-        _Kept("bhmd", "bhm", ("bphm", "bphm", "bphd")),
-        _Given(("bhm", "bhm", "bhd"), ("khm", "khm", "khd"),
-               *(() if of is None else tuple("" if x is None else DIMENSIONS[x.ndim] for x in of.arrays)
-                 for of in computed)))
+    given = _Given(tuple(of.x_BTHD[:, 0] for of in inputs), tuple(of.taps_KHD for of in inputs), *arrays)
+    dimensions = (_Kept("bhmd", "bhm", ("bphm", "bphm", "bphd")),
+                  _Given(("bhm", "bhm", "bhd"), ("khm", "khm", "khd"), *letters))
     sizes = {"b": None, "h": None, "m": features, "d": tile}
 
     def block(letters: str, x: Any) -> pl.BlockSpec | None:
@@ -100,27 +93,38 @@ def decode(q: Input, k: Input, v: Input, s_BHMD: Array, z_BHM: Array | None = No
         shown_MD = (jnp.broadcast_to(of_head_M[:, None], (features, tile))
                     & jnp.broadcast_to(of_head_D[None, :], (features, tile)))
 
-        def load(ref: Any, shown: Array) -> Array:
-            return triton.load(ref.at[:], mask=shown, other=0.0).astype(jnp.float32)
+        def load(ref: Any, shown: Array = of_head_D) -> Any:
+            """A vector or a number in float32; None for None."""
+            if ref is None:
+                return None
+            x = triton.load(ref.at[:], mask=shown, other=0.0) if ref.shape else triton.load(ref)
+            return x.astype(jnp.float32)
 
-        def prepared(i: int, shown: Array) -> Array:
-            x, finish = load(given.x[i], shown), inputs[i].finish
-            if given.taps[i] is not None:
-                x = convolve_head(x, given.taps[i], kept.before[i], left.before[i], shown)
-            return x if finish is None else jnp.where(shown, finish(x), 0.0)
-
-        def compute(of: Computed, refs: tuple[Any, ...], *first: Array) -> Array:
-            return of.function(*first, *(ref if ref is None else load(ref, of_head_D) if ref.shape else triton.load(ref)
-                                         for ref in refs))
-
+        # All is on its way before anything is computed.
         s_MD = triton.load(kept.s.at[:, :], mask=shown_MD, other=0.0)
-        z_M = None if kept.z is None else load(kept.z, of_head_M)
-        q_M, k_M, v_D = prepared(0, of_head_M), prepared(1, of_head_M), prepared(2, of_head_D)
+        z_M = load(kept.z, of_head_M)
+        shown = of_head_M, of_head_M, of_head_D
+        tokens, taps = ([[] if ref is None else load_rows(ref, shown[i]) for i, ref in enumerate(refs)]
+                        for refs in (kept.before, given.taps))
+        for i in range(3):
+            tokens[i].append(load(given.x[i], shown[i]))
+        of_log_decay, of_beta, of_output = (tuple(map(load, refs)) for refs in given[2:])
+        if device.platform() == "gpu":
+            # What is kept is changed in place, and each warp reads vectors for itself.
+            triton.debug_barrier()
+
+        def prepared(i: int) -> Array:
+            x, finish = convolve_head(tokens[i], taps[i]) if taps[i] else tokens[i][0], inputs[i].finish
+            return x if finish is None else jnp.where(shown[i], finish(x), 0.0)
+
+        q_M, k_M, v_D = map(prepared, range(3))
+        for i, ref in enumerate(left.before):
+            store_rows(ref, tokens[i][1:], shown[i])
         if log_decay is not None:
-            decay = jnp.exp(compute(log_decay, given.log_decay))
-            s_MD, z_M = decay * s_MD, None if z_M is None else decay * z_M
+            decay = jnp.exp(log_decay.function(*of_log_decay))
+            s_MD, z_M = decay * s_MD, z_M if z_M is None else decay * z_M
         if beta is not None:
-            v_D = compute(beta, given.beta) * (v_D - jnp.sum(k_M[:, None] * s_MD, axis=0))
+            v_D = beta.function(*of_beta) * (v_D - jnp.sum(k_M[:, None] * s_MD, axis=0))
         s_MD = s_MD + k_M[:, None] * v_D[None, :]
         triton.store(left.s.at[:, :], s_MD, mask=shown_MD)
         y_D = jnp.sum(q_M[:, None] * s_MD, axis=0)
@@ -130,7 +134,7 @@ def decode(q: Input, k: Input, v: Input, s_BHMD: Array, z_BHM: Array | None = No
             if epsilon is not None:
                 y_D = y_D / (jnp.sum(q_M * z_M) + epsilon)
         if output is not None:
-            y_D = compute(output, given.output, y_D)
+            y_D = output.function(y_D, *of_output)
         triton.store(y_ref.at[:], y_D.astype(y_ref.dtype), mask=of_head_D)
 
     # Grid: tiles of D, heads, sequences. Where there are several tiles each reads z, so that none may change it.
@@ -149,3 +153,10 @@ def decode(q: Input, k: Input, v: Input, s_BHMD: Array, z_BHM: Array | None = No
         name="recurrent_step",
     )(kept, given)
     return Step(y_BHD[:, None], *left)
+
+
+def _by_head(of: Computed | None) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """The arrays without T, and the letters of their dimensions."""
+    arrays = () if of is None else of.arrays
+    return (tuple(x if x is None or x.ndim < 3 else x[:, 0] for x in arrays),
+            tuple("" if x is None else {1: "h", 2: "hd", 3: "bh", 4: "bhd"}[x.ndim] for x in arrays))

@@ -1,6 +1,7 @@
 """The short convolution of one token on a GPU: a Pallas kernel for those of all projections of a layer, what follows in
 each head, and what the next token needs. XLA would take ten launches for that."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxtyping import Float
 from kernels import device
 
 WARPS = 1
+"""With more of them one could change the tokens before, while another has still to read them."""
 MOST_TAPS = 16
 """K at most: each tap is a line of the kernel."""
 
@@ -58,9 +60,11 @@ def convolve_token(
     def kernel(x_refs: Any, taps_refs: Any, before_refs: Any, y_refs: Any, after_refs: Any) -> None:
         of_head_D = lax.iota(jnp.int32, width) < D
         for i in range(count):
-            x_D = triton.load(x_refs[i].at[:], mask=of_head_D, other=0.0)
-            y_D = convolve_head(x_D, taps_refs[i], before_refs[i], after_refs[i], of_head_D)
-            triton.store(y_refs[i].at[:], finish[i](y_D).astype(y_refs[i].dtype), mask=of_head_D)
+            x_D = triton.load(x_refs[i].at[:], mask=of_head_D, other=0.0).astype(jnp.float32)
+            tokens = [*load_rows(before_refs[i], of_head_D), x_D]
+            y_D = finish[i](convolve_head(tokens, load_rows(taps_refs[i], of_head_D)))
+            triton.store(y_refs[i].at[:], y_D.astype(y_refs[i].dtype), mask=of_head_D)
+            store_rows(after_refs[i], tokens[1:], of_head_D)
 
     y, after = pl.pallas_call(
         kernel,
@@ -77,23 +81,21 @@ def convolve_token(
     return [y.reshape(B, 1, F) for y in y], tuple(after.reshape(B, K - 1, F) for after in after)
 
 
-def convolve_head(x_D: Array, taps_ref: Any, before_ref: Any, after_ref: Any, shown_D: Array) -> Array:
-    """Inside a kernel: the short convolution of one head's token, in float32, and what the next token needs.
+# Inside a kernel, of one head, whose D numbers are filled up with zeros.
 
-    Args:
-        x_D: the token, filled up with zeros.
-        taps_ref: (K, D).
-        before_ref: the tokens before, (P, D).
-        after_ref: those before the next token are left here; it may be the same memory.
-        shown_D: what of D is the head's.
-    """
-    def load(ref: Any, row: int) -> Array:
-        return triton.load(ref.at[jnp.int32(row), :], mask=shown_D, other=0.0).astype(jnp.float32)
 
-    tokens = [*(load(before_ref, p) for p in range(before_ref.shape[0])), x_D.astype(jnp.float32)]
-    y_D = jnp.zeros(x_D.shape, jnp.float32)
-    for k, token_D in enumerate(tokens):
-        y_D += token_D * load(taps_ref, k)
-    for p, token_D in enumerate(tokens[1:]):
-        triton.store(after_ref.at[jnp.int32(p), :], token_D.astype(after_ref.dtype), mask=shown_D)
-    return y_D
+def load_rows(ref: Any, shown_D: Array) -> list[Array]:
+    """Tokens or taps, (rows, D), in float32."""
+    return [triton.load(ref.at[jnp.int32(row), :], mask=shown_D, other=0.0).astype(jnp.float32)
+            for row in range(ref.shape[0])]
+
+
+def store_rows(ref: Any, rows: Sequence[Array], shown_D: Array) -> None:
+    """Leaves tokens in (rows, D)."""
+    for row, x_D in enumerate(rows):
+        triton.store(ref.at[jnp.int32(row), :], x_D.astype(ref.dtype), mask=shown_D)
+
+
+def convolve_head(tokens: Sequence[Array], taps: Sequence[Array]) -> Array:
+    """The convolution of the last of K tokens."""
+    return functools.reduce(jnp.add, map(jnp.multiply, tokens, taps))

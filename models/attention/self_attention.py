@@ -313,7 +313,7 @@ class SelfAttention(nnx.Module):
                                     positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
         if inputs_BPF is not None:
             cache = LayerCache(cache, inputs_BPF)
-        if self._finishes:
+        if self._has_output_parts:
             y_BTHD = _gated(y_BTHD, self._output_scale, None if gate_BTF is None else self.split_heads(gate_BTF),
                             self.parts.output_gate)
         return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1), onto_BTE), cache
@@ -321,7 +321,7 @@ class SelfAttention(nnx.Module):
     def _step(self, projected: Sequence[Array], gate_BTF: Array | None, cache: Any,
               step_gates: Sequence[Array]) -> tuple[Array, Any]:
         """:meth:`step` with all that the layer has around it: y_BTHD and the layer's cache."""
-        q, k, v = (Input(self.split_heads(x_BTF), self._finish(*of_projection))
+        q, k, v = (Input(self.split_heads(x_BTF), self._activate_head(*of_projection))
                    for x_BTF, of_projection in zip(projected, self._activations, strict=True))
         of_mode = cache
         if self.parts.short_conv:
@@ -329,7 +329,7 @@ class SelfAttention(nnx.Module):
             q, k, v = (x._replace(taps_KHD=self.split_heads(taps_KF), before_BPHD=self.split_heads(before_BPF))
                        for x, taps_KF, before_BPF in zip((q, k, v), self._taps, cache.inputs_BPF, strict=True))
         output = None
-        if self._finishes:
+        if self._has_output_parts:
             output = Computed(functools.partial(_gated_wide, kind=self.parts.output_gate, width=self.head_width),
                               (self._output_scale, None if gate_BTF is None else self.split_heads(gate_BTF)))
         step, of_mode = self.step(q, k, v, of_mode, step_gates, output)
@@ -344,7 +344,7 @@ class SelfAttention(nnx.Module):
         return [taps_KF[...] for taps_KF in (self.query_taps_KF, self.key_taps_KF, self.value_taps_KF)]
 
     @property
-    def _finishes(self) -> bool:
+    def _has_output_parts(self) -> bool:
         """Whether anything is between the mode and the output projection."""
         return (self.parts.output_norm, self.parts.output_gate) != ("none", "none")
 
@@ -352,7 +352,7 @@ class SelfAttention(nnx.Module):
     def _output_scale(self) -> Array | None:
         return self.output_scale_HD[...] if self.parts.output_norm != "none" else None
 
-    def _finish(self, activation: str, norm: str) -> Callable[[Array], Array]:
+    def _activate_head(self, activation: str, norm: str) -> Callable[[Array], Array]:
         """Activation and norm of heads, in float32."""
         return functools.partial(_activated_wide, activation=activation, norm=norm, width=self.head_width)
 
@@ -365,7 +365,7 @@ class SelfAttention(nnx.Module):
         """Convolution, activation and norm of each projection and, where there is a past, the last inputs of it that
         count."""
         taps = self._taps
-        finish = [self._finish(*of_projection) for of_projection in self._activations]
+        finish = [self._activate_head(*of_projection) for of_projection in self._activations]
         if past is None and segment_ids_BT is None and has_sequence_kernel(projected[0], taps[0]):
             return [convolve_heads(x_BTF, taps_KF, self.heads, finish_projection)
                     for x_BTF, taps_KF, finish_projection in zip(projected, taps, finish, strict=True)], None
