@@ -14,9 +14,10 @@ The quick form has the quickstart's corpus, 100 steps and one seed.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from comparison.figures import Figure, loss_against
+from comparison.figures import Figure, differences, loss_against
 from comparison.runs import Run
 from comparison.study import Variation
 
@@ -60,4 +61,17 @@ def part_of(run: Run) -> str:
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
-    return [loss_against(runs, "model.modes", of=part_of, called="without", title="Loss without each of the parts")]
+    drawn = [loss_against(runs, "optimizer.learning_rate", of=part_of, called="without", mark_best=False, arm=_family,
+                          title="Loss without each of the parts")]
+    for mode in ("softmax", "gated"):
+        of_mode = [run for run in runs if _family(run) == mode]
+        if of_mode:
+            figure = differences(of_mode, "all parts", arm=part_of, title=f"What each part of {mode} is worth")
+            drawn.append(replace(figure, name=f"{mode}-difference"))
+    return drawn
+
+
+def _family(run: Run) -> str:
+    """``gated`` without a decay is ``chunked``."""
+    mode = run.config["model"]["attention"][0]
+    return "gated" if mode == "chunked" else mode

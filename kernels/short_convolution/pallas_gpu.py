@@ -19,12 +19,11 @@ from jaxtyping import Float
 
 from kernels import device
 from kernels.short_convolution.api import gradient_of_input
+from kernels.short_convolution.decode import MOST_TAPS
 
 WARPS = 8
 TILE = 4096
 """Numbers of each array that a program holds: 16 to a thread."""
-MOST_TAPS = 16
-"""K at most: each tap is a line of the kernel."""
 
 
 def has_sequence_kernel(x_BTF: Any, taps_KF: Any) -> bool:
