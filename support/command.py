@@ -1,6 +1,6 @@
-"""How every command ends: in one line on standard error and an exit code.
+"""Messages and exit codes of the commands.
 
-Imports the standard library only, so that the benchmarks can use it on a machine that has little more than jax.
+Imports the standard library only, so that benchmarks can use it on a machine with little more than jax.
 """
 
 import errno
@@ -16,17 +16,17 @@ from support.errors import FAILURE, INTERRUPTED, USAGE, ConfigError, LineargptEr
 
 
 def status(text: str) -> None:
-    """Prints a line on standard error, at once."""
+    """Prints a line on standard error and flushes it."""
     print(text, file=sys.stderr, flush=True)
 
 
 def note(text: str) -> None:
-    """Prints a remark for the person at the terminal: something is not as it was asked for, or good to know."""
+    """Prints a note: a setting was adjusted, or something else is worth knowing."""
     status(f"note: {text}")
 
 
 def message(error: BaseException) -> str:
-    """The text of an error: that of a file begins with its name, without an error number."""
+    """The text of an error; that of an ``OSError`` is its file name and reason."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
@@ -34,25 +34,25 @@ def message(error: BaseException) -> str:
 
 def run_command(prog: str, command: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | None = None, *,
                 describe: Callable[[BaseException], str] = message, interrupted: Callable[[], str] = lambda: "",
-                memory_hint: str = "fewer examples, shorter sequences or smaller batches need less") -> int:
+                memory_hint: str = "use fewer examples, shorter sequences or smaller batches") -> int:
     """Runs a command and returns its exit code.
 
-    A command that cannot be run (:class:`ConfigError`, ``NotImplementedError``, a package that is not installed) gives
-    2; a failure (:class:`LineargptError`, ``OSError``, too little memory) gives 1; Ctrl-C gives 130. Each of them
-    prints one message. Other exceptions are mistakes in the program and pass through with their traceback.
+    Usage errors (:class:`ConfigError`, ``NotImplementedError``, a missing package) return 2, failures
+    (:class:`LineargptError`, ``OSError``, out of memory) 1, and Ctrl-C 130. Each prints one message. Other exceptions
+    are bugs and propagate with their traceback.
 
     Args:
-        prog: name of the command, which messages begin with.
+        prog: name of the command, at the start of its messages.
         command: takes the arguments and returns the exit code; None counts as 0.
-        arguments: of the command line; None: those of the process.
+        arguments: command-line arguments; None: those of the process.
         describe: the text of an error.
-        interrupted: what to add to the line that Ctrl-C ends in, such as what was kept.
-        memory_hint: what needs less memory.
+        interrupted: text to append to the message of Ctrl-C, such as what was saved.
+        memory_hint: how to reduce memory use.
     """
     formats, ends_at_once = warnings.formatwarning, signal.getsignal(signal.SIGINT) is interrupts.exit_interrupted
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
-        if ends_at_once:  # now there may be something to clean up
+        if ends_at_once:  # from here on there may be something to clean up
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return command(sys.argv[1:] if arguments is None else arguments) or 0
     except (ConfigError, NotImplementedError) as error:
@@ -62,13 +62,13 @@ def run_command(prog: str, command: Callable[[Sequence[str]], int | None], argum
         package = (error.name or "").partition(".")[0]
         if not package or importlib.util.find_spec(package) is not None:
             raise
-        status(f"{prog}: this Python ({sys.executable}) lacks {package}: run `make setup`, then `. .venv/bin/activate`")
+        status(f"{prog}: this Python ({sys.executable}) lacks {package}; run `make setup`, then `. .venv/bin/activate`")
         return USAGE
     except LineargptError as error:
         status(f"{prog}: {describe(error)}")
         return FAILURE
     except OSError as error:
-        remedy = ". Make room on the disk; the same command goes on" if error.errno == errno.ENOSPC else ""
+        remedy = "; free disk space and repeat the command to resume" if error.errno == errno.ENOSPC else ""
         status(f"{prog}: {describe(error)}{remedy}")
         return FAILURE
     except Exception as error:
@@ -89,13 +89,13 @@ def run_command(prog: str, command: Callable[[Sequence[str]], int | None], argum
 def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError):
         return True
-    jax = sys.modules.get("jax")  # a command that does without it should not wait for it here
+    jax = sys.modules.get("jax")  # do not import it for a command that does not use it
     return jax is not None and isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 @contextmanager
 def warnings_as_notes() -> Iterator[None]:
-    """Inside, a ``UserWarning`` is kept; each becomes a line on standard error at the end."""
+    """Collects each ``UserWarning`` and prints them as lines on standard error at the end."""
     with warnings.catch_warnings(record=True, category=UserWarning) as caught:
         warnings.simplefilter("always", UserWarning)
         yield

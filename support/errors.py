@@ -1,4 +1,4 @@
-"""Errors whose message is for the person at the terminal, and the exit codes of the commands."""
+"""Errors whose message is for the user, and the exit codes of the commands."""
 
 USAGE = 2
 """Exit code of a command line that cannot be run."""
@@ -13,11 +13,11 @@ class ConfigError(ValueError):
 
 
 class LineargptError(RuntimeError):
-    """A failure that the message explains; commands print it and exit with 1."""
+    """A failure that its message explains; commands print it and exit with 1."""
 
 
 class RunError(LineargptError):
-    """A run whose files do not hold what they should. The message names the file."""
+    """A run whose files are incomplete or invalid. The message names the file."""
 
 
 class CheckpointError(LineargptError):
@@ -29,7 +29,7 @@ class TrainingError(LineargptError):
 
 
 class DataError(LineargptError):
-    """Data that cannot be had, written or trusted."""
+    """Data that cannot be read or written, or are damaged."""
 
 
 class StateError(LineargptError):
@@ -37,8 +37,8 @@ class StateError(LineargptError):
 
 
 class WeightsError(LineargptError):
-    """Published weights that cannot be had, read or written. The message names the file."""
+    """Published weights that cannot be downloaded, read or written. The message names the file."""
 
 
 class BenchmarkError(LineargptError):
-    """A measurement that cannot be made. The message says why."""
+    """A measurement that failed. The message says why."""

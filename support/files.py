@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all."""
+"""Atomic writes of files and folders."""
 
 import contextlib
 import json
@@ -11,8 +11,8 @@ from typing import Any
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside ``path``, for a file or a folder that takes its place at the end, and goes where that is not
-    reached. A folder takes the place of none or of an empty one."""
+    """A temporary path next to ``path``, renamed to it at the end, or deleted on an error. A folder can only replace
+    an empty folder."""
     path = path.absolute()  # a folder cannot be renamed to "."
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -20,19 +20,19 @@ def replacing(path: Path) -> Iterator[Path]:
         beside.replace(path)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
-        with contextlib.suppress(OSError):  # what went wrong before is what is told; a folder has gone already
+        with contextlib.suppress(OSError):  # do not hide the first error; a folder is deleted already
             beside.unlink()
         raise
 
 
 def write_text(path: Path, text: str) -> None:
-    """UTF-8, lines ending as they do in ``text``."""
+    """Writes UTF-8 with the line endings of ``text``."""
     with replacing(path) as beside:
         beside.write_text(text, encoding="utf-8", newline="")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Indented by two."""
+    """Writes JSON with an indentation of two."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
@@ -40,16 +40,16 @@ def read_json(path: Path, damaged: type[Exception] = ValueError) -> dict[str, An
     """The object in a JSON file.
 
     Args:
-        path: of the file.
-        damaged: what is raised where it holds none; the message says so.
+        path: the file.
+        damaged: the exception to raise if it is not a JSON object.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         values = json.loads(path.read_bytes())
     except ValueError as error:
-        raise damaged(f"{path} is damaged ({error}); bring back the file") from error
+        raise damaged(f"{path} is damaged ({error}); restore the file") from error
     if not isinstance(values, dict):
-        raise damaged(f"{path} is damaged: it holds no object; bring back the file")
+        raise damaged(f"{path} is damaged: expected a JSON object; restore the file")
     return values

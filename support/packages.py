@@ -1,6 +1,6 @@
-"""Says what to type where the packages are missing.
+"""Checks that the required packages are installed.
 
-Standard library only, and syntax that any Python 3 still in use can read.
+Standard library only, in syntax that older Python 3 versions can parse.
 """
 
 import sys
@@ -12,12 +12,12 @@ PACKAGES = ("jax", "flax", "optax", "orbax", "grain", "numpy", "tyro", "tiktoken
 
 
 def require_packages():
-    """Returns under a Python of at least 3.12 that has the packages, else exits with 2 and one sentence on stderr.
+    """Exits with 2 and a message unless Python is at least 3.12 and has the packages.
 
     Raises:
         SystemExit: the Python is older, or a package is missing.
     """
-    import importlib.util  # not above: Ctrl-C is to be looked after first
+    import importlib.util  # imported here: Ctrl-C is set up first
 
     if sys.version_info < (3, 12):  # noqa: UP036 (an older Python reads this file too)
         problem = "is older than 3.12"
@@ -27,5 +27,5 @@ def require_packages():
             return
         problem = "lacks " + ", ".join(missing)
     python = f"{sys.executable}, {sys.version_info[0]}.{sys.version_info[1]}"
-    sys.stderr.write(f"This Python ({python}) {problem}: run `make setup`, then `. .venv/bin/activate`.\n")
+    sys.stderr.write(f"This Python ({python}) {problem}; run `make setup`, then `. .venv/bin/activate`.\n")
     raise SystemExit(USAGE)

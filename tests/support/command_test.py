@@ -39,13 +39,13 @@ def test_a_command_has_its_arguments_and_its_exit_code(monkeypatch, capsys):
     (ConfigError("--x is 3; expected 4"), 2, "prog: --x is 3; expected 4\n"),
     (NotImplementedError("this form needs a GPU"), 2, "prog: this form needs a GPU\n"),
     (ModuleNotFoundError("No module named 'nobody_has.it'", name="nobody_has.it"), 2,
-     f"prog: this Python ({sys.executable}) lacks nobody_has: run `make setup`, then `. .venv/bin/activate`\n"),
+     f"prog: this Python ({sys.executable}) lacks nobody_has; run `make setup`, then `. .venv/bin/activate`\n"),
     (LineargptError("it went wrong"), 1, "prog: it went wrong\n"),
     (RunError("config.json is damaged"), 1, "prog: config.json is damaged\n"),
     (FileNotFoundError(errno.ENOENT, "No such file or directory", "text.txt"), 1,
      "prog: text.txt: No such file or directory\n"),
     (OSError(errno.ENOSPC, "No space left on device", "file"), 1,
-     "prog: file: No space left on device. Make room on the disk; the same command goes on\n"),
+     "prog: file: No space left on device; free disk space and repeat the command to resume\n"),
     (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nand more"), 1,
      "prog: out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.); take less\n"),
     (KeyboardInterrupt(), 130, "interrupted: 3 rows in file\n"),
@@ -63,7 +63,7 @@ def test_an_error_is_told_in_a_line(error, code, said, capsys):
 def test_too_little_memory_is_told_in_a_line(command, message, capsys):
     assert run_command("train.py", command, []) == 1
     said = capsys.readouterr().err
-    assert re.fullmatch(f"train.py: {message}; fewer examples, shorter sequences or smaller batches need less\n", said)
+    assert re.fullmatch(f"train.py: {message}; use fewer examples, shorter sequences or smaller batches\n", said)
 
 
 @pytest.mark.parametrize("error", [

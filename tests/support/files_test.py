@@ -60,10 +60,10 @@ def test_text_is_written_as_it_is(tmp_path):
     assert (tmp_path / "a").read_bytes() == "é\r\n\n".encode()
 
 
-@pytest.mark.parametrize(("contents", "reason"), [("{", "Expecting property name"), ("[1]", "it holds no object"),
+@pytest.mark.parametrize(("contents", "reason"), [("{", "Expecting property name"), ("[1]", "expected a JSON object"),
                                                   (b"\xff", "can't decode")])
 def test_what_is_no_object_is_told_to_be_damaged(tmp_path, contents, reason):
     path = tmp_path / "config.json"
     path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
-    with pytest.raises(ValueError, match=rf"config\.json is damaged.*{reason}.*bring back the file"):
+    with pytest.raises(ValueError, match=rf"config\.json is damaged.*{reason}.*restore the file"):
         files.read_json(path)

@@ -47,7 +47,7 @@ def test_an_older_python_is_named_as_such(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(sys, "version_info", (3, 11, 7))
     with pytest.raises(SystemExit, match=r"^2$"):
         packages.require_packages()
-    assert ", 3.11) is older than 3.12: run `make setup`, then" in capsys.readouterr().err
+    assert ", 3.11) is older than 3.12; run `make setup`, then" in capsys.readouterr().err
 
 
 def test_the_packages_that_are_asked_for_are_those_of_this_environment():
