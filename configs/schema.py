@@ -1,8 +1,8 @@
-"""The typed configuration of a run: plain frozen dataclasses, one group a concern.
+"""The configuration of a run, as frozen dataclasses.
 
-A recipe (``configs/NAME.py``) returns a :class:`Config`, one of Long Range Arena (``configs/lra/NAME.py``) an
-:class:`LraConfig`; every field becomes a flag of ``train.py`` or ``lra.train``; the resolved config is written to
-``RUN/config.json`` and read back from there. This module imports nothing of the project but its errors.
+A recipe (``configs/NAME.py``) returns a :class:`Config`, a recipe of the Long Range Arena (``configs/lra/NAME.py``) an
+:class:`LraConfig`. Every field is a flag of ``train.py`` or ``lra.train``. The resolved config is written to
+``RUN/config.json``. Of the project, this module imports only its errors.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Self
 from support.errors import ConfigError, RunError
 
 FORMAT = 1
-"""Number of the format of ``config.json``: count it up where an older file would be misread."""
+"""Format version of ``config.json``. Increase it when older files would be misread."""
 
 Remat = Literal["none", "block", "names"]
 """What the backward pass recomputes."""
@@ -67,7 +67,8 @@ class EncoderConfig:
     positions: Literal["sinusoidal", "learned", "rotary", "none"] = "sinusoidal"
     """Position encoding."""
     pooling: Literal["cls", "mean"] = "cls"
-    """Input of the classifier. cls: a learned token before the sequence; mean: the mean over valid tokens."""
+    """Input of the classifier. cls: the output of a learned token before the sequence; mean: the mean over valid
+    tokens."""
     towers: int = 1
     """Number of sequences in an example. With 2, both go through the same encoder."""
     classes: int = 2
@@ -96,7 +97,7 @@ class DataConfig:
     """stream: windows of the token stream, across document boundaries. documents: whole documents packed into rows,
     padded at the end, without attention across documents (softmax then uses its blockwise form, not cuDNN's)."""
     mixture: tuple[tuple[str, float], ...] = ()
-    """Mixture of corpora, in place of dir and source: a folder of token files or a source, its weight, the next, …"""
+    """Mixture of corpora, in place of dir and source: pairs of a folder of token files or a source, and its weight."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,11 @@ class TaskConfig:
     """Folder of the task's files, such as the official release. None: generate or download them. Short form:
     --data-dir."""
     max_length: int | None = None
-    """Maximum sequence length; also bounds the model's context. None: the task's own."""
+    """Maximum sequence length; also bounds the model's context. None: the task's default."""
     train_examples: int | None = None
-    """Number of training examples. None: the task's own."""
+    """Number of training examples. None: the task's default."""
     val_examples: int | None = None
-    """Number of validation and of test examples. None: the task's own."""
+    """Number of validation and of test examples. None: the task's default."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,10 @@ class TrainConfig:
     accumulate: int = 1
     """Gradient accumulation: number of micro-batches per update."""
     remat: Remat = "none"
-    """Rematerialisation. block: recompute each transformer block in the backward pass; names: but for the results of
-    its attention."""
+    """Rematerialisation. block: recompute each transformer block in the backward pass; names: the same, except for
+    the results of its attention."""
     deterministic: bool = True
-    """On a GPU, deterministic sums: a resumed run equals an uninterrupted one bit for bit."""
+    """Deterministic operations on a GPU: a resumed run equals an uninterrupted one bit for bit."""
     seed: int = 0
     """Seed of the initial parameters and of the data order."""
     eval_every: int = 100
@@ -208,10 +209,10 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class _Run:
-    """A whole run; what is trained, and on what, is the subclass's."""
+    """Base class of the configs of a run."""
 
     COMMAND: ClassVar[str]
-    """What trains it."""
+    """The command that trains it."""
 
     model: Any = None
     data: Any = None
@@ -222,24 +223,24 @@ class _Run:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def to_dict(self) -> dict[str, Any]:
-        """The number of the format and plain dicts, lists and numbers, as in ``config.json``."""
+        """The format version and the groups as plain dicts, lists and numbers, as in ``config.json``."""
         return {"format": FORMAT} | json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: object = "config") -> Self:
-        """The inverse of :meth:`to_dict`, but that ``model.modes`` stays a dict of dicts until the modes are known.
+        """The inverse of :meth:`to_dict`, except that ``model.modes`` stays a dict of dicts.
 
         Args:
-            values: all of them.
-            source: what they are called in the messages of a ``RunError``.
+            values: contents of a ``config.json``.
+            source: name of ``values`` in the messages of a ``RunError``.
 
         Raises:
-            RunError: another format, or a group that is no dict.
-            ConfigError: a group or field that this version does not know.
+            RunError: another format version, or a group that is not a dict.
+            ConfigError: an unknown group or field.
         """
         check_format(values, source)
         if not all(isinstance(group, dict) for name, group in values.items() if name != "format"):
-            raise RunError(f"{source}: not a config that train.py writes")
+            raise RunError(f"{source}: not a config written by train.py")
         groups = {group.name: group.default_factory for group in dataclasses.fields(cls)}
         built = {}
         for name, fields in values.items():
@@ -258,13 +259,13 @@ class _Run:
 
 
 def _tuples(value: Any) -> Any:
-    """JSON has lists where a config has tuples."""
+    """Converts the lists of JSON to tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
 class Config(_Run):
-    """A whole run of a language model."""
+    """Config of a language-model run."""
 
     COMMAND: ClassVar[str] = "train.py"
 
@@ -274,7 +275,7 @@ class Config(_Run):
 
 @dataclass(frozen=True)
 class LraConfig(_Run):
-    """A whole run of a classifier on a task of Long Range Arena."""
+    """Config of a classifier run on a task of the Long Range Arena."""
 
     COMMAND: ClassVar[str] = "lra.train"
 
@@ -283,40 +284,40 @@ class LraConfig(_Run):
 
 
 def check_format(values: dict[str, Any], source: object) -> None:
-    """Checks the format number of what was read from a ``config.json``.
+    """Checks the format version of a ``config.json``.
 
     Args:
-        values: all of it.
-        source: what it is called in the message.
+        values: its contents.
+        source: its name in the message.
 
     Raises:
-        RunError: this version reads another format.
+        RunError: another format version.
     """
     found = values.get("format")
     if found != FORMAT:
-        what = "no format number" if found is None else f"format {json.dumps(found)}"
-        raise RunError(f"{source}: it has {what}, and this version of lineargpt reads format {FORMAT}; use the version "
-                       "that wrote it, or train the run again")
+        what = "no format version" if found is None else f"format {json.dumps(found)}"
+        raise RunError(f"{source}: {what}; this version of lineargpt reads format {FORMAT}: use the version that "
+                       "wrote the file, or train the run again")
 
 
 def config_class(values: dict[str, Any]) -> type[Config] | type[LraConfig]:
-    """The kind of run that a ``config.json`` is of."""
+    """The class of the config in a ``config.json``."""
     data = values.get("data")
     return LraConfig if isinstance(data, dict) and "task" in data else Config
 
 
 def load_recipe[C: (Config, LraConfig)](path: str | Path, attention: str | None = None, kind: type[C] = Config,
                                         **given: Any) -> C:
-    """The config that a recipe file returns, for an attention mode or a comma-separated pattern of modes.
+    """The config of a recipe file.
 
     Args:
         path: the file.
-        attention: None: the recipe's own.
-        kind: what it has to return.
+        attention: attention mode, or a comma-separated pattern of modes. None: the recipe's default.
+        kind: the class that it must return.
         given: other arguments of its ``get_config``.
 
     Raises:
-        ConfigError: there is no such file, it has no ``get_config``, it fails, or is one of another command.
+        ConfigError: the file does not exist, has no ``get_config``, fails, or is a recipe of another command.
     """
     path = Path(path)
     if not path.is_file():
@@ -324,7 +325,7 @@ def load_recipe[C: (Config, LraConfig)](path: str | Path, attention: str | None 
         recipes = ", ".join(f"configs/{p.relative_to(root)}" for p in sorted(root.rglob("*.py"))
                             if "\ndef get_config(" in (text := p.read_text())
                             and ("LraConfig" in text) == (kind is LraConfig))
-        raise ConfigError(f"{path}: no such recipe. There are: {recipes}")
+        raise ConfigError(f"{path}: no such recipe; expected one of {recipes}")
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path}: not a recipe; a recipe is a Python file")
@@ -332,16 +333,17 @@ def load_recipe[C: (Config, LraConfig)](path: str | Path, attention: str | None 
     try:
         spec.loader.exec_module(module)
         if not hasattr(module, "get_config"):
-            raise ConfigError(f"{path}: a recipe defines get_config(attention) -> Config; this file does not")
+            raise ConfigError(f"{path}: not a recipe; expected a function get_config(attention) -> Config")
         if unknown := given.keys() - inspect.signature(module.get_config).parameters.keys():
-            raise ConfigError(f"{path}: not a recipe of {kind.COMMAND}: its get_config takes no {', '.join(unknown)}")
+            raise ConfigError(f"{path}: not a recipe of {kind.COMMAND}: its get_config has no argument "
+                              f"{', '.join(unknown)}")
         config = module.get_config(**given) if attention is None else module.get_config(attention, **given)
     except ConfigError:
         raise
     except Exception as error:  # a recipe is the user's own code
-        raise ConfigError(f"{path}: the recipe fails: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path}: the recipe failed: {type(error).__name__}: {error}") from error
     if not isinstance(config, kind):
         command = getattr(config, "COMMAND", None)
         raise ConfigError(f"{path}: not a recipe of {kind.COMMAND}, "
-                          + (f"but of {command}" if command else f"whose get_config returns a {kind.__name__}"))
+                          + (f"but of {command}" if command else f"whose get_config must return a {kind.__name__}"))
     return config

@@ -94,8 +94,8 @@ def test_unknown_groups_and_fields_are_named(values, message):
 
 
 @pytest.mark.parametrize(("number", "message"), [
-    ({}, "config: it has no format number, and this version of lineargpt reads format 1; use the version that wrote"),
-    ({"format": 2}, "config: it has format 2, and this version"), ({"format": "1"}, 'config: it has format "1", and'),
+    ({}, "config: no format version; this version of lineargpt reads format 1: use the version that wrote"),
+    ({"format": 2}, "config: format 2; this version"), ({"format": "1"}, 'config: format "1"; this'),
 ])
 def test_another_format_is_refused(number, message):
     values = Config().to_dict()
@@ -125,7 +125,7 @@ def test_every_recipe_of_the_project_gives_a_config():
 
 
 def test_a_missing_recipe_is_told_with_those_there_are(tmp_path):
-    with pytest.raises(ConfigError, match=re.escape("nope.py: no such recipe. There are: ")) as error:
+    with pytest.raises(ConfigError, match=re.escape("nope.py: no such recipe; expected one of ")) as error:
         load_recipe(tmp_path / "nope.py")
     assert "configs/quickstart.py" in str(error.value)
     assert "schema" not in str(error.value)
@@ -133,7 +133,7 @@ def test_a_missing_recipe_is_told_with_those_there_are(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "text", "message"), [
-    ("x.py", "a = 1", r"x.py: a recipe defines get_config\(attention\)"),
+    ("x.py", "a = 1", r"x.py: not a recipe; expected a function get_config\(attention\)"),
     ("x.txt", "a = 1", "x.txt: not a recipe; a recipe is a Python file"),
 ])
 def test_a_file_that_is_no_recipe_is_named(tmp_path, name, text, message):
