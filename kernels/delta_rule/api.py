@@ -77,7 +77,7 @@ def delta_rule(
     name = implementation or pick_implementation(q_BTHM, k_BTHM, v_BTHD, chunk_size=chunk_size,
                                                  segments=segment_ids_BT is not None)
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
+        raise ValueError(f"implementation={name!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
     refusal = None
     if name == "pallas_gpu":
         refusal = pallas_gpu.refuses(q_BTHM, k_BTHM, v_BTHD, chunk_size=chunk_size)

@@ -182,7 +182,7 @@ def _attend(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool, chunk_size: 
             implementation: str | None) -> jax.Array:
     """With keys of length 1, without which states grow, and β = 0.5."""
     if not causal:
-        raise NotImplementedError("delta_rule: it sees the past only")
+        raise NotImplementedError("delta_rule: it is causal")
     k_BTHM = wide(k_BTHM)
     k_BTHM = (k_BTHM / jnp.linalg.norm(k_BTHM, axis=-1, keepdims=True)).astype(v_BTHD.dtype)
     beta_BTH = jnp.full(k_BTHM.shape[:3], 0.5, v_BTHD.dtype)

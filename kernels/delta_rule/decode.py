@@ -15,13 +15,13 @@ def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, segments: bool = False) ->
     """Why :func:`decode` cannot do a call; None where it can."""
     _, T, _, M = q_BTHM.shape
     if T != 1:
-        return f"it takes one token, after those of the state, not {T}"
+        return f"it supports one token after an initial state, not {T}"
     if segments:
-        return "it takes no segments"
+        return "it does not support segments"
     if M > MOST_FEATURES:
-        return f"q_BTHM has width {M}; it takes widths up to {MOST_FEATURES}"
+        return f"q_BTHM has width {M}; it supports widths up to {MOST_FEATURES}"
     wide = jnp.result_type(*(x.dtype for x in (q_BTHM, k_BTHM, v_BTHD)))
-    return f"states of these inputs are {wide}; it takes float32" if wide == jnp.float64 else None
+    return f"states of these inputs are {wide}; it supports float32" if wide == jnp.float64 else None
 
 
 def decode(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initial_BHMD: Array, runs_BT: Array | None, *,

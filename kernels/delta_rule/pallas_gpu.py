@@ -30,11 +30,11 @@ def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: int | None = N
     """Why these kernels cannot do something; None where they can."""
     for name, x in (("q_BTHM", q_BTHM), ("k_BTHM", k_BTHM), ("v_BTHD", v_BTHD)):
         if x.dtype.name not in WIDEST:
-            return f"{name} is {x.dtype}; it takes {', '.join(WIDEST)}"
+            return f"{name} is {x.dtype}; it supports {', '.join(WIDEST)}"
         if x.shape[3] > WIDEST[x.dtype.name]:
-            return f"{name} has width {x.shape[3]}; in {x.dtype} it takes widths of 1 to {WIDEST[x.dtype.name]}"
+            return f"{name} has width {x.shape[3]}; in {x.dtype} it supports widths of 1 to {WIDEST[x.dtype.name]}"
     if chunk_size not in (None, CHUNK):
-        return f"chunk_size={chunk_size}; it takes {CHUNK}"
+        return f"chunk_size={chunk_size}; it supports {CHUNK}"
     return None
 
 

@@ -30,11 +30,11 @@ class Implementation(NamedTuple):
 
 
 def _refuses_decay_of_the_future(*_: Any, causal: bool, log_decay: bool, **__: Any) -> str | None:
-    return "log_decay_BTH is of the past; it needs causal=True" if log_decay and not causal else None
+    return "log_decay_BTH requires causal=True" if log_decay and not causal else None
 
 
 def _refuses_no_mask(*_: Any, causal: bool, **__: Any) -> str | None:
-    return None if causal else "it sees the past only; causal=False needs another one"
+    return None if causal else "it supports only causal=True"
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -110,7 +110,7 @@ def linear_attention(
                                "log_decay": log_decay_BTH is not None}
     name = pick_implementation(q_BTHM, k_BTHM, v_BTHD, **options) if implementation is None else implementation
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
+        raise ValueError(f"implementation={name!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
     form = IMPLEMENTATIONS[name]
     refusal = form.refuses(q_BTHM, k_BTHM, v_BTHD, **options)
     if refusal:

@@ -21,13 +21,13 @@ def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk
     del chunk_size, log_decay
     _, T, _, M = q_BTHM.shape
     if T != 1 or not causal:
-        return f"it takes one token, after those of the state, not {T}" if T != 1 else "it sees the past only"
+        return f"it supports one token after an initial state, not {T}" if T != 1 else "it supports only causal=True"
     if segments:
-        return "it takes no segments"
+        return "it does not support segments"
     if M > MOST_FEATURES:
-        return f"q_BTHM has width {M}; it takes widths up to {MOST_FEATURES}"
+        return f"q_BTHM has width {M}; it supports widths up to {MOST_FEATURES}"
     dtype = sum_dtype(q_BTHM, k_BTHM, v_BTHD)
-    return None if dtype == jnp.float32 else f"states of these inputs are {dtype}; it takes float32"
+    return None if dtype == jnp.float32 else f"states of these inputs are {dtype}; it supports float32"
 
 
 def decode(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,

@@ -90,21 +90,21 @@ def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk
             segments: bool = False, log_decay: bool = False) -> str | None:
     """Why these kernels cannot do something; None where they can."""
     if not causal:
-        return "it sees the past only; with causal=False name implementation='chunked'"
+        return "it supports only causal=True; for causal=False choose implementation='chunked'"
     for name, x in (("q_BTHM", q_BTHM), ("k_BTHM", k_BTHM), ("v_BTHD", v_BTHD)):
         if x.dtype.name not in DTYPES:
-            return f"{name} is {x.dtype}; it takes {', '.join(DTYPES)}"
+            return f"{name} is {x.dtype}; it supports {', '.join(DTYPES)}"
         widest = WIDEST_WITH_DECAY if log_decay else WIDTHS[1]
         if not WIDTHS[0] <= x.shape[3] <= widest:
-            return (f"{name} has width {x.shape[3]}; {'with a decay ' if log_decay else ''}it takes widths of "
+            return (f"{name} has width {x.shape[3]}; {'with a decay ' if log_decay else ''}it supports widths of "
                     f"{WIDTHS[0]} to {widest}")
-    # Longer ones do not fit into a program's registers, and would be slow.
+    # Longer chunks do not fit into a program's registers, and would be slow.
     operand = operand_dtype(q_BTHM, k_BTHM, v_BTHD)
     most = 64 if max(q_BTHM.shape[3], v_BTHD.shape[3]) > 128 or operand != jnp.bfloat16 else CHUNKS[-1]
     if log_decay:
         most = min(tiles.chunk for tiles in tiles_with_decay(q_BTHM.shape[3], v_BTHD.shape[3], operand))
     if chunk_size is not None and (chunk_size not in CHUNKS or chunk_size > most):
-        return (f"chunk_size={chunk_size}; for these widths and number formats it takes "
+        return (f"chunk_size={chunk_size}; for these widths and dtypes it supports "
                 f"{', '.join(str(C) for C in CHUNKS if most >= C)}")
     return None
 

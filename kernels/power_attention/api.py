@@ -72,7 +72,7 @@ def power_attention(
         log_decay_BTH = decay.prepare(log_decay_BTH, dtype, None if runs_BT is None else runs_BT < 0)
     name = pick_implementation(T) if implementation is None else implementation
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
+        raise ValueError(f"implementation={name!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
     features = count_features(D, degree)
     state = None if initial_state is None else State(*(x.astype(dtype) for x in initial_state))
     options: dict[str, Any] = {"degree": degree, "normalize": normalize}

@@ -116,7 +116,7 @@ CASES: tuple[Case, ...] = (
 def _attend(q_BTHD: Any, k_BTHD: Any, v_BTHD: Any, *, causal: bool, chunk_size: int | None,
             implementation: str | None) -> jax.Array:
     if not causal:
-        raise NotImplementedError("it sees the past only; causal=False needs another one")
+        raise NotImplementedError("it supports only causal=True")
     return power_attention(q_BTHD, k_BTHD, v_BTHD, chunk_size=chunk_size, implementation=implementation)[0]
 
 

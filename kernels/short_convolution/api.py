@@ -46,7 +46,7 @@ def short_convolution(
     checks.check_shapes(expected, "x_BTF", x_BTF.shape)
     checks.check_segments(segment_ids_BT, "x_BTF", x_BTF.shape)
     if segment_ids_BT is not None and before_BPF is not None:
-        raise ValueError("before_BPF is given, and segment_ids_BT too; expected one of them")
+        raise ValueError("before_BPF and segment_ids_BT are mutually exclusive")
     before_BPF = jnp.zeros((B, K - 1, F), x_BTF.dtype) if before_BPF is None else before_BPF.astype(x_BTF.dtype)
     if segment_ids_BT is None:
         return _convolve(x_BTF, taps_KF, before_BPF, None)

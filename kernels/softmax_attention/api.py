@@ -64,13 +64,13 @@ def softmax_attention(
         raise ValueError(f"window={window}: expected at least 1")
     for name, x in (("window", window), ("log_decay_BTH", log_decay_BTH)):
         if x is not None and not causal:
-            raise NotImplementedError(f"{name} is of the past; it needs causal=True")
+            raise NotImplementedError(f"{name} requires causal=True")
     if log_decay_BTH is not None:
         checks.check_log_decay(log_decay_BTH, "q_BTHD", q_BTHD.shape)
     segments, log_decay = segment_ids_BT is not None, log_decay_BTH is not None
     name = implementation or pick_implementation(q_BTHD.dtype, q_BTHD.shape[3], segments=segments, log_decay=log_decay)
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={name!r}: there is {', '.join(IMPLEMENTATIONS)}")
+        raise ValueError(f"implementation={name!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
     if name == "cudnn":
         refusal = cudnn.refuses(q_BTHD.dtype, q_BTHD.shape[3], segments, log_decay)
         if refusal is not None:
@@ -126,7 +126,7 @@ def cached_attention(
     refusal = decode.refuses(q_BTHD, k_BHSD, v_BHSD, log_decay=log_decay_BHS is not None)
     name = implementation or ("decode" if device.platform() == "gpu" and refusal is None else "blockwise")
     if name not in CACHED_IMPLEMENTATIONS:
-        raise ValueError(f"implementation={name!r}: there is {', '.join(CACHED_IMPLEMENTATIONS)}")
+        raise ValueError(f"implementation={name!r}: expected one of {', '.join(CACHED_IMPLEMENTATIONS)}")
     if name == "decode" and refusal is not None:
         raise NotImplementedError(f"implementation='decode': {refusal}")
     extras = {} if log_decay_BHS is None else {"log_decay_BHS": jnp.maximum(log_decay_BHS, decay.LEAST)}

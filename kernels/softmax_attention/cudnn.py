@@ -1,4 +1,4 @@
-"""cuDNN's flash attention, as jax has it, with the limits of what it is called with here."""
+"""cuDNN's flash attention through jax."""
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +8,16 @@ from kernels import device
 
 
 def refuses(dtype: jnp.dtype, head_width: int, segments: bool, log_decay: bool = False) -> str | None:
-    """Why it cannot do something on the device that is traced for; None where it can."""
+    """Why it does not support a call on the device that is traced for; None if it does."""
     if device.platform() != "gpu":
-        return f"it needs an NVIDIA GPU, and the default device is a {device.platform()}"
+        return f"it needs an NVIDIA GPU; the default device is a {device.platform()}"
     if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it takes bfloat16 and float16, not {dtype}"
+        return f"it supports bfloat16 and float16, not {dtype}"
     if head_width % 8 or head_width > 128:
-        return f"it takes head widths up to 128 that 8 divides, not {head_width}"
+        return f"it supports head widths that are multiples of 8, up to 128, not {head_width}"
     if log_decay:
-        return "it takes log decays as T × T numbers only"
-    return "it is called without segments here" if segments else None
+        return "it does not support log decays, except as a T × T bias"
+    return "it does not support segments here" if segments else None
 
 
 def cudnn(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, causal: bool, window: int | None = None) -> Array:

@@ -104,16 +104,16 @@ def refuses(q_BTHD: Any, k_BHSD: Any, v_BHSD: Any, *, splits: int | None = None,
             log_decay: bool = False) -> str | None:
     """Why these kernels cannot do something; None where they can."""
     if log_decay:
-        return "it takes no log decays"
+        return "it does not support log decays"
     if q_BTHD.shape[1] != 1:
-        return f"q_BTHD has {q_BTHD.shape[1]} tokens; it takes one"
+        return f"q_BTHD has {q_BTHD.shape[1]} tokens; it supports one"
     for name, x in (("q_BTHD", q_BTHD), ("k_BHSD", k_BHSD), ("v_BHSD", v_BHSD)):
         if x.dtype.name not in DTYPES:
-            return f"{name} is {x.dtype}; it takes {', '.join(DTYPES)}"
+            return f"{name} is {x.dtype}; it supports {', '.join(DTYPES)}"
         if not WIDTHS[0] <= x.shape[3] <= WIDTHS[1]:
-            return f"{name} has width {x.shape[3]}; it takes widths of {WIDTHS[0]} to {WIDTHS[1]}"
+            return f"{name} has width {x.shape[3]}; it supports widths of {WIDTHS[0]} to {WIDTHS[1]}"
     if splits is not None and (splits < 1 or splits & (splits - 1)):
-        return f"splits={splits}; it takes powers of two"
+        return f"splits={splits}; it supports powers of two"
     return None
 
 

@@ -256,7 +256,7 @@ def test_what_is_timed_has_keys_of_length_1_and_looks_at_the_past():
     found = timed.call(q, 3 * k, v, causal=True, chunk_size=8, implementation="recurrent")
     expected = delta_rule(q, k, v, jnp.full((B, 20, H), 0.5), implementation="recurrent")[0]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(NotImplementedError, match="sees the past only"):
+    with pytest.raises(NotImplementedError, match="it is causal"):
         timed.call(q, k, v, causal=False, chunk_size=None, implementation=None)
 
 
@@ -278,7 +278,7 @@ class TestBadInput:
         ({"log_decay_BTH": jnp.full((2, 8, 3), 0.5)}, "log_decay_BTH is 0.5 somewhere; expected 0 or less"),
         ({"chunk_size": 0}, "chunk_size=0: expected a whole number of at least 1"),
         ({"implementation": "chunky"},
-         "implementation='chunky': there is reference, recurrent, decode, chunked, pallas_gpu"),
+         "implementation='chunky': expected one of reference, recurrent, decode, chunked, pallas_gpu"),
         ({name: jnp.ones((2, 0, 3, 4)) for name in ("q_BTHM", "k_BTHM", "v_BTHD")} | {"beta_BTH": jnp.ones((2, 0, 3))},
          "T must be at least 1"),
     ])

@@ -58,10 +58,10 @@ def test_it_is_picked_for_a_token_on_a_gpu_and_refuses_anything_else_by_name(mon
     assert pick_implementation(wide, wide, v_BTHD) == "recurrent"
     pair = np.ones((1, 2, 2, 16), np.float32)
     for arguments, options, message in [
-            ((pair, pair, pair), {}, "it takes one token, after those of the state, not 2"),
-            ((q_BTHM, k_BTHM, v_BTHD), {"causal": False}, "it sees the past only"),
-            ((q_BTHM, k_BTHM, v_BTHD), {"segment_ids_BT": jnp.zeros((1, 1), jnp.int32)}, "it takes no segments"),
-            ((wide, wide, v_BTHD), {}, "q_BTHM has width 1025; it takes widths up to 1024")]:
+            ((pair, pair, pair), {}, "it supports one token after an initial state, not 2"),
+            ((q_BTHM, k_BTHM, v_BTHD), {"causal": False}, "it supports only causal=True"),
+            ((q_BTHM, k_BTHM, v_BTHD), {"segment_ids_BT": jnp.zeros((1, 1), jnp.int32)}, "it does not support seg"),
+            ((wide, wide, v_BTHD), {}, "q_BTHM has width 1025; it supports widths up to 1024")]:
         with pytest.raises(NotImplementedError, match=f"implementation='decode': {message}"):
             linear_attention(*map(jnp.asarray, arguments), implementation="decode", **options)
 

@@ -272,7 +272,7 @@ class TestBadInput:
         ({"log_decay_BTH": jnp.full((2, 8, 3), 0.5)}, "log_decay_BTH is 0.5 somewhere; expected 0 or less"),
         ({"log_decay_BTH": jnp.full((2, 8, 3), jnp.nan)}, "log_decay_BTH is nan somewhere; expected 0 or less"),
         ({"chunk_size": 0}, "chunk_size=0: expected a whole number of at least 1"),
-        ({"implementation": "chunky"}, "implementation='chunky': there is reference, .*chunked"),
+        ({"implementation": "chunky"}, "implementation='chunky': expected one of reference, .*chunked"),
     ])
     def test_a_value_error_names_the_argument(self, change, message):
         with pytest.raises(ValueError, match=message):
@@ -299,12 +299,12 @@ class TestBadInput:
 
     @pytest.mark.parametrize("implementation", [None, "reference", *UNMASKED_FORMS])
     def test_a_decay_cannot_look_ahead(self, implementation):
-        with pytest.raises(NotImplementedError, match="log_decay_BTH is of the past; it needs causal=True"):
+        with pytest.raises(NotImplementedError, match="log_decay_BTH requires causal=True"):
             self.call(implementation=implementation, causal=False, log_decay_BTH=jnp.zeros((2, 8, 3)))
 
     @pytest.mark.parametrize("implementation", ["cumsum", "recurrent"])
     def test_a_recurrence_cannot_look_ahead(self, implementation):
-        with pytest.raises(NotImplementedError, match=f"'{implementation}': it sees the past only"):
+        with pytest.raises(NotImplementedError, match=f"'{implementation}': it supports only causal=True"):
             self.call(implementation=implementation, causal=False)
 
     def call(self, **changes):

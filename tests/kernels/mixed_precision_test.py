@@ -1,4 +1,4 @@
-"""Products and roundings between number formats: what comes out is what the plain ones give."""
+"""Products and roundings between compute dtypes: what comes out is what the plain ones give."""
 
 import jax
 import jax.numpy as jnp

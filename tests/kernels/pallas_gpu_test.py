@@ -288,18 +288,18 @@ class TestWhatIsRefused:
 
     @pytest.mark.parametrize("implementation", ["pallas_gpu", *SCHEDULES])
     @pytest.mark.parametrize(("widths", "dtype", "options", "message"), [
-        ((16, 16), "float64", {}, "q_BTHM is float64; it takes float32, bfloat16, float16"),
-        ((257, 16), "float32", {}, "q_BTHM has width 257; it takes widths of 1 to 256"),
-        ((16, 257), "float32", {}, "v_BTHD has width 257; it takes widths of 1 to 256"),
+        ((16, 16), "float64", {}, "q_BTHM is float64; it supports float32, bfloat16, float16"),
+        ((257, 16), "float32", {}, "q_BTHM has width 257; it supports widths of 1 to 256"),
+        ((16, 257), "float32", {}, "v_BTHD has width 257; it supports widths of 1 to 256"),
         ((16, 16), "float32", {"causal": False}, "causal=False"),
         ((16, 256), "bfloat16", {"log_decay_BTH": jnp.zeros((1, 8, 1))},
-         "v_BTHD has width 256; with a decay it takes widths of 1 to 128"),
+         "v_BTHD has width 256; with a decay it supports widths of 1 to 128"),
         ((16, 16), "float32", {"log_decay_BTH": jnp.zeros((1, 8, 1)), "chunk_size": 32},
-         "chunk_size=32; for these widths and number formats it takes 16"),
+         "chunk_size=32; for these widths and dtypes it supports 16"),
         ((16, 16), "float32", {"chunk_size": 100},
-         "chunk_size=100; for these widths and number formats it takes 16, 32, 64"),
+         "chunk_size=100; for these widths and dtypes it supports 16, 32, 64"),
         ((16, 16), "bfloat16", {"chunk_size": 256},
-         "chunk_size=256; for these widths and number formats it takes 16, 32, 64, 128"),
+         "chunk_size=256; for these widths and dtypes it supports 16, 32, 64, 128"),
     ])
     def test_an_error_names_the_argument_and_the_limit(self, implementation, widths, dtype, options, message):
         with (jax.enable_x64(dtype == "float64"),

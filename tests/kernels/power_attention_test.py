@@ -109,7 +109,7 @@ def call(**changes):
     ({"log_decay_BTH": jnp.full((2, 5, 3), 0.1)}, ValueError, "log_decay_BTH is 0.1 somewhere; expected 0 or less"),
     ({"segment_ids_BT": jnp.ones((2, 6), int)}, ValueError, "segment_ids_BT has shape"),
     ({"chunk_size": 0}, ValueError, "chunk_size=0: expected a whole number of at least 1"),
-    ({"implementation": "quick"}, ValueError, "implementation='quick': there is reference, recurrent, chunked"),
+    ({"implementation": "quick"}, ValueError, "implementation='quick': expected one of reference, recurrent, chunked"),
 ])
 def test_bad_input(changes, error, message, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the shape checks that tests add

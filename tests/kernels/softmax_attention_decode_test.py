@@ -142,10 +142,10 @@ def test_splits_keep_a_gpu_busy_and_no_more(heads, blocks, splits, monkeypatch):
 
 
 @pytest.mark.parametrize(("change", "splits", "message"), [
-    ({"q_BTHD": jnp.ones((1, 2, 2, 4))}, None, "q_BTHD has 2 tokens; it takes one"),
-    ({"v_BHSD": jnp.ones((1, 2, 8, 4), int)}, None, "v_BHSD is int32; it takes float32, bfloat16, float16"),
-    ({"k_BHSD": jnp.ones((1, 2, 8, 257))}, None, "k_BHSD has width 257; it takes widths of 1 to 256"),
-    ({}, 3, "splits=3; it takes powers of two"),
+    ({"q_BTHD": jnp.ones((1, 2, 2, 4))}, None, "q_BTHD has 2 tokens; it supports one"),
+    ({"v_BHSD": jnp.ones((1, 2, 8, 4), int)}, None, "v_BHSD is int32; it supports float32, bfloat16, float16"),
+    ({"k_BHSD": jnp.ones((1, 2, 8, 257))}, None, "k_BHSD has width 257; it supports widths of 1 to 256"),
+    ({}, 3, "splits=3; it supports powers of two"),
 ])
 def test_what_it_cannot_do(change, splits, message, monkeypatch):
     # The shape checks that tests add would come first.

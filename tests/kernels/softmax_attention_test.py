@@ -255,7 +255,7 @@ class TestBadInput:
         ({"k_BTHD": jnp.ones((1, 7, 2, 4))}, r"k_BTHD has shape \(1, 7, 2, 4\); expected \(1, 8, 2, 4\)"),
         ({"v_BTHD": jnp.ones((1, 8, 1, 4))}, r"v_BTHD has shape \(1, 8, 1, 4\); expected \(1, 8, 2, 4\)"),
         ({"segment_ids_BT": jnp.zeros((1, 9), int)}, r"segment_ids_BT has shape \(1, 9\); expected \(1, 8\)"),
-        ({"implementation": "flash"}, "implementation='flash': there is materialised, blockwise, cudnn"),
+        ({"implementation": "flash"}, "implementation='flash': expected one of materialised, blockwise, cudnn"),
         ({"window": 0}, "window=0: expected at least 1"),
         ({"log_decay_BTH": jnp.zeros((1, 8, 4))}, r"log_decay_BTH has shape \(1, 8, 4\); expected \(1, 8, 2\)"),
         ({"log_decay_BTH": jnp.full((1, 8, 2), 0.5)}, "log_decay_BTH is 0.5 somewhere; expected 0 or less"),
@@ -267,26 +267,26 @@ class TestBadInput:
 
     def test_cudnn_is_refused_without_a_gpu(self):
         x = jnp.ones((1, 8, 2, 4), jnp.bfloat16)
-        with pytest.raises(NotImplementedError, match=r"'cudnn': it needs an NVIDIA GPU, .* is a cpu"):
+        with pytest.raises(NotImplementedError, match=r"'cudnn': it needs an NVIDIA GPU; .* is a cpu"):
             softmax_attention(x, x, x, implementation="cudnn")
 
     @pytest.mark.parametrize("option", [{"window": 4}, {"log_decay_BTH": jnp.zeros((1, 8, 2))}])
     def test_a_window_and_a_decay_need_the_mask(self, option):
         x = jnp.ones((1, 8, 2, 4))
-        with pytest.raises(NotImplementedError, match=f"{next(iter(option))} is of the past; it needs causal=True"):
+        with pytest.raises(NotImplementedError, match=f"{next(iter(option))} requires causal=True"):
             softmax_attention(x, x, x, causal=False, **option)
 
     def test_cudnn_takes_no_log_decay(self, monkeypatch):
         monkeypatch.setattr(device, "platform", lambda: "gpu")
         x = jnp.ones((1, 8, 2, 8), jnp.bfloat16)
-        with pytest.raises(NotImplementedError, match="'cudnn': it takes log decays as T × T numbers only"):
+        with pytest.raises(NotImplementedError, match="'cudnn': it does not support log decays, except"):
             softmax_attention(x, x, x, log_decay_BTH=jnp.zeros((1, 8, 2)), implementation="cudnn")
         assert pick_implementation(x.dtype, 8) == "cudnn"
         assert pick_implementation(x.dtype, 8, log_decay=True) == "blockwise"
 
     def test_the_decoding_kernel_takes_no_log_decay(self):
         keys = jnp.ones((1, 2, 16, 8))
-        with pytest.raises(NotImplementedError, match="'decode': it takes no log decays"):
+        with pytest.raises(NotImplementedError, match="'decode': it does not support log decays"):
             cached_attention(jnp.ones((1, 1, 2, 8)), keys, keys, jnp.zeros(1, jnp.int32),
                              log_decay_BHS=jnp.zeros((1, 2, 16)), implementation="decode")
 
