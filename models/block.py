@@ -1,4 +1,4 @@
-"""The transformer block that the language model and the encoder are made of."""
+"""The transformer block of language models and encoders."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from support.errors import ConfigError
 
 
 class LayerNorm(nnx.LayerNorm):
-    """``nnx.LayerNorm`` by our own gradient, which moves less memory; its output has the number format ``dtype``."""
+    """``nnx.LayerNorm`` with a custom gradient that moves less memory; its output has the dtype ``dtype``."""
 
     def __init__(self, width: int, dtype: str = "float32", *, rngs: nnx.Rngs):
         declared = declare("width", decays=False)
@@ -33,14 +33,14 @@ class LayerNorm(nnx.LayerNorm):
 
     @property
     def parameters(self) -> Norm:
-        """What the kernels take."""
+        """The parameters for kernels."""
         assert self.scale is not None
         assert self.bias is not None
         return Norm(self.scale[...], self.bias[...], self.epsilon, self.dtype)
 
 
 class MLP(nnx.Module):
-    """Two projections with a tanh GELU between."""
+    """Two projections with a tanh GELU between them."""
 
     def __init__(self, width: int, mlp_width: int, *, rngs: nnx.Rngs):
         self.hidden = Linear(width, mlp_width, axes=("width", "mlp"), rngs=rngs)
@@ -53,7 +53,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-LayerNorm attention and MLP on a float32 residual stream; what they compute on the way is in ``dtype``.
+    """Pre-LayerNorm attention and MLP on a float32 residual stream, with compute dtype ``dtype``.
 
     Args:
         mode: name of the attention mode.
@@ -62,9 +62,9 @@ class Block(nnx.Module):
         heads: H.
         head_width: D.
         mlp_width: F.
-        max_length: the longest sequence the model is made for.
+        max_length: maximum sequence length.
         dtype: ``float32`` or ``bfloat16``.
-        rngs: initial parameters come from its streams ``params`` and ``attention``.
+        rngs: its streams ``params`` and ``attention`` initialise the parameters.
     """
 
     def __init__(self, mode: str, options: Any, *, width: int, heads: int, head_width: int, mlp_width: int,
@@ -84,9 +84,9 @@ class Block(nnx.Module):
         Args:
             x_BTE: the residual stream.
             cache, positions_BT, segment_ids_BT, lengths_B, causal: as for the attention layer's ``forward``.
-            drop: applied to what attention and MLP add to the residual stream, in this order; None: nothing is.
-            remat: ``block``: keep only ``x_BTE`` for the backward pass and recompute the rest in it; ``names``: keep
-                the results of attention too.
+            drop: dropout of the outputs of attention and MLP, in this order, if any.
+            remat: ``block``: keep only ``x_BTE`` for the backward pass and recompute the rest; ``names``: also keep the
+                results of attention.
         """
         options = {"causal": causal, "positions_BT": positions_BT, "segment_ids_BT": segment_ids_BT,
                    "lengths_B": lengths_B}
@@ -102,28 +102,29 @@ class Block(nnx.Module):
 
 
 def layer_modes(config: ModelConfig | EncoderConfig) -> Sequence[str]:
-    """The attention mode of each layer: the pattern repeated to the depth."""
+    """The attention mode of each layer, from the repeated pattern."""
     return [config.attention[i % len(config.attention)] for i in range(config.layers)]
 
 
 def head_width(config: ModelConfig | EncoderConfig) -> int:
-    """D: what the config says, or the share of a head in E."""
+    """D: ``head_width`` of the config, or E / H."""
     return config.head_width or config.width // config.heads
 
 
 def check_heads(config: ModelConfig | EncoderConfig) -> None:
-    """Checks what heads and their width have to be.
+    """Checks the number of heads and their width.
 
     Raises:
-        ConfigError: they do not go together with the width or with rotary positions.
+        ConfigError: they do not fit the model width or rotary positions.
     """
     if config.head_width is None and config.width % config.heads:
-        raise ConfigError(f"model.heads is {config.heads}, which does not divide model.width, {config.width}; give "
+        raise ConfigError(f"model.heads is {config.heads}, which does not divide model.width, {config.width}; set "
                           "model.head_width")
     if config.head_width is not None and config.head_width < 1:
         raise ConfigError(f"model.head_width is {config.head_width}; expected at least 1")
     if config.positions == "rotary" and head_width(config) % 2:
-        raise ConfigError(f"model.positions rotary turns pairs: the head width, {head_width(config)}, has to be even")
+        raise ConfigError(f"model.positions is rotary and the head width {head_width(config)}; expected an even head "
+                          "width")
 
 
 def linears(model: nnx.Module) -> Iterator[Linear]:
@@ -134,5 +135,5 @@ def linears(model: nnx.Module) -> Iterator[Linear]:
 
 
 def compute_dtype(dtype: str) -> str:
-    """``dtype`` with ``auto`` resolved: bfloat16 where the device is fast at it."""
+    """``dtype`` with ``auto`` resolved: bfloat16 if the device has hardware support."""
     return dtype if dtype != "auto" else "bfloat16" if device.has_fast_bfloat16() else "float32"

@@ -1,7 +1,7 @@
 """Bidirectional encoders with any attention, and their classifiers: the models of the Long Range Arena.
 
 Tay et al., "Long Range Arena: A Benchmark for Efficient Transformers", 2021. The blocks are those of the language
-model. Padding is never attended to, never averaged, and changes no output; it stands after the tokens of its row.
+model. Padding follows the tokens of a row. It is never attended to or averaged, and changes no output.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from support.errors import ConfigError
 
 
 class Encoder(nnx.Module):
-    """Tokens to one vector a sequence.
+    """An encoder from tokens to one vector per sequence.
 
     Args:
-        config: sizes, positions, pooling, dtype and the attention of each layer, as :func:`resolve_config` returns it.
+        config: sizes, positions, pooling, dtype and the attention of each layer, from :func:`resolve_config`.
         vocab_size: V.
-        rngs: initial parameters come from its streams ``params`` and ``attention``.
+        rngs: its streams ``params`` and ``attention`` initialise the parameters.
     """
 
     def __init__(self, config: EncoderConfig, vocab_size: int, *, rngs: nnx.Rngs):
@@ -52,21 +52,20 @@ class Encoder(nnx.Module):
 
     def forward(self, tokens_BT: Int[Array, "B T"], *, valid_BT: Bool[Array, "B T"] | None = None,
                 dropout: Key[Array, ""] | None = None, remat: Remat = "none") -> Float[Array, "B E"]:
-        """One vector a sequence, float32: that of the CLS token, or the mean over valid tokens.
+        """One vector per sequence, float32: that of the CLS token, or the mean over valid tokens.
 
         Args:
-            tokens_BT: at most ``config.context`` of them.
-            valid_BT: false on padding, which stands after the valid tokens of its row.
-            dropout: what is left out is drawn from it; None: nothing is, as in evaluation.
-            remat: what the backward pass recomputes, as for a block's ``forward``.
+            tokens_BT: at most ``config.context`` tokens.
+            valid_BT: false on padding, which follows the valid tokens of a row.
+            dropout: random key of dropout; None: no dropout, as in evaluation.
+            remat: rematerialisation, as for a block's ``forward``.
 
         Raises:
-            ValueError: a sequence longer than ``config.context``.
+            ValueError: a sequence is longer than ``config.context``.
         """
         B, length = tokens_BT.shape
         if length > self.config.context:
-            raise ValueError(f"tokens_BT has {length} tokens; the encoder is made for model.context, "
-                             f"{self.config.context}")
+            raise ValueError(f"tokens_BT has {length} tokens; expected at most model.context, {self.config.context}")
         x_BTE = self.token_embedding(tokens_BT)
         segment_ids_BT = None if valid_BT is None else jnp.where(valid_BT, 0, -1).astype(jnp.int32)
         if self.cls_E is not None:
@@ -96,9 +95,7 @@ class Encoder(nnx.Module):
 
 
 def dropping(rate: float, key: Key[Array, ""] | None) -> Callable[[Array], Array] | None:
-    """Leaves out a share of an array at random and scales up the rest: each call by another draw from the key.
-
-    None where there is no key or nothing to leave out.
+    """A dropout function, with new random numbers from the key in each call; None without a key or at rate 0.
 
     Srivastava et al.: "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", 2014.
     """
@@ -118,12 +115,12 @@ def _fold_in(key: Array | None, number: int) -> Array | None:
 
 
 class Classifier(nnx.Module):
-    """An encoder and two layers on its vector; with two towers, which share the encoder, on the vectors of a pair.
+    """An encoder and a two-layer head; two towers share the encoder.
 
-    The pair is told to the head as [a, b, a · b, a − b], as for natural language inference.
+    The input of the head is the vector a or, for a pair, [a, b, a · b, a − b], as in natural language inference.
 
     Args:
-        config: of the encoder, resolved; ``classes`` and ``towers`` are the head's.
+        config: resolved config of the encoder; ``classes`` and ``towers`` are for the head.
         vocab_size: V.
         rngs: as for :class:`Encoder`.
     """
@@ -142,16 +139,16 @@ class Classifier(nnx.Module):
         """Logits, float32.
 
         Args:
-            tokens_BT: one array a tower; lengths may differ.
-            valid_BT: false on padding, one a tower; None: nothing is padding.
+            tokens_BT: one array per tower; lengths may differ.
+            valid_BT: one mask per tower, false on padding; None: no padding.
             dropout, remat: as for :class:`Encoder`.
 
         Raises:
-            ValueError: not one array a tower.
+            ValueError: not one array per tower.
         """
         valid = (None,) * len(tokens_BT) if valid_BT is None else valid_BT
         if len(tokens_BT) != self.config.towers or len(valid) != self.config.towers:
-            raise ValueError(f"{len(tokens_BT)} inputs with {len(valid)} masks; expected model.towers, "
+            raise ValueError(f"got {len(tokens_BT)} inputs and {len(valid)} masks; expected model.towers, "
                              f"{self.config.towers}, of each")
         a_BE, *others = (
             self.encoder.forward(tokens, valid_BT=mask, dropout=_fold_in(dropout, tower), remat=remat)
@@ -162,17 +159,17 @@ class Classifier(nnx.Module):
 
 
 def resolve_config(config: EncoderConfig) -> EncoderConfig:
-    """``config`` with its dtype and the options of its modes resolved, checked; a resolved one comes back unchanged.
+    """``config`` with dtype and options of modes resolved and checked. Idempotent.
 
     Raises:
-        ConfigError: sizes that do not go together, an unknown attention mode, or one that sees the past only.
+        ConfigError: inconsistent sizes, or an unknown or causal attention mode.
     """
     for name in ("layers", "heads", "width", "mlp_width", "context", "classes"):
         if getattr(config, name) < 1:
             raise ConfigError(f"model.{name} is {getattr(config, name)}; expected at least 1")
     check_heads(config)
     if config.positions == "sinusoidal" and config.width % 2:
-        raise ConfigError(f"model.positions sinusoidal come in pairs: model.width, {config.width}, has to be even")
+        raise ConfigError(f"model.positions is sinusoidal and model.width {config.width}; expected an even width")
     if not 0 <= config.dropout < 1:
         raise ConfigError(f"model.dropout is {config.dropout}; expected at least 0, and less than 1")
     if config.towers not in (1, 2):
@@ -182,12 +179,12 @@ def resolve_config(config: EncoderConfig) -> EncoderConfig:
                                   max_length=config.context) for mode, options in config.modes.items()]
     for layer in layers:
         if layer.parts.short_conv:
-            raise ConfigError(f"model.modes.{layer.name}.short_conv is {layer.parts.short_conv}: it sees the past "
-                              "only, an encoder the whole sequence; expected 0")
+            raise ConfigError(f"model.modes.{layer.name}.short_conv is {layer.parts.short_conv}; expected 0 in an "
+                              "encoder: the convolution is causal")
         if not layer.bidirectional:
-            raise ConfigError(f"--attention {layer.name}: with these options it sees the past only, and cannot be an "
-                              "encoder; leave out form, kernel and chunk_size")
+            raise ConfigError(f"--attention {layer.name}: with these options it is causal and cannot be an encoder; "
+                              "leave out form, kernel and chunk_size")
     if config.pooling == "cls" and all(layer.block_diagonal for layer in layers):
-        raise ConfigError(f"model.pooling is cls, to which --attention {','.join(config.modes)} shows its own block "
-                          "alone; expected mean, or another mode in some layer")
+        raise ConfigError(f"model.pooling is cls, but with --attention {','.join(config.modes)} the CLS token attends "
+                          "only to its own block; expected mean, or another mode in some layer")
     return config

@@ -20,7 +20,7 @@ from support.errors import ConfigError
 
 
 class Cache(NamedTuple):
-    """What decoding keeps: how many tokens each row has seen, and each layer's own cache."""
+    """The decode state: the number of tokens of each row, and the cache of each layer."""
 
     position_B: Array
     layers: tuple[Any, ...]
@@ -30,9 +30,9 @@ class GPT(nnx.Module):
     """A GPT-2 language model.
 
     Args:
-        config: sizes, positions, dtype and the attention of each layer, as :func:`resolve_config` returns it.
+        config: sizes, positions, dtype and the attention of each layer, from :func:`resolve_config`.
         vocab_size: V.
-        rngs: initial parameters come from its streams ``params`` and ``attention``.
+        rngs: its streams ``params`` and ``attention`` initialise the parameters.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs):
@@ -40,7 +40,7 @@ class GPT(nnx.Module):
         normal = nnx.initializers.normal(config.initial_scale)
         self.token_embedding = nnx.Embed(vocab_size, config.width, embedding_init=normal, rngs=rngs,
                                          embedding_metadata=declare("vocabulary", "width", decays=True))
-        # The sampler keeps the embedding in the products' number format here.
+        # The sampler stores the embedding in the compute dtype here.
         self.head_weight: nnx.Variable | None = nnx.data(None)
         self.position_embedding = nnx.data(
             nnx.Embed(config.context, config.width, embedding_init=normal, rngs=rngs,
@@ -54,34 +54,34 @@ class GPT(nnx.Module):
         self.final_norm = LayerNorm(config.width, config.dtype, rngs=rngs)
         for linear in linears(self):
             linear.kernel[...] *= config.initial_scale / INITIAL_SCALE
-        # Each block adds to the residual stream twice: scaled so that its variance does not grow with depth.
+        # Each block adds to the residual stream twice; the scale keeps its variance independent of depth.
         for block in self.blocks:
             for linear in (block.attention.output, block.mlp.output):
                 linear.kernel[...] /= math.sqrt(2 * config.layers)
 
     @property
     def max_length(self) -> int | None:
-        """Tokens of a sequence at most, where positions are learned or an attention mode takes no more; else None."""
+        """Maximum sequence length with learned positions or a mode of fixed length, else None."""
         fixed_length = self.position_embedding is not None or any(block.attention.fixed_length for block in self.blocks)
         return self.config.context if fixed_length else None
 
     def __call__(self, tokens_BT: Int[Array, "B T"],
                  segment_ids_BT: Int[Array, "B T"] | None = None) -> Float[Array, "B T V"]:
-        """Logits, float32, of the token after each token."""
+        """Logits of the next token at each position, float32."""
         return self.logits(self.forward(tokens_BT, segment_ids_BT=segment_ids_BT)[0])
 
     def forward(self, tokens_BT: Int[Array, "B T"], cache: Cache | None = None, *,
                 segment_ids_BT: Int[Array, "B T"] | None = None, lengths_B: Int[Array, " B"] | None = None,
                 remat: Remat = "none") -> tuple[Float[Array, "B T E"], Any]:
-        """The residual stream after the last block, which :meth:`logits` reads.
+        """The residual stream after the last block, the input of :meth:`logits`.
 
         Args:
-            tokens_BT: whole sequences or, with a cache, T more tokens of sequences whose past is in it.
-            cache: as :meth:`init_cache` or an earlier call returned it; None: there is no past.
-            segment_ids_BT: of whole sequences; positions are counted from the start of each segment. None: each row is
-                one segment.
-            lengths_B: with a cache, how many of the new tokens of each row enter it; None: all.
-            remat: what the backward pass recomputes, as for a block's ``forward``.
+            tokens_BT: whole sequences or, with a cache, T more tokens.
+            cache: result of :meth:`init_cache` or an earlier call; None: whole sequences.
+            segment_ids_BT: segment ids of whole sequences; positions count from the start of each segment. None: each
+                row is one segment.
+            lengths_B: with a cache, number of new tokens of each row that enter it; None: all.
+            remat: rematerialisation, as for a block's ``forward``.
 
         Returns:
             The residual stream, and the cache with the new tokens, or None.
@@ -99,7 +99,7 @@ class GPT(nnx.Module):
             if cache is None and segment_ids_BT is None:
                 x_BTE += embedding_SE[None, :T]
             else:
-                # Padding may stand past the last position; nobody sees it, but NaN would spread.
+                # Padding may exceed the last position; it is invisible, but NaN would spread.
                 x_BTE += embed(jnp.minimum(positions_BT, self.config.context - 1), embedding_SE)
         rotations_BT = positions_BT if self.config.positions == "rotary" else None
         layers = []
@@ -113,18 +113,19 @@ class GPT(nnx.Module):
         return x_BTE, Cache(cache.position_B + (T if lengths_B is None else lengths_B), tuple(layers))
 
     def logits(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
-        """The last LayerNorm and the head, which is tied to the token embedding; float32."""
+        """The final LayerNorm and the head, which is tied to the token embedding; float32."""
         return unembed(x_BTE, self._head_VE, self.final_norm.parameters)
 
     def head_operands(self, x_BTE: Float[Array, "B T E"]) -> tuple[Float[Array, "B T E"], Float[Array, "V E"]]:
-        """What :meth:`logits` multiplies, for a loss that never holds all logits: norm(x) and the head's weight."""
+        """The operands of :meth:`logits`, norm(x) and the head's weight, for a loss that never materialises all
+        logits."""
         return self.final_norm(x_BTE), self._head_VE
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
-        """Before the first token, with room for ``max_length``.
+        """An empty cache for ``max_length`` tokens.
 
         Raises:
-            NotImplementedError: a layer's attention mode has no cached decode; the message names it.
+            NotImplementedError: a layer's attention mode has no cached decode.
         """
         dtype = jnp.dtype(self.config.dtype)
         layers = tuple(block.attention.layer_cache(batch, max_length, dtype) for block in self.blocks)
@@ -136,10 +137,10 @@ class GPT(nnx.Module):
 
 
 def resolve_config(config: ModelConfig) -> ModelConfig:
-    """``config`` with its dtype and the options of its modes resolved, checked; a resolved one comes back unchanged.
+    """``config`` with dtype and options of modes resolved and checked. Idempotent.
 
     Raises:
-        ConfigError: sizes that do not go together, or an unknown attention mode.
+        ConfigError: inconsistent sizes, or an unknown attention mode.
     """
     for name in ("layers", "heads", "width", "context"):
         if getattr(config, name) < 1:
@@ -152,7 +153,7 @@ def resolve_config(config: ModelConfig) -> ModelConfig:
         layer = attentions.abstract(mode, options, head_width=head_width(config), width=config.width,
                                     max_length=config.context)
         if not layer.causal:
-            raise ConfigError(f"--attention {mode}: it sees the whole sequence and cannot be a language model")
+            raise ConfigError(f"--attention {mode}: it is bidirectional and cannot be a language model")
         if (tokens := layer.parts.short_conv) > config.context:
             raise ConfigError(f"model.modes.{mode}.short_conv is {tokens}; expected at most model.context, "
                               f"{config.context}")

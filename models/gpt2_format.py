@@ -1,7 +1,7 @@
-"""GPT-2's published format: ``config.json`` and ``model.safetensors`` as ``transformers`` writes them.
+"""GPT-2's published format: ``config.json`` and ``model.safetensors`` of ``transformers``.
 
-Names, shapes and sizes are translated to those of :class:`models.gpt.GPT` and back; every number comes through bit for
-bit. Only safetensors files are read: nothing pickled.
+Converts names, shapes and sizes to those of :class:`models.gpt.GPT` and back, with exact weights. Only safetensors
+files are read, no pickles.
 """
 
 import dataclasses
@@ -36,37 +36,37 @@ COMPUTED: dict[str, tuple[Any, ...]] = {
     "reorder_and_upcast_attn": (False,),
     "add_cross_attention": (False,),
 }
-"""Fields of config.json that change what is computed: the values that models/gpt.py computes, the default first."""
+"""Fields of config.json that affect the computation, with their supported values, the default first."""
 
 SIZES = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 50_257}
-"""The sizes in config.json, and what ``transformers`` takes for one that is left out."""
+"""The sizes in config.json, with the defaults of ``transformers``."""
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""safetensors' names of the number formats that float32 parameters hold exactly."""
+"""safetensors names of the dtypes that float32 represents exactly."""
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, int]:
     """The model that ``folder/config.json`` describes, and its vocabulary size.
 
     Raises:
-        ConfigError: there is no config.json, or a field asks for what models/gpt.py does not compute.
+        ConfigError: there is no config.json, or a field has an unsupported value.
         WeightsError: config.json is damaged.
     """
     values = read_file(folder / CONFIG)
     if "model_type" not in values:
-        raise ConfigError(f"{folder / CONFIG}: it has no model_type; expected gpt2")
+        raise ConfigError(f"{folder / CONFIG}: no model_type; expected gpt2")
     for name, computed in COMPUTED.items():
         if (value := values.get(name, computed[0])) not in computed:
-            raise ConfigError(f"{folder / CONFIG}: {name} is {json.dumps(value)}, which this model does not compute; "
-                              f"expected {' or '.join(map(json.dumps, computed))}")
+            raise ConfigError(f"{folder / CONFIG}: {name} is {json.dumps(value)}, which is not supported; expected "
+                              f"{' or '.join(map(json.dumps, computed))}")
     sizes = {name: values.get(name, default) for name, default in SIZES.items()}
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"{folder / CONFIG}: {name} is {json.dumps(size)}; expected a whole number of at least 1")
     inner = values.get("n_inner")
     if inner not in (None, 4 * sizes["n_embd"]):
-        raise ConfigError(f"{folder / CONFIG}: n_inner is {json.dumps(inner)}, which this model does not compute; "
-                          f"expected null or {4 * sizes['n_embd']}")
+        raise ConfigError(f"{folder / CONFIG}: n_inner is {json.dumps(inner)}, which is not supported; expected null "
+                          f"or {4 * sizes['n_embd']}")
     if sizes["n_embd"] % sizes["n_head"]:
         raise ConfigError(f"{folder / CONFIG}: n_head is {sizes['n_head']}, which does not divide n_embd, "
                           f"{sizes['n_embd']}")
@@ -76,9 +76,9 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
 
 
 def published_names(layers: int) -> dict[str, tuple[str, ...]]:
-    """The published name of each tensor, without ``transformer.``, and the names of the parameters it holds.
+    """The published name of each tensor, without ``transformer.``, and the names of its parameters.
 
-    Where there are several they stand side by side along the last axis. A projection is a Conv1D there: its weight is
+    Several parameters are concatenated along the last axis. A published projection is a Conv1D with a weight of
     (inputs, outputs), like a kernel here.
     """
     names: dict[str, tuple[str, ...]] = {
@@ -105,18 +105,18 @@ def published_names(layers: int) -> dict[str, tuple[str, ...]]:
 
 
 def read_parameters(folder: Path, model: GPT) -> tuple[Any, dict[str, str]]:
-    """The parameters in a folder, and the number formats that are not float32, by published name.
+    """The parameters in a folder, and the dtypes other than float32, by published name.
 
     Args:
-        folder: with ``config.json`` and the safetensors files.
-        model: of :func:`read_config`; its arrays may be abstract.
+        folder: folder with ``config.json`` and the safetensors files.
+        model: model of :func:`read_config`; may be abstract.
 
     Returns:
-        plain nested dicts of float32, those of ``model``, and the formats.
+        nested dicts of float32 arrays, as in ``model``, and the dtypes.
 
     Raises:
         ConfigError: there are no safetensors files.
-        WeightsError: a tensor is missing, left over or misshapen, or a file is damaged.
+        WeightsError: a tensor is missing, unexpected or misshapen, or a file is damaged.
     """
     shapes = {_name(path): leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     names = published_names(model.config.layers)
@@ -135,13 +135,13 @@ def read_parameters(folder: Path, model: GPT) -> tuple[Any, dict[str, str]]:
                 dtypes[name] = dtype
             tensor = read(name)
             if name == "wte.weight" and "lm_head.weight" in file_of and not _same(read("lm_head.weight"), tensor):
-                raise WeightsError(f"{file_of['lm_head.weight']}: lm_head.weight differs from wte.weight; in this "
-                                      "model the head is the token embedding")
+                raise WeightsError(f"{file_of['lm_head.weight']}: lm_head.weight differs from wte.weight; expected "
+                                   "tied embeddings")
             for part, values in zip(parts, np.split(tensor.astype(np.float32), len(parts), axis=-1), strict=True):
                 ours[part] = jnp.asarray(values)
         for name in filter(_is_mask, file_of):
             if not name.endswith("masked_bias") and not _is_causal(read(name)):
-                raise WeightsError(f"{file_of[name]}: {name} is not a causal mask; this model has no other")
+                raise WeightsError(f"{file_of[name]}: {name} is not a causal mask; other masks are not supported")
     parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     return jax.tree_util.tree_map_with_path(
         lambda path, _: ours[jax.tree_util.keystr(path, simple=True, separator=".")], parameters), dtypes
@@ -151,24 +151,24 @@ def write(folder: Path, model: GPT, *, source: str, dtypes: dict[str, str], fiel
     """Write a model to ``folder/config.json`` and ``folder/model.safetensors``.
 
     Args:
-        folder: is there.
-        model: of softmax attention in every layer and learned positions.
-        source: what the model is called in messages.
-        dtypes: number formats by published name, as :func:`read_parameters` gives them; others are F32.
-        fields: further ones of config.json.
+        folder: existing folder.
+        model: a model with softmax attention in every layer and learned positions.
+        source: name of the model in messages.
+        dtypes: dtypes by published name, from :func:`read_parameters`; the default is F32.
+        fields: other fields of config.json.
 
     Returns:
-        how many parameters there are.
+        the number of parameters.
 
     Raises:
-        ConfigError: the model is one that the format cannot say.
+        ConfigError: the format does not support the model.
         OSError, SafetensorError: a file cannot be written.
     """
     from safetensors.numpy import save_file
 
     tensors = _tensors_of(model, source, dtypes)
     config = model.config
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # transformers insists on the format
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # transformers requires the format
     write_json(folder / CONFIG, {
         "architectures": ["GPT2LMHeadModel"],
         **{name: values[0] for name, values in COMPUTED.items()},
@@ -181,34 +181,34 @@ def write(folder: Path, model: GPT, *, source: str, dtypes: dict[str, str], fiel
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of the format.
+    """Reads a JSON file of the format.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file does not exist.
         WeightsError: it is damaged.
     """
     if not path.is_file():
-        raise ConfigError(f"{path.parent}: it has no {path.name}; expected {CONFIG} and {WEIGHTS}")
+        raise ConfigError(f"{path.parent}: no {path.name}; expected {CONFIG} and {WEIGHTS}")
     return read_json(path, WeightsError)
 
 
 def _tensors_of(model: GPT, source: str, dtypes: dict[str, str]) -> dict[str, np.ndarray]:
-    """Every tensor by its published name, as :func:`write` saves it."""
+    """All tensors by published name, as saved by :func:`write`."""
     config = model.config
     others = sorted(set(layer_modes(config)) - {"softmax"})
     if others:
-        raise ConfigError(f"{source}: model.attention has {', '.join(others)}; GPT-2's format can say softmax only")
+        raise ConfigError(f"{source}: model.attention has {', '.join(others)}; GPT-2's format supports only softmax")
     if head_width(config) * config.heads != config.width:
-        raise ConfigError(f"{source}: model.head_width is {config.head_width}; GPT-2's format can say width / heads "
-                          f"only, {config.width} / {config.heads}")
+        raise ConfigError(f"{source}: model.head_width is {config.head_width}; GPT-2's format supports only width / "
+                          f"heads, {config.width} / {config.heads}")
     options = config.modes["softmax"]
     for option in dataclasses.fields(options):
         if (value := getattr(options, option.name)) != option.default \
                 and option.name not in model.blocks[0].attention.implementation_fields:
-            raise ConfigError(f"{source}: {options.flag(option.name)} is {value}; GPT-2's format can say "
-                              f"{option.default} only")
+            raise ConfigError(f"{source}: {options.flag(option.name)} is {value}; GPT-2's format supports only "
+                              f"{option.default}")
     if config.positions != "learned":
-        raise ConfigError(f"{source}: model.positions is {config.positions}; GPT-2's format can say learned only")
+        raise ConfigError(f"{source}: model.positions is {config.positions}; GPT-2's format supports only learned")
     ours = {_name(path): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     tensors = {}
     for name, parts in published_names(config.layers).items():
@@ -219,19 +219,19 @@ def _tensors_of(model: GPT, source: str, dtypes: dict[str, str]) -> dict[str, np
 
 
 def _check_complete(folder: Path, file_of: dict[str, Path], names: dict[str, tuple[str, ...]]) -> None:
-    """Raises :class:`WeightsError` naming tensors that are missing, or that this model has no place for."""
+    """Raises :class:`WeightsError` with the names of missing or unexpected tensors."""
     tied = read_file(folder / CONFIG).get("tie_word_embeddings", True)
     missing = [name for name in (*names, *(() if tied else ("lm_head.weight",))) if name not in file_of]
     if missing:
-        raise WeightsError(f"{folder}: tensors are missing: {_some(missing)}")
+        raise WeightsError(f"{folder}: missing tensors: {_some(missing)}")
     extra = [name for name in file_of if name not in names and name != "lm_head.weight" and not _is_mask(name)]
     if extra:
-        raise WeightsError(f"{folder}: there are tensors that this model has no place for: {_some(extra)}")
+        raise WeightsError(f"{folder}: unexpected tensors: {_some(extra)}")
 
 
 @contextmanager
 def _tensors(folder: Path) -> Iterator[tuple[dict[str, Path], Any, Any]]:
-    """The file of each tensor by its name without ``transformer.``; what reads one; what gives its shape and dtype."""
+    """The file of each tensor by its name without ``transformer.``; functions for its data, and its shape and dtype."""
     from safetensors import SafetensorError, safe_open
 
     with ExitStack() as stack:
@@ -241,11 +241,11 @@ def _tensors(folder: Path) -> Iterator[tuple[dict[str, Path], Any, Any]]:
             try:
                 handle = stack.enter_context(safe_open(path, framework="np"))
             except (SafetensorError, OSError) as error:
-                raise WeightsError(f"{path} is damaged ({error}); bring back the file") from error
+                raise WeightsError(f"{path} is damaged ({error}); restore the file") from error
             for full_name in handle.keys():  # noqa: SIM118 (not a dict)
                 name = full_name.removeprefix("transformer.")
                 if name in file_of:
-                    raise WeightsError(f"{path}: {full_name} is there twice, here and in {file_of[name].name}")
+                    raise WeightsError(f"{path}: {full_name} is also in {file_of[name].name}")
                 file_of[name], handles[name] = path, (handle, full_name)
 
         def read(name: str) -> np.ndarray:
@@ -265,15 +265,15 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
         pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-        beside = f"; {pickled[0]} may be pickled, and is not read" if pickled else ""
-        raise ConfigError(f"{folder}: it has no {WEIGHTS} (and no {INDEX}){beside}")
+        beside = f"; {pickled[0]} may be pickled and is not read" if pickled else ""
+        raise ConfigError(f"{folder}: no {WEIGHTS} or {INDEX}{beside}")
     shards = read_file(folder / INDEX).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
-        raise WeightsError(f"{folder / INDEX} is damaged: it has no weight_map; bring back the file")
+        raise WeightsError(f"{folder / INDEX} is damaged: no weight_map; restore the file")
     names = sorted(set(shards.values()))
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
-            raise WeightsError(f"{folder}: {INDEX} names the file {name}, which is not there")
+            raise WeightsError(f"{folder}: {INDEX} names the file {name}, which does not exist")
     return [folder / name for name in names]
 
 
@@ -282,12 +282,12 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def _some(names: list[str]) -> str:
-    """The first few names, and how many more there are."""
+    """The first few names, and the number of the others."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _is_mask(name: str) -> bool:
-    """Whether it is one of the buffers that older versions of ``transformers`` save with each layer's attention."""
+    """Whether a tensor is a mask that older versions of ``transformers`` save with each attention layer."""
     return re.fullmatch(r"h\.\d+\.attn\.(bias|masked_bias)", name) is not None
 
 

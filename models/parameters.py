@@ -1,7 +1,7 @@
-"""What parameters mean: the logical axes of each, whether weight decay applies to it, and whether all modes have it.
+"""Declarations of parameters: logical axes, whether weight decay applies, and whether all modes share them.
 
-Every ``nnx.Param`` carries a :class:`Declaration` in its metadata. Sharding, weight decay and the counts of parameters
-read it there, from the model, since trees of plain arrays have lost it; none of them goes by a parameter's name.
+Every ``nnx.Param`` has a :class:`Declaration` in its metadata. Sharding, weight decay and parameter counts read it from
+the model, since trees of plain arrays lack it, and never use a parameter's name.
 """
 
 from collections.abc import Mapping
@@ -11,22 +11,22 @@ from typing import Any, Literal
 from flax import nnx
 
 Axis = Literal["width", "heads", "mlp", "vocabulary", "positions"] | None
-"""What a dimension runs over: the model's width; heads, or heads × head width; the MLP's hidden layer; the vocabulary;
-the positions of the longest sequence; None: anything else."""
+"""The logical axis of a dimension: the model's width; heads, or heads × head width; the MLP's hidden layer; the
+vocabulary; the positions of the longest sequence; None: anything else."""
 
 _KEY = "declaration"
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a variable declares."""
+    """Declaration of a variable."""
 
     axes: tuple[Axis, ...]
-    """One for each dimension."""
+    """Logical axis of each dimension."""
     decays: bool
-    """Weight decay applies to it."""
+    """Whether weight decay applies."""
     shared: bool = False
-    """Every attention mode has it: operations on it are counted with the model's, not with the mode's."""
+    """Whether every attention mode has it; its operations are then counted with the model, not with the mode."""
 
 
 def declare(*axes: Axis, decays: bool, shared: bool = False) -> Mapping[str, Any]:
@@ -35,14 +35,14 @@ def declare(*axes: Axis, decays: bool, shared: bool = False) -> Mapping[str, Any
 
 
 def declarations(model: nnx.Module, of: Any = nnx.Param) -> Any:
-    """The declarations of a model's variables, in a tree like that of their arrays in ``nnx.to_pure_dict``.
+    """The declarations of a model's variables, in the structure of ``nnx.to_pure_dict``.
 
     Args:
-        model: its arrays may be abstract.
-        of: which variables, a filter of Flax. Those that are no ``nnx.Param`` need not declare anything.
+        model: may be abstract.
+        of: Flax filter of the variables. Variables other than ``nnx.Param`` need no declaration.
 
     Raises:
-        ValueError: a parameter declares nothing, or not one axis for each dimension; the message names it.
+        ValueError: a parameter has no declaration, or not one axis per dimension; the message names it.
     """
     state = nnx.state(model, of)
     for path, variable in nnx.to_flat_state(state):
@@ -56,7 +56,7 @@ def declarations(model: nnx.Module, of: Any = nnx.Param) -> Any:
 
 
 def own_parameters(layer: nnx.Module) -> int:
-    """How many numbers a layer has in parameters that are not shared by all attention modes."""
+    """Total size of a layer's parameters that are not shared by all attention modes."""
     flat = nnx.to_flat_state(nnx.state(layer, nnx.Param))
     return sum(variable.size for _, variable in flat
                if (found := _declaration(variable)) is None or not found.shared)

@@ -1,4 +1,4 @@
-"""The attention modes: one file each, found by listing this folder.
+"""The attention modes: one file each, discovered in this folder.
 
 Files without ``Config`` and ``Attention`` are helpers.
 """
@@ -20,7 +20,7 @@ from support.errors import ConfigError
 
 @functools.cache
 def modes() -> dict[str, ModuleType]:
-    """Every mode by name."""
+    """All modes by name."""
     files = sorted(Path(__file__).parent.glob("[!_]*.py"))
     modules = {file.stem: importlib.import_module(f"{__name__}.{file.stem}") for file in files}
     return {name: module for name, module in modules.items()
@@ -28,7 +28,7 @@ def modes() -> dict[str, ModuleType]:
 
 
 def load(name: str) -> ModuleType:
-    """The mode of a name.
+    """The mode with a name.
 
     Raises:
         ConfigError: there is none.
@@ -36,20 +36,20 @@ def load(name: str) -> ModuleType:
     if name not in modes():
         close = difflib.get_close_matches(name, modes(), n=1)
         perhaps = f"; perhaps you meant {close[0]}" if close else ""
-        raise ConfigError(f"--attention {name}: no such mode{perhaps}. There are {', '.join(modes())}")
+        raise ConfigError(f"--attention {name}: no such mode{perhaps}; expected one of {', '.join(modes())}")
     return modes()[name]
 
 
 def resolve[C: (ModelConfig, EncoderConfig)](model: C) -> C:
-    """``model`` with the ``Config`` of each mode it uses in ``modes``, and of no other.
+    """``model`` with the ``Config`` of exactly the modes it uses in ``modes``.
 
-    What ``modes`` holds already (a ``Config``, or a dict of overrides) is kept.
+    Existing values in ``modes``, a ``Config`` or a dict of overrides, are kept.
 
     Raises:
-        ConfigError: an unknown mode, or an override of an option that the mode does not have.
+        ConfigError: unknown mode or option.
     """
     if not all(model.attention):
-        raise ConfigError(f"model.attention {','.join(model.attention)!r}: expected modes with one comma between each")
+        raise ConfigError(f"model.attention is {','.join(model.attention)!r}; expected modes separated by commas")
     if not model.attention:
         raise ConfigError("model.attention is empty; expected a mode or a pattern of modes")
     return dataclasses.replace(
@@ -57,30 +57,30 @@ def resolve[C: (ModelConfig, EncoderConfig)](model: C) -> C:
 
 
 def abstract(name: str, options: Any, *, head_width: int, width: int, max_length: int) -> Any:
-    """A layer of a mode, with one head, without its numbers: for its flags, which may depend on the options."""
+    """An abstract layer of a mode, with one head, for its capabilities, which may depend on the options."""
     return nnx.eval_shape(lambda: load(name).Attention(
         options, heads=1, head_width=head_width, width=width, max_length=max_length, rngs=nnx.Rngs(0)))
 
 
 @functools.cache
 def _with_default_options() -> dict[str, Any]:
-    """A layer of every mode, without its numbers: its flags may depend on the options."""
+    """An abstract layer of every mode, for its capabilities."""
     return {name: abstract(name, module.Config(), head_width=8, width=8, max_length=8)
             for name, module in modes().items()}
 
 
 def causal_modes() -> list[str]:
-    """The modes that, with their default options, can see the past only."""
+    """The modes that can be causal, with default options."""
     return [name for name, layer in _with_default_options().items() if layer.causal]
 
 
 def encoder_modes() -> list[str]:
-    """The modes that, with their default options, can see the whole sequence."""
+    """The modes that can be bidirectional, with default options."""
     return [name for name, layer in _with_default_options().items() if layer.bidirectional]
 
 
 def sampling_modes() -> list[str]:
-    """The causal modes that, with their default options, have a cached decode."""
+    """The causal modes with a cached decode, with default options."""
     return [name for name, layer in _with_default_options().items() if layer.causal and layer.decode_state != "none"]
 
 

@@ -1,15 +1,15 @@
-"""``bigbird``: every block of tokens sees its neighbours, the first and the last block, and a few random ones.
+"""``bigbird``: blocks of tokens attend to their neighbours, the first and the last block, and a few random blocks.
 
 Zaheer et al., "Big Bird: Transformers for Longer Sequences", 2020, with global tokens from the sequence itself (ITC):
-block i of b tokens sees the blocks i − 1, i and i + 1, the first and the last, and random others; the first and the
-last see all. The last block is that of a row's last valid token. Causal, every token sees of the blocks i − 1 and i, of
-the first, and of random ones before i − 1 what is not after it, and no block sees all.
+block i of b tokens attends to blocks i − 1, i and i + 1, the first and the last, and random others; the first and the
+last attend to all. The last block is that of a row's last valid token. If causal, tokens of block i attend to earlier
+tokens of blocks i − 1 and i, the first block, and random blocks before i − 1, and no block attends to all.
 
-Random blocks differ from all others that a block sees. They follow from head, block and the number of blocks in the row
-alone, causal not even from that number: neither padding nor, causal, later tokens change an output. All rows have the
-same, and all layers; the authors' code draws by the layer's number too.
+Random blocks differ from the other blocks that a block attends to. They depend only on head, block and the number of
+blocks in the row, if causal not on that number, so that padding and, if causal, later tokens never change an output.
+All rows and layers have the same; the authors' code also depends on the layer's number.
 
-Long Range Arena's released code sees everything before a token, T × T scores, where it is asked for the causal mask.
+The released code of the Long Range Arena, if causal, attends to all earlier tokens with T × T scores.
 """
 
 import functools
@@ -26,10 +26,10 @@ from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention
 
 PARTS = 8
-"""Queries are taken in so many parts, so that the keys laid out for them, which are J times those that there are, are
-never together in memory. Each adds to the gradient of all keys."""
+"""Number of parts of the queries, to limit the memory of the gathered keys, J times all keys. Each part adds to the
+gradient of all keys."""
 SEED = 0
-"""Of the random blocks: not of the run, so that weights of one run mean the same in another."""
+"""Seed of the random blocks, independent of the run's, so that weights can be loaded into another run."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Config(LayerOptions):
 
 
 class Attention(SelfAttention):
-    """Attention to a window, to global and to random blocks: decoding keeps every key and value."""
+    """Attention to window, global and random blocks; decoding keeps every key and value."""
 
     length_fields = ("block_size",)
     bidirectional = True
     decode_state = "growing"
 
     def packs(self, causal: bool) -> bool:
-        """Blocks are counted from the beginning of a row."""
+        """False: blocks are counted from the start of a row."""
         return False
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
@@ -65,7 +65,7 @@ class Attention(SelfAttention):
                       jnp.sum(segment_ids_BT >= 0, axis=1)[:, None])
         last_B1 = jnp.maximum(lengths_B1 - 1, 0) // b
         t_1T = jnp.arange(T)[None]
-        # The last position that a query sees, of the blocks listed for it; −1: none.
+        # The last visible position of each query; −1: none.
         limits_BT = jnp.where(t_1T < lengths_B1, t_1T if causal else lengths_B1 - 1, -1)
         dtype = jnp.promote_types(jnp.float32, v_BTHD.dtype)  # gradients are sums over the parts
         k_BHCSD, v_BHCSD = blocks_of(k_BTHD.astype(dtype), b), blocks_of(v_BTHD.astype(dtype), b)
@@ -98,8 +98,8 @@ class Attention(SelfAttention):
                lengths_B: Array | None = None) -> tuple[Array, KeyValueCache]:
         b, (B, T) = self.config.block_size, q_BTHD.shape[:2]
         extended = cache.append(k_BTHD, v_BTHD, lengths_B)
-        # A row's new tokens begin anywhere in a block. They are laid out in groups that stand where the blocks do; a
-        # single token is a group by itself.
+        # A row's new tokens start anywhere in a block. They are arranged in groups aligned with blocks; a single token
+        # is one group.
         size = 1 if T == 1 else b
         N = (T + 2 * size - 2) // size
         begun_B1 = cache.filled_B[:, None] % size
@@ -125,22 +125,22 @@ class Attention(SelfAttention):
         return 2 * 4 * context * self.heads * self.head_width
 
     def past_blocks(self, blocks_BN: Array) -> Array:
-        """The blocks that each of these sees where it sees the past only, (B, H, N, J); −1 where there are fewer.
+        """The blocks that each of these attends to if causal, (B, H, N, J), padded with −1.
 
-        One row of blocks stands for all rows, here and below.
+        A single row of blocks is broadcast, here and below.
         """
         i_B1N = blocks_BN[:, None]
         listed = [i_B1N, i_B1N - 1, jnp.zeros_like(i_B1N)]
         return self._with_random(listed, blocks_BN, jnp.maximum(i_B1N - 2, 0), jnp.zeros_like(i_B1N))
 
     def all_blocks(self, blocks_BN: Array, last_B1: Array) -> Array:
-        """The blocks that each of these sees in both directions, (B, H, N, J), of ``last_B1`` + 1; −1 as above."""
+        """The blocks that each of these attends to if bidirectional, (B, H, N, J), of ``last_B1`` + 1; −1 as above."""
         i_B1N, last_B11 = blocks_BN[:, None], last_B1[:, None]
         listed = [i_B1N - 1, i_B1N, i_B1N + 1, jnp.zeros_like(i_B1N), last_B11]
         return self._with_random(listed, blocks_BN, jnp.maximum(i_B1N - 2, 0), jnp.maximum(last_B11 - i_B1N - 2, 0))
 
     def _with_random(self, listed: list[Array], blocks_BN: Array, below_B1N: Array, above_B1N: Array) -> Array:
-        """Blocks listed, each once, and random ones of 1 … ``below`` and of the ``above`` many from i + 2 on."""
+        """The listed blocks, without repetition, and random ones of 1 … ``below`` and of ``above`` from i + 2 on."""
         shape = above_B1N.shape[0], self.heads, above_B1N.shape[2]
         seen: list[Array] = []
         for block_B1N in listed:
@@ -151,7 +151,7 @@ class Attention(SelfAttention):
                                                                 jnp.uint32)))(blocks_BN)
         drawn: list[Array] = []
         for r in range(R):
-            # Floyd's draw without replacement: of the candidates 0 … top one or, if that has been drawn, top. Bentley,
+            # Floyd's sampling without replacement: one of the candidates 0 … top or, if it is taken, top. Bentley,
             # "Programming Pearls: A Sample of Brilliance", 1987.
             top_BHN = jnp.broadcast_to(below_B1N + above_B1N - R + r, shape)
             one_BHN = bits_BNHR[..., r].swapaxes(1, 2) % (jnp.maximum(top_BHN, 0) + 1).astype(jnp.uint32)
@@ -163,12 +163,12 @@ class Attention(SelfAttention):
 
 
 def _unless_in(earlier: list[Array], x: Array, otherwise: Array) -> Array:
-    """x, or ``otherwise`` where it is one of those earlier."""
+    """x, or ``otherwise`` if x is in ``earlier``."""
     return functools.reduce(lambda result, other: jnp.where(x == other, otherwise, result), earlier, x)
 
 
 def _attend(q_BHNTD: Array, limits_B1NT: Array, k_BHCSD: Array, v_BHCSD: Array, seen_BHNJ: Array) -> Array:
-    """Attention of each group of queries to the blocks listed for it, up to each query's last visible position."""
+    """Attention from groups of queries to their listed blocks, up to each query's last visible position."""
     B, H, N, J = seen_BHNJ.shape
     b = k_BHCSD.shape[3]
 
@@ -184,7 +184,7 @@ def _attend(q_BHNTD: Array, limits_B1NT: Array, k_BHCSD: Array, v_BHCSD: Array, 
 
 def _with_global_blocks(y_BTHD: Array, q_BTHD: Array, limits_BT: Array, k_BHCSD: Array, v_BHCSD: Array,
                         last_B1: Array) -> Array:
-    """y, where the first and the last block see all keys."""
+    """y, with attention of the first and the last block to all keys."""
     B, H, C, b, D = k_BHCSD.shape
     global_BN = jnp.concatenate([jnp.zeros_like(last_B1), last_B1], axis=1)
     q_BHNTD, limits_B1NT = blocks_of(q_BTHD, b), tag_blocks_of(limits_BT, b, fill=-1)

@@ -1,6 +1,6 @@
-"""``chunked``: linear attention as the hybrid of attention form, inside chunks, and recurrent form, across them.
+"""``chunked``: linear attention in the hybrid form: attention form inside chunks, recurrent form across chunks.
 
-The same function as ``linear`` to rounding. Hua et al., "Transformer Quality in Linear Time", 2022.
+Equal to ``linear`` up to rounding. Hua et al., "Transformer Quality in Linear Time", 2022.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Attention(linear.Attention):
 
     @property
     def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Only with the default kernel and chunk size: without a mask there are no chunks."""
+        """Only with the default kernel and chunk size: without a causal mask there are no chunks."""
         return self.config.kernel in (None, "chunked") and self.config.chunk_size is None
 
     @property
@@ -46,7 +46,7 @@ class Attention(linear.Attention):
 
     @property
     def unmasked_form(self) -> str | None:
-        return "chunked" if self.config.kernel is not None else None  # the others are made for the mask
+        return "chunked" if self.config.kernel is not None else None  # the others are causal
 
     @property
     def chunk_size(self) -> int | None:
@@ -67,7 +67,7 @@ class Attention(linear.Attention):
             x_BTHM, x_BTHM, v_BTHD, chunk_size=self.chunk_size)
 
     def _shapes(self, tokens: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Of the features of a sequence, and of its values."""
+        """Shapes of the features and values of a sequence."""
         features_dtype = jnp.float32 if self.config.feature_map in SIGNED else dtype
         return (jax.ShapeDtypeStruct((1, tokens, self.heads, self.feature_width), features_dtype),
                 jax.ShapeDtypeStruct((1, tokens, self.heads, self.head_width), dtype))

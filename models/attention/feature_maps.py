@@ -1,26 +1,26 @@
-"""Feature maps φ of linear attention, whose weights are φ(q)·φ(k).
+"""Feature maps φ of linear attention, with weights φ(q)·φ(k).
 
-``elu``, ``relu``, ``softplus``, ``exp`` and ``performer_relu`` work on each number alone, and are at least 0.
-``identity`` leaves queries and keys as they are. The rest approximate the weight of softmax attention, exp(q·k / √D),
-which is exp(q̂·k̂) of q̂ = q D^(−1/4) and k̂ = k D^(−1/4):
+``elu``, ``relu``, ``softplus``, ``exp`` and ``performer_relu`` are elementwise and non-negative. ``identity`` is the
+identity. The rest approximate the weight of softmax attention, exp(q·k / √D), which is exp(q̂·k̂) with q̂ = q D^(−1/4) and
+k̂ = k D^(−1/4):
 
 - ``favor``: positive random features, exp(w·x̂ − |x̂|²/2) / √R for R random directions w. Choromanski et al., "Rethinking
   Attention with Performers", 2021 (FAVOR+).
-- ``favor_trigonometric``: exp(|x̂|²/2) (cos w·x̂, sin w·x̂) / √R, of the first FAVOR. The weights have the same mean, and
-  the more variance the smaller they are: sums of them come out near 0 or below it, and what is divided by such a sum
-  is noise. To compare with, not to use.
+- ``favor_trigonometric``: exp(|x̂|²/2) (cos w·x̂, sin w·x̂) / √R, from the first version of FAVOR. The weights have the
+  same mean, but their variance increases as they decrease: sums of weights can be near 0 or negative, so that the
+  normalised output is noise. For comparison only.
 - ``taylor``: 1 + q̂·k̂, and + (q̂·k̂)²/2 at order 2, which is never below 1/2. Order 1 can be negative.
 
-Each token's features depend on that token alone, so that prefixes, segments and decoding are exact: there is no maximum
-over keys. Exponents are bounded otherwise:
+The features of a token depend only on that token, without a maximum over keys, so that prefixes, segments and decoding
+are exact. Exponents are bounded as follows:
 
-- A factor on all features of a query cancels in the ratio. With ``normalize``, a query's largest exponent is made 50,
-  so that ε, which does not cancel, counts e^(−50) as much: it draws the output to 0 only where every key that is seen
-  has features below some e^(−60).
-- Exponents of keys, and of queries without ``normalize``, are cut at 20. w·x̂ − |x̂|²/2 is at most (w·x)²/2|x|², half the
-  square of a normal variable, so that a positive feature gets there only if x is as good as parallel to a w.
+- A factor on all features of a query cancels in the ratio. With ``normalize``, a query's largest exponent is set to 50,
+  which scales ε, which does not cancel, by e^(−50): it affects the output only if all visible keys have features below
+  about e^(−60).
+- Exponents of keys, and of queries without ``normalize``, are clipped at 20. w·x̂ − |x̂|²/2 is at most (w·x)²/2|x|², half
+  the square of a normal variable, so that positive features reach the limit only if x is nearly parallel to a w.
 
-The estimate of a weight has no bias; the output, a ratio of two estimates, has one that falls with 1 / R.
+The estimate of a weight is unbiased. The output, a ratio of two estimates, has a bias that decreases as 1 / R.
 """
 
 import functools
@@ -59,17 +59,18 @@ ELEMENTWISE: dict[FeatureMap, _Elementwise] = {
     # Buckman and Gelada, "Linear Transformers Are Faster", 2024
     "softplus": _Elementwise(jax.nn.softplus, lambda y: -jnp.expm1(-wide(y))),
     "exp": _Elementwise(jnp.exp, lambda y: y),
-    # weights of either sign, for a norm of the output instead of the division by their sum
+    # signed weights, for a norm of the output instead of the division by their sum
     "identity": _Elementwise(lambda x: x, jnp.ones_like),
-    # what Long Range Arena's released Performer computes
+    # as in the released Performer of the Long Range Arena
     "performer_relu": _Elementwise(lambda x: jax.nn.relu(x) + _LEAST, lambda y: y > jnp.asarray(_LEAST, y.dtype)),
 }
 RANDOM: tuple[FeatureMap, ...] = ("favor", "favor_trigonometric")
 SIGNED: tuple[FeatureMap, ...] = ("favor_trigonometric", "taylor")
-"""Their terms cancel in a weight, so their rounding does not; they stay float32."""
+"""Maps whose terms cancel in a weight, so that rounding errors are large; their features stay float32."""
 
 QUERY_EXPONENT, KEY_EXPONENT = 50.0, 20.0
-"""The largest, of random features: weights up to e^70, and the sum over a million tokens is within float32's e^88."""
+"""Maximum exponents of random features: weights up to e^70, whose sum over a million tokens is within float32's
+e^88."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class RandomFeatures(LayerOptions):
 
 @dataclass(frozen=True)
 class FeatureOptions(RandomFeatures, WeightSumOptions):
-    """Which feature map, and what is done with its weights."""
+    """Options of feature maps and normalisation."""
 
     feature_map: FeatureMap = "elu"
     """φ, applied to queries and keys."""
@@ -119,7 +120,7 @@ def feature_width(options: FeatureOptions, head_width: int) -> int:
 def draw_directions(key: Array, features: int, head_width: int, *, orthogonal: bool) -> Float[Array, "R D"]:
     """Random directions w, each standard normal; float32.
 
-    Orthogonal ones are at right angles in groups of D, of which the last may be cut short; their lengths are those of
+    Orthogonal directions are orthogonal in groups of D, the last of which may be smaller, with the lengths of
     independent normal vectors.
     """
     normal_RD = jax.random.normal(key, (features, head_width), jnp.float32)
@@ -128,7 +129,7 @@ def draw_directions(key: Array, features: int, head_width: int, *, orthogonal: b
     groups = -(-features // head_width)
     q_GDD, r_GDD = jnp.linalg.qr(jax.random.normal(jax.random.fold_in(key, 1), (groups, head_width, head_width),
                                                    jnp.float32))
-    # The factorisation fixes signs as it likes. With those of R's diagonal, Q has no preferred direction.
+    # The signs of a QR decomposition are arbitrary. With those of R's diagonal, Q is uniformly distributed.
     q_GDD *= jnp.sign(jnp.diagonal(r_GDD, axis1=1, axis2=2))[:, None, :]
     unit_RD = q_GDD.swapaxes(1, 2).reshape(-1, head_width)[:features]
     return unit_RD * jnp.linalg.norm(normal_RD, axis=1, keepdims=True)
@@ -136,13 +137,13 @@ def draw_directions(key: Array, features: int, head_width: int, *, orthogonal: b
 
 def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], directions_RD: Float[Array, "R D"] | None = None,
              *, query: bool = False) -> Float[Array, "B T H M"]:
-    """φ(x), computed in float32 or better, and returned in x's number format if φ is never negative.
+    """φ(x), computed in float32 or better, and returned in x's dtype if φ is non-negative.
 
     Args:
-        options: which φ.
+        options: the options of φ.
         x_BTHD: queries or keys.
-        directions_RD: w, of the random maps.
-        query: of queries to be normalised, each one's features have a factor that the normalisation takes away.
+        directions_RD: w, for random maps.
+        query: whether x are queries; with ``normalize`` their features have a factor that cancels.
     """
     if options.feature_map in ELEMENTWISE:
         return _elementwise(options.feature_map, x_BTHD)
@@ -163,8 +164,8 @@ def elementwise(options: FeatureOptions) -> Callable[[Array], Array] | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _elementwise(feature_map: FeatureMap, x_BTHD: Array) -> Array:
-    # A CPU would compute φ anew for each of its uses; a GPU would keep it for the backward pass in float32 too, by an
-    # estimate 1.8 of 123 ms and 5 GiB of a step of 65,536 tokens at 124M.
+    # Without the barrier, a CPU recomputes φ for each use, and a GPU also keeps it in float32 for the backward pass: by
+    # an estimate 1.8 of 123 ms and 5 GiB of a step of 65,536 tokens at 124M.
     return lax.optimization_barrier(rounded(ELEMENTWISE[feature_map].of(wide(x_BTHD)), x_BTHD.dtype))
 
 
@@ -183,7 +184,7 @@ _elementwise.defvjp(_elementwise_forward, _elementwise_backward)
 def _favor(x_BTHD: Array, directions_RD: Array, *, positive: bool, scaled: bool) -> Array:
     R, D = directions_RD.shape
     x_BTHD *= D**-0.25
-    # An error in an exponent is a relative one of the weight: no reduced precision here.
+    # An error in an exponent is a relative error of the weight: no reduced precision here.
     along_BTHR = jnp.einsum("bthd,rd->bthr", x_BTHD, directions_RD, precision=lax.Precision.HIGHEST)
     half_BTH1 = 0.5 * jnp.sum(x_BTHD**2, axis=-1, keepdims=True)
     exponent = along_BTHR - half_BTH1 if positive else half_BTH1
@@ -200,7 +201,7 @@ def _taylor(x_BTHD: Array, order: int) -> Array:
     x_BTHD *= D**-0.25
     terms = [jnp.ones_like(x_BTHD[..., :1]), x_BTHD]
     if order == 2:
-        # (q̂·k̂)²/2 is a sum over pairs of dimensions, each but the squares twice.
+        # (q̂·k̂)²/2 is a sum over pairs of dimensions, twice each except the squares.
         i, j = np.triu_indices(D)
         scale = np.where(i == j, math.sqrt(0.5), 1.0).astype(x_BTHD.dtype)
         terms.append(x_BTHD[..., i] * x_BTHD[..., j] * scale[None, None, None, :])

@@ -1,9 +1,9 @@
-"""``gated``: linear attention whose state decays, by a number for each head and token.
+"""``gated``: linear attention with a decay of the state for each head and token.
 
     S_t = exp(g_t) S_{t−1} + k_t v_tᵀ      y_t = S_tᵀ q_t      g_t = −exp(A) softplus(a(x_t) + b)
 
-Dao, Gu: "Transformers are SSMs", 2024 (Mamba-2, whose recurrence this is); with ``decay fixed``, a number for each head
-alone, Sun et al., "Retentive Network", 2023. Convolution, norms and output gate are those of ``LayerOptions``.
+Dao, Gu: "Transformers are SSMs", 2024 (the recurrence of Mamba-2). With ``decay fixed``, one constant per head: Sun et
+al., "Retentive Network", 2023. Convolution, norms and output gate are those of ``LayerOptions``.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Config(RecurrentOptions):
 
 
 class Attention(chunked.Attention):
-    """Linear attention with a decay: decoding keeps a state of constant size."""
+    """Linear attention with a decay; decoding keeps a state of constant size."""
 
     def __init__(self, config: Config, **sizes: Any):
         shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(LayerOptions)}
@@ -42,7 +42,7 @@ class Attention(chunked.Attention):
 
     @property
     def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The decay is of the past."""
+        """False: the decay is causal."""
         return False
 
     def log_decay(self, x_BTE: Array) -> Array:

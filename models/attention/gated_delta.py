@@ -1,4 +1,4 @@
-"""``gated_delta``: a state that each token corrects, and that decays, by numbers for each head and token.
+"""``gated_delta``: the delta rule, with a decay and a write strength for each head and token.
 
     S' = exp(g_t) S_{t−1}      S_t = S' + β_t k_t (v_t − S'ᵀ k_t)ᵀ      y_t = S_tᵀ q_t
 
@@ -35,7 +35,7 @@ class Config(RecurrentOptions):
 
 
 class Attention(SelfAttention):
-    """The delta rule with a decay: decoding keeps a state of constant size."""
+    """The delta rule with a decay; decoding keeps a state of constant size."""
 
     length_fields = ("chunk_size",)
     implementation_fields = ("chunk_size",)

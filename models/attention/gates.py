@@ -1,6 +1,6 @@
-"""Gates that modes read from the layer's input: how much of the past a token leaves, and how much it writes.
+"""Gates computed from the layer's input: decays and write strengths.
 
-Each is a number for a token and head, and float32 whatever the model's number format is: log decays are added up.
+Each has a value per token and head, in float32 for any compute dtype, since log decays are summed.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ STEPS = 1e-3, 0.1
 
 @dataclass(frozen=True)
 class RecurrentOptions(LayerOptions):
-    """Options of the modes that keep a state of constant size and decay it, with the parts they are published with."""
+    """Options of the modes with a decaying state of constant size, with the layer options of their papers."""
 
     short_conv: int = 4
     qk_activation: Literal["none", "silu"] = "silu"
@@ -42,7 +42,7 @@ class RecurrentOptions(LayerOptions):
 
 
 class HeadGate(Linear):
-    """A linear function of the layer's input for each head; :func:`read` computes it."""
+    """A linear function of the layer's input for each head, computed by :func:`read`."""
 
     def __init__(self, width: int, heads: int, *, bias: float = 0.0, rngs: nnx.Rngs):
         super().__init__(width, heads, axes=("width", "heads"), rngs=rngs)
@@ -50,17 +50,17 @@ class HeadGate(Linear):
         self.bias[...] = jnp.full(heads, bias, jnp.float32)
 
     def flops(self, tokens: int) -> int:
-        """Floating-point operations of reading it."""
+        """Floating-point operations of the gate."""
         return 2 * tokens * self.in_features * self.out_features
 
 
 def read(x_BTE: Float[Array, "B T E"], *gates: HeadGate) -> list[Float[Array, "B T H"]]:
-    """What each gate says of each token and head, summed and left in float32 or better."""
+    """The value of each gate for each token and head, in float32 or better."""
     return project_wide(x_BTE, [gate.parameters for gate in gates])
 
 
 class ForgetGate(HeadGate):
-    """The logarithm of a share between 0 and 1 that is kept: log sigmoid of a linear function of the input."""
+    """A log decay: log sigmoid of a linear function of the input."""
 
     def log_decay(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
         """g ≤ 0."""
@@ -68,10 +68,10 @@ class ForgetGate(HeadGate):
 
 
 class InputDecay(HeadGate):
-    """−exp(A) softplus(a(x) + b), as Mamba-2 has it: A of each head, a linear.
+    """The log decay of Mamba-2: −exp(A) softplus(a(x) + b), with A per head and linear a.
 
-    To begin with exp(A) is uniform in ``RATES``, and softplus(b) log-uniform in ``STEPS``. Dao, Gu: "Transformers are
-    SSMs", 2024.
+    At initialisation exp(A) is uniform in ``RATES``, and softplus(b) log-uniform in ``STEPS``. Dao, Gu: "Transformers
+    are SSMs", 2024.
     """
 
     def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs):

@@ -1,4 +1,4 @@
-"""The cache of a mode whose decoding keeps every key and value."""
+"""Cache with every key and value."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ from jax import Array
 
 
 class KeyValueCache(NamedTuple):
-    """Keys and values of the tokens seen, and how many there are in each row."""
+    """Keys and values of the tokens so far, and their number in each row."""
 
     k_BHSD: Array
     v_BHSD: Array
@@ -15,12 +15,12 @@ class KeyValueCache(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, heads: int, room: int, head_width: int, dtype: Any) -> "KeyValueCache":
-        """With room for ``room`` tokens, before the first."""
+        """An empty cache for ``room`` tokens."""
         shape = (batch, heads, room, head_width)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
 
     def append(self, k_BTHD: Array, v_BTHD: Array, lengths_B: Array | None) -> "KeyValueCache":
-        """With T more tokens, of which the first ``lengths_B`` of each row count; None: all of them."""
+        """The cache with T more tokens, of which the first ``lengths_B`` of each row count; None: all."""
         B, T = k_BTHD.shape[:2]
         t_BT = jnp.broadcast_to(jnp.arange(T)[None, :], (B, T))
         lengths_B = jnp.full(B, T, jnp.int32) if lengths_B is None else lengths_B

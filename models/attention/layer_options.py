@@ -1,4 +1,4 @@
-"""The small parts that an attention layer may have around its mode, and what the options of modes share."""
+"""Layer options around a mode, and shared options of modes."""
 
 import dataclasses
 import functools
@@ -39,30 +39,30 @@ class LayerOptions:
                 raise ConfigError(f"{self.flag(option)} is {value}: {reason}; expected {default}")
 
     def check_least(self, option: str, least: int) -> None:
-        """Refuse a number below ``least``; None stands for a choice made elsewhere."""
+        """Raises :class:`ConfigError` if an option is below ``least``; None passes."""
         value = getattr(self, option)
         if value is not None and value < least:
             raise ConfigError(f"{self.flag(option)} is {value}; expected at least {least}")
 
     def flag(self, option: str) -> str:
-        """How an option is called in messages."""
+        """Name of an option in messages."""
         return f"model.modes.{type(self).__module__.rpartition('.')[2]}.{option}"
 
     def resolved(self) -> "LayerOptions":
-        """With what follows from other options filled in."""
+        """The options with derived defaults filled in."""
         return self
 
 
 @dataclass(frozen=True)
 class WeightSumOptions(LayerOptions):
-    """Options of a mode that can divide by the sum of its weights."""
+    """Options of modes that can divide by the sum of weights."""
 
     normalize: bool | None = None
     """Divide by the sum of the weights. None: only without an output_norm."""
 
     @property
     def normalizes(self) -> bool:
-        """Whether it divides."""
+        """Whether the mode divides by the sum of weights."""
         return self.output_norm == "none" if self.normalize is None else self.normalize
 
     def resolved(self) -> "WeightSumOptions":
@@ -70,13 +70,13 @@ class WeightSumOptions(LayerOptions):
 
 
 def layer_options(options: Any) -> LayerOptions:
-    """Those of a mode's ``Config``, which need not have them."""
+    """The layer options of a mode's ``Config``, or the defaults."""
     return options if isinstance(options, LayerOptions) else LayerOptions()
 
 
 @functools.cache
 def _literals(kind: type[LayerOptions]) -> dict[str, tuple[Any, ...]]:
-    """The values that options may have, of those that name them."""
+    """The allowed values of ``Literal`` options."""
     hints = get_type_hints(kind)
     found = {}
     for field in fields(kind):

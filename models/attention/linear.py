@@ -1,6 +1,6 @@
-"""``linear``: linear attention in the forms its definition gives.
+"""``linear``: linear attention in the forms of its definition.
 
-Katharopoulos, Vyas, Pappas, Fleuret: "Transformers are RNNs", 2020. ``chunked`` is the same function computed faster.
+Katharopoulos, Vyas, Pappas, Fleuret: "Transformers are RNNs", 2020. ``chunked`` computes the same function faster.
 """
 
 import warnings
@@ -38,7 +38,7 @@ class Config(FeatureOptions):
 
 
 class Attention(SelfAttention):
-    """Linear attention: decoding keeps a state of constant size."""
+    """Linear attention; decoding keeps a state of constant size."""
 
     implementation_fields = ("form",)
     decode_state = "constant"
@@ -48,8 +48,8 @@ class Attention(SelfAttention):
                  rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         if config.feature_map == "favor_trigonometric":
-            warnings.warn(f"{self.name}: weights by favor_trigonometric have a variance that is largest where they are "
-                          "smallest, and can be negative; it is there to be compared with favor", stacklevel=2)
+            warnings.warn(f"{self.name}: attention weights by favor_trigonometric can be negative, and their variance "
+                          "is largest where they are smallest; use it only to compare with favor", stacklevel=2)
         self.directions_RD = RandomProjection(self._draw(rngs())) if config.feature_map in RANDOM else None
 
     @property
@@ -64,30 +64,30 @@ class Attention(SelfAttention):
 
     @property
     def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Every form but those that step from state to state."""
+        """Except in the recurrent forms."""
         return self.form not in ("cumsum", "recurrent")
 
     @property
     def form(self) -> str | None:
-        """Which implementation, of a causal mask; None leaves the choice to the kernel."""
+        """The implementation with a causal mask; None: chosen by the kernel."""
         return self.config.form or "blockwise"
 
     @property
     def unmasked_form(self) -> str | None:
-        """The same of no mask, where ``chunked`` comes to the two products of the definition."""
+        """The implementation without a mask, where ``chunked`` is the two products of the definition."""
         return self.config.form or "chunked"
 
     @property
     def chunk_size(self) -> int | None:
-        """C, where the form has chunks."""
+        """C, if the form has chunks."""
         return None
 
     def log_decay(self, x_BTE: Array) -> Array | None:
-        """What the layer's input says of the decay, log_decay_BTH, float32; None: there is none."""
+        """The log decay from the layer's input, log_decay_BTH, float32, if any."""
         return None
 
     def packs(self, causal: bool) -> bool:
-        """With a mask only. Without one all tokens share one state, from which padding alone is kept out."""
+        """Only with a causal mask. Without one all tokens share one state, which excludes only padding."""
         return causal
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
@@ -101,7 +101,7 @@ class Attention(SelfAttention):
                                     log_decay_BTH=self.log_decay(x_BTE),
                                     implementation=self.form if causal else self.unmasked_form)[0]
 
-        # Without a mask it is so little work that the backward pass does it again rather than keep the features.
+        # Without a mask, recomputing the features in the backward pass is cheaper than keeping them.
         return (attend if causal else jax.checkpoint(attend))(q_BTHD, k_BTHD, v_BTHD)
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> State:
@@ -153,7 +153,7 @@ class Attention(SelfAttention):
         return (features(self.config, q_BTHD, directions_RD, query=True), features(self.config, k_BTHD, directions_RD))
 
     def _feature_flops(self) -> int:
-        """Of a token and head: the product of query and key with the random directions."""
+        """Per token and head: the products of query and key with the random directions."""
         return 4 * self.config.features * self.head_width if self.config.feature_map in RANDOM else 0
 
     def _draw(self, key: Array) -> Array:

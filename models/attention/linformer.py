@@ -1,13 +1,13 @@
-"""``linformer``: softmax attention to k learned sums of the keys and values, in place of the tokens' own.
+"""``linformer``: softmax attention to k learned sums of keys and values.
 
     y = softmax(Q (E K)ᵀ / √D) (E V)      E ∈ R^{k × L}, L the model's longest sequence
 
 Wang et al., "Linformer: Self-Attention with Linear Complexity", 2020, with one E for keys and values and for all heads
-of a layer (its key-value and headwise sharing). A shorter sequence takes the first columns of E. Every sum mixes tokens
-from the whole sequence, so the mode can be neither causal nor decoded.
+of a layer (its key-value and headwise sharing). A shorter sequence uses the first columns of E. Every sum mixes tokens
+of the whole sequence, so that the mode is neither causal nor decodable.
 
-Long Range Arena's released code projects padding like any token and has k = 16 in all tasks, since it never passes the
-rank of its configs on; here padding enters no sum.
+The released code of the Long Range Arena projects padding like tokens and has k = 16 in all tasks, since it ignores the
+rank of its configs; here padding enters no sum.
 """
 
 import math
@@ -25,7 +25,7 @@ from models.parameters import declare
 from support.errors import ConfigError
 
 QUERY_BLOCK = 128
-"""Queries in a group: the k scores of each are in memory a few groups at a time."""
+"""Queries per group, to limit the memory of their k scores."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Config(LayerOptions):
     k: int | None = None
     """Number k of learned sums of keys and values. None: 256, or a quarter of the context if that is less."""
 
-    MEANINGLESS = MappingProxyType({"short_conv": "linformer sees the whole sequence"})
+    MEANINGLESS = MappingProxyType({"short_conv": "linformer is bidirectional"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,7 +43,7 @@ class Config(LayerOptions):
 
 
 class Attention(SelfAttention):
-    """Attention to k learned sums of keys and values; it sees the whole sequence."""
+    """Bidirectional attention to k learned sums of keys and values."""
 
     causal = False
     bidirectional = True
@@ -52,25 +52,25 @@ class Attention(SelfAttention):
 
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
-        # E, of the variance in the paper's proof.
+        # E, with the variance of the paper's proof.
         normal = nnx.initializers.normal(1 / math.sqrt(self.k))
         self.projection_KS = nnx.Param(normal(rngs.params(), (self.k, max_length)),
                                        **declare(None, "positions", decays=True))
 
     @property
     def k(self) -> int:
-        """Sums."""
+        """Number of sums."""
         return self.config.k or max(1, min(256, self.max_length // 4))
 
     def packs(self, causal: bool) -> bool:
-        """E has no columns for a second segment."""
+        """False: E has no columns for a second segment."""
         return False
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
         if (T := v_BTHD.shape[1]) > self.max_length:
-            raise ConfigError(f"attention mode 'linformer' has a projection of {self.max_length} tokens and was given "
-                              f"{T}; expected model.context to be that of the longest sequence")
+            raise ConfigError(f"attention mode 'linformer' was given {T} tokens; expected at most model.context, "
+                              f"{self.max_length}")
         valid_BT11 = jnp.bool_(True) if segment_ids_BT is None else (segment_ids_BT >= 0)[:, :, None, None]
 
         def project_tokens(x_BTHD: Array) -> Array:

@@ -1,7 +1,7 @@
-"""``local``: softmax attention inside blocks of tokens, each block on its own.
+"""``local``: softmax attention inside blocks of tokens.
 
-Liu et al., "Generating Wikipedia by Summarizing Long Sequences", 2018 (local attention). The Long Range Arena's
-released code cuts a sequence into strided groups, every n-th token in one, under masks made for blocks of neighbours.
+Liu et al., "Generating Wikipedia by Summarizing Long Sequences", 2018 (local attention). The released code of the Long
+Range Arena uses strided groups of every n-th token, with masks for contiguous blocks.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class Config(LayerOptions):
 
 
 class Attention(SelfAttention):
-    """Local attention: token t of a segment is in its block t // ``block_size``; padding inside a segment has a place
-    in it. Decoding keeps the last block."""
+    """Local attention: token t of a segment, counting padding inside it, is in block t // ``block_size``. Decoding
+    keeps the last block."""
 
     length_fields = ("block_size",)
     bidirectional = True
@@ -42,7 +42,7 @@ class Attention(SelfAttention):
             segment_ids_BT: Array | None) -> Array:
         (B, T), size = q_BTHD.shape[:2], min(self.config.block_size, q_BTHD.shape[1])
         t_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
-        # Groups of queries are cut from the row's start. Blocks begun by a segment lie across two of them.
+        # Groups of queries start at the row's start. Blocks of a segment may span two of them.
         before = after = 0
         blocks_BT = t_BT // size
         if segment_ids_BT is not None:
@@ -61,7 +61,7 @@ class Attention(SelfAttention):
     def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: WindowCache, *, x_BTE: Array,
                lengths_B: Array | None = None) -> tuple[Array, WindowCache]:
         size = self.config.block_size
-        # Counted from the start of a block, so that no text is too long for the count.
+        # Counted from the start of a block, so that the count never overflows.
         keys, cache = cache._replace(seen_B=cache.seen_B % size).append(k_BTHD, v_BTHD, lengths_B)
         query_tags, key_tags = ((x, x // size) for x in (keys.query_positions_BT, keys.positions_BS))
         y_BTHD = one_group(q_BTHD, keys.k_BHSD, keys.v_BHSD, query_tags, key_tags, _same_block_up_to)
@@ -78,7 +78,7 @@ class Attention(SelfAttention):
 
 
 def _same_block(query_tags: tuple[Array, Array], key_tags: tuple[Array, Array]) -> Array:
-    """Tags are places in the row and numbers of blocks, the latter below 0 where there is no token."""
+    """Tags are positions in the row and block numbers, the latter below 0 without a token."""
     return visible(query_tags[1], key_tags[1])
 
 
@@ -87,7 +87,7 @@ def _same_block_up_to(query_tags: tuple[Array, Array], key_tags: tuple[Array, Ar
 
 
 def _blocks_in_segments(segment_ids_BT: Array, size: int) -> Array:
-    """Blocks numbered along each row, begun anew by every segment; −1 on padding."""
+    """Block numbers along each row, with a new block at the start of every segment; −1 on padding."""
     runs_BT = runs_of(segment_ids_BT)
     latest_BT = lax.cummax(runs_BT, axis=1)
     starts_BT = latest_BT != jnp.pad(latest_BT, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]

@@ -1,18 +1,18 @@
-"""``longformer``: a sliding window, and a few global tokens that see everything and are seen by everybody.
+"""``longformer``: a sliding window, and a few global tokens that attend to all tokens and are attended to by all.
 
-Beltagy, Peters, Cohan: "Longformer: The Long-Document Transformer", 2020. The Long Range Arena's released code computes
-all T × T scores and masks them, and has no global tokens: not even CLS is one.
+Beltagy, Peters, Cohan: "Longformer: The Long-Document Transformer", 2020. The released code of the Long Range Arena
+computes all T × T scores and masks them, without global tokens, not even CLS.
 
-Without global tokens it is the mode ``window``.
+Without global tokens it equals the mode ``window``.
 
-Of t, the place of a token, and s, that of another one, t sees s
+A token at position t attends to position s
 
-- in the window: t − ``window`` < s ≤ t when causal, |t − s| ≤ ``window`` / 2, rounded down, otherwise;
-- as a global token: s < ``global_tokens``, and s ≤ t when causal.
+- in the window: t − ``window`` < s ≤ t if causal, |t − s| ≤ ``window`` / 2, rounded down, otherwise;
+- as a global token: s < ``global_tokens``, and s ≤ t if causal.
 
-The first ``global_tokens`` tokens themselves see all tokens, when causal those up to their own, by queries, keys and
-values of their own projections. These begin equal to the ordinary ones, as in the paper. Decoding keeps the last
-``window`` keys and values, and those of the global tokens by either projection.
+The first ``global_tokens`` tokens attend to all tokens, if causal to those up to their own position, with separate
+query, key and value projections, initialised as copies of the ordinary ones, as in the paper. Decoding keeps the last
+``window`` keys and values, and those of the global tokens with both projections.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from models.attention.window_cache import WindowCache
 from support.errors import ConfigError
 
 type Tags = tuple[Array, Array]
-"""Places in the row, and numbers of the segments, the latter below 0 where there is nothing to see."""
+"""Positions in the row, and segment numbers, the latter below 0 for hidden tokens."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Config(LayerOptions):
     window: int = 512
     """Window length, the token itself included; half on each side in an encoder."""
     global_tokens: int = 1
-    """Number of global tokens at the start of a sequence: they attend to all tokens, and all tokens to them."""
+    """Number of global tokens at the start of a sequence, which attend to all tokens and are attended to by all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,23 +53,23 @@ class Config(LayerOptions):
         self.check_least("global_tokens", 0)
         for option in ("short_conv", "qk_activation", "qk_norm"):
             if self.global_tokens and (value := getattr(self, option)) != (default := getattr(LayerOptions, option)):
-                raise ConfigError(f"{self.flag(option)} is {value}: global tokens have projections of their own; "
-                                  f"expected {default}, or {self.flag('global_tokens')} 0")
+                raise ConfigError(f"{self.flag(option)} is {value}: global tokens have separate projections; expected "
+                                  f"{default}, or {self.flag('global_tokens')} 0")
 
 
 class Cache(NamedTuple):
-    """What decoding keeps."""
+    """The decode state."""
 
     window: WindowCache
     globals: KeyValueCache
-    """The global tokens as everybody sees them."""
+    """The global tokens with the ordinary projections."""
     among_globals: KeyValueCache
-    """The global tokens as they see each other."""
+    """The global tokens with their own projections."""
 
 
 class Attention(SelfAttention):
-    """Window and global tokens. ``mix`` and ``extend`` compute all tokens as ordinary ones; the rows of the global ones
-    are then replaced."""
+    """Attention to a window and to global tokens. ``mix`` and ``extend`` treat all tokens as ordinary ones; ``attend``
+    then replaces the rows of global tokens."""
 
     length_fields = ("window",)
     bidirectional = True
@@ -86,7 +86,7 @@ class Attention(SelfAttention):
                 getattr(self, ours).kernel[...] = getattr(self, ordinary).kernel[...]
 
     def packs(self, causal: bool) -> bool:
-        """Without global tokens: these are the first of a row."""
+        """Only without global tokens, which are the first tokens of a row."""
         return self.config.global_tokens == 0
 
     def attend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Cache | None, *, x_BTE: Array, causal: bool,
@@ -133,7 +133,7 @@ class Attention(SelfAttention):
         before, after = (min(-(-reach // block), blocks - 1) for reach in self._reach(causal))
 
         def keys(x_BTHD: Array) -> Array:
-            """The blocks around each block, then the global tokens."""
+            """The blocks around each block, followed by the global tokens."""
             return _with_globals(with_neighbours(blocks_of(x_BTHD, block), before, after),
                                  x_BTHD[:, :config.global_tokens].swapaxes(1, 2))
 
@@ -167,16 +167,16 @@ class Attention(SelfAttention):
                             jnp.concatenate([everybodys.v_BHSD, keys.v_BHSD], axis=2),
                             (keys.query_positions_BT, jnp.zeros_like(keys.query_positions_BT)), key_tags,
                             self._sees(causal=True))
-        # No global token is in the window of what comes after so many: no text is too long for the count.
+        # Later windows contain no global token, so that the count never overflows.
         seen_B = jnp.minimum(window.seen_B, self.config.window + self.config.global_tokens)
         return y_BTHD.astype(v_BTHD.dtype), cache._replace(window=window._replace(seen_B=seen_B), globals=everybodys)
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         window, globals_ = min(self.config.window, context), self.config.global_tokens
-        if not causal:  # half of the window on either side, and both ways between global tokens and all others
+        if not causal:  # half of the window on each side, and both directions between global and other tokens
             reach, some = min(self._reach(causal)[0] + 1, context), min(globals_, context)
             near = 2 * _pairs(context, reach) - context
-            # Rows and columns of the global tokens, less the part of the window that lies in them.
+            # Rows and columns of the global tokens, without their overlap with the window.
             inside = sum(min(context, t + reach) - max(0, t - reach + 1) for t in range(some))
             both = sum(min(some, t + reach) - max(0, t - reach + 1) for t in range(some))
             pairs = near + 2 * some * context - some**2 - (2 * inside - both)
@@ -189,11 +189,11 @@ class Attention(SelfAttention):
         return 2 * 4 * (self.config.window + 2 * self.config.global_tokens) * self.heads * self.head_width
 
     def _reach(self, causal: bool) -> tuple[int, int]:
-        """How far a token sees back, and ahead."""
+        """Numbers of visible tokens before and after a token."""
         return (self.config.window - 1, 0) if causal else (self.config.window // 2,) * 2
 
     def _sees(self, causal: bool) -> Callable[[Tags, Tags], Array]:
-        """What an ordinary token sees."""
+        """The mask of ordinary tokens."""
         back, ahead = self._reach(causal)
 
         def sees(query: Tags, key: Tags) -> Array:
@@ -207,12 +207,12 @@ class Attention(SelfAttention):
         return sees
 
     def _but_globals(self, t_BT: Array, runs_BT: Array) -> Array:
-        """Global tokens hidden: they stand beside the window, and would count twice."""
+        """Hides global tokens in the window, which would count twice."""
         return jnp.where(t_BT < self.config.global_tokens, -1, runs_BT)
 
     def _append_global(self, kept: KeyValueCache, k_BTHD: Array, v_BTHD: Array, seen_B: Array,
                        lengths_B: Array | None) -> KeyValueCache:
-        """With those of T more tokens that are global."""
+        """The cache with the global ones of T more tokens."""
         early = min(k_BTHD.shape[1], self.config.global_tokens)
         count_B = jnp.clip(self.config.global_tokens - seen_B, 0, early)
         return kept.append(k_BTHD[:, :early], v_BTHD[:, :early],
@@ -222,7 +222,7 @@ class Attention(SelfAttention):
         return self._global(self.global_key, x_BTE, positions_BT), self._global(self.global_value, x_BTE, None)
 
     def _global(self, projection: Linear, x_BTE: Array, positions_BT: Array | None) -> Array:
-        """A projection of the first tokens, rotated where positions are given."""
+        """A projection of the first tokens, rotated if positions are given."""
         x_BTHD = self.split_heads(projection(x_BTE))
         return x_BTHD if positions_BT is None else rotate(x_BTHD, positions_BT[:, :x_BTE.shape[1]])
 
@@ -245,7 +245,7 @@ def _sees_past(query: Tags, key: Tags) -> Array:
 
 
 def _with_globals(x_BHNS: Array, early_BHS: Array) -> Array:
-    """Every group, and after it the global tokens."""
+    """Every group, followed by the global tokens."""
     early_BHNS = jnp.broadcast_to(early_BHS[:, :, None], (*x_BHNS.shape[:3], *early_BHS.shape[2:]))
     return jnp.concatenate([x_BHNS, early_BHNS], axis=3)
 

@@ -1,8 +1,8 @@
-"""``performer``: softmax attention approximated by random features, and computed as ``chunked`` linear attention.
+"""``performer``: softmax attention approximated with random features, computed as ``chunked`` linear attention.
 
 Choromanski et al., "Rethinking Attention with Performers", 2021; ``models/attention/feature_maps.py`` has the formulas.
-Unlike the released code it takes no maximum over keys, so that it decodes exactly, as a recurrent network, and draws
-its random directions from seed and step, not from the data.
+Unlike the released code it has no maximum over keys, so that recurrent decoding is exact, and its random directions
+depend on seed and step, not on the data.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ class Config(RandomFeatures):
 
     phi: Literal["favor", "favor_trigonometric", "performer_relu"] = "favor"
     """Feature map. favor: FAVOR+, positive random features of the softmax; favor_trigonometric: random cosines and
-    sines; performer_relu: relu(x) + 0.001, that of Long Range Arena's released code."""
+    sines; performer_relu: relu(x) + 0.001, as in the released code of the Long Range Arena."""
     chunk_size: int | None = None
     """Chunk length. None: the fastest on this device."""
 
@@ -29,7 +29,7 @@ class Config(RandomFeatures):
 
 
 class Attention(chunked.Attention):
-    """Chunked linear attention of the Performer's features."""
+    """Chunked linear attention with the Performer's features."""
 
     implementation_fields = ("chunk_size",)
 

@@ -1,9 +1,9 @@
-"""``power``: weights that are a power of the product of query and key, computed in chunks as linear attention is.
+"""``power``: weights that are a power of the product of query and key, computed in chunks like linear attention.
 
     w_tj = (q_t·k_j / √D)^p exp(g_{j+1} + … + g_t)      y_t = Σ_{j≤t} w_tj v_j / (Σ_{j≤t} w_tj + ε)
 
 g is the logarithm of a gate, log sigmoid(a(x) + b). Gelada, Buckman, Zhang, Bach: "Scaling Context Requires Rethinking
-Attention", 2025; the gate's first bias as in its authors' library.
+Attention", 2025; the gate's initial bias is that of the authors' library.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from models.attention.self_attention import SelfAttention
 from support.errors import ConfigError
 
 FIRST_BIAS = 6.907
-"""Of the gate: a token leaves 0.999 of what was before it."""
+"""Initial bias of the gate: each token decays the past by 0.999."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Config(WeightSumOptions):
 
 
 class Attention(SelfAttention):
-    """Power attention: decoding keeps a state of constant size."""
+    """Power attention; decoding keeps a state of constant size."""
 
     length_fields = ("chunk_size",)
     implementation_fields = ("chunk_size",)
@@ -56,8 +56,8 @@ class Attention(SelfAttention):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
         if self.features > MOST_FEATURES:
             raise ConfigError(f"{config.flag('degree')} is {config.degree}: heads of width {head_width} have "
-                              f"{self.features:,} features; expected at most {MOST_FEATURES:,}, by a lower degree or a "
-                              "smaller model.head_width")
+                              f"{self.features:,} features; expected at most {MOST_FEATURES:,}: use a lower degree or "
+                              "a smaller model.head_width")
         self.forget = ForgetGate(width, heads, bias=FIRST_BIAS, rngs=rngs) if config.gate else None
 
     @property

@@ -1,4 +1,4 @@
-"""Random directions that a mode holds and has drawn anew on a schedule."""
+"""Random directions of a mode, redrawn on a schedule."""
 
 from collections.abc import Callable
 
@@ -7,10 +7,10 @@ from jax import Array, lax
 
 
 class RandomProjection(nnx.Variable):
-    """Random directions, which the heads of a layer share: no parameter, and drawn anew by the training step only."""
+    """Random directions shared by the heads of a layer. Not a parameter; only the training step redraws them."""
 
     def resample(self, step: Array, every: int, draw: Callable[[], Array]) -> None:
-        """Draw them anew if it is time to, before update ``step``, from 0: every so many updates, or never if 0."""
+        """Redraw the directions before update ``step``, counted from 0, if it is a multiple of ``every``; 0: never."""
         if every:
             last = self[...]
             self[...] = lax.cond((step > 0) & (step % every == 0), draw, lambda: last)

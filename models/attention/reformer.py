@@ -1,23 +1,23 @@
-"""``reformer``: softmax attention among tokens that share a hash bucket, as those with large weights are likely to.
+"""``reformer``: softmax attention among tokens in the same hash bucket, where large weights are likely.
 
-Kitaev, Kaiser, Levskaya, "Reformer: The Efficient Transformer", 2020. Queries make the keys, k_j = √D q_j / |q_j|, and
-scores are q_i·k_j / √D (the paper's text leaves √D out for clarity; its authors' code has both). In every round
+Kitaev, Kaiser, Levskaya, "Reformer: The Efficient Transformer", 2020. Keys are normalised queries, k_j = √D q_j /
+|q_j|, and scores are q_i·k_j / √D (the paper's text omits √D for clarity; its authors' code has both). In every round
 
-- a token's bucket is the argmax of [qR; −qR] for a random R of the round's own: near directions share it, likely;
+- a token's bucket is the argmax of [qR; −qR] for a random R of the round, which similar directions are likely to share;
 - tokens are sorted by bucket, then by position, and cut into chunks;
-- a token sees those of its bucket that are in its chunk or the one before.
+- a token attends to tokens of its bucket in its chunk or the previous one.
 
-Rounds are put together by their sums of weights, in which a pair that N rounds show has 1/N of its weight in each: one
-softmax over all tokens that some round shows. Here such a pair has its whole weight in the first of them, which is the
-same sum. A token does not see itself, unless it sees nothing else.
+Rounds are combined by their sums of weights, in which a pair that is visible in N rounds has 1/N of its weight in each:
+one softmax over all visible tokens. Here such a pair has its whole weight in the first of these rounds, which gives the
+same sum. A token attends to itself only if no other token is visible.
 
-Where chunks are cut depends on all tokens, so that outputs depend on later ones through it. Decoding gives a token what
-it has as the last one of the sequence up to it; the paper too sorts anew for every token. Segments are sorted one after
-the other, and each is cut from its own start. Memory is linear in the tokens.
+Chunk boundaries depend on all tokens, so that outputs depend on later tokens through them. Decoding computes the output
+of a token as the last one of the sequence; the paper also sorts again for every token. Segments are sorted one after
+the other, each with chunks from its own start. Memory is linear in the tokens.
 
-Long Range Arena's released Reformer has one round, ever the same R, and 10 chunks at any length, so that its cost is
-quadratic; it multiplies scores by √D, leaves keys as long as queries, and masks neither padding, nor other buckets, nor
-the token itself.
+The released Reformer of the Long Range Arena has one round, a constant R, and 10 chunks at any length, which makes it
+quadratic. It multiplies scores by √D, does not normalise keys, and masks neither padding, nor other buckets, nor the
+token itself.
 """
 
 import math
@@ -40,8 +40,8 @@ from models.attention.self_attention import Linear, SelfAttention, rotate
 from support.errors import ConfigError
 
 UNFACTORED = 64
-"""Buckets that are hashed by one argmax at most; more are pairs of two, so that their cost grows as their root."""
-_NOWHERE = -2  # a place that no token's is next to
+"""Maximum number of buckets hashed by one argmax; more are pairs of two, so that the cost grows as the square root."""
+_NOWHERE = -2  # a place that is not adjacent to that of any token
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Config(LayerOptions):
     """Training steps between redraws of the hash rotations. 0: never redrawn."""
 
     MEANINGLESS = MappingProxyType(dict.fromkeys(
-        ("short_conv", "qk_activation", "qk_norm"), "reformer makes keys, of one length, of queries"))
+        ("short_conv", "qk_activation", "qk_norm"), "reformer computes normalised keys from the queries"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,11 +71,11 @@ class Config(LayerOptions):
 
 
 class Cache(NamedTuple):
-    """What decoding keeps: all keys and values, and the bucket of each key in each round R."""
+    """The decode state: all keys and values, and the bucket of each key in each round R."""
 
     past: KeyValueCache
     buckets_BHSR: Array
-    """Whole numbers in float32: integers in a cache are counts."""
+    """Integers in float32, since integer arrays in a cache are counts."""
 
 
 class Attention(SelfAttention):
@@ -88,13 +88,13 @@ class Attention(SelfAttention):
 
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
-        del self.key  # keys are made of queries
+        del self.key  # keys are normalised queries
         self.query.exact = True
         self.rotations_DRM = RandomProjection(self._draw(rngs()))
 
     @property
     def buckets(self) -> int:
-        """Buckets in a round."""
+        """Number of buckets per round."""
         if self.config.buckets is not None:
             return self.config.buckets
         wanted = 2 * self.max_length / self.config.chunk_size
@@ -102,7 +102,7 @@ class Attention(SelfAttention):
 
     @property
     def factors(self) -> tuple[int, ...]:
-        """What a bucket's number is made of: one argmax, or two, whose pairs are the buckets."""
+        """Sizes of the argmaxes of a bucket's number: one, or two, whose pairs are the buckets."""
         power = self.buckets.bit_length() - 1
         return (self.buckets,) if self.buckets <= UNFACTORED else (2 ** (power - power // 2), 2 ** (power // 2))
 
@@ -116,9 +116,9 @@ class Attention(SelfAttention):
 
     def queries_keys_values(self, projected: Sequence[Array], *, x_BTE: Array,
                             positions_BT: Array | None) -> tuple[Array, Array, Array]:
-        """q_BTHD, rotated where positions are given, k_BTHD of length √D, and v_BTHD.
+        """q_BTHD, rotated if positions are given, k_BTHD of length √D, and v_BTHD.
 
-        Queries are made, and keys from them, in float32 or better: rounded, some would fall into another bucket.
+        Queries and keys are computed in float32 or better, since rounding would change some buckets.
         """
         assert self.query.bias is not None
         dtype = jnp.promote_types(jnp.float32, x_BTE.dtype)
@@ -135,13 +135,13 @@ class Attention(SelfAttention):
         B, T = v_BTHD.shape[:2]
         runs_BT = jnp.zeros((B, T), jnp.int32) if segment_ids_BT is None else runs_of(segment_ids_BT)
         order_RBHT, slot_RBHT, place_RBHT = sort(self._hash(q_BTHD), runs_BT, self.config.chunk_size)
-        # A segment's chunks start at any slot, not where blocks of slots do: what a token sees lies in its own block or
-        # the two before or, if later tokens can be seen, in the one after.
+        # Chunks of a segment are not aligned with blocks of slots: the visible tokens are in the same block, the two
+        # before or, if not causal, the one after.
         before, after = (1, 0) if segment_ids_BT is None else (2, 0 if causal else 1)
         size = min(self.config.chunk_size, T)
 
         def attend(this: tuple[Array, ...]) -> Part:
-            """One round, without what earlier ones show."""
+            """One round, without pairs of earlier rounds."""
             number, order_BHT, slot_BHT, place_BHT = this
 
             def blocks(x_BHT: Array, fill: int = 0) -> Array:
@@ -170,7 +170,7 @@ class Attention(SelfAttention):
             return Part(tokens(part.y_BHNTD)[:, :, None], tokens(part.logsumexp_BHNT)[:, :, None])
 
         q_BHTD, k_BHTD, v_BHTD = (x.astype(v_BTHD.dtype).swapaxes(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
-        # One after the other, and again in the backward pass: there is one sorted copy at a time.
+        # Sequential rounds, recomputed in the backward pass, need only one sorted copy at a time.
         rounds = len(order_RBHT)
         stacked = lax.map(jax.checkpoint(attend), (jnp.arange(rounds), order_RBHT, slot_RBHT, place_RBHT))
         parts = [Part(*(x[number] for x in stacked)) for number in range(rounds)]
@@ -191,7 +191,7 @@ class Attention(SelfAttention):
         buckets_BHSR = KeyValueCache(old, old, filled_B).append(buckets_BTHR, buckets_BTHR, lengths_B).k_BHSD
 
         def visible(query: Any, key_buckets_RBHS: Any) -> Array:
-            """Tokens before the query, sorted in every round as if the query were the last."""
+            """Visible earlier tokens, sorted in every round as if the query were the last token."""
             position_BHT, query_buckets_RBHT = query
             s_S = jnp.arange(buckets_BHSR.shape[2])[None, None, None]
             before_BHTS = s_S < position_BHT[..., None]
@@ -224,7 +224,7 @@ class Attention(SelfAttention):
         return jax.random.normal(key, (self.head_width, self.config.rounds, sum(self.factors) // 2), jnp.float32)
 
     def _hash(self, q_BTHD: Array) -> Array:
-        """Each token's bucket in each round, buckets_RBHT."""
+        """The bucket of each token in each round, buckets_RBHT."""
         q_BTHD = lax.stop_gradient(q_BTHD.astype(jnp.promote_types(jnp.float32, q_BTHD.dtype)))
         turned_RBHTM = jnp.einsum("bthd,drm->rbhtm", q_BTHD, self.rotations_DRM[...].astype(q_BTHD.dtype),
                                   precision=lax.Precision.HIGHEST)
@@ -236,13 +236,13 @@ class Attention(SelfAttention):
 
 
 def sort(buckets_RBHT: Array, runs_BT: Array, chunk_size: int) -> tuple[Array, Array, Array]:
-    """Tokens by run, bucket and position, padding last, each run in chunks of its own.
+    """Sorts tokens by run, bucket and position, padding last, with separate chunks for each run.
 
     Returns, of shape (R, B, H, T):
-        which token is in each slot;
+        the token in each slot;
         the slot of each token;
-        the place of each token, a number such that a key's is the query's or one less where it is in the query's run
-        and bucket, and in its chunk or the one before, and nowhere else.
+        the place of each token, a number such that a key's place equals the query's, or is one less, exactly if the key
+        is in the query's run and bucket, and in its chunk or the previous one.
     """
     R, B, H, T = buckets_RBHT.shape
     slots_RBHT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, None, None], (R, B, H, T))
@@ -258,7 +258,7 @@ def sort(buckets_RBHT: Array, runs_BT: Array, chunk_size: int) -> tuple[Array, A
 
 @jax.custom_vjp
 def permute(x_BHT: Array, order_BHT: Array, slot_BHT: Array) -> Array:
-    """x_BHT… in another order, whose inverse is ``slot_BHT``: the gradient is gathered too, not scattered."""
+    """Permutes x_BHT…; ``slot_BHT`` is the inverse permutation, so that the gradient is a gather, not a scatter."""
     return jax.vmap(jax.vmap(lambda x, order: x[order]))(x_BHT, order_BHT)
 
 
@@ -267,16 +267,16 @@ permute.defvjp(lambda x_BHT, order_BHT, slot_BHT: (permute(x_BHT, order_BHT, slo
 
 
 def _changes(x_RBHT: Array) -> Array:
-    """Where a number is not the one before it; the first is not."""
+    """Whether a number differs from the previous one; true for the first."""
     return jnp.pad(x_RBHT[..., 1:] != x_RBHT[..., :-1], ((0, 0), (0, 0), (0, 0), (1, 0)), constant_values=True)
 
 
 def _near(query_place: Array, key_place: Array) -> Array:
-    """Whether a key is in the query's bucket, and in its chunk or the one before."""
+    """Whether a key is in the query's bucket, and in its chunk or the previous one."""
     return (query_place == key_place) | (query_place == key_place + 1)
 
 
 def _or_itself(parts: list[Part], v_BHNTD: Array) -> Array:
-    """One softmax over all parts; a token that sees nothing in any of them sees itself."""
+    """One softmax over all parts; a token without visible tokens attends to itself."""
     alone_BHNT = jnp.stack([part.logsumexp_BHNT for part in parts]).max(axis=0) < HIDDEN / 2
     return jnp.where(alone_BHNT[..., None], v_BHNTD, combine(parts))

@@ -1,4 +1,4 @@
-"""What every attention mode shares: the projections, heads, rotary positions, and the parts of ``LayerOptions``."""
+"""Base class of attention modes: projections, heads, rotary positions, and ``LayerOptions``."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,23 +28,23 @@ from models.attention.layer_options import layer_options
 from models.parameters import Axis, declare, own_parameters
 
 INITIAL_SCALE = 0.02
-"""Standard deviation of GPT-2's initial weights; the model scales them to its ``initial_scale``."""
+"""Standard deviation of GPT-2's initial weights; models rescale them to ``initial_scale``."""
 
 DecodeState = Literal["none", "constant", "window", "growing"]
 
 FIRST_BIAS = {"sigmoid": 0.0, "silu": 1.2784645}
-"""Of an output gate by its kind: 2 sigmoid(0) and silu(1.278…) are 1."""
+"""Initial bias of an output gate, at which it is 1: 2 sigmoid(0), silu(1.278…)."""
 EPSILON = 1e-6
-"""Added to mean or sum of squares where a vector is divided by its size."""
+"""Added to the mean or sum of squares in normalisations."""
 
 
 class Linear(nnx.Linear):
-    """``nnx.Linear`` with GPT-2's initialisation; its output has the number format of its input."""
+    """``nnx.Linear`` with GPT-2's initialisation; its output has the dtype of its input."""
 
     exact: bool = False
-    """Its weights are never kept in a shorter format than they are trained in."""
+    """Never store its weights in a lower precision."""
     transposed: bool = False
-    """Its weight is kept as (F, E)."""
+    """The weight is stored as (F, E)."""
 
     def __init__(self, inputs: int, outputs: int, *, axes: tuple[Axis, Axis], shared: bool = False, rngs: nnx.Rngs):
         super().__init__(inputs, outputs, kernel_init=nnx.initializers.normal(INITIAL_SCALE), rngs=rngs,
@@ -63,56 +63,56 @@ class Linear(nnx.Linear):
 
 
 class LayerCache(NamedTuple):
-    """What a layer with a short convolution keeps."""
+    """Cache of a layer with a short convolution."""
 
     mode: Any
     """The mode's own cache."""
     inputs_BPF: tuple[Array, ...]
-    """Of each projection the last P = K − 1 tokens that count, before the convolution."""
+    """The last P = K − 1 valid inputs of the convolution of each projection."""
 
 
 class SelfAttention(nnx.Module):
     """Multi-head self-attention around a mode's :meth:`mix`.
 
-    A mode is a subclass named ``Attention`` in a file of its own.
+    A mode is a subclass named ``Attention`` in its own file.
 
     Args:
-        config: the mode's own ``Config``.
+        config: the mode's ``Config``.
         heads: H.
         head_width: D.
         width: E.
-        max_length: the longest sequence the model is made for.
-        rngs: a stream forked for this module alone, so that what modes share starts equal in all of them.
+        max_length: maximum sequence length.
+        rngs: a stream forked for this module, so that shared parameters start equal in all modes.
     """
 
     causal: bool = True
-    """It can see the past only."""
+    """Whether the mode can be causal."""
     bidirectional: bool = False
-    """It can see the whole sequence."""
+    """Whether the mode can be bidirectional."""
     decode_state: DecodeState = "none"
-    """How what decoding keeps grows with the tokens seen; none: the mode has no cached decode."""
+    """Growth of the decode state with the number of tokens; none: the mode has no cached decode."""
     prefix_exact: bool = True
     """An output never depends on later tokens, not even through bucketing."""
     rotary: bool = True
-    """It turns queries and keys by their positions, where the model's positions are rotary."""
+    """Whether queries and keys are rotated, if the model's positions are rotary."""
     block_diagonal: bool = False
-    """It cuts a sequence into parts that never see each other, in however many layers."""
+    """Whether a sequence splits into parts that never attend to each other, in any number of layers."""
     length_fields: tuple[str, ...] = ()
-    """Options that count tokens, and need not be more than the sequence has."""
+    """Options that count tokens and are limited to the context."""
     implementation_fields: tuple[str, ...] = ()
-    """Options that change how its function is computed, and nothing else."""
+    """Options that change only the implementation."""
     init_from_projection: Mapping[str, str] = MappingProxyType({})
-    """Projections that begin as another one's copy: taken from it where a run to begin with does not have them."""
+    """Projections initialised as a copy of another one, also with ``--init-from`` a run without them."""
     fixed_length: bool = False
-    """It has parameters for ``max_length`` tokens, and none beyond."""
+    """Whether the mode has parameters for exactly ``max_length`` tokens."""
     packs_with: str | None = None
-    """Flags of ``train.py`` with which it packs, where it could and does not."""
+    """Flags of ``train.py`` that enable packing, if the present options do not support it."""
     step_kernels: tuple[str, ...] = ()
-    """How the names of our GPU kernels begin that a training step of it has; ``make gpu-check`` looks for them."""
+    """Name prefixes of the GPU kernels in a training step, for ``make gpu-check``."""
     decode_kernels: tuple[str, ...] = ()
-    """The same of a token that it draws."""
+    """Name prefixes of the GPU kernels in a decoding step."""
     recurrent: bool = False
-    """It has :meth:`step`."""
+    """Whether the mode has :meth:`step`."""
 
     def __init__(self, config: Any, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         self.config = config
@@ -122,7 +122,7 @@ class SelfAttention(nnx.Module):
         self.output = Linear(heads * head_width, width, axes=("heads", "width"), shared=True, rngs=rngs)
         parts = self.parts = layer_options(config)
         if parts.short_conv:
-            # As the identity: the last tap is the token's own.
+            # Initialised as the identity: the last tap is the token's own.
             first_KF = jnp.zeros((parts.short_conv, heads * head_width)).at[-1].set(1)
             self.query_taps_KF, self.key_taps_KF, self.value_taps_KF = (
                 nnx.Param(first_KF + 0, **declare(None, "heads", decays=False)) for _ in range(3))
@@ -130,16 +130,16 @@ class SelfAttention(nnx.Module):
             self.output_scale_HD = nnx.Param(jnp.ones((heads, head_width)), **declare("heads", None, decays=False))
         if parts.output_gate != "none":
             self.gate = Linear(width, heads * head_width, axes=("width", "heads"), rngs=rngs)
-            # As a factor of 1, in models of any width: one drawn at random takes hundreds of steps to open.
+            # Initialised as a factor of 1: random gates take hundreds of steps to open.
             assert self.gate.bias is not None
             self.gate.kernel[...] = jnp.zeros_like(self.gate.kernel[...])
             self.gate.bias[...] = jnp.full_like(self.gate.bias[...], FIRST_BIAS[parts.output_gate])
 
     def packs(self, causal: bool) -> bool:
-        """Whether segments can stand side by side in a row; where not, a row is one segment, and padding after it."""
+        """Whether a row may have several segments; if not, a row is one segment followed by padding."""
         return True
 
-    # A mode defines these.
+    # Defined by modes.
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
@@ -147,67 +147,66 @@ class SelfAttention(nnx.Module):
         raise NotImplementedError(f"{self.name} defines no mix")
 
     def init_cache(self, batch: int, max_length: int, dtype: Any) -> Any:
-        """What decoding keeps, a pytree, before the first token."""
+        """The empty decode state, a pytree."""
         raise NotImplementedError(f"attention mode {self.name!r} has no cached decode")
 
     def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Any, *, x_BTE: Array,
                lengths_B: Array | None = None) -> tuple[Array, Any]:
-        """T more tokens, of which the first ``lengths_B`` of each row enter the cache: y_BTHD and the cache."""
+        """Attention of T more tokens, of which the first ``lengths_B`` of each row enter the cache: y_BTHD, cache."""
         raise NotImplementedError(f"attention mode {self.name!r} has no cached decode")
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
-        """Floating-point operations of the mixing alone, forward, for ``tokens`` tokens in sequences of ``context``.
+        """Floating-point operations of :meth:`mix`, forward, for ``tokens`` tokens in sequences of ``context``.
 
-        Of a causal mask those of the pairs that are seen count, half of the square, whatever the form computes.
+        With a causal mask only visible pairs count, half of the square, whatever the form computes.
         """
         raise NotImplementedError(f"{self.name} defines no flops")
 
     def state_bytes(self, context: int) -> int:
-        """Bytes per sequence, at float32, that decoding keeps after ``context`` tokens."""
+        """Size of the decode state per sequence after ``context`` tokens, in bytes at float32."""
         raise NotImplementedError(f"attention mode {self.name!r} has no cached decode")
 
     def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
-        """Which form computes :meth:`mix` on this device, for pages and tables; None where there is only one.
+        """Name of the form that computes :meth:`mix` on this device, for reports; None if there is only one.
 
-        ``segments``: whether the rows have any, or padding.
+        ``segments``: whether rows have several segments or padding.
         """
         return None
 
-    # A recurrent mode, whose state is of constant size, may define these too: one token then takes few launches on a
-    # GPU.
+    # Optional for modes with a state of constant size: few launches for a token on a GPU.
 
     @property
     def step_gates(self) -> Sequence[Linear]:
-        """Linear functions of the layer's input, with a number for each head, that :meth:`step` takes."""
+        """Projections of the layer's input to one number a head, whose results :meth:`step` takes."""
         return ()
 
     def step(self, q: Input, k: Input, v: Input, cache: Any, gates: Sequence[Array],
              output: Computed | None) -> tuple[Step, Any]:
-        """:meth:`extend` by one token of which all enter the cache, and what a layer has around it, by
-        :func:`kernels.recurrent_step.recurrent_step`.
+        """:meth:`extend` by one token that enters the cache in every row, with the layer's convolution, activation,
+        norms and output gate, by :func:`kernels.recurrent_step.recurrent_step`.
 
         Args:
-            q, k, v: as the projections give them, with what comes before the mode.
+            q, k, v: results of the projections, and what precedes the mode.
             cache: the mode's own.
-            gates: what :attr:`step_gates` say, (B, 1, H), float32.
-            output: what comes after it.
+            gates: results of :attr:`step_gates`, (B, 1, H), float32.
+            output: what follows the mode.
 
         Returns:
-            The step, and the mode's cache after it.
+            The step, and the mode's new cache.
         """
         raise NotImplementedError(f"{self.name} defines no step")
 
-    # A mode whose projections are others, or that has more to do than to mix, overrides these.
+    # Overridden by modes with other projections, or with more than ``mix``.
 
     @property
     def projections(self) -> Sequence[Linear]:
-        """What the layer's input is multiplied with for :meth:`queries_keys_values`."""
+        """The projections of the layer's input, for :meth:`queries_keys_values`."""
         return self.query, self.key, self.value
 
     def queries_keys_values(self, projected: Sequence[Array], *, x_BTE: Array,
                             positions_BT: Array | None) -> tuple[Array, Array, Array]:
-        """q_BTHD, k_BTHD and v_BTHD of the :attr:`projections` of x, after convolution, activation and norm; rotated
-        where positions are given."""
+        """q_BTHD, k_BTHD and v_BTHD from the :attr:`projections` of x, after convolution, activation and norm; rotated
+        if positions are given."""
         q_BTHD, k_BTHD, v_BTHD = map(self.split_heads, projected)
         if positions_BT is not None:
             q_BTHD, k_BTHD = rotate(q_BTHD, positions_BT), rotate(k_BTHD, positions_BT)
@@ -216,21 +215,20 @@ class SelfAttention(nnx.Module):
     def attend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Any, *, x_BTE: Array, causal: bool,
                positions_BT: Array | None, segment_ids_BT: Array | None,
                lengths_B: Array | None) -> tuple[Array, Any]:
-        """y_BTHD and the cache: :meth:`mix` where there is no cache, else :meth:`extend`."""
+        """y_BTHD and the cache: :meth:`mix` without a cache, else :meth:`extend`."""
         if cache is None:
             return self.mix(q_BTHD, k_BTHD, v_BTHD, x_BTE=x_BTE, causal=causal, segment_ids_BT=segment_ids_BT), None
         return self.extend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, lengths_B=lengths_B)
 
-    # The rest is shared.
+    # Shared by all modes.
 
     @property
     def own_parameters(self) -> int:
-        """How many the mode has beside the projections that all share: :meth:`flops` counts what is done with them."""
+        """Number of parameters besides the shared projections; :meth:`flops` counts their operations."""
         return own_parameters(self)
 
     def layer_cache(self, batch: int, max_length: int, dtype: Any) -> Any:
-        """What :meth:`forward` keeps, before the first token: the mode's cache and, where there is a short convolution,
-        what that needs."""
+        """The empty cache of :meth:`forward`: the mode's cache and that of a short convolution, if any."""
         cache, K = self.init_cache(batch, max_length, dtype), self.parts.short_conv
         if not K:
             return cache
@@ -238,50 +236,50 @@ class SelfAttention(nnx.Module):
         return LayerCache(cache, tuple(jnp.zeros((batch, K - 1, width), dtype) for _ in self.projections))
 
     def layer_flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
-        """:meth:`flops`, and those of the convolution and the output gate."""
+        """:meth:`flops`, including convolution and output gate."""
         width, parts = self.heads * self.head_width, self.parts
         gate = 2 * self.width * width if parts.output_gate != "none" else 0
         return (self.flops(tokens, context, causal=causal)
                 + tokens * (gate + 2 * parts.short_conv * len(self.projections) * width))
 
     def layer_state_bytes(self, context: int) -> int:
-        """:meth:`state_bytes`, and those of what the convolution keeps."""
+        """:meth:`state_bytes`, including the cache of the convolution."""
         kept = max(0, self.parts.short_conv - 1) * len(self.projections)
         return self.state_bytes(context) + 4 * kept * self.heads * self.head_width
 
     @property
     def name(self) -> str:
-        """The mode's name: that of its file."""
+        """Name of the mode and of its file."""
         return type(self).__module__.rpartition(".")[2]
 
     def forward(self, x_BTE: Float[Array, "B T E"], cache: Any = None, *, norm: Norm | None = None,
                 residual: bool = False, causal: bool = True,
                 positions_BT: Int[Array, "B T"] | None = None, segment_ids_BT: Int[Array, "B T"] | None = None,
                 lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"], Any]:
-        """Attention over whole sequences or, with a cache, over T more tokens of sequences whose past is in it.
+        """Attention over whole sequences or, with a cache, over T more tokens.
 
-        LayerNorm and residual sum are made here, so that one token takes few launches on a GPU.
+        Includes LayerNorm and residual sum, so that one token needs few launches on a GPU.
 
         Args:
             x_BTE: the tokens.
-            cache: as :meth:`layer_cache` or an earlier call returned it; None: there is no past.
-            norm: LayerNorm of x; None: none.
-            residual: add the result to x.
-            causal: a token sees no later one. With a cache it never does.
-            positions_BT: queries and keys are rotated by them; None: they are not.
-            segment_ids_BT: of whole sequences; None: each row is one segment.
-            lengths_B: with a cache, how many of the new tokens of each row enter it; None: all.
+            cache: result of :meth:`layer_cache` or an earlier call; None: whole sequences.
+            norm: LayerNorm of x, if any.
+            residual: whether to add the result to x.
+            causal: whether attention is causal; always true with a cache.
+            positions_BT: rotary positions of queries and keys, if any.
+            segment_ids_BT: segment ids of whole sequences; None: each row is one segment.
+            lengths_B: with a cache, number of new tokens of each row that enter it; None: all.
 
         Returns:
             The result, and the cache with the new tokens, or None.
 
         Raises:
-            NotImplementedError: a mask, a cache or a row of several segments that the mode cannot do.
+            NotImplementedError: the mode does not support the mask, a cache, or several segments per row.
         """
         if not (self.causal if causal else self.bidirectional):
             raise NotImplementedError(f"attention mode {self.name!r} "
-                                      + ("sees the whole sequence and cannot be causal" if causal else
-                                         "sees the past only and cannot look in both directions"))
+                                      + ("is bidirectional and cannot be causal" if causal else
+                                         "is causal and cannot be bidirectional"))
         if segment_ids_BT is not None and not self.packs(causal):
             self._check_segments(segment_ids_BT)
         if not self.rotary:
@@ -393,26 +391,26 @@ class SelfAttention(nnx.Module):
                 for x_BTF, of_projection in zip(projected, self._activations, strict=True)]
 
     def _check_segments(self, segment_ids_BT: Array) -> None:
-        """Raises where a row is not one segment and padding after it.
+        """Raises unless each row is one segment followed by padding.
 
-        Inside ``jax.jit`` ids that are arguments are not known, and the rule is the caller's to keep.
+        Under ``jax.jit`` traced ids are unknown, and the caller must ensure it.
         """
         if isinstance(segment_ids_BT, Tracer):
             return
         ids_BT = np.asarray(segment_ids_BT)
         if np.any((ids_BT[:, 1:] != ids_BT[:, :-1]) & (ids_BT[:, 1:] >= 0)):
-            raise NotImplementedError(f"attention mode {self.name!r} cannot keep the segments of a row apart; expected "
-                                      "one in each row, and padding after it")
+            raise NotImplementedError(f"attention mode {self.name!r} cannot separate the segments of a row; expected "
+                                      "one segment per row, followed by padding")
 
 
 def _normed(x: Array, norm: str, width: int) -> Array:
-    """Vectors divided by their length, ``l2``, or by their root mean square, ``rms``, over ``width`` numbers."""
+    """L2 or RMS normalisation of vectors, over ``width`` elements."""
     square = jnp.sum(x * x, axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(square / (width if norm == "rms" else 1) + EPSILON)
 
 
 def _activated_wide(x: Array, *, activation: str, norm: str, width: int) -> Array:
-    """Activation and norm of heads, (…, D) or filled up with zeros, in float32 or better."""
+    """Activation and norm of heads, (…, D) or zero-padded, in float32 or better."""
     x = jax.nn.silu(x) if activation == "silu" else x
     return x if norm == "none" else _normed(x, norm, width)
 
@@ -428,7 +426,7 @@ def _gated_wide(y: Array, scale: Array | None, gate: Array | None, *, kind: str,
 # Elementwise, in float32 or better: the backward pass computes them again rather than keep what is between.
 @functools.partial(jax.checkpoint, static_argnums=(1, 2))
 def _activated(x_BTHD: Array, activation: str, norm: str) -> Array:
-    """Queries, keys or values as attention gets them."""
+    """Queries, keys or values after activation and norm."""
     x = _activated_wide(wide(x_BTHD), activation=activation, norm=norm, width=x_BTHD.shape[-1])
     return cpu.compute_once(x.astype(x_BTHD.dtype))
 
@@ -442,7 +440,7 @@ def _gated(y_BTHD: Array, scale_HD: Array | None, gate_BTHD: Array | None, kind:
 
 
 def _last(before_BPF: Array, x_BTF: Array, lengths_B: Array | None) -> Array:
-    """The last P tokens, of which the first ``lengths_B`` of x count."""
+    """The last P tokens of ``before_BPF`` and the first ``lengths_B`` of x."""
     P = before_BPF.shape[1]
     both_BSF = jnp.concatenate([before_BPF, x_BTF.astype(before_BPF.dtype)], axis=1)
     if lengths_B is None:
@@ -451,23 +449,23 @@ def _last(before_BPF: Array, x_BTF: Array, lengths_B: Array | None) -> Array:
 
 
 def rotate(x_BTHD: Float[Array, "B T H D"], positions_BT: Int[Array, "B T"]) -> Float[Array, "B T H D"]:
-    """Rotary positions, D even: pairs (x_d, x_{d + D/2}) turned by t · 10000^(−2d/D). Su et al., "RoFormer", 2021.
+    """Rotary positions, D even: rotates pairs (x_d, x_{d + D/2}) by t · 10000^(−2d/D). Su et al., "RoFormer", 2021.
 
-    t is below 2^32, int32 that has run over included.
+    t is below 2^32, including int32 after overflow.
     """
     half = x_BTHD.shape[-1] // 2
     angle_BTHD = angles(positions_BT, half)[:, :, None]
-    cos_BTHD, sin_BTHD = cpu.compute_once((jnp.cos(angle_BTHD), jnp.sin(angle_BTHD)))  # and not in every head
+    cos_BTHD, sin_BTHD = cpu.compute_once((jnp.cos(angle_BTHD), jnp.sin(angle_BTHD)))  # not in every head
     a, b = x_BTHD[..., :half].astype(jnp.float32), x_BTHD[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos_BTHD - b * sin_BTHD, a * sin_BTHD + b * cos_BTHD], axis=-1).astype(x_BTHD.dtype)
 
 
 def angles(positions_BT: Int[Array, "B T"], pairs: int) -> Float[Array, "B T D"]:
-    """t · 10000^(−d/pairs) for d below ``pairs``, from −π to π, to 1e-6 at any t.
+    """t · 10000^(−d/pairs) for d below ``pairs``, from −π to π, with an absolute error of 1e-6 at any t.
 
-    float32 could not hold the product: at position 10^7 it is off by a radian. Here angles are whole numbers, 2^32 to a
-    turn, whose overflow leaves out whole turns. A position is taken byte by byte, or the rounding of the rate to such a
-    number would grow with it.
+    float32 cannot represent the product: at position 10^7 it is off by a radian. Angles are integers instead, 2^32 per
+    turn, whose overflow drops whole turns. Positions are processed byte by byte, so that the rounding error of the rate
+    does not grow with them.
     """
     turns_D = 10_000.0 ** (-np.arange(pairs) / pairs) / (2 * np.pi)
     t_BT1 = positions_BT.astype(jnp.uint32)[..., None]

@@ -1,22 +1,21 @@
-"""``sinkhorn``: softmax attention inside blocks, and inside blocks of keys and values that a learned sort brings there.
+"""``sinkhorn``: softmax attention inside blocks, and to another block of keys and values chosen by a learned soft sort.
 
-Tay et al., "Sparse Sinkhorn Attention", 2020. The tokens of a block are summed, and a linear layer makes of the sum the
-block's scores r for every block of the model's longest sequence, in each head. Sinkhorn normalisation of r / τ, in
-turns over columns and rows, makes them a matrix P whose rows and columns sum to 1: a soft permutation of the blocks.
+Tay et al., "Sparse Sinkhorn Attention", 2020. In each head, a linear layer maps the sum of a block's tokens to scores r
+for every block of the model's longest sequence. Sinkhorn normalisation of r / τ, alternating over columns and rows,
+gives a matrix P whose rows and columns sum to 1: a soft permutation of the blocks.
 
-    y_i = attention(q_i; k_i, v_i) + attention(q_i; Σ_j P_ij k_j, Σ_j P_ij v_j)      of blocks i and j
+    y_i = attention(q_i; k_i, v_i) + attention(q_i; Σ_j P_ij k_j, Σ_j P_ij v_j)      for blocks i and j
 
-- The last turn is over rows, so that the weights of what comes to a block sum to 1 after any number of turns.
-- The paper adds Gumbel noise to r while it trains. Here there is none: modes have no source of noise in training that
-  evaluation is without, and outputs are to depend on nothing but the input.
-- Blocks of nothing but padding are no rows or columns of P. In a block that has some, a padded slot brings nothing:
-  slot s of the sorted block has weight w_is = Σ_j P_ij over the blocks j whose slot s is a token; its key and value are
-  the means over these, and w_is multiplies its weight in the softmax. For whole blocks w is 1; where P is a
-  permutation, w is 0 exactly on the padding of the block that comes.
+- The last iteration is over rows, so that the weights of a sorted block sum to 1 after any number of iterations.
+- The paper adds Gumbel noise to r in training. Here there is none, so that outputs depend only on the input.
+- Blocks of padding are excluded from P. In a partly padded block, slot s of the sorted block has weight
+  w_is = Σ_j P_ij over the blocks j whose slot s is a token. Its key and value are the means over these, and w_is
+  multiplies its weight in the softmax. For whole blocks w is 1; if P is a permutation, w is 0 exactly on the padding of
+  the sorted block.
 
-The sort sees sums of the whole sequence, so the mode is neither causal nor decoded. Long Range Arena's released code
-sorts nothing: its product with the permutation sums over the blocks of keys and over the rows of P separately, so that
-every block gets the sum of all blocks; its blocks, besides, are made of every n-th token.
+The sort depends on the whole sequence, so that the mode is neither causal nor decodable. The released code of the Long
+Range Arena does not sort: its product with the permutation sums separately over the blocks of keys and the rows of P,
+so that every block gets the sum of all blocks. Its blocks also have every n-th token.
 """
 
 import math
@@ -36,7 +35,7 @@ from models.attention.self_attention import Linear, SelfAttention
 from support.errors import ConfigError
 
 LEAST_WEIGHT = 1e-6
-"""A slot of a sorted block with less is not seen: means over so little have no gradient to speak of in float32."""
+"""Minimum weight of a visible slot of a sorted block; smaller ones have inaccurate gradients in float32."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Config(LayerOptions):
     temperature: float = 0.75
     """Temperature τ of the sort: the lower, the closer to a permutation."""
 
-    MEANINGLESS = MappingProxyType({"short_conv": "sinkhorn sees the whole sequence"})
+    MEANINGLESS = MappingProxyType({"short_conv": "sinkhorn is bidirectional"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +60,7 @@ class Config(LayerOptions):
 
 
 class Attention(SelfAttention):
-    """Attention inside blocks and sorted blocks; it sees the whole sequence."""
+    """Bidirectional attention inside blocks and to sorted blocks."""
 
     length_fields = ("block_size",)
     causal = False
@@ -74,15 +73,15 @@ class Attention(SelfAttention):
         self.sort = Linear(width, heads * -(-max_length // config.block_size), axes=("width", None), rngs=rngs)
 
     def packs(self, causal: bool) -> bool:
-        """A block may lie in two segments."""
+        """False: a block may overlap two segments."""
         return False
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
         (B, T, H, _), size = v_BTHD.shape, self.config.block_size
         if v_BTHD.shape[1] > self.max_length:
-            raise ConfigError(f"attention mode 'sinkhorn' sorts the blocks of {self.max_length} tokens and was given "
-                              f"{T}; expected model.context to be that of the longest sequence")
+            raise ConfigError(f"attention mode 'sinkhorn' was given {T} tokens; expected at most model.context, "
+                              f"{self.max_length}")
         dtype = jnp.promote_types(jnp.float32, x_BTE.dtype)
         valid_BT = jnp.ones((B, T), bool) if segment_ids_BT is None else segment_ids_BT >= 0
         valid_BT11 = valid_BT[:, :, None, None]
@@ -104,7 +103,7 @@ class Attention(SelfAttention):
                                    preferred_element_type=dtype)
             return (sum_BHNSD / weights_BHNS[..., None]).astype(x_BHKSD.dtype)
 
-        attend = jax.checkpoint(_attend)  # scores are computed again in the backward pass
+        attend = jax.checkpoint(_attend)  # recompute scores in the backward pass
         y_BHNSD = attend(q_BHNSD, k_BHNSD, v_BHNSD, jnp.where(valid_B1NS, 0, HIDDEN).astype(dtype))
         y_BHNSD += attend(q_BHNSD, sort(k_BHNSD), sort(v_BHNSD), jnp.where(shown_BHNS, jnp.log(weights_BHNS), HIDDEN))
         return jnp.where(valid_BT11, tokens_of(y_BHNSD, T).astype(v_BTHD.dtype), 0)
@@ -118,10 +117,10 @@ class Attention(SelfAttention):
 
 def normalised(scores_BHNK: Float[Array, "B H N N"], present_BN: Bool[Array, "B N"],
                iterations: int) -> Float[Array, "B H N N"]:
-    """The exponentials of scores, columns and rows divided by their sums in turn, rows last; computed as logarithms.
+    """Sinkhorn normalisation of exp(scores) over columns and rows in turn, rows last, computed in log space.
 
-    Rows and columns of blocks that are not present are 0. Sinkhorn, "A relationship between arbitrary positive matrices
-    and doubly stochastic matrices", 1964.
+    Rows and columns of absent blocks are 0. Sinkhorn, "A relationship between arbitrary positive matrices and doubly
+    stochastic matrices", 1964.
     """
     shown_B1NK = (present_BN[:, :, None] & present_BN[:, None, :])[:, None]
 
@@ -136,7 +135,7 @@ def normalised(scores_BHNK: Float[Array, "B H N N"], present_BN: Bool[Array, "B 
 
 def _attend(q_BHNTD: Float[Array, "B H N T D"], k_BHNSD: Float[Array, "B H N S D"], v_BHNSD: Float[Array, "B H N S D"],
             log_weights_BHNS: Float[Array, "B _ N S"]) -> Float[Array, "B H N T D"]:
-    """Softmax attention inside every block, to keys of given weights; float32 or better."""
+    """Softmax attention inside every block, to keys with given weights; float32 or better."""
     scores_BHNTS = jnp.einsum("bhntd,bhnsd->bhnts", q_BHNTD, k_BHNSD, preferred_element_type=log_weights_BHNS.dtype)
     scores_BHNTS = scores_BHNTS / math.sqrt(q_BHNTD.shape[-1]) + log_weights_BHNS[..., None, :]
     weights_BHNTS = jax.nn.softmax(scores_BHNTS, axis=-1).astype(v_BHNSD.dtype)

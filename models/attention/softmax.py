@@ -1,4 +1,4 @@
-"""``softmax``: causal softmax attention, as fast as the device has it.
+"""``softmax``: softmax attention, in the fastest implementation of the device.
 
 Vaswani et al., "Attention Is All You Need", 2017.
 """
@@ -25,18 +25,18 @@ class Config(LayerOptions):
     """cudnn: NVIDIA's flash kernel; blockwise: flash attention in plain JAX; materialised: all T × T scores; None: the
     fastest on this device."""
     forget_gate: bool = False
-    """Each head forgets at each token as much as the layer's input says: the Forgetting Transformer."""
+    """Decay the scores of each head by a gate computed from each token: the Forgetting Transformer."""
 
 
 class ForgettingCache(NamedTuple):
-    """Keys and values, and how much each token leaves of those before it."""
+    """Keys and values, and the log decay of each token."""
 
     past: KeyValueCache
     log_decay_BHS: Array
 
 
 class Attention(SelfAttention):
-    """Softmax attention: decoding keeps every key and value."""
+    """Softmax attention; decoding keeps every key and value."""
 
     implementation_fields = ("form",)
     decode_state = "growing"
@@ -48,7 +48,7 @@ class Attention(SelfAttention):
 
     @property
     def bidirectional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Without a forget gate, which is of the past."""
+        """Only without a forget gate, which is causal."""
         return self.forget is None
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
@@ -70,7 +70,7 @@ class Attention(SelfAttention):
         extended = past.append(k_BTHD, v_BTHD, lengths_B)
         if self.forget is None:
             return cached_attention(q_BTHD, extended.k_BHSD, extended.v_BHSD, past.filled_B), extended
-        log_decay_BTHD = self.forget.log_decay(x_BTE)[..., None]  # kept as keys of width 1 are
+        log_decay_BTHD = self.forget.log_decay(x_BTE)[..., None]  # cached like keys of width 1
         old_BHSD = cache.log_decay_BHS[..., None]
         log_decay_BHS = KeyValueCache(old_BHSD, old_BHSD, past.filled_B).append(
             log_decay_BTHD, log_decay_BTHD, lengths_B).k_BHSD[..., 0]
@@ -78,7 +78,7 @@ class Attention(SelfAttention):
         return y_BTHD, ForgettingCache(extended, log_decay_BHS)
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
-        # Two products; causal, half of each is above the diagonal.
+        # Two products, half of each if causal.
         of_gate = 0 if self.forget is None else self.forget.flops(tokens)
         return (2 if causal else 4) * tokens * context * self.heads * self.head_width + of_gate
 

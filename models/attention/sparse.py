@@ -1,11 +1,11 @@
-"""``sparse``: every token sees its own block and, of all others, a few summary columns.
+"""``sparse``: a token attends to its own block and to a few summary columns of all others.
 
-Child et al., "Generating Long Sequences with Sparse Transformers", 2019, the fixed pattern: key k is visible to query q
-in the same block, and from other blocks where k is the first of its block or one of the last c; causal: none after q.
-Every head has the same pattern.
+Child et al., "Generating Long Sequences with Sparse Transformers", 2019, the fixed pattern: a query attends to the keys
+of its block, and to the first and the last c keys of other blocks, if causal only to earlier keys. Every head has the
+same pattern.
 
-Long Range Arena's released code computes all T × T scores and masks them, with the causal mask in its encoders too,
-where here the same pattern looks in both directions.
+The released code of the Long Range Arena computes all T × T scores and masks them, with a causal mask also in encoders,
+where the pattern here is bidirectional.
 """
 
 from dataclasses import dataclass
@@ -38,36 +38,36 @@ class Config(LayerOptions):
 
 
 class Cache(NamedTuple):
-    """Keys and values that later tokens may see: those of the block begun, and the summary columns of all."""
+    """Keys and values visible to later tokens: those of the current block, and the summary columns of all."""
 
     window_k_BHSD: Array
     window_v_BHSD: Array
-    """Of the block that is not full yet, from its first token; what lies after them is of no account."""
+    """Values of the current block, from its first token; later slots are undefined."""
     summary_k_BHSD: Array
     summary_v_BHSD: Array
-    """c + 1 of every block: the first, then the last c."""
+    """c + 1 values of every block: the first, then the last c."""
     seen_B: Array
-    """Tokens so far, of each row."""
+    """Number of tokens of each row."""
 
 
 class Keys(NamedTuple):
-    """What groups of queries may see."""
+    """Keys and values for groups of queries."""
 
     k_BHNSD: Array
     v_BHNSD: Array
     positions_B1NS: Array
-    """Of each key in its row; −1: seen by nobody."""
+    """Position of each key in its row; −1: hidden."""
 
 
 class Attention(SelfAttention):
-    """Attention inside blocks and to summary columns: decoding keeps (c + 1) / b of all keys and values."""
+    """Attention inside blocks and to summary columns; decoding keeps (c + 1) / b of all keys and values."""
 
     length_fields = ("block_size",)
     bidirectional = True
     decode_state = "growing"
 
     def packs(self, causal: bool) -> bool:
-        """Blocks are counted from the beginning of a row."""
+        """False: blocks are counted from the start of a row."""
         return False
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
@@ -81,7 +81,7 @@ class Attention(SelfAttention):
         q_BHNTD, k_BHNSD, v_BHNSD = (blocks_of(x, b) for x in (q_BTHD, k_BTHD, v_BTHD))
 
         def summaries(x_BHNS: Array) -> Array:
-            """The columns of all blocks in one group."""
+            """The summary columns of all blocks, in one group."""
             x_BHNS = jnp.concatenate([x_BHNS[:, :, :, :1], x_BHNS[:, :, :, b - c:]], axis=3)
             return x_BHNS.reshape(*x_BHNS.shape[:2], 1, -1, *x_BHNS.shape[4:])
 
@@ -101,8 +101,8 @@ class Attention(SelfAttention):
         positions_BT = cache.seen_B[:, None] + jnp.arange(T)[None]
         extended = self._append(cache, k_BTHD, v_BTHD, positions_BT, cache.seen_B + lengths_B)
 
-        # New tokens begin anywhere in a block. They are taken in groups of b from the first of them on: what a query
-        # sees of its block is in its group and the b tokens before, which are the window or the group before.
+        # New tokens start anywhere in a block. In groups of b from the first of them on, the visible keys of a query's
+        # block are in its group and the b tokens before, the window or the previous group.
         size = min(b, T)
         q_BHNTD, positions_B1NT = blocks_of(q_BTHD, size), tag_blocks_of(positions_BT, size, fill=-1)
         N = q_BHNTD.shape[2]
@@ -117,7 +117,7 @@ class Attention(SelfAttention):
         near = Keys(with_before(cache.window_k_BHSD, k_BTHD), with_before(cache.window_v_BHSD, v_BTHD),
                     jnp.concatenate([tag_blocks_of(before_BS, b, fill=-1), positions_B1NT], axis=3))
         S = cache.summary_k_BHSD.shape[2]
-        summary_S = jnp.arange(S) // (self.config.summary + 1) * b  # its block is all that counts of a position here
+        summary_S = jnp.arange(S) // (self.config.summary + 1) * b  # only the block of a position matters here
         far = Keys(extended.summary_k_BHSD[:, :, None], extended.summary_v_BHSD[:, :, None],
                    jnp.broadcast_to(summary_S[None, None, None], (B, 1, 1, S)))
         y_BHNTD = self._attend(q_BHNTD, positions_B1NT, near, far, causal=True)
@@ -125,18 +125,18 @@ class Attention(SelfAttention):
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         keys = min(self.config.block_size + self._summaries_of(context), context)
-        # Two products; causal, half of each is above the diagonal.
+        # Two products, half of each if causal.
         return (2 if causal else 4) * tokens * keys * self.heads * self.head_width
 
     def state_bytes(self, context: int) -> int:
         return 2 * 4 * (self.config.block_size + self._summaries_of(context)) * self.heads * self.head_width
 
     def _summaries_of(self, tokens: int) -> int:
-        """Summary columns of so many tokens, the last block counted as if it were full."""
+        """Number of summary columns of a number of tokens, with the last block counted as full."""
         return -(-tokens // self.config.block_size) * (self.config.summary + 1)
 
     def _attend(self, q_BHNTD: Array, positions_B1NT: Array, near: Keys, far: Keys, causal: bool) -> Array:
-        """Attention to those keys of ``near`` that are in a query's block, and those of ``far`` that are not."""
+        """Attention to keys of ``near`` in a query's block, and keys of ``far`` in others."""
         b = self.config.block_size
 
         def own_block(t_BHT: Array, s_BHS: Array) -> Array:
@@ -152,7 +152,7 @@ class Attention(SelfAttention):
             grouped_attention(q_BHNTD, far.k_BHNSD, far.v_BHNSD, positions_B1NT, far.positions_B1NS, other_blocks)])
 
     def _append(self, cache: Cache, k_BTHD: Array, v_BTHD: Array, positions_BT: Array, seen_B: Array) -> Cache:
-        """The cache with those of the new tokens that come before ``seen_B``."""
+        """The cache with the new tokens before ``seen_B``."""
         b, c = self.config.block_size, self.config.summary
         offset_BT, seen_B1 = positions_BT % b, seen_B[:, None]
         counts_BT = positions_BT < seen_B1
@@ -162,7 +162,7 @@ class Attention(SelfAttention):
         row_B1 = jnp.arange(len(seen_B))[:, None]
 
         def put(x_BHSD: Array, new_BTHD: Array, place_BT: Array, where_BT: Array) -> Array:
-            # What is not wanted is given a place beyond the end, and dropped.
+            # Unwanted tokens get a place beyond the end, and are dropped.
             place_BT = jnp.where(where_BT, place_BT, x_BHSD.shape[2])
             return x_BHSD.at[row_B1, :, place_BT].set(new_BTHD.astype(x_BHSD.dtype), mode="drop")
 

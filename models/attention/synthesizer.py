@@ -1,19 +1,19 @@
 """``synthesizer``: softmax attention whose scores are learned, not products of queries and keys.
 
-    y_t = Σ_s softmax_s(R_ts) v_s, of every head
+    y_t = Σ_s softmax_s(R_ts) v_s, in every head
 
 Tay et al., "Synthesizer: Rethinking Self-Attention in Transformer Models", 2020. With L the model's longest sequence,
 its kinds are
 
-- ``random``: R ∈ R^{L × L}, a parameter that starts as standard normal numbers;
+- ``random``: R ∈ R^{L × L}, a parameter initialised as standard normal;
 - ``factorised``: R = R₁ R₂ᵀ with R₁ and R₂ ∈ R^{L × k};
 - ``dense``: R_t = W₂ relu(W₁ x_t + b₁) + b₂, W₂ ∈ R^{L × D}, where W₁ and b₁ are the query projection.
 
-What a kind does not use of the query and key projections it does not have, and rotary positions have nothing to turn.
-Time and memory are quadratic, as in the paper.
+Unused query and key projections are omitted, and rotary positions have no effect. Time and memory are quadratic, as in
+the paper.
 
-The default is the kind of Long Range Arena's row, random; its released code however *adds* R to the products of queries
-and keys, and leaves out of its text task the factorised kind with k = 32 that the configs ask for.
+The default, random, is the kind of the Long Range Arena. Its released code, however, *adds* R to the products of
+queries and keys, and in the text task ignores the factorised kind with k = 32 of its configs.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class Config(LayerOptions):
     """Width of the two matrices of factorised."""
 
     MEANINGLESS = MappingProxyType(dict.fromkeys(
-        ("short_conv", "qk_activation", "qk_norm"), "synthesizer has no products of queries and keys"))
+        ("short_conv", "qk_activation", "qk_norm"), "synthesizer does not multiply queries and keys"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +55,7 @@ class Config(LayerOptions):
 
 
 class Attention(SelfAttention):
-    """Attention by learned scores: decoding keeps every value. L is ``max_length``."""
+    """Attention by learned scores; decoding keeps every value. L is ``max_length``."""
 
     bidirectional = True
     decode_state = "growing"
@@ -80,7 +80,7 @@ class Attention(SelfAttention):
             self.scores_HLL = normal(max_length, 1.0, "positions")
 
     def packs(self, causal: bool) -> bool:
-        """Causal rows look their scores up by the positions within a segment; encoders are spared the look-up."""
+        """Only if causal: scores are looked up by the position in a segment, which encoders skip."""
         return causal
 
     @property
@@ -89,7 +89,7 @@ class Attention(SelfAttention):
 
     def queries_keys_values(self, projected: Sequence[Array], *, x_BTE: Array,
                             positions_BT: Array | None) -> tuple[Array, Array, Array]:
-        """The hidden layer of ``dense`` for queries, or vectors of no width; keys of no width; and the values."""
+        """The hidden layer of ``dense``, or vectors of width 0, for queries; keys of width 0; and the values."""
         *hidden, v_BTHD = map(self.split_heads, projected)
         nothing_BTHD = v_BTHD[..., :0]
         return jax.nn.relu(hidden[0]) if hidden else nothing_BTHD, nothing_BTHD, v_BTHD
@@ -97,8 +97,8 @@ class Attention(SelfAttention):
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
         if (T := v_BTHD.shape[1]) > self.max_length:
-            raise ConfigError(f"attention mode 'synthesizer' has scores of {self.max_length} tokens and was given {T}; "
-                              "expected model.context to be that of the longest sequence")
+            raise ConfigError(f"attention mode 'synthesizer' was given {T} tokens; expected at most model.context, "
+                              f"{self.max_length}")
         seen_BTS = jnp.ones((1, T, T), bool)
         if causal:
             seen_BTS = jnp.tril(seen_BTS)
@@ -126,7 +126,7 @@ class Attention(SelfAttention):
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         scores = {"random": 0, "factorised": self.config.k, "dense": self.head_width}[self.config.kind]
-        # Causal, half of each product is above the diagonal.
+        # Half of each product if causal.
         return (1 if causal else 2) * tokens * context * self.heads * (self.head_width + scores)
 
     def state_bytes(self, context: int) -> int:
@@ -150,13 +150,13 @@ class Attention(SelfAttention):
 
 def _at(table_HLK: Float[Array, "H L K"], positions_BT: Int[Array, "B T"] | None,
         count: int) -> Float[Array, "_ H _ K"]:
-    """The table at the positions of each row, or at the first ``count`` of them, one for all rows."""
+    """The table at the positions of each row, or at the first ``count`` positions, broadcast over rows."""
     return table_HLK[None, :, :count] if positions_BT is None else table_HLK[:, positions_BT].swapaxes(0, 1)
 
 
 def _attend(scores_BHTS: Float[Array, "_ H T S"], seen_BTS: Bool[Array, "_ T S"],
             v_BHSD: Float[Array, "B H S D"]) -> Float[Array, "B T H D"]:
-    """Values weighted by the softmax of the scores of what is seen, both of which may be one for all rows."""
+    """Attention with given scores and mask, which broadcast over rows."""
     weights_BHTS = jax.nn.softmax(jnp.where(seen_BTS[:, None], scores_BHTS, HIDDEN), axis=-1)
     y_BTHD = jnp.einsum("bhts,bhsd->bthd", weights_BHTS.astype(v_BHSD.dtype), v_BHSD,
                         preferred_element_type=weights_BHTS.dtype)

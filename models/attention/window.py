@@ -1,7 +1,6 @@
 """``window``: softmax attention to the last W tokens.
 
-Beltagy, Peters, Cohan: "Longformer: The Long-Document Transformer", 2020, whose global tokens are the mode
-``longformer``'s.
+Beltagy, Peters, Cohan: "Longformer: The Long-Document Transformer", 2020; the mode ``longformer`` adds global tokens.
 """
 
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from models.attention.window_cache import WindowCache
 
 @dataclass(frozen=True)
 class Config(LayerOptions):
-    """Options of attention to a window."""
+    """Options of window attention."""
 
     window: int = 1024
     """Window length W, the token itself included."""
@@ -31,7 +30,7 @@ class Config(LayerOptions):
 
 
 class Attention(SelfAttention):
-    """Attention to a window: decoding keeps it."""
+    """Window attention; decoding keeps the window."""
 
     length_fields = ("window",)
     implementation_fields = ("form",)
@@ -55,7 +54,7 @@ class Attention(SelfAttention):
             return (s_B11S >= 0) & (s_B11S <= t_B1T1) & (s_B11S > t_B1T1 - W)
 
         y_BTHD = one_group(q_BTHD, keys.k_BHSD, keys.v_BHSD, keys.query_positions_BT, keys.positions_BS, sees)
-        # More than a window before the next token nothing is seen: no text is too long for the count.
+        # Tokens before the window are invisible, so that the count can saturate.
         cache = cache._replace(seen_B=cache.seen_B.clip(max=W))
         return y_BTHD.astype(v_BTHD.dtype), cache
 

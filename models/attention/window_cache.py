@@ -1,4 +1,4 @@
-"""The cache of a mode whose decoding keeps the last tokens only."""
+"""Cache with the last keys and values."""
 
 from typing import Any, NamedTuple
 
@@ -8,18 +8,18 @@ from jax import Array, lax
 
 
 class VisibleKeys(NamedTuple):
-    """What T new tokens may see: the W tokens kept before them, and themselves, S = W + T."""
+    """The keys and values of the W cached tokens and T new ones, S = W + T."""
 
     k_BHSD: Array
     v_BHSD: Array
     positions_BS: Array
-    """Of the keys; below 0 there are none."""
+    """Positions of the keys; below 0: none."""
     query_positions_BT: Array
-    """Of the new tokens."""
+    """Positions of the new tokens."""
 
 
 class WindowCache(NamedTuple):
-    """Keys and values of the last W tokens, the latest at the end, and how many tokens each row has seen."""
+    """Keys and values of the last W tokens, the latest at the end, and the number of tokens of each row."""
 
     k_BHWD: Array
     v_BHWD: Array
@@ -27,13 +27,12 @@ class WindowCache(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, heads: int, size: int, head_width: int, dtype: Any) -> "WindowCache":
-        """Of ``size`` tokens, before the first."""
+        """An empty cache of ``size`` tokens."""
         shape = (batch, heads, size, head_width)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
 
     def append(self, k_BTHD: Array, v_BTHD: Array, lengths_B: Array | None) -> tuple[VisibleKeys, "WindowCache"]:
-        """With T more tokens, of which the first ``lengths_B`` of each row count, None: all of them; and what the new
-        tokens may see. Those that do not count stand after those that do."""
+        """The keys visible to T more tokens, and the cache with the first ``lengths_B`` of each row; None: all."""
         T, W = k_BTHD.shape[1], self.k_BHWD.shape[2]
         k_BHSD, v_BHSD = (jnp.concatenate([kept, new.swapaxes(1, 2).astype(kept.dtype)], axis=2)
                           for kept, new in ((self.k_BHWD, k_BTHD), (self.v_BHWD, v_BTHD)))

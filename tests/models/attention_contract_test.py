@@ -250,7 +250,7 @@ def test_segments_are_separate_sequences(mode):
 def test_rows_that_are_not_one_segment_are_refused_where_ids_are_known(mode, ids):
     module, x = build(mode), make_x(4)
     for causal in itertools.filterfalse(module.packs, masks(module)):
-        with pytest.raises(NotImplementedError, match=f"'{mode}' cannot keep the segments of a row apart"):
+        with pytest.raises(NotImplementedError, match=f"'{mode}' cannot separate the segments of a row"):
             module.forward(x, causal=causal, segment_ids_BT=jnp.array([[0, 0, 0, -1], ids], jnp.int32))
 
 

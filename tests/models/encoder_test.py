@@ -96,7 +96,7 @@ def test_two_towers_share_an_encoder_and_tell_which_is_which():
     ab, ba = classify(model, a, b), classify(model, b, a)
     assert ab.shape == (3, 3)
     assert np.abs(ab - ba).max() > 1e-3
-    with pytest.raises(ValueError, match=r"1 inputs with 1 masks; expected model\.towers, 2"):
+    with pytest.raises(ValueError, match=r"1 inputs and 1 masks; expected model\.towers, 2"):
         model.forward(a)
 
 
@@ -157,14 +157,14 @@ def test_heads_may_have_a_width_of_their_own():
 
 @pytest.mark.parametrize(("fields", "message"), [
     ({"mlp_width": 0}, "model.mlp_width is 0"),
-    ({"heads": 3}, "model.heads is 3, which does not divide model.width, 16; give model.head_width"),
+    ({"heads": 3}, "model.heads is 3, which does not divide model.width, 16; set model.head_width"),
     ({"head_width": 0}, "model.head_width is 0"),
-    ({"head_width": 3, "positions": "rotary"}, "the head width, 3, has to be even"),
+    ({"head_width": 3, "positions": "rotary"}, "rotary and the head width 3; expected an even"),
     ({"towers": 3}, "model.towers is 3"),
     ({"dropout": -0.1}, "model.dropout is -0.1; expected at least 0, and less than 1"),
     ({"attention": ("linear",), "modes": {"linear": {"form": "cumsum"}}}, "--attention linear: with these options"),
     ({"attention": ("sofmax",)}, "perhaps you meant softmax"),
-    ({"attention": ("local",)}, "model.pooling is cls, to which --attention local shows its own block alone"),
+    ({"attention": ("local",)}, "model.pooling is cls, but with --attention local the CLS token attends"),
 ])
 def test_what_does_not_go_together_is_refused(fields, message):
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
@@ -172,5 +172,5 @@ def test_what_does_not_go_together_is_refused(fields, message):
 
 
 def test_a_sequence_that_is_too_long_is_refused():
-    with pytest.raises(ValueError, match=r"tokens_BT has 75 tokens; the encoder is made for model\.context, 74"):
+    with pytest.raises(ValueError, match=r"tokens_BT has 75 tokens; expected at most model\.context, 74"):
         Encoder(config(), V, rngs=nnx.Rngs(0)).forward(tokens(length=75))

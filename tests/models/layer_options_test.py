@@ -125,12 +125,12 @@ def test_a_head_need_not_be_its_share_of_the_width():
 @pytest.mark.parametrize(("mode", "options", "message"), [
     ("softmax", {"short_conv": -1}, "softmax.short_conv is -1; expected at least 0"),
     ("softmax", {"qk_norm": "l1"}, "softmax.qk_norm is 'l1'; expected one of none, l2, rms"),
-    ("reformer", {"qk_norm": "l2"}, "reformer.qk_norm is l2: reformer makes keys, of one length, of queries; "
+    ("reformer", {"qk_norm": "l2"}, "reformer.qk_norm is l2: reformer computes normalised keys from the queries; "
                                     "expected none"),
-    ("synthesizer", {"short_conv": 4}, "synthesizer.short_conv is 4: synthesizer has no products of queries and keys; "
+    ("synthesizer", {"short_conv": 4}, "synthesizer.short_conv is 4: synthesizer does not multiply queries and keys; "
                                        "expected 0"),
-    ("linformer", {"short_conv": 4}, "linformer.short_conv is 4: linformer sees the whole sequence; expected 0"),
-    ("longformer", {"qk_norm": "rms"}, "longformer.qk_norm is rms: global tokens have projections of their own; "
+    ("linformer", {"short_conv": 4}, "linformer.short_conv is 4: linformer is bidirectional; expected 0"),
+    ("longformer", {"qk_norm": "rms"}, "longformer.qk_norm is rms: global tokens have separate projections; "
                                        "expected none, or model.modes.longformer.global_tokens 0"),
     ("window", {"window": 0}, "window.window is 0; expected at least 1"),
     ("power", {"degree": 3}, "power.degree is 3: weights of an odd power can be negative; expected an even one, or "
@@ -150,8 +150,8 @@ def test_options_that_cannot_be(mode, options, message, monkeypatch):
     ({"attention": ("gated",), "context": 3}, "model.modes.gated.short_conv is 4; expected at most model.context, 3"),
     ({"attention": ("power",), "modes": {"power": {"degree": 4}}, "width": 128, "heads": 4},
      "model.modes.power.degree is 4: heads of width 32 have 52,360 features; expected at most 10,000"),
-    ({"heads": 3}, "model.heads is 3, which does not divide model.width, 16; give model.head_width"),
-    ({"head_width": 5, "positions": "rotary"}, "model.positions rotary turns pairs: the head width, 5, has to be even"),
+    ({"heads": 3}, "model.heads is 3, which does not divide model.width, 16; set model.head_width"),
+    ({"head_width": 5, "positions": "rotary"}, "model.positions is rotary and the head width 5; expected an even"),
     ({"head_width": 0}, "model.head_width is 0; expected at least 1"),
 ])
 def test_models_that_cannot_be(changes, message):
@@ -160,10 +160,9 @@ def test_models_that_cannot_be(changes, message):
 
 
 @pytest.mark.parametrize(("mode", "options", "message"), [
-    ("softmax", {"short_conv": 4}, "model.modes.softmax.short_conv is 4: it sees the past only, an encoder the whole "
-                                   "sequence; expected 0"),
-    ("softmax", {"forget_gate": True}, "--attention softmax: with these options it sees the past only"),
-    ("gated", {"short_conv": 0}, "--attention gated: with these options it sees the past only"),
+    ("softmax", {"short_conv": 4}, "model.modes.softmax.short_conv is 4; expected 0 in an encoder"),
+    ("softmax", {"forget_gate": True}, "--attention softmax: with these options it is causal"),
+    ("gated", {"short_conv": 0}, "--attention gated: with these options it is causal"),
 ])
 def test_encoders_that_cannot_be(mode, options, message):
     with pytest.raises(ConfigError, match=re.escape(message)):

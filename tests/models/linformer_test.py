@@ -59,7 +59,7 @@ def test_with_the_identity_for_a_projection_it_is_softmax_attention():
 
 
 def test_a_sequence_beyond_its_length_is_refused():
-    with pytest.raises(ConfigError, match="'linformer' has a projection of 40 tokens and was given 41"):
+    with pytest.raises(ConfigError, match=r"'linformer' was given 41 tokens; expected at most model\.context, 40"):
         mix(build(3, 40), inputs(41))
 
 

@@ -102,7 +102,7 @@ def test_a_key_along_a_random_direction_does_not_overflow():
 
 
 def test_cosine_features_warn_of_their_variance():
-    with pytest.warns(UserWarning, match="performer: weights by favor_trigonometric have a variance"):
+    with pytest.warns(UserWarning, match="performer: attention weights by favor_trigonometric can be negative"):
         Attention(PerformerConfig(phi="favor_trigonometric"), **SIZES, rngs=nnx.Rngs(0))
 
 

@@ -110,7 +110,7 @@ def test_options_without_meaning_are_refused(options, message):
 
 
 def test_a_sequence_beyond_its_length_is_refused():
-    with pytest.raises(ConfigError, match="'sinkhorn' sorts the blocks of 32 tokens and was given 33"):
+    with pytest.raises(ConfigError, match=r"'sinkhorn' was given 33 tokens; expected at most model\.context, 32"):
         mix(build(), *inputs(33))
 
 

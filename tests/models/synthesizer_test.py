@@ -125,7 +125,7 @@ def test_decoding_and_packed_rows_are_the_whole_sequence(kind):
 def test_what_it_has_no_parameters_for_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"model\.modes\.synthesizer\.k is 0; expected at least 1"):
         Config(k=0)
-    with pytest.raises(ConfigError, match="'synthesizer' has scores of 24 tokens and was given 25"):
+    with pytest.raises(ConfigError, match=r"'synthesizer' was given 25 tokens; expected at most model\.context, 24"):
         build("random").forward(jnp.zeros((1, L + 1, E)))
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # outside of tests nothing else checks it
     with pytest.raises(ConfigError, match=r"model\.modes\.synthesizer\.kind is 'Random'; expected one of random, fac"):
