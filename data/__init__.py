@@ -1,1 +1,1 @@
-"""Text in, batches on the device out: sources, tokenizers, token files, loader."""
+"""From text to batches on the device: sources, tokenizers, token files, loader."""

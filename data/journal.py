@@ -1,8 +1,8 @@
-"""What lets a preparation go on where it was interrupted: a lock, an unfinished folder, and a journal in it.
+"""Resumable preparation of token files: a lock, an unfinished folder, and its journal.
 
-Until it is whole, the folder of token files ``DIR`` is called ``.DIR.partial`` and has a ``journal.json``: how much of
-each shard counts, and where in the source the next text begins. (:func:`support.files.replacing` would take the folder
-away where the end is not reached.)
+Until it is complete, the folder of token files ``DIR`` is called ``.DIR.partial``. Its ``journal.json`` has the valid
+length of each shard and the place of the next text in the source. (:func:`support.files.replacing` would delete an
+incomplete folder.)
 """
 
 import contextlib
@@ -21,15 +21,14 @@ from support.errors import ConfigError, DataError
 from support.files import read_json, replacing
 
 COMMIT_BYTES = 64 * 2**20
-"""Of text, at most, between two states of the journal on the disk."""
+"""Maximum bytes of text between two commits of the journal."""
 COMMIT_SECONDS = 10.0
-_REMEDY = ("make room and start the same again, and it goes on where it was, or choose another folder (--out, or "
-           "XDG_CACHE_HOME)")
+_REMEDY = "free disk space and repeat the command to resume, or choose another folder (--out, or XDG_CACHE_HOME)"
 
 
 @contextlib.contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Held by the one process that prepares ``directory``; however that ends, the system frees it."""
+    """A lock for the process that prepares ``directory``; the system releases it when the process ends."""
     path = directory.with_name(f".{directory.name}.lock")
     while True:
         with write_errors(directory, _REMEDY):
@@ -45,7 +44,7 @@ def lock(directory: Path) -> Iterator[None]:
                 there = os.path.samestat(os.fstat(file.fileno()), path.stat())
             except FileNotFoundError:
                 there = False
-            if there:  # else whoever held it took it away
+            if there:  # otherwise the previous holder deleted it
                 try:
                     yield
                 finally:
@@ -54,17 +53,17 @@ def lock(directory: Path) -> Iterator[None]:
 
 
 class UnfinishedFolder:
-    """The folder in which token files are made, and its journal. Use it in a ``with`` statement, under the lock.
+    """The unfinished folder of token files, and its journal. Use it in a ``with`` statement, under the lock.
 
-    A block that is left by an exception leaves the folder for the next, with the last :attr:`state` in its journal; or
-    nothing, where there is no state yet.
+    On an exception the folder is kept for the next attempt, with the last :attr:`state` in its journal, or deleted if
+    there is no state yet.
 
     Args:
-        directory: To make.
-        request: What is to be made. What was begun for another is not gone on with.
+        directory: final folder.
+        request: settings of the preparation, which must be the same to resume.
 
     Raises:
-        ConfigError: it was begun for another request.
+        ConfigError: it was started with another request.
         DataError: the journal is damaged.
     """
 
@@ -75,28 +74,28 @@ class UnfinishedFolder:
         self._writer: TokenFilesWriter | None = None
         self._uncommitted_bytes, self._commit_time = 0, time.monotonic()
         self.state = self._committed = self._read() if self._journal.is_file() else None
-        """Set by the caller with what is written, as JSON can hold it: ``splits`` is what the writer gives, the rest is
-        up to the caller. None: nothing yet."""
+        """State of the written files in JSON values, set by the caller: ``splits`` is the state of the writer, the rest
+        is up to the caller. None: nothing yet."""
 
     def _read(self) -> dict[str, Any]:
         try:
             found = read_json(self._journal)
             before, state = found["request"], found["state"]
         except ValueError as error:
-            raise DataError(f"{error}, or delete the folder {self.path} and start again") from error
+            raise DataError(f"{error}, or delete the folder {self.path} and start over") from error
         except (KeyError, TypeError) as error:
-            raise DataError(f"{self._journal} is damaged (it lacks {error}); delete the folder {self.path} and start "
-                            "again") from error
+            raise DataError(f"{self._journal} is damaged ({error} is missing); delete the folder {self.path} and start "
+                            "over") from error
         for name, value in self._request.items():
             if before.get(name) != value:
                 what = name.replace("_", " ") if name != "state" else "text of the source (its files have changed)"
                 values = f": {before.get(name)} then, {value} now" if name != "state" else ""
-                raise ConfigError(f"{self._directory} was begun with another {what}{values}; finish it as it was "
-                                  f"begun, name another folder, or delete {self.path}")
+                raise ConfigError(f"{self._directory} was started with another {what}{values}; finish it with the "
+                                  f"same settings, choose another folder, or delete {self.path}")
         return state
 
     def open_writer(self, vocabulary: Vocabulary) -> TokenFilesWriter:
-        """A writer that goes on after the last state; what was begun after that is removed."""
+        """A writer that resumes at the last state; later output is deleted."""
         with self.write_errors():
             if self.state is None:
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -110,11 +109,11 @@ class UnfinishedFolder:
         return self._writer
 
     def write_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Names the folder to make, and the way out, where the disk cannot be written."""
+        """Adds the folder and the remedy to errors of the disk."""
         return write_errors(self._directory, _REMEDY)
 
     def commit_when_due(self, text_bytes: int) -> None:
-        """Puts the present state onto the disk once in a while; ``text_bytes`` were written since the last call."""
+        """Commits the state to disk periodically; ``text_bytes`` were written since the last call."""
         self._uncommitted_bytes += text_bytes
         if self._uncommitted_bytes >= COMMIT_BYTES or time.monotonic() - self._commit_time >= COMMIT_SECONDS:
             self._commit()
@@ -131,7 +130,7 @@ class UnfinishedFolder:
         self._uncommitted_bytes, self._commit_time = 0, time.monotonic()
 
     def finish(self) -> None:
-        """Gives the folder its name: it is whole."""
+        """Renames the complete folder to its final name."""
         self.path.rename(self._directory)
         (self._directory / "journal.json").unlink(missing_ok=True)
 

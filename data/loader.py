@@ -1,13 +1,13 @@
-"""Token files to batches on the device.
+"""From token files to batches on the device.
 
-Batch n depends on the seed and n alone, so that the whole state of the loader is the number of batches consumed, on any
+Batch n depends only on the seed and n, so that the state of the loader is the number of consumed batches, for any
 number of processes.
 
-A row of a batch is a window. With ``packing="stream"`` window i is tokens i T to (i + 1) T of the split, wherever
-documents end. With ``packing="documents"`` it is whole documents side by side: a document of L tokens and its separator
-takes L positions, its tokens being the inputs, and its second token to its separator the targets. One longer than T is
-cut into parts of T positions and a rest, each a segment of its own. Nothing is lost but the guess of a document's first
-token, which nothing stands before; a document of exactly T tokens is exactly one window.
+A row of a batch is a window. With ``packing="stream"``, window i has tokens i T to (i + 1) T of the split, regardless
+of documents. With ``packing="documents"``, a window has several whole documents. A document of L tokens and a separator
+takes L positions: its tokens are the inputs, and its second token to its separator the targets. A document longer than
+T is cut into parts of T positions and a rest, each a separate segment. All tokens but the first of a document are
+targets. A document of exactly T tokens is exactly one window.
 """
 
 import functools
@@ -32,31 +32,31 @@ from support.errors import ConfigError, DataError
 
 
 class Batch(NamedTuple):
-    """Tokens and, at each position, the one that follows. A target of −1 is not scored: that of padding, and that of a
-    token whose weight in the corpus is 0."""
+    """The next token at each position. Targets of −1 are not scored: padding, and tokens with weight 0 in the
+    corpus."""
 
     inputs_BT: Int32[jax.Array | np.ndarray, "B T"]
     targets_BT: Int32[jax.Array | np.ndarray, "B T"]
     segment_ids_BT: Int32[jax.Array | np.ndarray, "B T"] | None = None
-    """Of packed documents: 0, 1, 2 … along a row, −1 for padding. None: every row is one segment."""
+    """Segment ids of packed documents: 0, 1, 2 … along a row, −1 for padding. None: every row is one segment."""
 
 
 def count_windows(files: TokenFiles, split: str, context: int) -> int:
-    """Number of windows of ``context`` tokens in the stream of a split, each with the token after it.
+    """Number of windows of ``context`` tokens in the stream of a split, each with a next token.
 
     Raises:
-        ConfigError: there is not one.
+        ConfigError: there are none.
     """
     count = (files.tokens(split) - 1) // context
     if count < 1:
-        raise ConfigError(f"model.context: a context of {context} needs more than the {files.tokens(split)} tokens "
-                          f"of {split} in {files.directory}: shorten it or prepare more text")
+        raise ConfigError(f"model.context is {context}; the {split} split in {files.directory} has only "
+                          f"{files.tokens(split)} tokens: shorten the context or prepare more text")
     return count
 
 
 @dataclass(frozen=True)
 class StreamWindows:
-    """Windows of the token stream, across document borders."""
+    """Windows of the token stream, across document boundaries."""
 
     files: TokenFiles
     split: str
@@ -74,19 +74,19 @@ class StreamWindows:
 
 
 class PackedWindows:
-    """Windows of whole documents, packed in advance by best fit, the longest first.
+    """Windows of whole documents, packed in advance by best-fit decreasing.
 
-    The table is held in memory, 12 bytes a document (or part of one) and 8 a window, and made at every start from one
-    pass over the tokens: a file beside them could go stale, and a corpus may lie where nothing can be written.
+    The table is in memory, with 12 bytes per document (or part of one) and 8 per window. It is computed at every start
+    in one pass over the tokens: a cached file could be stale, and the folder of a corpus may be read-only.
     """
 
     padding: float
-    """Share of the positions that no token stands at."""
+    """Fraction of positions that are padding."""
 
     def __init__(self, files: TokenFiles, split: str, context: int):
         self.files, self.split, self.context = files, split, context
         ends = files.separators(split)
-        if not len(ends) or ends[-1] != files.tokens(split) - 1:  # the last token of a document without one is a target
+        if not len(ends) or ends[-1] != files.tokens(split) - 1:  # the last token is only a target
             ends = np.append(ends, files.tokens(split) - 1)
         self._packing = pack_documents(ends, context)
         tokens = int(self._packing.lengths_P.sum())
@@ -112,9 +112,12 @@ class PackedWindows:
 
 
 def windows(files: TokenFiles, split: str, context: int, packing: str) -> StreamWindows | PackedWindows:
-    """The windows of a split, in the order of the text; packed documents are kept for the next call.
+    """The windows of a split, in the order of the text; packed documents are cached.
 
     Args:
+        files: the token files.
+        split: train or val.
+        context: tokens T per window.
         packing: stream or documents.
 
     Raises:
@@ -131,32 +134,32 @@ def _packed(files: TokenFiles, split: str, context: int) -> PackedWindows:
 
 @dataclass(frozen=True)
 class Corpora:
-    """One corpus, or several of which each gives a share of the windows of training."""
+    """One corpus, or a mixture of several."""
 
     files: tuple[TokenFiles, ...]
     names: tuple[str, ...]
-    """What each is called in ``metrics.jsonl``."""
+    """Names of the corpora in ``metrics.jsonl``."""
     shares: tuple[float, ...]
-    """Sum up to 1."""
+    """Fraction of training windows from each corpus."""
 
     @classmethod
     def of(cls, files: TokenFiles) -> Self:
-        """One corpus."""
+        """A single corpus."""
         return cls((files,), (files.directory.name,), (1.0,))
 
     @property
     def tokenizer(self) -> str:
-        """Name of the tokenizer of all."""
+        """Name of their tokenizer."""
         return self.files[0].tokenizer
 
     @property
     def vocabulary_size(self) -> int:
-        """That of all."""
+        """Their vocabulary size."""
         return self.files[0].vocabulary_size
 
     @property
     def checksum(self) -> str:
-        """Of the text of all, and of the shares; of one corpus its own."""
+        """Checksum of a single corpus, or of all corpora and their shares."""
         if len(self.files) == 1:
             return self.files[0].checksum
         lines = [f"{share!r} {files.checksum}\n" for share, files in zip(self.shares, self.files, strict=True)]
@@ -164,36 +167,36 @@ class Corpora:
 
     @property
     def weighted(self) -> bool:
-        """Whether in any of them weights tell which tokens count as targets."""
+        """Whether any of them has weights, which select the targets."""
         return any(files.weighted for files in self.files)
 
     def __str__(self) -> str:
         return " + ".join(str(files.directory) for files in self.files)
 
     def tokens(self, split: str) -> int:
-        """Number of tokens of a split, in all."""
+        """Total number of tokens of a split."""
         return sum(files.tokens(split) for files in self.files)
 
     def mean(self, values: Sequence[float]) -> float:
-        """The mean of one value a corpus, weighted by the shares."""
+        """The mean of one value per corpus, weighted by the shares."""
         return sum(share * value for share, value in zip(self.shares, values, strict=True))
 
     def check_context(self, context: int) -> None:
-        """Raises :class:`ConfigError` where a split of any is shorter than a window."""
+        """Raises :class:`ConfigError` if a split is shorter than a window."""
         for files in self.files:
             for split in SPLITS:
                 count_windows(files, split, context)
 
     def padding(self, split: str, context: int, packing: str) -> float:
-        """Share of the positions of training that no token stands at."""
+        """Fraction of training positions that are padding."""
         return self.mean([windows(files, split, context, packing).padding for files in self.files])
 
 
 def open_corpora(data: DataConfig) -> Corpora:
-    """The corpora of a config, those prepared first that need it.
+    """Opens the corpora of a config, preparing them if needed.
 
     Raises:
-        ConfigError: there are no token files, or a mixture of what does not go together.
+        ConfigError: there are no token files, or the corpora of a mixture do not fit together.
         DataError: as in :meth:`TokenFiles.open` and :func:`data.prepare.prepare`.
     """
     if not data.mixture:
@@ -217,25 +220,25 @@ def open_corpora(data: DataConfig) -> Corpora:
                                   f"{sources[0]} is {getattr(opened[0], name)}; expected the same tokens in all")
     fingerprints = {files.meta.get("tokenizer_fingerprint"): source
                     for source, files in zip(reversed(sources), reversed(opened), strict=True)}
-    fingerprints.pop(None, None)  # generated corpora are made by no tokenizer
+    fingerprints.pop(None, None)  # generated corpora have no tokenizer
     if len(fingerprints) > 1:
         raise ConfigError(f"data.mixture: {' and '.join(list(fingerprints.values())[:2])} were made with different "
                           f"vocabularies of {data.tokenizer}; expected the same tokens in all")
     directories = [files.directory.resolve() for files in opened]
     for source, directory in zip(sources, directories, strict=True):
         if directories.count(directory) > 1:
-            raise ConfigError(f"data.mixture: {source} is there twice; add up its weights")
+            raise ConfigError(f"data.mixture: {source} is given twice; add up its weights")
     names = [Path(source).name for source in sources]
     names = [name if names.count(name) == 1 else source for name, source in zip(names, sources, strict=True)]
     return Corpora(tuple(opened), tuple(names), tuple(weight / sum(weights) for weight in weights))
 
 
 class Batches(Iterator[Batch]):
-    """Batches on the device, prefetched by a thread; close it, or use it in a ``with`` statement."""
+    """Batches on the device, prefetched by a thread. Close it, or use it in a ``with`` statement."""
 
     def __init__(self, iterator: Any):
         held = self._held = [iterator]
-        # Also runs at exit, where a thread still at work aborts the process and Grain's own clean-up comes too late.
+        # Also runs at exit, where a running thread would abort the process, and Grain's clean-up runs too late.
         self._close = weakref.finalize(self, lambda: held.pop().close())
 
     def __next__(self) -> Batch:
@@ -244,7 +247,7 @@ class Batches(Iterator[Batch]):
         return next(self._held[0])
 
     def close(self) -> None:
-        """Ends the thread. May be called again."""
+        """Ends the thread. Idempotent."""
         self._close()
 
     def __enter__(self) -> Self:
@@ -256,18 +259,17 @@ class Batches(Iterator[Batch]):
 
 def batches(corpora: TokenFiles | Corpora, split: str, *, context: int, batch_size: int, seed: int, start: int = 0,
             sharding: jax.sharding.NamedSharding | None = None, packing: str = "stream") -> Batches:
-    """Batches of windows of a split, without end: each epoch of a corpus is a new order of all its windows.
+    """Infinite batches of windows of a split; each epoch of a corpus is a new permutation of its windows.
 
     Args:
-        corpora: Where the windows come from. Of several, row i of all rows of training is from a corpus that depends
-            on i alone, by turns as even as the shares allow: of any number of rows, each has its share to within as
-            many rows as there are corpora.
+        corpora: the corpora. With several, the corpus of row i of training depends only on i; in any number of rows,
+            each corpus has its share up to the number of corpora.
         split: train or val.
-        context: Tokens T of a window.
-        batch_size: Windows B of a batch, over all processes.
-        seed: Of the order.
-        start: Batches consumed before; the iterator continues with batch ``start`` exactly.
-        sharding: Of each (B, T) array; each process reads the rows of its own devices. None: the default device.
+        context: tokens T per window.
+        batch_size: windows B per batch, over all processes.
+        seed: random seed of the order.
+        start: number of consumed batches; the iterator continues exactly with batch ``start``.
+        sharding: sharding of each (B, T) array; each process reads the rows of its devices. None: the default device.
         packing: stream or documents.
 
     Raises:
@@ -308,18 +310,18 @@ def batches(corpora: TokenFiles | Corpora, split: str, *, context: int, batch_si
         return jax.make_array_from_callback((batch_size, context), sharding, shard)
 
     numbers = grain.MapDataset.range(start, sys.maxsize).map(read)
-    # One thread reads and transfers: more would take the cores from the step on a machine that trains on them.
+    # One thread reads and transfers: more would take cores from training on a CPU.
     dataset = numbers.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)).map(to_device)
     dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)
     return Batches(iter(dataset))
 
 
 def _turn(shares: Sequence[float], row: int) -> tuple[int, int]:
-    """The corpus that gives row ``row`` of training, and how many rows it gave before."""
+    """The corpus of row ``row`` of training, and the number of its earlier rows."""
     rest = 1.0
     for number, share in enumerate(shares[:-1]):
-        # In integers, which are exact at any row: corpus 0 gives ⌊row × share⌋ of the first rows, and so on with the
-        # rows that are left for the corpora after it.
+        # Integers are exact at any row: corpus 0 has ⌊row × share⌋ of the first rows, and so on with the remaining rows
+        # and corpora.
         part = round(share / rest * 2**32)
         given = row * part >> 32
         if (row + 1) * part >> 32 > given:
@@ -335,13 +337,13 @@ def _stack(rows: Sequence[Batch]) -> Batch:
 
 def fixed_batches(files: TokenFiles, split: str, *, context: int, batch_size: int, count: int,
                   packing: str = "stream") -> list[Batch]:
-    """``count`` batches of windows evenly spaced over a split, in host memory and always the same, for evaluation.
+    """``count`` fixed batches of windows evenly spaced over a split, in host memory, for evaluation.
 
-    A split with fewer windows gives fewer batches; one with fewer windows than ``batch_size``, one smaller batch.
+    A split with fewer windows gives fewer batches; with fewer windows than ``batch_size``, one smaller batch.
 
     Raises:
         ConfigError: the split is shorter than a window.
-        DataError: none of the targets counts.
+        DataError: no target is scored.
     """
     rows = windows(files, split, context, packing)
     batch_size = min(batch_size, len(rows))
@@ -349,6 +351,6 @@ def fixed_batches(files: TokenFiles, split: str, *, context: int, batch_size: in
     chosen = np.arange(count * batch_size) * len(rows) // (count * batch_size)
     found = [_stack([rows[int(index)] for index in part]) for part in np.split(chosen, count)]
     if not any((batch.targets_BT >= 0).any() for batch in found):
-        raise DataError(f"{files.directory}: the weights leave no target in the {count * batch_size} windows of "
-                        f"{split} that are evaluated; expected some weights of 1")
+        raise DataError(f"{files.directory}: all weights are 0 in the {count * batch_size} evaluated windows of "
+                        f"{split}; expected some weights of 1")
     return found

@@ -1,4 +1,4 @@
-"""Documents to windows: which part of which document stands in which window, by best fit, the longest first."""
+"""Packing of documents into windows, by best-fit decreasing."""
 
 import bisect
 from typing import NamedTuple
@@ -8,21 +8,20 @@ from jaxtyping import Int32, Int64
 
 
 class Packing(NamedTuple):
-    """P documents, or parts of them, in the order of their windows: those of window w are ``bounds_W[w]`` to
-    ``bounds_W[w + 1]``."""
+    """P documents or parts of them, in the order of windows: window w has ``bounds_W[w]`` to ``bounds_W[w + 1]``."""
 
     starts_P: Int64[np.ndarray, " P"]
-    """Places of their first tokens in the split."""
+    """Positions of their first tokens in the split."""
     lengths_P: Int32[np.ndarray, " P"]
-    """Tokens of each that are inputs: without the separator."""
+    """Number of inputs of each, without the separator."""
     bounds_W: Int64[np.ndarray, " W+1"]
 
 
 def pack_documents(ends_N: Int64[np.ndarray, " N"], context: int) -> Packing:
-    """Windows of ``context`` tokens of documents that lie side by side, each ended by one more token, at ``ends_N``.
+    """Packs consecutive documents, with separators at ``ends_N``, into windows of ``context`` tokens.
 
     A document longer than a window is cut into parts. Windows are in the order of their first documents, so that evenly
-    spaced ones are spread evenly over the text.
+    spaced windows are evenly spaced in the text.
     """
     starts_N = np.concatenate([[0], ends_N[:-1] + 1])
     parts_N = -(-(ends_N - starts_N) // context)
@@ -37,21 +36,21 @@ def pack_documents(ends_N: Int64[np.ndarray, " N"], context: int) -> Packing:
     rank_W = np.empty(count, np.int64)
     rank_W[np.argsort(first_W)] = np.arange(count)
     window_P = rank_W[window_P]
-    order_P = np.argsort(window_P, kind="stable")  # the parts are in the order of the text already
+    order_P = np.argsort(window_P, kind="stable")  # the parts are already in the order of the text
     return Packing(starts_P[order_P], lengths_P[order_P].astype(np.int32),
                    np.searchsorted(window_P[order_P], np.arange(count + 1)))
 
 
 def best_fit(lengths_P: Int64[np.ndarray, " P"], context: int) -> Int64[np.ndarray, " P"]:
-    """A window for each of P documents of 1 to ``context`` tokens: the longest first, each into the fullest window that
-    has room. Documents of one length are placed together, so that the loop is over lengths and not over documents.
+    """The window of each of P documents of 1 to ``context`` tokens, by best-fit decreasing.
 
-    Krell et al., "Efficient Sequence Packing without Cross-contamination", 2021.
+    Documents of equal length are placed together, so that the loop is over lengths, not documents. Krell et al.,
+    "Efficient Sequence Packing without Cross-contamination", 2021.
     """
     order = np.argsort(-lengths_P, kind="stable")
     window_P = np.empty(len(lengths_P), np.int64)
     opened = 0
-    rooms: list[int] = []  # of the windows that have any, in ascending order
+    rooms: list[int] = []  # free space of windows, ascending
     windows_with: dict[int, list[np.ndarray]] = {}
     values, counts = np.unique(lengths_P, return_counts=True)
     done = 0

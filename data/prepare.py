@@ -1,7 +1,7 @@
-"""Text to token files: ``python -m data.prepare SOURCE --tokenizer NAME --out DIR``.
+"""Converts text to token files: ``python -m data.prepare SOURCE --tokenizer NAME --out DIR``.
 
-The text is tokenized in processes, in chunks that depend on nothing but the text. Interrupted in any way and started
-again, the same command goes on where it was and gives the same files. :mod:`data.token_files` says what is in ``DIR``.
+Several processes tokenize the text in chunks that depend only on the text. Repeating an interrupted command resumes it
+and gives the same files. :mod:`data.token_files` describes the files in ``DIR``.
 """
 
 from support import interrupts
@@ -28,27 +28,26 @@ from data.sources.source import Block, Source
 from support.command import note, run_command, status
 from support.errors import ConfigError
 
-_VERSION = 2  # part of the cache folder's name: count it up when the same source comes to give other tokens
+_VERSION = 2  # part of the cache folder's name: increase it when the tokens of a source change
 
 
 def prepare(source: str, tokenizer: str, directory: Path, *, split: str | None = None, column: str | None = None,
             val_documents: int | None = None, val_share: float | None = None, workers: int | None = None,
             progress: bool = True) -> dict[str, Any]:
-    """Writes the token files of ``source`` to ``directory`` and returns what its ``meta.json`` holds.
+    """Writes the token files of ``source`` to ``directory`` and returns the contents of its ``meta.json``.
 
-    The files appear all at once: they are written to a folder beside it, which is renamed when it is whole. What an
-    earlier call left there is gone on with.
+    The folder is written under a temporary name and renamed when complete. An interrupted preparation resumes.
 
     Args:
-        source: as in :func:`data.sources.open_source`, like the next four.
+        source, split, column, val_documents, val_share: as in :func:`data.sources.open_source`.
         tokenizer: as in :func:`data.tokenizers.load`.
-        directory: to make.
-        workers: processes that tokenize; default: one a core. The files do not depend on it.
-        progress: whether to draw a progress bar.
+        directory: output folder.
+        workers: number of tokenizing processes; default: one per core. The files do not depend on it.
+        progress: whether to show a progress bar.
 
     Raises:
-        ConfigError: an unknown source or tokenizer, or ``directory`` holds something already.
-        DataError: the source cannot be read or the files not be written.
+        ConfigError: unknown source or tokenizer, or ``directory`` is not empty.
+        DataError: the source cannot be read, or the files cannot be written.
     """
     directory = Path(directory).absolute()
     if workers is not None and workers < 1:
@@ -57,18 +56,19 @@ def prepare(source: str, tokenizer: str, directory: Path, *, split: str | None =
     encoding = tokenizers.load(tokenizer)
     opened = open_source(source, split=split, column=column, val_documents=val_documents, val_share=val_share)
     if opened.folder is not None and directory.is_relative_to(opened.folder.absolute()):
-        raise ConfigError(f"--out {directory} lies in the source, {source}, whose files are all read; name a folder "
-                          "outside of it")
+        raise ConfigError(f"--out {directory} is inside the source {source}; choose a folder outside of it")
     with journal.lock(directory):
         return _write(opened, encoding, directory, progress, workers)
 
 
 def ensure(data: DataConfig) -> Path:
-    """The folder of the token files of a config. Without ``data.dir``, ``data.source`` is prepared on first use into
-    ``$XDG_CACHE_HOME/lineargpt/data`` (``~/.cache``); of several processes one does it and the others wait.
+    """The folder of the token files of a config.
+
+    Without ``data.dir``, ``data.source`` is prepared on first use in ``$XDG_CACHE_HOME/lineargpt/data`` (``~/.cache``),
+    by one process while others wait.
 
     Raises:
-        ConfigError: ``data.dir`` holds no token files, or those of another tokenizer; or as in :func:`prepare`.
+        ConfigError: ``data.dir`` has no token files, or those of another tokenizer; or as in :func:`prepare`.
         DataError: as in :func:`prepare`.
     """
     tokenizers.check_name(data.tokenizer)
@@ -77,7 +77,7 @@ def ensure(data: DataConfig) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineargpt" / "data"
     if (task := synthetic_tasks.parse(data.source)) is not None:
         if data.tokenizer != "bytes":
-            raise ConfigError(f"data.tokenizer is {data.tokenizer}; expected bytes, of which {data.source} is made")
+            raise ConfigError(f"data.tokenizer is {data.tokenizer}; expected bytes for {data.source}")
         directory = cache / task.folder_name
         _make_once(directory, lambda: task.write(directory))
         return directory
@@ -90,15 +90,15 @@ def ensure(data: DataConfig) -> Path:
 
 
 def _find(data: DataConfig, directory: Path) -> Path:
-    """A folder of token files that is there, of the tokenizer of the config."""
+    """The existing folder of token files, checked against the tokenizer of the config."""
     if not token_files.has_token_files(directory):
-        raise ConfigError(f"data.dir: there are no token files in {data.dir} (no meta.json); make them with: "
+        raise ConfigError(f"data.dir: no token files in {data.dir} (no meta.json); create them with: "
                           f"python -m data.prepare {data.source} --tokenizer {data.tokenizer} --out {data.dir}")
     meta = token_files.read_meta(directory)
     found = meta["tokenizer"]
     if found != data.tokenizer:
-        raise ConfigError(f"data.dir: {data.dir} holds tokens of the tokenizer {found}, and data.tokenizer is "
-                          f"{data.tokenizer}: set --data.tokenizer {found} or another --data.dir")
+        raise ConfigError(f"data.tokenizer is {data.tokenizer}, but {data.dir} has tokens of {found}; set "
+                          f"--data.tokenizer {found} or another --data.dir")
     token_files.check_fingerprint(directory, meta, tokenizers.FINGERPRINTS.get(found))
     return directory
 
@@ -111,12 +111,11 @@ def _make_once(directory: Path, make: Callable[[], object]) -> None:
 
 
 def verify_files(directory: Path) -> dict[str, Any]:
-    """As :func:`data.token_files.verify`; and compares the fingerprint of the vocabulary with that of the tokenizer of
-    its name.
+    """:func:`data.token_files.verify`, and a comparison of the vocabulary's fingerprint with that of the tokenizer.
 
     Raises:
         ConfigError: there are no token files.
-        DataError: as there; or the tokenizer is another, or cannot be had.
+        DataError: as there; or the tokenizer differs, or cannot be loaded.
     """
     meta = token_files.verify(directory)
     if meta.get("tokenizer_fingerprint") is not None:
@@ -126,7 +125,7 @@ def verify_files(directory: Path) -> dict[str, Any]:
 
 def _write(source: Source, encoding: Any, directory: Path, progress: bool, workers: int | None = None,
            ) -> dict[str, Any]:
-    """Writes the token files; the caller holds the lock of ``directory``."""
+    """Writes the token files. The caller holds the lock of ``directory``."""
     token_files.check_free(directory)
     vocabulary = tokenizers.vocabulary(encoding)
     selection = {name: getattr(source.selection, name) for name in
@@ -142,7 +141,7 @@ def _write(source: Source, encoding: Any, directory: Path, progress: bool, worke
         if unfinished.state is not None:
             tokens = sum(entry["tokens"] for entry in state["splits"].values())
             documents = sum(entry["documents"] for entry in state["splits"].values())
-            status(f"going on after {documents:,} documents, {tokens:,} tokens ({unfinished.path})")
+            status(f"resuming after {documents:,} documents, {tokens:,} tokens ({unfinished.path})")
         for line in source.notes:
             note(line)
         writer = unfinished.open_writer(vocabulary)
@@ -167,7 +166,7 @@ def _write(source: Source, encoding: Any, directory: Path, progress: bool, worke
 
 def _add(writer: token_files.TokenFilesWriter, source: Source, block: Block,
          encoded: tokenizers.Encoded, state: dict[str, Any]) -> dict[str, Any]:
-    """Writes the tokens of a block, which follows what ``state`` tells of; the state after it."""
+    """Writes the tokens of a block that follows ``state``; returns the state after it."""
     documents = sum(writer.documents(split) for split in token_files.SPLITS)
     held_out_P = source.selection.held_out(block, documents, len(encoded.tokens_P))
     for split, chosen_P in (("train", ~held_out_P), ("val", held_out_P)):
@@ -176,7 +175,7 @@ def _add(writer: token_files.TokenFilesWriter, source: Source, block: Block,
     checksum = bytes.fromhex(state["checksum"])
     for place in range(0, len(encoded.digests), 32):
         checksum = hashlib.sha256(checksum + encoded.digests[place : place + 32]).digest()
-    if not isinstance(block.texts, texts.TextChunks):  # of chunks it is in their digests
+    if not isinstance(block.texts, texts.TextChunks):  # for chunks it is in their digests
         checksum = hashlib.sha256(checksum + held_out_P.tobytes()).digest()
     return {"start": block.following, "revision": source.version, "checksum": checksum.hex(),
             "replaced": state["replaced"] + encoded.replaced,
@@ -186,19 +185,19 @@ def _add(writer: token_files.TokenFilesWriter, source: Source, block: Block,
 
 def _nothing_left(source: Source, split: str, in_val: int, skipped: dict[str, int], partial: Path,
                   ) -> ConfigError:
-    """What a user is told of a split without a document; what was done is theirs to delete."""
-    kept = f"; what was tokenized is in {partial}: delete it to begin anew"
+    """The error for a split without documents."""
+    kept = f"; delete the tokenized part, {partial}, to start over"
     wanted = source.selection.val_documents
     if split == "train" and wanted is not None:
-        return ConfigError(f"--val-documents {wanted}: {source.name} has {in_val:,} documents with text; expected "
-                           f"fewer than that{kept}")
-    return ConfigError(f"data.source: {source.name} has too little text: nothing is left for {split}"
+        return ConfigError(f"--val-documents is {wanted}; expected less than the {in_val:,} documents with text of "
+                           f"{source.name}{kept}")
+    return ConfigError(f"data.source: {source.name} has too little text for the {split} split"
                        + _skipped_rows(skipped, " (of its rows {})") + kept)
 
 
 def _skipped_rows(skipped: dict[str, int], template: str) -> str:
-    """How many rows were left out, and why; nothing where there are none."""
-    reasons = {"empty": "were empty", "not_text": "held no text", "no_column": "did not have the column"}
+    """Number of skipped rows by reason; empty if there are none."""
+    reasons = {"empty": "were empty", "not_text": "held no text", "no_column": "lacked the column"}
     parts = [f"{count:,} {reasons[why]}" for why, count in skipped.items() if count]
     return template.format(", ".join(parts)) if parts else ""
 
@@ -207,11 +206,11 @@ def _report_rows(meta: dict[str, Any]) -> None:
     if line := _skipped_rows(meta["skipped"], "skipped documents: {}"):
         status(line)
     if meta["replaced"]:
-        status(f"{meta['replaced']:,} places are not UTF-8 and were read as U+FFFD")
+        status(f"{meta['replaced']:,} invalid UTF-8 sequences were read as U+FFFD")
 
 
 def _processes(encoding: Any, source: Source, workers: int | None) -> int:
-    """How many tokenize; none where starting one takes longer than the work."""
+    """Number of tokenizing processes; 0 if starting one takes longer than the work."""
     if encoding.name == "bytes" or (source.total_bytes or 2**40) < 4 * texts.CHUNK_BYTES:
         return 0
     if workers is not None:
@@ -221,13 +220,13 @@ def _processes(encoding: Any, source: Source, workers: int | None) -> int:
 
 @contextlib.contextmanager
 def _progress_bar(source: Source, show: bool) -> Iterator[Callable[[int, float | None], None]]:
-    """Gives a function that takes the tokens written since the last call, and the share of the source that is read."""
+    """Yields a function that takes the tokens written since the last call, and the fraction of the source read."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.table import Column
 
-    # At 80 columns the name and the bar give way, never the time that is left.
+    # At 80 columns the name and the bar shrink, never the remaining time.
     fixed = Column(no_wrap=True, overflow="ignore")
     columns = (TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=24)),
                BarColumn(bar_width=None, table_column=Column(ratio=1)),
@@ -254,7 +253,7 @@ def _progress_bar(source: Source, show: bool) -> Iterator[Callable[[int, float |
 def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer: str = "bytes",
              split: str | None = None, column: str | None = None, val_documents: int | None = None,
              val_share: float | None = None, workers: int | None = None, verify: bool = False) -> None:
-    """Turn text into token files. Interrupted and started again, it goes on where it was.
+    """Convert text to token files. An interrupted command resumes when repeated.
 
     Args:
         source: python-stdlib; a text, JSON(L) (.gz, .zst) or Parquet file, a folder or a glob of them; or the id of a
@@ -271,14 +270,14 @@ def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer
     if verify:
         directory = out or (None if source is None else Path(source))
         if directory is None:
-            raise ConfigError("--verify: expected the folder of token files, as --verify --out DIR")
+            raise ConfigError("--verify requires a folder of token files: --verify --out DIR")
         splits = verify_files(directory)["splits"]
         shards = sum(len(entry["shards"]) for entry in splits.values())
         tokens = sum(entry["tokens"] for entry in splits.values())
-        print(f"{directory}: {shards:,} shards, {tokens:,} tokens, every checksum is right")
+        print(f"{directory}: {shards:,} shards, {tokens:,} tokens, all checksums match")
         return
     if source is None or out is None:
-        raise ConfigError("expected a source and --out DIR; python -m data.prepare --help tells more")
+        raise ConfigError("expected a source and --out DIR; see python -m data.prepare --help")
     meta = prepare(source, tokenizer, out, split=split, column=column, val_documents=val_documents,
                    val_share=val_share, workers=workers)
     for name, entry in meta["splits"].items():
@@ -293,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tyro.cli(_command, prog="python -m data.prepare", args=given)
 
     return run_command("data.prepare", command, arguments,
-                       interrupted=lambda: "; the same command goes on where it was")
+                       interrupted=lambda: "; repeat the command to resume")
 
 
 if __name__ == "__main__":

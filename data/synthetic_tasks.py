@@ -1,8 +1,8 @@
-"""Synthetic tasks, generated as corpora: what a model can do with its context, where the answer is known.
+"""Synthetic tasks, generated as corpora, to measure the use of context.
 
-``data.source`` names one with its settings, each of which has a default: ``copy:length=128,symbols=10`` or
-``mqar:length=64,pairs=8``. Every document has ``length`` tokens: with ``data.packing documents`` and ``model.context``
-equal to it a document is one window. Only tokens that can be known have weight, so that loss and accuracy are of those.
+``data.source`` names a task and its settings, all with defaults: ``copy:length=128,symbols=10`` or
+``mqar:length=64,pairs=8``. Every document has ``length`` tokens; with ``data.packing documents`` and an equal
+``model.context``, a document is one window. Only predictable tokens have weight, so that loss and accuracy are theirs.
 Symbols are bytes (``data.tokenizer bytes``), printable ones first.
 """
 
@@ -22,41 +22,41 @@ from support.files import replacing
 FILLER = ord(" ")
 SYMBOLS = [*range(33, 127), *range(128, 256)]
 BYTES = Vocabulary("bytes", None, 257, 256)
-_VERSION = 2  # of what the generators make
+_VERSION = 2  # of the generated data
 
 
 class Document(NamedTuple):
-    """One example of L tokens, without the separator, which the writer adds.
+    """One example of L tokens; the writer adds the separator.
 
-    Packed (``data.packing documents``) it takes L positions: set ``model.context`` to L, and it is one window.
+    With ``data.packing documents`` and ``model.context`` L, it is one window.
     """
 
     ids_L: Integer[np.ndarray, " L"]
     weights_L: Integer[np.ndarray, " L"] | None = None
-    """1 where a token counts as a target, else 0. None: all count, and so does the separator, which otherwise does not.
-    The first token is a target of nothing when packed."""
+    """1 for tokens that are scored as targets, else 0. None: all are, and the separator too, which otherwise is not.
+    The first token of a packed document is never a target."""
 
 
 def write_corpus(directory: Path, splits: Mapping[str, Iterable[Document]], *, source: str,
                  vocabulary: Vocabulary = BYTES) -> dict[str, Any]:
-    """Writes token files, and weights where documents have them, and returns what ``meta.json`` holds.
+    """Writes token files, with weights if documents have them, and returns the contents of ``meta.json``.
 
-    The folder appears when it is whole.
+    The folder is created atomically.
 
     Args:
-        directory: Folder to make.
-        splits: "train" and "val"; either all documents have weights or none.
-        source: What they are, for ``meta.json``.
-        vocabulary: With the tokenizer ``bytes`` the ids are of bytes and samples can be read. The separator is in no
-            document.
+        directory: output folder.
+        splits: documents of "train" and "val"; either all have weights or none.
+        source: description for ``meta.json``.
+        vocabulary: vocabulary of the ids. With the tokenizer ``bytes``, ids are bytes and samples are readable. No
+            document may contain the separator.
 
     Raises:
-        ConfigError: ``directory`` holds something already.
-        DataError: documents that cannot be written down so, or a disk that cannot be written.
+        ConfigError: ``directory`` is not empty.
+        DataError: invalid documents, or the disk cannot be written.
     """
     directory = Path(directory).absolute()
     check_free(directory)
-    with write_errors(directory, "make room, or choose another folder"):
+    with write_errors(directory, "free disk space, or choose another folder"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with replacing(directory) as folder:
             folder.mkdir()
@@ -79,19 +79,19 @@ def _write_document(writer: TokenFilesWriter, split: str, number: int, document:
         if weights_L.shape != ids_L.shape or not np.isin(weights_L, (0, 1)).all():
             raise DataError(f"document {number} of {split}: expected a weight of 0 or 1 for each token")
         weights_L = np.append(weights_L, 0)
-    # A symbol counts as a byte: bits per byte are then bits per symbol.
+    # A symbol counts as a byte, so that bits per byte are bits per symbol.
     writer.write(split, np.append(ids_L, vocabulary.separator), weights_L, text_bytes=len(ids_L), documents=1)
 
 
 class Task:
-    """A generator of documents. A task is a dataclass whose fields are its settings, all of them whole numbers."""
+    """A generator of documents. A task is a dataclass whose fields are its settings, all integers."""
 
     documents: int
     val_documents: int
     seed: int
 
     def check(self) -> None:
-        """Raises :class:`ConfigError` for settings that do not go together."""
+        """Raises :class:`ConfigError` for inconsistent settings."""
         raise NotImplementedError
 
     def document(self, random: np.random.Generator) -> Document:
@@ -100,20 +100,20 @@ class Task:
 
     @classmethod
     def name(cls) -> str:
-        """What ``data.source`` calls it."""
+        """Name of the task in ``data.source``."""
         return cls.__name__.lower()
 
     @property
     def folder_name(self) -> str:
-        """What the folder of its token files is called: another for every other setting."""
+        """Name of the folder of its token files, unique for the settings."""
         settings = "-".join(f"{name.replace('_', '-')}-{value}" for name, value in vars(self).items())
         return f"{self.name()}-{_VERSION}-{settings}"
 
     def write(self, directory: Path) -> dict[str, Any]:
-        """Writes its token files, which depend on its settings alone, and returns what ``meta.json`` holds.
+        """Writes its token files, which depend only on the settings, and returns the contents of ``meta.json``.
 
         Raises:
-            ConfigError: ``directory`` holds something already.
+            ConfigError: ``directory`` is not empty.
             DataError: the files cannot be written.
         """
         def documents(split: int, count: int) -> Iterator[Document]:
@@ -126,7 +126,7 @@ class Task:
                             source=f"{self.name()}:{settings}")
 
     def check_least(self, **least: int) -> None:
-        """Raises :class:`ConfigError` where a setting is less than that."""
+        """Raises :class:`ConfigError` if a setting is below its minimum."""
         for name, value in least.items():
             if (found := getattr(self, name)) < value:
                 raise ConfigError(f"data.source: {self.name()}:{name} is {found}; expected at least {value}")
@@ -134,9 +134,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Copy(Task):
-    """Copying: n symbols, a separator, the same n symbols, scored, and so on to the end, unscored.
+    """Copying: n symbols, a separator, the same n symbols, which are scored, and an unscored rest.
 
-    n is uniform from length / 4 to length / 2 - 2. The separator itself, which comes when it comes, is not scored.
+    n is uniform from length / 4 to length / 2 - 2. The separator, which is unpredictable, is not scored.
     Katharopoulos, Vyas, Pappas, Fleuret: "Transformers are RNNs", 2020, section 4.1.
     """
 
@@ -162,21 +162,21 @@ class Copy(Task):
 
 @dataclass(frozen=True)
 class Mqar(Task):
-    """Multi-query associative recall: pairs of a key and its value, then keys again, each before its value, scored.
+    """Multi-query associative recall: pairs of key and value, then queries, keys followed by their scored values.
 
-    Keys are drawn from one half of the vocabulary and differ; values are drawn from the other half. Each query asks for
-    one of the pairs at random, whatever was asked before: where every key is asked for once, a model learns to rule out
-    the values that were given, and stays there (benchmarks/results/mqar.md). Without recall the loss is ln(pairs) nats,
-    and less where pairs share values. Fillers stand at random places between the queries and are neither keys nor
-    values, so that nothing overwrites a pair. Linear attention carries them in features × head width numbers a head.
-    Arora et al., "Zoology: Measuring and Improving Recall in Efficient Language Models", 2023, in which each key is
-    asked for once.
+    Keys are sampled without replacement from one half of the vocabulary, values from the other half. Queries are
+    sampled
+    with replacement: if every key is queried once, models get stuck on excluding the values already given
+    (benchmarks/results/mqar.md). Without recall the loss is ln(pairs) nats, or less if pairs share values. Fillers at
+    random places between the queries are neither keys nor values, so that nothing overwrites a pair. The state of
+    linear attention has features × head width numbers per head. Arora et al., "Zoology: Measuring and Improving Recall
+    in Efficient Language Models", 2023, which queries each key once.
     """
 
     length: int = 64
     pairs: int = 8
     queries: int = 0
-    """0: three for each pair."""
+    """Number of queries. 0: three per pair."""
     vocabulary: int = 128
     documents: int = 50_000
     val_documents: int = 1_000
@@ -206,7 +206,7 @@ class Mqar(Task):
         return np.array(SYMBOLS[:half]), np.array(SYMBOLS[half : self.vocabulary])
 
     def _pairs(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A document that begins with the pairs and has fillers behind them, and the key and the value of each pair."""
+        """A document of pairs followed by fillers, and the keys and values of the pairs."""
         half, (keys, values) = self.vocabulary // 2, self._symbols
         key_of, value_of = random.permutation(half)[: self.pairs], random.integers(0, half, self.pairs)
         ids_L = np.full(self.length, FILLER)
@@ -214,13 +214,13 @@ class Mqar(Task):
         return ids_L, key_of, value_of
 
     def _places(self, random: np.random.Generator, count: int) -> np.ndarray:
-        """Where behind the pairs so many times two tokens begin, one filler or more or none between them."""
-        # In a random order of fillers and of what has two tokens.
+        """Random places of ``count`` two-token queries after the pairs, without overlap."""
+        # A random order of fillers and queries.
         items = self.length - 2 * self.pairs - count
         return 2 * self.pairs + np.sort(random.permutation(items)[:count]) + np.arange(count)
 
     def _check_pairs(self, bindings: int) -> None:
-        """Raises :class:`ConfigError` where a document has no room for ``bindings`` and queries, or too few symbols."""
+        """Raises :class:`ConfigError` if documents are too short for ``bindings`` and queries, or symbols too few."""
         name, least = f"data.source: {self.name()}", 2 * (bindings + self._queries)
         if self.vocabulary % 2 or self.vocabulary > len(SYMBOLS):
             raise ConfigError(f"{name}:vocabulary is {self.vocabulary}; expected an even number of at most "
@@ -235,12 +235,11 @@ class Mqar(Task):
 
 @dataclass(frozen=True)
 class Rebind(Mqar):
-    """Recall of what was said last: pairs of a key and its value, keys again, and a new value for a key now and then.
+    """Recall of the latest value: :class:`Mqar` in which some keys get new values.
 
-    As :class:`Mqar`, but that ``rebindings`` pairs more, of a key that was given already and of another value, stand at
-    random places between the queries, whose answer is the latest value. A state that adds all it is given returns a
-    mixture of the values of a key; the delta rule takes the old one away. ``pairs`` are keys; rebindings have no
-    weight.
+    ``rebindings`` other pairs, of an earlier key and a new value, are at random places between the queries, which ask
+    for the latest value. An additive state returns a mixture of the values of a key; the delta rule removes the old
+    one. ``pairs`` is the number of keys. Rebindings have no weight.
     """
 
     length: int = 128
@@ -271,10 +270,10 @@ TASKS: dict[str, type[Task]] = {task.name(): task for task in (Copy, Mqar, Rebin
 
 
 def parse(source: str) -> Task | None:
-    """The task that ``data.source`` names; None where it names something else.
+    """The task of a ``data.source``; None for other sources.
 
     Raises:
-        ConfigError: a setting that the task does not have, that is no number, or that does not go with the others.
+        ConfigError: a setting is unknown, not a number, or inconsistent with others.
     """
     name, _, rest = source.partition(":")
     if name not in TASKS:
@@ -286,7 +285,8 @@ def parse(source: str) -> Task | None:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             perhaps = f"; perhaps you meant {close[0]}" if close else ""
-            raise ConfigError(f"data.source: {name} has no setting {key!r}{perhaps}. It has {', '.join(known)}")
+            raise ConfigError(f"data.source: {name} has no setting {key!r}{perhaps}; expected one of "
+                              f"{', '.join(known)}")
         if not equals or not value.isdecimal():
             raise ConfigError(f"data.source: {source}: expected a whole number in {name}:{key}=NUMBER, found {part!r}")
         if key in settings:

@@ -1,7 +1,7 @@
-"""What the processes that tokenize are given: chunks of texts, or rows as they stand in their file, to be read there.
+"""Input of the tokenizing processes: chunks of texts, or unparsed rows of a file.
 
-Each is a plain object that can be sent through a pipe. What it holds depends on the source alone, so that the files do
-not depend on the number of processes, and one that goes on makes what one that was never interrupted makes.
+Each is a plain object that can be sent through a pipe. Its contents depend only on the source, so that the token files
+depend neither on the number of processes nor on interruptions.
 """
 
 import json
@@ -16,9 +16,9 @@ from jaxtyping import Int64
 from support.errors import DataError
 
 CHUNK_BYTES = 2**20
-"""Of text in a chunk, and about so many in what is sent at once: bounds the memory."""
+"""Bytes of text per chunk, and approximately per batch, which bounds the memory."""
 SKIPPED: tuple[str, ...] = ("empty", "not_text", "no_column")
-"""Why a row is left out."""
+"""Reasons to skip a row."""
 
 
 class TextChunk(NamedTuple):
@@ -32,30 +32,30 @@ class TextChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class TextChunks:
-    """Chunks of texts, in their order."""
+    """Chunks of texts, in order."""
 
     chunks: list[TextChunk]
     skipped: dict[str, int] = field(default_factory=dict)
-    """Rows that were left out before them."""
+    """Number of skipped rows before them, by reason."""
 
 
 @dataclass(frozen=True)
 class JsonLines:
-    """Lines of a file that hold a JSON object each."""
+    """Lines of a file, with a JSON object each."""
 
     lines: bytes
     column: str
     path: str
     number: int
-    """Of the first line, from 1."""
+    """Number of the first line, from 1."""
     counted_from: int
-    """Byte of the file at which line 1 begins."""
+    """Offset of line 1 in the file."""
 
     def read(self) -> tuple[list[bytes], dict[str, int]]:
-        """The texts, and how many rows were left out, by the reasons in :data:`SKIPPED`.
+        """The texts, and the number of skipped rows by the reasons in :data:`SKIPPED`.
 
         Raises:
-            DataError: a line is no JSON object.
+            DataError: a line is not a JSON object.
         """
         texts, skipped = [], dict.fromkeys(SKIPPED, 0)
         for number, line in enumerate(self.lines.split(b"\n"), self.number):
@@ -78,17 +78,17 @@ class JsonLines:
 
 @dataclass(frozen=True)
 class Column:
-    """Rows of a column, as Arrow keeps them: all bytes side by side, and where each row ends."""
+    """Rows of a column in Arrow's layout: concatenated bytes, and the end of each row."""
 
     values: bytes
     ends_R: Int64[np.ndarray, " R"]
     as_json: bool = False
-    """Whether each value is written as JSON."""
+    """Whether values are encoded as JSON."""
     not_text: int = 0
-    """Rows of another type, beside these."""
+    """Number of rows of another type, not included."""
 
     def read(self) -> tuple[list[bytes], dict[str, int]]:
-        """The texts, and how many rows were left out, by the reasons in :data:`SKIPPED`."""
+        """The texts, and the number of skipped rows by the reasons in :data:`SKIPPED`."""
         texts, skipped, start = [], dict.fromkeys(SKIPPED, 0), 0
         skipped["not_text"] = self.not_text
         for end in self.ends_R.tolist():
@@ -105,7 +105,7 @@ class Column:
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-    """A row; a string is the text of one. Undecodable bytes are kept as lone surrogates.
+    """Parses a row; a string is the text of one. Undecodable bytes are kept as lone surrogates.
 
     Raises:
         ValueError: it is neither.
@@ -124,8 +124,8 @@ def json_object(line: bytes) -> dict[str, Any]:
 
 
 def _utf8(text: str) -> bytes:
-    """The bytes of a value of JSON. What was no UTF-8 in the file stands as it was; half of a pair of surrogates is
-    put as a byte that is none, so that tokenizers see it, and count it, as one undecodable place too."""
+    """The bytes of a JSON string. Invalid UTF-8 of the file is preserved; a lone surrogate becomes an invalid byte,
+    which tokenizers count as one undecodable sequence."""
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError:
@@ -133,7 +133,7 @@ def _utf8(text: str) -> bytes:
 
 
 def split_text(text: bytes | memoryview, start: int = 0) -> Iterator[tuple[bytes, int]]:
-    """The chunks of a text from a place on, each with the place of its end."""
+    """The chunks of a text from an offset on, each with the offset of its end."""
     while start < len(text):
         end = len(text)
         if end - start > CHUNK_BYTES:
@@ -143,11 +143,11 @@ def split_text(text: bytes | memoryview, start: int = 0) -> Iterator[tuple[bytes
 
 
 def token_boundary(text: bytes | memoryview, near: int) -> int:
-    """A place at or shortly before ``near`` where a text can be cut so that its tokens do not change.
+    """An offset at or shortly before ``near`` where a cut does not change the tokens of a text.
 
-    That is before a space between two ASCII letters or, where there is none in the last 64 KiB, before white space or
-    punctuation other than an apostrophe after any letter or digit: there every tiktoken encoding starts a new token.
-    Where there is none of these either, it is at least between two UTF-8 characters.
+    That is before a space between two ASCII letters or, if there is none in the last 64 KiB, before white space or
+    punctuation other than an apostrophe after a letter or digit: every tiktoken encoding starts a new token there.
+    Otherwise, it is a boundary between two UTF-8 characters.
     """
     start = max(0, near - 65536)
     window = bytes(text[start : near + 2])
@@ -163,12 +163,12 @@ def token_boundary(text: bytes | memoryview, near: int) -> int:
     return near
 
 
-# Marks and the rest of Unicode are left out: encodings differ in what they join to a word.
+# Without marks and the rest of Unicode: encodings differ in what they join to a word.
 _BORDER = re.compile(r"[^\W_][ \t\n!-&(-/:-@\[-`{-~、。《》「」『』！，．：；？]")
 
 
 def undecodable(text: bytes) -> int:
-    """Number of places that are no UTF-8, each of which is read as U+FFFD."""
+    """Number of invalid UTF-8 sequences, each of which is read as U+FFFD."""
     if text.isascii():
         return 0
     try:

@@ -1,9 +1,8 @@
-"""The format of a prepared corpus: a folder of token files, how it is read, verified and written.
+"""Token files, the format of a prepared corpus: reading, verifying and writing.
 
-``DIR`` holds ``{train,val}-00000.bin`` and further shards: token ids, little-endian uint16 (uint32 for vocabularies
-above 65,536), with a separator after each document. Beside a shard there may be ``{train,val}-00000.weights.bin``, a
-uint8 for each token: 0 where the token does not count as a target, else 1. ``meta.json`` says what is in them, and has
-the SHA-256 of each file.
+``DIR`` has shards ``{train,val}-00000.bin``, …: token ids, little-endian uint16 (uint32 for vocabularies above 65,536),
+with a separator after each document. A shard may have weights, ``{train,val}-00000.weights.bin``, a uint8 per token: 1
+for scored targets, else 0. ``meta.json`` describes them, with the SHA-256 of each file.
 """
 
 import contextlib
@@ -24,22 +23,22 @@ from support.files import read_json, write_json
 
 SPLITS = ("train", "val")
 SHARD_TOKENS = 100_000_000
-"""A shard holds at most so many tokens."""
+"""Maximum number of tokens per shard."""
 _DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _WEIGHT_DTYPE = np.dtype("u1")
 _REQUIRED = ("tokenizer", "vocabulary_size", "document_separator", "dtype", "checksum", "splits")
-_TOKENS_AT_ONCE = 2**24  # where all are looked at, which bounds the memory
+_TOKENS_AT_ONCE = 2**24  # when reading all tokens, to bound the memory
 _BYTES_AT_ONCE = 2**23
 _REMEDY = "delete the folder and prepare it again"
 
 
 class Vocabulary(NamedTuple):
-    """What the ids of token files mean."""
+    """The vocabulary of token files."""
 
     tokenizer: str
-    """Name of the tokenizer, as ``data.tokenizer`` has it."""
+    """Name of the tokenizer, as in ``data.tokenizer``."""
     fingerprint: str | None
-    """As :func:`data.tokenizers.fingerprint`; None where no tokenizer made the ids."""
+    """As :func:`data.tokenizers.fingerprint`; None without a tokenizer."""
     size: int
     """V; every id is less."""
     separator: int
@@ -47,22 +46,22 @@ class Vocabulary(NamedTuple):
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
-    """Number format of ids: little-endian uint16 where the vocabulary fits, else uint32."""
+    """Dtype of ids: little-endian uint16 if the vocabulary fits, else uint32."""
     return _DTYPES["uint16" if vocabulary_size <= 2**16 else "uint32"]
 
 
 def _weights_path(shard: Path) -> Path:
-    """The file of the weights of a shard."""
+    """The file of a shard's weights."""
     return shard.with_suffix(".weights.bin")
 
 
 def has_token_files(directory: Path) -> bool:
-    """Whether a folder holds token files, which may be damaged."""
+    """Whether a folder has token files, which may be damaged."""
     return (directory / "meta.json").is_file()
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
-    """``meta.json`` of a folder of token files.
+    """Reads the ``meta.json`` of a folder of token files.
 
     Raises:
         ConfigError: there is none.
@@ -70,19 +69,19 @@ def read_meta(directory: Path) -> dict[str, Any]:
     """
     path = Path(directory) / "meta.json"
     if not path.is_file():
-        raise ConfigError(f"{directory}: there are no token files (no meta.json); make them with: "
+        raise ConfigError(f"{directory}: no token files (no meta.json); create them with: "
                           "python -m data.prepare SOURCE --tokenizer NAME --out DIR")
     try:
         meta = read_json(path)
     except ValueError as error:
         raise DataError(f"{error}, or {_REMEDY}") from error
     if missing := [name for name in _REQUIRED if name not in meta]:
-        raise DataError(f"{path} is damaged (it lacks {', '.join(missing)}); {_REMEDY}")
+        raise DataError(f"{path} is damaged ({', '.join(missing)} missing); {_REMEDY}")
     return meta
 
 
 class _File(NamedTuple):
-    """A shard, or its weights, as ``meta.json`` has it."""
+    """A shard, or its weights, as described in ``meta.json``."""
 
     path: Path
     tokens: int
@@ -91,10 +90,10 @@ class _File(NamedTuple):
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with it as far as it shows without reading it."""
+        """Description of an error that shows without reading the file, if any."""
         expected = self.tokens * self.dtype.itemsize
         if not self.path.is_file():
-            return f"{self.path}: expected {expected:,} bytes, found 0: it is missing"
+            return f"{self.path} is missing; expected {expected:,} bytes"
         found = self.path.stat().st_size
         return None if found == expected else f"{self.path}: expected {expected:,} bytes, found {found:,}"
 
@@ -102,11 +101,11 @@ class _File(NamedTuple):
 class _SplitFiles(NamedTuple):
     shards: list[_File]
     weights: list[_File]
-    """Of each shard, or empty."""
+    """Weights of each shard, or empty."""
 
 
 def _find_files(directory: Path, meta: dict[str, Any]) -> tuple[dict[str, _SplitFiles], list[str]]:
-    """The files of each split, and what is wrong as far as it shows without reading them.
+    """The files of each split, and the errors that show without reading them.
 
     Raises:
         DataError: ``meta.json`` is damaged.
@@ -130,7 +129,7 @@ def _find_files(directory: Path, meta: dict[str, Any]) -> tuple[dict[str, _Split
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{directory / 'meta.json'} is damaged ({error!r}); {_REMEDY}") from error
     known = {file.path for split in splits.values() for files in split for file in files}
-    wrong += [f"{path}: meta.json does not know it; it is perhaps of another tokenizer: move it away"
+    wrong += [f"{path}: not in meta.json, perhaps from another tokenizer; move it away"
               for path in sorted(directory.glob("*.bin"))
               if re.fullmatch(r"(train|val)-\d+(\.weights)?\.bin", path.name) and path not in known]
     return splits, wrong
@@ -155,11 +154,11 @@ class TokenFiles:
 
     @classmethod
     def open(cls, directory: str | Path) -> Self:
-        """Maps the files after checking their sizes, and the counts and the largest id that ``meta.json`` tells of.
+        """Maps the files after checking their sizes, and the counts and the largest id in ``meta.json``.
 
         Raises:
             ConfigError: there are no token files.
-            DataError: they are damaged, of another vocabulary, or not all of this folder.
+            DataError: they are damaged, of another vocabulary, or do not all belong to this folder.
         """
         directory = Path(directory)
         meta = read_meta(directory)
@@ -173,22 +172,22 @@ class TokenFiles:
 
     @property
     def weighted(self) -> bool:
-        """Whether weights tell which tokens count as targets."""
+        """Whether weights select the targets."""
         return any(split.weights for split in self._splits.values())
 
     def tokens(self, split: str) -> int:
-        """Number of tokens of a split, separators among them."""
+        """Number of tokens of a split, including separators."""
         return self.meta["splits"][split]["tokens"]
 
     def bytes_per_token(self, split: str) -> float:
-        """Bytes of text a token stands for, on average; bits per byte = loss / ln 2 / this."""
+        """Average bytes of text per token; bits per byte = loss / ln 2 / this."""
         return self.meta["splits"][split]["bytes"] / self.tokens(split)
 
     def read(self, split: str, start: int, stop: int) -> Int32[np.ndarray, " T"]:
-        """Tokens ``start`` to ``stop`` of a split, across the borders of shards.
+        """Tokens ``start`` to ``stop`` of a split, across shards.
 
         Raises:
-            DataError: an id beyond the vocabulary, or a place beyond the split.
+            DataError: an id beyond the vocabulary, or a position beyond the split.
         """
         out_T = np.empty(stop - start, np.int32)
         filled = 0
@@ -199,15 +198,15 @@ class TokenFiles:
                                 f"{self.vocabulary_size} tokens of {self.tokenizer}; the file is damaged: {_REMEDY}")
             filled += len(part)
         if filled != len(out_T):
-            raise DataError(f"{self.directory}: {split} has {self.tokens(split):,} tokens; asked for were {start:,} to "
-                            f"{stop:,}")
+            raise DataError(f"{self.directory}: {split} has {self.tokens(split):,} tokens, but {start:,} to {stop:,} "
+                            "were requested")
         return out_T
 
     def scored(self, split: str, start: int, tokens_T: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:
-        """The tokens that stand from ``start`` on, as targets: −1 where the weight is 0.
+        """Tokens from ``start`` on as targets: −1 if the weight is 0.
 
         Raises:
-            DataError: a weight that is neither 0 nor 1.
+            DataError: a weight is neither 0 nor 1.
         """
         if not self.weighted:
             return tokens_T
@@ -215,19 +214,19 @@ class TokenFiles:
         for file, part in self._parts(self._splits[split].weights, start, start + len(tokens_T)):
             parts.append(part)
             if part.max(initial=0) > 1:
-                raise DataError(f"{file.path}: the weight {int(part.max())}; expected 0 or 1; the file is damaged: "
+                raise DataError(f"{file.path}: weight {int(part.max())}, expected 0 or 1; the file is damaged: "
                                 f"{_REMEDY}")
         return np.where(np.concatenate(parts) == 0, -1, tokens_T).astype(np.int32)
 
     def _parts(self, files: list[_File], start: int, stop: int) -> Iterator[tuple[_File, np.ndarray]]:
-        """What each file holds of the places ``start`` to ``stop``."""
+        """The parts of ``start`` to ``stop`` in each file."""
         offset = 0
         for file in files:
             yield file, self._arrays[file.path][max(start - offset, 0) : max(stop - offset, 0)]
             offset += file.tokens
 
     def separators(self, split: str) -> Int64[np.ndarray, " documents"]:
-        """Where the separators of a split stand; reads all of it."""
+        """Positions of the separators of a split; reads all of it."""
         found = [np.empty(0, np.int64)]
         for start in range(0, self.tokens(split), _TOKENS_AT_ONCE):
             place = start
@@ -238,12 +237,11 @@ class TokenFiles:
 
 
 def verify(directory: Path) -> dict[str, Any]:
-    """Reads every shard of a folder of token files, and its weights, and compares them with ``meta.json``, which is
-    returned.
+    """Reads all shards and weights of a folder, compares them with ``meta.json``, and returns the latter.
 
     Raises:
         ConfigError: there are no token files.
-        DataError: shards are missing, damaged or not of this folder: all of them, in one line.
+        DataError: shards are missing, damaged or from another folder; the message lists all.
     """
     directory = Path(directory)
     meta = read_meta(directory)
@@ -259,43 +257,43 @@ def verify(directory: Path) -> dict[str, Any]:
                 if file in split.shards:
                     largest = max(largest, int(np.frombuffer(part, file.dtype).max()))
             if digest.hexdigest() != file.sha256:
-                wrong.append(f"{file.path} does not have the checksum it was written with")
+                wrong.append(f"{file.path} does not match its checksum")
         if not wrong and largest != (expected := meta["splits"][name]["largest_id"]):
-            wrong.append(f"{directory}: the largest id of {name} is {largest}, and meta.json gives {expected}")
+            wrong.append(f"{directory}: the largest id of {name} is {largest}; meta.json says {expected}")
     if wrong:
         raise DataError(f"{'; '.join(wrong)}; {_REMEDY}")
     return meta
 
 
 def check_fingerprint(directory: Path, meta: dict[str, Any], expected: str | None) -> None:
-    """Raises :class:`DataError` where token files were made with a vocabulary of another fingerprint than that expected
-    of the tokenizer of their name. Nothing is known where either is None."""
+    """Raises :class:`DataError` if the vocabulary of token files has another fingerprint than their tokenizer.
+
+    Passes if either fingerprint is None.
+    """
     found = meta.get("tokenizer_fingerprint")
     if expected is not None and found not in (None, expected):
-        raise DataError(f"{directory}: its tokens are of another vocabulary than that of {meta['tokenizer']} here (the "
-                        f"fingerprint is {found[:12]}, expected {expected[:12]}); {_REMEDY}")
+        raise DataError(f"{directory}: its vocabulary differs from that of {meta['tokenizer']} on this machine "
+                        f"(fingerprint {found[:12]}, expected {expected[:12]}); {_REMEDY}")
 
 
 def check_free(directory: Path) -> None:
-    """Raises :class:`ConfigError` unless a folder can be made there: nothing is overwritten."""
+    """Raises :class:`ConfigError` unless a folder can be created there without overwriting anything."""
     for path in (directory, *directory.parents):
         if path.exists() and not path.is_dir():
-            raise ConfigError(f"cannot make the folder {directory}: {path} is a file")
+            raise ConfigError(f"cannot create the folder {directory}: {path} is a file")
     if directory.is_dir() and any(directory.iterdir()):
         what = "something else"
         if has_token_files(directory):
             with contextlib.suppress(DataError):
-                what = f"token files already (of the tokenizer {read_meta(directory)['tokenizer']})"
-        raise ConfigError(f"{directory} holds {what}, and nothing is overwritten: name another folder, or delete it "
-                          "first")
+                what = f"token files of the tokenizer {read_meta(directory)['tokenizer']}"
+        raise ConfigError(f"{directory} already holds {what}; choose another folder, or delete it first")
     if directory.is_mount():
-        raise ConfigError(f"{directory} is where a disk is mounted, and a folder cannot be renamed to it: name a "
-                          "folder in it")
+        raise ConfigError(f"{directory} is a mount point; choose a folder inside it")
 
 
 @contextlib.contextmanager
 def write_errors(directory: Path, remedy: str) -> Iterator[None]:
-    """Turns an error of the disk into a :class:`DataError` that names the folder to make, and what to do."""
+    """Turns an ``OSError`` into a :class:`DataError` that names the folder and the remedy."""
     try:
         yield
     except OSError as error:
@@ -303,25 +301,24 @@ def write_errors(directory: Path, remedy: str) -> Iterator[None]:
 
 
 def shard_files(state: dict[str, Any]) -> set[str]:
-    """Names of the files that a state of :class:`TokenFilesWriter` tells of: shards, and their weights."""
+    """Names of the shards and weights in a state of :class:`TokenFilesWriter`."""
     return {_file_of(Path(shard["file"]), checksum).name for entry in state.values() for shard in entry["shards"]
             for checksum in ("sha256", "weights_sha256") if checksum in shard}
 
 
 class TokenFilesWriter:
-    """Writes token files into a folder: shards as tokens come, ``meta.json`` last. Close it, or use it in a ``with``
-    statement.
+    """Writes token files into a folder, ``meta.json`` last. Close it, or use it in a ``with`` statement.
 
-    Whether the folder appears whole or not at all is up to the caller, who gives one beside it and renames that.
+    For an atomic result, the caller passes a temporary folder and renames it.
 
     Args:
-        folder: There already; it holds nothing but what ``state`` tells of.
-        vocabulary: Of all ids.
-        state: What :meth:`state` gave earlier, to go on from there: what was written after it is cut off.
+        folder: existing folder, with the files of ``state`` only.
+        vocabulary: vocabulary of the ids.
+        state: earlier result of :meth:`state`, to resume; later output is truncated.
 
     Raises:
-        DataError: the folder does not hold what ``state`` tells of.
-        OSError: from here and from every method, where the disk cannot be written.
+        DataError: the folder does not match ``state``.
+        OSError: the disk cannot be written; also raised by all methods.
     """
 
     def __init__(self, folder: Path, vocabulary: Vocabulary, state: dict[str, Any] | None = None):
@@ -337,13 +334,13 @@ class TokenFilesWriter:
 
         Args:
             split: train or val.
-            ids_T: Ids, separators among them.
-            weights_T: 1 where a token counts as a target, else 0; with every call or with none.
-            text_bytes: Bytes of text that the tokens stand for.
-            documents: Documents that end among them.
+            ids_T: ids, including separators.
+            weights_T: 1 for scored targets, else 0; in all calls or none.
+            text_bytes: bytes of text of the tokens.
+            documents: number of documents that end among them.
 
         Raises:
-            DataError: weights come with some calls only.
+            DataError: only some calls have weights.
         """
         if self._weighted not in (None, weights_T is not None):
             raise DataError(f"{split}: expected weights with all documents or with none")
@@ -351,25 +348,25 @@ class TokenFilesWriter:
         self._splits[split].write(ids_T, weights_T, text_bytes, documents)
 
     def documents(self, split: str) -> int:
-        """Documents written to a split."""
+        """Number of documents written to a split."""
         return self._splits[split].entry["documents"]
 
     def state(self) -> dict[str, Any]:
-        """What was written; after :meth:`sync` it is what the disk holds."""
+        """The state of the output; after :meth:`sync` it is on disk."""
         return {split: deepcopy(writer.entry) for split, writer in self._splits.items()}
 
     def sync(self) -> None:
-        """Returns when everything written is on the disk."""
+        """Waits until all output is on disk."""
         for writer in self._splits.values():
             writer.sync()
 
     def finish(self, origin: dict[str, Any], *, checksum: str | None = None, **counts: Any) -> dict[str, Any]:
-        """Writes ``meta.json`` and returns what it holds.
+        """Writes ``meta.json`` and returns its contents.
 
         Args:
-            origin: Where the text comes from: its source, version, licence and what was selected.
+            origin: source, version, licence and selection of the text.
             checksum: SHA-256 of the text; None: that of the shards' checksums.
-            counts: What else was found on the way.
+            counts: other counts.
         """
         for writer in self._splits.values():
             writer.close_shard()
@@ -386,7 +383,7 @@ class TokenFilesWriter:
         return meta
 
     def close(self) -> None:
-        """Closes the files, whatever they hold."""
+        """Closes the files."""
         for writer in self._splits.values():
             writer.abandon()
 
@@ -398,16 +395,16 @@ class TokenFilesWriter:
 
 
 class _SplitWriter:
-    """Writes the shards of a split: counts, hashes, and starts another shard where one is full.
+    """Writes the shards of a split, with counts and hashes.
 
     Args:
-        entry: What ``meta.json`` would say of the split so far; a shard that is not full has no checksum yet.
+        entry: entry of the split in ``meta.json`` so far; an incomplete shard has no checksum yet.
     """
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, entry: dict[str, Any] | None):
         self._folder, self._split = folder, split
         self._dtypes = {"sha256": dtype, "weights_sha256": _WEIGHT_DTYPE}
-        self._files: dict[str, _HashedFile] = {}  # of the shard that is not full, by the name of their checksums
+        self._files: dict[str, _HashedFile] = {}  # files of the incomplete shard, by the name of their checksums
         self.entry = {"tokens": 0, "bytes": 0, "documents": 0, "largest_id": 0, "shards": []} | deepcopy(entry or {})
         self._shards: list[dict[str, Any]] = self.entry["shards"]
         for shard in self._shards:
@@ -416,8 +413,8 @@ class _SplitWriter:
                 size = shard["tokens"] * self._dtypes[checksum].itemsize
                 found = path.stat().st_size if path.is_file() else 0
                 if found < size or (found > size and shard[checksum]):
-                    raise DataError(f"{path}: expected {size} bytes, found {found}; what an interrupted preparation "
-                                    f"left is damaged: delete the folder {folder} and start again")
+                    raise DataError(f"{path}: expected {size} bytes, found {found}; delete the damaged folder "
+                                    f"{folder} and start over")
                 if not shard[checksum]:
                     self._files[checksum] = _HashedFile(path, keep=size)
 
@@ -454,7 +451,7 @@ class _SplitWriter:
 
     def abandon(self) -> None:
         for file in self._files.values():
-            with contextlib.suppress(OSError):  # what the disk has no room for is written again
+            with contextlib.suppress(OSError):  # output that does not fit on the disk is written again
                 file.close()
         self._files = {}
 
@@ -464,7 +461,7 @@ def _file_of(shard: Path, checksum: str) -> Path:
 
 
 class _HashedFile:
-    """A file that is hashed as it is written; of one that is there the first ``keep`` bytes stay."""
+    """A file that is hashed while written; the first ``keep`` bytes of an existing file are kept."""
 
     def __init__(self, path: Path, keep: int | None = None):
         self._hash = hashlib.sha256()
@@ -479,12 +476,12 @@ class _HashedFile:
         self._hash.update(data)
 
     def sync(self) -> None:
-        """Returns when everything written is on the disk."""
+        """Waits until all output is on disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> str:
-        """Its SHA-256."""
+        """Closes the file and returns its SHA-256."""
         self._file.close()
         return self._hash.hexdigest()
 

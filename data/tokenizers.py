@@ -1,4 +1,4 @@
-"""Tokenizers by name: ``bytes``, and every tiktoken encoding; and the processes that run one over a corpus."""
+"""Tokenizers by name, ``bytes`` and every tiktoken encoding, and the tokenizing processes."""
 
 import collections
 import contextlib
@@ -34,27 +34,27 @@ FINGERPRINTS = {
     "bytes": "6b9316b291f95b6e3b60a8580e5b10e14183fd9338b217dc9bb17c0c8c9ed62d",
     "gpt2": "d3d7e0a253f6105bb17ae9aa05fc5217c2c8d5af09683234fcab74675f6dfde9",
 }
-"""Of tokenizers whose vocabulary need not be on a machine that trains, so that token files can be told from others."""
+"""Fingerprints of common tokenizers, to check token files without their vocabulary."""
 
 Texts = TextChunks | JsonLines | Column
 
 
 class Encoded(NamedTuple):
-    """The tokens of P texts (chunks, or rows) in their order, with an end-of-text token after each document."""
+    """The tokens of P texts (chunks or rows), in order, with an end-of-text token after each document."""
 
     ids: np.ndarray
-    """Of all, uint16 or, for vocabularies above 65,536, uint32."""
+    """All ids, uint16 or, for vocabularies above 65,536, uint32."""
     tokens_P: Int64[np.ndarray, " P"]
-    """How many of them each has."""
+    """Number of tokens of each text."""
     bytes_P: Int64[np.ndarray, " P"]
     ends_P: Bool[np.ndarray, " P"]
-    """Whether a document ends with it."""
+    """Whether a document ends with the text."""
     digests: bytes
-    """SHA-256 of each chunk, or of the rows together, 32 bytes each."""
+    """SHA-256 of each chunk, or of all rows, 32 bytes each."""
     replaced: int
-    """Undecodable places that were read as U+FFFD."""
+    """Number of undecodable sequences that were read as U+FFFD."""
     skipped: dict[str, int]
-    """Rows that hold no text, by the reason."""
+    """Number of skipped rows by reason."""
 
 
 @functools.cache
@@ -63,14 +63,14 @@ def load(name: str) -> "tiktoken.Encoding":
 
     Raises:
         ConfigError: there is no encoding of that name.
-        DataError: its vocabulary is neither in tiktoken's cache folder nor can it be downloaded.
+        DataError: its vocabulary is not in tiktoken's cache folder and cannot be downloaded.
     """
     import tiktoken
 
     if name == "bytes":
         return tiktoken.Encoding(
             "bytes",
-            # No two bytes merge, so that the pattern decides the speed alone; short runs are the fastest.
+            # No two bytes merge, so that only the pattern affects the speed; short runs are fastest.
             pat_str=r"[\s\S]{1,64}",
             mergeable_ranks={bytes([value]): value for value in range(256)},
             special_tokens={_END_OF_TEXT: 256},
@@ -79,7 +79,7 @@ def load(name: str) -> "tiktoken.Encoding":
     check_name(name)
     try:
         return tiktoken.get_encoding(name)
-    except OSError as error:  # requests' errors are OSErrors
+    except OSError as error:  # includes the errors of requests
         raise DataError(
             f"tokenizer {name}: its vocabulary is not in tiktoken's cache folder and cannot be downloaded "
             f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that holds a copy, or download it once on a "
@@ -95,17 +95,17 @@ def check_name(name: str) -> None:
     names = ["bytes", *tiktoken.list_encoding_names()]
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
-        raise ConfigError(f"data.tokenizer: there is no tokenizer {name!r}; expected one of {', '.join(names)}"
+        raise ConfigError(f"data.tokenizer: no tokenizer {name!r}; expected one of {', '.join(names)}"
                           + (f" (perhaps you meant {near[0]})" if near else ""))
 
 
 def end_of_text(encoding: "tiktoken.Encoding") -> int:
-    """Id of the end-of-text token, which stands after each document."""
+    """Id of the end-of-text token, which follows each document."""
     return encoding.eot_token
 
 
 def fingerprint(encoding: "tiktoken.Encoding") -> str:
-    """SHA-256 over the name, the vocabulary size and every token's bytes in the order of their ids."""
+    """SHA-256 of the name, the vocabulary size and the bytes of all tokens, in the order of ids."""
     digest = hashlib.sha256(f"{encoding.name} {encoding.n_vocab}".encode())
     for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
         digest.update(f"\n{rank} {token.hex()}".encode())
@@ -113,29 +113,29 @@ def fingerprint(encoding: "tiktoken.Encoding") -> str:
 
 
 def vocabulary(encoding: "tiktoken.Encoding") -> Vocabulary:
-    """What the ids of token files mean that the encoding makes."""
+    """The vocabulary of an encoding, for token files."""
     return Vocabulary(encoding.name, fingerprint(encoding), encoding.n_vocab, end_of_text(encoding))
 
 
 def encode_document(encoding: "tiktoken.Encoding", text: bytes) -> UInt32[np.ndarray, " T"]:
-    """Token ids of a document; what looks like a special token in it is text.
+    """Token ids of a document; special tokens in it are encoded as text.
 
-    ``bytes`` keeps every byte. The others read UTF-8 and see undecodable bytes as U+FFFD.
+    ``bytes`` preserves every byte. The others read UTF-8, with undecodable bytes as U+FFFD.
     """
     if encoding.name == "bytes":
         return np.frombuffer(text, np.uint8).astype(np.uint32)
-    # Of tiktoken's calls the fastest: the others make a Python integer of every token.
+    # The fastest call of tiktoken: the others create a Python integer per token.
     return encoding.encode_to_numpy(text.decode("utf-8", errors="replace"), disallowed_special=())
 
 
 def encode_texts(encoding: "tiktoken.Encoding", texts: Texts) -> Encoded:
-    """The tokens of chunks or of rows.
+    """The tokens of chunks or rows.
 
-    ``encode_to_numpy`` stands in for tiktoken's batch call here: it gives the same ids, one process does not need
-    threads, and nothing makes a Python integer of every token.
+    Uses ``encode_to_numpy`` instead of tiktoken's batch call, which has the same ids, but uses threads and creates a
+    Python integer per token.
 
     Raises:
-        DataError: rows that cannot be read.
+        DataError: rows cannot be read.
     """
     dtype = token_dtype(encoding.n_vocab)
     if isinstance(texts, TextChunks):
@@ -157,7 +157,7 @@ def encode_texts(encoding: "tiktoken.Encoding", texts: Texts) -> Encoded:
                  for row in rows]
         ids, tokens_P = np.concatenate([np.empty(0, dtype), *found]), np.array([*map(len, found)], np.int64)
     else:
-        # In one call: of short rows, a call each would take as long as the tokens themselves.
+        # One call for all: the overhead per call would double the time of short rows.
         ids = encoding.encode_to_numpy(joined.decode(errors="replace"), allowed_special={_END_OF_TEXT},
                                        disallowed_special=()).astype(dtype)
         tokens_P = np.diff(np.flatnonzero(ids == end_of_text(encoding)), prepend=-1)
@@ -172,14 +172,14 @@ def _with_end(encoding: "tiktoken.Encoding", ids_T: np.ndarray, ends: bool = Tru
 
 
 class Workers:
-    """Processes that tokenize, each fed by a thread through a pipe; use it in a ``with`` statement.
+    """Tokenizing processes, each fed by a thread through a pipe. Use it in a ``with`` statement.
 
-    They are started as they find work. The end of this process, however it comes, ends them: their input ends.
-    ``multiprocessing`` would import the script that runs in each of them, and with it jax and a model.
+    Processes start on demand, and end with this process, when their input closes. ``multiprocessing`` would import the
+    running script in each of them, and with it jax and a model.
 
     Args:
-        encoding: which need not be one that :func:`load` knows.
-        count: processes at most; 0: everything is done in this process.
+        encoding: the encoding, which :func:`load` need not know.
+        count: maximum number of processes; 0: tokenize in this process.
     """
 
     def __init__(self, encoding: "tiktoken.Encoding", count: int):
@@ -188,19 +188,19 @@ class Workers:
         self._started: list[tuple[subprocess.Popen, threading.Thread]] = []
 
     def encode[T](self, batches: Iterable[tuple[Texts, T]]) -> Iterator[tuple[Encoded, T]]:
-        """The tokens of each batch of texts, in the order of the batches, with what came along with it.
+        """The tokens of each batch of texts, in order, with the value that accompanies it.
 
-        Two batches a process are on their way at any time, so that memory does not depend on how many there are.
+        At most two batches per process are in flight, which bounds the memory.
 
         Raises:
-            DataError: a process ended, or failed on a text, or rows cannot be read.
+            DataError: a process ended or failed, or rows cannot be read.
         """
         if not self._count:
             for texts, along in batches:
                 try:
                     encoded = encode_texts(self._encoding, texts)
                 except BaseException as error:
-                    if type(error).__name__ == "PanicException":  # tiktoken's, and no Exception
+                    if type(error).__name__ == "PanicException":  # of tiktoken, not an Exception
                         raise DataError(_failure(error)) from error
                     raise
                 yield encoded, along
@@ -219,9 +219,9 @@ class Workers:
             yield future.result(), along
 
     def _start(self) -> None:
-        # glibc would come to put blocks of the size of a chunk on its heap, which is left in shreds and grows.
+        # Without it, glibc allocates chunks on its heap, which fragments and grows.
         environment = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        # A group of its own keeps Ctrl-C from it: that is for this process to answer.
+        # A separate process group, so that only this process handles Ctrl-C.
         process = subprocess.Popen([sys.executable, "-P", "-c", _SERVE, str(Path(__file__).parents[1])],
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0,
                                    env={**os.environ, **environment})
@@ -246,8 +246,8 @@ class Workers:
                 answer = pickle.load(process.stdout)
             except (OSError, EOFError, ValueError, pickle.UnpicklingError):
                 future.set_exception(DataError(
-                    f"a process that tokenizes ended (exit code {process.wait()}), perhaps for want of memory: try "
-                    "fewer --workers"))
+                    f"a tokenizing process ended (exit code {process.wait()}), perhaps out of memory; try fewer "
+                    "--workers"))
                 return
             if isinstance(answer, str):
                 future.set_exception(DataError(answer))
@@ -265,16 +265,16 @@ class Workers:
             process.wait()
             thread.join()
             for pipe in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):  # what was not sent cannot be sent any more
+                with contextlib.suppress(OSError):  # unsent data are lost
                     pipe.close()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def _serve() -> None:
-    """What a process of :class:`Workers` does: reads an encoding, then batches; answers each; ends with its input."""
+    """The loop of a process of :class:`Workers`: reads an encoding, then batches, and answers each."""
     import tiktoken
 
     tasks, answers = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not get between the answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep prints of libraries out of the answers
     with contextlib.suppress(EOFError, BrokenPipeError):
         encoding = tiktoken.Encoding(**pickle.load(tasks))
         while True:
@@ -283,7 +283,7 @@ def _serve() -> None:
                 answer: Any = tuple(encode_texts(encoding, texts))
             except DataError as error:
                 answer = str(error)
-            except BaseException as error:  # tiktoken's panics are no Exceptions
+            except BaseException as error:  # panics of tiktoken are not Exceptions
                 answer = _failure(error)
             pickle.dump(answer, answers, protocol=5)
             answers.flush()

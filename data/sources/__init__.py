@@ -1,9 +1,8 @@
-"""Sources of text: the standard library of Python, files, Hugging Face datasets. Each is a stream of documents.
+"""Sources of text, streams of documents: Python's standard library, files, and Hugging Face datasets.
 
-A source is named ``python-stdlib``; by a path or a glob; or by the id of a dataset, ``ID`` or ``ID:CONFIG``. For rows
-(JSON, JSON lines, Parquet, datasets) ``#split=NAME`` and ``#column=NAME`` may follow, either or both:
-``allenai/c4:en#split=validation``, ``posts/*.jsonl.zst#column=body``. A folder with a copy of a dataset may stand for
-its id.
+A source is ``python-stdlib``, a path or glob, or the id of a dataset, ``ID`` or ``ID:CONFIG``. For rows (JSON, JSON
+lines, Parquet, datasets) ``#split=NAME`` and ``#column=NAME`` may follow: ``allenai/c4:en#split=validation``,
+``posts/*.jsonl.zst#column=body``. A folder with a copy of a dataset can replace its id.
 """
 
 import difflib
@@ -28,21 +27,20 @@ _SUFFIX = re.compile(r"#(\w+)=([^#]*)$")
 
 def open_source(source: str, *, split: str | None = None, column: str | None = None,
                 val_documents: int | None = None, val_share: float | None = None) -> Source:
-    """The source that a user names (see the top of this file).
+    """Opens the source of a name (see the module docstring).
 
-    JSON, JSON-lines (also compressed: .gz, .zst) and Parquet files have a document a row, and folders of Parquet,
-    JSON-lines or compressed JSON files are read as such. Any other file is one text, and the files of any other folder
-    are a text each.
+    JSON, JSON-lines (also compressed: .gz, .zst) and Parquet files, and folders of them, have a document per row. Any
+    other file is one text, and the files of any other folder are a text each.
 
     Args:
         source: the name.
-        split: of rows; default: train, with the validation split for val where there is one.
-        column: of rows; default: text.
-        val_documents: number of documents to hold out; rows are then taken from ``split`` alone.
-        val_share: share of documents, or of a single text, to hold out; the same.
+        split: split of rows; default: train, with the validation split, if any, for val.
+        column: column of rows; default: text.
+        val_documents: number of documents to hold out; rows are then only of ``split``.
+        val_share: fraction of documents, or of a single text, to hold out; rows are then only of ``split``.
 
     Raises:
-        ConfigError: no such file or folder, or nothing in it; or options that do not fit.
+        ConfigError: the file or folder does not exist or is empty, or options do not fit.
     """
     plain = source
     options = {"split": split, "column": column}
@@ -50,7 +48,7 @@ def open_source(source: str, *, split: str | None = None, column: str | None = N
         if found[1] not in options:
             raise ConfigError(f"data.source: {source} ends in #{found[1]}=; expected #split=NAME or #column=NAME")
         if options[found[1]] not in (None, found[2]):
-            raise ConfigError(f"data.source: {source} names another {found[1]} than --{found[1]} {options[found[1]]}")
+            raise ConfigError(f"data.source: the {found[1]} in {source} differs from --{found[1]} {options[found[1]]}")
         options[found[1]] = found[2]
         plain = plain[: found.start()]
     selection = Selection(**options, val_documents=val_documents, val_share=val_share)
@@ -78,10 +76,10 @@ def _open(source: str, plain: str, selection: Selection) -> Source:
         opened = open_dataset(source, state, selection, str(folder.resolve()), config)
         return replace(opened, folder=folder)
     if plain.startswith((".", "~", "/")) or path.suffix in _PATH_SUFFIXES or not _DATASET_ID.fullmatch(plain):
-        raise ConfigError(f"data.source: there is no file or folder {plain!r}; expected {STDLIB}, a text file or "
-                          "folder, or the id of a Hugging Face dataset")
+        raise ConfigError(f"data.source: no file or folder {plain!r}; expected {STDLIB}, a text file or folder, or the "
+                          "id of a Hugging Face dataset")
     if difflib.get_close_matches(plain, [STDLIB]):
-        raise ConfigError(f"data.source: there is no {plain!r}; perhaps you meant {STDLIB}")
+        raise ConfigError(f"data.source: no source {plain!r}; perhaps you meant {STDLIB}")
     dataset, _, config = plain.partition(":")
     return open_hub_dataset(source, selection, dataset, config or None)
 
@@ -93,14 +91,14 @@ def _open_folder(source: str, folder: Path, selection: Selection) -> Source:
         _check_no_rows(source, selection)
         filled = [file for file in files if file.stat().st_size]
         if not filled:
-            raise ConfigError(f"data.source: there is no text in the folder {source}")
+            raise ConfigError(f"data.source: no text in the folder {source}")
         return open_texts(source, folder, filled, selection)
     card = folder / "README.md"
     if card.is_file() and re.search(r"^configs:", card.read_text(errors="replace"), re.MULTILINE):
         return open_dataset(source, file_state(folder, files), selection, str(folder.resolve()))
     if len({_kind(file) for file in rows}) > 1:
-        raise ConfigError(f"data.source: {source} holds both JSON-lines and Parquet files; expected one kind: name "
-                          f"those that count, as '{source}/**/*.parquet'")
+        raise ConfigError(f"data.source: {source} has both JSON-lines and Parquet files; select one kind, as "
+                          f"'{source}/**/*.parquet'")
     opened = open_rows(source, folder, rows, selection)
     others = [file.relative_to(folder).as_posix() for file in files if file not in set(rows)]
     return replace(opened, notes=left_out(f"{source} is read as rows", others))
@@ -112,7 +110,7 @@ def _visible_files(folder: Path) -> list[Path]:
 
 
 def _open_files(source: str, root: Path, files: Sequence[Path], selection: Selection) -> Source:
-    """Files that are named, all of one kind."""
+    """Opens files, which must all be of one kind."""
     kinds = {_kind(file) for file in files}
     if len(kinds) > 1:
         raise ConfigError(f"data.source: {source} matches files of several kinds ({', '.join(sorted(kinds))}); "
@@ -130,13 +128,12 @@ def _kind(path: Path) -> Literal["json", "parquet", "text"]:
     if (Path(path.stem).suffix if compressed else path.suffix) in JSON_SUFFIXES:
         return "json"
     if compressed:
-        raise ConfigError(f"data.source: {path} is compressed; of compressed files only JSON lines (.jsonl.gz, "
-                          ".jsonl.zst) are read: unpack it first")
+        raise ConfigError(f"data.source: {path} is compressed; expected JSON lines (.jsonl.gz, .jsonl.zst) or an "
+                          "uncompressed file")
     return "parquet" if path.suffix == ".parquet" else "text"
 
 
 def _check_no_rows(source: str, selection: Selection) -> None:
     for name in ("split", "column"):
         if getattr(selection, name) is not None:
-            raise ConfigError(f"data.source: {source} is text, not rows: it has no {name} "
-                              f"{getattr(selection, name)!r}; leave out --{name}")
+            raise ConfigError(f"--{name} {getattr(selection, name)}: {source} is text and has no {name}; leave it out")

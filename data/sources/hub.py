@@ -1,4 +1,4 @@
-"""Sources that are datasets of the Hugging Face Hub, or copies of them in a folder, streamed by ``datasets``."""
+"""Datasets of the Hugging Face Hub, or copies of them in a folder, streamed by ``datasets``."""
 
 import contextlib
 import io
@@ -12,11 +12,11 @@ from data.texts import Column
 from support.errors import ConfigError, DataError
 
 _BATCH_ROWS = 256
-"""Rows that ``datasets`` gives at once."""
+"""Rows per batch of ``datasets``."""
 
 
 def open_hub_dataset(source: str, selection: Selection, dataset: str, config: str | None) -> Source:
-    """A dataset of the Hub by its id; the first look at the Hub is that of ``pin``, or of reading."""
+    """A dataset of the Hub by id; contacts the Hub only in ``pin`` and when read."""
     def pin(revision: str | None) -> Source:
         newest = _check_hub(source, dataset, None)
         licence = getattr(newest.card_data, "license", None) if newest.card_data is not None else None
@@ -25,8 +25,8 @@ def open_hub_dataset(source: str, selection: Selection, dataset: str, config: st
         options: dict[str, Any] = {"revision": revision or newest.sha}
         args = (dataset, config)
         if any(file.rfilename == f"{dataset.rpartition('/')[2]}.py" for file in newest.siblings or ()):
-            # It comes as a Python script, which nobody runs any more. Of most such datasets the Hub keeps a copy in
-            # Parquet, a folder a configuration, on a branch that has revisions of its own.
+            # The dataset is a Python script, which is no longer supported. The Hub has a Parquet copy of most such
+            # datasets, with a folder per configuration, on a branch with its own revisions.
             copy = _check_hub(source, dataset, revision or "refs/convert/parquet")
             names = sorted({file.rfilename.split("/")[0] for file in copy.siblings or () if "/" in file.rfilename})
             options, args = {"revision": copy.sha, "data_dir": _configuration(source, config, names)}, (dataset,)
@@ -40,7 +40,7 @@ def open_hub_dataset(source: str, selection: Selection, dataset: str, config: st
 
 
 def open_dataset(source: str, state: str, selection: Selection, *args: str | None, **kwargs: Any) -> Source:
-    """What ``datasets.load_dataset(*args, **kwargs)`` gives, streamed; one of its columns."""
+    """A column of ``datasets.load_dataset(*args, **kwargs)``, streamed."""
     column = selection.column or "text"
 
     def blocks(start: Any = None, /) -> Iterator[Block]:
@@ -58,7 +58,7 @@ def _load(source: str, args: tuple[Any, ...], **kwargs: Any) -> dict[str, Any]:
     if "zstd" not in fsspec.compression.compr:
         fsspec.compression.register_compression("zstd", lambda raw, **more: io.BufferedReader(ZstdFile(raw, **more)),
                                                 "zst")
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as an error is raised too
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # logged errors are also raised
     try:
         builder = datasets.load_dataset_builder(*args, **kwargs)
         splits: Any = builder.as_streaming_dataset()
@@ -71,29 +71,29 @@ def _load(source: str, args: tuple[Any, ...], **kwargs: Any) -> dict[str, Any]:
             _configuration(source, args[1] if len(args) > 1 else None, names)
         raise DataError(f"{source}: cannot be opened as a dataset: {one_line(error)}") from error
     if getattr(builder.config, "on_mixed_types", None) is not None:
-        # See rows.open_rows: where the first rows did not show it, better an error than texts in quotes.
+        # See rows.open_rows: raise an error rather than yield quoted texts.
         builder.config.on_mixed_types = None  # pyright: ignore[reportAttributeAccessIssue]
     return dict(splits)
 
 
 def _configuration(source: str, wanted: str | None, names: Sequence[str]) -> str | None:
-    """The one that is wanted, or the only one; :class:`ConfigError` where there is no such one, or several."""
+    """The given configuration, or the only one; :class:`ConfigError` if there is none, or several."""
     if wanted is not None and wanted not in names:
         raise ConfigError(f"data.source: {source} has no configuration {wanted!r}; it has {', '.join(names)}")
     if wanted is None and len(names) > 1:
-        raise ConfigError(f"data.source: {source} has several configurations, name one as ID:CONFIG: "
+        raise ConfigError(f"data.source: {source} has several configurations; choose one as ID:CONFIG: "
                           f"{', '.join(names)}")
     return wanted or next(iter(names), None)
 
 
 def _dataset_rows(source: str, split: Any, column: str) -> Rows:
-    """A place is the number of rows done, the state of ``datasets`` at a batch, and a row of that batch."""
+    """Rows of a dataset. A place is the number of rows read, the state of ``datasets`` at a batch, and a row of it."""
 
     def check() -> None:
         with _dataset_errors(source, lambda: 0):
             names = split.column_names or list(next(iter(split), {}))
             features = split.features or {}
-            # Of what is not known beforehand each batch tells.
+            # Unknown types are checked in each batch.
             check_column(source, column, {name: getattr(features[name], "dtype", None) or type(features[name]).__name__
                                           if name in features else "null" for name in names})
 
@@ -106,7 +106,7 @@ def _dataset_rows(source: str, split: Any, column: str) -> Rows:
             if state is not None:
                 rows.load_state_dict(state)
             for table in rows.iter(_BATCH_ROWS):
-                # The state is deep: taken once a batch.
+                # The state is large, so save it once per batch.
                 following = rows.state_dict()
                 for found, end in column_parts(table.column(column).combine_chunks(), skip):
                     place = (done + end, state, end) if end < len(table) else (done + end, following, 0)
@@ -127,15 +127,15 @@ def _dataset_errors(source: str, done: Callable[[], int]) -> Iterator[None]:
 
 
 def _check_hub(source: str, dataset: str, revision: str | None) -> Any:
-    """Asks the Hub once; ``load_dataset`` would try for half a minute before it says that there is no network."""
+    """Asks the Hub once; ``load_dataset`` would retry for half a minute without a network."""
     import huggingface_hub
 
     try:
         return huggingface_hub.HfApi().dataset_info(dataset, revision=revision, timeout=20)
     except (huggingface_hub.errors.RepositoryNotFoundError, huggingface_hub.errors.HFValidationError) as error:
-        raise ConfigError(f"data.source: there is neither a file or folder {source!r} nor a Hugging Face dataset "
-                          f"{dataset!r} (a private one needs HF_TOKEN)") from error
+        raise ConfigError(f"data.source: no file or folder {source!r}, and no Hugging Face dataset {dataset!r} (a "
+                          "private one requires HF_TOKEN)") from error
     except Exception as error:
-        raise DataError(f"{source}: is no file or folder here, and the Hugging Face Hub cannot be reached to look for "
-                        f"a dataset of that name ({one_line(error)}); without a network, name a text file or folder, "
-                        "or a copy of the dataset as JSON-lines or Parquet files") from error
+        raise DataError(f"{source}: no such file or folder, and the Hugging Face Hub cannot be reached "
+                        f"({one_line(error)}); without a network, use a text file or folder, or a copy of the dataset "
+                        "as JSON-lines or Parquet files") from error

@@ -1,4 +1,4 @@
-"""Sources that are rows: JSON, JSON lines (also packed) and Parquet files, of which one column holds the text."""
+"""Sources of rows: JSON, JSON lines (also compressed) and Parquet files, with the text in one column."""
 
 import codecs
 import contextlib
@@ -21,7 +21,7 @@ from support.errors import ConfigError, DataError
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 COMPRESSIONS = (".gz", ".zst")
 _ARRAY_ROWS = 256
-"""Rows of a JSON array in what is tokenized at once."""
+"""Rows of a JSON array per batch."""
 _TEXT_TYPES = ("string", "large_string", "string_view", "null", "Json", "json")
 _VALIDATION = ("validation", "valid", "val", "dev")
 _SPLIT_WORDS = {"train": "train", "training": "train", "test": "test", "testing": "test",
@@ -32,15 +32,18 @@ class Rows(NamedTuple):
     """The rows of a split."""
 
     check: Callable[[], None]
-    """Raises :class:`ConfigError` unless they have the column, and text in it."""
+    """Raises :class:`ConfigError` unless they have the column with text."""
     read: Callable[[Any], Iterator[tuple[JsonLines | Column, Any, float | None]]]
-    """From a place on, or from the start (None): rows that stand side by side, the place after them, and the share of
-    the split that ends there."""
+    """From a place, or the start (None), on: consecutive rows, the place after them, and the fraction of the split that
+    ends there."""
 
 
 def open_rows(source: str, root: Path, files: Sequence[Path], selection: Selection) -> Source:
-    """Rows of JSON or Parquet files. ``datasets`` would stop at a row it cannot parse, and from a value on that is no
-    text it would give the texts of its part of a JSON file as they stand there, in quotes."""
+    """Rows of JSON or Parquet files.
+
+    ``datasets`` would stop at an invalid row, and return the rest of a JSON file as quoted texts after a value that is
+    not text.
+    """
     column = selection.column or "text"
     parquet = files[0].suffix == ".parquet"
     groups: dict[str, list[Path]] = {}
@@ -75,7 +78,7 @@ def open_rows(source: str, root: Path, files: Sequence[Path], selection: Selecti
 
 
 def row_blocks(splits: dict[str, Rows], source: str, selection: Selection, start: Any) -> Iterator[Block]:
-    """Rows of the chosen split, then those of the validation split, if that is val."""
+    """Rows of the chosen split, then those of the validation split, if it is val."""
     chosen = selection.split
     if chosen is None:
         chosen = "train" if "train" in splits else next(iter(splits))
@@ -86,7 +89,7 @@ def row_blocks(splits: dict[str, Rows], source: str, selection: Selection, start
         val = None
     groups = [chosen] if val is None else [chosen, val]
     if start is None:
-        # Before any work, and not where reading goes on.
+        # Only at the start, before any work.
         for group in groups:
             splits[group].check()
     first, place = start or (0, None)
@@ -95,14 +98,14 @@ def row_blocks(splits: dict[str, Rows], source: str, selection: Selection, start
         head = list(itertools.islice(rows, 2)) if start is None else []
         single = len(head) == 1 and val is None and selection.val_documents is None
         for found, following, share in itertools.chain(head, rows):
-            # Of a single row the end is held out, as of a single text.
+            # The end of a single row is held out, as for a single text.
             yield Block(_cut_single_row(found, selection) if single else found, (number, following),
                         None if val is None else number == 1, None if share is None else (number + share) / len(groups))
         place = None
 
 
 def _cut_single_row(rows: JsonLines | Column, selection: Selection) -> JsonLines | Column | TextChunks:
-    """The rows; where one of them alone has text, its chunks."""
+    """The rows, or the chunks of the only row with text."""
     found, skipped = rows.read()
     if len(found) != 1:
         return rows
@@ -114,17 +117,17 @@ def _cut_single_row(rows: JsonLines | Column, selection: Selection) -> JsonLines
 
 
 def check_column(source: str, column: str, types: dict[str, str]) -> None:
-    """Raises :class:`ConfigError` unless there is a column of text of that name; of no columns nothing is known."""
+    """Raises :class:`ConfigError` unless the column exists and has text; passes if the columns are unknown."""
     if types and column not in types:
-        raise ConfigError(f"data.source: {source} has no column {column!r}; it has {', '.join(types)}: name the one "
-                          "that holds the text with --column, or #column= after the source")
+        raise ConfigError(f"data.source: {source} has no column {column!r}; choose one of {', '.join(types)} with "
+                          "--column, or #column= after the source")
     if types and types[column] not in _TEXT_TYPES:
-        raise ConfigError(f"data.source: the column {column!r} of {source} holds {types[column]} values, expected "
+        raise ConfigError(f"data.source: the column {column!r} of {source} has {types[column]} values; expected "
                           f"text; its columns are {', '.join(types)}")
 
 
 def _split_of(path: Path) -> str:
-    """The split that a file's name tells, or else that of a folder it lies in; else train."""
+    """The split in the name of a file or of its folders, else train."""
     for part in reversed(path.parts):
         for word in re.split(r"[^a-z]+", part.lower()):
             if word in _SPLIT_WORDS:
@@ -133,7 +136,7 @@ def _split_of(path: Path) -> str:
 
 
 def _first_row(path: Path) -> dict[str, Any]:
-    """Empty where there are only empty lines."""
+    """The first row; empty if there are only empty lines."""
     with path.open("rb") as raw, _line_errors(path, lambda: "the first row"), _unpacked(raw, path) as file:
         whole = _whole_json(file, path)
         lines = (line.removeprefix(codecs.BOM_UTF8) for line in file) if whole is None else whole[:1]
@@ -141,7 +144,7 @@ def _first_row(path: Path) -> dict[str, Any]:
 
 
 def _json_rows(path: Path, column: str, start: int | None) -> Iterator[tuple[JsonLines, int, float]]:
-    """Lines of a file. A place is a byte of the (unpacked) text or, in an array, an index."""
+    """Lines of a file. A place is an offset in the (decompressed) text or, in an array, an index."""
     place = counted_from = start or 0
     number = 1
     size = path.stat().st_size
@@ -172,13 +175,12 @@ def _line_errors(path: Path, where: Callable[[], str]) -> Iterator[None]:
 
 
 def _whole_json(file: io.BufferedReader, path: Path) -> list[bytes] | None:
-    """The rows of an array, or of one object over many lines, a line each; None of a file of JSON lines, of which
-    nothing is then read."""
+    """The rows of an array or of a multi-line object, one line each; None, without reading, for JSON lines."""
     import orjson
 
     if file.peek(1)[:1] == b"[":
         return [orjson.dumps(row) for row in orjson.loads(file.read())]
-    if path.suffix == ".json":  # JSON lines may be called so too
+    if path.suffix == ".json":  # may be JSON lines too
         try:
             orjson.loads(file.readline())
         except orjson.JSONDecodeError:
@@ -195,14 +197,14 @@ def _parquet_types(path: Path) -> dict[str, str]:
 
 
 def _parquet_rows(path: Path, column: str, start: Any) -> Iterator[tuple[Column, Any, float]]:
-    """Rows of a file. A place is the number of a row group, and of a row in it."""
+    """Rows of a file. A place is the number of a row group and of a row in it."""
     first, skip = start or (0, 0)
     with _parquet_file(path) as file:
         total = max(1, file.metadata.num_rows)
         done = sum(file.metadata.row_group(group).num_rows for group in range(first))
         for group in range(first, file.num_row_groups):
             metadata = file.metadata.row_group(group)
-            each = metadata.total_byte_size // max(1, metadata.num_rows)  # of all columns: a batch is rather too short
+            each = metadata.total_byte_size // max(1, metadata.num_rows)  # of all columns: batches are smaller
             row = 0
             for batch in file.iter_batches(batch_size=max(16, min(texts.CHUNK_BYTES // max(1, each), 2**16)),
                                            row_groups=[group], columns=[column], use_threads=False):
@@ -225,7 +227,7 @@ def _parquet_file(path: Path) -> Iterator[Any]:
 
 
 def column_parts(array: Any, skip: int) -> Iterator[tuple[Column, int]]:
-    """An array of Arrow in parts of about a chunk, from row ``skip`` on, each with the number of the row after it."""
+    """Parts of an Arrow array of about a chunk each, from row ``skip`` on, with the number of the next row."""
     import pyarrow
 
     kind = str(array.type)
@@ -237,9 +239,9 @@ def column_parts(array: Any, skip: int) -> Iterator[tuple[Column, int]]:
         return
     if not len(array):
         return
-    # As bytes, for what is not UTF-8 is not for Arrow to refuse.
+    # As bytes, since Arrow would reject invalid UTF-8.
     array = array.cast(pyarrow.large_binary())
-    if array.null_count:  # else not: it imports pandas
+    if array.null_count:  # only if needed: it imports pandas
         array = array.fill_null(b"")
     offsets_R = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
     values = memoryview(array.buffers()[2] or b"")
@@ -259,11 +261,11 @@ def _unpacked(raw: Any, path: Path) -> io.BufferedReader:
 
 
 class ZstdFile(io.RawIOBase):
-    """A file packed by zstd, read by Arrow's codec: Python has one from 3.14 on."""
+    """A zstd file, read with Arrow's codec; Python has one from 3.14 on."""
 
     def __init__(self, raw: Any, mode: str = "rb", **_: Any):
         if mode not in ("r", "rb"):
-            raise ValueError("zstd files are read, not written")
+            raise ValueError("zstd files are read-only")
         self._raw, self._position = raw, 0
         self._open()
 
@@ -293,7 +295,7 @@ class ZstdFile(io.RawIOBase):
         if whence == 1:
             offset += self._position
         elif whence == 2:
-            raise io.UnsupportedOperation("the length of a packed file is not known")
+            raise io.UnsupportedOperation("the length of a compressed file is unknown")
         if offset < self._position:
             self._open()
         while self._position < offset and self.readinto(memoryview(bytearray(min(2**20, offset - self._position)))):

@@ -1,4 +1,4 @@
-"""What every source of text is: a stream of documents in blocks, some of which are held out."""
+"""The interface of sources: a stream of documents in blocks, some of which are held out."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,62 +15,63 @@ from data.texts import Column, JsonLines, TextChunk, TextChunks
 from support.errors import ConfigError
 
 VAL_FRACTION = 0.05
-"""Share of files and of a single text that is held out, where nothing else is said."""
+"""Default fraction of files, or of a single text, that is held out."""
 VAL_EVERY = 200
 """Without a validation split, every Nth row is held out by default."""
 
 
 class Document(NamedTuple):
-    """One text, with the split it belongs to."""
+    """One text and its split."""
 
     split: Literal["train", "val"]
     text: bytes
 
 
 class Block(NamedTuple):
-    """What is tokenized at once."""
+    """Texts that are tokenized together."""
 
     texts: TextChunks | JsonLines | Column
     following: Any
-    """What ``Source.blocks`` takes to begin after it, as JSON can hold it."""
+    """Argument of ``Source.blocks`` to continue after it, in JSON values."""
     held_out: bool | None = None
-    """Whether rows are val; None: some, by their numbers among those with text."""
+    """Whether its rows are val. None: some, by their index among rows with text."""
     share: float | None = None
-    """Share of the source that ends with it, where known."""
+    """Fraction of the source up to its end, if known."""
 
 
 class Blocks(Protocol):
-    """Starts a pass over the blocks, in an order that is the same on every machine; or goes on after one of them."""
+    """Iterates over the blocks, in the same order on every machine, from the start or after one of them."""
 
     def __call__(self, start: Any = None, /) -> Iterator[Block]: ...
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is read of a source, and what of it is held out."""
+    """The selected part of a source, and its held-out split."""
 
     split: str | None = None
     column: str | None = None
     val_documents: int | None = None
-    """So many documents: of rows the first ones, of files the first ones in the order of a hash of their names."""
+    """Number of held-out documents: the first rows, or the first files in the order of a hash of their names."""
     val_share: float | None = None
-    """Of rows evenly spaced ones, of files as many as have the share of the bytes, of a single text its end."""
+    """Held-out fraction: evenly spaced rows, files with this fraction of the bytes, or the end of a single text."""
 
     def __post_init__(self) -> None:
         if self.val_documents is not None and self.val_share is not None:
-            raise ConfigError("--val-documents and --val-share: expected one of them")
+            raise ConfigError("--val-documents and --val-share are mutually exclusive")
         if self.val_documents is not None and self.val_documents < 1:
-            raise ConfigError(f"--val-documents {self.val_documents}: expected a number above 0")
+            raise ConfigError(f"--val-documents is {self.val_documents}; expected a number above 0")
         if self.val_share is not None and not 0 < self.val_share < 1:
-            raise ConfigError(f"--val-share {self.val_share}: expected a share between 0 and 1, as 0.005")
+            raise ConfigError(f"--val-share is {self.val_share}; expected a fraction between 0 and 1, such as 0.005")
 
     @property
     def names_val(self) -> bool:
-        """Whether it says what to hold out."""
+        """Whether it specifies the held-out split."""
         return self.val_documents is not None or self.val_share is not None
 
     def held_out(self, block: Block, first: int, count: int) -> Bool[np.ndarray, " count"]:
-        """Which of the ``count`` chunks or rows of a block are val; its first row with text is number ``first``."""
+        """Which of the ``count`` chunks or rows of a block are val; ``first`` is the index of its first row with
+        text."""
         if isinstance(block.texts, TextChunks):
             return np.array([chunk.held_out for chunk in block.texts.chunks], bool)
         if block.held_out is not None:
@@ -78,40 +79,40 @@ class Selection:
         if self.val_documents is not None:
             return np.arange(first, first + count) < self.val_documents
         share = Fraction(1, VAL_EVERY) if self.val_share is None else Fraction(str(self.val_share))
-        # Of the first n rows, n × share, rounded up. In Python's integers, which do not overflow.
+        # n × share of the first n rows, rounded up, in Python's integers, which do not overflow.
         n, of = share.numerator, share.denominator
         return np.array([-(-(row + 1) * n // of) > -(-row * n // of) for row in range(first, first + count)], bool)
 
     def val_start(self, text: bytes | memoryview) -> int:
-        """Where a single text is cut, the end of which is held out."""
+        """Offset of the held-out end of a single text."""
         return texts.token_boundary(text, int(len(text) * (1 - (self.val_share or VAL_FRACTION))))
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where text comes from. Opening one needs no network and reads no text but the start of the files of a folder;
-    ``blocks`` does."""
+    """A source of text. Opening it uses no network and reads only the start of the files of a folder; ``blocks`` reads
+    the text."""
 
     name: str
-    """As the user wrote it."""
+    """The name as given by the user."""
     blocks: Blocks
     state: str
-    """Changes when the text does, as far as that shows without reading it: the key of the cache folder."""
+    """A key that changes with the text, as far as is visible without reading it; names the cache folder."""
     selection: Selection = field(default_factory=Selection)
     version: str | None = None
     licence: str | None = None
-    """SPDX expression, where known."""
+    """SPDX expression, if known."""
     total_bytes: int | None = None
-    """Bytes of text, where known beforehand."""
+    """Bytes of text, if known in advance."""
     folder: Path | None = None
-    """The folder that it is, if it is one."""
+    """The folder of the source, if it is one."""
     notes: tuple[str, ...] = ()
-    """What a user should know of it, as that some files are left out."""
+    """Notes for the user, such as skipped files."""
     pin: Callable[[str | None], "Source"] | None = None
-    """Of a dataset of the Hub: looks whether it is there; the source at its newest revision, or at that given."""
+    """For a dataset of the Hub: checks that it exists; the source at a given or the newest revision."""
 
     def documents(self) -> Iterator[Document]:
-        """Every text, whole; rows that hold none are left out."""
+        """All texts, without rows that have none."""
         rows, parts = 0, []
         for block in self.blocks():
             if isinstance(block.texts, TextChunks):
@@ -129,7 +130,7 @@ class Source:
 
 
 def file_state(root: Path, paths: Sequence[Path]) -> str:
-    """A digest of the names, sizes and times of files, and of the folder that they are in."""
+    """A digest of the names, sizes and times of files, and of their folder."""
     digest = hashlib.sha256(str(root.resolve()).encode(errors="surrogateescape"))
     for path in paths:
         stat = path.stat()
@@ -138,7 +139,7 @@ def file_state(root: Path, paths: Sequence[Path]) -> str:
 
 
 def left_out(why: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The note that names what is left out of a source; none where nothing is."""
+    """A note about skipped files of a source, if any."""
     if not names:
         return ()
     more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
@@ -146,5 +147,5 @@ def left_out(why: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error of a library, for the line that tells of it."""
+    """The message of a library's error, in one line."""
     return " ".join(str(error).split()) or type(error).__name__

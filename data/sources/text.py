@@ -1,4 +1,4 @@
-"""Sources that are texts: the standard library of Python, and files of which each is a document."""
+"""Sources of texts: Python's standard library, and files with one document each."""
 
 import hashlib
 import mmap
@@ -18,22 +18,22 @@ from support.errors import ConfigError
 
 STDLIB = "python-stdlib"
 _BLOCK_CHUNKS = 4096
-"""Chunks, at most, in what is tokenized at once."""
+"""Maximum number of chunks per block."""
 _LOOKED_AT = 8192
-"""Bytes at the start of a file that tell whether it is text."""
+"""Bytes at the start of a file that are checked to be text."""
 
 
 def open_stdlib(selection: Selection) -> Source:
-    """The source files of the Python that runs, of which every machine has some 20 MB."""
+    """The source files of the running Python, about 20 MB on every machine."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    # Tests are left out because many distributions ship none; the rest is code made for one machine.
+    # Without tests, which many distributions lack, and code specific to one machine.
     skip = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
     paths = [path for path in root.rglob("*.py")
              if path.is_file() and not skip.intersection(path.relative_to(root).parts)
              and not path.relative_to(root).parts[0].startswith(("config-", "_sysconfigdata", "sitecustomize"))]
     if not paths:
-        raise ConfigError(f"data.source: the standard library of {sys.executable} has no source files in {root}; name "
-                          "a text file or folder")
+        raise ConfigError(f"data.source: the standard library of {sys.executable} has no source files in {root}; use a "
+                          "text file or folder")
     version = f"{platform.python_implementation()} {platform.python_version()}"
     sizes = hashlib.sha256()
     for path in sorted(paths):
@@ -43,7 +43,7 @@ def open_stdlib(selection: Selection) -> Source:
 
 
 def open_texts(source: str, root: Path, paths: Sequence[Path], selection: Selection) -> Source:
-    """A document a file; where there are several, those that are no text are left out."""
+    """A document per file; of several files, those that are not text are skipped."""
     if len(paths) == 1:
         return _text_file(source, paths[0], selection)
     readable, binary = [], []
@@ -51,7 +51,7 @@ def open_texts(source: str, root: Path, paths: Sequence[Path], selection: Select
         with path.open("rb") as file:
             (binary if b"\0" in file.read(_LOOKED_AT) else readable).append(path)
     if not readable:
-        raise ConfigError(f"data.source: there is no text in {source}: its {len(binary):,} files hold NUL bytes")
+        raise ConfigError(f"data.source: no text in {source}: its {len(binary):,} files have NUL bytes")
     notes = left_out(f"{source} is read as texts", [f"{path.relative_to(root).as_posix()} (NUL bytes)"
                                                      for path in binary])
     if len(readable) == 1:
@@ -60,8 +60,7 @@ def open_texts(source: str, root: Path, paths: Sequence[Path], selection: Select
 
 
 def _files(source: str, root: Path, paths: Sequence[Path], selection: Selection, **fields: Any) -> Source:
-    """Files as a document each, sorted by relative path; of these, in the order of a hash of the path, as many are held
-    out as make up the share, or the number."""
+    """A document per file, sorted by relative path; the first ones in the order of a hash of the path are held out."""
     names = {path.relative_to(root).as_posix(): path for path in paths}
     sizes = {name: path.stat().st_size for name, path in names.items()}
     total = sum(sizes.values())
@@ -74,8 +73,8 @@ def _files(source: str, root: Path, paths: Sequence[Path], selection: Selection,
     held_out = held_out or {min(names, key=sizes.__getitem__)}
     if selection.val_documents is not None:
         if selection.val_documents >= len(names):
-            raise ConfigError(f"--val-documents {selection.val_documents}: {source} has {len(names)} files; expected "
-                              "fewer than that")
+            raise ConfigError(f"--val-documents is {selection.val_documents}; expected less than the {len(names)} "
+                              f"files of {source}")
         held_out = set(by_hash[: selection.val_documents])
 
     def blocks(start: Any = None, /) -> Iterator[Block]:
@@ -85,10 +84,10 @@ def _files(source: str, root: Path, paths: Sequence[Path], selection: Selection,
 
 
 def _text_file(source: str, path: Path, selection: Selection) -> Source:
-    """One document, the end of which is held out."""
+    """Opens a single document, the end of which is held out."""
     if selection.val_documents is not None:
-        raise ConfigError(f"--val-documents: {source} is a single document, of which the end is held out; expected "
-                          "--val-share")
+        raise ConfigError(f"--val-documents: {source} is a single document; expected --val-share, which holds out its "
+                          "end")
 
     size = path.stat().st_size
 
@@ -104,11 +103,11 @@ class _Text(NamedTuple):
     path: Path
     held_out: bool
     part: slice = slice(None)
-    """What of the file it is."""
+    """The part of the file."""
 
 
 def _text_blocks(documents: Sequence[_Text], total: int, start: Any) -> Iterator[Block]:
-    """Chunks of texts. A place is the number of a text, and the offset in it."""
+    """Chunks of texts. A place is the number of a text and an offset in it."""
     first, offset = start or (0, 0)
     chunks, size, done = [], 0, 0
     for number, (path, held_out, part) in enumerate(documents):
@@ -124,14 +123,14 @@ def _text_blocks(documents: Sequence[_Text], total: int, start: Any) -> Iterator
                     yield Block(TextChunks(chunks), following, share=(done + end) / total)
                     chunks, size = [], 0
                 if isinstance(whole.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-                    whole.obj.madvise(mmap.MADV_DONTNEED)  # else what was read counts as memory of this process
+                    whole.obj.madvise(mmap.MADV_DONTNEED)  # otherwise pages count as memory of this process
         done += len(text)
     if chunks:
         yield Block(TextChunks(chunks), (len(documents), 0), share=1.0)
 
 
 def _read(path: Path) -> memoryview:
-    """A file's bytes, mapped rather than read, so that its size does not matter."""
+    """The memory-mapped bytes of a file."""
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return memoryview(b"")

@@ -105,12 +105,12 @@ def test_vocabularies_above_65536_are_written_in_four_bytes(folder, tmp_path, mo
 def test_nothing_is_overwritten(folder, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match="mine holds something else"):
+    with pytest.raises(ConfigError, match="mine already holds something else"):
         prepare.prepare(str(folder), "bytes", tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
     (tmp_path / "empty").mkdir()
     prepare.prepare(str(folder), "bytes", tmp_path / "empty", progress=False)
-    with pytest.raises(ConfigError, match=r"empty holds token files already \(of the tokenizer bytes\)"):
+    with pytest.raises(ConfigError, match=r"empty already holds token files of the tokenizer bytes"):
         prepare.prepare(str(folder), "bytes", tmp_path / "empty", progress=False)
     for place in ("thesis.txt", "thesis.txt/out"):
         with pytest.raises(ConfigError, match=r"thesis\.txt is a file"):
@@ -119,14 +119,14 @@ def test_nothing_is_overwritten(folder, tmp_path):
 
 def test_too_little_text_for_two_splits(tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(ConfigError, match=r"a\.txt has too little text: nothing is left for train"):
+    with pytest.raises(ConfigError, match=r"a\.txt has too little text for the train split"):
         prepare.prepare(str(tmp_path / "a.txt"), "bytes", tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": ""}\n' + '{"text": "some words"}\n' * 10)
     for _ in range(2):  # nothing of it is done twice, or lost
-        with pytest.raises(ConfigError, match=r"--val-documents 12: .* has 10 documents with text; expected fewer .* "
-                                              r"is in .*/\.out2\.partial: delete it to begin anew"):
+        with pytest.raises(ConfigError, match=r"--val-documents is 12; expected less than the 10 documents with text "
+                                              r"of .*; delete the tokenized part, .*/\.out2\.partial, to start over"):
             prepare.prepare(str(rows), "bytes", tmp_path / "out2", val_documents=12, progress=False)
         assert len(json.loads((tmp_path / ".out2.partial" / "journal.json").read_text())["state"]["checksum"]) == 64
     assert prepare.prepare(str(rows), "bytes", tmp_path / "out3", progress=False)["splits"]["val"]["documents"] == 1
@@ -149,7 +149,7 @@ def test_progress_is_kept_by_time_too(tmp_path, monkeypatch):
 def test_the_folder_to_make_is_not_in_the_source(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     for source in (".", str(folder)):
-        with pytest.raises(ConfigError, match=r"--out .*/texts/deep/out lies in the source"):
+        with pytest.raises(ConfigError, match=r"--out .*/texts/deep/out is inside the source"):
             prepare.prepare(source, "bytes", folder / "deep" / "out", progress=False)
     assert sorted(path.name for path in folder.iterdir()) == ["a.txt", "b.txt", "c.txt"]
 
@@ -237,7 +237,7 @@ def whole(rows, gpt2) -> dict[str, bytes]:
     """The files of ``rows``, made at once."""
     done = make(rows, rows.parent / "whole")
     assert done.returncode == 0, done.stderr
-    assert "skipped documents: 6 were empty, 6 held no text, 60 did not have the column" in done.stderr
+    assert "skipped documents: 6 were empty, 6 held no text, 60 lacked the column" in done.stderr
     files = files_of(rows.parent / "whole")
     assert {"train-00003.bin", "val-00000.bin"} <= files.keys()
     return files
@@ -272,12 +272,12 @@ def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, 
                  "os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
         # A command in the background of a script inherits that it ignores Ctrl-C.
         "interrupt": ("signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)",
-                      130, "interrupted; the same command goes on"),
+                      130, "interrupted; repeat the command to resume"),
         "full disk": ("self.sync(); resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))", 1,
                       f"data.prepare: cannot write token files to {out}: File too large; make room"),
         "worker": ("[os.kill(int(p.name), 9) for p in Path('/proc').iterdir() if p.name.isdigit() and "
                    "Path('/proc', p.name, 'stat').read_text().rpartition(')')[2].split()[1] == str(os.getpid())]", 1,
-                   "data.prepare: a process that tokenizes ended (exit code -9)"),
+                   "data.prepare: a tokenizing process ended (exit code -9)"),
     }[end]
     for at in (15, 31) if end == "kill" else (15,):
         done = make(rows, out, hook.format(at=at, what=what))
@@ -293,7 +293,7 @@ def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, 
                            "    return original(path, column, offset)\n"
                            "rows._json_rows = read")
     assert done.returncode == 0, done.stderr
-    assert "going on after" in done.stderr
+    assert "resuming after" in done.stderr
     assert files_of(out) == whole
     assert not partial.exists()
 
@@ -310,7 +310,7 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(rows, gpt2, tmp_path, monk
                           ("--val-share 0.1", "another val share: None then, 0.1 now")):
         done = command(*arguments, *more.split())
         assert done.returncode == 2
-        assert f"data.prepare: {out} was begun with {message}; finish it as it was begun" in done.stderr
+        assert f"data.prepare: {out} was started with {message}; finish it with the same settings" in done.stderr
     rows.write_text(rows.read_text() + '{"text": "one more"}\n')
     done = command(*arguments)
     assert done.returncode == 2
@@ -367,7 +367,7 @@ def test_a_text_longer_than_a_chunk_goes_on_within_it(gpt2, tmp_path):
     assert done.returncode == 0
     assert files_of(tmp_path / "twice") == files_of(tmp_path / "once")
     assert json.loads((tmp_path / "once" / "meta.json").read_text())["replaced"] > 0
-    assert "places are not UTF-8 and were read as U+FFFD" in done.stderr
+    assert "invalid UTF-8 sequences were read as U+FFFD" in done.stderr
 
 
 def test_no_process_outlives_the_one_that_started_it():
@@ -389,7 +389,7 @@ def test_verify_names_every_shard_that_is_not_as_written(folder, tmp_path, monke
     prepare.prepare(str(folder), "bytes", out, progress=False)
     done = command("--verify", "--out", str(out))
     assert done.returncode == 0
-    assert done.stdout == f"{out}: 5 shards, 30 tokens, every checksum is right\n"
+    assert done.stdout == f"{out}: 5 shards, 30 tokens, all checksums match\n"
     assert command("--verify", str(out)).returncode == 0
     damaged = bytearray((out / "train-00001.bin").read_bytes())
     damaged[3] ^= 1
@@ -400,10 +400,10 @@ def test_verify_names_every_shard_that_is_not_as_written(folder, tmp_path, monke
     done = command("--verify", "--out", str(out))
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    for part in ("train-00001.bin does not have the checksum it was written with",
+    for part in ("train-00001.bin does not match its checksum",
                  "train-00002.bin: expected 14 bytes, found 5",
-                 "val-00000.bin: expected 8 bytes, found 0: it is missing",
-                 "val-00005.bin: meta.json does not know it; it is perhaps of another tokenizer"):
+                 "val-00000.bin is missing; expected 8 bytes",
+                 "val-00005.bin: not in meta.json, perhaps from another tokenizer"):
         assert part in done.stderr
     assert command("--verify", "--out", str(tmp_path / "nothing")).returncode == 2
     assert "--verify --out DIR" in command("--verify").stderr
@@ -416,8 +416,8 @@ def test_verify_reads_the_weights_of_generated_corpora(tmp_path):
     assert prepare.verify_files(tmp_path / "out")["weights"]
     weights = tmp_path / "out" / "val-00000.weights.bin"
     as_written = weights.read_bytes()
-    for damage, message in ((as_written[:-1] + b"\1", " does not have the checksum"),
-                            (as_written[:-2], ": expected 34 bytes, found 32"), (None, ": .* it is missing")):
+    for damage, message in ((as_written[:-1] + b"\1", " does not match its checksum"),
+                            (as_written[:-2], ": expected 34 bytes, found 32"), (None, " is missing; expected")):
         weights.unlink() if damage is None else weights.write_bytes(damage)
         with pytest.raises(DataError, match=rf"val-00000\.weights\.bin{message}"):
             prepare.verify_files(tmp_path / "out")
@@ -428,14 +428,14 @@ def test_a_vocabulary_that_is_not_the_named_one_is_told(folder, tmp_path):
     meta = prepare.prepare(str(folder), "bytes", out, progress=False)
     (out / "meta.json").write_text(json.dumps(meta | {"tokenizer_fingerprint": "5" * 64}))
     for check in (lambda: prepare.verify_files(out), lambda: prepare.ensure(DataConfig(dir=str(out)))):
-        with pytest.raises(DataError, match=r"another vocabulary than that of bytes here \(the fingerprint is 555555"):
+        with pytest.raises(DataError, match=r"differs from that of bytes on this machine \(fingerprint 555555"):
             check()
 
 
 def test_usage(folder, tmp_path):
     for more, message in ((["--workers", "0"], "--workers 0: expected a number above 0"),
-                          (["--val-documents", "3"], "--val-documents 3: "),
-                          (["--column", "a"], "it has no column 'a'")):
+                          (["--val-documents", "3"], "--val-documents is 3; "),
+                          (["--column", "a"], "--column a: ")):
         done = command(str(folder), "--out", str(tmp_path / "out"), *more)
         assert done.returncode == 2
         assert message in done.stderr
@@ -455,7 +455,7 @@ def test_the_command(folder, tmp_path):
     assert "train: 26 tokens, 24 bytes, 2 documents" in done.stdout
     wrong = command(str(folder), "--tokenizer", "byte", "--out", str(tmp_path / "other"))
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("data.prepare: data.tokenizer: there is no tokenizer 'byte'")
+    assert wrong.stderr.startswith("data.prepare: data.tokenizer: no tokenizer 'byte'")
     assert wrong.stderr.count("\n") == 1
 
 
@@ -497,5 +497,5 @@ def test_data_dir_without_token_files_says_how_to_make_them(tmp_path):
 def test_data_dir_of_another_tokenizer_names_both(folder, tmp_path):
     prepare.prepare(str(folder), "bytes", tmp_path / "out", progress=False)
     assert prepare.ensure(DataConfig(dir=str(tmp_path / "out"))) == tmp_path / "out"
-    with pytest.raises(ConfigError, match=r"tokenizer bytes, and data\.tokenizer is gpt2"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer is gpt2, but .* has tokens of bytes"):
         prepare.ensure(DataConfig(dir=str(tmp_path / "out"), tokenizer="gpt2"))

@@ -124,7 +124,7 @@ def test_a_source_names_a_task_and_is_generated_on_first_use():
 
 
 @pytest.mark.parametrize(("source", "message"), [
-    ("copy:simbols=10", "copy has no setting 'simbols'; perhaps you meant symbols. It has length, symbols, "),
+    ("copy:simbols=10", "copy has no setting 'simbols'; perhaps you meant symbols; expected one of length, symbols, "),
     ("copy:length", "expected a whole number in copy:length=NUMBER, found 'length'"),
     ("copy:length=1.5", "expected a whole number in copy:length=NUMBER, found 'length=1.5'"),
     ("copy:length=64,length=32", "sets length twice"),
@@ -164,5 +164,5 @@ def test_generated_corpora_are_whole_or_not_there(tmp_path):
     assert meta == json.loads((tmp_path / "tokens" / "meta.json").read_text())
     assert sorted(path.name for path in tmp_path.glob("**/*.bin")) == ["train-00000.bin", "val-00000.bin"]
     assert TokenFiles.open(tmp_path / "tokens").bytes_per_token("val") == 4 / 6
-    with pytest.raises(ConfigError, match=r"holds token files already .*, and nothing is overwritten"):
+    with pytest.raises(ConfigError, match=r"already holds token files .*; choose another folder"):
         write_corpus(tmp_path / "tokens", {"train": [good], "val": [good]}, source="good")

@@ -61,15 +61,15 @@ def test_a_dataset_that_is_asked_for_what_it_has_not_lists_what_it_has(tmp_path)
 
     assert [document.text for document in read("en")] == [b"e", b"n"]
     assert documents(f"{tmp_path}:de#column=text", val_documents=2) == [("val", b"de")]
-    with pytest.raises(ConfigError, match="has several configurations, name one as ID:CONFIG: en, de"):
+    with pytest.raises(ConfigError, match="has several configurations; choose one as ID:CONFIG: en, de"):
         documents(str(tmp_path))
     with pytest.raises(ConfigError, match="x has no configuration 'fr'; it has en, de"):
         read("fr")
-    with pytest.raises(ConfigError, match="x has several configurations, name one as ID:CONFIG: en, de"):
+    with pytest.raises(ConfigError, match="x has several configurations; choose one as ID:CONFIG: en, de"):
         read()
     with pytest.raises(ConfigError, match="x has no split 'test'; it has train"):
         read("en", split="test")
-    with pytest.raises(ConfigError, match="x has no column 'body'; it has text"):
+    with pytest.raises(ConfigError, match="x has no column 'body'; choose one of text"):
         read("en", column="body")
 
 
@@ -84,7 +84,7 @@ def hub_command(endpoint: str, tmp_path: Path) -> subprocess.CompletedProcess:
 def test_without_network_a_dataset_id_ends_in_one_line(tmp_path):
     done = hub_command("http://127.0.0.1:9", tmp_path)
     assert done.returncode == 1
-    assert "data.prepare: someone/something: is no file or folder here" in done.stderr
+    assert "data.prepare: someone/something: no such file or folder" in done.stderr
     assert "JSON-lines or Parquet" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
@@ -121,7 +121,7 @@ def test_a_dataset_of_the_hub_is_read_at_the_revision_it_was_begun_at(monkeypatc
         assert asked.pop() == ((("some/set",), {"revision": expected, "data_dir": "en"}) if script else
                                (("some/set", "en"), {"revision": expected}))
     if script:
-        with pytest.raises(ConfigError, match="some/set has several configurations, name one as ID:CONFIG: de, en"):
+        with pytest.raises(ConfigError, match="some/set has several configurations; choose one as ID:CONFIG: de, en"):
             open_source("some/set").pin(None)  # pyright: ignore[reportOptionalCall]
 
 
@@ -144,5 +144,5 @@ def test_an_unknown_dataset_id_is_a_usage_error(tmp_path):
         server.shutdown()
         server.server_close()
     assert done.returncode == 2
-    assert "nor a Hugging Face dataset 'someone/something'" in done.stderr
+    assert "no Hugging Face dataset 'someone/something'" in done.stderr
     assert "Traceback" not in done.stderr

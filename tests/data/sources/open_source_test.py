@@ -18,16 +18,16 @@ def test_a_folder_of_rows_says_what_it_leaves_out_and_reads_nothing_hidden(tmp_p
     assert opened.notes == (f"{tmp_path} is read as rows; left out (2): big.txt, more.csv",)
     assert [text for _, text in opened.documents()] == [b"a", b"b"]
     write_parquet(tmp_path / "c.parquet", [b"c"])
-    with pytest.raises(ConfigError, match=r"holds both JSON-lines and Parquet files; .* '.*/\*\*/\*\.parquet'"):
+    with pytest.raises(ConfigError, match=r"has both JSON-lines and Parquet files; .* '.*/\*\*/\*\.parquet'"):
         open_source(str(tmp_path))
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"val_share": 1.5}, "--val-share 1.5: expected a share between 0 and 1"),
-    ({"val_documents": 0}, "--val-documents 0: expected a number above 0"),
-    ({"val_documents": 1, "val_share": 0.1}, "expected one of them"),
+    ({"val_share": 1.5}, "--val-share is 1.5; expected a fraction between 0 and 1"),
+    ({"val_documents": 0}, "--val-documents is 0; expected a number above 0"),
+    ({"val_documents": 1, "val_share": 0.1}, "are mutually exclusive"),
     ({"val_documents": 1}, "is a single document"),
-    ({"column": "body"}, "a.txt is text, not rows: it has no column 'body'"),
+    ({"column": "body"}, "a.txt is text and has no column"),
 ])
 def test_options_that_do_not_fit_a_text(tmp_path, options, message):
     (tmp_path / "a.txt").write_text("text")
@@ -46,14 +46,14 @@ def test_globs_and_suffixes_that_name_nothing_or_too_much(tmp_path):
                           "a.txt.gz": "a.txt.gz is compressed", "a.jsonl#row=3": "expected #split=NAME or"}.items():
         with pytest.raises(ConfigError, match=message):
             open_source(f"{tmp_path}/{name}")
-    with pytest.raises(ConfigError, match="names another column than --column b"):
+    with pytest.raises(ConfigError, match=r"the column in .* differs from --column b"):
         open_source(f"{tmp_path}/a.jsonl#column=a", column="b")
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("no/such/file", "there is no file or folder 'no/such/file'"),
-    ("./nothing", "there is no file or folder"),
-    ("missing.txt", "there is no file or folder 'missing.txt'"),
+    ("no/such/file", "no file or folder 'no/such/file'"),
+    ("./nothing", "no file or folder"),
+    ("missing.txt", "no file or folder 'missing.txt'"),
     ("python-stdlb", "perhaps you meant python-stdlib"),
 ])
 def test_names_of_nothing(name, message):

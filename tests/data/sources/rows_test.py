@@ -29,7 +29,7 @@ def test_a_parquet_folder_uses_its_validation_split(tmp_path):
 
 def test_missing_column_lists_those_that_are_there(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"content": "a", "url": "b"}])
-    with pytest.raises(ConfigError, match=r"rows.jsonl has no column 'text'; it has content, url"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl has no column 'text'; choose one of content, url"):
         documents(path)
 
 
@@ -38,7 +38,7 @@ def test_a_column_that_is_not_text_is_refused(tmp_path):
     import pyarrow.parquet
 
     pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2], "body": ["a", "b"]}), tmp_path / "rows.parquet")
-    with pytest.raises(ConfigError, match=r"column 'id' of .*rows\.parquet holds int64 values.*columns are id, body"):
+    with pytest.raises(ConfigError, match=r"column 'id' of .*rows\.parquet has int64 values.*columns are id, body"):
         documents(str(tmp_path / "rows.parquet"), column="id")
     assert [text for _, text in documents(f"{tmp_path}/*.parquet#column=body")] == [b"a", b"b"]
 
@@ -80,7 +80,7 @@ def test_rows_without_text_have_no_number(tmp_path):
 def test_files_of_rows_that_do_not_have_the_column_are_named(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"id": 3}])
     write_jsonl(tmp_path / "b.jsonl", [{"body": "b"}])
-    with pytest.raises(ConfigError, match=r"b\.jsonl has no column 'text'; it has body"):
+    with pytest.raises(ConfigError, match=r"b\.jsonl has no column 'text'; choose one of body"):
         documents(str(tmp_path))
 
 

@@ -67,7 +67,7 @@ def test_files_of_a_folder_that_are_no_text_are_left_out_and_named(tmp_path):
     assert opened.notes == (
         f"{tmp_path} is read as texts; left out (1): picture.png (NUL bytes)",)
     (tmp_path / "other.png").write_bytes(b"\0")
-    with pytest.raises(ConfigError, match="its 2 files hold NUL bytes"):
+    with pytest.raises(ConfigError, match="its 2 files have NUL bytes"):
         open_source(f"{tmp_path}/*.png")
 
 
