@@ -1,4 +1,4 @@
-"""Floating-point operations of training, what devices could do at most, and where the time of a run went."""
+"""Accounting: floating-point operations of training, peaks of devices, and wall time by part."""
 
 import contextlib
 import json
@@ -15,16 +15,16 @@ from support.files import read_json, write_json
 
 
 class Peak(NamedTuple):
-    """What a device could do at most, by its data sheet."""
+    """Peak performance of a device, from its data sheet."""
 
     flops: Mapping[str, float]
-    """Dense operations a second by number format; one that is not named is not known."""
+    """Dense floating-point operations per second by dtype."""
     bandwidth: float
-    """Bytes of memory read or written a second."""
+    """Memory bandwidth in bytes per second."""
 
 
 def _nvidia(flops: float, bandwidth: float) -> Peak:
-    """Of the tensor cores. Jax multiplies float32 there as TF32, at half the speed, where no precision is asked for."""
+    """Peaks of the tensor cores. By default jax multiplies float32 there as TF32, at half the speed."""
     return Peak({"bfloat16": flops, "float16": flops, "float32": flops / 2}, bandwidth)
 
 
@@ -41,36 +41,36 @@ PEAKS = {
     "TPU v5": Peak({"bfloat16": 459e12}, 2.765e12),
     "TPU v6 lite": Peak({"bfloat16": 918e12}, 1.64e12),
 }
-"""By the name that jax gives a kind of device."""
+"""Peaks by jax's name of the device kind."""
 
 
 def peak() -> Peak | None:
-    """The peaks of the first device; None where they are not known."""
-    import jax  # compare.py, which counts operations of older runs, starts without it
+    """The peaks of the first device; None if unknown."""
+    import jax  # imported here, so that compare.py starts without it
 
     return PEAKS.get(jax.devices()[0].device_kind)
 
 
 def peak_flops(dtype: str, devices: int) -> float | None:
-    """Operations a second that so many devices could do at most in a number format; None where not known."""
+    """Peak operations per second of a number of devices for a dtype; None if unknown."""
     of_one = peak()
     flops = None if of_one is None else of_one.flops.get(dtype)
     return None if flops is None else flops * devices
 
 
 def flops_per_token(config: dict[str, Any], environment: dict[str, Any]) -> float | None:
-    """Operations a token of forward and backward pass: 6 a parameter (positions, and what an attention mode has beside
-    projections, left out) and three times those of the attention's forward pass; recomputed ones do not count.
+    """Floating-point operations per token of forward and backward pass.
 
-    Of a classifier, which counts examples times the context as tokens, embeddings and head are left out, both towers
-    count, and attention is without a mask.
+    These are 6 per parameter, excluding positions and parameters of an attention mode other than projections, and three
+    times those of the attention's forward pass. Rematerialisation does not count. For a classifier, tokens are examples
+    times the context; embeddings and head are excluded, both towers count, and attention has no mask.
 
     Args:
-        config: as ``config.json`` has it.
-        environment: its ``parameters``, the number of all of them, and ``vocabulary_size``.
+        config: contents of ``config.json``.
+        environment: its ``parameters``, their total number, and ``vocabulary_size``.
 
     Returns:
-        None where the number of parameters is not known, or this version does not have the attention mode.
+        None if the number of parameters or the attention mode is unknown.
     """
     model, parameters = config["model"], environment.get("parameters")
     if not isinstance(parameters, int):
@@ -89,7 +89,7 @@ def flops_per_token(config: dict[str, Any], environment: dict[str, Any]) -> floa
                                 "classes" not in model)
                      for mode in layers]
         mixing, own = (sum(figures) for figures in zip(*of_layers, strict=True))
-    except Exception:  # another version's config, a mode that is not here, or one that counts nothing
+    except Exception:  # a config of another version, an unknown mode, or one without flops
         return None
     return towers * (6.0 * (parameters - own) + 3.0 * mixing)
 
@@ -97,7 +97,8 @@ def flops_per_token(config: dict[str, Any], environment: dict[str, Any]) -> floa
 @cache
 def _attention(mode: str, options: str, heads: int, head_width: int, width: int, context: int,
                causal: bool) -> tuple[float, int]:
-    """Operations a token of one layer's attention, forward, and the parameters that these count; none are made."""
+    """Forward operations per token of one layer's attention, and the parameters that they include, from an abstract
+    layer."""
     from flax import nnx
 
     from models import attention
@@ -110,34 +111,33 @@ def _attention(mode: str, options: str, heads: int, head_width: int, width: int,
 
 
 PARTS = {
-    "compile": "compiling the training step and drawing the first parameters",
+    "compile": "compiling the training step and initialising the parameters",
     "input": "waiting for batches",
     "step": "training steps",
-    "evaluation": "evaluations, the compilation of theirs included",
-    "checkpoint": "writing checkpoints, and reading the one to go on from",
-    "other": "the rest: imports, opening the data, samples, lines that are logged",
+    "evaluation": "evaluations, including their compilation",
+    "checkpoint": "writing checkpoints, and reading one to resume",
+    "other": "the rest: imports, opening the data, samples, logging",
 }
-"""What the wall time of a run is split into."""
+"""Parts of the wall time of a run."""
 
 
 @dataclass
 class Timing:
-    """Where the wall time of a run's processes went: each moment counts for the part that :meth:`enter` named last.
+    """Wall time of a run by part; time counts for the part last given to :meth:`enter`.
 
     ``RUN/timing.json`` has the seconds of each part, over all starts of the run.
     """
 
     path: Path
     began: float
-    """``time.perf_counter()`` when the command began."""
+    """``time.perf_counter()`` at the start of the command."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     starts: int = 1
     _part: str = "other"
 
     @classmethod
     def of_run(cls, run_dir: Path, began: float) -> "Timing":
-        """Goes on from the ``timing.json`` of earlier starts, where there is one; a damaged one is noted, and begun
-        anew."""
+        """Continues the ``timing.json`` of earlier starts, if any; a damaged one is replaced, with a note."""
         timing = cls(run_dir / "timing.json", began)
         if timing.path.exists():
             try:
@@ -146,11 +146,11 @@ class Timing:
                 timing.starts += int(before["starts"])
                 timing.seconds = seconds
             except (RunError, KeyError, TypeError, ValueError):
-                note(f"{timing.path} is damaged: the times that it had are lost, and count from here")
+                note(f"{timing.path} is damaged: earlier times are lost, and counting starts again")
         return timing
 
     def enter(self, part: str) -> None:
-        """From now on time counts for this part."""
+        """Count time for this part from now on."""
         now = time.perf_counter()
         self.seconds[self._part] += now - self.began
         self.began, self._part = now, part
@@ -159,12 +159,12 @@ class Timing:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Writes; an exception that is on its way is the one that is told."""
+        """Writes the file, without hiding an earlier exception."""
         with contextlib.suppress(OSError) if kind is not None else contextlib.nullcontext():
             self.write()
 
     def write(self) -> None:
-        """``timing.json`` as of now."""
+        """Write ``timing.json``."""
         self.enter(self._part)
         write_json(self.path, {"seconds": self.seconds, "wall_seconds": self.wall_seconds, "starts": self.starts})
 

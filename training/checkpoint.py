@@ -1,15 +1,15 @@
-"""Checkpoints of a run: written in the background, checksummed, and never half there.
+"""Checkpoints of a run: asynchronous, checksummed and atomic.
 
     RUN/checkpoints/STEP/            a complete checkpoint: one folder per item, written by Orbax
-    RUN/checkpoints/STEP/loss.json   its val loss, where one was given
-    RUN/checkpoints/STEP/SHA256SUMS  the checksum of every other file; ``sha256sum -c SHA256SUMS`` checks it by hand
-    RUN/checkpoints/unfinished/      what is being written or removed
+    RUN/checkpoints/STEP/loss.json   its val loss, if any
+    RUN/checkpoints/STEP/SHA256SUMS  the checksums of all other files; verify with ``sha256sum -c SHA256SUMS``
+    RUN/checkpoints/unfinished/      a checkpoint that is being written or deleted
 
-A checkpoint is written in ``unfinished`` and renamed to STEP once its checksums are there; one that is no longer kept
-is renamed back before its files are deleted. A process that dies at any moment leaves complete STEP folders only.
+A checkpoint is written to ``unfinished`` and renamed to STEP once it has its checksums. Before deletion it is renamed
+back. A process that dies at any moment leaves only complete STEP folders.
 
-The items are pytrees of arrays ("parameters", "variables", "optimizer"), but "position", a dict of numbers, which is
-kept as JSON and so comes back exactly.
+The items are pytrees of arrays ("parameters", "variables", "optimizer"), except "position", a dict of numbers in JSON,
+which is restored exactly.
 """
 
 import hashlib
@@ -38,15 +38,15 @@ LEAF_NAMES = {"parameters": "parameter", "variables": "variable", "optimizer": "
 
 
 class Checkpoints:
-    """The checkpoints in one folder, for writing and reading.
+    """Writes and reads the checkpoints in one folder.
 
-    Use it as a context manager or call :meth:`close`: a save under way at the end of the process is lost otherwise.
-    Reading changes nothing on disk, so the checkpoints of a run that is still training can be read. With several JAX
+    Use it as a context manager or call :meth:`close`; otherwise a pending save is lost at the end of the process.
+    Reading does not modify the folder, so that checkpoints of a running process can be read. With several JAX
     processes, all call the same methods.
 
     Args:
-        directory: ``RUN/checkpoints``; made at the first save.
-        keep: newest checkpoints kept, beside the one with the lowest loss.
+        directory: ``RUN/checkpoints``; created at the first save.
+        keep: number of newest checkpoints kept, in addition to the one with the lowest loss.
 
     Raises:
         ConfigError: ``keep`` is less than 1.
@@ -55,7 +55,7 @@ class Checkpoints:
     def __init__(self, directory: Path, *, keep: int = 2):
         if keep < 1:
             raise ConfigError(f"checkpoint.keep: expected at least 1, got {keep}")
-        # Orbax takes absolute paths only.
+        # Orbax requires absolute paths.
         self.directory = Path(directory).absolute()
         self.keep = keep
         self._unfinished = self.directory / UNFINISHED
@@ -64,29 +64,29 @@ class Checkpoints:
         self._damaged: set[int] = set()
 
     def steps(self) -> list[int]:
-        """Steps there is a checkpoint of, ascending. The one being written is not among them."""
+        """Steps of the complete checkpoints, ascending."""
         if not self.directory.is_dir():
             return []
         names = [path.name for path in self.directory.iterdir() if path.is_dir()]
         return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
     def best(self) -> int | None:
-        """The step of the checkpoint with the lowest val loss among those there are; None where none has one."""
+        """The step of the checkpoint with the lowest val loss; None if none has a loss."""
         losses = {step: loss for step in self.steps() if (loss := _loss(self.directory / str(step))) is not None}
         return min(losses, key=losses.__getitem__, default=None)
 
     def save(self, step: int, items: dict[str, Any], *, loss: float | None = None) -> None:
-        """Write a checkpoint in the background; one of the same step is replaced.
+        """Write a checkpoint in the background, replacing one of the same step.
 
-        On return the arrays may be donated or overwritten. A save still under way is waited for first.
+        Waits for a pending save first. On return the arrays may be donated or overwritten.
 
         Args:
-            step: updates so far; the name of the checkpoint.
+            step: number of updates; the name of the checkpoint.
             items: pytrees of arrays by item name, and "position", a dict of numbers. A tree may be empty.
-            loss: val loss in nats per token, by which the best checkpoint is kept; a non-finite one counts as none.
+            loss: val loss in nats per token, to keep the best checkpoint; non-finite losses are ignored.
 
         Raises:
-            CheckpointError: this checkpoint or the one before it could not be written. What was there before still is.
+            CheckpointError: this or the previous checkpoint could not be written. Earlier checkpoints are intact.
         """
         self.wait()
         ocp, context = _orbax()
@@ -95,13 +95,13 @@ class Checkpoints:
             saved[JSON_ITEM] = {key: x.item() if hasattr(x, "item") else x for key, x in saved[JSON_ITEM].items()}
         with self._one_clear_error(step), context:
             if jax.process_index() == 0:
-                shutil.rmtree(self._unfinished, ignore_errors=True)  # of a run that was killed
+                shutil.rmtree(self._unfinished, ignore_errors=True)  # left by a killed process
                 self._unfinished.mkdir(parents=True)
             response = ocp.save_checkpointables_async(self._unfinished / str(step), saved)
         self._pending = self._thread.submit(self._finish, step, response, loss)
 
     def wait(self) -> None:
-        """Wait until the save under way, if any, is complete on disk.
+        """Wait until a pending save is complete on disk.
 
         Raises:
             CheckpointError: it could not be written.
@@ -111,7 +111,7 @@ class Checkpoints:
             pending.result()
 
     def close(self) -> None:
-        """Wait for the save under way and end the background thread; raises as :meth:`wait` does."""
+        """Wait for a pending save and end the background thread; raises like :meth:`wait`."""
         try:
             self.wait()
         finally:
@@ -125,34 +125,34 @@ class Checkpoints:
 
     def restore(self, abstract: dict[str, Any], step: int | None = None, *,
                 verify: Iterable[str] = ()) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest intact checkpoint, or that of one step. Only the items asked for are verified and read.
+        """Load the newest intact checkpoint, or that at one step. Only the requested items are verified and read.
 
         Args:
             abstract: by item name, a pytree of ``jax.ShapeDtypeStruct`` with the shardings to load onto (none: the
-                first device). For "position" the value does not matter.
-            step: this checkpoint and no other.
-            verify: items to verify beside those that are read.
+                first device). The value for "position" is ignored.
+            step: step of the checkpoint. None: the newest intact one.
+            verify: other items to verify.
 
         Returns:
-            The step and the items, the arrays bit for bit as saved; None where there is no intact checkpoint.
-            Without ``step``, each damaged checkpoint is skipped with a warning that names it.
+            The step and the items, with arrays exactly as saved; None if there is no intact checkpoint. Without
+            ``step``, damaged checkpoints are skipped with a warning.
 
         Raises:
-            ConfigError: there is no checkpoint of ``step``; the message lists those there are.
-            CheckpointError: the checkpoint of ``step`` is damaged, or the checkpoint is of another model.
+            ConfigError: there is no checkpoint at ``step``; the message lists the available ones.
+            CheckpointError: the checkpoint at ``step`` is damaged, or the checkpoint is of another model.
         """
         self.wait()
         verified = {*abstract, *verify}
         if step is not None:
             if step not in (steps := self.steps()):
                 there = ", ".join(map(str, steps)) or "none"
-                raise ConfigError(f"{self.directory}: no checkpoint of step {step}; there are: {there}")
+                raise ConfigError(f"{self.directory}: no checkpoint at step {step}; expected one of {there}")
             folder = self.directory / str(step)
             if (damage := _damage(folder, verified)) is not None:
-                raise CheckpointError(f"{folder} is damaged: {damage}. There are checkpoints of the steps "
+                raise CheckpointError(f"{folder} is damaged: {damage}. There are checkpoints at steps "
                                       f"{', '.join(map(str, steps))}")
             return step, _load(folder, abstract)
-        # Listed anew each time: a run in training may remove a checkpoint while it is read here.
+        # List the steps again each time: a running process may delete a checkpoint while it is read here.
         self._damaged.clear()
         while remaining := [s for s in self.steps() if s not in self._damaged]:
             folder = self.directory / str(remaining[-1])
@@ -163,31 +163,30 @@ class Checkpoints:
         return None
 
     def resume(self, abstract: dict[str, Any], *, verify: Iterable[str] = ()) -> tuple[int, dict[str, Any]] | None:
-        """:meth:`restore` for a run that goes on from there; None only where it has no checkpoint yet.
+        """:meth:`restore` for a run that resumes; None only if it has no checkpoint yet.
 
         Raises:
-            CheckpointError: every checkpoint is damaged, or of another model.
+            CheckpointError: all checkpoints are damaged, or of another model.
         """
         found = self.restore(abstract, verify=verify)
         if found is None and self.steps():
-            raise CheckpointError(f"{self.directory.parent}: every checkpoint is damaged. Move the folder away to "
+            raise CheckpointError(f"{self.directory.parent}: all checkpoints are damaged; move the folder away to "
                                   "start over")
         return found
 
     def training_can_go_on(self, step: int) -> bool:
-        """Whether the checkpoint of a step has its optimizer state, which :meth:`keep_parameters` removes."""
+        """Whether the checkpoint at a step has its optimizer state, which :meth:`keep_parameters` removes."""
         return (self.directory / str(step) / OPTIMIZER).is_dir()
 
     def check_training_can_go_on(self, step: int) -> None:
-        """Raises :class:`CheckpointError` where the checkpoint of a step has no optimizer state."""
+        """Raises :class:`CheckpointError` if the checkpoint at a step has no optimizer state."""
         _check_optimizer_state(self.directory / str(step))
 
     def keep_parameters(self) -> None:
-        """Of a finished run, keep what evaluating and sampling need: parameters and other variables of the best and of
-        the last checkpoint. Training cannot go on from there.
+        """Keep only the parameters and variables of the best and the last checkpoint of a finished run.
 
-        A process that dies in between leaves a checkpoint whose optimizer state counts as damaged; the next call
-        removes the rest.
+        Training cannot resume from them. A process that dies during the call leaves a checkpoint with a damaged
+        optimizer state; the next call removes the rest.
 
         Raises:
             OSError: a file cannot be written or removed.
@@ -207,7 +206,7 @@ class Checkpoints:
         shutil.rmtree(self._unfinished, ignore_errors=True)
 
     def _finish(self, step: int, response: Any, loss: float | None) -> None:
-        """On the background thread: when Orbax is done, checksum the checkpoint, put it in place, remove old ones."""
+        """On the background thread: wait for Orbax, write checksums, rename the checkpoint, and delete old ones."""
         with self._one_clear_error(step):
             response.result()
             if jax.process_index() != 0:
@@ -223,9 +222,9 @@ class Checkpoints:
             self._prune(step)
 
     def _prune(self, newest: int) -> None:
-        """Remove what is not kept now that the checkpoint of step ``newest`` is complete.
+        """Delete checkpoints that are no longer kept, after the checkpoint at ``newest`` is complete.
 
-        Damaged ones, and those later than ``newest`` (somebody restored an earlier one), neither count nor go.
+        Ignores damaged checkpoints and those later than ``newest``, left after an earlier one was restored.
         """
         steps = [step for step in self.steps() if step <= newest and step not in self._damaged]
         losses = {step: loss for step in steps if (loss := _loss(self.directory / str(step))) is not None}
@@ -246,30 +245,30 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError, RuntimeError) as error:  # TensorStore reports a full disk as a ValueError
-            shutil.rmtree(self._unfinished, ignore_errors=True)  # gives back the space of what was half written
+            shutil.rmtree(self._unfinished, ignore_errors=True)  # frees the space of the partial checkpoint
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise CheckpointError(f"the checkpoint of step {step} could not be written to {self.directory}; check the "
-                                  f"free space and the permissions there. Earlier ones are untouched. ({reason})"
+            raise CheckpointError(f"the checkpoint of step {step} could not be written to {self.directory}; check its "
+                                  f"free space and permissions. Earlier checkpoints are intact. ({reason})"
                                   ) from error
 
 
 def _orbax() -> tuple[Any, Any]:
-    """Orbax and the context of its calls. Imported here, since it takes half a second."""
+    """Orbax and the context of its calls. The import takes half a second."""
     from orbax.checkpoint import v1 as ocp
 
     logging.getLogger("absl").addFilter(_without_orbax_tracebacks)
     context = ocp.Context()
     context.checkpointables.registry = ocp.handlers.local_registry()
     context.checkpointables.registry.add(ocp.handlers.JsonHandler, checkpointable_name=JSON_ITEM)
-    # An unwritable folder is reported at once, by the call that saves.
+    # The call that saves reports an unwritable folder.
     context.asynchronous.create_directories_asynchronously = False
-    # Trained float32 numbers shrink by a tenth, for twice the processor time.
+    # Compression shrinks trained float32 weights by a tenth, for twice the CPU time.
     context.array.saving.use_compression = False
     return ocp, context
 
 
 def _without_orbax_tracebacks(record: logging.LogRecord) -> bool:
-    """False for what Orbax logs of an exception in each of its threads: it is raised as well, and reported once."""
+    """Drops the tracebacks that Orbax logs in its threads: it also raises the exception."""
     return record.exc_info is None or "orbax" not in record.pathname
 
 
@@ -277,7 +276,7 @@ def _load(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:
     ocp, context = _orbax()
     wanted: dict[str, Any] = {}
     with context:
-        # Parameters first: the message about another model is then about one of them.
+        # Parameters first, so that the message about another model names one of them.
         for name, tree in sorted(abstract.items(), key=lambda item: item[0] != "parameters"):
             if name == JSON_ITEM:
                 wanted[name] = None
@@ -295,9 +294,9 @@ def _load(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:
 
 def _check_optimizer_state(folder: Path) -> None:
     if not (folder / OPTIMIZER).is_dir():
-        raise CheckpointError(f"{folder} keeps the parameters without the optimizer state, as sweep.py leaves a "
-                              "finished run unless --keep-all is given: training cannot go on from it. --init-from "
-                              "begins a new run with its parameters")
+        raise CheckpointError(f"{folder} has no optimizer state, which sweep.py deletes from finished runs without "
+                              "--keep-all: training cannot resume. Start a new run from its parameters with "
+                              "--init-from")
 
 
 def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -306,14 +305,14 @@ def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _difference(leaf_name: str, stored: Any, expected: Any) -> str | None:
-    """The first disagreement of two trees in names, shapes or dtypes, in words; None where they agree."""
+    """Description of the first difference of two trees in names, shapes or dtypes; None if they agree."""
     found, wanted = _leaves(stored), _leaves(expected)
     for name in sorted(wanted.keys() | found.keys()):
         label = f"{leaf_name} {name.removesuffix('.value')}"
         if name not in found:
-            return f"{label} is not in it"
+            return f"it has no {label}"
         if name not in wanted:
-            return f"{label} is in it and not in this model"
+            return f"it has {label}, which this model has not"
         for what, i in (("shape", 0), ("dtype", 1)):
             if found[name][i] != wanted[name][i]:
                 return f"{label} has {what} {found[name][i]}, expected {wanted[name][i]}"
@@ -321,7 +320,7 @@ def _difference(leaf_name: str, stored: Any, expected: Any) -> str | None:
 
 
 def _leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name to shape and dtype of every array. Random keys count as the integers they are stored as."""
+    """Shape and dtype of every array by name. Random keys have those of their integers."""
     leaves = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -331,13 +330,13 @@ def _leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _damage(folder: Path, items: set[str]) -> str | None:
-    """What is wrong with the files of these items of a checkpoint; None where all are as they were written."""
+    """Description of the damage to the files of these items of a checkpoint; None if they are intact."""
     try:
         lines = (folder / CHECKSUMS).read_text(errors="replace").splitlines()
     except OSError as error:
         return f"{CHECKSUMS} cannot be read ({error.strerror})"
     if not all(len(line.partition("  ")[0]) == 64 and line.partition("  ")[2] for line in lines):
-        return f"{CHECKSUMS} was truncated or altered"
+        return f"{CHECKSUMS} is truncated or altered"
     checksums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
     present = _files(folder) - {CHECKSUMS}
     for name in sorted(present | checksums.keys()):
@@ -352,7 +351,7 @@ def _damage(folder: Path, items: set[str]) -> str | None:
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if not intact:
-            return f"{name} does not have the checksum it was written with: it was truncated or altered"
+            return f"{name} does not match its checksum: it is truncated or altered"
     return None
 
 
@@ -368,5 +367,5 @@ def _sha256(path: Path) -> str:
 def _loss(folder: Path) -> float | None:
     try:
         return float(orjson.loads((folder / LOSS).read_bytes())["loss"])
-    except (OSError, ValueError, KeyError, TypeError):  # none was given, or the file is damaged
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
         return None

@@ -1,4 +1,4 @@
-"""What the commands that train have in common: the command line, and how a run ended."""
+"""Command line and final report of the commands that train."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,60 +17,60 @@ from training.loop import Outcome
 
 @dataclasses.dataclass(frozen=True)
 class RunFlags:
-    """The flags that are not fields of the config; a command adds its own."""
+    """Flags that are not fields of the config; a command adds its own."""
 
     attention: str | None = None
-    """Attention mode, or a comma-separated pattern over layers; by default the recipe's."""
+    """Attention mode, or a comma-separated pattern over layers. None: the recipe's."""
     run_dir: Path | None = None
-    """Folder of the run; by default runs/RECIPE-ATTENTION."""
+    """Run folder. None: runs/RECIPE-ATTENTION."""
 
 
 class CommandLine[C: (Config, LraConfig), F: RunFlags](NamedTuple):
-    """A command line that was understood."""
+    """A parsed command line."""
 
     recipe: Path
     flags: F
-    """Those that are not fields of the config."""
+    """Flags that are not fields of the config."""
     config: C
-    """As it will run: validated, and not to be checked again."""
+    """The validated config."""
     run_dir: Path
-    """The folder of the run."""
+    """Run folder."""
     asked: C
-    """The config as it was asked for, before it was validated."""
+    """The config before validation."""
 
 
 def parse_command_line[C: (Config, LraConfig), F: RunFlags](
         arguments: Sequence[str], kind: type[F], load: Callable[[Path, F], C], *, prog: str, usage: str,
         own_flags: str, amend: Callable[[C, C], C] | None = None) -> CommandLine[C, F]:
-    """``RECIPE [flags]``: first the flags that are not fields, then every field of the recipe's config.
+    """Parses ``RECIPE [flags]``: first the flags that are not fields, then every field of the recipe's config.
 
     Args:
-        arguments: of the process.
+        arguments: command-line arguments.
         kind: the flags that are not fields.
-        load: gives the config of a recipe with these flags.
+        load: returns the config of a recipe with these flags.
         prog: name of the command.
-        usage: what is printed where no recipe is named.
-        own_flags: what the help says of the flags that only this command has.
-        amend: takes the config of the command line and that of the recipe, and returns the one that is validated.
+        usage: printed if no recipe is given.
+        own_flags: description of the flags of this command alone, for its help.
+        amend: takes the config of the command line and that of the recipe, and returns the one to validate.
 
     Raises:
-        ConfigError: no recipe is named, or the config cannot be run.
-        SystemExit: help was asked for; or a flag or a value is wrong, and was named.
+        ConfigError: no recipe is given, or the config cannot be run.
+        SystemExit: help was printed, or a flag or value is invalid.
     """
     if not arguments or arguments[0].startswith("-"):
         if arguments and arguments[0] in ("-h", "--help"):
             print(usage)
             raise SystemExit(0)
-        raise ConfigError("which recipe? It comes first\n" + usage)
+        raise ConfigError("expected a recipe as the first argument\n" + usage)
     recipe = Path(arguments[0])
     flags, fields = tyro.cli(kind, args=list(arguments[1:]), return_unknown_args=True, add_help=False)
     default = load(recipe, flags)
-    # Fields are flags only where there are values: of each mode, its options. --model.attention may name other modes,
-    # which validate_config resolves.
+    # tyro makes flags of existing values only, so fill in the options of each mode. --model.attention may name other
+    # modes, which validate_config resolves.
     model: Any = attentions.resolve(default.model)
     default = dataclasses.replace(default, model=model)
-    description = (f"Train one run. Beside the flags below: --attention MODE[,MODE…] (there are "
-                   f"{', '.join(attentions.modes())}), --run-dir DIR, and {own_flags}.")
+    description = (f"Train one run. Other flags: --attention MODE[,MODE…], one or more of "
+                   f"{', '.join(attentions.modes())}; --run-dir DIR; {own_flags}.")
     config = tyro.cli(type(default), default=default, args=fields, prog=f"{prog} {recipe}", description=description)
     asked = config if amend is None else amend(config, default)
     config = validate_config(asked)
@@ -79,12 +79,12 @@ def parse_command_line[C: (Config, LraConfig), F: RunFlags](
 
 
 def report_outcome(run_dir: Path, outcome: Outcome) -> int:
-    """Prints how a run ended; returns the exit code."""
+    """Prints the result of a run; returns the exit code."""
     position = outcome.position
-    status(f"{run_dir}: where {outcome.timing.wall_seconds:,.1f} s went: {outcome.timing}")
+    status(f"{run_dir}: {outcome.timing.wall_seconds:,.1f} s wall time: {outcome.timing}")
     if outcome.signal is not None:
-        status(f"{run_dir}: stopped and saved at step {position.step:,}; the same command goes on from there")
+        status(f"{run_dir}: stopped and saved at step {position.step:,}; repeat the command to resume")
         return 128 + outcome.signal
     status(f"{run_dir}: {position.step:,} steps in {position.train_seconds:,.1f} s of training "
-           f"({position.wall_seconds:,.1f} s in all), val loss {outcome.val_loss:.4f}")
+           f"({position.wall_seconds:,.1f} s in total), val loss {outcome.val_loss:.4f}")
     return 0

@@ -1,4 +1,4 @@
-"""What can be run: a config is resolved and checked here, once."""
+"""Validation of configs."""
 
 import dataclasses
 import math
@@ -14,14 +14,13 @@ from support.errors import ConfigError
 
 
 def validate_config[C: (Config, LraConfig)](config: C) -> C:
-    """The config as it will run: the attention modes and the number format are resolved, and what is too long is
-    shortened, with a note.
+    """The config with modes and compute dtype resolved, and lengths that are too long shortened, with a note each.
 
     Raises:
-        ConfigError: a combination that cannot be run; the message names the field and what was expected.
+        ConfigError: the config cannot be run; the message names the field and what was expected.
     """
     if isinstance(config, LraConfig) and config.train.sample_every:
-        raise ConfigError(f"train.sample_every is {config.train.sample_every}: a classifier writes no text; expected 0")
+        raise ConfigError(f"train.sample_every is {config.train.sample_every}; expected 0 for a classifier")
     model: Any = (gpt.resolve_config(config.model) if isinstance(config, Config) else
                   encoder.resolve_config(config.model))
     train = _with_batch_size(config.train, model.context)
@@ -32,7 +31,7 @@ def validate_config[C: (Config, LraConfig)](config: C) -> C:
 
 
 def _with_batch_size(train: TrainConfig, context: int) -> TrainConfig:
-    """``batch_size`` from ``batch_tokens``, where it is to follow the context."""
+    """``batch_size`` from ``batch_tokens``, if the former is 0."""
     if train.batch_tokens is None:
         return train
     sequences = train.batch_tokens // context
@@ -42,15 +41,15 @@ def _with_batch_size(train: TrainConfig, context: int) -> TrainConfig:
         return dataclasses.replace(train, batch_size=sequences)
     if train.batch_size == sequences:
         return train
-    note(f"train.batch_size is {train.batch_size}, and train.batch_tokens {train.batch_tokens} does not count; "
-         "for a batch that follows the context give --train.batch-size 0")
+    note(f"train.batch_tokens {train.batch_tokens} is ignored, as train.batch_size is {train.batch_size}; to use it, "
+         "give --train.batch-size 0")
     return dataclasses.replace(train, batch_tokens=None)
 
 
 def _check_ranges(config: Config | LraConfig, train: TrainConfig) -> None:
     optimizer, checkpoint = config.optimizer, config.checkpoint
     if train.steps is None and train.minutes is None:
-        raise ConfigError("train.steps and train.minutes are both None: give one of them")
+        raise ConfigError("train.steps and train.minutes are both None; expected at least one of them")
     for name, value, least in (
             ("train.steps", train.steps, 1), ("train.batch_size", train.batch_size, 1),
             ("train.accumulate", train.accumulate, 1), ("train.eval_every", train.eval_every, 1),
@@ -82,20 +81,20 @@ def _with_fitting_accumulation(train: TrainConfig) -> TrainConfig:
 
 
 def _with_fitting_warmup(optimizer: OptimizerConfig, train: TrainConfig) -> OptimizerConfig:
-    # The warm-up of inverse_sqrt sets its peak as well.
+    # The warm-up of inverse_sqrt also sets its peak.
     if optimizer.schedule != "cosine" or train.steps is None:
         return optimizer
     longest = max(1, train.steps // 10)
     if optimizer.warmup_steps <= longest:
         return optimizer
-    note(f"optimizer.warmup_steps is {longest}, not {optimizer.warmup_steps}: a tenth of the run")
+    note(f"optimizer.warmup_steps is {longest}, not {optimizer.warmup_steps}: at most a tenth of the run")
     return dataclasses.replace(optimizer, warmup_steps=longest)
 
 
 def _with_fitting_modes(model: Any) -> Any:
-    """The model in a number format that the device is fast at, and modes with no length above the context."""
+    """The model with a compute dtype that the device supports, and with mode lengths of at most the context."""
     if model.dtype == "bfloat16" and not device.has_fast_bfloat16():
-        note("model.dtype is float32: this CPU has no fast products of bfloat16")
+        note("model.dtype is float32: this CPU has no hardware support for bfloat16")
         model = dataclasses.replace(model, dtype="float32")
     modes = {}
     for name, options in model.modes.items():
@@ -104,12 +103,12 @@ def _with_fitting_modes(model: Any) -> Any:
             options = options.resolved()
         for field in layer.implementation_fields:
             if str(getattr(options, field)).startswith("pallas_gpu") and device.platform() != "gpu":
-                note(f"model.modes.{name}.{field} {getattr(options, field)} is interpreted on a {device.platform()}: "
-                     "slow, and there for tests")
+                note(f"model.modes.{name}.{field} {getattr(options, field)} runs in interpret mode on a "
+                     f"{device.platform()}: slow, for tests only")
         for field in layer.length_fields:
             length = getattr(options, field)
             if length is not None and length > model.context:
-                note(f"model.modes.{name}.{field} is {model.context}, not {length}: the sequence is no longer")
+                note(f"model.modes.{name}.{field} is {model.context}, not {length}: at most model.context")
                 options = dataclasses.replace(options, **{field: model.context})
         modes[name] = options
     return dataclasses.replace(model, modes=modes)

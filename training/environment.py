@@ -1,4 +1,4 @@
-"""What a run was made with: ``RUN/environment.json``."""
+"""The environment of a run: ``RUN/environment.json``."""
 
 import os
 import platform
@@ -20,15 +20,15 @@ from support.files import read_json, write_json
 from training import autotuning
 
 PUBLISHED = "published_weights"
-"""What ``environment.json`` has of a run that ``convert.py`` imported, and of no other: where its weights are from, the
-number formats, and what else an export gives back."""
+"""Key of ``environment.json`` for runs imported by ``convert.py``: source and dtypes of the weights, and other values
+to export."""
 
 
 def environment(model: GPT | Encoder, *, parameters: int, tokenizer: str | None, checksum: str,
                 command: Sequence[str] | None = None, segments: bool = False) -> dict[str, Any]:
-    """Versions, commit, devices, command line, corpus checksum, and which form computes each attention mode.
+    """Versions, commit, devices, command line, corpus checksum, and the implementation of each attention mode.
 
-    ``segments``: whether rows are of several documents, or padded.
+    ``segments``: whether rows have several documents or padding.
     """
     attention = {block.attention.name: block.attention for block in model.blocks}
     dtype, causal = jnp.dtype(model.config.dtype), isinstance(model, GPT)
@@ -51,7 +51,7 @@ def environment(model: GPT | Encoder, *, parameters: int, tokenizer: str | None,
 
 
 def add_to_environment(run_dir: Path, **values: Any) -> None:
-    """Adds what is known only later to the ``environment.json`` of a run.
+    """Adds values to the ``environment.json`` of a run.
 
     Raises:
         RunError: the file is damaged.
@@ -61,9 +61,9 @@ def add_to_environment(run_dir: Path, **values: Any) -> None:
 
 
 def git_commit() -> str | None:
-    """The commit of the code that runs, with -dirty where files differ from it.
+    """The commit of the running code, with -dirty if files differ from it.
 
-    Where the files are no git checkout, what ``LINEARGPT_COMMIT`` says, or None.
+    Without a git checkout, the value of ``LINEARGPT_COMMIT``, or None.
     """
     try:
         described = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
@@ -74,7 +74,7 @@ def git_commit() -> str | None:
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int | None:
-    """Memory that a compiled function needs: arguments, outputs and temporaries; None where the device does not say."""
+    """Memory of a compiled function: arguments, outputs and temporaries; None if the device does not report it."""
     memory = compiled.memory_analysis()
     if memory is None:
         return None
@@ -83,7 +83,7 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int | None:
 
 
 def compilation_cache() -> str | None:
-    """The folder that keeps what JAX compiles, made where it is not there; None where it cannot be."""
+    """The folder of JAX's compilation cache, created if missing; None if that fails."""
     directory = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if directory is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineargpt" / "jax"
@@ -96,17 +96,17 @@ def compilation_cache() -> str | None:
 
 
 def configure_jax() -> None:
-    """Has JAX use all of a CPU, and keep what it compiles in :func:`compilation_cache` for the next start.
+    """Configures JAX: CPU features, and the compilation cache in :func:`compilation_cache`.
 
-    Call it before anything is compiled. ``JAX_COMPILATION_CACHE_DIR`` names another folder; where the folder cannot be
-    made there is no cache.
+    Call it before anything is compiled. ``JAX_COMPILATION_CACHE_DIR`` sets another folder. If the folder cannot be
+    created, there is no cache.
     """
     cpu.configure_process()
     directory = compilation_cache()
     if directory is None:
         return
     jax.config.update("jax_compilation_cache_dir", directory)
-    # A start compiles many small things, which together take as long as the large ones.
+    # Many small programs together take as long to compile as the large ones.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_enable_xla_caches", autotuning.XLA_CACHE)

@@ -1,4 +1,4 @@
-"""What a model makes of its context: loss by position, and what it gains over a window of the last tokens."""
+"""Evaluation: loss by position in the context, and the gain over a short window."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,16 +20,16 @@ from training.window_losses import WindowLosses, windows_checksum
 
 
 class Scores(NamedTuple):
-    """Of each target, in host memory; 0 and False where a target is not scored."""
+    """Scores of each target, in host memory; 0 and False if a target is not scored."""
 
     loss_BT: Float[np.ndarray, "B T"]
     """Nats, float64."""
     right_BT: Bool[np.ndarray, "B T"]
-    """Whether its logit was the highest."""
+    """Whether the target has the highest logit."""
 
 
 class Evaluation(NamedTuple):
-    """Of the val split of one corpus at one context."""
+    """Evaluation of the val split of one corpus at one context."""
 
     figures: dict[str, Any]
     """JSON values; see :func:`evaluate`."""
@@ -41,24 +41,23 @@ Scorer = Callable[[Batch], Scores]
 
 
 def check_contexts(model: GPT, corpora: Corpora, contexts: Sequence[int]) -> None:
-    """Whether a model can be evaluated at these contexts on these corpora.
+    """Checks that a model can be evaluated at these contexts on these corpora.
 
     Raises:
-        ConfigError: a context that the model has no positions for, or that is longer than a val split.
+        ConfigError: a context exceeds the model's positions or a val split.
         DataError: there are no val tokens.
     """
     for files in corpora.files:
         tokens = files.tokens("val") if "val" in files.meta["splits"] else 0
         if tokens < 2:
-            raise DataError(f"{files.directory}: there are no val tokens to evaluate on; expected a corpus prepared "
-                            "with a share for val")
+            raise DataError(f"{files.directory}: no validation tokens; expected a corpus with a val split")
         for context in contexts:
             if context >= tokens:
-                raise ConfigError(f"--context {context}: the val split of {files.directory} has {tokens} tokens; "
-                                  f"expected at most {tokens - 1}")
+                raise ConfigError(f"--context is {context}; expected at most {tokens - 1}: the val split of "
+                                  f"{files.directory} has {tokens} tokens")
     for context in contexts:
         if context < 1:
-            raise ConfigError(f"--context {context}: expected at least 1")
+            raise ConfigError(f"--context is {context}; expected at least 1")
         if model.max_length is not None and context > model.max_length:
             raise ConfigError(f"--context {context}: the model has positions for {model.max_length} tokens and none "
                               f"beyond; expected at most {model.max_length}")
@@ -67,29 +66,32 @@ def check_contexts(model: GPT, corpora: Corpora, contexts: Sequence[int]) -> Non
 def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: Sequence[int], tokens: int,
              tokens_at_once: int, packing: str = "stream",
              progress: Callable[[str], None] = lambda _: None) -> list[Evaluation]:
-    """The figures of a model on the val split of each corpus, at each context.
+    """Evaluates a model on the val split of each corpus, at each context.
 
-    With ``packing="stream"`` all contexts are of the same tokens: stretches as long as the longest, evenly spaced over
-    the split, cut into windows of the context (what is left of a stretch is left out). With ``"documents"`` the windows
-    of each context are packed anew.
+    With ``packing="stream"`` all contexts use the same tokens: stretches of the longest context, evenly spaced over the
+    split and cut into windows, dropping the rest. With ``"documents"`` the windows of each context are packed
+    separately.
 
     Args:
-        contexts: T of the windows, as :func:`check_contexts` lets pass.
-        windows: W of :func:`short_windows`, each of them for the contexts that are longer.
+        model: the model.
+        corpora: the corpora.
+        contexts: T of the windows, checked by :func:`check_contexts`.
+        windows: W of :func:`short_windows`, for longer contexts.
         tokens: tokens to evaluate, at least one window.
-        tokens_at_once: tokens of one forward pass, at least one window.
-        progress: takes a line when a part begins.
+        tokens_at_once: tokens per forward pass, at least one window.
+        packing: as ``data.packing``.
+        progress: called with a line at the start of each part.
 
     Returns:
         For each corpus and context the loss of each window, and ``corpus``, ``context``, ``trained_context``,
         ``windows``, ``windows_checksum`` (equal for the same windows of tokens), ``tokens`` (scored),
-        ``loss`` (nats a token), ``standard_error`` of it, ``perplexity``, ``bits_per_byte`` or, where the corpus has
+        ``loss`` (nats per token), its ``standard_error``, ``perplexity``, ``bits_per_byte`` or, if the corpus has
         weights, ``accuracy``; ``positions``, a list of ``first``, ``last``, ``tokens``, ``loss``, ``standard_error``
-        (and ``accuracy``) of the tokens that are predicted from ``first`` to ``last`` tokens of context;
-        ``short_context``, a list of ``window``, ``least``, ``tokens``, ``loss_window``, ``loss``, ``standard_error`` of
-        the latter and ``gain`` (and ``accuracy_window``, ``accuracy``): of the tokens predicted from more than
-        ``window`` tokens, the loss from ``least`` to ``window`` of them, that from all, and what all are worth. A
-        standard error takes the windows of a context as independent; None where tokens of one window alone count.
+        (and ``accuracy``) of the tokens with ``first`` to ``last`` tokens of context; ``short_context``, a list of
+        ``window``, ``least``, ``tokens``, ``loss_window``, ``loss``, its ``standard_error`` and ``gain`` (and
+        ``accuracy_window``, ``accuracy``) of the tokens with more than ``window`` tokens of context: their loss with
+        the last ``least`` to ``window`` tokens, with all tokens, and the difference. Standard errors assume independent
+        windows; None if only one window has scored tokens.
     """
     forward = _scorer(model, tokens_at_once)
     found = []
@@ -99,8 +101,8 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
             scores = forward(batch)
             scored_BT, lengths_BT = np.asarray(batch.targets_BT) >= 0, context_lengths(batch)
             if not scored_BT.any():
-                raise DataError(f"{files.directory}: the weights leave no target in the windows of val that are "
-                                "evaluated; expected some weights of 1")
+                raise DataError(f"{files.directory}: all weights are 0 in the evaluated windows of val; expected some "
+                                "weights of 1")
             entry: dict[str, Any] = {"corpus": name, "context": context, "trained_context": model.config.context,
                                      "windows": len(scored_BT),
                                      "windows_checksum": windows_checksum(*map(np.asarray, jax.tree.leaves(batch)))}
@@ -118,7 +120,7 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
                 beyond_BT = scored_BT & (lengths_BT > window)
                 if not beyond_BT.any():
                     continue
-                progress(f"{name}, context {context:,}: the last {window:,} tokens alone")
+                progress(f"{name}, context {context:,}: only the last {window:,} tokens")
                 short = short_windows(batch, window)
                 of_window = _figures(files, forward(short), np.asarray(short.targets_BT) >= 0)
                 of_all = _figures(files, scores, beyond_BT)
@@ -133,7 +135,7 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
 
 
 def position_bins(context: int) -> list[tuple[int, int]]:
-    """1, 2, 3 to 4, 5 to 8 …: first and last number of tokens of each bin, up to ``context``."""
+    """First and last context length of each bin, up to ``context``: 1, 2, 3 to 4, 5 to 8, …"""
     bins = [(1, 1)]
     while bins[-1][1] < context:
         first = bins[-1][1] + 1
@@ -142,7 +144,7 @@ def position_bins(context: int) -> list[tuple[int, int]]:
 
 
 def context_lengths(batch: Batch) -> Int[np.ndarray, "B T"]:
-    """How many tokens each target is predicted from: those of its segment before it. 0 at padding."""
+    """Number of context tokens of each target, within its segment. 0 at padding."""
     index_BT = np.broadcast_to(np.arange(batch.inputs_BT.shape[1]), batch.inputs_BT.shape)
     if batch.segment_ids_BT is None:
         return index_BT + 1
@@ -153,20 +155,20 @@ def context_lengths(batch: Batch) -> Int[np.ndarray, "B T"]:
 
 
 def short_windows(batch: Batch, window: int) -> Batch:
-    """The targets that are predicted from more than W = ``window`` tokens, once more, from the last of these alone.
+    """Windows of W = ``window`` tokens that score the targets with more than W tokens of context.
 
-    One forward pass a target would give each exactly W tokens and take W times as long. Windows of W tokens are laid at
-    a stride of W / 4 instead, and of each the last W / 4 targets are scored: a target is predicted from more than three
-    quarters of W tokens and at most W, on average from about 7/8 W. The gain so found is that over such a window; that
-    over one of exactly W tokens is a little less. A window is placed at position 0, as what begins a row in training.
+    Exactly W tokens of context for each target would need a forward pass per target. Instead, windows of W tokens have
+    a stride of W / 4, and the last W / 4 targets of each are scored. A target has more than three quarters of W and at
+    most W tokens of context, about 7/8 W on average, so that the gain is slightly larger than over exactly W tokens.
+    Windows start at position 0, like rows in training.
 
     Returns:
-        (N, W) windows, in which each target of ``batch`` from more than W tokens is scored exactly once.
+        (N, W) windows, in which each target of ``batch`` with more than W tokens of context is scored exactly once.
     """
     inputs_BT, targets_BT = np.asarray(batch.inputs_BT), np.asarray(batch.targets_BT)
     targets_BT = np.where(context_lengths(batch) > window, targets_BT, -1)
     T, stride = inputs_BT.shape[1], _stride(window)
-    # The last window ends with the row, and scores what is left of it.
+    # The last window ends with the row, and scores the remaining targets.
     firsts = np.arange(window, T, stride)
     ends = np.minimum(firsts + stride, T)
     index_NW = ends[:, None] - window + np.arange(window)
@@ -202,7 +204,7 @@ def _batches(files: TokenFiles, contexts: Sequence[int], tokens: int, packing: s
 
 
 def _scorer(model: GPT, tokens_at_once: int) -> Scorer:
-    """``score(batch)``: every target of a batch in host memory, as many rows at once as ``tokens_at_once`` allows."""
+    """``score(batch)``: scores the targets of a batch in host memory, with ``tokens_at_once`` tokens per pass."""
     graph, state = nnx.split(model)
 
     @jax.jit
@@ -232,7 +234,7 @@ def _scorer(model: GPT, tokens_at_once: int) -> Scorer:
         rows = min(B, max(1, tokens_at_once // T))
         found = []
         for start in range(0, B, rows):
-            # The last rows again where fewer are left, so that nothing is compiled for them.
+            # If fewer rows are left, repeat the last ones to avoid another compilation.
             stop = min(start + rows, B)
             part: Batch = jax.tree.map(lambda x, stop=stop: x[stop - rows : stop], batch)
             found.append(jax.tree.map(lambda x, skip=start - (stop - rows): np.asarray(x)[skip:],
@@ -244,8 +246,10 @@ def _scorer(model: GPT, tokens_at_once: int) -> Scorer:
 
 
 def _figures(files: TokenFiles, scores: Scores, chosen_BT: Bool[np.ndarray, "B T"]) -> dict[str, Any]:
-    """Number of the chosen targets, their mean loss and its standard error, and their accuracy where the corpus has
-    weights. The error is that of a mean of clusters, the windows: tokens of a window are not independent."""
+    """Number of chosen targets, their mean loss and its standard error, and their accuracy if the corpus has weights.
+
+    The standard error is clustered by window, since the tokens of a window are not independent.
+    """
     tokens, loss = int(chosen_BT.sum()), float(scores.loss_BT[chosen_BT].mean())
     count = int(chosen_BT.any(axis=1).sum())
     excess_B = np.where(chosen_BT, scores.loss_BT - loss, 0).sum(axis=1)

@@ -1,4 +1,4 @@
-"""A run that begins with the parameters of another: ``--init-from``."""
+"""Initialisation of a run with the parameters of another: ``--init-from``."""
 
 import re
 from pathlib import Path
@@ -21,32 +21,31 @@ from training.step import abstract_model, initial_state
 
 
 class InitialWeights(NamedTuple):
-    """What a new run takes from another one."""
+    """The initial weights of a new run from another one."""
 
     parameters: dict[str, jax.Array]
-    """By name."""
+    """Parameters by name."""
     run: Path
     step: int
-    """Updates they have seen."""
+    """Number of updates of the other run."""
     summary: str
-    """What was taken and what was not, for people."""
+    """Summary of the parameters that are loaded, new and left out."""
 
 
 def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | None = None) -> InitialWeights:
-    """The parameters that a new run begins with, of the newest intact checkpoint of another.
+    """Reads the initial parameters of a new run from the newest intact checkpoint of another.
 
-    Names and shapes have to agree, but that attention modes may have parameters of their own: those that only ``model``
-    has, or has in another shape, are new, and those that only ``run`` has stay behind. Of learned positions the first
-    ones are taken.
+    Names and shapes must agree, except for parameters of attention modes: those that only ``model`` has, or has in
+    another shape, are new, and those that only ``run`` has are left out. Learned positions are truncated.
 
     Args:
         run: the other run.
-        model: the new model; its arrays may be abstract.
-        tokenizer: the new run's.
-        reset: "attention": no parameter of the attention layers is taken.
+        model: the new model; may be abstract.
+        tokenizer: tokenizer of the new run.
+        reset: "attention": load no parameters of attention layers.
 
     Raises:
-        ConfigError: the models disagree, named with both shapes, or there is no such run.
+        ConfigError: the models differ, or the run does not exist.
         RunError, CheckpointError, OSError: as :func:`load_model`.
     """
     source = load_model(run)
@@ -69,19 +68,18 @@ def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | 
     for name, leaf in here.items():
         parts = name.split(".")
         attention, source_name = parts[2:3] == ["attention"], name
-        if attention and name not in there:  # what begins as a copy does so here too
+        if attention and name not in there:  # parameters that are initialised as a copy
             copied = model.blocks[int(parts[1])].attention.init_from_projection.get(parts[3], parts[3])
             source_name = ".".join([*parts[:3], copied, *parts[4:]])
         if attention and (reset == "attention" or source_name not in there):
             continue
         if source_name not in there:
-            raise refuse(f"it has no {name}, which this model has")
+            raise refuse(f"no parameter {name}, which this model has")
         value = there[source_name][...]
         if name == "position_embedding.embedding" and value.shape[1] == leaf.shape[1]:
             if value.shape[0] < leaf.shape[0]:
-                raise refuse(f"{name} has shape {value.shape} there and {leaf.shape} here: there are learned positions "
-                             f"for {value.shape[0]} tokens and model.context is {leaf.shape[0]}; give --model.context "
-                             f"{value.shape[0]} or less")
+                raise refuse(f"{name} has shape {value.shape} there and {leaf.shape} here: model.context is "
+                             f"{leaf.shape[0]}; expected at most the {value.shape[0]} learned positions there")
             value = value[: leaf.shape[0]]
         if value.shape != leaf.shape and attention and not shared[name]:
             continue
@@ -91,16 +89,16 @@ def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | 
     behind = [name for name in there if name not in here]
     for name in behind:
         if name.split(".")[2:3] != ["attention"]:
-            raise refuse(f"{name} has shape {there[name].shape} there and is not in this model")
+            raise refuse(f"{name}, of shape {there[name].shape}, is not in this model")
     if (theirs.heads, head_width(theirs)) != (ours.heads, head_width(ours)) and reset != "attention":
-        raise refuse("the attention weights are of other heads")
+        raise refuse("the attention heads differ")
     if source.config.data.tokenizer != tokenizer:
-        raise refuse("its tokens are others")
+        raise refuse("the tokenizers differ")
     return InitialWeights(taken, run, source.step, _taken_summary(there, here, taken, behind))
 
 
 def save_initial_checkpoint(config: Config, vocabulary_size: int, run_dir: Path, taken: InitialWeights) -> None:
-    """Write the checkpoint of step 0, from which the run then goes on: ``taken``, new parameters beside, new optimizer.
+    """Write the checkpoint of step 0 from ``taken``, with new values for the other parameters and the optimizer.
 
     Raises:
         CheckpointError: it could not be written.
@@ -124,19 +122,19 @@ def save_initial_checkpoint(config: Config, vocabulary_size: int, run_dir: Path,
 
 
 def _taken_summary(there: dict[str, Any], here: dict[str, Any], taken: dict[str, Any], behind: list[str]) -> str:
-    """What was taken, what is new and what stays behind, by parts of the model."""
+    """Summary of the parameters that are loaded, new and left out, by module."""
 
     def parts(names: list[str]) -> str:
-        # Of weight and bias, the module's name; of a parameter that is a mode's own, its name.
+        # The module's name for weight and bias; the parameter's name for a mode's own.
         within = {re.sub(r"^blocks\.\d+\.|\.[a-z]+$", "", name) for name in names}
         return ", ".join(sorted(within)) or "nothing"
 
     new = [name for name in here if name not in taken]
-    text = f"taken: {parts(list(taken))} ({sum(here[name].size for name in taken):,} parameters)"
+    text = f"loaded: {parts(list(taken))} ({sum(here[name].size for name in taken):,} parameters)"
     if (name := "position_embedding.embedding") in taken and there[name].shape != here[name].shape:
-        text += f", of the positions the first {here[name].shape[0]:,} of {there[name].shape[0]:,}"
+        text += f", the first {here[name].shape[0]:,} of {there[name].shape[0]:,} positions"
     text += "; new: " + (f"{parts(new)} ({sum(here[name].size for name in new):,} parameters), " if new else "")
     text += "optimizer state, step and clocks"
-    text += f"; left behind: {parts(behind)}" if behind else ""
+    text += f"; left out: {parts(behind)}" if behind else ""
     reshaped = [name for name in new if name in there]
-    return text + (f"; of another shape there: {parts(reshaped)}" if reshaped else "")
+    return text + (f"; of another shape: {parts(reshaped)}" if reshaped else "")

@@ -1,12 +1,12 @@
-"""The lines of ``metrics.jsonl`` once more, for TensorBoard and for Weights & Biases.
+"""Logs the lines of ``metrics.jsonl`` to TensorBoard and Weights & Biases.
 
     python train.py configs/quickstart.py --logging.tensorboard
     WANDB_MODE=offline python train.py configs/quickstart.py --logging.wandb
 
-``metrics.jsonl`` comes first and never waits for these: where one of them fails, training goes on without it and says
-so once. Every number of a line is a curve ``SPLIT/NAME`` over the step, and the config stands beside. A run that goes
-on continues its curves: event files tell TensorBoard to drop the steps that come again, and Weights & Biases, which
-cannot drop any, is given only the steps that it has not seen: of those that come again it keeps the first figures.
+``metrics.jsonl`` never depends on them: if one fails, training continues without it, with one warning. Every number of
+a line is a curve ``SPLIT/NAME`` over the step, and the config is logged too. A resumed run continues its curves. Event
+files tell TensorBoard to drop repeated steps. Weights & Biases cannot drop steps, so it receives only new ones and
+keeps the first values of repeated steps.
 """
 
 import contextlib
@@ -27,33 +27,33 @@ from configs.schema import Config, LoggingConfig, LraConfig
 from support.errors import ConfigError
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-"""What each flag needs; the extra that installs it is called as the flag."""
+"""The package of each flag; the extra that installs it has the name of the flag."""
 HINTS = {"wandb": ". Without a network, set WANDB_MODE=offline"}
-"""What may help where a log fails."""
+"""Hints for failed logs."""
 TAIL_BYTES = 65_536
-"""Of a metrics file; they hold its last lines."""
+"""Bytes at the end of a metrics file that contain its last lines."""
 
 
 def check(config: LoggingConfig) -> None:
-    """Raises :class:`ConfigError` where a package that a flag needs is not installed."""
+    """Raises :class:`ConfigError` if the package of a flag is not installed."""
     for flag, package in PACKAGES.items():
         if not getattr(config, flag):
             continue
         spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:  # without origin it is a mere folder of that name, such as W&B leaves
+        if spec is None or spec.origin is None:  # without origin it is a folder of that name, such as W&B leaves
             raise ConfigError(f"--logging.{flag}: the package {package} is not installed; install the extra {flag}: "
                               f"pip install -e '.[{flag}]'")
 
 
 class Logs:
-    """What a run logs beside its ``metrics.jsonl``.
+    """The loggers of a run besides ``metrics.jsonl``.
 
-    Make it before :class:`training.metrics.MetricsWriter` shortens that file.
+    Create it before :class:`training.metrics.MetricsWriter` shortens that file.
 
     Args:
-        config: the run's; ``config.logging`` says what there is.
-        run_dir: the run's folder.
-        step: the run goes on from here.
+        config: the run's config; ``config.logging`` selects the loggers.
+        run_dir: run folder.
+        step: the step that the run resumes from.
     """
 
     def __init__(self, config: Config | LraConfig, run_dir: Path, *, step: int):
@@ -64,13 +64,13 @@ class Logs:
                     self._logs[flag] = make(config, run_dir, step)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """A line of ``metrics.jsonl``."""
+        """Log a line of ``metrics.jsonl``."""
         values = {f"{record['split']}/{name}": float(value) for name, value in record.items()
                   if name not in ("step", "split")}
         self._each(lambda log: log.write(record["step"], values))
 
     def flush(self) -> None:
-        """Put on disk what was written."""
+        """Write pending records to disk."""
         self._each(lambda log: log.flush())
 
     def _each(self, act: Callable[["_Log"], None]) -> None:
@@ -82,13 +82,13 @@ class Logs:
     def _told_once(self, flag: str) -> Any:
         try:
             yield
-        except Exception as error:  # other people's code, disks and networks: none of it may end a run
+        except Exception as error:  # errors of loggers, disks and networks must not end a run
             log = self._logs.pop(flag, None)
             if log is not None:
                 with contextlib.suppress(Exception):
                     log.close(failed=True)
-            warnings.warn(f"--logging.{flag}: {type(error).__name__}: {str(error).rstrip('.')}. Training goes on "
-                          f"without it; metrics.jsonl has every line{HINTS.get(flag, '')}", stacklevel=2)
+            warnings.warn(f"--logging.{flag}: {type(error).__name__}: {str(error).rstrip('.')}. Training continues "
+                          f"without it; metrics.jsonl is complete{HINTS.get(flag, '')}", stacklevel=2)
 
     def __enter__(self) -> Self:
         return self
@@ -106,10 +106,10 @@ class _Log(Protocol):
 
 
 class _TensorBoard:
-    """An event file of this start of the run.
+    """The event file of this start of the run.
 
-    ``tensorboardX.SummaryWriter`` writes in a thread of its own, after whose death, on a full disk, it waits for ever;
-    here the same records are written at once.
+    ``tensorboardX.SummaryWriter`` writes in a thread and hangs after that dies, for example on a full disk; this class
+    writes the same records synchronously.
     """
 
     def __init__(self, config: Config | LraConfig, run_dir: Path, step: int):
@@ -119,11 +119,11 @@ class _TensorBoard:
 
         folder = run_dir / "tensorboard"
         folder.mkdir(exist_ok=True)
-        # TensorBoard reads the files in the order of their names.
+        # TensorBoard reads files in the order of their names.
         name = f"events.out.tfevents.{int(time.time()):010}.{step:08}.{socket.gethostname()}"
         self._event, self._writer = Event, RecordWriter(str(folder / name))
         self._write(file_version="brain.Event:2")
-        # Steps from here on, of earlier files, are dropped.
+        # Drops the steps from here on in earlier files.
         self._write(step=step + 1, session_log=SessionLog(status=SessionLog.START))
         code = textwrap.indent(json.dumps(config.to_dict(), indent=2), "    ")  # as Markdown has it
         self._write(step=step, summary=text("config", code))
@@ -142,7 +142,7 @@ class _TensorBoard:
 
 
 class _WandB:
-    """A run of Weights & Biases, the same one whenever the run goes on: its id is in ``RUN/wandb/id.txt``."""
+    """A run of Weights & Biases, with its id in ``RUN/wandb/id.txt``, so that a resumed run continues it."""
 
     def __init__(self, config: Config | LraConfig, run_dir: Path, step: int):
         import wandb
@@ -150,28 +150,28 @@ class _WandB:
         folder = run_dir / "wandb"
         folder.mkdir(exist_ok=True)
         kept = folder / "id.txt"
-        # Lines past the step that a run goes on from were logged before a crash.
+        # Lines after the step that a run resumes from were logged before a crash.
         self._logged = max(step, _last_step(run_dir / "metrics.jsonl")) if kept.exists() else step
         if not kept.exists():
             kept.write_text(secrets.token_hex(8) + "\n")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "lineargpt"), name=os.environ.get("WANDB_NAME", run_dir.name),
             id=kept.read_text().strip(), resume="allow", dir=run_dir, config=config.to_dict(), allow_val_change=True,
-            settings=wandb.Settings(console="off"))  # standard output and error are not its to change
+            settings=wandb.Settings(console="off"))  # leave standard output and error alone
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         if step > self._logged:
             self._run.log(dict(values), step=step)
 
     def flush(self) -> None:
-        """It writes by itself."""
+        """Nothing to do: it writes by itself."""
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
 
 def _last_step(metrics: Path) -> int:
-    """Of the last line of a metrics file; 0 where there is none."""
+    """Step of the last line of a metrics file; 0 if there is none."""
     if not metrics.exists():
         return 0
     with metrics.open("rb") as file:

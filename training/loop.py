@@ -1,4 +1,4 @@
-"""The loop: dispatches steps, reads their metrics one step late, evaluates, saves and stops. No mathematics in here."""
+"""The training loop: dispatches steps, reads their metrics one step late, evaluates, saves and stops."""
 
 import math
 import os
@@ -33,31 +33,31 @@ from training.sharding import batch_sharding, make_mesh, state_shardings
 
 @dataclass
 class Position:
-    """Where a run is; saved with every checkpoint."""
+    """Progress of a run; saved with every checkpoint."""
 
     step: int = 0
     batches: int = 0
     """Global batches consumed."""
     train_seconds: float = 0.0
-    """Time spent on updates: no compilation, evaluation or checkpoints."""
+    """Time spent on updates, excluding compilation, evaluation and checkpoints."""
     wall_seconds: float = 0.0
-    """All time."""
+    """Total time."""
 
 
 class Outcome(NamedTuple):
-    """How :func:`train` ended."""
+    """Result of :func:`train`."""
 
     position: Position
     val_loss: float | None
-    """At the last evaluation; None where none was made."""
+    """Val loss of the last evaluation, if any."""
     signal: int | None
-    """The signal that stopped it."""
+    """The signal that stopped it, if any."""
     timing: Timing
-    """Where the time went, in all starts of the run."""
+    """Wall time by part, over all starts of the run."""
 
 
 class _Pending(NamedTuple):
-    """A step under way."""
+    """A dispatched step."""
 
     metrics: steps.StepMetrics
     learning_rate: float
@@ -65,7 +65,7 @@ class _Pending(NamedTuple):
 
 @dataclass
 class _Clock:
-    """Both clocks; the training clock runs from :meth:`resume` to the last :meth:`split`."""
+    """Wall and training clock; the latter runs from :meth:`resume` to the last :meth:`split`."""
 
     position: Position
     started: float = field(default_factory=time.perf_counter)
@@ -91,17 +91,19 @@ class _Clock:
 
 def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, started: float,
           quiet: bool = False) -> Outcome:
-    """Train in ``run_dir`` from its newest intact checkpoint, or from the start, to the end that the config sets.
+    """Train in ``run_dir`` from its newest intact checkpoint, or from the start, to the end set by the config.
 
     Args:
-        objective: what is trained, such as :class:`training.objectives.LanguageModelling` is.
-        started: ``time.perf_counter()`` when the command began, for the wall clock.
+        config: validated config.
+        objective: model and data, such as :class:`training.objectives.LanguageModelling`.
+        run_dir: run folder.
+        started: ``time.perf_counter()`` at the start of the command, for the wall clock.
         quiet: no progress bar.
 
     Raises:
-        ConfigError: the config does not fit data or devices.
+        ConfigError: the config does not fit the data or devices.
         CheckpointError: the checkpoints are of another model, or all damaged.
-        TrainingError: a loss, gradient or parameter that is not finite.
+        TrainingError: a loss, gradient or parameter is not finite.
         OSError: the disk is full or cannot be written.
         RunError: ``environment.json`` is damaged.
     """
@@ -115,7 +117,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
     shardings = state_shardings(mesh, objective.model, shapes)
     timing = Timing.of_run(run_dir, started)
     with ExitStack() as stack:
-        stack.enter_context(timing)  # it writes after everything else has ended, however it ends
+        stack.enter_context(timing)  # writes last, also on an error
         timing.enter("checkpoint")
         checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep))
         restored = _restore(checkpoints, shapes, shardings)
@@ -160,7 +162,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
             state, metrics = update(state, batch, jnp.float32(rate))
             position.step += 1
             position.batches += 1
-            if pending is not None:  # the device is at work on this step while the one before is written down
+            if pending is not None:  # write the previous step while the device computes this one
                 run.record(pending, position.step - 1)
             pending = _Pending(metrics, rate)
             evaluates, samples_text, saves = (every > 0 and position.step % every == 0 for every in (
@@ -168,7 +170,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
             if evaluates or samples_text or saves:
                 run.record(pending, position.step)
                 pending = None
-                # Before the save: a run whose last checkpoint is complete has its last val line and sample too.
+                # Before the save, so that a run with its last checkpoint also has its last val line and sample.
                 if evaluates or _finished(config, position):
                     run.evaluate(state)
                 if samples_text or _finished(config, position):
@@ -184,30 +186,30 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
             run.sample(state)
         run.save(state)
         timing.enter("checkpoint")
-        checkpoints.wait()  # while a second signal, not the first, is what ends the process
+        checkpoints.wait()  # while only a second signal ends the process
         timing.enter("other")
         return Outcome(position, run.val_loss, stop[0] if stop else None, timing)
 
 
 @dataclass
 class _Run:
-    """What the loop does between steps."""
+    """The work of the loop between steps."""
 
     config: Config | LraConfig
     model: Any
-    """Its arrays are abstract."""
+    """The abstract model."""
     clock: _Clock
     timing: Timing
     flops_per_token: float | None
-    """Of forward and backward pass; None where not known."""
+    """Of forward and backward pass; None if unknown."""
     peak_flops: float | None
-    """What the devices of the mesh could do in a second; None where not known."""
+    """Peak of all devices of the mesh, per second; None if unknown."""
     writer: MetricsWriter
     logs: Logs
     samples: Samples | None
     checkpoints: Checkpoints
     figures: Callable[[steps.TrainState], dict[str, float]]
-    """Those of a val line."""
+    """Computes the figures of a val line."""
     parameter_norm: Any
     bar: Any
     val_loss: float | None = None
@@ -232,7 +234,7 @@ class _Run:
         self.bar.update(step, loss, tokens / seconds, self.clock.position)
 
     def evaluate(self, state: steps.TrainState) -> None:
-        """The val line of the present step, unless there is one."""
+        """Write the val line of the current step, unless it exists."""
         if self.evaluated_at == self.clock.position.step:
             return
         self.timing.enter("evaluation")
@@ -246,17 +248,17 @@ class _Run:
         self.timing.enter("other")
 
     def sample(self, state: steps.TrainState) -> None:
-        """Text of the model of the present step, where samples are asked for, unless there is one."""
+        """Write a text sample at the current step, if configured, unless it exists."""
         step = self.clock.position.step
         if self.samples is not None and self.config.train.sample_every and self.sampled_at != step:
             self.samples.write(step, steps.build(self.model, state.parameters, state.variables))
             self.sampled_at = step
 
     def save(self, state: steps.TrainState) -> None:
-        """A checkpoint of the present step, unless there is one.
+        """Save a checkpoint of the current step, unless it exists.
 
         Raises:
-            TrainingError: the parameters are not finite, or so large that their norm is not.
+            TrainingError: the parameters or their norm are not finite.
         """
         position = self.clock.position
         if self.saved_at == position.step or position.step == 0:
@@ -268,7 +270,7 @@ class _Run:
         self.checkpoints.save(position.step, {
             "parameters": state.parameters, "variables": state.variables, "optimizer": state.optimizer,
             "position": dict(vars(position))}, loss=self.val_loss if self.evaluated_at == position.step else None)
-        self.timing.write()  # with every checkpoint, for a process that is killed writes nothing at its end
+        self.timing.write()  # with every checkpoint, in case the process is killed
         self.saved_at = position.step
         self.timing.enter("other")
 
@@ -306,7 +308,7 @@ def _restore(checkpoints: Checkpoints, shapes: Any, shardings: Any) -> tuple[Any
 
 
 def is_finished(config: Config | LraConfig, position: dict[str, Any]) -> bool:
-    """Whether a run at this position has nothing left to do."""
+    """Whether a run at this position is complete."""
     return _finished(config, Position(**position))
 
 
@@ -316,7 +318,7 @@ def _finished(config: Config | LraConfig, position: Position) -> bool:
 
 
 def _share(config: Config | LraConfig, position: Position) -> float:
-    """How much of the run is over: of its steps where they are given, else of its minutes."""
+    """The completed fraction of the run: of its steps if given, else of its minutes."""
     if config.train.steps is not None:
         return position.step / config.train.steps
     assert config.train.minutes is not None
@@ -325,7 +327,7 @@ def _share(config: Config | LraConfig, position: Position) -> float:
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """The first SIGTERM or Ctrl-C ends up in the list, for the loop to stop at; a second one acts at once."""
+    """Collects the first SIGTERM or Ctrl-C in a list, at which the loop stops; a second one acts immediately."""
     received: list[int] = []
     before: dict[int, Any] = {}
 
@@ -345,7 +347,7 @@ def _stop_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def _progress(config: Config | LraConfig, position: Position, quiet: bool) -> Iterator[Any]:
-    """A bar on a terminal; elsewhere a line at each evaluation."""
+    """A progress bar on a terminal; otherwise a line at each evaluation."""
     bar = _Bar(config)
     if quiet or not sys.stderr.isatty():
         yield replace(bar, lines=not quiet)

@@ -1,4 +1,4 @@
-"""``RUN/metrics.jsonl``: one JSON object a line, appended while a run trains and read back in blocks.
+"""``RUN/metrics.jsonl``: one JSON object per line, appended during training and read in blocks.
 
 Every line has ``split`` ("train" or "val") and numbers: step, tokens, train_seconds, wall_seconds, loss, ….
 """
@@ -18,19 +18,18 @@ import orjson
 from support.files import replacing
 
 BLOCK_BYTES = 1 << 20
-"""Read at once."""
+"""Bytes per read."""
 
 
 class MetricsWriter:
-    """Appends records to a metrics file, each on disk as a whole line before :meth:`write` returns.
+    """Appends records to a metrics file, each as a complete line on disk before :meth:`write` returns.
 
-    An existing file is continued: a half-written last line is cut, and so are the lines of steps past
-    ``keep_through``, so that the curve of a resumed run does not double back. The shortened file is written beside
-    the old one and renamed.
+    An existing file is continued, without an incomplete last line and without lines after step ``keep_through``, so
+    that the steps of a resumed run increase. The shortened file replaces the old one atomically.
 
     Args:
-        path: the file; made, with its folder, where there is none.
-        keep_through: the step a run resumes from; None keeps all steps.
+        path: the file; created, with its folder, if missing.
+        keep_through: the step that a run resumes from; None keeps all steps.
 
     Raises:
         OSError: the file cannot be written.
@@ -47,8 +46,8 @@ class MetricsWriter:
         """Append one line.
 
         Args:
-            record: Python numbers, strings, or NumPy or JAX scalars by name. Every number keeps its exact value, but
-                NaN and infinities become null.
+            record: Python numbers, strings, or NumPy or JAX scalars by name. Numbers are exact, except that NaN and
+                infinities become null.
 
         Raises:
             OSError: the line cannot be written; the message names the file.
@@ -74,17 +73,17 @@ class MetricsWriter:
 
 
 def read_blocks(path: Path) -> Iterator[list[dict[str, Any]]]:
-    """The records of a metrics file, also of a run in training, in blocks from the end of the file to its beginning.
+    """Reads the records of a metrics file in blocks, from the end of the file, with bounded memory.
 
-    Memory is bounded whatever the length of the file. It begins at the end because of two lines of one step the later
-    counts. A half-written last line and blank lines are passed over. Other lines that are not JSON objects with a split
-    are passed over with one warning, when all is read, which counts them and gives the number of the first.
+    The file may be of a running process. Of two lines of a step the later one counts. An incomplete last line and blank
+    lines are skipped. Other lines that are not JSON objects with a split are skipped with one warning at the end, with
+    their number and the first line.
 
     Yields:
-        The records of about a megabyte, in the order of the file; null stands for NaN.
+        Records of about a megabyte, in the order of the file; NaN for null.
 
     Raises:
-        OSError: there is no such file, or it cannot be read.
+        OSError: the file does not exist, or cannot be read.
     """
     damaged, first_damaged = 0, 0
     with Path(path).open("rb") as file:
@@ -104,11 +103,11 @@ def read_blocks(path: Path) -> Iterator[list[dict[str, Any]]]:
         if damaged:
             file.seek(0)
             number = 1 + sum(piece.count(b"\n") for piece in _pieces(file, first_damaged))
-            warnings.warn(f"{path}: skipped {damaged:,} damaged line(s), the first is line {number:,}", stacklevel=2)
+            warnings.warn(f"{path}: skipped {damaged:,} damaged line(s), the first at line {number:,}", stacklevel=2)
 
 
 def _blocks_of_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Where each block begins, and its whole lines; from the end of the file."""
+    """The offset of each block, and its complete lines; from the end of the file."""
     end, begun = file.seek(0, os.SEEK_END), b""
     while end > 0:
         start = max(0, end - BLOCK_BYTES)
@@ -122,13 +121,13 @@ def _blocks_of_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _pieces(file: BinaryIO, end: int) -> Iterator[bytes]:
-    """A file's bytes up to ``end``."""
+    """The bytes of a file up to ``end``."""
     for start in range(0, end, BLOCK_BYTES):
         yield file.read(min(BLOCK_BYTES, end - start))
 
 
 def _parse_all(lines: bytes) -> list[dict[str, Any]] | None:
-    """The records of lines of which none is damaged, in half the time that a line alone takes; else None."""
+    """The records of lines, parsed together in half the time; None if a line is damaged."""
     try:
         records = orjson.loads(b"[" + lines.rstrip(b"\n").replace(b"\n", b",") + b"]")
     except orjson.JSONDecodeError:
@@ -156,7 +155,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
         try:
-            record = json.loads(line)  # takes NaN, which other programs write
+            record = json.loads(line)  # accepts NaN from other programs
         except ValueError:
             return None
     return record if isinstance(record, dict) else None

@@ -1,4 +1,4 @@
-"""What is trained, and on what: all that the loop does not know. :class:`LanguageModelling` is a GPT on corpora."""
+"""Objectives: model, data and evaluation, for the training loop. :class:`LanguageModelling` is a GPT on corpora."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,19 +20,19 @@ from training import step as steps
 
 
 class Objective(Protocol):
-    """What is trained, on what: all that the loop does not know."""
+    """The interface between the training loop, and model and data."""
 
     @property
     def model(self) -> Any:
-        """The model, its arrays abstract."""
+        """The abstract model."""
         ...
 
     def initial(self, transform: optax.GradientTransformationExtraArgs) -> steps.TrainState:
-        """Before the first update; jitted by the loop."""
+        """The state before the first update; jitted by the loop."""
         ...
 
     def update(self, transform: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[steps.TrainState, Any]]:
-        """As :func:`training.step.make_update` gives it."""
+        """The update, as returned by :func:`training.step.make_update`."""
         ...
 
     def batch_shape(self, sharding: NamedSharding) -> Any:
@@ -40,20 +40,20 @@ class Objective(Protocol):
         ...
 
     def batches(self, *, start: int, sharding: NamedSharding) -> AbstractContextManager[Iterator[Any]]:
-        """Batches without end, after ``start`` that were consumed before; batch n depends on seed and n alone."""
+        """Infinite batches from number ``start`` on; batch n depends only on seed and n."""
         ...
 
     def evaluator(self, sharding: NamedSharding) -> Callable[[steps.TrainState], dict[str, float]]:
-        """The figures of a val line, ``loss`` among them."""
+        """Computes the figures of a val line, including ``loss``."""
         ...
 
     def samples(self, folder: Path, *, keep_through: int) -> Samples | None:
-        """What writes samples into ``folder``; None where there is none."""
+        """The writer of text samples in ``folder``, if any."""
         ...
 
 
 class LanguageModelling:
-    """A :class:`Objective`: a GPT on the windows of corpora."""
+    """An :class:`Objective`: a GPT on windows of corpora."""
 
     def __init__(self, config: Config, corpora: Corpora):
         self._config, self._corpora = config, corpora
@@ -77,7 +77,7 @@ class LanguageModelling:
 
     def evaluator(self, sharding: NamedSharding) -> Callable[[steps.TrainState], dict[str, float]]:
         train, corpora = self._config.train, self._corpora
-        # As many sequences at once as in training, and no more, for they have to fit into memory.
+        # As many sequences at once as in training, so that they fit into memory.
         val = [[put(batch, sharding) for batch in fixed_batches(
             files, "val", context=self._config.model.context, batch_size=train.batch_size // train.accumulate,
             count=train.eval_batches * train.accumulate, packing=self._config.data.packing)]
@@ -105,11 +105,11 @@ class LanguageModelling:
 
 
 def _figures(files: TokenFiles, sums: Sequence[tuple[np.ndarray, ...]]) -> dict[str, float]:
-    """What evaluation found on the val split of one corpus."""
+    """The figures of the val split of one corpus."""
     losses, counts, *right = zip(*sums, strict=True)
     loss = float(sum(losses)) / int(sum(counts))
     figures = {"loss": loss}
-    if not files.weighted:  # of a text of which parts do not count they would mean nothing
+    if not files.weighted:  # meaningless if parts of the text are not scored
         figures["bits_per_byte"] = loss / math.log(2) / files.bytes_per_token("val")
     if right:
         figures["accuracy"] = int(sum(right[0])) / int(sum(counts))
@@ -117,7 +117,7 @@ def _figures(files: TokenFiles, sums: Sequence[tuple[np.ndarray, ...]]) -> dict[
 
 
 def put(batch: Batch, sharding: NamedSharding) -> Batch:
-    """A batch on the devices: spread over them where it can be, a whole copy on each where it is too small."""
+    """A batch on the devices, sharded if possible, or replicated if it is too small."""
     mesh = sharding.mesh
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
     if len(batch.inputs_BT) % rows:

@@ -1,4 +1,4 @@
-"""AdamW as GPT-2's successors use it, and the learning rate as a function of how far a run has come."""
+"""AdamW and learning-rate schedules."""
 
 import math
 from typing import Any
@@ -13,21 +13,21 @@ from configs.schema import OptimizerConfig
 from models.parameters import declarations
 
 _SMALL = 2**14
-"""Numbers that an array has at most to be summed together with others."""
+"""Maximum size of arrays whose sums are computed together."""
 _WARMUP_SHARE = 0.1
-"""A run bounded by time is past its warm-up after this share of it, however few steps that is."""
+"""Maximum fraction of a run bounded by time that is warm-up, whatever its steps."""
 
 
 def make_optimizer(config: OptimizerConfig, decays: Any) -> optax.GradientTransformationExtraArgs:
-    """Clipped gradients, Adam's moments, weight decay; the result is yet to be multiplied by −learning rate.
+    """AdamW with clipping, without the factor −learning rate.
 
-    Its ``update`` takes ``scale``, a factor that gradients are multiplied by first: together with clipping it is one.
+    Its ``update`` takes ``scale``, a factor of the gradients, which is merged with clipping.
 
     Loshchilov, Hutter: "Decoupled Weight Decay Regularization", 2019.
 
     Args:
         config: moments, clipping and weight decay.
-        decays: a tree like the parameters of whether weight decay applies to each, as :func:`decay_mask` makes it.
+        decays: whether weight decay applies to each parameter, as returned by :func:`decay_mask`.
     """
     return optax.chain(
         _scale_and_clip(config.clip_norm),
@@ -39,15 +39,15 @@ def make_optimizer(config: OptimizerConfig, decays: Any) -> optax.GradientTransf
 def global_norm(tree: Any) -> jax.Array:
     """√Σ x² over all arrays of a tree.
 
-    A GPU would take one or two launches for the sum of each array. Here it takes one for the rows of each large array,
-    and a few for all of their sums and all small arrays; the barrier keeps XLA from taking that apart.
+    Naively, a GPU needs one or two launches per array. Here it needs one for the rows of each large array, and a few
+    for all of their sums and all small arrays. The barrier prevents XLA from undoing this.
     """
     squares = [jnp.square(x) if x.size <= _SMALL else jnp.sum(jnp.square(x), axis=-1) for x in jax.tree.leaves(tree)]
     return jnp.sqrt(jnp.sum(lax.optimization_barrier(jnp.concatenate([x.ravel() for x in squares]))))
 
 
 def _scale_and_clip(most: float | None) -> optax.GradientTransformationExtraArgs:
-    """Gradients times ``scale``, and scaled down to the norm ``most`` where they then have a larger one."""
+    """Scales gradients by ``scale`` and clips their norm to ``most``."""
 
     def update(updates: Any, state: Any, params: Any = None, *, scale: Any = 1.0, **extra_args: Any) -> tuple[Any, Any]:
         if most is not None:
@@ -58,20 +58,21 @@ def _scale_and_clip(most: float | None) -> optax.GradientTransformationExtraArgs
 
 
 def decay_mask(model: nnx.Module) -> Any:
-    """Whether weight decay applies to each parameter, as the model declares it; its arrays may be abstract."""
+    """Whether weight decay applies to each parameter, as declared by the model, which may be abstract."""
     return jax.tree.map(lambda declared: declared.decays, declarations(model))
 
 
 def learning_rate(config: OptimizerConfig, step: int, share: float, *, by_steps: bool) -> float:
-    """Linear warm-up, then a cosine to ``final_fraction`` of the peak, or the inverse root of the step.
+    """The learning rate: linear warm-up, then cosine decay to ``final_fraction`` of the peak, or inverse square root.
 
-    The latter is min(1, t / w) / sqrt(max(t, w)) times ``learning_rate``, after w steps of warm-up: Vaswani et al.,
-    "Attention Is All You Need", 2017, but for a factor. It depends on the step t alone, from 1, and not on the share.
+    The latter is min(1, t / w) / sqrt(max(t, w)) times ``learning_rate``, with w steps of warm-up: Vaswani et al.,
+    "Attention Is All You Need", 2017, up to a factor. It depends only on the step t, counted from 1.
 
     Args:
-        step: updates made so far.
-        share: how much of the run is over, 0 to 1: of its steps, or of its minutes where it has no steps.
-        by_steps: whether the share is one of steps.
+        config: schedule and peak.
+        step: number of completed updates.
+        share: completed fraction of the run, 0 to 1: of its steps, or of its minutes if it has no steps.
+        by_steps: whether the fraction is of steps.
     """
     warm = (step + 1) / max(1, config.warmup_steps)
     if config.schedule == "inverse_sqrt":

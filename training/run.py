@@ -1,4 +1,4 @@
-"""The folder of a run: whether it is this run's, its lock, its newest checkpoint, and its model read back."""
+"""Run folders: consistency checks, the lock, the newest checkpoint, and loading the model."""
 
 import dataclasses
 import fcntl
@@ -21,45 +21,45 @@ from training.checkpoint import Checkpoints
 from training.environment import PUBLISHED
 
 SWEEP_RECORD = "run.json"
-"""What sweep.py writes into the folder of a run before the run begins: which run it is to be."""
+"""File that identifies a run of a study; sweep.py writes it before the run starts."""
 OUTPUT = "output.log"
-"""What a run that sweep.py started has printed."""
+"""Output of a run started by sweep.py."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRun:
-    """A model as a run's checkpoint has it."""
+    """The model of a run's checkpoint."""
 
     model: GPT
     config: Config
-    """``config.json``, number format and modes resolved."""
+    """``config.json``, with compute dtype and modes resolved."""
     step: int
-    """Updates the parameters have seen."""
+    """Number of updates."""
     environment: dict[str, Any]
-    """``environment.json``."""
+    """Contents of ``environment.json``."""
 
 
 def check_folder(config: Config | LraConfig, run_dir: Path) -> dict[str, Any]:
-    """Checks that a run can begin or go on in a folder: as the model it is, on the same batches.
+    """Checks that a run can start or resume in a folder, with the same model and batches.
 
     Returns:
-        the run's ``environment.json``; empty where it has not begun.
+        the run's ``environment.json``; empty for a new run.
 
     Raises:
-        ConfigError: ``run_dir`` is a file, holds something else, published weights, or a run of another model,
+        ConfigError: ``run_dir`` is a file, or holds other files, published weights, or a run of another model,
             tokenizer, task, seed or batch size.
-        RunError: one of its files is damaged, or of another format.
+        RunError: a file is damaged, or has another format.
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is a file; give another --run-dir")
     environment = read_json(run_dir / "environment.json", RunError) if (run_dir / "environment.json").exists() else {}
     if PUBLISHED in environment:
-        raise ConfigError(f"{run_dir} holds published weights; to begin with them give --init-from {run_dir} and "
+        raise ConfigError(f"{run_dir} holds published weights; to train from them, give --init-from {run_dir} and "
                           "another --run-dir")
     if not (run_dir / "config.json").exists():
         if run_dir.exists() and any(
                 not p.name.startswith(".") and p.name not in (SWEEP_RECORD, OUTPUT) for p in run_dir.iterdir()):
-            raise ConfigError(f"{run_dir} holds something that is not a run; give another --run-dir")
+            raise ConfigError(f"{run_dir} holds other files than a run; give another --run-dir")
         return environment
     before = read_config(run_dir)
     if type(before) is not type(config):
@@ -73,28 +73,28 @@ def check_folder(config: Config | LraConfig, run_dir: Path) -> dict[str, Any]:
 
 
 def _identity(config: Config | LraConfig) -> dict[str, Any]:
-    """What may not change from one start of a run to the next."""
+    """The fields that must not change when a run resumes."""
     values = config.to_dict()
     model = {f"model.{name}": value for name, value in values["model"].items() if name != "modes"}
     modes = {f"model.modes.{mode}.{name}": value for mode, options in values["model"]["modes"].items()
              for name, value in options.items() if name not in attentions.load(mode).Attention.implementation_fields}
-    # What else there is of a task's data is in their checksum.
+    # The checksum covers the other fields of a task's data.
     data = ("task",) if isinstance(config, LraConfig) else ("tokenizer", "packing")
     return {f"data.{name}": values["data"][name] for name in data} | model | modes | {
         f"train.{name}": values["train"][name] for name in ("seed", "batch_size")}
 
 
 def check_corpus(environment: dict[str, Any], checksum: str, corpus: object, run_dir: Path) -> None:
-    """Checks that a run goes on with the data it began with.
+    """Checks that a run resumes with the same data.
 
     Args:
-        environment: of the run, as :func:`check_folder` returns it.
-        checksum: of the data at hand.
-        corpus: what they are called in the message.
-        run_dir: the run's folder.
+        environment: the run's, as returned by :func:`check_folder`.
+        checksum: checksum of the present data.
+        corpus: name of the data in the message.
+        run_dir: run folder.
 
     Raises:
-        ConfigError: ``run_dir`` was trained on another corpus, or on other shares of several.
+        ConfigError: ``run_dir`` was trained on another corpus, or on another mixture.
     """
     if environment and environment.get("corpus_checksum") != checksum:
         raise ConfigError(f"{run_dir} was trained on another corpus than {corpus}; give another --run-dir")
@@ -102,10 +102,10 @@ def check_corpus(environment: dict[str, Any], checksum: str, corpus: object, run
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Holds the lock of a run's folder, which is made where there is none.
+    """Holds the lock of a run folder, which is created if missing.
 
     Raises:
-        TrainingError: it cannot be written in, or another process trains in it.
+        TrainingError: the folder is not writable, or another process trains in it.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def in_training(run_dir: Path) -> bool:
-    """Whether a process trains in a run's folder now."""
+    """Whether a process is training in a run folder."""
     try:
         with (run_dir / ".lock").open("r") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -133,11 +133,11 @@ def in_training(run_dir: Path) -> bool:
 
 
 def newest_step(config: Config | LraConfig, run_dir: Path) -> tuple[int | None, bool]:
-    """The step of the newest intact checkpoint, and whether nothing is left to do; prints which it is.
+    """The step of the newest intact checkpoint, and whether the run is finished; prints a message about it.
 
     Raises:
-        ConfigError: the run is beyond the steps asked for.
-        CheckpointError: no checkpoint is intact, or the newest has no optimizer state to go on with.
+        ConfigError: the run is beyond ``train.steps``.
+        CheckpointError: no checkpoint is intact, or the newest has no optimizer state.
     """
     with Checkpoints(run_dir / "checkpoints") as checkpoints:
         newest = checkpoints.resume({"position": None}, verify=("parameters", "variables", "optimizer"))
@@ -146,28 +146,29 @@ def newest_step(config: Config | LraConfig, run_dir: Path) -> tuple[int | None, 
         finished = loop.is_finished(config, newest[1]["position"])
         if not finished:
             checkpoints.check_training_can_go_on(newest[0])  # before anything is written
-        more = ("More --train.steps or --train.minutes go on from there." if checkpoints.training_can_go_on(newest[0])
-                else "It keeps its parameters alone, for --init-from of another run.")
+        more = ("Give more --train.steps or --train.minutes to continue."
+                if checkpoints.training_can_go_on(newest[0])
+                else "It has no optimizer state; --init-from can start another run from its parameters.")
     if config.train.steps is not None and newest[0] > config.train.steps:
-        raise ConfigError(f"{run_dir} is at step {newest[0]:,}, beyond train.steps, {config.train.steps:,}; give at "
-                          "least as many")
+        raise ConfigError(f"train.steps is {config.train.steps:,}; expected at least {newest[0]:,}, the step of "
+                          f"{run_dir}")
     if finished:
         status(f"{run_dir} is finished: step {newest[0]:,}. {more}")
     else:
-        note(f"{run_dir} goes on from step {newest[0]:,}")
+        note(f"{run_dir} resumes from step {newest[0]:,}")
     return newest[0], finished
 
 
 def load_model(directory: Path, step: int | None = None) -> LoadedRun:
-    """The model of a run's newest intact checkpoint, or of that of ``step``, on the first device.
+    """Loads the model of a run's newest intact checkpoint, or of that at ``step``, on the first device.
 
-    Damaged checkpoints are skipped, each with a warning that names it.
+    Damaged checkpoints are skipped with a warning.
 
     Raises:
-        ConfigError: no such folder, no run, no checkpoint of ``step``, or a field this version does not know.
-        RunError: the run has no checkpoint yet, or ``config.json`` or ``environment.json`` is damaged or of another
+        ConfigError: the folder does not exist or is not a run, has no checkpoint at ``step``, or an unknown field.
+        RunError: the run has no checkpoint yet, or ``config.json`` or ``environment.json`` is damaged or has another
             format.
-        CheckpointError: no checkpoint is intact, that of ``step`` is not, or it is of another model.
+        CheckpointError: no checkpoint is intact, that at ``step`` is damaged, or it is of another model.
         OSError: a file cannot be read.
     """
     directory = Path(directory)
@@ -179,12 +180,11 @@ def load_model(directory: Path, step: int | None = None) -> LoadedRun:
     environment = read_json(directory / "environment.json", RunError)
     vocabulary_size = environment.get("vocabulary_size")
     if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
-        raise RunError(f"{directory}/environment.json: it has no vocabulary_size, which train.py writes; "
-                       "bring back the file")
+        raise RunError(f"{directory}/environment.json: no vocabulary_size, which train.py writes; restore the file")
     config = read_config(directory)
     if not isinstance(config, Config):
-        raise ConfigError(f"{directory} is a run of {config.COMMAND}, with a classifier in it; name a run of "
-                          f"{Config.COMMAND}, with a language model")
+        raise ConfigError(f"{directory} is a classifier run of {config.COMMAND}; expected a language-model run of "
+                          f"{Config.COMMAND}")
     config = dataclasses.replace(config, model=gpt.resolve_config(config.model))
     graph, parameters, variables = nnx.split(
         nnx.eval_shape(lambda: GPT(config.model, vocabulary_size, rngs=nnx.Rngs(0))), nnx.Param, ...)
@@ -192,12 +192,12 @@ def load_model(directory: Path, step: int | None = None) -> LoadedRun:
     with Checkpoints(directory / "checkpoints") as checkpoints:
         steps = checkpoints.steps()
         if not steps:
-            raise RunError(f"{directory}: there are no checkpoints in it yet; train.py writes one every "
-                           "checkpoint.every_steps updates and at the end of the run")
+            raise RunError(f"{directory}: no checkpoints yet; train.py writes one every checkpoint.every_steps updates "
+                           "and at the end of the run")
         restored = checkpoints.restore(abstract, step)
     if restored is None:
-        raise CheckpointError(f"{directory}: none of its checkpoints is intact (steps {', '.join(map(str, steps))}); "
-                              "start train.py again with this --run-dir, or bring back a copy")
+        raise CheckpointError(f"{directory}: no intact checkpoint (steps {', '.join(map(str, steps))}); run train.py "
+                              "again with this --run-dir, or restore a copy")
     step, items = restored
     nnx.replace_by_pure_dict(parameters, items["parameters"])
     nnx.replace_by_pure_dict(variables, items["variables"])
@@ -206,11 +206,11 @@ def load_model(directory: Path, step: int | None = None) -> LoadedRun:
 
 
 def read_config(run_dir: Path) -> Config | LraConfig:
-    """The config in ``run_dir/config.json``; the options of the modes are dicts.
+    """Reads the config in ``run_dir/config.json``; the options of modes are dicts.
 
     Raises:
-        RunError: it is damaged, no config, or one of another format.
-        ConfigError: it has a field that this version does not know.
+        RunError: the file is damaged, not a config, or of another format.
+        ConfigError: it has an unknown field.
         OSError: it cannot be read.
     """
     path = run_dir / "config.json"

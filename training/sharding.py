@@ -1,4 +1,4 @@
-"""Where arrays live: one mesh with the axes data, fsdp, tensor and context, and what each of them splits."""
+"""Sharding: one mesh with the axes data, fsdp, tensor and context, and the dimensions that they split."""
 
 import math
 from collections.abc import Mapping
@@ -29,7 +29,8 @@ def make_mesh(config: MeshConfig, train: TrainConfig, context: int) -> Mesh:
     devices = jax.device_count()
     others = config.fsdp * config.tensor * config.context
     if min(config.fsdp, config.tensor, config.context) < 1 or others > devices:
-        raise ConfigError(f"mesh.fsdp × mesh.tensor × mesh.context is {others}; there are {devices} devices")
+        raise ConfigError(f"mesh.fsdp × mesh.tensor × mesh.context is {others}; expected 1 to {devices}, the number of "
+                          "devices")
     if context % config.context:
         raise ConfigError(f"mesh.context is {config.context}, which does not divide model.context, {context}")
     rows = train.batch_size // train.accumulate
@@ -37,7 +38,8 @@ def make_mesh(config: MeshConfig, train: TrainConfig, context: int) -> Mesh:
     if data == -1:
         data = math.gcd(rows // config.fsdp or 1, devices // others)
     if data < 1 or data * others > devices:
-        raise ConfigError(f"mesh.data is {data} and the other axes take {others}; there are {devices} devices")
+        raise ConfigError(f"mesh.data is {data}; expected 1 to {devices // others}: the other axes take {others} of "
+                          f"{devices} devices each")
     if rows % (data * config.fsdp):
         raise ConfigError(f"train.batch_size / train.accumulate is {rows}, which mesh.data × mesh.fsdp, "
                           f"{data * config.fsdp}, does not divide")
@@ -46,19 +48,19 @@ def make_mesh(config: MeshConfig, train: TrainConfig, context: int) -> Mesh:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of tokens (B, T)."""
+    """Sharding of tokens (B, T)."""
     return NamedSharding(mesh, P(("data", "fsdp"), "context"))
 
 
 def parameter_shardings(mesh: Mesh, model: nnx.Module) -> tuple[Any, Any]:
-    """Of a model's parameters and of its other variables, by what each declares of its axes.
+    """Shardings of a model's parameters and other variables, from their declared logical axes.
 
-    ``MESH_AXES`` says which logical axes are split; ``fsdp`` splits the largest dimension that is left. Vectors are
-    whole on every device, and so is what does not divide.
+    ``MESH_AXES`` maps logical axes to mesh axes; ``fsdp`` splits the largest remaining dimension. Vectors, and
+    dimensions that do not divide, are replicated.
 
     Args:
-        mesh: where to.
-        model: its arrays may be abstract.
+        mesh: the mesh.
+        model: may be abstract.
     """
 
     def spec(array: Any, declared: Declaration) -> NamedSharding:
@@ -78,12 +80,12 @@ def parameter_shardings(mesh: Mesh, model: nnx.Module) -> tuple[Any, Any]:
 
 
 def state_shardings(mesh: Mesh, model: nnx.Module, state: TrainState) -> TrainState:
-    """Of all that training changes: the optimizer's moments lie as the parameters do, its counts on every device.
+    """Shardings of the training state: the optimizer's moments as the parameters, its counts replicated.
 
     Args:
-        mesh: where to.
-        model: whose state it is; its arrays may be abstract.
-        state: may be abstract too.
+        mesh: the mesh.
+        model: the model of the state; may be abstract.
+        state: may be abstract.
     """
     parameters, variables = parameter_shardings(mesh, model)
     structure = jax.tree.structure(state.parameters)

@@ -19,55 +19,54 @@ from models.gpt import GPT
 from training.optimizer import global_norm
 
 _OF_LOSS = 2**32 - 1
-"""What the loss draws from, beside the numbers of the modules that draw for themselves."""
+"""Random stream of the loss, distinct from the numbers of the modules."""
 CUDNN_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
-"""What has cuDNN's backward pass add up in one order.
+"""Options that make cuDNN's backward pass deterministic.
 
-XLA sets cuDNN's flag by the first option alone, and overwrites what the call says of it. Under that option it has no
-Triton kernels for products but for those that a program asks for; the second leaves products to cuBLAS from the start,
-for otherwise XLA joins them with what stands around them and has to take that apart again, which it cannot without a
-card.
+Only the first option sets cuDNN's flag; XLA overwrites that of the call. It also disables XLA's Triton kernels for
+products. The second option leaves products to cuBLAS from the start; otherwise XLA fuses them with their neighbours and
+has to split them again, which it cannot do without a GPU.
 """
 
 
 class TrainState(NamedTuple):
-    """All that an update reads and writes, as plain trees of arrays."""
+    """The state that an update reads and writes, as plain trees of arrays."""
 
     parameters: Any
     variables: Any
-    """What a model holds beside parameters, such as random features."""
+    """Variables other than parameters, such as random features."""
     optimizer: Any
 
 
 class StepMetrics(NamedTuple):
-    """What is logged of an update, before it was made."""
+    """Logged metrics of an update, computed before it is applied."""
 
     loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]
 
 
 def make_model(config: Config, vocabulary_size: int) -> GPT:
-    """The model of a config, its parameters drawn from ``train.seed``."""
+    """The model of a config, with parameters initialised from ``train.seed``."""
     return GPT(config.model, vocabulary_size, rngs=nnx.Rngs(config.train.seed))
 
 
 def abstract_model(config: Config, vocabulary_size: int) -> GPT:
-    """The model of a config without its numbers; :func:`build` puts it together with arrays."""
+    """The abstract model of a config; :func:`build` combines it with arrays."""
     return nnx.eval_shape(lambda: make_model(config, vocabulary_size))
 
 
 def build[M: nnx.Module](model: M, parameters: Any, variables: Any) -> M:
-    """A model with the arrays of plain trees, like ``model``, whose own arrays may be abstract."""
+    """A model like ``model``, which may be abstract, with the arrays of plain trees."""
     return nnx.merge(nnx.graphdef(model), _merged(parameters, variables))
 
 
 def initial_state(config: Config, vocabulary_size: int, transform: optax.GradientTransformationExtraArgs) -> TrainState:
-    """Before the first update. Jit it: everything is then made where it belongs."""
+    """The state before the first update. Call it under jit, so that arrays are created with their sharding."""
     return state_of(make_model(config, vocabulary_size), transform)
 
 
 def state_of(model: nnx.Module, transform: optax.GradientTransformationExtraArgs) -> TrainState:
-    """A new model's, before its first update."""
+    """The initial training state of a new model."""
     _, parameters, variables = nnx.split(model, nnx.Param, ...)
     parameters = nnx.to_pure_dict(parameters)
     return TrainState(parameters, nnx.to_pure_dict(variables), transform.init(parameters))
@@ -75,7 +74,7 @@ def state_of(model: nnx.Module, transform: optax.GradientTransformationExtraArgs
 
 def make_train_step(model: GPT, config: Config, transform: optax.GradientTransformationExtraArgs,
                     ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, StepMetrics]]:
-    """:func:`make_update` of a language model: the mean loss of the targets that are scored."""
+    """:func:`make_update` of a language model, with the mean loss over scored targets."""
 
     def loss_sum(model: GPT, batch: Batch, _: Array) -> tuple[Array, Array]:
         targets_BT = jnp.asarray(batch.targets_BT)
@@ -90,15 +89,15 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
                 ) -> Callable[[TrainState, Any, Array], tuple[TrainState, StepMetrics]]:
     """``step(state, batch, learning_rate)``: one update, for :func:`jit_step`.
 
-    The loss is the mean over what is scored, in whichever part it is. Random features and the like are drawn anew here,
-    and nowhere else. All that is random comes from seed and step, and so is the same in a resumed run.
+    The loss is the mean over all scored targets of the batch. Only this step redraws random features. All randomness
+    derives from seed and step, and is the same in a resumed run.
 
     Args:
-        model: its arrays may be abstract.
-        loss_sum: of a model, a batch and a random key: the sum of losses, and of how many.
-        transform: the optimizer, but for the learning rate.
-        seed: of random features and keys, with the step.
-        parts: in which the batch is taken, one after the other.
+        model: may be abstract.
+        loss_sum: returns the sum of losses and their number, from a model, a batch and a random key.
+        transform: the optimizer, without the learning rate.
+        seed: random seed, combined with the step.
+        parts: number of micro-batches.
     """
 
     def loss_of(parameters: Any, variables: Any, batch: Any, key: Array) -> tuple[Array, Array]:
@@ -113,7 +112,7 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
         if parts == 1:
             (total, scored), gradients = differentiate(state.parameters, state.variables, batch, key)
         else:
-            # Every part takes each parts-th row, so that it stays spread over the devices as the batch is.
+            # A part has every parts-th row, so that it is sharded like the batch.
             split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
             def add(carry: Any, part: Any) -> tuple[Any, None]:
@@ -123,7 +122,7 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
 
             nothing = ((jnp.zeros(()), jnp.zeros((), jnp.int32)), jax.tree.map(jnp.zeros_like, state.parameters))
             ((total, scored), gradients), _ = lax.scan(add, nothing, (jnp.arange(parts), split))
-        scale = 1 / jnp.maximum(scored, 1)  # of sums to means
+        scale = 1 / jnp.maximum(scored, 1)  # sums to means
         updates, optimizer = transform.update(gradients, state.optimizer, state.parameters, scale=scale)
         parameters = jax.tree.map(lambda x, update: x - learning_rate * update, state.parameters, updates)
         metrics = StepMetrics(total * scale, global_norm(gradients) * scale)
@@ -134,22 +133,21 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
 
 def jit_step(step: Callable[..., Any], model: GPT | Classifier, *, deterministic: bool = True, segments: bool = False,
              **options: Any) -> jax.stages.Wrapped:
-    """A training step under ``jax.jit``, its state donated.
+    """A training step under ``jax.jit``, with donated state.
 
     Args:
-        step: what :func:`make_update` gives.
-        model: of which it is a step; its arrays may be abstract.
-        deterministic: whether it has to give the same bits each time on a GPU, so that a run that goes on is the run
-            that was never stopped.
-        segments: whether its batches have any.
-        options: further ones of ``jax.jit``.
+        step: the result of :func:`make_update`.
+        model: the model of the step; may be abstract.
+        deterministic: whether the step is deterministic on a GPU, so that a resumed run equals an uninterrupted one.
+        segments: whether its batches have segments.
+        options: other options of ``jax.jit``.
     """
     in_order = _compiler_options(model, segments) if deterministic else None
     return jax.jit(step, donate_argnums=0, compiler_options=in_order, **options)
 
 
 def _compiler_options(model: GPT | Classifier, segments: bool) -> dict[str, bool] | None:
-    """What has XLA add up in one order; docs/gpu.md says what it costs."""
+    """Options that make XLA's sums deterministic; docs/gpu.md has their cost."""
     if device.platform() != "gpu":
         return None
     dtype, blocks = jnp.dtype(model.config.dtype), (model if isinstance(model, GPT) else model.encoder).blocks
@@ -160,9 +158,9 @@ def _compiler_options(model: GPT | Classifier, segments: bool) -> dict[str, bool
 
 
 def make_eval_step(model: GPT, *, accuracy: bool = False) -> Callable[[Any, Any, Batch], tuple[Array, ...]]:
-    """``evaluate(parameters, variables, batch)``: the sum of losses in nats, and the number of tokens scored.
+    """``evaluate(parameters, variables, batch)``: the sum of losses in nats, and the number of scored tokens.
 
-    ``accuracy`` adds the number of those whose logit is the highest, for which the head is computed once more.
+    ``accuracy`` adds the number of targets with the highest logit, which computes the head a second time.
     """
 
     def evaluate(parameters: Any, variables: Any, batch: Batch) -> tuple[Array, ...]:
@@ -177,7 +175,7 @@ def make_eval_step(model: GPT, *, accuracy: bool = False) -> Callable[[Any, Any,
 def _resampled(model: nnx.Module, state: TrainState, step: Array, key: Array) -> Any:
     """The variables of this update.
 
-    A module that has something to resample defines ``resample(step, key)``, and keeps its own schedule.
+    Modules with random variables define ``resample(step, key)`` and keep their own schedule.
     """
     if not jax.tree.leaves(state.variables):
         return state.variables

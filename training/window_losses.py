@@ -1,8 +1,8 @@
-"""The loss of each val window, by which two runs are compared window by window: RUN/evaluation-windows.npz.
+"""The losses of val windows, for paired comparisons of runs: RUN/evaluation-windows.npz.
 
-evaluate.py writes the file beside ``evaluation.json``: for the i-th of its evaluations, counted from 0, an array
-``loss_i``, float64, the sum of the loss over the tokens of each window, in nats, and one ``tokens_i``, int32, the
-number of these tokens. Some ten bytes a window. This module does without jax.
+evaluate.py writes the file. For evaluation i in ``evaluation.json``, counted from 0, it has ``loss_i``, float64, the
+sum of the loss over the tokens of each window, in nats, and ``tokens_i``, int32, the number of tokens. It takes about
+ten bytes per window. This module does not import jax.
 """
 
 import hashlib
@@ -20,16 +20,16 @@ FILE = "evaluation-windows.npz"
 
 
 class WindowLosses(NamedTuple):
-    """Of the val windows of one corpus at one context; N windows."""
+    """The losses of N val windows of one corpus at one context."""
 
     loss_N: Float[np.ndarray, " N"]
-    """Sum of the loss over the tokens of each window that are scored, in nats."""
+    """Sum of the loss over the scored tokens of each window, in nats."""
     tokens_N: Int[np.ndarray, " N"]
-    """How many these are."""
+    """Number of scored tokens of each window."""
 
 
 def windows_checksum(*arrays: np.ndarray | None) -> str:
-    """Equal for the same windows: of their inputs, their targets, and their segments where they have some."""
+    """Checksum of windows: of their inputs, targets, and segments, if any."""
     digest = hashlib.sha256()
     for array in arrays:
         if array is not None:
@@ -38,7 +38,7 @@ def windows_checksum(*arrays: np.ndarray | None) -> str:
 
 
 def write_window_losses(directory: Path, windows: Sequence[WindowLosses]) -> None:
-    """Write ``evaluation-windows.npz``; the same losses give the same bytes.
+    """Write ``evaluation-windows.npz``, deterministically.
 
     Raises:
         OSError: it cannot be written.
@@ -51,8 +51,7 @@ def write_window_losses(directory: Path, windows: Sequence[WindowLosses]) -> Non
 
 
 def read_window_losses(directory: Path, evaluations: Sequence[Mapping[str, Any]]) -> list[WindowLosses]:
-    """Those of each evaluation in ``evaluation.json``; none where there is no such file, or where the evaluations are
-    of a version that wrote none.
+    """Reads the losses of each evaluation in ``evaluation.json``; empty without a file, as in older versions.
 
     Raises:
         RunError: the file is damaged, or belongs to another evaluation.
@@ -63,10 +62,10 @@ def read_window_losses(directory: Path, evaluations: Sequence[Mapping[str, Any]]
     try:
         with path.open("rb") as file, np.load(file) as arrays:
             found = [WindowLosses(arrays[f"loss_{i}"], arrays[f"tokens_{i}"]) for i in range(len(evaluations))]
-    except Exception as error:  # zipfile, zlib and NumPy each have their own
-        raise RunError(f"{path} is damaged ({error}); start evaluate.py again") from error
+    except Exception as error:  # zipfile, zlib and NumPy raise different errors
+        raise RunError(f"{path} is damaged ({error}); run evaluate.py again") from error
     for entry, windows in zip(evaluations, found, strict=True):
         loss = windows.loss_N.sum() / max(1, windows.tokens_N.sum())
         if len(windows.loss_N) != entry["windows"] or not np.isclose(loss, entry["loss"], rtol=1e-6, equal_nan=True):
-            raise RunError(f"{path} is not of the evaluations in evaluation.json; start evaluate.py again")
+            raise RunError(f"{path} does not match evaluation.json; run evaluate.py again")
     return found

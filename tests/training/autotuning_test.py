@@ -74,7 +74,7 @@ def test_a_cache_that_cannot_be_written_does_not_stop_a_run(cache, tmp_path, cap
     fill(tmp_path / "run" / autotuning.FOLDER, "tuned")
     cache.parent.write_text("a file where the folder should be")
     autotuning.restore(tmp_path / "run")
-    assert "may round otherwise" in capsys.readouterr().err
+    assert "may round differently" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])

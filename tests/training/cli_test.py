@@ -42,15 +42,15 @@ def test_a_run_dir_that_is_given_is_taken():
 
 def test_a_classifier_writes_no_text():
     config = LraConfig(train=TrainConfig(sample_every=3))
-    with pytest.raises(ConfigError, match=r"train.sample_every is 3: a classifier writes no text; expected 0"):
+    with pytest.raises(ConfigError, match=r"train.sample_every is 3; expected 0 for a classifier"):
         validate_config(config)
 
 
 @pytest.mark.parametrize(("signal", "code", "said"), [
-    (None, 0, "run: 3 steps in 2.0 s of training (5.0 s in all), val loss 1.2500\n"),
-    (15, 143, "run: stopped and saved at step 3; the same command goes on from there\n")])
+    (None, 0, "run: 3 steps in 2.0 s of training (5.0 s in total), val loss 1.2500\n"),
+    (15, 143, "run: stopped and saved at step 3; repeat the command to resume\n")])
 def test_how_a_run_ended_is_told(capsys, signal, code, said):
     position = loop.Position(step=3, batches=3, train_seconds=2.0, wall_seconds=5.0)
     timing = Timing(Path("timing.json"), 0.0, {"compile": 2.0, "step": 3.0})
     assert cli.report_outcome(Path("run"), loop.Outcome(position, 1.25, signal, timing)) == code
-    assert capsys.readouterr() == ("", f"run: where 5.0 s went: compile 2.0 s (40%), step 3.0 s (60%)\n{said}")
+    assert capsys.readouterr() == ("", f"run: 5.0 s wall time: compile 2.0 s (40%), step 3.0 s (60%)\n{said}")

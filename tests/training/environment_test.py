@@ -81,5 +81,5 @@ def test_without_git_the_commit_is_none(tmp_path, monkeypatch):
 
 def test_a_damaged_file_is_one_sentence(tmp_path):
     (tmp_path / "environment.json").write_text("{")
-    with pytest.raises(RunError, match=r"environment\.json is damaged \(.*\); bring back the file"):
+    with pytest.raises(RunError, match=r"environment\.json is damaged \(.*\); restore the file"):
         environment.add_to_environment(tmp_path, step_bytes=3)

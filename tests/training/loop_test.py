@@ -115,7 +115,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(recipe, straight, tmp_path,
     last = tiny.lines(folder, "train")[-1]["step"]
     assert 3 <= last < STEPS
     assert tiny.saved_steps(folder)[-1] == last
-    assert f"{folder}: stopped and saved at step {last}; the same command goes on from there" in errors
+    assert f"{folder}: stopped and saved at step {last}; repeat the command to resume" in errors
     wall_seconds = tiny.lines(folder)[-1]["wall_seconds"]
 
     assert tiny.run(*command) == 0
@@ -260,7 +260,7 @@ def test_samples_are_refused_of_a_mode_that_has_no_decode():
     check(TrainConfig(sample_every=5), model)
     model.blocks[0].attention.decode_state = "none"
     check(TrainConfig(sample_every=0), model)
-    with pytest.raises(ConfigError, match=r"train\.sample_every is 5: attention mode 'linear' has no cached decode"):
+    with pytest.raises(ConfigError, match=r"train\.sample_every is 5; expected 0: attention mode 'linear' has no"):
         check(TrainConfig(sample_every=5), model)
 
 
@@ -281,7 +281,7 @@ def test_packed_weighted_documents_train_and_tell_padding_and_accuracy(recipe, t
     corpus, folder = weighted_corpus(tmp_path), tmp_path / "run"
     command = (recipe, "--data.dir", corpus, "--run-dir", folder, "--data.packing", "documents")
     assert tiny.run(*command) == 0
-    assert re.search(r"note: data\.packing documents: \d+\.\d\d% of the positions in training are padding",
+    assert re.search(r"note: data\.packing documents: \d+\.\d\d% of the training positions are padding",
                      capsys.readouterr().err)
     (val,) = tiny.lines(folder, "val")
     assert 0 <= val["accuracy"] <= 1

@@ -109,7 +109,7 @@ def test_a_last_line_that_lacks_only_its_line_end_is_kept(tmp_path):
 def test_damaged_lines_are_counted_and_the_first_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(COMPLETE + '\n   \n[1, 2]\nnoise\n{"step": 5}\n' + COMPLETE)
-    with pytest.warns(UserWarning, match=rf"{path}: skipped 3 damaged line\(s\), the first is line 5"):
+    with pytest.warns(UserWarning, match=rf"{path}: skipped 3 damaged line\(s\), the first at line 5"):
         assert steps(path) == [1, 2, 1, 2]
 
 
@@ -118,7 +118,7 @@ def test_blocks_of_any_size_hold_whole_lines(tmp_path, monkeypatch, size):
     path = tmp_path / "metrics.jsonl"
     path.write_text(COMPLETE + "noise\n" + COMPLETE + "\n" + '{"step":7,"split":"train"}')
     monkeypatch.setattr(training.metrics, "BLOCK_BYTES", size)
-    with pytest.warns(UserWarning, match=r"skipped 1 damaged line\(s\), the first is line 3"):
+    with pytest.warns(UserWarning, match=r"skipped 1 damaged line\(s\), the first at line 3"):
         assert steps(path) == [1, 2, 1, 2, 7]
 
 

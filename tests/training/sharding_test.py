@@ -151,8 +151,8 @@ def test_the_moments_lie_as_the_parameters_do_and_counts_everywhere():
 
 
 @pytest.mark.parametrize(("mesh", "train", "message"), [
-    (MeshConfig(fsdp=1000), TrainConfig(), r"mesh.fsdp × mesh.tensor × mesh.context is 1000; there are \d+ devices"),
-    (MeshConfig(data=1000), TrainConfig(), r"mesh.data is 1000 and the other axes take 1; there are \d+ devices"),
+    (MeshConfig(fsdp=1000), TrainConfig(), r"mesh.fsdp × mesh.tensor × mesh.context is 1000; expected 1 to \d+"),
+    (MeshConfig(data=1000), TrainConfig(), r"mesh.data is 1000; expected 1 to \d+: the other axes take 1 of \d+ "),
     (MeshConfig(tensor=0), TrainConfig(), r"mesh.fsdp × mesh.tensor × mesh.context is 0"),
     (MeshConfig(data=0), TrainConfig(), "mesh.data is 0"),
 ])
