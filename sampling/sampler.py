@@ -1,4 +1,4 @@
-"""Sampling from a GPT: the prompt in parallel form, then token by token from what decoding keeps."""
+"""Sampling from a GPT: the prompt in parallel form, then token by token from the decode state."""
 
 import dataclasses
 import math
@@ -17,45 +17,43 @@ from models.gpt import GPT, Cache
 from support.errors import ConfigError
 
 PREFILL_TOKENS = (256, 1024)
-"""Tokens of the prompt read at once, as far as they are no more than the model's context: many of a long prompt, which
-is faster, few of a short one. Both are compiled together, so that a prompt of another length compiles nothing."""
+"""Prompt tokens per call, at most the model's context: large chunks for long prompts, small ones for the rest. Both are
+compiled together, so that prompts of other lengths need no compilation."""
 TOKENS_PER_CALL = 32
-"""Tokens decoded on the device before the host sees them: few enough to stream, enough to hide the call."""
+"""Tokens decoded on the device per call: few enough to stream, enough to hide the overhead."""
 LEAST_ROOM = 1024
-"""Tokens a growing cache has room for at least; beyond, powers of two, so that few shapes are ever compiled."""
+"""Minimum size of a growing cache, in tokens; larger sizes are powers of two, so that few shapes are compiled."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn from the logits.
+    """Sampling of the next token from the logits.
 
-    The repetition penalty comes first (Keskar et al., "CTRL", 2019, in its common form, where a negative logit is
-    multiplied), then temperature, then the filters one after the other: the ``top_k`` likeliest tokens; of these
-    renormalised the fewest likeliest that together have probability ``top_p`` (Holtzman et al., "The Curious Case of
-    Neural Text Degeneration", 2020); of these the ones at least ``min_p`` times as likely as the likeliest (Nguyen et
-    al., "Turning Up the Heat: Min-p Sampling", 2024).
+    Applied in this order: the repetition penalty (Keskar et al., "CTRL", 2019, in its common form, which multiplies
+    negative logits), temperature, and the filters ``top_k``; ``top_p``, on the renormalised rest (Holtzman et al., "The
+    Curious Case of Neural Text Degeneration", 2020); ``min_p`` (Nguyen et al., "Turning Up the Heat: Min-p Sampling",
+    2024).
     """
 
     temperature: float = 0.8
-    """Logits are divided by it; 0 takes the likeliest token (greedy)."""
+    """Divisor of the logits. 0: greedy."""
     top_k: int = 0
-    """Draw among this many of the likeliest tokens; 0: among all."""
+    """Sample from this number of most likely tokens. 0: from all."""
     top_p: float = 1.0
-    """Draw among the fewest likeliest tokens that together have this probability; 1: among all."""
+    """Sample from the smallest set of most likely tokens with at least this total probability. 1: from all."""
     min_p: float = 0.0
-    """Draw among the tokens at least this many times as likely as the likeliest; 0: among all."""
+    """Sample from tokens with at least this fraction of the probability of the most likely one. 0: from all."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that the prompt or the generated text has are divided by it (multiplied where negative); 1:
-    none."""
+    """Divisor of the logits of tokens in the prompt or the generated text; a factor of negative logits. 1: none."""
     seed: int = 0
-    """Seed of the draws, from 0 to 2^32 - 1: the same seed gives the same samples."""
+    """Random seed, from 0 to 2^32 - 1: the same seed gives the same samples."""
 
     def check(self) -> None:
-        """Raises :class:`ConfigError` for a value out of its range, and for filters of a greedy choice."""
+        """Raises :class:`ConfigError` for values out of range, and for filters with greedy sampling."""
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(f"--temperature is {self.temperature}; expected a number of at least 0")
         if not 0 <= self.top_k < 2**31:
-            raise ConfigError(f"--top-k is {self.top_k}; expected a number of tokens, or 0 for all of them")
+            raise ConfigError(f"--top-k is {self.top_k}; expected a number of tokens, or 0 for all")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p is {self.top_p}; expected a probability above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
@@ -72,7 +70,7 @@ class Sampling:
 
 
 class Settings(NamedTuple):
-    """:class:`Sampling` as the compiled functions take it, but for the seed."""
+    """:class:`Sampling` for the compiled functions, without the seed."""
 
     temperature: Float[Any, ""]
     top_k: Int[Any, ""]
@@ -82,24 +80,24 @@ class Settings(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """All that the tokens after a text depend on: what decoding keeps of it."""
+    """The decode state of a text."""
 
     logits_BV: Array
-    """Of the next token, as the model gives them."""
+    """Logits of the next token."""
     cache: Cache
     seen_BV: Array
-    """Whether the text has a token: what the repetition penalty has to know."""
+    """Whether the text has a token, for the repetition penalty."""
 
     @property
     def position(self) -> int:
-        """Tokens of the text; they are as many in every row."""
+        """Number of tokens of the text, equal in all rows."""
         return int(np.asarray(self.cache.position_B)[0])
 
 
 class Generation(Iterator[Int[np.ndarray, "B N"]]):
-    """Samples while they are drawn: an iterator that yields the next few tokens of every row at a time.
+    """An iterator over samples, which yields the next few tokens of every row at a time.
 
-    A row that has ended holds end-of-text from there on; when all have, it is exhausted.
+    Rows that have ended are filled with end-of-text. The iterator ends when all rows have ended.
     """
 
     def __init__(self, start: Callable[[], tuple[Memory, Array]], decode: Callable[..., tuple], max_new_tokens: int):
@@ -117,9 +115,9 @@ class Generation(Iterator[Int[np.ndarray, "B N"]]):
 
     @property
     def memory(self) -> Memory:
-        """Of a ``resumable`` one: what is kept of the prompt and the tokens given out so far, end-of-text with them.
+        """If ``resumable``: the decode state after the prompt and the tokens yielded so far, including end-of-text.
 
-        Good until the next tokens are asked for.
+        Valid until the next tokens are requested.
         """
         if self._carry is None:
             self._carry = self._start()
@@ -127,26 +125,26 @@ class Generation(Iterator[Int[np.ndarray, "B N"]]):
 
 
 class Sampler:
-    """Draws tokens from a model. Decoding is compiled once for a number of samples, reading a prompt once.
+    """Samples tokens from a model, on the first device.
 
-    All of it happens on the first device. A ``growing`` cache (softmax) has its room for tokens rounded up; each such
-    room is compiled once.
+    Reading prompts is compiled once, decoding once for each number of samples. The size of a ``growing`` cache
+    (softmax) is rounded up; each size is compiled once.
 
     Args:
-        model: the model; later changes of it are not seen until :meth:`update`.
-        end_of_text: the token that ends a sample; None: nothing ends one.
+        model: the model; later changes take effect only with :meth:`update`.
+        end_of_text: the token that ends a sample, if any.
 
     Raises:
-        NotImplementedError: an attention mode of the model has no cached decode; the message names it.
+        NotImplementedError: an attention mode of the model has no cached decode.
     """
 
     def __init__(self, model: GPT, *, end_of_text: int | None = None):
         jax.eval_shape(lambda: model.init_cache(1, 1))
         self.end_of_text = end_of_text
         self.max_length = model.max_length
-        """Tokens, prompt included, that the model has positions for; None: no bound."""
-        # All that the compiled functions take is put on one device: what merely happens to be there, as a new array
-        # does, has them compiled a second time for their own outputs.
+        """Maximum number of tokens, including the prompt; None: no limit."""
+        # All inputs of the compiled functions are committed to one device: uncommitted arrays would cause a second
+        # compilation for their outputs.
         self._device = jax.local_devices()[0]
         self._graph, state = nnx.split(with_product_weights(model))
         structure = jax.tree.structure(state)
@@ -190,8 +188,7 @@ class Sampler:
             start = (jnp.int32(0), jnp.full((len(ended_B), TOKENS_PER_CALL), end, jnp.int32), memory, ended_B)
             if resumable or device.platform() == "cpu":
                 return jax.lax.while_loop(unfinished, step, start)
-            # Elsewhere the host would ask at every token whether to go on, and the device wait for it. Here it goes on
-            # past the end, which is never read.
+            # A condition would synchronise host and device at every token. Instead, decode past the end, and ignore it.
             return jax.lax.fori_loop(0, TOKENS_PER_CALL, step_on, start)
 
         self._prefill = jax.jit(prefill, donate_argnames="memory")
@@ -199,29 +196,29 @@ class Sampler:
         self._fit = jax.jit(_fit, static_argnames=("shape", "dtype"))
 
     def update(self, model: GPT) -> None:
-        """Sample from other parameters of the same model from now on; nothing is compiled again.
+        """Use other parameters of the same model, without another compilation.
 
-        Arrays that are on the device already are not copied: they have to last while they are sampled from.
+        Arrays on the device are not copied and must stay valid.
 
         Raises:
             ValueError: it is another model.
         """
         graph, state = nnx.split(with_product_weights(model))
         if graph != self._graph:
-            raise ValueError("another model: a Sampler can only change the parameters of its own")
+            raise ValueError("expected the same model with other parameters")
         self._model = model
-        # As a list: Flax would go through its state in Python at every call.
+        # A list, since Flax traverses a state in Python at every call.
         self._leaves = jax.device_put(jax.tree.leaves(state), self._device)
 
     @property
     def model(self) -> GPT:
-        """The model that is sampled from, as it was given."""
+        """The model."""
         return self._model
 
     def warm_up(self, prompt_length: int, max_new_tokens: int, *, samples: int = 1, resumable: bool = False) -> None:
-        """Compile what :meth:`generate` runs for a prompt of this many tokens, without drawing any.
+        """Compile :meth:`generate` for a prompt length, without sampling.
 
-        The tokens of a ``memory`` count as the prompt's.
+        The prompt length includes the tokens of a ``memory``.
         """
         room = self._room(prompt_length + max_new_tokens)
         memory = self._read(np.zeros(0, np.int32), jax.device_put(self._blank(1, room), self._device))
@@ -231,30 +228,30 @@ class Sampler:
         jax.block_until_ready(memory)
 
     def length(self, prompt_T: Int[np.ndarray, " T"], memory: Memory | None = None) -> int:
-        """Tokens of a prompt and of what stands before it.
+        """Number of tokens of a prompt, including those of ``memory``.
 
         Raises:
             ConfigError: there are none, more than the learned positions, or the prompt has an id beyond the vocabulary.
         """
         T, before, V = len(prompt_T), 0 if memory is None else memory.position, self._model.vocab_size
         if not T + before:
-            raise ConfigError("the prompt has no tokens; start from the end-of-text token")
+            raise ConfigError("the prompt is empty; start from the end-of-text token")
         if T and (prompt_T.min() < 0 or prompt_T.max() >= V):
-            raise ConfigError(f"the prompt has token ids from {prompt_T.min()} to {prompt_T.max()}; the model knows "
-                              f"0 to {V - 1}")
+            raise ConfigError(f"the prompt has token ids from {prompt_T.min()} to {prompt_T.max()}; expected 0 to "
+                              f"{V - 1}")
         if self.max_length is not None and self.max_length < before + T:
             after = f" after {before:,} others" if before else ""
-            raise ConfigError(f"the prompt has {T:,} tokens{after}, and the model has positions for "
-                              f"{self.max_length:,}; shorten the prompt")
+            raise ConfigError(f"the prompt has {T:,} tokens{after}; expected at most {self.max_length:,}, the model's "
+                              "number of positions")
         return before + T
 
     def encode(self, prompt_T: Int[np.ndarray, " T"], memory: Memory | None = None, *, reserve: int = 0) -> Memory:
-        """Read a prompt: what decoding keeps of it, one row.
+        """Read a prompt and return its decode state, with one row.
 
         Args:
             prompt_T: token ids.
-            memory: of the text that the prompt goes on from, one row; None: it is the beginning. It stays good.
-            reserve: how many tokens are to be drawn after it, for a ``growing`` cache to have the room.
+            memory: decode state of the text before the prompt, with one row, if any. It stays valid.
+            reserve: number of tokens to be sampled after it, to size a ``growing`` cache.
 
         Raises:
             ConfigError: as :meth:`length`.
@@ -263,25 +260,23 @@ class Sampler:
 
     def generate(self, prompt_T: Int[np.ndarray, " T"], sampling: Sampling, *, max_new_tokens: int, samples: int = 1,
                  memory: Memory | None = None, resumable: bool = False) -> Generation:
-        """Draw up to ``max_new_tokens`` tokens after a prompt, or as many as the model has positions for.
+        """Sample up to ``max_new_tokens`` tokens after a prompt, limited by the model's positions.
 
-        Sample i depends on the text before, ``sampling`` and i, and but for rounding not on how many are drawn beside
-        it.
+        Sample i depends only on the text, ``sampling`` and i, up to rounding not on the number of samples.
 
         Args:
             prompt_T: token ids; at least one, or a ``memory``.
-            sampling: how tokens are drawn.
-            max_new_tokens: bound on the tokens of each sample.
+            sampling: sampling options.
+            max_new_tokens: maximum number of tokens of each sample.
             samples: B.
-            memory: of the text that the prompt goes on from, one row. It stays good.
-            resumable: whether the ``memory`` of what is returned is wanted.
+            memory: decode state of the text before the prompt, with one row. It stays valid.
+            resumable: whether the result needs its ``memory``.
 
         Returns:
-            An iterator that yields the next tokens of every sample, drawn as they are asked for; the first call reads
-            the prompt.
+            An iterator over the next tokens of all samples, computed on demand; the first call reads the prompt.
 
         Raises:
-            ConfigError: a value of ``sampling`` is out of its range; or as :meth:`length`.
+            ConfigError: a value of ``sampling`` is out of range; or as :meth:`length`.
         """
         sampling.check()
         length = self.length(prompt_T, memory)
@@ -296,11 +291,11 @@ class Sampler:
         return Generation(start, self.decoder(sampling, samples, resumable=resumable), max_new_tokens)
 
     def decoder(self, sampling: Sampling, samples: int = 1, *, resumable: bool = False) -> Callable[..., tuple]:
-        """What draws the next tokens: ``decode(memory, ended_B, count)``, which does not wait for the device.
+        """The function ``decode(memory, ended_B, count)``, which samples the next tokens asynchronously.
 
-        It returns how many tokens it drew, at most ``count`` and ``TOKENS_PER_CALL``, the tokens (B, T), the memory
-        after them and which rows have ended. It takes ``memory`` and ``ended_B``, as :meth:`start` gives them first,
-        for itself. Where nothing ends early but on a CPU, it draws ``TOKENS_PER_CALL``, whatever the count.
+        It returns the number of tokens, at most ``count`` and ``TOKENS_PER_CALL``, the tokens (B, T), the memory after
+        them and which rows have ended. It donates ``memory`` and ``ended_B``, initially from :meth:`start`. Except on a
+        CPU, it samples ``TOKENS_PER_CALL`` tokens, whatever the count.
         """
         keys_B2, settings = jax.device_put(_arrays(sampling, samples), self._device)
 
@@ -310,17 +305,17 @@ class Sampler:
         return decode
 
     def start(self, memory: Memory) -> tuple[Memory, Array]:
-        """What decoding starts with, on the device: a memory, and that no row has ended."""
+        """The initial arguments of decoding, on the device: a memory, and that no row has ended."""
         return jax.device_put((memory, jnp.zeros(len(memory.seen_BV), bool)), self._device)
 
     def _encode(self, prompt_T: np.ndarray, tokens: int, memory: Memory | None) -> Memory:
-        """A new memory with room for ``tokens``."""
+        """The memory of a prompt, with a cache for ``tokens`` tokens."""
         room = self._room(tokens)
         memory = self._rows(self._blank(1, 1) if memory is None else memory, 1, room)
         return self._read(prompt_T, memory) if len(prompt_T) else memory
 
     def _read(self, prompt_T: np.ndarray, memory: Memory) -> Memory:
-        """The prompt in long chunks, and what is left in short ones; without any tokens one of padding."""
+        """Reads the prompt in large chunks and the rest in small ones; without tokens, one chunk of padding."""
         short, long = self._prefill_sizes[0], self._prefill_sizes[-1]
         at = 0
         while at < max(1, len(prompt_T)):
@@ -332,46 +327,46 @@ class Sampler:
         return memory
 
     def _blank(self, samples: int, room: int) -> Memory:
-        """Before the first token."""
+        """The memory before the first token."""
         V = self._model.vocab_size
         cache = self._model.init_cache(samples, room)
         return Memory(jnp.zeros((samples, V)), cache, jnp.zeros((samples, V), bool))
 
     def _rows(self, memory: Memory, samples: int, room: int) -> Memory:
-        """A copy of a row's memory, so many times, with room for so many tokens."""
+        """Copies of one row's memory, with a cache for ``room`` tokens."""
         wanted = jax.eval_shape(lambda: self._blank(samples, room))
         return jax.tree.map(lambda x, like: self._fit(jax.device_put(x, self._device), like.shape, like.dtype),
                             memory, wanted)
 
     def _room(self, tokens: int) -> int:
-        """Tokens a growing cache is made for."""
+        """Size of a growing cache, in tokens."""
         if self.max_length is not None:
             return self.max_length
         return max(LEAST_ROOM, 1 << (tokens - 1).bit_length())
 
 
 def with_product_weights(model: GPT) -> GPT:
-    """What is sampled from: the same model, its projections' weights and the head's in the number format that they are
-    multiplied in, half the bytes to read, and on a GPU transposed, as the kernels for one token read them."""
-    model = nnx.clone(model)  # merging what was split would share its variables
+    """The model with weights of projections and head in the compute dtype, which halves the bytes to read, and on a GPU
+    transposed for the kernels of one token."""
+    model = nnx.clone(model)  # a merge of the split model would share its variables
     dtype = jnp.dtype(model.config.dtype)
     for linear in linears(model):
         w = linear.kernel[...] if linear.exact else linear.kernel[...].astype(dtype)
         if device.platform() == "gpu":
             w, linear.transposed = w.T, True
-        linear.kernel.set_value(w)  # [...] = would keep the format
+        linear.kernel.set_value(w)  # [...] = would keep the dtype
     if dtype != model.token_embedding.embedding.dtype:
         model.head_weight = nnx.data(nnx.Variable(model.token_embedding.embedding[...].astype(dtype)))
     return model
 
 
 def _mark(seen_BV: Array, tokens_BT: Array) -> Array:
-    """``seen_BV`` with these tokens; ids beyond the vocabulary are none."""
+    """``seen_BV`` with these tokens; ids beyond the vocabulary are ignored."""
     return seen_BV.at[jnp.arange(len(seen_BV))[:, None], tokens_BT].set(True, mode="drop")
 
 
 def _fit(x: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """A copy of an array of one row, with other rows and room: filled up with zeros, or cut."""
+    """A copy of an array of one row with another shape: repeated, padded with zeros, or cropped."""
     x = x[(slice(None), *map(slice, shape[1:]))]
     x = jnp.pad(x, [(0, 0), *((0, wanted - have) for wanted, have in zip(shape[1:], x.shape[1:], strict=True))])
     return jnp.array(jnp.broadcast_to(x, shape), dtype)
@@ -379,35 +374,35 @@ def _fit(x: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
 
 def draw(logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"], keys_B: Array,
          settings: Settings) -> Int[Array, " B"]:
-    """One token of each row, drawn as :class:`Sampling` says, row b with the random key ``keys_B[b]``.
+    """Samples one token of each row, as described in :class:`Sampling`, row b with the random key ``keys_B[b]``.
 
-    The repetition penalty is on the tokens ``seen_BV``. The largest of logits / temperature + Gumbel noise is a draw
-    from their softmax (Gumbel, "Statistical Theory of Extreme Values", 1954); without noise it is the likeliest.
+    The repetition penalty applies to the tokens ``seen_BV``. The argmax of logits / temperature + Gumbel noise is a
+    sample of their softmax (Gumbel, "Statistical Theory of Extreme Values", 1954); without noise it is greedy.
     """
     temperature, top_k, top_p, min_p, penalty = settings
     logits_BV = jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
 
     def filtered() -> Array:
-        # The largest logit goes first: a tiny temperature would make all of them infinite otherwise.
+        # Subtract the largest logit: a tiny temperature would make all of them infinite otherwise.
         scaled_BV = (logits_BV - jnp.max(logits_BV, axis=1, keepdims=True)) / jnp.maximum(temperature, 1e-30)
         kept_BV = jax.lax.cond((top_k > 0) | (top_p < 1), lambda: likeliest(scaled_BV, top_k, top_p),
                                lambda: jnp.ones(scaled_BV.shape, bool))
-        kept_BV &= scaled_BV >= jnp.log(min_p)  # the likeliest is at 0
+        kept_BV &= scaled_BV >= jnp.log(min_p)  # the largest is 0
         return jnp.where(kept_BV, logits_BV, -jnp.inf)
 
     def noise() -> Array:
         return jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:], logits_BV.dtype))(keys_B)
 
-    # A condition on the device: other settings compile nothing, and only top_k and top_p pay for a sort.
+    # A condition on the device: other settings need no compilation, and only top_k and top_p need a sort.
     logits_BV = jax.lax.cond((top_k > 0) | (top_p < 1) | (min_p > 0), filtered, lambda: logits_BV)
     noise_BV = cpu.zeros_unless(temperature > 0, noise) if cpu.applies(cpu.zeros_unless) else noise()
-    # Whatever the temperature, from 0 on, neither term leaves its range.
+    # Both terms are finite for every temperature from 0 on.
     warm_BV = logits_BV / jnp.clip(temperature, 1, 1e30) + noise_BV * jnp.minimum(temperature, 1)
     return jnp.argmax(warm_BV, axis=1).astype(jnp.int32)
 
 
 def likeliest(logits_BV: Float32[Array, "B V"], top_k: Int[Array, ""], top_p: Float[Array, ""]) -> Bool[Array, "B V"]:
-    """Which tokens ``top_k`` and then ``top_p`` keep; of equally likely ones the lower ids, and always one at least."""
+    """The tokens kept by ``top_k`` and then ``top_p``, at least one; ties are resolved to lower ids."""
     if cpu.applies(cpu.sort_descending):
         sorted_BV = cpu.sort_descending(logits_BV)
     else:
@@ -423,7 +418,7 @@ def likeliest(logits_BV: Float32[Array, "B V"], top_k: Int[Array, ""], top_p: Fl
 
 
 def _arrays(sampling: Sampling, samples: int) -> tuple[Array, Settings]:
-    """The random key of each sample, as numbers, which JAX passes faster, and the settings."""
+    """The random key data of each sample, which JAX passes faster than keys, and the settings."""
     keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(sampling.seed), jnp.arange(samples))
     return jax.random.key_data(keys_B), Settings(
         np.float32(sampling.temperature), np.int32(sampling.top_k), np.float32(sampling.top_p),

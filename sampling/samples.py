@@ -1,4 +1,4 @@
-"""What the model makes up while it is trained: ``RUN/samples/STEP.txt``."""
+"""Text samples during training: ``RUN/samples/STEP.txt``."""
 
 from pathlib import Path
 
@@ -13,27 +13,27 @@ from support.errors import ConfigError
 from support.files import write_text
 
 SAMPLE_TOKENS = 256
-"""Tokens of a sample at most; end-of-text ends it earlier."""
+"""Maximum number of tokens of a sample; end-of-text ends it earlier."""
 
 
 def check(config: TrainConfig, model: GPT) -> None:
-    """Raises :class:`ConfigError` where samples are asked for of a model that cannot be sampled from."""
+    """Raises :class:`ConfigError` if samples are configured and the model has no cached decode."""
     without = [block.attention.name for block in model.blocks if block.attention.decode_state == "none"]
     if config.sample_every and without:
-        raise ConfigError(f"train.sample_every is {config.sample_every}: attention mode {without[0]!r} has no cached "
-                          "decode and cannot be sampled from; expected 0")
+        raise ConfigError(f"train.sample_every is {config.sample_every}; expected 0: attention mode {without[0]!r} has "
+                          "no cached decode")
 
 
 class Samples:
-    """Writes a sample of a model, plain text, beside and renamed into place.
+    """Writes text samples of a model, atomically.
 
-    Samples begin as documents do, after end-of-text, and are drawn with the same random numbers every time, at the
-    settings that ``sample.py`` has by default.
+    Samples start a document, after end-of-text, with the default options of ``sample.py`` and the same random numbers
+    at every step.
 
     Args:
-        folder: where to; made at the first sample.
+        folder: output folder; created at the first sample.
         tokenizer: name of the tokenizer.
-        keep_through: the step a run resumes from: samples of later ones are removed.
+        keep_through: the step that a run resumes from: samples of later steps are deleted.
 
     Raises:
         OSError: a sample cannot be removed.
@@ -47,7 +47,7 @@ class Samples:
                 path.unlink()
 
     def write(self, step: int, model: GPT) -> None:
-        """A sample of the model as it is after ``step`` updates.
+        """Write a sample of the model after ``step`` updates.
 
         Raises:
             OSError: it cannot be written.

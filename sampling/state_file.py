@@ -1,11 +1,10 @@
-"""State files: what decoding keeps of a text, to go on from later or on another machine.
+"""State files: the decode state of a text, to continue later or on another machine.
 
-A safetensors file with the last token's logits, the cache (of one that grows only as far as it is filled), the count of
-positions and the tokens seen, which the repetition penalty needs. Its metadata say which model it is of: the sizes,
-positions and attention modes with their options, the vocabulary and a SHA-256 of every parameter. Reading these takes a
-second per GB of parameters. The number format of the products is not part of it: a state made in bfloat16 on a GPU can
-be gone on from in float32 on a CPU. A checksum over all of it is kept too, since safetensors does not notice flipped
-bytes.
+A safetensors file with the logits of the last token, the filled part of the cache, the number of positions and the
+tokens seen, for the repetition penalty. Its metadata identify the model by sizes, positions, attention modes with their
+options, vocabulary and a SHA-256 of the parameters, which takes a second per GB. The compute dtype may differ: a state
+computed in bfloat16 on a GPU can be continued in float32 on a CPU. The file also has a checksum, since safetensors does
+not detect corruption.
 """
 
 import dataclasses
@@ -29,18 +28,18 @@ from support.files import replacing
 
 METADATA = "lineargpt-state"
 FORMAT = 1
-"""Number of the format: count it up where an older file would be misread."""
+"""Format version. Increase it when older files would be misread."""
 PARAMETERS = "parameters"
 
 
 def save(path: Path, memory: Memory, model: GPT, *, origin: str) -> None:
-    """Write a state file, beside and renamed into place.
+    """Write a state file atomically.
 
     Args:
-        path: where to.
-        memory: of one text.
-        model: what read the text.
-        origin: where the model is from, for the message to one who gives the file to another.
+        path: output path.
+        memory: decode state of one text.
+        model: the model that read the text.
+        origin: description of the model, for error messages.
 
     Raises:
         OSError: it cannot be written.
@@ -59,7 +58,7 @@ def save(path: Path, memory: Memory, model: GPT, *, origin: str) -> None:
 
 
 def load(path: Path, model: GPT) -> Memory:
-    """The memory in a state file, on the host: a ``Sampler`` of the same model goes on from it.
+    """Read the decode state in a state file, on the host, for a ``Sampler`` of the same model.
 
     Raises:
         StateError: the file is damaged, or of another model.
@@ -72,17 +71,16 @@ def load(path: Path, model: GPT) -> Memory:
             about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, ValueError) as error:
-        raise StateError(f"{path}: damaged, cut short or no state file ({error}); make it again") from error
+        raise StateError(f"{path}: not a state file, or a damaged one ({error}); save it again") from error
     if (found := about.get("format")) != FORMAT:
-        what = "no format number" if found is None else f"format {json.dumps(found)}"
-        raise StateError(f"{path}: no state file that this version of lineargpt knows: it has {what}, and format "
-                         f"{FORMAT} is read; make it again")
+        what = "no format version" if found is None else f"format {json.dumps(found)}"
+        raise StateError(f"{path}: {what}; this version of lineargpt reads state files of format {FORMAT}; save it "
+                         "again")
     if about.pop("sha256", None) != _checksum(tensors, about):
-        raise StateError(f"{path}: damaged, it does not have the checksum it was written with; make it again")
+        raise StateError(f"{path}: damaged: it does not match its checksum; save it again")
     theirs, ours = about["model"], fingerprint(model)
-    # What only one of them has follows from another difference, or came with another version, where the other's is the
-    # default.
-    differing = [f"{name} is {ours[name]} here and {value} there" for name, value in theirs.items()
+    # Fields that only one of them has follow from another difference, or are new in one version, with a default.
+    differing = [f"{name} is {value} in the file and {ours[name]} here" for name, value in theirs.items()
                  if name != PARAMETERS and ours.get(name, value) != value]
     if differing or theirs.get(PARAMETERS) != ours[PARAMETERS]:
         raise StateError(f"{path}: the state of another model, {about['origin']}: "
@@ -92,7 +90,7 @@ def load(path: Path, model: GPT) -> Memory:
 
 
 def fingerprint(model: GPT) -> dict[str, str]:
-    """What has to agree for a state of one model to be one of another, by name."""
+    """The properties of a model that its state depends on, by name."""
     config = model.config
     found = {f"model.{name}": str(getattr(config, name)) for name in ("layers", "heads", "width", "positions")}
     if head_width(config) * config.heads == config.width:
@@ -107,7 +105,7 @@ def fingerprint(model: GPT) -> dict[str, str]:
         for name, value in dataclasses.asdict(config.modes[mode]).items():
             found[f"model.modes.{mode}.{name}"] = str(value)
     leaves = jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model)))
-    # hashlib lets go of the interpreter: as fast as there are cores.
+    # hashlib releases the GIL, so that threads use all cores.
     with ThreadPoolExecutor() as pool:
         digests = pool.map(lambda leaf: hashlib.sha256(_bytes(leaf[1])).hexdigest(), leaves)
         lines = [f"{_name(path)} {x.dtype} {x.shape} {digest}\n"

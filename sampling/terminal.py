@@ -1,4 +1,4 @@
-"""Samples on standard output while they are drawn, and conversations."""
+"""Streaming of samples to standard output, and conversations."""
 
 import contextlib
 import itertools
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleWriter:
-    """Draws samples and writes their text to standard output as it comes."""
+    """Generates samples and streams their text to standard output."""
 
     sampler: Sampler
     encoding: "tiktoken.Encoding"
-    """The tokenizer of its model."""
+    """The tokenizer of the model."""
     sampling: Sampling
-    """How the next token is chosen."""
+    """Sampling options."""
     max_new_tokens: int
-    """Of a sample."""
+    """Maximum number of tokens of a sample."""
     stop: tuple[str, ...] = ()
-    """Texts that end a sample, which is then what stands before."""
+    """Stop strings: a sample ends before the first of them."""
     samples: int = 1
-    """Drawn at once; the first one is shown as it comes."""
+    """Number of samples in a batch; the first one is streamed."""
     resumable: bool = False
-    """Whether what the model keeps of the text is wanted in the end."""
+    """Whether the decode state of the text is needed."""
     end_line: bool = False
-    """Whether a line break follows the last sample."""
+    """Whether to write a line break after the last sample."""
 
     def tokenize(self, prompt: bytes, memory: Memory | None) -> np.ndarray:
-        """The tokens of a prompt; end-of-text where there is no text at all."""
+        """The tokens of a prompt; end-of-text if there is no text."""
         prompt_T = tokenizers.encode_document(self.encoding, prompt).astype(np.int32)
         if not len(prompt_T) and memory is None:
             prompt_T = np.array([tokenizers.end_of_text(self.encoding)], np.int32)
@@ -56,13 +56,13 @@ class SampleWriter:
         """Write the samples that follow a prompt.
 
         Args:
-            prompt_T: the text to go on from.
-            memory: of the text before the prompt.
-            verbose: say on standard error why it ended and how long it took.
-            stopped: ends the sample once it is set.
+            prompt_T: token ids.
+            memory: decode state of the text before the prompt.
+            verbose: report on standard error why samples ended, and the time.
+            stopped: stops the sample when set.
 
         Returns:
-            What the model keeps of the whole text, without end-of-text and stop string, where that is wanted.
+            The decode state of the whole text, without end-of-text and stop string, if ``resumable``.
 
         Raises:
             ConfigError: the prompt cannot be read; nothing was generated.
@@ -81,14 +81,14 @@ class SampleWriter:
         if len(streams) > 1:
             status("--- sample 0 ---")
         for tokens_BT in batches:
-            # The first sample is shown as it comes; the others, drawn at the same time, wait for their turn.
+            # Stream the first sample, and write the others of the batch afterwards.
             for i, stream in enumerate(streams):
                 texts[i] += stream.feed(tokens_BT[i])
             write(texts[0])
             texts[0] = ""
             if all(stream.ended for stream in streams) or (stopped is not None and stopped.is_set()):
                 break
-        jax.block_until_ready(memory)  # where nothing is drawn
+        jax.block_until_ready(memory)  # if nothing is sampled
         seconds = time.perf_counter() - compiled
         for i, stream in enumerate(streams):
             if i:
@@ -107,24 +107,24 @@ class SampleWriter:
             return None
         if not streams[0].ended:
             return batches.memory
-        # What decoding keeps has tokens that the text has not: it is read once more, without them.
+        # The decode state includes tokens that are not in the text: read the text again without them.
         rest_T = tokenizers.encode_document(self.encoding, streams[0].rest).astype(np.int32)
         return sampler.encode(np.concatenate([np.array(streams[0].kept, np.int32), rest_T]), memory)
 
     def _say_why_it_ended(self, streams: list[TextStream], drawn: int, position: int) -> None:
         if position + drawn == self.sampler.max_length and drawn < self.max_new_tokens and not all(
                 stream.ended for stream in streams):
-            status(f"stopped at position {self.sampler.max_length}: the model has positions for no more")
+            status(f"stopped at position {self.sampler.max_length}, the model's last")
         ended = sum(stream.ended and not stream.stopped for stream in streams)
         if ended:
-            status("ended by the token for the end of a text"
+            status("ended by the end-of-text token"
                    + (f": {ended} of {len(streams)}" if len(streams) > 1 else ""))
 
 
 def converse(writer: SampleWriter, prompt: bytes, memory: Memory | None) -> Memory | None:
-    """Ask for prompts and go on from each, until there are no more or no positions; what the model keeps in the end."""
+    """Ask for prompts and continue from each, until there are no more prompts or positions; the final decode state."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 — input() lets people edit what they type where it is there
+        import readline  # noqa: F401 — lets users edit the input line
     for text in itertools.chain([prompt] if prompt else [], iter(ask, None)):
         with interrupts() as stopped:
             try:
@@ -132,13 +132,13 @@ def converse(writer: SampleWriter, prompt: bytes, memory: Memory | None) -> Memo
             except ConfigError as error:
                 status(str(error))
         if memory is not None and memory.position == writer.sampler.max_length:
-            status(f"full: the model has positions for {writer.sampler.max_length:,} tokens and no more")
+            status(f"stopped: the model has only {writer.sampler.max_length:,} positions")
             break
     return memory
 
 
 def ask() -> bytes | None:
-    """What a person types; None at the end. Ctrl-C takes back what was typed."""
+    """A line of input; None at the end. Ctrl-C discards the line."""
     marker = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
     while True:
         try:
@@ -154,7 +154,7 @@ def ask() -> bytes | None:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[threading.Event]:
-    """While it lasts, Ctrl-C sets the event and does nothing else."""
+    """Inside, Ctrl-C only sets the event."""
     stopped = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: stopped.set())
     try:
@@ -164,6 +164,6 @@ def interrupts() -> Iterator[threading.Event]:
 
 
 def write(text: str) -> None:
-    """Text to standard output, at once."""
+    """Writes to standard output and flushes it."""
     sys.stdout.write(text)
     sys.stdout.flush()

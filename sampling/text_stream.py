@@ -1,4 +1,4 @@
-"""Tokens of a sample to text while they are drawn: whole characters only, and up to a stop string."""
+"""Streaming conversion of tokens to text: complete characters only, up to a stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 class TextStream:
-    """The text of one sample, as far as it is certain; bytes that make no character are U+FFFD.
+    """The text of one sample; undecodable bytes are U+FFFD.
 
-    A stop string ends the sample, which is the text before it, wherever the borders of tokens are. Text that may be the
-    beginning of one is held back until it is known. Of several stop strings the one that is whole first counts.
+    The sample ends before the first complete stop string, regardless of token boundaries. Text that may begin a stop
+    string is held back.
 
     Args:
-        encoding: the tokenizer. Its end-of-text ends the sample too.
-        stop: stop strings, none of them empty.
+        encoding: the tokenizer. Its end-of-text also ends the sample.
+        stop: non-empty stop strings.
     """
 
     def __init__(self, encoding: "tiktoken.Encoding", stop: Sequence[bytes] = ()):
@@ -26,16 +26,16 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = b""
         self.tokens = 0
-        """Tokens seen, but for end-of-text."""
+        """Number of tokens, without end-of-text."""
         self.kept: list[int] = []
-        """Tokens whose text the sample has whole."""
+        """Tokens whose whole text is in the sample."""
         self.rest = b""
-        """Text of the sample after these: where a stop string begins inside a token."""
+        """Text of the sample after ``kept``, if a stop string begins inside a token."""
         self.stopped = self.ended = False
-        """Whether there was a stop string; whether there was one, or end-of-text."""
+        """Whether a stop string, or a stop string or end-of-text, ended the sample."""
 
     def feed(self, tokens_T: Sequence[int] | np.ndarray) -> str:
-        """The text that these tokens make certain; nothing once the sample has ended."""
+        """Text that is complete with these tokens; empty after the end of the sample."""
         certain = b""
         for token in map(int, tokens_T):
             if self.ended or token == self._encoding.eot_token:
@@ -55,12 +55,12 @@ class TextStream:
         return self._decoder.decode(certain)
 
     def close(self) -> str:
-        """What is left: text held back, and U+FFFD where the sample stopped inside a character."""
+        """The remaining text: what was held back, and U+FFFD for an incomplete character."""
         held, self._held = self._held, b""
         return self._decoder.decode(held, final=True)
 
     def _release(self) -> bytes:
-        """What cannot be the beginning of a stop string."""
+        """Text that cannot begin a stop string."""
         begun = max((size for stop in self._stop for size in range(1, len(stop)) if self._held.endswith(stop[:size])),
                     default=0)
         certain = self._held[:len(self._held) - begun]
@@ -68,7 +68,7 @@ class TextStream:
         return certain
 
     def _drop(self, size: int) -> None:
-        """Takes so many bytes off the end of the sample."""
+        """Removes bytes from the end of the sample."""
         self._held = self._held[:len(self._held) - size]
         while size > 0:
             last = self._bytes(self.kept.pop())
@@ -78,5 +78,5 @@ class TextStream:
     def _bytes(self, token: int) -> bytes:
         try:
             return self._encoding.decode_single_token_bytes(token)
-        except KeyError:  # vocabularies have gaps, and a model's may be rounded up
+        except KeyError:  # vocabularies have gaps, and a model's vocabulary may be padded
             return "\N{REPLACEMENT CHARACTER}".encode()

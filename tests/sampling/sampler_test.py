@@ -172,7 +172,7 @@ def test_other_parameters_compile_nothing():
     np.testing.assert_array_equal(tokens_of(sampler, prompt_of(5), GREEDY, max_new_tokens=20), first_BT)
     text_BT = np.concatenate([prompt_of(5)[None], drawn_BT], axis=1)
     np.testing.assert_array_equal(drawn_BT, likeliest_tokens(model, text_BT)[:, 4:-1])
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(ValueError, match="expected the same model"):
         sampler.update(make_model("softmax"))
 
 
@@ -332,9 +332,9 @@ def test_learned_positions_bound_the_tokens():
     assert sampler.max_length == 24
     assert tokens_of(sampler, prompt_of(20), GREEDY, max_new_tokens=100).shape == (1, 4)
     assert list(sampler.generate(prompt_of(24), GREEDY, max_new_tokens=100)) == []
-    with pytest.raises(ConfigError, match="prompt has 25 tokens, and the model has positions for 24"):
+    with pytest.raises(ConfigError, match="prompt has 25 tokens; expected at most 24, the model's number of positions"):
         sampler.generate(prompt_of(25), GREEDY, max_new_tokens=1)
-    with pytest.raises(ConfigError, match="prompt has 5 tokens after 20 others, and the model has positions"):
+    with pytest.raises(ConfigError, match="prompt has 5 tokens after 20 others; expected at most"):
         sampler.generate(prompt_of(5), GREEDY, max_new_tokens=1, memory=sampler.encode(prompt_of(20)))
 
 

@@ -86,10 +86,10 @@ def test_only_what_is_filled_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "named"), [
-    ({"width": 32}, "model.width is 32 here and 16 there"),
-    ({"positions": "none"}, "model.positions is none here and rotary there"),
-    ({"attention": ("linear",)}, "model.attention is linear"),
-    ({"modes": {"chunked": {"feature_map": "softplus"}}}, "model.modes.chunked.feature_map is softplus here and elu"),
+    ({"width": 32}, "model.width is 16 in the file and 32 here"),
+    ({"positions": "none"}, "model.positions is rotary in the file and none here"),
+    ({"attention": ("linear",)}, "model.attention is chunked"),
+    ({"modes": {"chunked": {"feature_map": "softplus"}}}, "model.modes.chunked.feature_map is elu in the file"),
     ({"seed": 1}, "the same sizes, but other parameters")])
 def test_another_model_is_refused_by_what_differs(changes, named, tmp_path):
     message = refused(save(tmp_path / "s"), make_model(**changes))
@@ -133,9 +133,9 @@ def test_other_files_are_no_states(tmp_path):
     from safetensors.numpy import save_file
 
     save_file({"weight": np.zeros(3)}, tmp_path / "w")
-    assert "no state file that this version of lineargpt knows: it has no format number" in refused(tmp_path / "w")
+    assert "no format version; this version of lineargpt reads state files" in refused(tmp_path / "w")
     save_file({"weight": np.zeros(3)}, tmp_path / "w", {state_file.METADATA: '{"format": 2}'})
-    assert "it has format 2, and format 1 is read; make it again" in refused(tmp_path / "w")
+    assert "format 2; this version of lineargpt reads state files of format 1; save it again" in refused(tmp_path / "w")
 
 
 def test_a_save_that_fails_leaves_the_file_before(tmp_path, monkeypatch):
