@@ -5,11 +5,10 @@
     python compare.py 'runs/*' --watch
     python compare.py --study runs/lr --out study.html
 
-The page is one file and opens without network; its first sentences say what the runs show. Runs whose configs differ
-in nothing but their seed are seeds of one set-up: the table adds their mean and standard deviation. --watch draws all
-anew whenever a run has grown, until Ctrl-C; of a pattern in quotes, also runs that come later. Until then a page that
-is open in a browser reloads itself. --study draws the runs of a study, as sweep.py made them, with the study's own
-figures above them.
+The page is one file, needs no network, and begins with a summary of the results. Runs that differ only in their seed
+form one set-up, with its mean and standard deviation in the table. --watch updates the page as runs grow, until Ctrl-C,
+and an open page reloads itself; a quoted pattern also matches new runs. --study draws the runs of a study from
+sweep.py, with the study's figures above them.
 """
 
 from support import interrupts, packages
@@ -38,9 +37,9 @@ from support.errors import ConfigError, RunError
 from support.files import replacing
 
 WATCH_SECONDS = 2.0
-"""Between two looks at the runs."""
+"""Interval between checks of the runs."""
 RELOAD_SECONDS = 5.0
-"""Between two loads of a page that is watched."""
+"""Interval between reloads of a watched page."""
 
 
 @dataclass(frozen=True)
@@ -70,41 +69,41 @@ class Options:
 
 
 def check(options: Options) -> None:
-    """Raises :class:`ConfigError` for options that cannot be meant."""
+    """Raises :class:`ConfigError` for conflicting options."""
     if options.runs and options.study is not None:
-        raise ConfigError(f"{options.runs[0]} and --study {options.study}: expected runs or a study, not both")
+        raise ConfigError(f"{options.runs[0]} and --study {options.study} are mutually exclusive")
     if not options.runs and options.study is None:
         raise ConfigError("name one or more run folders: python compare.py runs/softmax runs/chunked")
     for flag, path, suffixes in (("--png", options.png, (".png", ".svg")), ("--svg", options.svg, (".svg",))):
         if path is not None and path.suffix.lower() not in suffixes:
-            raise ConfigError(f"{flag} {path}: expected a name that ends in {' or '.join(suffixes)}")
+            raise ConfigError(f"{flag} {path}: expected a name ending in {' or '.join(suffixes)}")
     outputs = [path for path in (options.out, options.csv, options.json, options.png, options.svg) if path is not None]
     for path in outputs:
         if outputs.count(path) > 1:
-            raise ConfigError(f"{path}: named for two outputs; name one file each")
+            raise ConfigError(f"{path}: given for two outputs; expected one file each")
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What is drawn."""
+    """The contents of a page."""
 
     comparison: comparison.Comparison
     figures: Sequence[Figure]
-    """Those of the study."""
+    """Figures of the study."""
     title: str
-    """Of the page; empty: the modes compared."""
+    """Title of the page. Empty: the modes compared."""
     left_out: int
-    """How many runs could not be read."""
+    """Number of runs that could not be read."""
 
 
 class Source:
-    """What the command line names: runs, or a study.
+    """The runs, or the study, of a command line.
 
     Args:
-        options: of the command line.
+        options: parsed command line.
 
     Raises:
-        ConfigError: ``--study`` names no folder of a study, or one whose study cannot be loaded.
+        ConfigError: ``--study`` is not the folder of a study, or its study cannot be loaded.
         RunError: its ``study.json`` is damaged.
     """
 
@@ -121,21 +120,21 @@ class Source:
         """Read the runs and compare them.
 
         Args:
-            said: notes that were printed before; the new ones are added.
+            said: notes that were printed before; new ones are added.
 
         Raises:
-            ConfigError: a folder that is not there, none that is a run, or none named; or the study's figures fail.
+            ConfigError: a folder does not exist, none is a run, none is named, or the study's figures fail.
             RunError: none of the runs can be drawn.
         """
         found = self.reader.read()
         runs = [run for run in found.runs if not run.is_empty]
         if not runs:
-            raise RunError("; ".join(map(str, found.damaged)) or "there is no run yet")
+            raise RunError("; ".join(map(str, found.damaged)) or "no runs yet")
         compared = comparison.compare(runs)
         if self.study is None:
             figures, title = (), ""
             left = [*(f"left out: {error}" for error in found.damaged),
-                    *(f"passed over: {note}" for note in found.passed_over)]
+                    *(f"skipped: {note}" for note in found.passed_over)]
         else:
             figures, title = self.study.figures(found.runs), (self.study.module.__doc__ or "").partition("\n")[0]
             left = [f"left out: {why}" for why in left_out(found, self.reader.paths)]
@@ -147,7 +146,7 @@ class Source:
 
 
 def show(drawn: Drawn) -> None:
-    """Print the tables, and what the runs show."""
+    """Print the tables and the summary."""
     compared = drawn.comparison
     print_table(compared.rows, compared.columns)
     print("\n".join(filter(None, [*compared.verdict, table_note(compared.rows, compared.runs)])))
@@ -158,14 +157,14 @@ def show(drawn: Drawn) -> None:
 
 
 def write_page(options: Options, drawn: Drawn, *, watched: bool) -> None:
-    """Write the page; one that is watched reloads itself."""
+    """Write the page; a watched page reloads itself."""
     text = page(drawn.comparison, figures=drawn.figures, title=drawn.title, note=options.note,
                 reload_seconds=RELOAD_SECONDS if watched else None)
     write(options.out, text.encode())
 
 
 def write(path: Path, contents: bytes) -> None:
-    """A file that is there whole at every moment.
+    """Write a file atomically.
 
     Raises:
         OSError: it cannot be written; the message names it.
@@ -179,7 +178,7 @@ def write(path: Path, contents: bytes) -> None:
 
 
 def write_others(options: Options, drawn: Drawn) -> None:
-    """Write the files that were asked for beside the page."""
+    """Write the other requested files."""
     compared = drawn.comparison
     if options.csv:
         write(options.csv, as_csv(compared.rows, compared.columns).encode())
@@ -191,8 +190,7 @@ def write_others(options: Options, drawn: Drawn) -> None:
 
 
 def draw(options: Options) -> int:
-    """Compare the runs, print the table, write the files; nothing is written where no run can be drawn. Returns 1 if a
-    run had to be left out, else 0."""
+    """Compare the runs, print the table and write the files. Returns 1 if a run was left out, else 0."""
     drawn = Source(options).compare(set())
     show(drawn)
     write_page(options, drawn, watched=False)
@@ -202,7 +200,7 @@ def draw(options: Options) -> int:
 
 
 def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int:
-    """The same whenever the runs have changed, until Ctrl-C; the table once. The last page does not reload itself."""
+    """:func:`draw` whenever the runs change, until Ctrl-C; prints the table once. The last page does not reload."""
     source, said, seen, drawn = Source(options), set[str](), None, None
     try:
         while True:
@@ -232,7 +230,7 @@ def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Compare as a command line says; returns 1 where a run had to be left out."""
+    """Compare from a command line; returns 1 if a run was left out."""
     options = tyro.cli(Options, args=arguments, prog="compare.py", description=__doc__)
     check(options)
     return watch(options) if options.watch else draw(options)

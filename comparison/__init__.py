@@ -1,4 +1,4 @@
-"""The comparison of runs: what the table, the page, the picture and the files of compare.py are made of."""
+"""The comparison of runs: the data behind the table, the page, the plots and the files of compare.py."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,29 +14,29 @@ from comparison.verdict import verdict
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs, and what they show."""
+    """Runs and their comparison."""
 
     runs: tuple[Run, ...]
-    """In the order in which they were named; their names are unique."""
+    """In the given order; their names are unique."""
     setups: tuple[Setup, ...]
-    """The runs, grouped where they differ in nothing but the seed."""
+    """The runs, grouped by everything but the seed."""
     verdict: tuple[str, ...]
-    """Sentences on top: which set-up is lower at the same number of steps, which at the same training time, where the
-    curves cross; or why nothing is claimed. Empty for a single set-up."""
+    """Summary: the lowest set-up at equal steps and at equal training time, and where curves cross; or why there is no
+    comparison. Empty for a single set-up."""
     remarks: tuple[str, ...]
-    """Warnings: what to know before comparing these runs."""
+    """Warnings about the comparison."""
     columns: tuple[Column, ...]
-    """Of the table: those in which any row has a value."""
+    """Columns of the table in which any row has a value."""
     rows: tuple[Row, ...]
-    """Of the table: one a run, and one of means for each set-up of several seeds, after its runs."""
+    """Rows of the table: one per run, and one of means after the runs of each set-up with several seeds."""
     times: TimesToLoss | None
-    """Training time to reach given val losses; None where no run has val points that fall."""
+    """Training time to reach given val losses; None if no val loss decreases."""
     differences: dict[str, list[Any]]
-    """Fields of the config in which the runs differ, by dotted name: the value of each run, None where it has none."""
+    """Fields of the config in which the runs differ, by dotted name: the value of each run, None if it has none."""
 
     def as_json(self, figures: Sequence[Mapping[str, Any]] = ()) -> bytes:
-        """The verdict, the remarks and the table, and the figures of a study where there are some; numbers in full,
-        null where unknown or not finite."""
+        """The verdict, the remarks, the table and the figures of a study, with full precision; null for unknown or
+        non-finite values."""
         keys = [column.key for column in self.columns]
         return orjson.dumps({
             "verdict": self.verdict, "remarks": self.remarks,
@@ -57,7 +57,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
-    """Everything there is to say of runs whose names are unique (see :func:`comparison.runs.name_runs`)."""
+    """Compare runs with unique names (see :func:`comparison.runs.name_runs`)."""
     setups, times = group(runs), times_to_loss(runs)
     table = rows(runs, setups, times)
     return Comparison(tuple(runs), tuple(setups), tuple(verdict(setups)), tuple(remarks(runs)),

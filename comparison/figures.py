@@ -192,15 +192,15 @@ def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], 
              arm_of: Callable[[Run], str] | None) -> Figure:
     """:func:`loss_against` of a column of the val lines, ``loss`` or ``accuracy``."""
     with_field = [run for run in runs if name in run.setup_fields]
-    # An option of a mode may come with the runs that are not made yet.
+    # Runs with an option of a mode may still be missing.
     if runs and not with_field and not name.startswith("model.modes."):
-        raise ConfigError(f"no run has a field {name} that could change its loss; expected a field of the config, such "
-                          "as optimizer.learning_rate, model.context or model.modes.MODE.OPTION")
+        raise ConfigError(f"no run has a field {name} that affects the loss; expected a field of the config, such as "
+                          "optimizer.learning_rate, model.context or model.modes.MODE.OPTION")
     called, remarks = called or short_name(name), []
     if not with_field:
-        remarks.append(f"Nothing is drawn: there is no run with {name} yet.")
+        remarks.append(f"Nothing to draw: no run with {name} yet.")
     elif without := dict.fromkeys(run.attention for run in runs if name not in run.setup_fields):
-        remarks.append(f"Left out, for they have no {name}: {listed(list(without))}.")
+        remarks.append(f"Left out, without {name}: {listed(list(without))}.")
 
     def place_of(run: Run) -> Any:
         return _on_axis(run.setup_fields[name] if of is None else of(run))
@@ -237,9 +237,9 @@ def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], 
                          _interval_cell(interval, place.values), *(["best" if x == best else ""] if marks else [])))
         lines.append(Line(arm.label, arm.first.attention, tuple(points), None if best is None else counted.index(best)))
     if any(len(point.runs) == 1 for line in lines for point in line.points):
-        remarks.append("A point without an interval is of one seed.")
+        remarks.append("Points without an interval have one seed.")
     if best_over and any(len(of_x) > 1 for arm in arms for of_x in arm.places.values()):
-        remarks.append(f"Each point is of its best {short_name(best_over)}, which was chosen by the same runs.")
+        remarks.append(f"Each point has its best {short_name(best_over)}, chosen on the same runs.")
     if quantity == "loss" and len(group(best_runs)) > 1:
         remarks.append(f"Each at its best {called}: {' '.join(verdict(group(best_runs)))}")
     kind = "category" if not is_numeric else "log" if _is_log(name, places, log) else "linear"
@@ -253,7 +253,7 @@ def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], 
 
 def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], name: str | None,
           tuned: str | None, arm_of: Callable[[Run], str] | None = None) -> tuple[list[_Arm], list[str]]:
-    """The runs that count, by line, place and value of the tuned field, and remarks on the others."""
+    """The valid runs by line, place and value of the tuned field, and remarks on the others."""
     remarks: list[str] = []
     unfinished = [run.name for run in runs if not run.is_finished]
     unmeasured = [run.name for run in runs if run.is_finished and run.final(quantity) is None]
@@ -286,14 +286,13 @@ def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], na
                 place.values.append(value)
         _name_arms(list(of_key.values()), (*axes, *along), name_of_these)
         arms += of_key.values()
-    for names, why in ((unfinished, "not finished"), (unmeasured, f"without val {quantity}"),
-                       (twice, "of a seed that another run has"), (not_finite, f"the last val {quantity} is not "
-                                                                               "finite")):
+    for names, why in ((unfinished, "not finished"), (unmeasured, f"no val {quantity}"), (twice, "duplicate seed"),
+                       (not_finite, f"final val {quantity} not finite")):
         if names:
             remarks.append(f"Left out of the means, {why}: {few(names)}.")
     if empty := [arm.label for arm in arms if not any(place.values for of_x in arm.places.values()
                                                       for place in of_x.values())]:
-        remarks.append(f"Nothing is drawn of {listed(empty)}, of which no run counts.")
+        remarks.append(f"Not drawn, without valid runs: {listed(empty)}.")
     if together.keys() - {"data.dir"}:
         remarks.append(f"Fields that change together with {short_name(name or tuned or '')}: "
                        f"{listed([short_name(each) for each in together if each != "data.dir"])}.")
@@ -301,7 +300,7 @@ def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], na
 
 
 def _along(runs: Sequence[Run], at: Callable[[Run], Any], axes: Sequence[str]) -> list[str]:
-    """The fields that have one value at each place, and not the same one at all places."""
+    """The fields with one value at each place that differs between places."""
     found = []
     for name in differing([run.setup_fields for run in runs]):
         values: dict[str, set[str]] = {}
@@ -313,7 +312,7 @@ def _along(runs: Sequence[Run], at: Callable[[Run], Any], axes: Sequence[str]) -
 
 
 def _name_arms(arms: Sequence[_Arm], leave_out: Sequence[str], name: str) -> None:
-    """Label each arm of one name: by what tells it from the others, or by its first run where that is much."""
+    """Label each arm of a name by its differences from the others, or by its first run if there are many."""
     for arm in arms:
         told = distinctions(arm.first, [other.first for other in arms], leave_out)
         arm.label = ", ".join([name, *(told if len(told) <= MAX_DISTINCTIONS else [f"as {arm.first.name}"])])
@@ -324,9 +323,11 @@ def _name_arms(arms: Sequence[_Arm], leave_out: Sequence[str], name: str) -> Non
 
 
 def _best(places: dict[Any, _Place], sign: int) -> Any:
-    """The key of the place with the lowest mean (``sign`` 1) or the highest (−1) over the seeds that all have, for a
-    seed may be an easy one; over all that each has where there is no such seed. A place that lost a run is chosen only
-    where every one did."""
+    """The key of the place with the lowest (``sign`` 1) or highest (−1) mean.
+
+    Means are over the seeds that all places share, or over all seeds if they share none. A place with a failed run is
+    chosen only if every place has one.
+    """
     whole = {key: place for key, place in places.items() if place.values and not place.lost}
     candidates = whole or {key: place for key, place in places.items() if place.values}
     if not candidates:
@@ -336,15 +337,15 @@ def _best(places: dict[Any, _Place], sign: int) -> Any:
 
 
 def _edge(label: str, name: str, best: Any, tried: Sequence[Any]) -> list[str]:
-    """A warning where the best value is the first or the last that was tried."""
+    """A warning if the best value is the first or the last tried."""
     if len(tried) == 1:
-        return [f"Warning: {label} was tried at one {name} alone, {value_text(best)}."]
+        return [f"Warning: {label} has only one {name}, {value_text(best)}."]
     ends = {tried[0]: ("smallest", "smaller"), tried[-1]: ("largest", "larger")}
     if best not in ends:
         return []
     end, further = ends[best]
-    return [f"Warning: the best {name} of {label}, {value_text(best)}, is the {end} that was tried; a {further} one "
-            "may be better."]
+    return [f"Warning: the best {name} of {label}, {value_text(best)}, is the {end} one tried; a {further} one may be "
+            "better."]
 
 
 def _interval_cell(interval: tuple[float, float] | None, values: Sequence[float]) -> str:
@@ -358,7 +359,7 @@ def _nats(runs: Sequence[Run]) -> str:
 
 
 def _on_axis(value: Any) -> float | str:
-    """A number as it is, anything else as a text."""
+    """Numbers unchanged, anything else as text."""
     return value if _is_number(value) else value_text(value)
 
 
@@ -374,24 +375,24 @@ def _is_log(name: str, places: Sequence[Any], log: bool | None) -> bool:
 
 def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = None, title: str = "",
                 arm: Callable[[Run], str] | None = None) -> Figure:
-    """How much higher the val loss of each other attention is than that of one, paired by seed and, where evaluate.py
-    has written the losses of the same windows, by window: see :func:`comparison.paired.paired_difference`.
+    """Val loss of each attention minus that of a baseline, paired by seed and, with evaluate.py, by window.
 
-    Set-ups are paired that differ in the attention, the options of modes and ``best_over`` alone. An interval that
-    covers zero shows no difference; those of several pairs hold with 95 % each.
+    See :func:`comparison.paired.paired_difference`. Paired set-ups differ only in the attention, the options of modes
+    and ``best_over``. A difference whose interval includes zero is not significant. Each interval has a confidence of
+    95 %.
 
     Args:
-        runs: of a study. Those that are not finished, or have no finite val loss, are named and left out.
-        baseline: an attention, such as ``softmax``, or a name that ``arm`` gives.
-        best_over: a field that was tuned, such as ``optimizer.learning_rate``: of each set-up the runs with its best
-            value count, as in :func:`loss_against`.
-        title: empty: what is drawn.
-        arm: as :func:`loss_against` has it.
+        runs: runs of a study. Unfinished runs and those without a finite val loss are listed and left out.
+        baseline: an attention, such as ``softmax``, or a name that ``arm`` returns.
+        best_over: a tuned field, such as ``optimizer.learning_rate``: each set-up uses the runs with its best value, as
+            in :func:`loss_against`.
+        title: title of the figure. Empty: a default.
+        arm: as in :func:`loss_against`.
     """
     name = arm or (lambda run: run.attention)
     arms, remarks = _arms(runs, "loss", lambda run: "", None, best_over, arm)
     if not any(name(run) == baseline for run in runs):
-        remarks.append(f"Nothing is drawn: there is no run of {baseline} yet.")
+        remarks.append(f"Nothing to draw: no run of {baseline} yet.")
     tuned = [(each, of_x[key]) for each in arms for of_x in each.places.values()
              for key in [_best(of_x, 1)] if of_x[key].values]
     lines, rows, alone = [], [], []
@@ -412,9 +413,9 @@ def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = N
         if any(pair.missing):
             remarks.append(missing_text(pair, base[0][0].label, each.label))
     if alone and any(name(run) == baseline for run in runs):
-        remarks.append(f"Left out, for nothing of {baseline} can be paired with them: {listed(alone)}.")
+        remarks.append(f"Left out, without a matching run of {baseline}: {listed(alone)}.")
     return Figure(
-        f"difference-from-{baseline.replace(',', '+')}", title or f"Val loss less that of {baseline}",
+        f"difference-from-{baseline.replace(',', '+')}", title or f"Val loss minus that of {baseline}",
         Axis("", "category"), f"difference in val loss ({_nats(runs)})", tuple(lines),
         ("attention", "against", "seeds", "windows", "difference", "95 % interval", ""), tuple(rows), tuple(remarks),
         zero=True)
@@ -425,9 +426,9 @@ def _but_attention(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _difference(pair: PairedDifference, baseline: str, label: str, place: _Place) -> tuple[Point, tuple[str, ...]]:
-    """What is drawn of a pair, and its row in the table."""
+    """The point of a pair, and its row in the table."""
     interval = pair.interval()
-    says = "" if interval is None else "no difference shown" if not pair.is_shown() else (
+    says = "" if interval is None else "not significant" if not pair.is_shown() else (
         "higher" if pair.mean > 0 else "lower")
     names = tuple(run.name for run in place.runs if run.seed in pair.seeds)
     return Point(label, pair.mean, interval, names), (
@@ -441,19 +442,19 @@ def short_name(field: str) -> str:
 
 
 def write_figures(figures: Sequence[Figure], folder: Path, remarks: Sequence[str] = ()) -> list[Path]:
-    """Writes ``NAME.svg`` and ``NAME.png`` of each figure that has points, ``figures.md`` with the tables of all, and
-    ``figures.json``. The same figures give the same bytes.
+    """Writes ``NAME.svg`` and ``NAME.png`` of each figure with points, ``figures.md`` with all tables, and
+    ``figures.json``. The output is deterministic.
 
     Args:
-        figures: of a study.
-        folder: made where it is not there. A file there that has one of these names is replaced.
-        remarks: on all of them, such as the runs that are left out.
+        figures: figures of a study.
+        folder: created if missing. Existing files of these names are replaced.
+        remarks: general remarks, such as the runs that are left out.
 
     Returns:
         the files.
 
     Raises:
-        ConfigError: two figures have one name, or one that is no file's.
+        ConfigError: two figures have the same name, or a name is not a file name.
         OSError: a file cannot be written.
     """
     check_names(figures)
@@ -472,26 +473,27 @@ def write_figures(figures: Sequence[Figure], folder: Path, remarks: Sequence[str
 
 
 def check_names(figures: Sequence[Figure]) -> None:
-    """Raises :class:`ConfigError` where figures cannot be written for their names."""
+    """Raises :class:`ConfigError` unless the names are unique file names."""
     names = [figure.name for figure in figures]
     for name in names:
         if not name or name.startswith(".") or "/" in name or name == "figures":
-            raise ConfigError(f"a figure is named {name!r}; expected a name of a file without a folder, and not "
-                              "figures, which is the table's")
+            raise ConfigError(f"a figure is named {name!r}; expected a file name without a folder, other than figures")
         if names.count(name) > 1:
-            raise ConfigError(f"two figures are named {name}; give each a name of its own")
+            raise ConfigError(f"two figures are named {name}; expected unique names")
 
 
 def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
-    """The figure as a picture: a colour a mode and a dash a line, bars for intervals, a ring around the best point of
-    a line; the same figure gives the same bytes. Categories of one point each stand below one another."""
+    """Draws a figure: a colour per mode, a dash per line, bars for intervals, a ring around the best point of a line.
+
+    The output is deterministic. Categories of one point each are listed vertically.
+    """
     if figure.x.kind == "category" and not figure.has_legend:
         return _draw_list(figure, kind)
     with drawing(figsize=(7, 4.5)) as canvas:
         panel = canvas.subplots()
         places = {value: i for i, value in enumerate(figure.values)} if figure.x.kind == "category" else {}
         patterns = dashes([line.attention for line in figure.lines])
-        # Side by side on an axis of categories, where they would hide one another.
+        # Points of one category are drawn side by side.
         shifts = np.linspace(-0.1, 0.1, len(figure.lines)) if places and figure.has_legend else [0.0] * len(patterns)
         for line, dash, shift in zip(figure.lines, patterns, shifts, strict=True):
             style, symbol = DASHES[dash]

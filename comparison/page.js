@@ -1,6 +1,6 @@
 "use strict";
-// Draws the page from the payload that comparison/page.py writes. What can be clicked changes `state`, and `refresh`
-// draws everything anew from it.
+// Draws the page from the payload of comparison/page.py. Controls change `state`, and `refresh` redraws everything from
+// it.
 (() => {
   const METRICS = [
     { key: "loss", button: "Loss", name: "loss" },
@@ -34,7 +34,7 @@
   const shown = (run) => selected(run) && !state.hidden.has(run);
   const runsOf = (setup) => setup.runs.map((index) => runs[index]);
 
-  /** A column of a run's "points" or "means" (train) or "val" in the units drawn; null where the run has none. */
+  /** A column of a run's "points" or "means" (train) or "val" in the units drawn; null if the run has none. */
   function column(run, curve, key) {
     const columns = run[curve] ?? {};
     if (key === "flops") return scaled(columns.tokens, run.flops_per_token);
@@ -184,9 +184,9 @@
       margin: { l: 52, r: 8, t: 10, b: 44 }, plot_bgcolor: "white", paper_bgcolor: "white",
       font: { family: "system-ui, sans-serif", size: narrow() ? 12 : 13, color: INK },
       hoverlabel: { align: "left", font: { size: 13 } },
-      // A finger on the figure scrolls the page.
+      // Touch scrolls the page.
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-      // What the user zoomed to stays until another quantity is drawn.
+      // The zoom stays until another quantity is drawn.
       uirevision: quantities(xaxis, yaxis),
     };
     Plotly.react(id, traces, layout, { responsive: true, displaylogo: false, displayModeBar: narrow() ? false : "hover",
@@ -242,15 +242,15 @@
     const [axis, metric] = [lacking(state.axis), lacking(state.metric)];
     const { title: text } = AXES.find(({ key }) => key === state.axis);
     return [state.metric === "accuracy" ? "Points: val accuracy."
-              : "Lines: train loss, smoothed; faint: of single steps. Points: val loss.",
+              : "Lines: smoothed train loss; faint: single steps. Points: val loss.",
             shownSetups().some(([, of]) => of.length > 1) &&
-              "Bands and bars: one standard deviation over the seeds, to each side.",
+              "Bands and bars: ± one standard deviation over the seeds.",
             state.y === "linear" && state.metric !== "accuracy" &&
-              "The first steps lie above the figure: a double click in it, or the logarithmic scale, shows all.",
-            state.metric === "bits" && "Train loss is converted by the bytes per token of the val text.",
-            "A click in the legend hides a run everywhere, a double click leaves it alone.",
-            axis && `Not known in ${text}: ${axis}.`,
-            metric && `Not known in ${metricName()}: ${metric}.`].filter(Boolean).join(" ");
+              "The first steps are above the figure: double-click it, or choose the logarithmic scale, to show all.",
+            state.metric === "bits" && "Train loss is converted with the bytes per token of the val split.",
+            "Click a legend entry to hide a run everywhere, double-click to show only that run.",
+            axis && `Without ${text}: ${axis}.`,
+            metric && `Without ${metricName()}: ${metric}.`].filter(Boolean).join(" ");
   }
 
   /** A column of the train lines, over the x axis of the main figure. */
@@ -274,7 +274,7 @@
   function positionTrace(setup, run, { context, corpus, first, last, loss }, several) {
     const name = `${title(setup, [run])}, context ${context.toLocaleString("en")}${several ? `, ${corpus}` : ""}`;
     const text = first.map((from, i) => `${from.toLocaleString("en")} to ${last[i].toLocaleString("en")} tokens`);
-    // A bin of a logarithmic axis is drawn at its middle.
+    // On the logarithmic axis, a bin is drawn at its middle.
     const x = first.map((from, i) => Math.sqrt(from * last[i]));
     return trace("positions", setup, [run], { x, y: loss }, {
       mode: "lines+markers", line: { color: setup.colour, dash: setup.dash, width: 2 },
@@ -282,7 +282,7 @@
       hovertemplate: `<b>${escaped(name)}</b><br>%{text}<br>loss %{y:.4f}<extra></extra>` });
   }
 
-  // --- What is not a figure ----------------------------------------------------------------------------------------
+  // --- Controls and tables -----------------------------------------------------------------------------------------
 
   function element(tag, attributes = {}, ...children) {
     const made = document.createElement(tag);
@@ -499,7 +499,7 @@
     }));
   }
 
-  // --- The whole ---------------------------------------------------------------------------------------------------
+  // --- The page ----------------------------------------------------------------------------------------------------
 
   const drawGradient = () => drawColumn("gradient_norm", "gradient norm", { smoothing: state.smoothing, raw: true });
   const drawRate = () => drawColumn("learning_rate", "learning rate", { smoothing: 0, raw: false });
@@ -534,7 +534,7 @@
     }
   }
 
-  // --- A page that is written again while runs grow -----------------------------------------------------------------
+  // --- Reloading of a watched page ----------------------------------------------------------------------------------
 
   /** Reload when the reader has not touched the page for a while; the less often, the longer ago it was written. */
   function reload() {
@@ -587,7 +587,7 @@
     buildStudy();
     refresh();
     if (runs.some(hasCurve)) keepZoom();
-    if (zoom) {  // after the first drawing, to which a double click goes back
+    if (zoom) {  // after the first drawing, to which a double-click returns
       state.zoom = zoom;
       drawLoss();
     }

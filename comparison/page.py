@@ -107,8 +107,8 @@ def run_payload(run: Run) -> dict[str, Any]:
 
 
 def packed(columns: Columns) -> dict[str, dict[str, str]] | None:
-    """Columns as base64 of little-endian numbers, each in the smallest type that keeps it: whole numbers exactly,
-    others to 7 digits; NaN is a gap. None without columns."""
+    """Columns as base64 of little-endian numbers, in the smallest type that keeps integers exactly and other values to
+    7 digits. NaN is a gap. None without columns."""
     found = {}
     for name in COLUMNS:
         if name not in columns:
@@ -116,7 +116,7 @@ def packed(columns: Columns) -> dict[str, dict[str, str]] | None:
         values = columns[name]
         whole = np.isfinite(values).all() and (values == np.round(values)).all()
         kind = "f4" if not whole else "i4" if np.abs(values).max(initial=0) < 2**31 else "f8"
-        with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and a gap
+        with np.errstate(over="ignore"):  # overflow is infinite, and a gap
             data = values.astype(f"<{kind}").tobytes()
         found[name] = {"type": kind, "base64": base64.b64encode(data).decode()}
     return found or None
@@ -133,7 +133,7 @@ def shortened(text: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value of a config."""
+    """A config value as text."""
     if value is None:
         return "–"
     if isinstance(value, list):
@@ -142,7 +142,7 @@ def as_text(value: Any) -> str:
 
 
 def figures_table(comparison: Comparison, index: dict[str, int]) -> dict[str, Any]:
-    """The table of final figures; the times to reach given losses have a table of their own."""
+    """The table of final figures, without the times to reach given losses."""
     columns = [column for column in comparison.columns if not column.key.startswith("seconds_to_")]
     members = [[index[run.name] for run in setup.runs] for setup in comparison.setups]
     runs_of_rows = [of_row for seeds in members
@@ -154,7 +154,7 @@ def figures_table(comparison: Comparison, index: dict[str, int]) -> dict[str, An
 
 
 def times_table(times: TimesToLoss | None, runs: Sequence[Run]) -> dict[str, Any]:
-    """Training time to each loss, the shortest marked; no rows where not known."""
+    """Training time to reach each loss, with the shortest marked; no rows if unknown."""
     if times is None:
         return {"headings": [], "rows": [], "note": ""}
     seconds = [times.seconds[run.name] for run in runs]
@@ -165,5 +165,5 @@ def times_table(times: TimesToLoss | None, runs: Sequence[Run]) -> dict[str, Any
                       "runs": [i],
                       "best": [2 + j for j, value in enumerate(row) if value is not None and value == shortest[j]]}
                      for i, (run, row) in enumerate(zip(runs, seconds, strict=True))],
-            "note": "Training time until the val loss was first as low, between evaluations by a straight line; bold: "
-                    "the shortest. –: not reached."}
+            "note": "Training time until the val loss first reached each level, interpolated linearly between "
+                    "evaluations. Bold: the shortest. –: not reached."}

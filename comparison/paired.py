@@ -118,10 +118,11 @@ def _mean_loss(run: Run, keys: Sequence[tuple[str, int, str]]) -> float:
 
 
 def paired_sentences(setups: Sequence[Setup]) -> list[str]:
-    """Which set-up has the lower val loss, paired by seed and window: of those all of whose runs have the losses of the
-    same windows, and that have two seeds or more in common with the lowest. Among more than two, the lowest is compared
-    with each other one at the level that makes all intervals hold together with 95 % (Bonferroni). Empty where nothing
-    can be paired.
+    """Comparison of val losses paired by seed and window.
+
+    Includes the set-ups whose runs all have losses of the same windows, and that share at least two seeds with the
+    lowest one. With more than two set-ups, the confidence level is corrected for multiple comparisons (Bonferroni, 95 %
+    in total). Empty if nothing can be paired.
     """
     of_windows: dict[tuple[Any, ...], list[Setup]] = {}
     for setup in setups:
@@ -131,7 +132,7 @@ def paired_sentences(setups: Sequence[Setup]) -> list[str]:
 
 
 def _sentences(setups: Sequence[Setup], keys: Sequence[tuple[str, int, str]]) -> list[str]:
-    """Of set-ups that were evaluated on the same windows."""
+    """The sentence about set-ups evaluated on the same windows."""
     means = {setup.label: float(np.mean([_mean_loss(run, keys) for run in setup.runs])) for setup in setups}
     best, *others = sorted(setups, key=lambda setup: means[setup.label])
     found = [(other, pair) for other in others if (pair := paired_difference(best.runs, other.runs, windows_only=True))
@@ -140,11 +141,12 @@ def _sentences(setups: Sequence[Setup], keys: Sequence[tuple[str, int, str]]) ->
         return []
     steps = [f"{step:,}" for step in (min(pair.steps[0] for _, pair in found), max(pair.steps[-1] for _, pair in found))
              ] if all(pair.steps for _, pair in found) else []
-    after = f"after {' to '.join(dict.fromkeys(steps))} steps " if steps else ""
-    opening = f"Evaluated {after}and paired by seed and val window"
+    opening = "Paired by seed and val window"
+    if steps:
+        opening += f" after {' to '.join(dict.fromkeys(steps))} steps"
     if len(found) == 1:
         (other, pair), = found
-        if pair.mean < 0:  # over the seeds and windows in common it may be the other way round
+        if pair.mean < 0:  # the order may differ over the shared seeds and windows
             best, other = other, best
             found = [(other, pair := pair.reversed())]
         interval = pair.interval()
@@ -161,13 +163,13 @@ def _sentences(setups: Sequence[Setup], keys: Sequence[tuple[str, int, str]]) ->
 
 
 def steps_text(pair: PairedDifference, a: str, b: str) -> str:
-    """That the losses of a pair were measured after different numbers of steps."""
-    return (f"{a} and {b} were not evaluated at one step, but at steps {pair.steps[0]:,} to {pair.steps[-1]:,}: their "
-            "difference is also one of how long they were trained.")
+    """A warning that the losses of a pair were measured at different steps."""
+    return (f"{a} and {b} were evaluated at different steps, {pair.steps[0]:,} to {pair.steps[-1]:,}, which adds to "
+            "their difference.")
 
 
 def missing_text(pair: PairedDifference, a: str, b: str) -> str:
-    """Which seeds do not count, for one of the two set-ups lacks them."""
+    """The seeds that are not used because one of the two set-ups lacks them."""
     lacks = [f"{label} lacks seed{'s' * (len(seeds) > 1)} {listed(list(map(str, seeds)))}"
              for label, seeds in zip((a, b), pair.missing, strict=True) if seeds]
-    return f"{' and '.join(lacks)}: the other {len(pair.seeds)} seed{'s' * (len(pair.seeds) > 1)} count."
+    return f"{' and '.join(lacks)}: the other {len(pair.seeds)} seed{'s' * (len(pair.seeds) > 1)} are used."

@@ -23,19 +23,22 @@ WITHIN_AXES = 32
 
 
 def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
-    """Val loss (train loss where a run has none; bits per byte where tokenizers differ) against steps and against
-    training time: a colour a mode; several seeds as their mean, with a band of a standard deviation on each side.
+    """Plots val loss against steps and against training time, with a colour per mode.
+
+    Several seeds are drawn as their mean, with a band of ± one standard deviation. If a run has no val loss, train loss
+    is drawn; if tokenizers differ, bits per byte. The output is deterministic.
 
     Args:
-        kind: ``png`` or ``svg``; the same comparison gives the same bytes.
-        title: of the whole.
+        comparison: the runs.
+        kind: ``png`` or ``svg``.
+        title: title of the plot.
 
     Raises:
         RunError: no run has a curve.
     """
     runs, setups = [run for run in comparison.runs if run.has_curve], comparison.setups
     if not runs:
-        raise RunError(f"the {kind} picture is not drawn, for no run has a curve")
+        raise RunError(f"no {kind} plot: no run has a curve")
     split = "val" if all(run.val for run in runs) else "train"
     quantity = "bits_per_byte" if split == "val" and tokenizers_differ(runs) else "loss"
     unit = "bits per byte" if quantity == "bits_per_byte" else f"loss (nats per {scored(runs)})"

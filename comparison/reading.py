@@ -45,16 +45,16 @@ class Reader:
         return [(path, _state(path)) for path in self._folders()]
 
     def read(self) -> Found:
-        """Every run as it is now.
+        """Read every run.
 
         Raises:
-            ConfigError: nothing was named, a folder is named twice or does not exist, or none is a run.
+            ConfigError: no run is given, a folder is given twice or does not exist, or none is a run.
         """
         folders = self._folders()
         resolved = [path.resolve() for path in folders]
         for path, place in zip(folders, resolved, strict=True):
             if resolved.count(place) > 1:
-                raise ConfigError(f"{path}: named twice; name each run once")
+                raise ConfigError(f"{path}: given twice; expected each run once")
         found = Found([], [], [], [])
         for path in folders:
             result, notes = self._load(path)
@@ -67,7 +67,7 @@ class Reader:
             found.notes.extend(notes)
         if not (found.runs or found.damaged or self.awaited):
             raise ConfigError(found.passed_over[0] if found.passed_over else
-                              f"{', '.join(map(str, self.paths))}: there is no such folder; name run folders")
+                              f"{', '.join(map(str, self.paths))}: no such folder; expected run folders")
         found.runs[:] = name_runs(found.runs)
         return found
 
@@ -76,7 +76,7 @@ class Reader:
                 for path in (map(Path, sorted(glob.glob(str(named)))) if _is_pattern(named) else [named])]
 
     def _load(self, path: Path) -> tuple[Run | Exception, list[str]]:
-        """The run, or why there is none, and what was noticed."""
+        """The run, or why there is none, and the notes of reading it."""
         state = _state(path)
         if path not in self._read or self._read[path][0] != state:
             with warnings.catch_warnings(record=True, category=UserWarning) as caught:

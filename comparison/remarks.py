@@ -1,4 +1,4 @@
-"""What to know before comparing runs: what is wrong with their lines, and in what they were made differently."""
+"""Warnings about a comparison: invalid metrics, and differences between the runs."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -9,24 +9,24 @@ from comparison.wording import few
 
 
 def remarks(runs: Sequence[Run]) -> list[str]:
-    """A sentence each."""
+    """One sentence per warning."""
     return [*(note for run in runs for note in _lines(run)), *_same_seeds(runs), *_differences(runs)]
 
 
 def _same_seeds(runs: Sequence[Run]) -> list[str]:
-    """Runs that are one experiment twice."""
+    """Runs with the same config and seed."""
     alike: dict[tuple[str, Any], list[str]] = {}
     for run in runs:
         alike.setdefault((run.setup, run.seed), []).append(run.name)
-    return [f"{' and '.join(names)} have the same config and the same seed: no mean is taken of them."
+    return [f"{' and '.join(names)} have the same config and seed: they are not averaged."
             for names in alike.values() if len(names) > 1]
 
 
 def _lines(run: Run) -> list[str]:
-    """What is wrong with a run's lines."""
+    """Warnings about the metrics of a run."""
     notes = []
     if not run.has_curve:
-        notes.append(f"{run.name} was evaluated and has no curves: nothing was logged of its training.")
+        notes.append(f"{run.name} has no curves: it has an evaluation, but no training log.")
     elif not run.val:
         notes.append(f"{run.name} has no val points: its train loss is used, averaged over 2 % of the run.")
     for split, curve in (("train", run.train), ("val", run.val)):
@@ -34,26 +34,27 @@ def _lines(run: Run) -> list[str]:
             notes.append(f"{run.name}: the {split} loss is not finite from step {curve.first_not_finite:,.0f} on "
                          f"({curve.not_finite:,} of {curve.lines:,} points).")
         if curve.repeated:
-            notes.append(f"{run.name}: {curve.repeated:,} {split} line(s) have the step of a later line, which counts.")
+            notes.append(f"{run.name}: {curve.repeated:,} {split} line(s) repeat the step of a later line, which is "
+                         "used.")
         if curve.turned_back:
-            notes.append(f"{run.name}: the steps of the {split} lines go back {curve.turned_back:,} time(s); the lines "
-                         "are sorted.")
+            notes.append(f"{run.name}: the steps of the {split} lines decrease {curve.turned_back:,} time(s); the "
+                         "lines are sorted.")
         if curve.without_step:
-            notes.append(f"{run.name}: {curve.without_step:,} {split} line(s) have no step and do not count.")
+            notes.append(f"{run.name}: {curve.without_step:,} {split} line(s) have no step and are ignored.")
     return notes
 
 
 def _differences(runs: Sequence[Run]) -> list[str]:
-    """In what the runs were made differently."""
+    """Warnings about differences between the runs."""
     notes, trained = [], [run for run in runs if run.has_curve]
     if tokenizers_differ(runs):
         notes.append(f"Different tokenizers ({_values(runs, tokenizer)}): losses per token cannot be compared; bits "
-                     "per byte can, where the text is the same.")
+                     "per byte can, on the same text.")
     if data_differs(trained):
         notes.append(f"Different data ({_values(trained, corpus)}): their losses cannot be compared.")
     if devices_differ(trained):
         notes.append(f"Different devices ({_values(trained, devices)}): their times cannot be compared.")
-    for what, value_of in (("number formats", dtype), ("versions of the code", commit)):
+    for what, value_of in (("compute dtypes", dtype), ("versions of the code", commit)):
         if text := _values(runs, value_of):
             notes.append(f"Different {what} ({text}).")
     packages = dict.fromkeys(name for run in runs for name in run.environment.get("versions") or {})
@@ -66,40 +67,40 @@ def _differences(runs: Sequence[Run]) -> list[str]:
 def tokenizer(run: Run) -> str | None:
     """The tokenizer's name."""
     data = run.config.get("data", {})
-    return run.environment.get("tokenizer") or data.get("tokenizer") or ("a task's own" if "task" in data else None)
+    return run.environment.get("tokenizer") or data.get("tokenizer") or ("task-specific" if "task" in data else None)
 
 
 def corpus(run: Run) -> str | None:
-    """What tells the run's tokens from others: their checksum, or else where they come from."""
+    """The checksum of the run's tokens, or else their source."""
     checksum = run.environment.get("corpus_checksum")
     return run.config.get("data", {}).get("source") if checksum is None else f"checksum {str(checksum)[:12]}"
 
 
 def dtype(run: Run) -> str | None:
-    """The number format of the products."""
+    """The compute dtype."""
     return run.environment.get("dtype") or run.config["model"].get("dtype")
 
 
 def devices(run: Run) -> str:
-    """What the run was trained on."""
+    """The devices the run was trained on."""
     found = run.environment.get("devices")
     count = run.environment.get("device_count", 1)
     return "unknown" if found is None else ", ".join(map(str, found)) + (f" × {count}" if count != 1 else "")
 
 
 def commit(run: Run) -> str | None:
-    """The code's version, shortened."""
+    """The abbreviated commit of the code."""
     found = run.environment.get("commit")
     return None if found is None else found[:12] + ("-dirty" if found.endswith("-dirty") else "")
 
 
 def tokenizers_differ(runs: Sequence[Run]) -> bool:
-    """Whether a token of one run is another text than a token of another."""
+    """Whether the runs have different tokenizers."""
     return len({tokenizer(run) for run in runs}) > 1
 
 
 def data_differs(runs: Sequence[Run]) -> bool:
-    """Whether the runs read different text. With different tokenizers, checksums say nothing of that."""
+    """Whether the runs read different text. Checksums of different tokenizers cannot be compared."""
     if tokenizers_differ(runs) or any(run.environment.get("corpus_checksum") is None for run in runs):
         return len({json.dumps(_text(run)) for run in runs}) > 1
     return len({corpus(run) for run in runs}) > 1
@@ -111,12 +112,12 @@ def _text(run: Run) -> list:
 
 
 def devices_differ(runs: Sequence[Run]) -> bool:
-    """Whether the runs' times are of different machines."""
+    """Whether the runs were trained on different devices."""
     return len({devices(run) for run in runs}) > 1
 
 
 def _values(runs: Sequence[Run], value_of: Callable[[Run], str | None]) -> str:
-    """Which runs have which value; empty where all that have one have the same."""
+    """The runs by value; empty if all known values are the same."""
     names: dict[str, list[str]] = {}
     for run in runs:
         value = value_of(run)

@@ -235,19 +235,19 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
             failed.
 
     Raises:
-        NotARunError: the folder does not exist or is no run.
-        RunError: nothing was logged yet nor evaluated, or a file of the run is damaged.
+        NotARunError: the folder does not exist or is not a run.
+        RunError: the run has no metrics and no evaluation, or a file of the run is damaged.
     """
     if not path.exists():
-        raise NotARunError(f"{path}: there is no such folder; name run folders, such as runs/quickstart-chunked")
+        raise NotARunError(f"{path}: no such folder; expected run folders, such as runs/quickstart-chunked")
     if not (path / "config.json").is_file():
-        raise NotARunError(f"{path}: not a run, it has no config.json; name the --run-dir of a train.py run")
+        raise NotARunError(f"{path}: not a run, it has no config.json; expected the --run-dir of a train.py run")
     config = read_json(path / "config.json", RunError)
     check_format(config, path / "config.json")
     del config["format"]
     if not (isinstance(config.get("model"), dict) and config["model"].get("attention")
             and isinstance(config.get("train"), dict)):
-        raise RunError(f"{path}/config.json: not a config that train.py writes")
+        raise RunError(f"{path}/config.json: not a config written by train.py")
     environment = read_json(path / "environment.json", RunError) if (path / "environment.json").is_file() else {}
     metrics = path / "metrics.jsonl"
     train, val = read_curves(metrics) if metrics.is_file() else (Curve(), Curve())
@@ -257,13 +257,13 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
         if not curve and curve.without_step:
             missing = ["step"]
         if missing:
-            raise RunError(f"{metrics}: the {split} lines have no {missing[0]}; train.py writes it")
+            raise RunError(f"{metrics}: the {split} lines have no {missing[0]}, which train.py writes")
     evaluations = load_evaluations(path / "evaluation.json")
     windows = {(entry["corpus"], entry["context"], entry["windows_checksum"]): of_windows for entry, of_windows
                in zip(evaluations, read_window_losses(path, evaluations), strict=False)}
     evaluated_step = read_json(path / "evaluation.json", RunError).get("step") if evaluations else None
     if not (train or val or evaluations or may_be_empty):
-        raise RunError(f"{metrics}: no step was logged yet; train the run first, or evaluate it with evaluate.py")
+        raise RunError(f"{metrics}: no steps yet; train the run first, or evaluate it with evaluate.py")
     per_token = flops_per_token(config, environment)
     sample_step, sample = newest_sample(path / "samples")
     return Run(path.resolve().name, path, config, environment, with_flops(train, per_token), with_flops(val, per_token),
@@ -271,7 +271,7 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
 
 
 def with_flops(curve: Curve, per_token: float | None) -> Curve:
-    """The curve with a column ``flops``, where they are known: as logged or, of an older run, counted now."""
+    """The curve with a column ``flops``, if known: as logged or, for older runs, counted now."""
     logged = curve.points.get("flops")
     if per_token is None or not curve or (logged is not None and np.isfinite(logged).all()):
         return curve
@@ -280,7 +280,7 @@ def with_flops(curve: Curve, per_token: float | None) -> Curve:
 
 
 def load_evaluations(path: Path) -> list[dict[str, Any]]:
-    """What evaluate.py found of a run, if it was called; :class:`RunError` where the file is damaged."""
+    """The evaluations of evaluate.py, if any; :class:`RunError` if the file is damaged."""
     if not path.is_file():
         return []
     evaluations = read_json(path, RunError).get("evaluations")
@@ -289,12 +289,12 @@ def load_evaluations(path: Path) -> list[dict[str, Any]]:
             _ = entry["context"], entry["corpus"], [(part["first"], part["last"], part["loss"])
                                                     for part in entry["positions"]]
     except (KeyError, TypeError) as error:
-        raise RunError(f"{path}: not what evaluate.py writes ({error}); start evaluate.py again") from error
+        raise RunError(f"{path} is damaged ({error}); run evaluate.py again") from error
     return evaluations  # pyright: ignore[reportReturnType]
 
 
 def newest_sample(folder: Path) -> tuple[int | None, str | None]:
-    """The newest sample of text that training wrote, ``STEP.txt``, and its step."""
+    """The newest text sample of training, ``STEP.txt``, and its step."""
     files = sorted((int(path.stem), path) for path in folder.glob("*.txt") if path.stem.isdecimal())
     if not files:
         return None, None

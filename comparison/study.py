@@ -108,32 +108,31 @@ def grid(recipe: str | None, attentions: Sequence[str | None] = (None,),
 
 @dataclass(frozen=True)
 class Study:
-    """A study file that was loaded."""
+    """A loaded study file."""
 
     path: Path
-    """As ``study.json`` has it: relative to the root of lineargpt where the file lies below it."""
+    """As in ``study.json``: relative to the root of lineargpt if the file is below it."""
     module: Any
 
     def runs(self, quick: bool) -> list[Variation]:
-        """The runs of the study, or those of its quick form, in the order in which they are to be made.
+        """The runs of the study, or of its quick form, in order.
 
         Raises:
-            ConfigError: ``get_runs`` fails, or returns no runs, two of one name, or a name that is no folder's.
+            ConfigError: ``get_runs`` fails, or returns no runs, duplicate names, or a name that is not a folder name.
         """
         runs = self._call("get_runs", quick)
         if not isinstance(runs, Sequence) or not runs or not all(isinstance(run, Variation) for run in runs):
             raise ConfigError(f"{self.path}: get_runs returns no runs; expected a list of Variation")
         for name, count in Counter(run.name for run in runs).items():
             if count > 1:
-                raise ConfigError(f"{self.path}: {count} runs are named {name}; a run's name is its folder, so each "
-                                  "needs one of its own")
+                raise ConfigError(f"{self.path}: {count} runs are named {name}; expected unique names")
             if not name or name.startswith(".") or "/" in name or name in (RECORD, FIGURES):
-                raise ConfigError(f"{self.path}: a run is named {name!r}; a run's name is its folder: without a "
-                                  f"slash, no dot in front, and not {RECORD} or {FIGURES}")
+                raise ConfigError(f"{self.path}: a run is named {name!r}; expected a folder name without a slash or "
+                                  f"leading dot, other than {RECORD} and {FIGURES}")
         return list(runs)
 
     def figures(self, runs: Sequence[Run]) -> Sequence[Figure]:
-        """What the study draws of its runs.
+        """The figures of the study.
 
         Raises:
             ConfigError: ``figures`` fails.
@@ -146,19 +145,19 @@ class Study:
         except (ConfigError, LineargptError):
             raise
         except Exception as error:  # a study is the user's own code
-            raise ConfigError(f"{self.path}: {function} fails: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"{self.path}: {function} failed: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """``study.json``."""
+    """Contents of ``study.json``."""
 
     study: Path
     """The study's file, for :func:`load_study`."""
     quick: bool
-    """Whether the runs are those of its quick form."""
+    """Whether it is the quick form."""
     runs: Mapping[str, str]
-    """The hash of each run by its name, in the order of the study."""
+    """The hash of each run by name, in the order of the study."""
 
     def to_dict(self) -> dict[str, Any]:
         """As in the file."""
@@ -167,7 +166,7 @@ class StudyRecord:
 
 
 def located(path: str | Path) -> Path:
-    """A file of the working folder; where there is none of this name, one of lineargpt's own."""
+    """A file in the working folder, or else in lineargpt's root folder."""
     return Path(path) if Path(path).exists() or not (ROOT / path).exists() else ROOT / path
 
 
@@ -175,13 +174,13 @@ def load_study(path: str | Path) -> Study:
     """The study in a file.
 
     Raises:
-        ConfigError: there is no such file, it fails, or lacks ``get_runs`` or ``figures``.
+        ConfigError: the file does not exist, fails, or lacks ``get_runs`` or ``figures``.
     """
     found = located(path)
     if not found.is_file():
         there = ", ".join(f"studies/{file.name}" for file in sorted((ROOT / "studies").glob("*.py"))
                           if not file.name.startswith("_"))
-        raise ConfigError(f"{path}: no such study. There are: {there}")
+        raise ConfigError(f"{path}: no such study; expected one of {there}")
     spec = importlib.util.spec_from_file_location(f"study_{found.stem}", found)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path}: not a study; a study is a Python file")
@@ -189,65 +188,63 @@ def load_study(path: str | Path) -> Study:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # a study is the user's own code
-        raise ConfigError(f"{path}: the study fails: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path}: the study failed: {type(error).__name__}: {error}") from error
     for function, signature in (("get_runs", "get_runs(quick) -> list[Variation]"),
                                 ("figures", "figures(runs) -> list[Figure]")):
         if not callable(getattr(module, function, None)):
-            raise ConfigError(f"{path}: a study defines {signature}; this file does not")
+            raise ConfigError(f"{path}: not a study; expected a function {signature}")
     resolved = found.resolve()
     return Study(resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else resolved, module)
 
 
 def read_study(out_dir: Path) -> StudyRecord:
-    """What the folder of a study is of.
+    """The study of an output folder.
 
     Raises:
-        ConfigError: ``out_dir`` is no folder of a study.
+        ConfigError: ``out_dir`` is not the folder of a study.
         RunError: its ``study.json`` is damaged, or of another format.
         OSError: it cannot be read.
     """
     path = Path(out_dir) / RECORD
     if not path.is_file():
-        raise ConfigError(f"{out_dir}: not the folder of a study, it has no {RECORD}; name the --out of a sweep.py")
+        raise ConfigError(f"{out_dir}: not the folder of a study, no {RECORD}; expected the --out of a sweep.py")
     values = read_json(path, RunError)
     check_format(values, path)
     try:
         return StudyRecord(Path(values["study"]), bool(values["quick"]),
                            {run["name"]: run["hash"] for run in values["runs"]})
     except (KeyError, TypeError) as error:
-        raise RunError(f"{path}: not what sweep.py writes ({type(error).__name__}: {error}); bring back the "
-                       "file") from error
+        raise RunError(f"{path} is damaged ({type(error).__name__}: {error}); restore the file") from error
 
 
 def check_format(values: Mapping[str, Any], path: Path) -> None:
-    """Raises :class:`RunError` where a ``study.json`` or ``run.json`` is of another version's format."""
+    """Raises :class:`RunError` unless a ``study.json`` or ``run.json`` has this format version."""
     if values.get("format") != FORMAT:
-        raise RunError(f"{path}: it has format {values.get('format')!r}, and this version of lineargpt reads format "
-                       f"{FORMAT}; use the version that wrote it")
+        raise RunError(f"{path}: format {values.get('format')!r}; this version of lineargpt reads format {FORMAT}: use "
+                       "the version that wrote the file")
 
 
 def reader(out_dir: Path, record: StudyRecord) -> Reader:
-    """Reads the runs of a study, in its order; those that have not begun are passed over."""
+    """Reads the runs of a study in order; those that have not started are skipped."""
     return Reader([Path(out_dir) / name for name in record.runs], awaited=True, may_be_empty=True)
 
 
 def left_out(found: Found, folders: Sequence[Path]) -> list[str]:
-    """Of which runs of a study nothing can be drawn, and why; benchmarks, which leave a result and no run, are not
-    among them.
+    """The runs of a study that cannot be drawn, and why; benchmarks are not included.
 
     Args:
-        found: what was read of the runs.
-        folders: those of all runs of the study.
+        found: the runs that were read.
+        folders: the folders of all runs of the study.
     """
-    left = [*map(str, found.damaged), *(f"nothing was logged of {run.name}" for run in found.runs if run.is_empty)]
+    left = [*map(str, found.damaged), *(f"{run.name} has no metrics" for run in found.runs if run.is_empty)]
     if missing := [folder.name for folder in folders
                    if not any((folder / name).is_file() for name in ("config.json", "result.json"))]:
-        left.append(f"not begun: {few(missing)}")
+        left.append(f"not started: {few(missing)}")
     return left
 
 
 def draw(study: Study, out_dir: Path) -> list[Path]:
-    """Draw what a study shows of the runs there are, into ``OUT/figures``; returns the files.
+    """Draw the figures of a study into ``OUT/figures``; returns the files.
 
     Raises:
         ConfigError: the study's ``figures`` fails.

@@ -22,7 +22,7 @@ class Column:
     style: str
     """Number format."""
     rank: int = 1
-    """In a terminal that is too narrow, columns of a larger rank are left out first."""
+    """In a narrow terminal, columns of a higher rank are dropped first."""
 
 
 FIGURES = (
@@ -38,7 +38,7 @@ FIGURES = (
     Column("best_val_loss", "best val loss", ".4f", 3),
     Column("bits_per_byte", "bits per byte", ".4f", 2),
     Column("accuracy", "val accuracy", ".4f", 2),
-    Column("loss_at_shortest", "loss at shortest run's end", ".4f"),
+    Column("loss_at_shortest", "loss at end of shortest run", ".4f"),
 )
 
 
@@ -48,15 +48,15 @@ class Row:
 
     name: str
     attention: str
-    """The attention and what computed it."""
+    """The attention and its implementation."""
     figures: dict[str, float | None]
     """Values by the columns' keys; None where unknown."""
     spread: dict[str, float] = field(default_factory=dict)
     """Standard deviation over the seeds."""
     split: str = "val"
-    """Whose loss ``loss_at_shortest`` is."""
+    """Split of ``loss_at_shortest``."""
     seeds: int = 1
-    """How many runs it is the mean of."""
+    """Number of averaged runs."""
 
     def cells(self, columns: Sequence[Column]) -> dict[str, str]:
         """The text of each cell, by heading."""
@@ -184,7 +184,7 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table_note(rows: Sequence[Row], runs: Sequence[Run]) -> str:
-    """What the table's columns and its spreads mean."""
+    """Explanation of the table."""
     end, notes = shortest(runs, "train_seconds"), []
     if end is not None:
         notes.append(f"The shortest run ended after {end:,.1f} s of training.")
@@ -194,18 +194,18 @@ def table_note(rows: Sequence[Row], runs: Sequence[Run]) -> str:
 
 
 def headings(columns: Sequence[Column]) -> list[str]:
-    """Of the whole table."""
+    """All headings of the table."""
     return ["run", "attention", *(column.heading for column in columns)]
 
 
 def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
-    """The table on standard output. A terminal that it does not fit has the runs side by side, or else the columns
-    without those of the largest ranks."""
+    """Print the table. If it does not fit the terminal, runs become columns, or columns of the highest ranks are
+    dropped."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    # Not a terminal: nothing to fit, and a wrapped line is hard to read by a program.
+    # Lines for other programs are not wrapped.
     console = Console(width=None if sys.stdout.isatty() else 400)
 
     def made(columns: Sequence[Column], *, across: bool) -> Table:
@@ -227,13 +227,13 @@ def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
 
 
 def print_texts(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, texts: int = 0) -> None:
-    """A table on standard output, of cells as they are.
+    """Print a table of text cells.
 
     Args:
-        title: above it; may be empty.
-        headings: of the columns.
+        title: title above the table; may be empty.
+        headings: headings of the columns.
         rows: a cell for each heading.
-        texts: how many columns from the left hold words; the others hold numbers and stand to the right.
+        texts: number of left-aligned columns; the others are right-aligned.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -244,13 +244,13 @@ def print_texts(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
         column.justify = "right"
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
-    # Not a terminal: nothing to fit, and a wrapped line is hard to read by a program.
+    # Lines for other programs are not wrapped.
     Console(width=None if sys.stdout.isatty() else 300).print(table)
 
 
 def as_csv(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """The table as CSV, numbers in full: a line a run and one of means for each set-up of several seeds, with their
-    standard deviations in columns of their own; empty where unknown."""
+    """The table as CSV with full precision: a line per run, and one of means and standard deviations per set-up with
+    several seeds. Unknown values are empty."""
     file = io.StringIO()
     keys = [column.key for column in columns]
     several = any(row.seeds > 1 for row in rows)

@@ -1,4 +1,4 @@
-"""The sentences on top of the page: what the runs show, and no more."""
+"""The summary on top of the page: which set-ups have the lower loss, as far as the runs show it."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -13,32 +13,32 @@ from comparison.statistics import CONFIDENCE, welch_interval
 from comparison.wording import Mean, interval_text, listed, of_many, of_numbers, of_two
 
 SCHEDULES_ALIKE = 0.1
-"""Learning rates, as shares of their peaks, that differ by no more are not mentioned."""
-PLACES = {  # name, and how a place on the axis is told, at length and in short
+"""Maximum difference of learning rates, as fractions of their peaks, that is not mentioned."""
+PLACES = {  # name, and long and short format of a place on the axis
     "step": ("steps", "{:,.0f} steps", "{:,.0f} steps"),
     "train_seconds": ("training time", "{:,.1f} s of training", "{:,.1f} s"),
 }
 LASTING_SEED, LASTING_SETUP = 0.9, 0.5
-"""How far a run has to come, as a share of how far the set-up's furthest seed came, and a set-up, of how far the set-up
-in the middle came, to have a say in where all are compared."""
+"""Minimum length of a run relative to the longest seed of its set-up, and of a set-up relative to the median set-up, to
+count for the place of comparison."""
 
 
 def verdict(setups: Sequence[Setup]) -> list[str]:
-    """Which set-up has the lower val loss after equal steps, and after equal training time, and where the curves cross;
-    of each context and size for itself, all in one text. Empty for a single set-up.
+    """Compares val losses at equal steps and at equal training time, and names crossings of the curves.
 
-    A difference between means over seeds is claimed where its 95 % interval (Welch's, by Student's t) leaves out zero;
-    among more than two set-ups the lowest is compared with each other one at the level that makes all intervals hold
-    together with 95 % (Bonferroni). A single seed is taken to vary as much as those it is compared with; one seed each
-    carries no interval: then the losses are told, and that. Where evaluate.py has written the loss of each val window,
-    the set-ups are compared once more, paired by seed and window: see :func:`comparison.paired.paired_sentences`.
+    Set-ups of different contexts and sizes are compared separately. Empty for a single set-up.
 
-    All are compared where the shortest of them ends, save that what ended early, or has just begun, does not hold the
-    others back. A run has ended early where another seed of its set-up came further by more than a tenth, and, among
-    three set-ups or more, a whole set-up where it did not come half as far as the one in the middle (of an even number,
-    the further of the two): in steps and in training time alike, for runs of equal length in one may well differ in the
-    other. Such a set-up is left out, and so is such a run where it did not come as far as the comparison; they are
-    named. A run that still goes on counts as it is.
+    A difference between means over seeds is significant if its 95 % confidence interval (Welch's, by Student's t)
+    excludes zero. With more than two set-ups, the lowest is compared with each of the others, corrected for multiple
+    comparisons (Bonferroni, 95 % in total). The variance of a single seed is assumed to be that of the set-up compared
+    with; with one seed each there is no interval. If evaluate.py has written the losses of val windows, set-ups are
+    also compared paired by seed and window: see :func:`comparison.paired.paired_sentences`.
+
+    The place of comparison is the end of the shortest run. Two kinds of runs do not count for it: a run more than a
+    tenth shorter than another seed of its set-up, and, with three or more set-ups, a set-up less than half as long as
+    the median one (of an even number, the longer of the middle two). Both must hold in steps and in training time,
+    since runs of equal length in one may differ in the other. Such a set-up is left out, as is such a run if it does
+    not reach the place of comparison; the summary names them. A run in progress counts with its current length.
     """
     runs = [run for setup in setups for run in setup.runs]
     measured, unmeasured = [run for run in runs if run.val], [run.name for run in runs if not run.val]
@@ -53,9 +53,9 @@ def verdict(setups: Sequence[Setup]) -> list[str]:
             said = _of_group(of_group)
             sentences += [f"With {' and '.join(of_which)}: {' '.join(said)}"] if of_which else said
     if not sentences and len(group(measured)) > 1:
-        sentences.append("Nothing is claimed: no two set-ups have the same size and context.")
+        sentences.append("No comparison: no two set-ups have the same size and context.")
     if unmeasured and len(setups) > 1:
-        sentences.append(f"Nothing is claimed of {listed(unmeasured)}, without val loss.")
+        sentences.append(f"Not compared, without val loss: {listed(unmeasured)}.")
     return sentences
 
 
@@ -63,7 +63,7 @@ def _of_group(setups: Sequence[Setup]) -> list[str]:
     """The sentences of set-ups of one context and size, all of whose runs have val points."""
     runs = [run for setup in setups for run in setup.runs]
     if data_differs(runs):
-        return ["Nothing is claimed: these runs read different data."]
+        return ["No comparison: these runs have different data."]
     quantity = "bits_per_byte" if tokenizers_differ(runs) else "loss"
     unknown = [run.name for run in runs if not len(run.curve("step", "val", quantity)[0])]
     known = [Setup(setup.label, kept) for setup in setups
@@ -79,18 +79,17 @@ def _of_group(setups: Sequence[Setup]) -> list[str]:
                                     if len(setup.runs) == 1))
         if single:
             if len(single) == len(counted["step"][0]):
-                sentences.append("One seed each: no interval, for how much the loss varies from seed to seed is not "
-                                 "known.")
+                sentences.append("With one seed each, there are no intervals.")
             else:
-                sentences.append(f"One seed of {listed(single)}: taken to vary as much as the set-up compared with, "
-                                 "where that has several; between two of one seed there is no interval.")
+                sentences.append(f"Only one seed of {listed(single)}: its variance is assumed to be that of the set-up "
+                                 "compared with. Two set-ups of one seed have no interval.")
     if unknown:
-        sentences.append(f"Nothing is claimed of {listed(unknown)}, without bits per byte of val tokens.")
+        sentences.append(f"Not compared, without val bits per byte: {listed(unknown)}.")
     return sentences
 
 
 def _counted(axis: str, setups: Sequence[Setup]) -> tuple[list[Setup], float]:
-    """The set-ups compared on an axis, of the runs that came as far as the comparison, and how far that is: see
+    """The set-ups compared on an axis, with the runs that reach the place of comparison, and that place: see
     :func:`verdict`."""
     if len(setups) > 2:
         furthest = np.array([[max(run.end(axis) for run in setup.runs) for axis in PLACES] for setup in setups])
@@ -105,7 +104,7 @@ def _counted(axis: str, setups: Sequence[Setup]) -> tuple[list[Setup], float]:
 
 
 def _left_out(setups: Sequence[Setup], counted: Mapping[str, Sequence[Setup]]) -> list[str]:
-    """What of the set-ups does not count, where anything does not; ``counted``: what does, by axis."""
+    """Sentences about the runs that are not compared; ``counted``: those that are, by axis."""
     axes_of: dict[str, list[str]] = {}
     for axis, of_axis in counted.items():
         kept = {setup.label: {run.name for run in setup.runs} for setup in of_axis}
@@ -116,10 +115,10 @@ def _left_out(setups: Sequence[Setup], counted: Mapping[str, Sequence[Setup]]) -
             for name, end in seeds if setup.label in kept else whole:
                 axes_of.setdefault(f"{name} (last evaluated at step {end:,.0f})", []).append(axis)
     everywhere = [text for text, axes in axes_of.items() if len(axes) == len(counted)]
-    sentences = [f"Left out, for others came further: {listed(everywhere)}."] if everywhere else []
+    sentences = [f"Left out, as other runs are longer: {listed(everywhere)}."] if everywhere else []
     for axis in counted:
         if here := [text for text, axes in axes_of.items() if axis in axes and text not in everywhere]:
-            sentences.append(f"Left out at equal {PLACES[axis][0]}, for others came further: {listed(here)}.")
+            sentences.append(f"Left out at equal {PLACES[axis][0]}, as other runs are longer: {listed(here)}.")
     return sentences
 
 
@@ -128,14 +127,14 @@ def _seed_of(setup: Setup, run: Run) -> str:
 
 
 def _at_equal(axis: str, setups: Sequence[Setup], where: float, quantity: str) -> str:
-    """Who is lower at a number of steps, or training time, that all have reached."""
+    """The comparison at the number of steps, or the training time, that all have reached."""
     what = "val loss" if quantity == "loss" else "val bits per byte"
     name, style, short = PLACES[axis]
     place = style.format(where)
     losses = {run.name: run.loss_at(axis, where, "val", quantity) for setup in setups for run in setup.runs}
     none = [name for name, loss in losses.items() if loss is None]
     if none:
-        return f"At equal {name} nothing is claimed: no {what} of {listed(none)} is known at {place}."
+        return f"No comparison at equal {name}: no {what} of {listed(none)} at {place}."
     best, *others = sorted((Losses(setup, tuple(loss for run in setup.runs if (loss := losses[run.name]) is not None))
                             for setup in setups), key=lambda losses: losses.mean)
     crossings = [_crossing(axis, where, best.setup, other.setup, quantity) for other in others]
@@ -145,7 +144,7 @@ def _at_equal(axis: str, setups: Sequence[Setup], where: float, quantity: str) -
 
 
 def _schedules(axis: str, where: float, setups: Sequence[Setup]) -> str:
-    """A sentence where learning rates have come down further in some runs, which lowers a loss; or nothing."""
+    """A sentence about learning rates that have decayed further in some runs, which lowers the loss; or nothing."""
     shares = {}
     for setup in setups:
         x, rate = setup.runs[0].curve(axis, "train", "learning_rate")
@@ -155,8 +154,8 @@ def _schedules(axis: str, where: float, setups: Sequence[Setup]) -> str:
     if not shares or max(shares.values()) - min(shares.values()) <= SCHEDULES_ALIKE:
         return ""
     low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
-    return (f" There the learning rate of {low} is at {100 * shares[low]:.0f} % of its peak, that of {high} at "
-            f"{100 * shares[high]:.0f} %.")
+    return (f" At this point, the learning rate of {low} is at {100 * shares[low]:.0f} % of its peak, that of {high} "
+            f"at {100 * shares[high]:.0f} %.")
 
 
 class Losses(NamedTuple):
@@ -164,7 +163,7 @@ class Losses(NamedTuple):
 
     setup: Setup
     values: tuple[float, ...]
-    """One a seed."""
+    """One per seed."""
 
     @property
     def mean(self) -> float:
@@ -176,12 +175,12 @@ class Losses(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """Of two curves that cross."""
+    """Crossings of two curves."""
 
     where: float
-    """The last time."""
+    """Place of the last crossing."""
     times: int
-    """How often."""
+    """Number of crossings."""
 
     def told(self, style: str) -> str:
         last = f" (the last of {self.times} crossings)" if self.times > 1 else ""
@@ -189,7 +188,7 @@ class Crossing(NamedTuple):
 
 
 def _of_two(best: Losses, other: Losses, what: str, place: str, crossing: Crossing | None, style: str) -> str:
-    """``place`` is where; a crossing is told in the same ``style``."""
+    """The comparison of two set-ups at ``place``; ``style`` formats the crossing."""
     interval = welch_interval(other.values, best.values, CONFIDENCE)
     told = interval and f"{interval_text(interval)} over {len(best.values)} and {len(other.values)} seeds"
     shown = _is_lower(best, other, CONFIDENCE)
@@ -201,7 +200,7 @@ def _of_two(best: Losses, other: Losses, what: str, place: str, crossing: Crossi
 
 def _of_many(best: Losses, others: Sequence[Losses], what: str, place: str, crossings: Sequence[Crossing | None],
              style: str) -> str:
-    """The lowest against each other one; ``crossings`` are those with it."""
+    """The comparison of the lowest with each of the others; ``crossings`` are those with it."""
     confidence = 1 - (1 - CONFIDENCE) / len(others)
     lower = [_is_lower(best, other, confidence) for other in others]
     text = of_many(f"After {place}", what, best.told,
@@ -212,14 +211,13 @@ def _of_many(best: Losses, others: Sequence[Losses], what: str, place: str, cros
 
 
 def _is_lower(best: Losses, other: Losses, confidence: float) -> bool:
-    """Whether a difference is shown; of single runs, whether there is one."""
+    """Whether the difference is significant; for single runs, whether there is one."""
     interval = welch_interval(other.values, best.values, confidence)
     return best.mean < other.mean if interval is None else interval[0] > 0
 
 
 def _crossing(axis: str, where: float, best: Setup, other: Setup, quantity: str) -> Crossing | None:
-    """Where ``best``, lower at ``where``, last went below ``other`` before; None where their mean curves do not cross
-    within what both have."""
+    """The last crossing of the mean curves of ``best`` and ``other`` before ``where``; None if there is none."""
     curves = [mean_curve([run.curve(axis, "val", quantity) for run in setup.runs])[:2] for setup in (best, other)]
     if not all(len(x) for x, _ in curves):
         return None

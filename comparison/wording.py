@@ -1,10 +1,10 @@
-"""How a difference is told, on top of the page and beside a study's figures."""
+"""Sentences about differences, for the summary of the page and a study's figures."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_NAMES = 3
-"""Runs named in a sentence; the others are counted."""
+"""Maximum number of runs named in a sentence; the others are counted."""
 
 
 class Mean(NamedTuple):
@@ -14,38 +14,38 @@ class Mean(NamedTuple):
     value: float
 
     def __str__(self) -> str:
-        return f"{self.value:.4f} of {self.label}"
+        return f"{self.value:.4f} for {self.label}"
 
 
 def of_two(opening: str, what: str, best: Mean, other: Mean, *, shown: bool, interval: str | None) -> str:
-    """Which of two is lower, or that no difference is shown.
+    """The comparison of two set-ups.
 
     Args:
-        opening: where, such as ``After 100 steps``.
-        what: is lower, such as ``val loss``.
+        opening: the place of comparison, such as ``After 100 steps``.
+        what: the quantity, such as ``val loss``.
         best: the lower one.
         other: the other one.
-        shown: whether their difference is.
-        interval: that of the difference, told with its seeds; None where there is none.
+        shown: whether the difference is significant.
+        interval: the interval of the difference, with its seeds; None if there is none.
     """
     if not shown:
-        covers = f"; the 95 % interval of their difference, {interval}, covers zero" if interval else ""
-        return f"{opening}, no difference in {what} is shown: {best} and {other}{covers}."
+        covers = f"; the 95 % interval of the difference, {interval}, includes zero" if interval else ""
+        return f"{opening}, {what} does not differ significantly: {best} and {other}{covers}."
     return f"{opening}, {best.label} has the lower {what}: {of_numbers(best, other, interval)}."
 
 
 def of_numbers(best: Mean, other: Mean, interval: str | None) -> str:
-    """``1.1000, against 2.1000 of linear (95 % interval of the difference …)``."""
-    return f"{best.value:.4f}, against {other}" + (f" (95 % interval of the difference {interval})" if interval else "")
+    """``1.1000, versus 2.1000 for linear (95 % interval of the difference: …)``."""
+    return f"{best.value:.4f}, versus {other}" + (f" (95 % interval of the difference: {interval})" if interval else "")
 
 
 def of_many(opening: str, what: str, best: Mean, others: Sequence[tuple[Mean, bool]]) -> str:
-    """The lowest against each other one, with whether the difference is shown."""
+    """The comparison of the lowest with each of the others, and whether each difference is significant."""
     higher = [str(other) for other, shown in others if shown]
     alike = [str(other) for other, shown in others if not shown]
     text = f"{opening}, the lowest {what} is {best}"
-    text += f", against {listed(higher)}" if higher else ""
-    return text + (f"; no difference is shown from {listed(alike)}." if alike else ".")
+    text += f", versus {listed(higher)}" if higher else ""
+    return text + (f"; no significant difference from {listed(alike)}." if alike else ".")
 
 
 def interval_text(interval: tuple[float, float]) -> str:
@@ -64,6 +64,6 @@ def listed(names: Sequence[str]) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-    """The first ``MAX_NAMES`` of them; the others are counted."""
+    """The first ``MAX_NAMES`` names, and the number of the others."""
     more = [f"{len(names) - MAX_NAMES:,} more"] if len(names) > MAX_NAMES else []
     return listed([*names[:MAX_NAMES], *more])

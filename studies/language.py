@@ -89,9 +89,9 @@ def figures(runs: Sequence[Run]) -> Sequence[Figure]:
         of_corpus = [run for run in runs if run.context == fields["model.context"]]
         if of_corpus:
             drawn += [_named(corpus, loss_against(of_corpus, RATE, arm=arm_of,
-                                                    title=f"Loss on {corpus} by the learning rate")),
+                                                    title=f"Loss on {corpus} against learning rate")),
                       *(_named(corpus, differences(of_corpus, baseline, best_over=RATE, arm=arm_of,
-                                                   title=f"Loss on {corpus} less that of {baseline}"))
+                                                   title=f"Loss on {corpus} minus that of {baseline}"))
                         for baseline in BASELINES)]
     return drawn
 

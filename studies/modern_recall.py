@@ -61,4 +61,4 @@ def task_of(run: Run) -> str:
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     return [accuracy_against(runs, "data.source", of=task_of, called="task", best_over=RATE,
-                             title="Recall by the task")]
+                             title="Recall by task")]

@@ -62,9 +62,9 @@ def state_of(run: Run) -> int:
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     return [
         accuracy_against(runs, "data.source", of=pairs_of, called="pairs", best_over=RATE,
-                         title="Recall by the number of pairs"),
+                         title="Recall against number of pairs"),
         loss_against(runs, "data.source", of=pairs_of, called="pairs", best_over=RATE,
-                     title="Loss by the number of pairs"),
+                     title="Loss against number of pairs"),
         accuracy_against(runs, "model.heads", of=state_of, called="state of a layer", best_over=RATE,
-                         title="Recall by the size of the state"),
+                         title="Recall against size of the state"),
     ]

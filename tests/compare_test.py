@@ -58,8 +58,8 @@ def test_what_is_wrong_with_lines_is_reported_and_counted(two, tmp_path, capsys)
     output = capsys.readouterr()
     assert output.err.splitlines() == [
         "softmax: the train loss is not finite from step 91 on (10 of 100 points).",
-        "softmax: 5 train line(s) have the step of a later line, which counts.",
-        "softmax: the steps of the train lines go back 1 time(s); the lines are sorted.",
+        "softmax: 5 train line(s) repeat the step of a later line, which is used.",
+        "softmax: the steps of the train lines decrease 1 time(s); the lines are sorted.",
         "softmax: the val loss is not finite from step 100 on (1 of 5 points).",
         "never has no val points: its train loss is used, averaged over 2 % of the run."]
     found = figures(tmp_path / "page.json")
@@ -127,10 +127,10 @@ def test_a_study_is_shown_with_its_figures(study, tmp_path, capsys):
     assert compare.main(["--study", str(study), "--out", str(out), "--json", str(tmp_path / "page.json")]) == 0
     said = capsys.readouterr()
     for text in ("Final val loss against learning rate", "Warning: the best learning rate of softmax, 0.001, is the",
-                 "Nothing is drawn of linear, of which no run counts."):
+                 "Not drawn, without valid runs: linear."):
         assert text in said.out
-    assert "nothing was logged of failed" in said.err
-    assert "not begun: later" in said.err
+    assert "failed has no metrics" in said.err
+    assert "not started: later" in said.err
     text = out.read_text()
     assert "<h1>Which rate does each attention want?</h1>" in text
     assert '"title":"Final val loss against learning rate"' in text
@@ -152,7 +152,7 @@ def test_what_is_no_study_is_refused(study, tmp_path, capsys):
         assert not out.exists()
         return said
 
-    assert "expected runs or a study, not both" in refused(2, study / "softmax-0.001", "--study", study)
+    assert "are mutually exclusive" in refused(2, study / "softmax-0.001", "--study", study)
     assert "not the folder of a study" in refused(2, "--study", tmp_path)
     (tmp_path / "study.py").write_text(STUDY.replace("optimizer.learning_rate", "optimizer.learning_rte"))
     assert "no run has a field optimizer.learning_rte" in refused(2, "--study", study)
@@ -165,12 +165,12 @@ def test_usage_errors_stop_before_anything_is_written(two, tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     for arguments, message in [
         ([], "name one or more run folders"),
-        ([tmp_path / "missing", *two], "missing: there is no such folder"),
+        ([tmp_path / "missing", *two], "missing: no such folder"),
         ([tmp_path / "folder", out], "folder: not a run, it has no config.json"),
-        ([two[0], two[0]], "named twice"),
-        ([two[0], "--png", "picture.gif"], "expected a name that ends in .png or .svg"),
-        ([two[0], "--svg", "picture.png"], "expected a name that ends in .svg"),
-        ([two[0], "--json", out], "named for two outputs"),
+        ([two[0], two[0]], "given twice"),
+        ([two[0], "--png", "picture.gif"], "expected a name ending in .png or .svg"),
+        ([two[0], "--svg", "picture.png"], "expected a name ending in .svg"),
+        ([two[0], "--json", out], "given for two outputs"),
     ]:
         assert compare.main([*map(str, arguments), "--out", str(out)]) == 2
         output = capsys.readouterr()
@@ -227,8 +227,8 @@ def test_watch_draws_what_has_changed_until_it_is_interrupted(tmp_path, capsys):
     assert {name: row["steps"] for name, row in figures(tmp_path / "page.json").items()} == {"first": 7, "second": 100}
     output = capsys.readouterr()
     assert "2 run(s), up to step 100" in output.out
-    assert "waiting: there is no run yet" in output.err
-    assert "passed over: " in output.err
+    assert "waiting: no runs yet" in output.err
+    assert "skipped: " in output.err
     assert output.err.splitlines()[-1] == "stopped watching"
 
 
@@ -247,13 +247,13 @@ def test_a_run_that_was_only_evaluated_is_on_the_page(two, tmp_path, capsys):
     assert compare.main([*map(str, (*two, evaluated)), *arguments]) == 0
     assert figures(tmp_path / "page.json")["published"]["val_loss"] is None
     output = capsys.readouterr()
-    assert output.err == "published was evaluated and has no curves: nothing was logged of its training.\n"
-    assert "Nothing is claimed of published, without val loss." in output.out
+    assert output.err == "published has no curves: it has an evaluation, but no training log.\n"
+    assert "Not compared, without val loss: published." in output.out
     assert compare.main([str(evaluated), *arguments]) == 0
     assert list(figures(tmp_path / "page.json")) == ["published"]
     assert compare.main([str(evaluated), *arguments, "--png", str(tmp_path / "picture.png")]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "compare.py: the png picture is not drawn, for no run has a curve")
+        "compare.py: no png plot: no run has a curve")
 
 
 def test_markup_in_names_is_printed_as_it_is(tmp_path, capsys):

@@ -247,7 +247,7 @@ def test_axis_buttons_redraw_every_curve(browser, runs, tmp_path):
     assert operations.min() > 6 * 1000
     np.testing.assert_allclose(operations, operations[0], rtol=1e-6)
     assert "copy" not in browser.drawn("val")
-    assert "Not known in floating-point operations: copy." in browser.value("document.body.innerText")
+    assert "Without floating-point operations: copy." in browser.value("document.body.innerText")
 
 
 def test_scales_and_bits_per_byte(browser, runs):
@@ -269,7 +269,7 @@ def test_scales_and_bits_per_byte(browser, runs):
     hover = browser.value("document.querySelector('#loss .hoverlayer').textContent")
     assert all(text in hover for text in ("mean of 2 seeds", "bits per byte ", "step 12", "s of training",
                                           "learning rate 0.0"))
-    assert "Not known in bits per byte: copy." in browser.value("document.body.innerText")
+    assert "Without bits per byte: copy." in browser.value("document.body.innerText")
 
 
 def test_the_figures_of_a_study_stand_above_the_curves(browser):
@@ -406,7 +406,7 @@ def test_a_run_that_was_only_evaluated_is_drawn_by_position_alone(browser, runs,
     assert drawn() == [True] * 6
     assert list(browser.drawn("positions", "positions")) == ["copy", "published"]
     assert list(browser.drawn("val")) == ["copy"]
-    assert browser.value("document.getElementById('reading').innerText").endswith("leaves it alone.")
+    assert browser.value("document.getElementById('reading').innerText").endswith("show only that run.")
     path.write_text(page(compare([evaluated])))
     browser.open(path, width=390, height=844, touch=True)
     keep(browser, tmp_path, "evaluated-alone")

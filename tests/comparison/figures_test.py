@@ -54,7 +54,7 @@ def test_points_are_means_over_seeds_with_students_interval(make):
     assert (figure.x.kind, figure.y) == ("log", "final val loss (nats per token)")
     assert figure.rows[0] == ("softmax", "0.001", "1", "1.5000", "– (one seed)", "")
     assert figure.rows[1] == ("softmax", "0.003", "3", "1.1000", "0.8516 to 1.3484", "best")
-    assert "A point without an interval is of one seed." in figure.remarks
+    assert "Points without an interval have one seed." in figure.remarks
 
 
 def test_the_best_rate_is_marked_and_warned_of_at_the_edge_of_the_grid(make):
@@ -64,12 +64,12 @@ def test_the_best_rate_is_marked_and_warned_of_at_the_edge_of_the_grid(make):
     figure = loss_against([*inside, *low, *high, *grid(make, "local", {1e-3: [1.0]})], RATE)
     assert [line.points[line.best].x for line in figure.lines] == [3e-3, 1e-3, 1e-2, 1e-3]
     assert [remark for remark in figure.remarks if remark.startswith("Warning")] == [
-        "Warning: the best learning rate of chunked, 0.001, is the smallest that was tried; a smaller one may be "
+        "Warning: the best learning rate of chunked, 0.001, is the smallest one tried; a smaller one may be "
         "better.",
-        "Warning: the best learning rate of linear, 0.01, is the largest that was tried; a larger one may be better.",
-        "Warning: local was tried at one learning rate alone, 0.001."]
+        "Warning: the best learning rate of linear, 0.01, is the largest one tried; a larger one may be better.",
+        "Warning: local has only one learning rate, 0.001."]
     assert figure.remarks[-1].startswith(
-        "Each at its best learning rate: After 100 steps, the lowest val loss is 1.0000 of local")
+        "Each at its best learning rate: After 100 steps, the lowest val loss is 1.0000 for local")
     # A rate at which it diverges was tried too.
     diverged = make("linear", float("nan"), learning_rate=3e-2)
     assert not any("of linear, 0.01" in remark for remark in loss_against([*high, diverged], RATE).remarks)
@@ -95,10 +95,10 @@ def test_runs_that_do_not_count_are_named(make, tmp_path):
     assert softmax.best == 0
     assert figure.remarks[:5] == (
         f"Left out of the means, not finished: {cut.name} and empty.",
-        f"Left out of the means, without val loss: {never.name}.",
-        f"Left out of the means, of a seed that another run has: {twice.name}.",
-        f"Left out of the means, the last val loss is not finite: {runs[3].name} and {runs[4].name}.",
-        "Nothing is drawn of linear, of which no run counts.")
+        f"Left out of the means, no val loss: {never.name}.",
+        f"Left out of the means, duplicate seed: {twice.name}.",
+        f"Left out of the means, final val loss not finite: {runs[3].name} and {runs[4].name}.",
+        "Not drawn, without valid runs: linear.")
     assert [row[2:4] for row in figure.rows] == [("2", "1.0500"), ("1 of 2", "1.2000"), ("0 of 1", "not finite")]
     # A mean that lacks a seed that diverged is not the best, however low.
     low = loss_against(grid(make, "softmax", {1e-3: [1.0], 3e-3: [0.5, float("nan")]}), RATE)
@@ -124,7 +124,7 @@ def test_an_option_of_a_mode_leaves_out_the_others(make):
     figure = loss_against([*runs, make("softmax", 1.0)], "model.modes.local.window")
     assert means(figure.lines[0]) == {16: 1.2, 64: 1.1}
     assert figure.x.kind == "log"
-    assert figure.remarks[0] == "Left out, for they have no model.modes.local.window: softmax."
+    assert figure.remarks[0] == "Left out, without model.modes.local.window: softmax."
     with pytest.raises(ConfigError, match=r"no run has a field model\.wdith"):
         loss_against(runs, "model.wdith")
 
@@ -137,7 +137,7 @@ def test_each_point_at_its_best_rate_against_what_is_no_number(make):
     assert figure.x.kind == "category"
     assert means(figure.lines[0]) == {"learned": 1.1, "rotary": 1.0}
     assert [row[1:4] for row in figure.rows] == [("learned", "0.003", "1"), ("rotary", "0.001", "1")]
-    assert any("which was chosen by the same runs" in remark for remark in figure.remarks)
+    assert any("chosen on the same runs" in remark for remark in figure.remarks)
     # What stands on the axis can be made of a field.
     figure = loss_against(runs, "model.positions", of=lambda run: len(run.config["model"]["positions"]),
                           called="letters", best_over=RATE)
@@ -156,7 +156,7 @@ def test_of_accuracies_the_highest_is_best(make):
     assert (figure.name, figure.y) == ("accuracy-against-learning_rate", "final val accuracy")
     with_loss = accuracy_against(runs, RATE)
     assert with_loss.lines == ()
-    assert "Nothing is drawn of softmax, of which no run counts." in with_loss.remarks
+    assert "Not drawn, without valid runs: softmax." in with_loss.remarks
 
 
 def test_differences_are_paired_by_seed_at_the_best_rate_of_each(make):
@@ -172,9 +172,9 @@ def test_differences_are_paired_by_seed_at_the_best_rate_of_each(make):
     assert point.interval == pytest.approx((0.12 - 0.04968, 0.12 + 0.04968), abs=1e-5)
     assert [row[2:] for row in figure.rows] == [
         ("3", "–", "0.1200", "0.0703 to 0.1697", "higher"),
-        ("2", "–", "0.0000", "−1.2706 to 1.2706", "no difference shown")]
-    assert figure.remarks == ("linear lacks seed 2: the other 2 seeds count.",
-                              "Left out, for nothing of softmax can be paired with them: local.")
+        ("2", "–", "0.0000", "−1.2706 to 1.2706", "not significant")]
+    assert figure.remarks == ("linear lacks seed 2: the other 2 seeds are used.",
+                              "Left out, without a matching run of softmax: local.")
 
 
 def test_a_study_can_name_its_lines(make):
@@ -196,10 +196,10 @@ def test_a_study_can_name_its_lines(make):
 
 def test_before_its_runs_are_made_a_figure_is_empty_and_says_so(make):
     runs = [make("softmax", 1.0)]
-    for figure, said in ((loss_against([], RATE), f"there is no run with {RATE} yet"),
+    for figure, said in ((loss_against([], RATE), f"no run with {RATE} yet"),
                          (loss_against(runs, "model.modes.local.window"), "no run with model.modes.local.window yet"),
-                         (differences([], "softmax"), "there is no run of softmax yet"),
-                         (differences(runs, "linear"), "there is no run of linear yet")):
+                         (differences([], "softmax"), "no run of softmax yet"),
+                         (differences(runs, "linear"), "no run of linear yet")):
         assert (figure.lines, figure.rows) == ((), ())
         assert said in figure.remarks[-1]
 
@@ -216,9 +216,9 @@ def test_differences_of_other_numbers_of_steps_are_told(make):
     by_time = {"train.steps": None, "train.minutes": 1.0}
     runs = [*(make("softmax", 1.0, seed=seed, fields=by_time) for seed in (0, 1)),
             *(make("chunked", 1.2, seed=seed, steps=80, fields=by_time) for seed in (0, 1))]
-    assert ("softmax and chunked were not evaluated at one step, but at steps 80 to 100: their difference is also one "
-            "of how long they were trained.") in differences(runs, "softmax").remarks
-    assert not any("at one step" in remark for remark in differences(
+    assert ("softmax and chunked were evaluated at different steps, 80 to 100, which adds to their difference."
+            in differences(runs, "softmax").remarks)
+    assert not any("at different steps" in remark for remark in differences(
         [*runs[:2], *(make("chunked", 1.2, seed=seed, fields=by_time) for seed in (0, 1))], "softmax").remarks)
 
 

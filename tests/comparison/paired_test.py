@@ -35,18 +35,18 @@ def test_seeds_and_windows_cancel_in_a_paired_difference(tmp_path):
     assert pair.is_shown()
     assert (pair.seeds, pair.windows, pair.missing) == ((0, 1, 2), 4, ((), ()))
     sentences = verdict(group([*softmax, *chunked]))
-    assert "no difference in val loss is shown" in sentences[0]  # by Welch's interval the seeds hide it
+    assert "val loss does not differ significantly" in sentences[0]  # by Welch's interval the seeds hide it
     assert sentences[2] == (
-        "Evaluated after 100 steps and paired by seed and val window, softmax has the lower val loss: 4.6250, against "
-        "4.7450 of chunked (95 % interval of the difference 0.0703 to 0.1697 over 3 seeds of 4 windows each).")
+        "Paired by seed and val window after 100 steps, softmax has the lower val loss: 4.6250, versus "
+        "4.7450 for chunked (95 % interval of the difference: 0.0703 to 0.1697 over 3 seeds of 4 windows each).")
 
 
 def test_no_difference_is_shown_where_the_paired_interval_covers_zero(tmp_path):
     runs = [*evaluated(tmp_path, "softmax", [0.0, 0.0, 0.0]), *evaluated(tmp_path, "chunked", [0.1, -0.1, 0.03])]
     assert verdict(group(runs))[2] == (
-        "Evaluated after 100 steps and paired by seed and val window, no difference in val loss is shown: 4.6250 of "
-        "softmax and 4.6350 of chunked; the 95 % interval of their difference, −0.2421 to 0.2621 over 3 seeds of 4 "
-        "windows each, covers zero.")
+        "Paired by seed and val window after 100 steps, val loss does not differ significantly: 4.6250 for "
+        "softmax and 4.6350 for chunked; the 95 % interval of the difference, −0.2421 to 0.2621 over 3 seeds of 4 "
+        "windows each, includes zero.")
 
 
 def test_windows_of_unlike_lengths_count_by_their_tokens(tmp_path):
@@ -69,7 +69,7 @@ def test_seeds_that_one_lacks_are_told_and_the_others_count(tmp_path):
     assert pair.of_seeds == pytest.approx([0.1, 0.2])
     found = verdict(group([*softmax, *chunked, *evaluated(tmp_path / "other", "chunked", [0.2], seeds=[2])]))
     assert "over 2 seeds" in found[2]
-    assert found[2].endswith("softmax lacks seed 3 and chunked lacks seed 0: the other 2 seeds count.")
+    assert found[2].endswith("softmax lacks seed 3 and chunked lacks seed 0: the other 2 seeds are used.")
     assert paired_difference(softmax[:1], chunked) is None
 
 
@@ -97,8 +97,8 @@ def test_of_many_the_lowest_is_paired_with_each(tmp_path):
     runs = [*evaluated(tmp_path, "softmax", [0.0, 0.0, 0.0]), *evaluated(tmp_path, "chunked", [0.1, -0.1, 0.03]),
             *evaluated(tmp_path, "linear", [1.0, 1.01, 1.02])]
     assert verdict(group(runs))[2] == (
-        "Evaluated after 100 steps and paired by seed and val window, the lowest val loss is 4.6250 of softmax, "
-        "against 5.6350 of linear; no difference is shown from 4.6350 of chunked.")
+        "Paired by seed and val window after 100 steps, the lowest val loss is 4.6250 for softmax, "
+        "versus 5.6350 for linear; no significant difference from 4.6350 for chunked.")
 
 
 def test_windows_that_are_damaged_or_of_another_evaluation_are_refused(tmp_path):
@@ -111,7 +111,7 @@ def test_windows_that_are_damaged_or_of_another_evaluation_are_refused(tmp_path)
     write_windows(run.path, [1.0, 2.0, 3.0, 5.0])
     assert file.read_bytes() != whole
     (run.path / "evaluation.json").write_text(report)
-    with pytest.raises(RunError, match=r"evaluation-windows.npz is not of the evaluations in evaluation.json"):
+    with pytest.raises(RunError, match=r"evaluation-windows.npz does not match evaluation.json"):
         load_run(run.path)
     file.write_bytes(whole[:-30])
     with pytest.raises(RunError, match="is damaged"):

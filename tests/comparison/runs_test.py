@@ -36,7 +36,7 @@ def test_a_copy_is_no_second_seed_and_an_older_config_no_other_setup(tmp_path):
     (second / "config.json").write_text(json.dumps(config))
     runs = [load_run(path) for path in (first, second, copy)]
     assert [[run.name for run in setup.runs] for setup in group(runs)] == [["a", "b"], ["c"]]
-    assert remarks(runs) == ["a and c have the same config and the same seed: no mean is taken of them."]
+    assert remarks(runs) == ["a and c have the same config and seed: they are not averaged."]
 
 
 def test_names_say_what_a_run_is(tmp_path):
@@ -104,10 +104,10 @@ def test_a_run_that_has_just_begun_says_so(tmp_path):
     path = write_run(tmp_path / "run")
     for remains in ("", None):
         (path / "metrics.jsonl").unlink() if remains is None else (path / "metrics.jsonl").write_text(remains)
-        with pytest.raises(RunError, match="no step was logged yet"):
+        with pytest.raises(RunError, match="no steps yet"):
             load_run(path)
     (path / "evaluation.json").write_text('{"evaluations": []}')
-    with pytest.raises(RunError, match="no step was logged yet"):
+    with pytest.raises(RunError, match="no steps yet"):
         load_run(path)
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match="no such folder"):
         load_run(Path("nowhere"))

@@ -33,7 +33,7 @@ def test_table_has_the_final_figures(two):
         "run": "softmax", "attention": "softmax (blockwise)", "context": "32", "parameters": "1,234", "steps": "100",
         "tokens": "6,400", "training seconds": "100.0", "tokens/s (median)": "64", "train loss (last 5 %)": "0.5200",
         "val loss": "1.0000", "best val loss": "1.0000", "bits per byte": "1.4427",
-        "loss at shortest run's end": "1.0000",
+        "loss at end of shortest run": "1.0000",
         "seconds to val loss 1.16": "84.0", "seconds to val loss 1": "100.0", "seconds to val loss 0.75": "–"}
     assert chunked["attention"] == "chunked"
     assert chunked["seconds to val loss 0.75"] == "84.4"
@@ -63,7 +63,7 @@ def test_a_run_of_which_there_is_an_evaluation_alone_has_dashes(tmp_path, two):
     assert {name for name, cell in alone.items() if cell != "–"} == {"run", "attention", "context", "parameters"}
     # The others' figures, place of comparison and warnings are as without it.
     assert found.rows[:2] == compared(*two).rows
-    assert found.remarks == ("evaluated was evaluated and has no curves: nothing was logged of its training.",)
+    assert found.remarks == ("evaluated has no curves: it has an evaluation, but no training log.",)
     assert table_note(found.rows, found.runs) == "The shortest run ended after 100.0 s of training."
     assert picture(found, "svg") == picture(compared(*two), "svg")
     lone = compared(evaluated)
@@ -103,11 +103,11 @@ def test_runs_made_differently_are_warned_of(tmp_path):
     assert compared(*paths, other).remarks == (
         "Different data (checksum x: a, b, c and 1 more; checksum y: other): their losses cannot be compared.",
         "Different devices (cpu: a, b, c and 1 more; cuda: other): their times cannot be compared.",
-        "Different number formats (float32: a, b, c and 1 more; bfloat16: other).",
+        "Different compute dtypes (float32: a, b, c and 1 more; bfloat16: other).",
         f"Different versions of the code ({'a' * 12}: a, b, c and 1 more; {'b' * 12}-dirty: other).",
         "Different versions of jax (1: a, b, c and 1 more; 2: other).")
     tokens = write_run(tmp_path / "tokens", tokenizer="gpt2", **same | {"corpus_checksum": "z"})
     assert compared(paths[0], tokens).remarks == (
-        "Different tokenizers (bytes: a; gpt2: tokens): losses per token cannot be compared; bits per byte can, where "
-        "the text is the same.",)
+        "Different tokenizers (bytes: a; gpt2: tokens): losses per token cannot be compared; bits per byte can, on "
+        "the same text.",)
     assert compared(paths[0], tokens).rows[1].figures["bits_per_byte"] == pytest.approx(1 / math.log(2) / 4)

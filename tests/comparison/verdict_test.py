@@ -19,13 +19,13 @@ def test_lower_at_equal_steps_and_at_equal_time_and_where_curves_cross(tmp_path)
     chunked = write_run(tmp_path / "chunked", "chunked", steps=400, seconds=0.25, loss=2.1, slope=0.004)
     # 2 - 0.01 s = 2.1 - 0.016 s where s is 16.7, but softmax was first evaluated at 20 s: no crossing is known.
     assert said(softmax, chunked) == [
-        "After 100 steps, softmax (blockwise) has the lower val loss: 1.0000, against 1.7000 of chunked.",
-        "After 100.0 s of training, chunked has the lower val loss: 0.5000, against 1.0000 of softmax (blockwise).",
-        "One seed each: no interval, for how much the loss varies from seed to seed is not known."]
+        "After 100 steps, softmax (blockwise) has the lower val loss: 1.0000, versus 1.7000 for chunked.",
+        "After 100.0 s of training, chunked has the lower val loss: 0.5000, versus 1.0000 for softmax (blockwise).",
+        "With one seed each, there are no intervals."]
     later = write_run(tmp_path / "later", "chunked", steps=400, seconds=0.25, loss=2.3, slope=0.004)
     assert said(softmax, later)[1] == (
         "chunked passes softmax (blockwise) after 50.0 s of training and is 0.3000 lower at 100.0 s of training: "
-        "val loss 0.7000, against 1.0000 of softmax (blockwise).")
+        "val loss 0.7000, versus 1.0000 for softmax (blockwise).")
     assert said(softmax) == []
 
 
@@ -38,19 +38,19 @@ def test_seeds_have_an_interval_and_no_difference_is_shown_where_it_covers_zero(
     softmax = seeds(tmp_path, "softmax", [2.0, 2.1, 2.2])
     alike = seeds(tmp_path, "chunked", [2.05, 2.15, 2.25])
     assert said(*softmax, *alike)[0] == (
-        "After 100 steps, no difference in val loss is shown: 1.1000 of softmax and 1.1500 of chunked; the 95 % "
-        "interval of their difference, −0.1767 to 0.2767 over 3 and 3 seeds, covers zero.")
+        "After 100 steps, val loss does not differ significantly: 1.1000 for softmax and 1.1500 for chunked; the 95 % "
+        "interval of the difference, −0.1767 to 0.2767 over 3 and 3 seeds, includes zero.")
     assert len(said(*softmax, *alike)) == 2
     higher = seeds(tmp_path, "linear", [3.0, 3.1, 3.2])
     assert said(*softmax, *higher)[0] == (
-        "After 100 steps, softmax has the lower val loss: 1.1000, against 2.1000 of linear (95 % interval of the "
-        "difference 0.7733 to 1.2267 over 3 and 3 seeds).")
+        "After 100 steps, softmax has the lower val loss: 1.1000, versus 2.1000 for linear (95 % interval of the "
+        "difference: 0.7733 to 1.2267 over 3 and 3 seeds).")
     assert said(*softmax, *higher, *alike)[0] == (
-        "After 100 steps, the lowest val loss is 1.1000 of softmax, against 2.1000 of linear; no difference is shown "
-        "from 1.1500 of chunked.")
+        "After 100 steps, the lowest val loss is 1.1000 for softmax, versus 2.1000 for linear; no significant "
+        "difference from 1.1500 for chunked.")
     # Of one seed the spread is taken to be that of the others, which hides what is closer.
-    assert said(*softmax, higher[0])[-1].startswith("One seed of linear: taken to vary as much")
-    assert "no difference in val loss is shown" in said(*softmax, alike[0])[0]
+    assert said(*softmax, higher[0])[-1].startswith("Only one seed of linear: its variance")
+    assert "val loss does not differ significantly" in said(*softmax, alike[0])[0]
     assert "softmax has the lower val loss" in said(*softmax, higher[0])[0]
 
 
@@ -60,16 +60,16 @@ def test_a_seed_that_ended_early_does_not_count_and_is_named(tmp_path):
     died = write_run(tmp_path / "died", seed=2, loss=1.0, steps=40, planned=100)
     found = said(*softmax, died, *chunked)
     assert found[0].startswith(
-        "After 100 steps, softmax has the lower val loss: 1.0500, against 2.1000 of chunked (95 % interval")
+        "After 100 steps, softmax has the lower val loss: 1.0500, versus 2.1000 for chunked (95 % interval")
     assert "over 2 and 3 seeds" in found[0]
     assert "After 100.0 s of training, softmax has the lower val loss: 1.0500" in found[1]
-    assert found[2:] == ["Left out, for others came further: seed 2 of softmax (last evaluated at step 40)."]
+    assert found[2:] == ["Left out, as other runs are longer: seed 2 of softmax (last evaluated at step 40)."]
     # Where the other set-up goes no further than that, it counts.
     assert said(*softmax, died, *seeds(tmp_path / "short", "chunked", [3.0, 3.1], steps=40))[0].startswith(
-        "After 40 steps, no difference in val loss is shown: 1.3000 of softmax")
+        "After 40 steps, val loss does not differ significantly: 1.3000 for softmax")
     one_left = said(softmax[0], died, *chunked)
-    assert one_left[2].startswith("Left out, for others came further: seed 2 of softmax")
-    assert one_left[3].startswith("One seed of softmax: taken to vary")
+    assert one_left[2].startswith("Left out, as other runs are longer: seed 2 of softmax")
+    assert one_left[3].startswith("Only one seed of softmax: its variance")
 
 
 def test_seeds_of_one_length_all_count_however_fast_they_were(tmp_path):
@@ -90,15 +90,15 @@ def test_a_setup_that_ended_far_before_the_others_does_not_hold_them_back(tmp_pa
     died = [write_run(tmp_path / f"linear-{seed}", "linear", seed=seed, steps=steps, every=10,
                       planned=100) for seed, steps in enumerate((30, 40))]
     assert said(*runs, *died) == [
-        "After 100 steps, softmax has the lower val loss: 1.0000, against 1.5000 of chunked.",
-        "After 100.0 s of training, softmax has the lower val loss: 1.0000, against 1.5000 of chunked.",
-        "Left out, for others came further: linear (last evaluated at step 40).",
-        "One seed each: no interval, for how much the loss varies from seed to seed is not known."]
+        "After 100 steps, softmax has the lower val loss: 1.0000, versus 1.5000 for chunked.",
+        "After 100.0 s of training, softmax has the lower val loss: 1.0000, versus 1.5000 for chunked.",
+        "Left out, as other runs are longer: linear (last evaluated at step 40).",
+        "With one seed each, there are no intervals."]
     # Two that ended early leave the other two; between two alone there is nothing to leave out.
     another = write_run(tmp_path / "local", "local", steps=20)
     found = said(*runs, died[1], another)
     assert found[0].startswith("After 100 steps, softmax")
-    assert found[2] == ("Left out, for others came further: linear (last evaluated at step 40) and local (last "
+    assert found[2] == ("Left out, as other runs are longer: linear (last evaluated at step 40) and local (last "
                         "evaluated at step 20).")
     assert said(runs[0], died[1])[0].startswith("After 40 steps")
     # As long in time as the others, only slower: it counts, and the steps are its own.
@@ -115,43 +115,43 @@ def test_of_many_it_is_told_whom_the_lowest_passed_and_where(tmp_path):
             write_run(tmp_path / "linear", "linear", loss=1.9, slope=0.00375, steps=200, every=10),  # at step 80
             write_run(tmp_path / "local", "local", loss=2.5, slope=0.004, steps=200, every=10)]  # never
     assert said(*runs)[:2] == [
-        "After 200 steps, the lowest val loss is 0.4000 of chunked, against 1.1500 of linear, 1.2000 of softmax and "
-        "1.7000 of local. chunked passes linear after 80 steps and softmax after 40 steps.",
-        "After 200.0 s of training, the lowest val loss is 0.4000 of chunked, against 1.1500 of linear, 1.2000 of "
-        "softmax and 1.7000 of local. chunked passes linear after 80.0 s and softmax after 40.0 s."]
+        "After 200 steps, the lowest val loss is 0.4000 for chunked, versus 1.1500 for linear, 1.2000 for softmax and "
+        "1.7000 for local. chunked passes linear after 80 steps and softmax after 40 steps.",
+        "After 200.0 s of training, the lowest val loss is 0.4000 for chunked, versus 1.1500 for linear, 1.2000 for "
+        "softmax and 1.7000 for local. chunked passes linear after 80.0 s and softmax after 40.0 s."]
     # Only what lies before the place of comparison: here before linear and softmax are passed.
     short = write_run(tmp_path / "short", "local", loss=2.5, slope=0.004, steps=60, seconds=10.0, every=10)
     assert "passes" not in said(*runs[::2], short)[0]
     assert said(*runs[:3], short)[0].endswith(
-        "After 60 steps, the lowest val loss is 1.6750 of linear, against 1.8000 of chunked, 1.9000 of softmax and "
-        "2.2600 of local.")
+        "After 60 steps, the lowest val loss is 1.6750 for linear, versus 1.8000 for chunked, 1.9000 for softmax and "
+        "2.2600 for local.")
 
 
 def test_nothing_is_claimed_that_the_data_do_not_carry(tmp_path):
     softmax = write_run(tmp_path / "softmax", corpus_checksum="a")
     never = write_run(tmp_path / "never", "chunked", every=0, corpus_checksum="a")
-    assert said(softmax, never) == ["Nothing is claimed of never, without val loss."]
+    assert said(softmax, never) == ["Not compared, without val loss: never."]
     evaluated = write_evaluated(tmp_path / "evaluated", "chunked", source="elsewhere")
-    assert said(softmax, evaluated) == ["Nothing is claimed of evaluated, without val loss."]
+    assert said(softmax, evaluated) == ["Not compared, without val loss: evaluated."]
     higher = write_run(tmp_path / "higher", "chunked", loss=3.0, corpus_checksum="a")
     assert said(softmax, higher, evaluated)[::3] == [
-        "After 100 steps, softmax has the lower val loss: 1.0000, against 2.0000 of chunked.",
-        "Nothing is claimed of evaluated, without val loss."]
+        "After 100 steps, softmax has the lower val loss: 1.0000, versus 2.0000 for chunked.",
+        "Not compared, without val loss: evaluated."]
     late = write_run(tmp_path / "late", "chunked", every=100, steps=100, seconds=2.0, corpus_checksum="a")
     assert said(softmax, late)[1] == (
-        "At equal training time nothing is claimed: no val loss of late is known at 100.0 s of training.")
+        "No comparison at equal training time: no val loss of late at 100.0 s of training.")
     other = write_run(tmp_path / "other", "chunked", corpus_checksum="b")
-    assert said(softmax, other) == ["Nothing is claimed: these runs read different data."]
+    assert said(softmax, other) == ["No comparison: these runs have different data."]
     device = write_run(tmp_path / "device", "chunked", corpus_checksum="a", devices=["cuda:0"], slope=0.005)
     assert [sentence.split(",")[0] for sentence in said(softmax, device)] == [
-        "After 100 steps", "One seed each: no interval"]
+        "After 100 steps", "With one seed each"]
 
 
 def test_a_schedule_that_has_come_further_down_is_mentioned(tmp_path):
     short = write_run(tmp_path / "short", decay_steps=110)
     long = write_run(tmp_path / "long", "chunked", steps=200, slope=0.005, decay_steps=200)
     steps, _, _ = said(short, long)
-    assert steps.endswith("There the learning rate of softmax is at 9 % of its peak, that of chunked at 50 %.")
+    assert steps.endswith("At this point, the learning rate of softmax is at 9 % of its peak, that of chunked at 50 %.")
     alike = write_run(tmp_path / "alike", "chunked", slope=0.005, decay_steps=112)
     assert "learning rate" not in " ".join(said(short, alike))
 
@@ -160,7 +160,7 @@ def test_other_tokenizers_are_compared_per_byte(tmp_path):
     runs = [write_run(tmp_path / "bytes", corpus_checksum="a"),
             write_run(tmp_path / "gpt2", "chunked", loss=3.0, tokenizer="gpt2", corpus_checksum="b")]
     assert said(*runs)[0] == (
-        "After 100 steps, chunked has the lower val bits per byte: 0.7213, against 1.4427 of softmax.")
+        "After 100 steps, chunked has the lower val bits per byte: 0.7213, versus 1.4427 for softmax.")
 
 
 def test_each_context_is_for_itself(tmp_path):
@@ -168,6 +168,6 @@ def test_each_context_is_for_itself(tmp_path):
             for context in (32, 64) for mode, loss in (("softmax", 2.0), ("chunked", 2.5))]
     found = said(*runs)
     assert [text.partition(":")[0] for text in found] == ["With context 32", "With context 64"]
-    assert all("After 100 steps, softmax has the lower val loss: 1.0000, against 1.5000 of chunked." in text
+    assert all("After 100 steps, softmax has the lower val loss: 1.0000, versus 1.5000 for chunked." in text
                for text in found)
-    assert said(runs[0], runs[3]) == ["Nothing is claimed: no two set-ups have the same size and context."]
+    assert said(runs[0], runs[3]) == ["No comparison: no two set-ups have the same size and context."]
