@@ -1,13 +1,12 @@
-"""Run a study: every run that it needs, one process each, then its figures.
+"""Run a study: each run in its own process, then the figures.
 
     python sweep.py studies/learning_rate.py --out runs/lr --quick
     python sweep.py studies/learning_rate.py --out runs/lr --dry-run --measure
     python sweep.py studies/learning_rate.py --out runs/lr --commands runs.txt
     python sweep.py studies/learning_rate.py --out runs/lr --index 3
 
-The same command skips the runs that are finished and goes on with those that were cut. A run that fails does not stop
-the others. Ctrl-C stops the run under way as it stops train.py: what it has is saved. docs/sweeps.md says how to spread
-a study over machines.
+The same command skips finished runs and resumes interrupted ones. A failed run does not stop the others. Ctrl-C saves
+the current run and stops. docs/sweeps.md explains how to spread a study over machines.
 """
 
 from support import interrupts, packages
@@ -42,7 +41,7 @@ class Options:
     out: Path
     """Output folder: one folder per run, and the figures."""
     quick: bool = False
-    """Make the quick form of the study: fewer and shorter runs."""
+    """Run the quick form of the study: fewer and shorter runs."""
     parallel: int = 1
     """Number of runs at once, one device each."""
     dry_run: bool = False
@@ -55,27 +54,27 @@ class Options:
     commands: Path | None = None
     """Write one shell command per run to this file, without running them."""
     index: int | None = None
-    """Make only the run with this index, as listed by --dry-run."""
+    """Run only the run with this index, as listed by --dry-run."""
 
 
 def check(options: Options) -> None:
-    """Raises :class:`ConfigError` for options that cannot be meant."""
+    """Raises :class:`ConfigError` for conflicting options."""
     ways = [flag for flag, given in (("--dry-run", options.dry_run), ("--commands", options.commands is not None),
                                      ("--index", options.index is not None)) if given]
     if len(ways) > 1:
-        raise ConfigError(f"{' and '.join(ways)}: give one of them")
+        raise ConfigError(f"{' and '.join(ways)} are mutually exclusive")
     if options.measure and not options.dry_run:
-        raise ConfigError("--measure: give --dry-run too")
+        raise ConfigError("--measure requires --dry-run")
     if options.parallel < 1:
         raise ConfigError(f"--parallel {options.parallel}: expected at least 1")
 
 
 def chosen(runs: Sequence[PlannedRun], index: int | None) -> Sequence[PlannedRun]:
-    """All runs, or the one of ``--index``; :class:`ConfigError` where there is none."""
+    """All runs, or the one of ``--index``; :class:`ConfigError` if it is out of range."""
     if index is None:
         return runs
     if not 0 <= index < len(runs):
-        raise ConfigError(f"--index {index}: the study has {len(runs)} runs, 0 to {len(runs) - 1}")
+        raise ConfigError(f"--index is {index}; expected 0 to {len(runs) - 1}: the study has {len(runs)} runs")
     return [runs[index]]
 
 
@@ -92,21 +91,21 @@ def list_runs(options: Options, runs: Sequence[PlannedRun]) -> int:
     table = Table(*headings)
     for row in rows:
         table.add_row(*map(escape, row))
-    # Not a terminal: nothing to fit, and a wrapped line is hard to read by a program.
+    # Lines for other programs are not wrapped.
     Console(width=None if sys.stdout.isatty() else 400).print(table)
     estimates.check_disk(known, runs, options.out, keep_all=options.keep_all, parallel=options.parallel)
     return 0
 
 
 def shell_lines(options: Options, count: int) -> list[str]:
-    """The command that makes each run, for a shell in the working folder."""
+    """The shell command of each run, for the working folder."""
     flags = [flag for flag, given in (("--quick", options.quick), ("--keep-all", options.keep_all)) if given]
     line = ["python", *program("sweep.py"), str(options.study), "--out", str(options.out), *flags, "--index"]
     return [shlex.join([*line, str(index)]) for index in range(count)]
 
 
 def run(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
-    """Make the runs, draw the figures and tell what failed; returns the exit code."""
+    """Run the runs, draw the figures and report failures; returns the exit code."""
     environment = processes.child_environment()
     mine = chosen(runs, options.index)
     places = processes.devices(options.parallel, mine, environment)
@@ -115,8 +114,8 @@ def run(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
     folder.begin(study, runs, options.out, quick=options.quick)
     progress = processes.run_all(mine, known, places, environment, keep_all=options.keep_all)
     if progress.stopped_by is not None:
-        status(f"{options.out}: stopped with {len(progress.finished)} of {len(mine)} runs finished; the same command "
-               "goes on from there")
+        status(f"{options.out}: stopped with {len(progress.finished)} of {len(mine)} runs finished; repeat the "
+               "command to resume")
         return 128 + progress.stopped_by
     for line in processes.failures(progress):
         status(line)
@@ -127,8 +126,8 @@ def run(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Run a study as a command line says; returns the exit code."""
-    # The devices are for the runs: this process would hold the memory of a GPU that it never uses.
+    """Run a study from a command line; returns the exit code."""
+    # The devices are for the runs: this process would reserve GPU memory that it never uses.
     jax.config.update("jax_platforms", "cpu")
     options = tyro.cli(Options, args=arguments, prog="sweep.py", description=__doc__)
     check(options)

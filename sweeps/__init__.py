@@ -1,1 +1,1 @@
-"""What sweep.py is made of: the runs of a study resolved, their folders, their estimates, and their processes."""
+"""The parts of sweep.py: resolved runs of a study, their folders, estimates and processes."""

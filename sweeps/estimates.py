@@ -1,4 +1,4 @@
-"""What runs will take: time, memory and disk, from runs that have finished or from a few timed steps."""
+"""Estimates of time, memory and disk space of runs, from finished runs or a few timed steps."""
 
 import contextlib
 import io
@@ -23,25 +23,25 @@ from sweeps.plan import PlannedRun, module_of, plan_run
 from training.metrics import read_blocks
 
 TIMED_STEPS = 3
-"""Of a distinct program, after one that is not timed."""
+"""Timed steps of each distinct program, after one warm-up step."""
 FLOAT_BYTES = 4
 STATE_COPIES = 3
-"""A checkpoint has each parameter and AdamW's two moments of it."""
+"""Arrays per parameter in a checkpoint: the parameter and AdamW's two moments."""
 KEPT_CHECKPOINTS = 2
-"""Of a finished run, with the parameters alone: the best and the last."""
+"""Checkpoints of a finished run, with parameters only: the best and the last."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Where the time of a run went, in seconds, and what its step needs."""
+    """Time of a run by part, in seconds, and the memory of its step."""
 
     step: float
     evaluation: float
-    """One of them, without its compilation where there was more than one."""
+    """Time per evaluation, without compilation if there is more than one."""
     other: float
     """Start, compilation, checkpoints."""
     memory: float | None
-    """Bytes of the training step; None where the device does not say."""
+    """Bytes of the training step; None if unknown."""
 
     def seconds(self, config: Config | LraConfig) -> float:
         """Wall time of a run with the same step."""
@@ -54,13 +54,13 @@ class Timing:
 
 
 def timing(folder: Path) -> Timing | None:
-    """How the time of a run went; None where its metrics do not tell."""
+    """The times of a run; None if its metrics are insufficient."""
     path = folder / "metrics.jsonl"
     lines = list(chain.from_iterable(reversed(list(read_blocks(path))))) if path.is_file() else []
     train = [line for line in lines if line["split"] == "train"]
     if len(train) < 2 or train[-1]["step"] == train[0]["step"]:
         return None
-    # The first step is still warming up.
+    # The first step is a warm-up.
     step = (train[-1]["train_seconds"] - train[0]["train_seconds"]) / (train[-1]["step"] - train[0]["step"])
     evaluations = [line["wall_seconds"] - before["wall_seconds"] for before, line in pairwise(lines)
                    if line["split"] == "val"]
@@ -74,10 +74,10 @@ def timing(folder: Path) -> Timing | None:
 
 
 class Estimates:
-    """Estimates of a study's runs; what was found of one is used for all of its shape.
+    """Estimates for the runs of a study; runs of the same shape share them.
 
     Args:
-        runs: the study's.
+        runs: the runs of the study.
     """
 
     def __init__(self, runs: Sequence[PlannedRun]):
@@ -88,17 +88,17 @@ class Estimates:
             self.learn(run)
 
     def learn(self, run: PlannedRun) -> None:
-        """Use a run for the others of its shape, if it is finished."""
+        """Use a finished run for the others of its shape."""
         if run.config is not None and is_finished(run) and (found := timing(run.folder)) is not None:
             self._timings[run.shape] = found
 
     def measure(self, out: Path, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
-        """Time a few steps of each distinct program that no finished run tells of, one after the other.
+        """Time a few steps of each distinct program without a finished run.
 
         Args:
-            out: the folder of the study; the runs of a few steps come and go in a folder beside it.
-            environment: of the processes.
-            say: told before each.
+            out: the folder of the study; temporary runs use a folder next to it.
+            environment: environment of the processes.
+            say: called with a message before each.
 
         Raises:
             LineargptError: a run fails.
@@ -122,33 +122,33 @@ class Estimates:
                 self._timings[run.shape] = found
 
     def seconds(self, run: PlannedRun) -> float | None:
-        """Wall time from start to end; None where nothing tells."""
+        """Total wall time; None if unknown."""
         known = self._timings.get(run.shape)
         return None if known is None or run.config is None else known.seconds(run.config)
 
     def memory(self, run: PlannedRun) -> float | None:
-        """Bytes that the training step needs; None where nothing tells."""
+        """Memory of the training step in bytes; None if unknown."""
         known = self._timings.get(run.shape)
         return None if known is None else known.memory
 
     def disk(self, run: PlannedRun, *, keep_all: bool) -> tuple[float, float] | None:
-        """Bytes that a run needs: at most, while it trains, and when it is finished; None where its model cannot be
-        made here."""
+        """Maximum disk space of a run during training, and that of the finished run, in bytes; None if its model cannot
+        be built here."""
         if run.config is None:
             return 0.0, 0.0
         count = self._count(run)
         if count is None:
             return None
         whole = STATE_COPIES * FLOAT_BYTES * count
-        kept = run.config.checkpoint.keep + 1  # the best too
+        kept = run.config.checkpoint.keep + 1  # and the best
         checkpoints = _checkpoints(run.config, self._timings.get(run.shape))
         if checkpoints is not None:
             kept = min(kept, checkpoints)
         final = kept * whole if keep_all else min(kept, KEPT_CHECKPOINTS) * FLOAT_BYTES * count
-        return (kept + 1) * whole, final  # one is written before another goes
+        return (kept + 1) * whole, final  # one is written before another is deleted
 
     def _count(self, run: PlannedRun) -> int | None:
-        """Parameters of the run's model."""
+        """Number of parameters of the run's model."""
         if run.shape not in self._parameters:
             same = [other.folder for other in self.runs if other.shape == run.shape]
             self._parameters[run.shape] = next(
@@ -157,7 +157,7 @@ class Estimates:
 
 
 def _checkpoints(config: Config | LraConfig, known: Timing | None) -> int | None:
-    """How many checkpoints a run writes; None where its steps are not known."""
+    """Number of checkpoints that a run writes; None if its steps are unknown."""
     steps = config.train.steps
     if steps is None:
         assert config.train.minutes is not None
@@ -168,7 +168,7 @@ def _checkpoints(config: Config | LraConfig, known: Timing | None) -> int | None
 
 
 def _counted(folder: Path) -> int | None:
-    """Parameters, as a run that has begun tells."""
+    """Number of parameters recorded in a run."""
     with contextlib.suppress(OSError, ValueError):
         count = read_json(folder / "environment.json").get("parameters")
         return count if isinstance(count, int) else None
@@ -176,7 +176,7 @@ def _counted(folder: Path) -> int | None:
 
 
 def _count_of(run: PlannedRun) -> int | None:
-    """Parameters of a model that is made without its numbers; None where this machine cannot make it."""
+    """Number of parameters of the abstract model; None if this machine cannot build it."""
     import jax
     from flax import nnx
 
@@ -184,17 +184,16 @@ def _count_of(run: PlannedRun) -> int | None:
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             *_, model = module.check_data_and_devices(run.config, run.folder)
-    except (ConfigError, LineargptError, NotImplementedError):  # another machine may
+    except (ConfigError, LineargptError, NotImplementedError):  # another machine may be able to
         return None
     return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 def check_disk(estimates: Estimates, runs: Sequence[PlannedRun], out: Path, *, keep_all: bool, parallel: int) -> None:
-    """Checks that what the runs that are left have yet to write fits the disk; those of an unknown size are passed
-    over.
+    """Checks that the remaining output of the runs fits on the disk; runs of unknown size are ignored.
 
     Raises:
-        DataError: they do not.
+        DataError: it does not.
     """
     known = [(*found, written(run.folder)) for run in runs if not is_finished(run)
              and (found := estimates.disk(run, keep_all=keep_all)) is not None]
@@ -202,28 +201,28 @@ def check_disk(estimates: Estimates, runs: Sequence[PlannedRun], out: Path, *, k
     needed = sum(max(final - there, 0) for _, final, there in known) + sum(max(more, 0) for more in beyond)
     free = shutil.disk_usage(_existing(out)).free
     if needed > free:
-        raise DataError(f"the {len(known):,} runs that are left need {size(needed)} of disk, and {_existing(out)} has "
-                        f"{size(free)} free; make room, or give another --out"
+        raise DataError(f"the {len(known):,} remaining runs need {size(needed)} of disk space, but {_existing(out)} "
+                        f"has {size(free)} free; free some, or give another --out"
                         + (", or leave out --keep-all" if keep_all else ""))
 
 
 def _existing(path: Path) -> Path:
-    """``path``, or the nearest folder above it that is there."""
+    """``path``, or its nearest existing parent."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def written(folder: Path) -> int:
-    """Bytes that lie in a folder."""
+    """Total size of the files in a folder, in bytes."""
     total = 0
     for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # a run that is under way elsewhere removes checkpoints
+        with contextlib.suppress(FileNotFoundError):  # a run in another process may delete checkpoints
             total += path.stat().st_size if path.is_file() else 0
     return total
 
 
 def table(runs: Sequence[PlannedRun], estimates: Estimates, *, keep_all: bool) -> tuple[list[str], list[list[str]]]:
-    """What ``--dry-run`` lists: the headings, a row a run, and the sum of those that are left."""
+    """The table of ``--dry-run``: headings, a row per run, and the total of the remaining runs."""
     rows, left = [], [run for run in runs if not is_finished(run)]
     disk = partial(estimates.disk, keep_all=keep_all)
     for index, run in enumerate(runs):
@@ -236,27 +235,27 @@ def table(runs: Sequence[PlannedRun], estimates: Estimates, *, keep_all: bool) -
 
 
 def state(run: PlannedRun) -> str:
-    """Where a run is, in words."""
+    """The state of a run: finished, resumable or to do."""
     if is_finished(run):
         return "finished"
     folder = run.folder / "checkpoints"
     steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
-    return f"goes on from step {max(steps):,}" if steps else "to do"
+    return f"at step {max(steps):,}" if steps else "to do"
 
 
 def total(values: Any) -> float | None:
-    """The sum; None where one is not known."""
+    """The sum; None if a value is unknown."""
     values = list(values)
     return None if any(value is None for value in values) else sum(values)
 
 
 def duration(seconds: float | None) -> str:
-    """``1:02:03``; ``?`` where not known."""
+    """``1:02:03``; ``?`` if unknown."""
     return "?" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
 def size(count: float | None) -> str:
-    """Bytes with a unit; ``?`` where not known."""
+    """Bytes with a unit; ``?`` if unknown."""
     if count is None:
         return "?"
     for unit in ("B", "kB", "MB", "GB"):

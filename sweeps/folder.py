@@ -1,4 +1,4 @@
-"""The folder of a study and those of its runs: whose they are, which runs are finished, and what is kept of those."""
+"""The folders of a study and its runs: consistency checks, finished runs, and clean-up."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from training.run import SWEEP_RECORD
 
 
 def check_out(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool) -> None:
-    """Checks that a folder is new, or of this study as it is now. Writes nothing.
+    """Checks that a folder is new, or belongs to this version of the study. Writes nothing.
 
     Raises:
-        ConfigError: it is of another study, of another version of this one, or a run's folder holds another run; the
-            message names what differs first.
+        ConfigError: it belongs to another study or to another version of this one, or a run's folder holds another
+            run; the message names the first difference.
         RunError: a file in it is damaged.
     """
     if out.exists() and not out.is_dir():
@@ -27,37 +27,37 @@ def check_out(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: boo
     if (out / RECORD).exists():
         before = read_study(out)
         if before.study != study.path:
-            raise ConfigError(f"{out} is of {before.study}, not of {study.path}; give another --out")
+            raise ConfigError(f"--out {out} belongs to {before.study}, not {study.path}; give another --out")
         if before.quick != quick:
-            raise ConfigError(f"{out} is of {study.path} {'with' if before.quick else 'without'} --quick; give another "
-                              "--out")
+            raise ConfigError(f"--out {out} belongs to {study.path} {'with' if before.quick else 'without'} --quick; "
+                              "give another --out")
         for run in runs:
             check_run(run, out)
         now = {run.name: run.hash for run in runs}
-        other = f"{out} is of another version of {study.path}"
+        other = f"--out {out} belongs to another version of {study.path}"
         for name in [*before.runs, *now]:
             if name not in now or name not in before.runs:
                 raise ConfigError(f"{other}, which has {'no' if name in now else 'a'} run {name}; give another --out")
             if before.runs[name] != now[name]:
                 raise ConfigError(f"{other}, whose run {name} has another config; give another --out")
         if list(before.runs) != list(now):
-            raise ConfigError(f"{other}, with its runs in another order; give another --out")
+            raise ConfigError(f"{other}, with another order of runs; give another --out")
         return
     for run in runs:
         check_run(run, out)
 
 
 def check_run(run: PlannedRun, out: Path) -> None:
-    """Checks that a run's folder is new, or its own.
+    """Checks that a run's folder is new or belongs to the run.
 
     Raises:
-        ConfigError: it holds another run; the message names the first field that differs.
+        ConfigError: it holds another run; the message names the first different field.
     """
     path = run.folder / SWEEP_RECORD
     if not path.exists():
         if run.folder.exists() and (not run.folder.is_dir() or any(
                 not entry.name.startswith(".") for entry in run.folder.iterdir())):
-            raise ConfigError(f"{run.folder} holds something that is not of this study; give another --out than {out}")
+            raise ConfigError(f"{run.folder} does not belong to this study; give another --out than {out}")
         return
     before = _read(path)
     if before.get("hash") == run.hash:
@@ -76,7 +76,7 @@ def _first_difference(before: Mapping[str, Any], run: PlannedRun) -> str:
 
 
 def begin(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool) -> None:
-    """Write down which study the folder is of, and in the folder of each run which run that is.
+    """Write ``study.json``, and ``run.json`` in the folder of each run.
 
     Raises:
         OSError: it cannot be written.
@@ -91,16 +91,15 @@ def begin(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool) -
 
 
 def is_finished(run: PlannedRun) -> bool:
-    """Whether the command of a run came to its end."""
+    """Whether the command of a run is finished."""
     path = run.folder / SWEEP_RECORD
     return path.exists() and _read(path).get("finished") is True
 
 
 def finish(run: PlannedRun, *, keep_all: bool) -> None:
-    """Write down that a run is finished, and remove what only more training would need, unless ``keep_all`` was given
-    when it ended, or is now."""
+    """Mark a run as finished, and delete the state that only training needs, unless ``keep_all`` is or was set."""
     path = run.folder / SWEEP_RECORD
-    if is_finished(run):  # by an earlier sweep, which may have been killed before it removed anything
+    if is_finished(run):  # by an earlier sweep, which may have been killed before the clean-up
         keep_all = keep_all or _read(path).get("keep_all") is True
     else:
         _write(run, finished=True, keep_all=keep_all)
@@ -116,14 +115,14 @@ def _write(run: PlannedRun, *, finished: bool, keep_all: bool) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A ``run.json``; :class:`RunError` where it is damaged, or of another format."""
+    """Reads a ``run.json``; :class:`RunError` if it is damaged, or of another format."""
     values = read_json(path, RunError)
     check_format(values, path)
     return values
 
 
 def last_lines(folder: Path) -> dict[str, dict[str, Any]]:
-    """The last train line and the last val line of a run's metrics, by split; what there is of them."""
+    """The last train line and the last val line of a run's metrics, by split, if any."""
     found: dict[str, dict[str, Any]] = {}
     path = folder / "metrics.jsonl"
     for records in read_blocks(path) if path.is_file() else ():

@@ -1,4 +1,4 @@
-"""The runs of a study, each with the config it will have, and what makes it this run and no other."""
+"""The runs of a study, with their resolved configs and hashes."""
 
 import contextlib
 import dataclasses
@@ -19,11 +19,11 @@ from configs.schema import Config, LraConfig
 from support.errors import ConfigError
 
 RESULT = "result.json"
-"""What a benchmark of a study writes into its folder."""
+"""File that a benchmark of a study writes into its folder."""
 NOT_OF_RESULT = tuple(name for name in NOT_OF_SETUP if name != "train.seed")
-"""Groups and fields of a config that change no result."""
+"""Groups and fields of a config that do not affect results."""
 GIVEN_BY_SWEEP = ("run_dir", "json")
-"""Flags that a study does not give."""
+"""Flags set by sweep.py, not by a study."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class PlannedRun:
     variation: Variation
     folder: Path
     config: Config | LraConfig | None
-    """As it will run; None for a benchmark."""
+    """The validated config; None for a benchmark."""
     fields: dict[str, Any]
-    """What its result follows from, by dotted name: the config with its defaults, without what changes no result. The
-    number format is as it was asked for, for what ``auto`` is depends on the device."""
+    """The fields that determine its result, by dotted name, including defaults. The compute dtype is the requested one,
+    since ``auto`` depends on the device."""
 
     @property
     def name(self) -> str:
-        """Of the run, and of its folder."""
+        """Name of the run and of its folder."""
         return self.variation.name
 
     @cached_property
@@ -57,23 +57,23 @@ class PlannedRun:
 
     @property
     def arguments(self) -> list[str]:
-        """What follows ``python``."""
+        """Arguments of ``python``."""
         where = ["--json", str(self.folder / RESULT)] if self.config is None else ["--run-dir", str(self.folder)]
         return [*program(self.variation.command), *self.variation.flags(), *where]
 
 
 def program(command: str) -> list[str]:
-    """What follows ``python`` for a script of the root, such as ``train.py``, or a module."""
+    """Arguments of ``python`` for a root script, such as ``train.py``, or a module."""
     if not command.endswith(".py"):
         return ["-m", command]
     return [command if Path.cwd() == ROOT else str(ROOT / command)]
 
 
 def plan(study: Study, out: Path, *, quick: bool) -> list[PlannedRun]:
-    """The runs of a study, in its order.
+    """The runs of a study, in order.
 
     Raises:
-        ConfigError: a run that cannot be made; the message names it and the field.
+        ConfigError: a run is invalid; the message names it and the field.
     """
     return [plan_run(study.path, variation, out) for variation in study.runs(quick)]
 
@@ -83,7 +83,7 @@ def plan_run(study: Path, variation: Variation, out: Path) -> PlannedRun:
     where = f"{study}: run {variation.name}"
     for name in variation.fields:
         if name.replace("-", "_") in GIVEN_BY_SWEEP:
-            raise ConfigError(f"{where}: the field {name} is given by sweep.py: a run's folder is OUT and its name")
+            raise ConfigError(f"{where}: the field {name} is set by sweep.py: a run's folder is OUT/NAME")
     module = module_of(variation.command, where)
     if not trains(module):
         check_benchmark(module, variation, where)
@@ -102,30 +102,30 @@ def plan_run(study: Path, variation: Variation, out: Path) -> PlannedRun:
 
 
 def module_of(command: str, where: str) -> ModuleType:
-    """The module of a command; :class:`ConfigError` where there is none."""
+    """The module of a command; :class:`ConfigError` if there is none."""
     name = command.removesuffix(".py")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise ConfigError(f"{where}: there is no command {command}; expected train.py, or a module such as lra.train "
-                          "or benchmarks.train_step") from None
+        raise ConfigError(f"{where}: no command {command}; expected train.py, or a module such as lra.train or "
+                          "benchmarks.train_step") from None
 
 
 def trains(module: ModuleType) -> bool:
-    """Whether a command trains a run in a folder, from a recipe; else it is a benchmark."""
+    """Whether a command trains a run from a recipe; otherwise it is a benchmark."""
     return hasattr(module, "check_data_and_devices")
 
 
 def parse(module: ModuleType, variation: Variation, where: str) -> Any:
-    """The command line of a run that trains, understood: a :class:`training.cli.CommandLine`.
+    """The parsed command line of a training run, a :class:`training.cli.CommandLine`.
 
     Raises:
-        ConfigError: a field that does not exist, or that has not the right type, or a config that cannot be run.
+        ConfigError: a field does not exist or has the wrong type, or the config cannot be run.
     """
     if variation.recipe is None:
-        raise ConfigError(f"{where}: {variation.command} needs a recipe, such as configs/quickstart.py")
+        raise ConfigError(f"{where}: {variation.command} requires a recipe, such as configs/quickstart.py")
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):  # the run itself prints its notes
@@ -149,14 +149,14 @@ def _check_names(module: ModuleType, variation: Variation, where: str) -> None:
         plain = name.replace("-", "_")
         if plain not in known and plain.replace(".", "_") not in own:
             close = difflib.get_close_matches(plain, known, n=1)
-            raise ConfigError(f"{where}: there is no field {name}" + (f"; perhaps you meant {close[0]}" if close else
-                              f"; `{variation.command} RECIPE --help` lists them"))
+            raise ConfigError(f"{where}: no field {name}" + (f"; perhaps you meant {close[0]}" if close else
+                              f"; see `{variation.command} RECIPE --help`"))
 
 
 def check_benchmark(module: ModuleType, variation: Variation, where: str) -> None:
-    """Raises :class:`ConfigError` where a benchmark has no such flag."""
+    """Raises :class:`ConfigError` if a benchmark lacks a flag."""
     if not hasattr(module, "main"):
-        raise ConfigError(f"{where}: {variation.command} is no command")
+        raise ConfigError(f"{where}: {variation.command} is not a command")
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         module.main(["--help"])

@@ -1,4 +1,4 @@
-"""Runs the runs of a study, each in a process of its own, and shows how far they are."""
+"""Runs the runs of a study, each in its own process, and shows their progress."""
 
 import fcntl
 import os
@@ -23,33 +23,33 @@ from training.run import OUTPUT, in_training
 POLL_SECONDS = 0.1
 REDRAW_SECONDS = 1.0
 LOCK = ".sweep.lock"
-"""In a run's folder: held by the process of the run from its first moment on, also where sweep.py was killed."""
+"""Lock file in a run's folder, held by the process of the run from its start, even if sweep.py is killed."""
 SHOWN = 8
-"""Rows of the table beside the runs under way: what ended last, and what comes next."""
+"""Rows of the table besides active runs: the last finished ones and the next ones."""
 
 
 @dataclass
 class Progress:
-    """How far a study is."""
+    """Progress of a study."""
 
     runs: Sequence[PlannedRun]
     estimates: Estimates
     finished: list[PlannedRun] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    """By the name of a run, why."""
+    """Reasons by the name of the run."""
     took: list[float] = field(default_factory=list)
-    """Wall seconds of the runs that finished in this process."""
+    """Wall seconds of the runs finished by this process."""
     stopped_by: int | None = None
-    """The signal that ended it."""
+    """The signal that stopped it, if any."""
 
     @property
     def left(self) -> list[PlannedRun]:
-        """Runs that are neither finished nor failed; those under way are among them."""
+        """Runs that are neither finished nor failed, including active ones."""
         done = {run.name for run in self.finished} | self.failed.keys()
         return [run for run in self.runs if run.name not in done]
 
     def seconds_left(self, active: "Sequence[Active]", parallel: int) -> float | None:
-        """Of all runs that are left; None where one of them cannot be told."""
+        """Estimated time of all remaining runs; None if one is unknown."""
         mean = sum(self.took) / len(self.took) if self.took else None
         spent = {one.run.name: time.monotonic() - one.began for one in active}
         needed = []
@@ -64,28 +64,28 @@ class Progress:
 
 @dataclass
 class Active:
-    """A run under way."""
+    """An active run."""
 
     run: PlannedRun
     device: str | None
     process: subprocess.Popen[bytes] | None = None
-    """None before it begins: a process of an earlier sweep may still train in the run's folder."""
+    """None before it starts, while a process of an earlier sweep trains in its folder."""
     began: float = field(default_factory=time.monotonic)
     waits: bool = False
-    """Whether it was said that it waits for that process."""
+    """Whether it was reported to wait for that process."""
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a run: modules are found from any working folder."""
+    """The environment of a run, with modules importable from any working folder."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return dict(os.environ) | {"PYTHONPATH": path}
 
 
 def devices(parallel: int, runs: Sequence[PlannedRun], environment: Mapping[str, str]) -> list[str | None]:
-    """The device of each run that is under way at once; None leaves a run all that there are.
+    """The device of each parallel run; None: all devices.
 
     Raises:
-        ConfigError: the machine has not so many, or runs that are bounded by minutes would share its cores.
+        ConfigError: the machine has fewer devices, or runs bounded by minutes would share its cores.
     """
     if parallel == 1:
         return [None]
@@ -100,44 +100,44 @@ def devices(parallel: int, runs: Sequence[PlannedRun], environment: Mapping[str,
 
 def devices_of(platform: str, count: int, parallel: int, runs: Sequence[PlannedRun],
                environment: Mapping[str, str]) -> list[str | None]:
-    """:func:`devices`, of a machine with ``count`` devices of a platform."""
+    """:func:`devices` for a machine with ``count`` devices of a platform."""
     if platform == "cpu":
         for run in runs:
             if run.config is not None and run.config.train.minutes is not None and not is_finished(run):
                 raise ConfigError(
-                    f"--parallel {parallel}: {run.name} ends after {run.config.train.minutes:g} minutes of training, "
-                    "and runs that share the cores of a CPU make fewer steps in them; leave out --parallel, or bound "
-                    "the runs by train.steps, with train.minutes None")
+                    f"--parallel {parallel}: {run.name} trains for {run.config.train.minutes:g} minutes, in which runs "
+                    "that share the cores of a CPU take fewer steps; leave out --parallel, or set train.steps, with "
+                    "train.minutes None")
         if parallel > (cores := len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
                        os.cpu_count() or 1):
-            raise ConfigError(f"--parallel {parallel}: this machine has {cores} core(s); expected no more runs at once")
+            raise ConfigError(f"--parallel is {parallel}; expected at most {cores}, the number of cores")
         return [None] * parallel
     if platform != "gpu":
-        raise ConfigError(f"--parallel {parallel}: a run cannot be given one device of platform {platform}; give each "
-                          "machine its runs with --index or --commands")
+        raise ConfigError(f"--parallel {parallel}: devices of platform {platform} cannot be assigned to runs; spread "
+                          "the runs with --index or --commands")
     if parallel > count:
-        raise ConfigError(f"--parallel {parallel}: a run takes one device, and this machine has {count}")
+        raise ConfigError(f"--parallel is {parallel}; expected at most {count}, the number of devices")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     return list((visible.split(",") if visible else [str(number) for number in range(count)])[:parallel])
 
 
 def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[str | None],
             environment: Mapping[str, str], *, keep_all: bool) -> Progress:
-    """Make the runs that are not finished, in their order, as many at once as there are ``places``.
+    """Run the unfinished runs in order, one per place at a time.
 
-    Ctrl-C and SIGTERM are passed on to the runs under way, and no other is begun.
+    Ctrl-C and SIGTERM are forwarded to active runs, and no other run starts.
 
     Args:
-        runs: the study's, their folders begun.
-        estimates: for the time that is left; learns from the runs that finish.
-        places: the device of each run that is under way at once; see :func:`devices`.
-        environment: of the processes.
-        keep_all: keep every checkpoint of a finished run.
+        runs: the runs of the study, with folders created.
+        estimates: for the remaining time; updated with finished runs.
+        places: the device of each parallel run; see :func:`devices`.
+        environment: environment of the processes.
+        keep_all: keep all checkpoints of finished runs.
     """
     progress = Progress(runs, estimates)
     for run in runs:
         if is_finished(run):
-            finish(run, keep_all=keep_all)  # where a sweep was killed in the middle of that
+            finish(run, keep_all=keep_all)  # if a sweep was killed during the clean-up
             progress.finished.append(run)
     waiting, free, active = progress.left, list(places), list[Active]()
     with _signals() as received, _display(progress, len(places)) as display, _stopped_on_error(active):
@@ -145,13 +145,13 @@ def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[s
         while active or (waiting and not received):
             while waiting and free and not received:
                 active.append(Active(waiting.pop(0), free.pop(0)))
-                display.say(active[-1].run, "begins", active)
+                display.say(active[-1].run, "starts", active)
             while passed_on < len(received):
                 for one in active:
                     if one.process is not None:
                         one.process.send_signal(received[passed_on])
-                        display.say(one.run, "stops after its step, and saves" if passed_on == 0 else "is told to stop "
-                                    "at once", active)
+                        display.say(one.run, "saves and stops after this step" if passed_on == 0 else "stops "
+                                    "immediately", active)
                 passed_on += 1
             for one in list(active):
                 said = _look_at(one, environment, progress, stopped=bool(received), keep_all=keep_all)
@@ -168,7 +168,7 @@ def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[s
 
 @contextmanager
 def _stopped_on_error(active: Sequence[Active]) -> Iterator[None]:
-    """No run goes on unseen where something fails here, such as a disk that is full."""
+    """Stops all runs on an error, such as a full disk."""
     try:
         yield
     except BaseException:
@@ -182,26 +182,26 @@ def _stopped_on_error(active: Sequence[Active]) -> Iterator[None]:
 
 def _look_at(one: Active, environment: Mapping[str, str], progress: Progress, *, stopped: bool,
              keep_all: bool) -> str | None:
-    """How a run has ended, in words, else None; begins its process once nobody else trains in its folder."""
+    """How a run ended, or None; starts its process once no other process trains in its folder."""
     if one.process is not None:
         code = one.process.poll()
         return None if code is None else _ended(one, code, progress, stopped=stopped, keep_all=keep_all)
     if stopped:
-        return "not begun"
+        return "not started"
     with (one.run.folder / LOCK).open("w") as lock:
         if not _is_free(one.run.folder, lock):
             if not one.waits:
                 one.waits = True
                 status(f"{one.run.folder}: another process is training in it; waiting for it to end")
             return None
-        if is_finished(one.run):  # the process that it waited for was a sweep's, and came to the end
+        if is_finished(one.run):  # by another sweep, while this one waited
             progress.finished.append(one.run)
             return "finished by another process"
         if one.device is not None:
             environment = {**environment, "CUDA_VISIBLE_DEVICES": one.device}
         with (one.run.folder / OUTPUT).open("ab") as output:
-            # In a process group of its own, it is stopped by us alone and not by the terminal as well: a second
-            # signal ends a run at once. The process inherits the lock, and holds it until it ends.
+            # A separate process group keeps Ctrl-C in the terminal from reaching the run: a second signal would end it
+            # immediately. The process inherits the lock and holds it until it ends.
             one.process = subprocess.Popen(
                 [sys.executable, *one.run.arguments], env=environment, process_group=0, pass_fds=(lock.fileno(),),
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
@@ -210,7 +210,7 @@ def _look_at(one: Active, environment: Mapping[str, str], progress: Progress, *,
 
 
 def _is_free(folder: Path, lock: TextIO) -> bool:
-    """Takes the lock of a run's folder, unless a process has it that an earlier sweep started, or trains in it."""
+    """Takes the lock of a run's folder, unless a process of an earlier sweep has it or trains in the folder."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -219,7 +219,7 @@ def _is_free(folder: Path, lock: TextIO) -> bool:
 
 
 def _ended(one: Active, code: int, progress: Progress, *, stopped: bool, keep_all: bool) -> str:
-    """Write down how a run ended; returns it in words."""
+    """Records how a run ended; returns a description."""
     run, seconds = one.run, time.monotonic() - one.began
     if code == 0:
         finish(run, keep_all=keep_all)
@@ -229,21 +229,21 @@ def _ended(one: Active, code: int, progress: Progress, *, stopped: bool, keep_al
         val = last_lines(run.folder).get("val", {}).get("loss")
         return f"finished in {duration(seconds)}" + ("" if val is None else f", val loss {val:.4f}")
     if stopped:
-        return "stopped; the same command goes on from there"
+        return "stopped; repeat the command to resume"
     why = f"signal {-code}" if code < 0 else f"exit code {code}"
     said = [line for line in (run.folder / OUTPUT).read_text(errors="replace").splitlines() if line.strip()]
-    # Behind the last word of a process that was killed stands nothing of why.
+    # The output of a killed process does not explain why it ended.
     progress.failed[run.name] = why + (f": {said[-1].strip()}" if said and code > 0 else "")
     return f"failed with {progress.failed[run.name]}"
 
 
 def failures(progress: Progress) -> list[str]:
-    """What there is to tell of the runs that failed."""
+    """Messages about the failed runs."""
     if not progress.failed:
         return []
     count = len(progress.failed)
-    lines = [f"{count} run{'s' if count > 1 else ''} failed; {OUTPUT} in a run's folder has what it printed, and the "
-             "same command tries again:"]
+    lines = [f"{count} run{'s' if count > 1 else ''} failed; see {OUTPUT} in the run's folder, and repeat the command "
+             "to retry:"]
     arms: dict[tuple[Any, ...], list[PlannedRun]] = {}
     for run in progress.runs:
         arms.setdefault(run.variation.arm, []).append(run)
@@ -251,14 +251,13 @@ def failures(progress: Progress) -> list[str]:
         lost = [run for run in runs if run.name in progress.failed]
         lines += [f"  {run.name}: {progress.failed[run.name]}" for run in lost]
         if len(runs) > 1 and len(lost) == len(runs):
-            lines.append(f"  That is every seed of {', '.join(run.name for run in runs)}: the study says nothing of "
-                         "this arm")
+            lines.append(f"  All seeds failed: {', '.join(run.name for run in runs)}; the figures lack this arm")
     return lines
 
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Every Ctrl-C and SIGTERM ends up in the list."""
+    """Collects Ctrl-C and SIGTERM in a list."""
     received: list[int] = []
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(number, lambda number, _: received.append(number)) for number in numbers]
@@ -270,20 +269,20 @@ def _signals() -> Iterator[list[int]]:
 
 
 class Display(Protocol):
-    """Shows how far a study is."""
+    """Shows the progress of a study."""
 
     def say(self, run: PlannedRun, what: str, active: Sequence[Active]) -> None:
-        """What has become of a run."""
+        """Report the new state of a run."""
         ...
 
     def update(self, active: Sequence[Active]) -> None:
-        """Time has passed."""
+        """Refresh the display."""
         ...
 
 
 @contextmanager
 def _display(progress: Progress, parallel: int) -> Iterator[Display]:
-    """A live table on a terminal; elsewhere a line whenever a run begins or ends."""
+    """A live table on a terminal; otherwise a line when a run starts or ends."""
     if not sys.stdout.isatty():
         yield Lines(progress, parallel)
         return
@@ -304,7 +303,7 @@ def summary(progress: Progress, active: Sequence[Active], parallel: int) -> str:
 
 @dataclass
 class Lines:
-    """A line whenever a run begins or ends."""
+    """A line when a run starts or ends."""
 
     progress: Progress
     parallel: int
@@ -318,13 +317,13 @@ class Lines:
 
 @dataclass
 class LiveTable:
-    """The runs under way, those that ended last and those that come next."""
+    """The active runs, the last finished ones and the next ones."""
 
     progress: Progress
     parallel: int
     live: Any
     said: dict[str, str] = field(default_factory=dict)
-    """What became of a run, by its name."""
+    """The state of each run, by name."""
     drawn: float = 0.0
 
     def say(self, run: PlannedRun, what: str, active: Sequence[Active]) -> None:

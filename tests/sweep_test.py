@@ -138,8 +138,8 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(made: Made, capsys: 
     assert made.begun() == RUNS
     told = capsys.readouterr().err
     assert f"{RUNS[0]}: exit code 1: the loss is not finite" in told
-    assert f"every seed of {RUNS[2]}, {RUNS[3]}" in told
-    assert f"every seed of {RUNS[0]}" not in told
+    assert f"All seeds failed: {RUNS[2]}, {RUNS[3]}" in told
+    assert f"All seeds failed: {RUNS[0]}" not in told
     (made.folder / "failing.txt").write_text("")
     assert made.sweep() == 0
     assert made.begun() == [RUNS[0], RUNS[2], RUNS[3]]
@@ -153,7 +153,7 @@ def test_ctrl_c_stops_the_run_under_way_and_the_sweep(made: Made):
     _, told = process.communicate(timeout=60)
     assert process.returncode == 130
     assert (made.folder / "saved").read_text() == RUNS[1]
-    assert "1 of 4 runs finished; the same command goes on" in told
+    assert "1 of 4 runs finished; repeat the command" in told
     (made.folder / "endless.txt").write_text("")
     made.begun()
     assert made.sweep() == 0
@@ -226,7 +226,7 @@ def test_records_of_another_format_are_refused(made: Made, capsys: pytest.Captur
     path = made.out / name if name == "study.json" else made.out / RUNS[0] / name
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
     assert made.sweep() == 1
-    assert f"{name}: it has format 2, and this version of lineargpt reads format 1" in capsys.readouterr().err
+    assert f"{name}: format 2; this version of lineargpt reads format 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("old", "new", "told"), [
@@ -253,31 +253,31 @@ def test_the_folder_of_another_study_or_form_is_refused(made: Made, capsys: pyte
     assert "without --quick" in capsys.readouterr().err
     made.path = made.path.rename(made.folder / "other.py")
     assert made.sweep() == 2
-    assert f"is of {made.folder / 'study.py'}, not of {made.path}" in capsys.readouterr().err
+    assert f"belongs to {made.folder / 'study.py'}, not {made.path}" in capsys.readouterr().err
 
 
 def test_a_folder_that_holds_something_else_is_not_touched(made: Made, capsys: pytest.CaptureFixture[str]):
     (made.out / RUNS[1]).mkdir(parents=True)
     (made.out / RUNS[1] / "config.json").write_text("mine")
     assert made.sweep() == 2
-    assert f"{RUNS[1]} holds something that is not of this study" in capsys.readouterr().err
+    assert f"{RUNS[1]} does not belong to this study" in capsys.readouterr().err
     assert [path.name for path in made.out.iterdir()] == [RUNS[1]]
 
 
 @pytest.mark.parametrize(("old", "new", "told"), [
-    ('"train.seed": (0, 1)', '"train.sed": (0, 1)', "there is no field train.sed; perhaps you meant train.seed"),
+    ('"train.seed": (0, 1)', '"train.sed": (0, 1)', "no field train.sed; perhaps you meant train.seed"),
     ('"train.seed": (0, 1)', '"train.seed": ("x",)', "--train.seed"),
     ('"train.seed": (0, 1)', '"train.steps": (0,)', "train.steps is 0; expected at least 1"),
-    ('"train.seed": (0, 1)', '"run-dir": ("x",)', "the field run-dir is given by sweep.py"),
+    ('"train.seed": (0, 1)', '"run-dir": ("x",)', "the field run-dir is set by sweep.py"),
     ('("softmax",)', '("softmx",)', "perhaps you meant softmax"),
     ('("softmax",)', '("softmax", "softmax")', "2 runs are named softmax-learning_rate-0.001-seed-0"),
     ("return grid(", 'return [Variation("a/b", RECIPE)] + grid(', "a run is named 'a/b'"),
-    ("return grid(", 'return [Variation("a", RECIPE, command="trane.py")] + grid(', "there is no command trane.py"),
-    ("return grid(", 'return [Variation("a")] + grid(', "train.py needs a recipe"),
+    ("return grid(", 'return [Variation("a", RECIPE, command="trane.py")] + grid(', "no command trane.py"),
+    ("return grid(", 'return [Variation("a")] + grid(', "train.py requires a recipe"),
     ("return grid(", "return [] and grid(", "get_runs returns no runs"),
-    ("return grid(", "1 / 0\n    return grid(", "get_runs fails: ZeroDivisionError"),
-    ("def get_runs(", "def runs(", "a study defines get_runs(quick)"),
-    ("def figures(", "def pictures(", "a study defines figures(runs)"),
+    ("return grid(", "1 / 0\n    return grid(", "get_runs failed: ZeroDivisionError"),
+    ("def get_runs(", "def runs(", "not a study; expected a function get_runs(quick)"),
+    ("def figures(", "def pictures(", "not a study; expected a function figures(runs)"),
 ])
 def test_a_study_that_cannot_be_run_is_refused(made: Made, capsys: pytest.CaptureFixture[str], old: str, new: str,
                                                told: str):
@@ -290,7 +290,7 @@ def test_a_study_that_cannot_be_run_is_refused(made: Made, capsys: pytest.Captur
 def test_no_such_study(capsys: pytest.CaptureFixture[str]):
     assert sweep.main(["studies/nothing.py", "--out", "unused"]) == 2
     said = capsys.readouterr().err
-    assert f"There are: {', '.join(f'studies/{name}.py' for name in STUDIES)}" in said
+    assert f"expected one of {', '.join(f'studies/{name}.py' for name in STUDIES)}" in said
 
 
 def test_benchmarks_are_runs_too(made: Made, capsys: pytest.CaptureFixture[str]):
@@ -323,7 +323,7 @@ def test_one_line_a_run_and_one_run_by_its_index(made: Made, monkeypatch: pytest
     assert made.begun() == [RUNS[3]]
     assert not (made.out / "figures").exists()
     assert made.sweep("--index", 4) == 2
-    assert "--index 4: the study has 4 runs, 0 to 3" in capsys.readouterr().err
+    assert "--index is 4; expected 0 to 3: the study has 4 runs" in capsys.readouterr().err
 
 
 def test_the_estimates_come_from_finished_runs_of_the_same_shape(made: Made, capsys: pytest.CaptureFixture[str]):
@@ -365,7 +365,7 @@ def test_what_does_not_fit_the_disk_is_refused(made: Made, monkeypatch: pytest.M
     monkeypatch.setattr(estimates.shutil, "disk_usage", lambda path: usage._replace(free=100_000))
     for flags in ([], ["--dry-run"]):
         assert made.sweep(*flags) == 1
-        assert "4 runs that are left need" in capsys.readouterr().err
+        assert "4 remaining runs need" in capsys.readouterr().err
     assert made.begun() == []
     assert not made.out.exists()
 
@@ -389,7 +389,7 @@ def test_several_at_once(made: Made, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_on_gpus_each_run_has_its_own(made: Made, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(processes.ConfigError, match="this machine has 2"):
+    with pytest.raises(processes.ConfigError, match="expected at most 2"):
         processes.devices_of("gpu", 2, 3, [], {})
     assert processes.devices_of("gpu", 4, 2, [], {}) == ["0", "1"]
     assert processes.devices_of("gpu", 2, 2, [], {"CUDA_VISIBLE_DEVICES": "5,7"}) == ["5", "7"]
@@ -402,7 +402,8 @@ def test_on_gpus_each_run_has_its_own(made: Made, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("flags", "told"), [
-    (["--measure"], "give --dry-run too"), (["--dry-run", "--index", "0"], "--dry-run and --index: give one"),
+    (["--measure"], "--measure requires --dry-run"),
+    (["--dry-run", "--index", "0"], "--dry-run and --index are mutually exclusive"),
     (["--parallel", "0"], "expected at least 1"),
 ])
 def test_flags_that_cannot_be_meant(made: Made, capsys: pytest.CaptureFixture[str], flags: list[str], told: str):
@@ -473,10 +474,10 @@ def test_a_study_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, recipe: 
     with tiny.settings():
         capsys.readouterr()
         assert tiny.run(recipe, "--attention", "softmax", "--run-dir", cut / name, *config) == 0
-        assert "is finished: step 120. It keeps its parameters alone" in capsys.readouterr().err
+        assert "is finished: step 120. It has no optimizer state" in capsys.readouterr().err
         before = {path: path.read_bytes() for path in (cut / name).glob("*.json")}
         assert tiny.run(recipe, "--attention", "softmax", "--run-dir", cut / name, "--train.steps", 121) == 1
-        assert "without the optimizer state" in capsys.readouterr().err
+        assert "has no optimizer state" in capsys.readouterr().err
         assert {path: path.read_bytes() for path in (cut / name).glob("*.json")} == before
         assert sample.main([str(cut / name), "--prompt", "3", "--max-new-tokens", "2"]) == 0
 
