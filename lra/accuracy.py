@@ -88,17 +88,16 @@ def load(path: Path) -> Run:
         config = read_json(path / "config.json", DataError)
         check_format(config, path / "config.json")
         if "task" not in config["data"]:
-            raise ConfigError(f"{path}: a run of train.py, which has no task; name runs of lra.train")
+            raise ConfigError(f"{path}: a run of train.py; expected runs of lra.train")
         if not (path / "test.json").is_file():
-            raise DataError(f"{path}: not scored yet, it has no test.json; the command that began the run goes on to "
-                            "its end and writes it")
+            raise DataError(f"{path}: not scored yet, no test.json; repeat the command of the run to finish it")
         found = read_json(path / "test.json", DataError)
         config = {name: group for name, group in config.items() if name not in SAME}
         config["train"].pop("seed")
         config["data"].pop("dir")  # the same data may lie elsewhere
         for number in (found["accuracy"], *found["baselines"].values()):
             if not 0 <= number <= 1:
-                raise ValueError(f"{number} is no accuracy")
+                raise ValueError(f"{number} is not an accuracy")
         return Run(path.resolve().name, found["task"], ",".join(found["attention"]), found["seed"], found["accuracy"],
                    found["examples"], found["train_examples"], found["context"], found["step"], found["parameters"],
                    _train_seconds(path / "metrics.jsonl"), found["baselines"], shlex.join(found["command"]),
@@ -129,7 +128,7 @@ def load_all(paths: Sequence[Path]) -> tuple[list[Run], list[LineargptError]]:
             left_out.append(error)
             continue
         if (other := seen.setdefault((run.setup, run.seed), path)) is not path:
-            raise ConfigError(f"{other} and {path} have the same set-up and the same seed: name one of them")
+            raise ConfigError(f"{other} and {path} have the same set-up and seed; expected one of them")
         runs[path.resolve()] = run
     named = [replace(run, name=_name(path, runs)) for path, run in runs.items()]
     return sorted(named, key=lambda run: [*TASKS, run.task].index(run.task)), left_out
@@ -203,22 +202,22 @@ def markdown(runs: Sequence[Run], published: Mapping[str, Any], origin: Mapping[
              *(theirs(row) for row in published["rows"] if row.get("mode") not in of_mode)]
     text = ["# Long Range Arena: accuracy", "",
             f"Accuracy on the test split in per cent; several seeds as mean ± standard deviation. Measured on "
-            f"{origin['device']}, jax {origin['versions']['jax']}; the rows in code letters are ours, and under those "
-            "of a mode stands what was published of it:", "",
+            f"{origin['device']}, jax {origin['versions']['jax']}. The rows in code font are ours, each followed by "
+            "the published results of its mode:", "",
             f"    {origin['command']} --out NAME", "", *("| " + " | ".join(line) + " |" for line in lines), "",
-            f"Published: {published['source']}. {published['notes']} **Bold**: what there is to beat. †: not checked "
-            "against the paper. \\*: an average of the five tasks that are given.", "",
-            "## What our columns are of, and what guessing reaches", "",
-            "What guessers know they learned from the same training examples, on ListOps from the first 20,000 at most "
-            "(the majority class from all); they are scored on the same test examples.", "",
-            "| task | tokens at most | train | test | guessing |",
+            f"Published: {published['source']}. {published['notes']} **Bold**: state of the art. †: not checked "
+            "against the paper. \\*: average over the five tasks given.", "",
+            "## Data and baselines", "",
+            "Baselines are fitted on the same training examples, on ListOps on at most the first 20,000 (the majority "
+            "class on all), and scored on the same test examples.", "",
+            "| task | max. tokens | train | test | baselines |",
             "| --- | ---: | ---: | ---: | --- |"]
     for column in columns:
         guesses = ", ".join(f"{name} {100 * value:.1f}" for name, value in column.baselines.items())
         text.append(f"| {TASKS.get(column.task, column.task)} | {column.context:,} | {column.trained_on:,} | "
                     f"{column.examples:,} | {guesses} |")
-    text += ["", "## Runs", "", "Beyond: the best guesser that a run is better than by two standard errors of its "
-             "accuracy. Seconds: of training.", "",
+    text += ["", "## Runs", "", "Beyond: the best baseline that a run exceeds by two standard errors of its accuracy. "
+             "Seconds: training time.", "",
              "| task | mode | seed | accuracy | beyond | updates | seconds | parameters |",
              "| --- | --- | ---: | ---: | --- | ---: | ---: | ---: |",
              *(f"| {TASKS.get(run.task, run.task)} | `{run.attention}` | {run.seed} | "

@@ -153,10 +153,10 @@ def check_data(config: LraConfig, dataset: Dataset) -> None:
     for name, value, expected in (("classes", model.classes, dataset.classes),
                                   ("towers", model.towers, len(train.tokens))):
         if value != expected:
-            raise ConfigError(f"model.{name} is {value}; expected {expected}, those of the task {task}")
+            raise ConfigError(f"model.{name} is {value}; expected {expected} for the task {task}")
     if longest > model.context:
-        raise ConfigError(f"model.context is {model.context}, and sequences of the task {task} have up to {longest:,} "
-                          f"tokens; give --data.max-length, to which the context is set")
+        raise ConfigError(f"model.context is {model.context}; sequences of the task {task} have up to {longest:,} "
+                          f"tokens: set --data.max-length, which sets the context")
 
 
 def order(count: int, size: int, seed: int, *, start: int = 0) -> Iterator[Int[np.ndarray, " B"]]:

@@ -78,35 +78,35 @@ def load(recipe: Path, flags: RunFlags) -> LraConfig:
 
 
 def fit_context(config: LraConfig, recipe: LraConfig) -> LraConfig:
-    """``config`` with the context that ``data.max_length`` asks for; ``recipe`` is what it was before the flags.
+    """``config`` with the context of ``data.max_length``; ``recipe`` is the config before the flags.
 
     Raises:
-        ConfigError: both were given, and differ.
+        ConfigError: both are given and differ.
     """
     length, context = config.data.max_length, config.model.context
     if length is not None and context not in (length, recipe.model.context):
-        raise ConfigError(f"model.context is {context}, and data.max_length {length}; give the second alone")
-    if length is None or length < 1:  # less is refused with the data
+        raise ConfigError(f"model.context is {context} and data.max_length {length}; give only data.max_length")
+    if length is None or length < 1:  # an error when the data are loaded
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, context=length))
 
 
 def train(config: LraConfig, run_dir: Path, command_line: Sequence[str]) -> int:
-    """Prepare, write down what this run is, train, score, and say how it went; returns the exit code.
+    """Check the inputs, write the run's config and environment, train, score, and report; returns the exit code.
 
     Args:
-        config: validated.
-        run_dir: the run's folder.
-        command_line: what started it, for ``environment.json``.
+        config: validated config.
+        run_dir: run folder.
+        command_line: the command line, for ``environment.json``.
     """
     dataset, objective, model = check_data_and_devices(config, run_dir)
     with runs.locked(run_dir):
-        runs.check_folder(config, run_dir)  # again: another process may have begun the run since
+        runs.check_folder(config, run_dir)  # again: another process may have started the run since
         newest, finished = runs.newest_step(config, run_dir)
         if finished and _scored_step(run_dir) == newest:
             return 0
         if not finished:
-            (run_dir / "test.json").unlink(missing_ok=True)  # of another end
+            (run_dir / "test.json").unlink(missing_ok=True)  # of an earlier end of the run
             parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
             write_json(run_dir / "config.json", config.to_dict())
             write_json(run_dir / "environment.json", environment(
@@ -123,13 +123,13 @@ def train(config: LraConfig, run_dir: Path, command_line: Sequence[str]) -> int:
 
 
 def check_data_and_devices(config: LraConfig, run_dir: Path) -> tuple[tasks.Dataset, Classification, Classifier]:
-    """What a config alone cannot tell: whether folder, data, devices and model go together. Writes nothing.
+    """Check that run folder, data, devices and model fit together. Writes nothing.
 
     Returns:
-        the data, what is trained on them, and the model without its numbers.
+        the data, the objective, and the abstract model.
 
     Raises:
-        ConfigError, NotImplementedError: they do not.
+        ConfigError, NotImplementedError: they do not fit together.
         LineargptError: the folder or the data are damaged.
     """
     before = runs.check_folder(config, run_dir)
@@ -140,18 +140,18 @@ def check_data_and_devices(config: LraConfig, run_dir: Path) -> tuple[tasks.Data
                       "train_examples and val_examples)", run_dir)
     objective = Classification(config, dataset)
     model = objective.model
-    # A kernel that cannot do what is asked says so when it is traced.
+    # Tracing raises the errors of kernels that do not support the config.
     batch = objective.batch_shape(batch_sharding(mesh))
     nnx.eval_shape(lambda model, batch: model.forward(*batch.tokens, valid_BT=batch.valid), model, batch)
     return dataset, objective, model
 
 
 def load_data(config: LraConfig) -> tasks.Dataset:
-    """The data of a config; what is generated is kept in ``$XDG_CACHE_HOME/lineargpt/lra`` (``~/.cache``).
+    """The data of a config. Generated data are cached in ``$XDG_CACHE_HOME/lineargpt/lra`` (``~/.cache``).
 
     Raises:
-        ConfigError: no such task, or settings that it cannot be had with.
-        DataError: files that are missing or damaged, or a dataset that cannot be fetched.
+        ConfigError: no such task, or settings that it does not support.
+        DataError: files are missing or damaged, or a dataset cannot be downloaded.
     """
     data = config.data
     dataset = tasks.load(data.task, folder=None if data.dir is None else Path(data.dir).expanduser(),
@@ -164,8 +164,7 @@ def load_data(config: LraConfig) -> tasks.Dataset:
 
 
 def score(config: LraConfig, objective: Classification, dataset: tasks.Dataset, run_dir: Path) -> None:
-    """Write ``test.json``: the accuracy on the test split of the checkpoint with the lowest val loss among those kept,
-    and beside it what guessing reaches.
+    """Write ``test.json``: the test accuracy of the kept checkpoint with the lowest val loss, and of the baselines.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -192,12 +191,12 @@ def score(config: LraConfig, objective: Classification, dataset: tasks.Dataset, 
         "notes": list(dataset.notes),
         **{name: made_with.get(name) for name in ("command", "commit", "devices", "versions", "parameters",
                                                   "corpus_checksum")}})
-    status(f"{run_dir}: test accuracy {figures['accuracy']:.4f} at step {step:,} ({chosen}); guessing: "
+    status(f"{run_dir}: test accuracy {figures['accuracy']:.4f} at step {step:,} ({chosen}); baselines: "
            + ", ".join(f"{name} {value:.4f}" for name, value in dataset.baselines.items()))
 
 
 def _scored_step(run_dir: Path) -> int | None:
-    """How far the run had come that ``test.json`` is of; None where there is none, or a damaged one."""
+    """The final step of the run when ``test.json`` was written; None if it is missing or damaged."""
     try:
         return read_json(run_dir / "test.json").get("trained_steps")
     except (OSError, ValueError):
@@ -205,7 +204,7 @@ def _scored_step(run_dir: Path) -> int | None:
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Train what a command line says; returns the exit code."""
+    """Train from a command line; returns the exit code."""
     configure_jax()
     line = parse(arguments)
     return train(line.config, line.run_dir, ["python", "-m", "lra.train", *arguments])

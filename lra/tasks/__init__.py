@@ -72,13 +72,13 @@ def load(task: str, *, folder: Path | None, max_length: int | None, train_exampl
     if task not in names():
         close = difflib.get_close_matches(task, names(), n=1)
         perhaps = f"; perhaps you meant {close[0]}" if close else ""
-        raise ConfigError(f"task: there is no {task!r}{perhaps}. The tasks are {', '.join(names())}")
+        raise ConfigError(f"data.task: no task {task!r}{perhaps}; expected one of {', '.join(names())}")
     counts = {"max-length": max_length, "train-examples": train_examples, "val-examples": val_examples}
     for name, value in counts.items():
         if value is not None and value < 1:
-            raise ConfigError(f"--data.{name} {value}: expected a number above 0")
+            raise ConfigError(f"--data.{name} is {value}; expected a number above 0")
     if seed < 0:
-        raise ConfigError(f"seed {seed}: expected a number of at least 0")
+        raise ConfigError(f"seed is {seed}; expected at least 0")
     module = importlib.import_module(f"{__name__}.{task}")
     return module.load(folder=folder, max_length=max_length, train_examples=train_examples,
                        val_examples=val_examples, seed=seed, cache=cache)

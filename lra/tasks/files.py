@@ -18,13 +18,13 @@ BYTES = 257
 
 
 def check_length(task: str, max_length: int | None, least: int, most: int) -> None:
-    """Raises :class:`ConfigError` unless it is a length that the task can have."""
+    """Raises :class:`ConfigError` unless the task supports the length."""
     if max_length is not None and not least <= max_length <= most:
-        raise ConfigError(f"--data.max-length {max_length}: {task} can have from {least:,} to {most:,} tokens")
+        raise ConfigError(f"--data.max-length is {max_length}; expected {least:,} to {most:,} for {task}")
 
 
 def find(folder: Path, inside: str, names: Mapping[str, str], otherwise: str) -> dict[str, Path]:
-    """The files of some names, in a folder of the release or in the folder itself.
+    """The paths of files, in ``folder / inside`` or in ``folder`` itself.
 
     Raises:
         DataError: they are in neither.
@@ -37,9 +37,9 @@ def find(folder: Path, inside: str, names: Mapping[str, str], otherwise: str) ->
 
 
 def missing(folder: Path, expected: str, otherwise: str) -> DataError:
-    """What to raise where a folder lacks files."""
+    """The error for a folder without the expected files."""
     if not folder.is_dir():
-        return DataError(f"--data-dir {folder}: there is no such folder; expected {expected}; {otherwise}")
+        return DataError(f"--data-dir {folder}: no such folder; expected {expected}; {otherwise}")
     names = sorted(path.name for path in folder.iterdir())
     has = ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "") if names else "nothing"
     return DataError(f"--data-dir {folder}: expected {expected}; found {has}; {otherwise}")
@@ -47,7 +47,7 @@ def missing(folder: Path, expected: str, otherwise: str) -> DataError:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns what goes wrong in reading a file into a :class:`DataError`."""
+    """Turns an ``OSError`` into a :class:`DataError` that names the file."""
     try:
         yield
     except OSError as error:
@@ -55,7 +55,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 class Broken:
-    """The rows of a source that are left out."""
+    """Counts the broken rows of a source, which are skipped."""
 
     def __init__(self, source: object):
         self._source, self._count, self._first = source, 0, ""
@@ -66,17 +66,17 @@ class Broken:
         self._first = self._first or place
 
     def notes(self, total: int) -> tuple[str, ...]:
-        """What to say of ``total`` rows.
+        """Notes about the broken ones of ``total`` rows.
 
         Raises:
             DataError: more than one in a thousand is broken, or there are none.
         """
         if not total:
-            raise DataError(f"{self._source} holds no rows; fetch it anew")
-        said = f"{self._source}: {self._count:,} of {total:,} rows are broken, the first is {self._first}"
+            raise DataError(f"{self._source} has no rows; download it again")
+        said = f"{self._source}: {self._count:,} of {total:,} rows are broken, the first at {self._first}"
         if self._count * 1000 > total:
-            raise DataError(f"{said}; more than one in a thousand is too many: fetch it anew")
-        return (f"{said}; they are left out",) if self._count else ()
+            raise DataError(f"{said}; expected at most one in a thousand: download it again")
+        return (f"{said}; they are skipped",) if self._count else ()
 
 
 def check_label(source: object, place: str, label: float, classes: int) -> None:
@@ -86,17 +86,17 @@ def check_label(source: object, place: str, label: float, classes: int) -> None:
 
 
 def choose(task: str, split: str, available: int, wanted: int | None, seed: int) -> Integer[np.ndarray, " N"]:
-    """Which examples of a split to take, in an order by the seed; None: all.
+    """Indices of ``wanted`` examples of a split, or of all, in random order.
 
     Raises:
         ConfigError: there are fewer.
         DataError: there are none.
     """
     if not available:
-        raise DataError(f"{task}: there are no examples for {split}")
+        raise DataError(f"{task}: no examples for {split}")
     if wanted is not None and wanted > available:
         flag = "train-examples" if split == "train" else "val-examples"
-        raise ConfigError(f"--data.{flag} {wanted}: {split} of {task} has {available:,}; expected no more")
+        raise ConfigError(f"--data.{flag} is {wanted}; expected at most {available:,}, the {split} split of {task}")
     return np.random.default_rng([seed, *split.encode()]).permutation(available)[:wanted]
 
 
@@ -137,7 +137,7 @@ def parquet_tables(folder: Path, columns: Sequence[str]) -> dict[str, Any] | Non
                 with pyarrow.parquet.ParquetFile(path) as file:
                     part = file.read()
             except (pyarrow.ArrowException, OSError) as error:
-                raise DataError(f"{path} cannot be read: {_one_line(error)}; fetch it anew") from error
+                raise DataError(f"{path} cannot be read: {_one_line(error)}; download it again") from error
             if absent := set(columns) - set(part.column_names):
                 raise DataError(f"{path} has no column {min(absent)!r}; it has {', '.join(part.column_names)}")
             parts.append(part.select(columns))
@@ -161,22 +161,21 @@ def hub_tables(dataset: str, columns: Sequence[str], expected: str) -> dict[str,
     offline, reason = config.HF_HUB_OFFLINE, None
     try:
         if not Path(dataset).is_dir():
-            try:  # asked once: load_dataset would try for half a minute before it looks for what it kept
+            try:  # ask once: load_dataset would retry for half a minute before it looks into its cache
                 huggingface_hub.HfApi().dataset_info(dataset, timeout=20)
             except Exception as error:
                 config.HF_HUB_OFFLINE, reason = True, error
         found: Any = datasets.load_dataset(dataset)
         return {name: found[name].select_columns(list(columns)).with_format("arrow")[:] for name in ("train", "test")}
     except Exception as error:
-        raise DataError(f"the dataset {dataset} cannot be fetched from the Hugging Face Hub "
-                        f"({_one_line(reason or error)}) and is not kept here: name a folder as --data-dir, with "
-                        f"{expected}") from error
+        raise DataError(f"the dataset {dataset} is not cached and cannot be downloaded from the Hugging Face Hub "
+                        f"({_one_line(reason or error)}); give --data-dir, a folder with {expected}") from error
     finally:
         config.HF_HUB_OFFLINE = offline
 
 
 def read_npz(path: Path | None, names: Sequence[str]) -> dict[str, np.ndarray] | None:
-    """Arrays that :func:`write_npz` wrote; None where they are not there, or damaged."""
+    """Reads the arrays of :func:`write_npz`; None if they are missing or damaged."""
     if path is None:
         return None
     try:
@@ -187,7 +186,7 @@ def read_npz(path: Path | None, names: Sequence[str]) -> dict[str, np.ndarray] |
 
 
 def write_npz(path: Path | None, arrays: Mapping[str, np.ndarray]) -> tuple[str, ...]:
-    """Keeps arrays, where a file is named; a note where it cannot be written."""
+    """Writes arrays to ``path``, if any; returns a note if it cannot be written."""
     if path is None:
         return ()
     try:
@@ -195,7 +194,7 @@ def write_npz(path: Path | None, arrays: Mapping[str, np.ndarray]) -> tuple[str,
         with replacing(path) as beside, beside.open("wb") as file:
             np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]
     except OSError as error:
-        return (f"{path} cannot be written ({error.strerror or error}): the data are generated anew next time",)
+        return (f"{path} cannot be written ({error.strerror or error}); the data will be generated again next time",)
     return ()
 
 

@@ -22,7 +22,7 @@ SIDE = 32
 HUB = "uoft-cs/cifar10"
 FILES = {"train": tuple(f"data_batch_{number}.bin" for number in range(1, 6)), "test": ("test_batch.bin",)}
 HELD_OUT = 0.1
-"""Of train, for val."""
+"""Fraction of train that is held out for val."""
 
 _COLUMNS = ("img", "label")
 _RECORD = 1 + 3 * SIDE**2
@@ -38,12 +38,12 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
     ``max_length`` is 1,024, or 256 or 64: the means of squares of pixels."""
     side = {None: SIDE, 1024: 32, 256: 16, 64: 8}.get(max_length)
     if side is None:
-        raise ConfigError(f"--data.max-length {max_length}: image can have 1,024, 256 or 64 tokens")
+        raise ConfigError(f"--data.max-length is {max_length}; expected 1,024, 256 or 64 for image")
     shades, labels = {}, {}
     for name, (pixels, found) in _pixels(folder).items():
         shades[name], labels[name] = shrink(grey(pixels), side), found
         if not len(found):
-            raise DataError(f"{folder or HUB}: {name} holds no images; fetch it anew")
+            raise DataError(f"{folder or HUB}: {name} has no images; download it again")
         if found.min() < 0 or found.max() >= CLASSES:
             row = int(np.flatnonzero((found < 0) | (found >= CLASSES))[0])
             files.check_label(f"{name} of {folder or HUB}", f"image {row + 1:,}", int(found[row]), CLASSES)
@@ -87,27 +87,27 @@ def _pixels(folder: Path | None) -> dict[str, tuple[UInt8[np.ndarray, "N 32 32 3
     tables = files.parquet_tables(folder, _COLUMNS)
     if tables is None:
         pickled = any((folder / name).exists() for name in ("cifar-10-batches-py", FILES["train"][0][:-4]))
-        raise files.missing(folder, _EXPECTED, "fetch https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz (pickled "
-                            "batches are not read)" if pickled else "leave out --data-dir to fetch it from the Hugging "
-                            "Face Hub")
+        raise files.missing(folder, _EXPECTED, "download https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz "
+                            "(pickled batches are not read)" if pickled else "leave out --data-dir to download it from "
+                            "the Hugging Face Hub")
     return {split: _decoded(f"{split} of {folder}", table) for split, table in tables.items()}
 
 
 def _records(paths: list[Path]) -> tuple[UInt8[np.ndarray, "N 32 32 3"], Int32[np.ndarray, " N"]]:
-    """A byte for the label, then all of red, of green, of blue."""
+    """Reads records of a byte for the label, then all of red, of green, of blue."""
     parts = []
     for path in paths:
         with files.reading(path):
             part = np.fromfile(path, np.uint8)
         if len(part) % _RECORD or not len(part):
-            raise DataError(f"{path} has {len(part):,} bytes; expected a multiple of {_RECORD:,}: fetch it anew")
+            raise DataError(f"{path} has {len(part):,} bytes; expected a multiple of {_RECORD:,}: download it again")
         parts.append(part.reshape(-1, _RECORD))
     records = np.concatenate(parts)
     return records[:, 1:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1), records[:, 0].astype(np.int32)
 
 
 def _decoded(source: str, table: Any) -> tuple[UInt8[np.ndarray, "N 32 32 3"], Int32[np.ndarray, " N"]]:
-    """Images in a file format, as rows ``{"bytes": …}``."""
+    """Decodes images in rows ``{"bytes": …}``."""
     import PIL.Image
 
     labels = table.column("label").to_pylist()
@@ -120,5 +120,5 @@ def _decoded(source: str, table: Any) -> tuple[UInt8[np.ndarray, "N 32 32 3"], I
             labels[row] = int(label)
     except (OSError, TypeError, KeyError, ValueError) as error:
         raise DataError(f"{source}: image {row + 1:,} cannot be read ({' '.join(str(error).split())}); expected "
-                        f"{SIDE} × {SIDE} pixels and a label: fetch it anew") from error
+                        f"{SIDE} × {SIDE} pixels and a label: download it again") from error
     return pixels_NYXC, np.array(labels, np.int32)

@@ -97,7 +97,7 @@ def evaluate(tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> int:
             lists[-1][1].append((ordered[0], ordered[-1], (ordered[middle] + ordered[~middle]) // 2,
                                  sum(values) % 10)[operator])
         else:
-            raise ValueError(f"the token {token} does not belong there")
+            raise ValueError(f"unexpected token {token}")
     if len(lists) != 1 or len(lists[0][1]) != 1:
         raise ValueError("the tokens are not one expression")
     return lists[0][1][0]
@@ -317,7 +317,7 @@ def _read(path: Path, name: str, max_length: int, count: int | None,
     broken = files.Broken(path)
     with files.reading(path), path.open("rb") as file:
         if file.readline().split() != [b"Source", b"Target"]:
-            raise DataError(f"{path}: expected the heading Source and Target, with a tab between, in its first line")
+            raise DataError(f"{path}: expected a first line of Source and Target, separated by a tab")
         for total, line in enumerate(file, 1):
             source, _, target = line.rstrip(b"\r\n").partition(b"\t")
             row = _ids(source)
@@ -333,8 +333,8 @@ def _read(path: Path, name: str, max_length: int, count: int | None,
                 too_long += 1
     notes = broken.notes(total)
     if too_long:
-        notes += (f"{path}: {too_long:,} of {total:,} expressions have more than {max_length:,} tokens; they are left "
-                  "out",)
+        notes += (f"{path}: {too_long:,} of {total:,} expressions have more than {max_length:,} tokens; they are "
+                  "skipped",)
     chosen = files.choose("listops", name, len(rows), count, seed)
     lengths_N = np.array([len(rows[i]) for i in chosen], np.int32)
     tokens_NT = _padded(np.concatenate([rows[i] for i in chosen]), lengths_N, max_length)

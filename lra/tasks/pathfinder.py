@@ -504,8 +504,8 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
         cache: where generated images are kept.
 
     Raises:
-        ConfigError: no image has so many pixels, or the release has not so many examples.
-        DataError: files that are missing or damaged.
+        ConfigError: no image has this number of pixels, or the release has fewer examples.
+        DataError: files are missing or damaged.
     """
     level = LEVELS[task]
     if max_length is not None:
@@ -513,7 +513,7 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
     asked = {"train": train_examples, "val": val_examples, "test": val_examples}
     if folder is None:
         counts = {split: DEFAULT_EXAMPLES[split] if count is None else count for split, count in asked.items()}
-        notes = [f"regenerated {task}: {level.side} x {level.side} pixels, contours of {level.contour_length} paddles, "
+        notes = [f"generated {task}: {level.side} x {level.side} pixels, contours of {level.contour_length} paddles, "
                  f"seed {seed}"]
         found = {split: _generated(task, level, split, seed, count, cache, notes) for split, count in counts.items()}
     else:
@@ -528,21 +528,21 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
 
 
 def _side(pixels: int, most: int, task: str, *, generated: bool) -> int:
-    """The side of an image of so many pixels; three eighths of its task's at least where it is generated."""
+    """The side of a square image; generated ones have at least three eighths of the task's side."""
     sides = range(most * 3 // 8 if generated else most, most + 1)
     root = math.isqrt(pixels)
     if root in sides and root**2 == pixels:
         return root
     near = dict.fromkeys(min(max(side, sides[0]), most) for side in (root, root + 1))
     squares = " or ".join(f"{side**2} ({side} x {side})" for side in near)
-    why = (f"images of {task} are squares of {sides[0]} to {most} pixels a side" if generated else
-           f"images of {task} in --data-dir have {most} pixels a side and cannot be cut")
-    raise ConfigError(f"--data.max-length {pixels}: {why}; expected {squares}")
+    why = (f"images of {task} are squares with sides of {sides[0]} to {most} pixels" if generated else
+           f"images of {task} in --data-dir have sides of {most} pixels and cannot be cropped")
+    raise ConfigError(f"--data.max-length is {pixels}; expected {squares}: {why}")
 
 
 def _baselines(splits: dict[str, Split], level: Level) -> dict[str, float]:
-    """Accuracy on test of guessers that learn from train: by how often the classes are; by how bright images are, and
-    by how far apart their markers seem to be (the majority in each tenth of the images)."""
+    """Test accuracy of baselines fitted on train: the majority class, and the majority in each decile of the brightness
+    of images and of the distance of their markers."""
     train, test = splits["train"], splits["test"]
     majority = np.bincount(train.labels).argmax()
 
@@ -622,19 +622,19 @@ _CODE = "import sys; sys.path.insert(0, sys.argv[1]); from lra.tasks import path
 
 
 def _in_process(level: Level, seed: int, chunk: tuple[int, int]) -> np.ndarray:
-    # Not multiprocessing, which would import the script that runs in each process, and with it jax and a model.
+    # multiprocessing would import the running script in each process, and with it jax and a model.
     work = json.dumps({"level": asdict(level), "seed": seed, "chunk": chunk})
     ended = subprocess.run([sys.executable, "-P", "-c", _CODE, str(Path(__file__).parents[2]), work],
                            capture_output=True, check=False, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
     if ended.returncode:
         said = ended.stderr.decode(errors="replace").strip().splitlines()
-        raise DataError(f"a process that generates images ended (exit code {ended.returncode}"
-                        f"{': ' + said[-1] if said else ''}); with more memory, or fewer cores, it may do")
+        raise DataError(f"an image generation process ended (exit code {ended.returncode}"
+                        f"{': ' + said[-1] if said else ''}); try more memory, or fewer cores")
     return np.frombuffer(ended.stdout, np.uint8).reshape(-1, level.side, level.side)
 
 
 def _serve(work: str) -> None:
-    """What a process does for :func:`generate`: writes the bytes of the images that it is asked for."""
+    """Writes the bytes of images, in a process of :func:`generate`."""
     task = json.loads(work)
     level = Level(**task["level"] | {"margins": tuple(task["level"]["margins"])})
     sys.stdout.buffer.write(draw(level, scenes(level, task["seed"], np.arange(*task["chunk"]))).tobytes())
@@ -642,7 +642,7 @@ def _serve(work: str) -> None:
 
 def _released(task: str, folder: Path, side: int, asked: dict[str, int | None],
               seed: int) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], list[str]]:
-    """Images and labels of each split, and remarks. A broken image is left out."""
+    """Images and labels of each split, and notes. Broken images are skipped."""
     root = folder / f"pathfinder{side}" / "curv_contour_length_14"
     listed = _listed(root)
     order = np.random.default_rng(seed).permutation(len(listed))
@@ -652,7 +652,8 @@ def _released(task: str, folder: Path, side: int, asked: dict[str, int | None],
         count = asked[split]
         if count is not None and count > last - first:
             flag = "train-examples" if split == "train" else "val-examples"
-            raise ConfigError(f"--data.{flag} {count}: {split} of {task} has {last - first:,}; expected no more")
+            raise ConfigError(f"--data.{flag} is {count}; expected at most {last - first:,}, the {split} split of "
+                              f"{task}")
         rows = [listed[i] for i in order[first:last][:count]]
         images = np.empty((len(rows), side, side), np.uint8)
         whole = np.ones(len(rows), bool)
@@ -668,18 +669,18 @@ def _released(task: str, folder: Path, side: int, asked: dict[str, int | None],
     if len(broken) > MOST_BROKEN * read:
         raise DataError(f"{broken[0]}: expected a PNG image of {side} x {side} pixels; {len(broken):,} of {read:,} "
                         f"images in {root} are missing, empty or damaged: unpack lra_release.gz again")
-    notes = [f"{len(broken):,} of {read:,} images are missing, empty or damaged and left out"] if broken else []
+    notes = [f"{len(broken):,} of {read:,} images are missing, empty or damaged and skipped"] if broken else []
     return found, notes
 
 
 def _listed(root: Path) -> list[tuple[Path, int]]:
-    """The images and labels that the metadata name: text in spite of its suffix, a line ``subpath file index label …``
-    for each image."""
+    """The images and labels of the metadata: text, despite the suffix, with a line ``subpath file index label …`` for
+    each image."""
     tables = sorted((root / "metadata").glob("*.npy"))
     if not tables:
-        raise DataError(f"{root}: expected metadata/*.npy and imgs/*/sample_*.png there, as lra_release.gz of Long "
-                        "Range Arena has them; name its unpacked folder lra_release with --data-dir, or leave "
-                        "--data-dir out and images are generated")
+        raise DataError(f"{root}: expected metadata/*.npy and imgs/*/sample_*.png, as in lra_release.gz of the Long "
+                        "Range Arena; give its unpacked folder lra_release as --data-dir, or leave out --data-dir to "
+                        "generate images")
     listed = []
     for file in tables:
         for number, line in enumerate(file.read_bytes().decode(errors="replace").splitlines(), 1):

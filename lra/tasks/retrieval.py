@@ -24,11 +24,11 @@ _RELEASE = "https://storage.googleapis.com/long-range-arena/lra_release.gz"
 
 def load(*, folder: Path | None, max_length: int | None, train_examples: int | None, val_examples: int | None,
          seed: int, cache: Path | None = None) -> Dataset:
-    """The pairs of the official release, whose folder has to be named; see :func:`lra.tasks.load`. ``cache`` is not
-    used, for nothing is generated."""
+    """The pairs of the official release, whose folder is required; see :func:`lra.tasks.load`. ``cache`` is not used:
+    nothing is generated."""
     if folder is None:
-        raise ConfigError("--data-dir: retrieval cannot be generated; name the folder lra_release, unpacked from "
-                          f"{_RELEASE}, with tsv_data/{FILES['train']} and its two neighbours")
+        raise ConfigError("--data-dir is required for retrieval: the folder lra_release, unpacked from "
+                          f"{_RELEASE}, with tsv_data/{', '.join(FILES.values())}")
     files.check_length("retrieval", max_length, 1, MAX_BYTES)
     splits, notes = {}, ()
     for name, path in files.find(folder, "tsv_data", FILES, f"unpack {_RELEASE} there").items():

@@ -68,7 +68,7 @@ def _paths(folder: Path) -> dict[str, list[tuple[Path, int]]]:
                          for path in sorted((place / split / kind).glob("*.txt"))] for split in ("train", "test")}
         if all(paths.values()):
             return paths
-    raise files.missing(folder, _EXPECTED, "leave out --data-dir to fetch it from the Hugging Face Hub")
+    raise files.missing(folder, _EXPECTED, "leave out --data-dir to download it from the Hugging Face Hub")
 
 
 def _files(paths: list[tuple[Path, int]]) -> Iterator[tuple[bytes, int]]:

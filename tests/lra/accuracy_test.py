@@ -55,7 +55,7 @@ def test_the_table_has_a_row_a_mode_the_published_rows_and_the_guessers(tmp_path
     for anchor in ("S4 (updated)", "S5", "Mega (full)", "Rotary Transformer, SPT"):
         assert f"| **{anchor}**" in text
     assert "| **Rotary Transformer, SPT**† | 61.49 |" in text
-    assert f"on ListOps from the first {listops._LEARNED_FROM:,} at most" in text
+    assert f"on ListOps on at most the first {listops._LEARNED_FROM:,} " in text
     assert "| ListOps | 200 | 20,000 | 2,000 | majority class 17.0, root operator 35.0, exact 100.0 |" in text
     # A standard error of 1.1: 40 is beyond the root operator, 36 is not.
     assert "| ListOps | `softmax` | 0 | 40.0 ± 1.1 | root operator | 100 | – | 1,234 |" in text
@@ -146,7 +146,7 @@ def test_what_is_no_scored_run_is_named(tmp_path, capsys):
     err = capsys.readouterr().err
     assert code == 1
     assert "| `softmax` | 40.0 |" in text
-    assert f"left out: {begun}: not scored yet, it has no test.json; the command" in err
+    assert f"left out: {begun}: not scored yet, no test.json; repeat the command" in err
     assert f"left out: {damaged}: config.json or test.json is damaged (KeyError: 'accuracy')" in err
     found = json.loads((run / "test.json").read_text())
     (damaged / "test.json").write_text(json.dumps(found | {"accuracy": "x"}))
@@ -158,12 +158,12 @@ def test_what_is_no_scored_run_is_named(tmp_path, capsys):
     values = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps(values | {"format": 2}))
     assert made(tmp_path, run, damaged)[0] == 1
-    assert f"left out: {damaged / 'config.json'}: it has format 2, and this version" in capsys.readouterr().err
+    assert f"left out: {damaged / 'config.json'}: format 2; this version" in capsys.readouterr().err
     copy, language = write_run(tmp_path / "d"), write_run(tmp_path / "e")
     (language / "config.json").write_text(json.dumps(Config().to_dict()))
     for runs, message in (((run, tmp_path / "x"), f"{tmp_path / 'x'}: not a run, it has no config.json"),
-                          ((run, copy), f"{run} and {copy} have the same set-up and the same seed"),
-                          ((language,), f"{language}: a run of train.py, which has no task")):
+                          ((run, copy), f"{run} and {copy} have the same set-up and seed"),
+                          ((language,), f"{language}: a run of train.py; expected runs")):
         assert made(tmp_path, *runs)[0] == 2
         assert message in capsys.readouterr().err
 

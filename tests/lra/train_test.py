@@ -133,7 +133,7 @@ def test_the_best_checkpoint_by_val_loss_is_scored_where_training_got_worse(reci
     found = read(run_dir / "test.json")
     assert (found["step"], found["trained_steps"], found["checkpoint"]) == (before["step"], 8, "best by val loss")
     assert found["accuracy"] == before["accuracy"]
-    assert "(best by val loss); guessing: majority class 0.6250" in capsys.readouterr().err
+    assert "(best by val loss); baselines: majority class 0.6250" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
@@ -141,7 +141,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_what_the_uninterrupted_run
         recipe, finished, tmp_path, capsys):
     command = (recipe, "--run-dir", tmp_path / "run")
     assert run_interrupted(3, *command) == 128 + signal.SIGINT
-    assert "stopped and saved at step 4; the same command goes on" in capsys.readouterr().err
+    assert "stopped and saved at step 4; repeat the command" in capsys.readouterr().err
     assert not (tmp_path / "run" / "test.json").exists()
     assert fake.run(*command) == 0
     assert_same_run(tmp_path / "run", finished)
@@ -216,20 +216,20 @@ def test_a_run_is_named_after_recipe_and_attention_and_its_preset_reaches_the_re
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--attention", "sofmax"], "--attention sofmax: no such mode; perhaps you meant softmax"),
-    (["--attention", "linear", "--model.modes.linear.form", "cumsum"], "it sees the past only, and cannot be an enc"),
+    (["--attention", "linear", "--model.modes.linear.form", "cumsum"], "it is causal and cannot be an enc"),
     (["--preset", "best"], "--preset"),
     (["--model.widht", 3], "Perhaps you meant: --model.width"),
     (["--model.dropout", 1], "model.dropout is 1.0; expected at least 0, and less than 1"),
-    (["--model.classes", 3], "model.classes is 3; expected 2, those of the task fake"),
-    (["--model.towers", 2], "model.towers is 2; expected 1, those of the task fake"),
-    (["--model.context", 9, "--data.max-length", 12], "model.context is 9, and data.max_length 12; give the second"),
+    (["--model.classes", 3], "model.classes is 3; expected 2 for the task fake"),
+    (["--model.towers", 2], "model.towers is 2; expected 1 for the task fake"),
+    (["--model.context", 9, "--data.max-length", 12], "model.context is 9 and data.max_length 12; give only"),
     (["--attention", "chunked", "--model.modes.chunked.chunk-size", 7],
-     "--attention chunked: with these options it sees the past only, and cannot be an encoder; leave out form, kernel"),
-    (["--attention", "linear,"], "model.attention 'linear,': expected modes with one comma between each"),
-    (["--model.context", 9], "sequences of the task fake have up to 12 tokens; give --data.max-length"),
-    (["--train.sample-every", 1], "train.sample_every is 1: a classifier writes no text; expected 0"),
+     "--attention chunked: with these options it is causal and cannot be an encoder; leave out form, kernel"),
+    (["--attention", "linear,"], "model.attention is 'linear,'; expected modes separated by commas"),
+    (["--model.context", 9], "sequences of the task fake have up to 12 tokens: set --data.max-length"),
+    (["--train.sample-every", 1], "train.sample_every is 1; expected 0 for a classifier"),
     (["--optimizer.epsilon", 0], "optimizer.epsilon is 0.0; expected a number above 0"),
-    (["--mesh.fsdp", 64], "mesh.fsdp × mesh.tensor × mesh.context is 64; there are"),
+    (["--mesh.fsdp", 64], "mesh.fsdp × mesh.tensor × mesh.context is 64; expected 1 to"),
 ])
 def test_what_cannot_be_run_stops_before_any_work(recipe, tmp_path, capsys, arguments, message):
     assert message in refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", *arguments)
@@ -265,7 +265,7 @@ def test_a_run_does_not_go_on_with_other_examples(recipe, run_dir, capsys, monke
 
 
 def test_each_command_names_the_other_where_recipe_or_run_are_of_that(recipe, finished, tmp_path, capsys):
-    assert "quickstart.py: not a recipe of lra.train: its get_config takes no preset" in refused(
+    assert "quickstart.py: not a recipe of lra.train: its get_config has no argument preset" in refused(
         capsys, 2, f"{tiny.ROOT}/configs/quickstart.py")
     message = refused(capsys, 2, "configs/nothing.py")
     assert "configs/lra/listops.py" in message
@@ -275,7 +275,7 @@ def test_each_command_names_the_other_where_recipe_or_run_are_of_that(recipe, fi
     language = tiny.make(tmp_path)
     assert tiny.run(language, "--run-dir", finished) == 2
     assert f"{finished} is a run of lra.train, not of train.py" in capsys.readouterr().err
-    with pytest.raises(train_command.ConfigError, match=r"is a run of lra\.train, with a classifier in it"):
+    with pytest.raises(train_command.ConfigError, match=r"is a classifier run of lra\.train"):
         load_model(finished)
 
 
@@ -289,7 +289,7 @@ def test_seeds_of_a_task_are_one_set_up_and_an_older_config_no_other(finished, r
 
 def test_a_classifier_beside_a_language_model_is_told_apart(finished, tmp_path):
     runs = [load_run(finished), load_run(write_run(tmp_path / "language"))]
-    assert remarks(runs)[0].startswith("Different tokenizers (a task's own: softmax; bytes: language): losses per")
+    assert remarks(runs)[0].startswith("Different tokenizers (task-specific: softmax; bytes: language): losses per")
     assert scored(runs) == "example or token"
 
 
