@@ -3,10 +3,10 @@
     python convert.py import openai-community/gpt2 --out runs/gpt2
     python convert.py export runs/softmax --out exported/softmax
 
-``import`` makes a run folder, with a checkpoint of step 0, from a model of the Hugging Face Hub or a local folder:
-sample.py samples from it and train.py --init-from starts from it. Products are in float32, so that the logits are the
-published model's. ``export`` writes a softmax model with learned positions back. Both give every number bit for bit.
-Only safetensors files are read: nothing pickled. Dropout is not part of this model, nor of what it exports.
+``import`` creates a run folder with a checkpoint at step 0 from a model of the Hugging Face Hub or a local folder. Use
+it with sample.py and train.py --init-from. Its compute dtype is float32, so that the logits equal the published
+model's. ``export`` writes a softmax model with learned positions. Both preserve every weight bit for bit. Only
+safetensors files are read, no pickles. The model has no dropout.
 """
 
 from support import interrupts, packages
@@ -39,24 +39,24 @@ from training.loop import Position
 from training.run import load_model
 
 END_TOKENS = ("bos_token_id", "eos_token_id")
-"""Fields of the published config.json that are kept for the export; those of other runs are the tokenizer's."""
+"""Fields of the published config.json that are kept for the export. Other runs take them from the tokenizer."""
 
 END_OF_TEXT = {"bytes": 256, "gpt2": 50_256}
-"""Of the tokenizers whose vocabulary ends with it."""
+"""The end-of-text token of tokenizers whose vocabulary ends with it."""
 
 
 def import_weights(source: str, out: Path, *, tokenizer: str | None = None) -> None:
-    """Make the run folder ``out`` of published weights. Nothing is left of an attempt that fails.
+    """Create the run folder ``out`` from published weights. A failed attempt leaves no files.
 
     Args:
         source: a folder with config.json and model.safetensors (or model.safetensors.index.json and its shards), or
             the id of a model of the Hugging Face Hub.
-        out: the run folder, not there yet or empty.
+        out: the run folder; must not exist or be empty.
         tokenizer: its tokenizer; None: bytes for a vocabulary of 257, else gpt2.
 
     Raises:
-        ConfigError: there is no such source, ``out`` is taken, or this model does not compute what config.json says.
-        WeightsError: a tensor is missing, left over or misshapen, a file is damaged, the Hub cannot be reached.
+        ConfigError: the source does not exist, ``out`` exists, or config.json describes another architecture.
+        WeightsError: a tensor is missing, unknown or misshapen, a file is damaged, or the Hub cannot be reached.
         CheckpointError: the checkpoint could not be written.
     """
     _check_free(out)
@@ -82,22 +82,22 @@ def import_weights(source: str, out: Path, *, tokenizer: str | None = None) -> N
     status(f"{out}: {count:,} parameters of {source}: {model_config.layers} layers, {model_config.heads} heads, width "
            f"{model_config.width}, context {model_config.context:,}, vocabulary {vocabulary_size:,} ({tokenizer})")
     if vocabulary_size <= END_OF_TEXT.get(tokenizer, 0):
-        note(f"a vocabulary of {vocabulary_size:,} is too small for the tokenizer {tokenizer}: the model can be "
-             "loaded, and sample.py will refuse it")
+        note(f"a vocabulary of {vocabulary_size:,} is too small for the tokenizer {tokenizer}: train.py can load the "
+             "model, sample.py cannot")
 
 
 def export_weights(run: Path, out: Path, *, step: int | None = None) -> None:
     """Write the model of a run for ``transformers``: ``out/config.json`` and ``out/model.safetensors``.
 
-    Parameters are float32; those of an imported run have the number formats they came in.
+    Parameters are float32; those of an imported run keep their original dtypes.
 
     Args:
         run: a run with softmax attention in every layer and learned positions.
-        out: the folder to make.
-        step: of the checkpoint; None: the newest intact one.
+        out: the folder to create.
+        step: step of the checkpoint; None: the newest intact one.
 
     Raises:
-        ConfigError: the model is one that GPT-2's format cannot say, ``out`` is taken, or ``run`` is no run.
+        ConfigError: GPT-2's format cannot describe the model, ``out`` exists, or ``run`` is not a run.
         WeightsError: ``out`` cannot be written.
         RunError, CheckpointError: as ``training.run.load_model``.
     """
@@ -116,33 +116,33 @@ def _fetch(source: str) -> Path:
     if Path(source).is_dir():
         return Path(source)
     if Path(source).exists():
-        raise ConfigError(f"{source} is a file; expected a folder with {CONFIG} and {WEIGHTS}, or the id of a model of "
+        raise ConfigError(f"{source} is a file; expected a folder with {CONFIG} and {WEIGHTS}, or the id of a model on "
                           "the Hugging Face Hub")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):
-        raise ConfigError(f"{source}: there is no such folder, and it is no id of a model of the Hugging Face Hub, "
-                          "which is NAME or OWNER/NAME")
+        raise ConfigError(f"{source}: no such folder; expected a folder, or NAME or OWNER/NAME of a model on the "
+                          "Hugging Face Hub")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
         return Path(snapshot_download(source, allow_patterns=[CONFIG, WEIGHTS, INDEX, "model-*.safetensors"]))
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ConfigError(f"{source}: there is no such folder here, and the Hugging Face Hub has no such model, or not "
-                          "for this user") from error
+        raise ConfigError(f"{source}: no such folder, and no such model on the Hugging Face Hub that this user can "
+                          "access") from error
     except Exception as error:  # the errors of its HTTP library differ from version to version
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise WeightsError(f"{source}: there is no such folder here, and it cannot be had from the Hugging Face Hub "
-                              f"({reason})") from error
+        raise WeightsError(f"{source}: no such folder, and the download from the Hugging Face Hub failed "
+                           f"({reason})") from error
 
 
 def _check_free(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already, and nothing is overwritten: give another --out, or delete it first")
+        raise ConfigError(f"--out {out} exists already; choose another folder or delete it")
 
 
 @contextmanager
 def _written_beside(out: Path) -> Iterator[Path]:
-    """A folder that becomes ``out`` at the end, and goes where that is not reached."""
+    """A temporary folder that is renamed to ``out`` at the end, or deleted on an error."""
     from safetensors import SafetensorError
 
     try:
@@ -151,11 +151,11 @@ def _written_beside(out: Path) -> Iterator[Path]:
             yield beside
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise WeightsError(f"cannot write {out}: {reason}; nothing is left of the attempt") from error
+        raise WeightsError(f"cannot write {out}: {reason}") from error
 
 
 def _end_of_text(tokenizer: str, vocabulary_size: int) -> int | None:
-    """Id of the end-of-text token; None where the vocabulary lacks it."""
+    """Id of the end-of-text token; None if the vocabulary lacks it."""
     token = END_OF_TEXT.get(tokenizer)
     if token is None:
         token = tokenizers.end_of_text(tokenizers.load(tokenizer))
@@ -163,7 +163,7 @@ def _end_of_text(tokenizer: str, vocabulary_size: int) -> int | None:
 
 
 def _import(source: str, /, *, out: Path, tokenizer: str | None = None) -> None:
-    """Make a run folder of published GPT-2 weights, for sample.py and train.py --init-from.
+    """Create a run folder from published GPT-2 weights, for sample.py and train.py --init-from.
 
     Args:
         source: Id of a model on the Hugging Face Hub, or a folder with config.json and model.safetensors.
@@ -185,7 +185,7 @@ def _export(run: Path, /, *, out: Path, step: int | None = None) -> None:
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Import or export as a command line says."""
+    """Import or export from a command line."""
     tyro.extras.subcommand_cli_from_dict({"import": _import, "export": _export}, args=arguments,
                                          prog="python convert.py")
 

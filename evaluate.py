@@ -1,19 +1,21 @@
-"""What a run's model makes of its context: loss, loss by position, and the gain over a short window, on val tokens.
+"""Evaluate a run on validation tokens: loss, loss by position, and the gain over a short window of context.
 
     python evaluate.py runs/softmax --context 1024,4096 --windows 64,256
 
-Writes RUN/evaluation.json, which compare.py draws, and prints it as tables. At the context of training alone, the loss
-is that of the run's val lines. Other contexts are possible where the model has positions for them: any with rotary
-positions or none, and up to the number of learned ones. Where there are several, all are of the same tokens (of packed
-documents, each is packed anew).
+Prints tables and writes RUN/evaluation.json, which compare.py draws. At the training context alone, the loss equals
+that of the run's val lines. Other contexts must fit the model's positions: any length with rotary positions or none, at
+most the number of learned positions otherwise. All contexts are evaluated on the same tokens; documents are packed
+separately for each.
 
-The gain over a window of W tokens is of the tokens that stand after more than W: their loss where the model sees the
-last W tokens at most (more than three quarters of W: training.evaluation.short_windows), less that where it sees all.
+The gain over a window of W tokens is computed on tokens with more than W tokens of context. It is their loss when the
+model sees at most the last W tokens (more than three quarters of W: training.evaluation.short_windows), minus their
+loss with all of the context.
 
-A loss stands with its standard error over windows; of other contexts than that of training at least 8 are evaluated.
+Each loss has its standard error over windows. At contexts other than that of training, at least 8 windows are
+evaluated.
 
-The loss of each window goes to RUN/evaluation-windows.npz: its sum over the window's tokens, in nats, and their number.
-By these compare.py pairs two set-ups seed by seed and window by window, which needs fewer seeds to show a difference.
+RUN/evaluation-windows.npz has the sum of the loss of each window, in nats, and its number of tokens. compare.py uses
+them to pair two set-ups by seed and window, which needs fewer seeds to show a difference.
 """
 
 from support import interrupts, packages
@@ -45,7 +47,7 @@ from training.window_losses import FILE as WINDOW_LOSSES
 from training.window_losses import write_window_losses
 
 LEAST_WINDOWS = 8
-"""Of the longest context, where it is not that of training alone and the val split has them."""
+"""Minimum number of windows of the longest context, unless only the training context is evaluated."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Options:
 
 
 def evaluate(options: Options) -> None:
-    """Load the model, open the corpus, evaluate, write down, print.
+    """Load the model, open the corpus, evaluate, write the results and print them.
 
     Raises:
         ConfigError, NotImplementedError: usage; nothing was written.
@@ -85,21 +87,21 @@ def evaluate(options: Options) -> None:
     contexts = lengths("--context", options.context) if options.context is not None else []
     windows = lengths("--windows", options.windows)
     if options.batches is not None and options.batches < 1:
-        raise ConfigError(f"--batches {options.batches}: expected at least 1")
+        raise ConfigError(f"--batches is {options.batches}; expected at least 1")
     with warnings_as_notes():
         run = load_model(options.run, options.step)
     contexts = contexts or [run.config.model.context]
     corpora = open_corpora(data_config(run, options.run, options.data))
     if corpora.vocabulary_size > run.model.vocab_size:
-        raise ConfigError(f"{corpora} has a vocabulary of {corpora.vocabulary_size} tokens, and the model of "
-                          f"{options.run} one of {run.model.vocab_size}; expected the tokens it was trained on")
+        raise ConfigError(f"{corpora} has a vocabulary of {corpora.vocabulary_size} tokens; expected that of the "
+                          f"model of {options.run}, {run.model.vocab_size}")
     if corpora.checksum != run.environment.get("corpus_checksum"):
-        status(f"{corpora} is another corpus than {options.run} was trained on")
+        status(f"{corpora} is not the training corpus of {options.run}")
     evaluation.check_contexts(run.model, corpora, contexts)
     train = run.config.train
     batches = train.eval_batches if options.batches is None else options.batches
     tokens = batches * train.batch_size * run.config.model.context
-    if contexts != [run.config.model.context]:  # else the loss is that of the val lines
+    if contexts != [run.config.model.context]:  # otherwise the loss equals that of the val lines
         tokens = max(tokens, LEAST_WINDOWS * max(contexts))
     found = evaluation.evaluate(
         run.model, corpora, contexts=contexts, windows=windows, tokens=tokens,
@@ -123,21 +125,21 @@ def evaluate(options: Options) -> None:
 
 
 def lengths(flag: str, value: str) -> list[int]:
-    """Comma-separated numbers of tokens, ascending; :class:`ConfigError` for others."""
+    """Comma-separated numbers of tokens, sorted; :class:`ConfigError` for anything else."""
     parts = [part.strip() for part in value.split(",") if part.strip()]
     if not all(part.isdecimal() and int(part) > 0 for part in parts) or (flag == "--context" and not parts):
-        raise ConfigError(f"{flag} {value}: expected numbers of tokens above 0, comma-separated")
+        raise ConfigError(f"{flag} is {value}; expected comma-separated numbers of tokens above 0")
     return sorted(set(map(int, parts)))
 
 
 def data_config(run: LoadedRun, directory: Path, data: Data) -> DataConfig:
-    """The corpora of the run, or what the command line names.
+    """The corpora of the command line, or of the run.
 
     Raises:
-        ConfigError: it names two, or none for a run that has no corpus, or one of a vocabulary that is too large.
+        ConfigError: the command line names two, or none for a run without a corpus, or a vocabulary that is too large.
     """
     if data.dir is not None and data.source is not None:
-        raise ConfigError("--data.dir and --data.source: expected one of them")
+        raise ConfigError("--data.dir and --data.source are mutually exclusive")
     if data.dir is not None:
         return replace(run.config.data, dir=data.dir, mixture=())
     if data.source is not None:
@@ -145,16 +147,16 @@ def data_config(run: LoadedRun, directory: Path, data: Data) -> DataConfig:
         size = tokenizers.load(run.config.data.tokenizer).n_vocab
         if size > run.model.vocab_size:
             raise ConfigError(f"--data.source: the tokenizer {run.config.data.tokenizer} has a vocabulary of {size} "
-                              f"tokens, and the model of {directory} one of {run.model.vocab_size}")
+                              f"tokens, the model of {directory} only {run.model.vocab_size}")
         return replace(run.config.data, source=data.source, dir=None, mixture=())
     if PUBLISHED in run.environment:
-        raise ConfigError(f"{directory} holds published weights, to which no corpus belongs: give --data.dir, a folder "
-                          "of token files, or --data.source")
+        raise ConfigError(f"{directory} holds published weights, without a corpus: give --data.dir, a folder of token "
+                          "files, or --data.source")
     return run.config.data
 
 
 def tables(entries: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, str]]]]:
-    """Title and rows of each table; a row is its cells by heading."""
+    """Title and rows of each table; a row maps headings to cells."""
     several = len({entry["corpus"] for entry in entries}) > 1
     found: list[tuple[str, list[dict[str, str]]]] = [("", [])]
     for entry in entries:
@@ -175,21 +177,21 @@ def tables(entries: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, 
         if entry["short_context"]:
             found.append((f"gain over a short window, {of}", [
                 {"window": f"{s['least']:,} to {s['window']:,}", "tokens": f"{s['tokens']:,}",
-                 "loss in it": f"{s['loss_window']:.4f}", "loss with all": with_error(s),
+                 "loss in window": f"{s['loss_window']:.4f}", "loss in full": with_error(s),
                  "gain": f"{s['gain']:.4f}"}
-                | ({"accuracy in it": f"{s['accuracy_window']:.4f}", "accuracy with all": f"{s['accuracy']:.4f}"}
+                | ({"accuracy in window": f"{s['accuracy_window']:.4f}", "accuracy in full": f"{s['accuracy']:.4f}"}
                    if "accuracy" in s else {}) for s in entry["short_context"]]))
     return found
 
 
 def with_error(figures: dict[str, Any]) -> str:
-    """A loss and its standard error, where it has one."""
+    """A loss with its standard error, if known."""
     error = figures["standard_error"]
     return f"{figures['loss']:.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Evaluate as a command line says."""
+    """Evaluate from a command line."""
     options = tyro.cli(Options, args=arguments, prog="evaluate.py", description=__doc__)
     configure_jax()
     evaluate(options)

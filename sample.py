@@ -5,9 +5,8 @@
     python sample.py runs/chunked --load-state book.safetensors --prompt "Who is it about?"
     python sample.py runs/chunked --interactive
 
-Standard output carries the generated text alone, while it is generated; where there are several samples, a blank line
-stands between them. Everything else goes to standard error. A prompt is taken as it is, with the line break that may
-end a file or what `echo` writes.
+Generated text streams to standard output, with a blank line between samples. Everything else goes to standard error.
+Prompts are used verbatim, including a final line break from a file or `echo`.
 """
 
 from support import interrupts, packages
@@ -65,33 +64,33 @@ class Options(Sampling):
     """Step of the checkpoint. None: the latest."""
 
     def check(self) -> None:
-        """Raises :class:`ConfigError` for a value out of its range, and for options that exclude each other."""
+        """Raises :class:`ConfigError` for values out of range and conflicting options."""
         super().check()
         if self.prompt is not None and self.prompt_file is not None:
-            raise ConfigError("--prompt and --prompt-file: expected one of them")
+            raise ConfigError("--prompt and --prompt-file are mutually exclusive")
         if self.prompt_file is not None and (not self.prompt_file.exists() or self.prompt_file.is_dir()):
-            raise ConfigError(f"--prompt-file {self.prompt_file}: there is no such file")
+            raise ConfigError(f"--prompt-file {self.prompt_file}: no such file")
         if not 0 <= self.max_new_tokens < 2**31:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; expected at least 1, or 0 with --save-state")
         if self.max_new_tokens == 0 and (self.save_state is None or self.interactive):
-            raise ConfigError("--max-new-tokens is 0, which draws nothing: it needs --save-state, and no --interactive")
+            raise ConfigError("--max-new-tokens 0 requires --save-state and excludes --interactive")
         if "" in self.stop:
-            raise ConfigError("--stop has an empty text, which is everywhere; expected a character at least")
+            raise ConfigError("--stop is empty; expected at least one character")
         if self.num_samples < 1:
             raise ConfigError(f"--num-samples is {self.num_samples}; expected at least 1")
         for name, given in (("interactive", self.interactive), ("save-state", self.save_state is not None)):
             if given and self.num_samples > 1:
-                raise ConfigError(f"--num-samples is {self.num_samples}; expected 1 with --{name}, which is about one")
+                raise ConfigError(f"--num-samples is {self.num_samples}; expected 1 with --{name}")
         if self.interactive and (self.prompt == "-" or sys.stdin is None):
-            raise ConfigError("--interactive reads standard input: it has to be there, and not to be the --prompt")
+            raise ConfigError("--interactive requires an open standard input, and excludes --prompt -")
         if self.load_state is not None and not self.load_state.is_file():
-            raise ConfigError(f"--load-state {self.load_state}: there is no such file")
+            raise ConfigError(f"--load-state {self.load_state}: no such file")
         if self.save_state is not None and (self.save_state.is_dir() or not self.save_state.parent.is_dir()):
-            raise ConfigError(f"--save-state {self.save_state}: expected the name of a file, in a folder that exists")
+            raise ConfigError(f"--save-state {self.save_state}: expected a file name in an existing folder")
 
     @property
     def resumable(self) -> bool:
-        """Whether what the model keeps after the sample is wanted."""
+        """Whether the state after the sample is needed."""
         return self.interactive or self.save_state is not None
 
 
@@ -109,8 +108,8 @@ def sample(options: Options) -> None:
     encoding = tokenizers.load(run.config.data.tokenizer)
     end_of_text = tokenizers.end_of_text(encoding)
     if end_of_text >= run.model.vocab_size:
-        raise RunError(f"{options.run}: its model has a vocabulary of {run.model.vocab_size}, too small for the "
-                       f"tokenizer {encoding.name} that config.json names")
+        raise RunError(f"{options.run}: the model's vocabulary of {run.model.vocab_size} tokens is too small for the "
+                       f"tokenizer {encoding.name} in config.json")
     sampler = Sampler(run.model, end_of_text=end_of_text)
     memory = None if options.load_state is None else state_file.load(options.load_state, run.model)
     writer = SampleWriter(
@@ -119,27 +118,27 @@ def sample(options: Options) -> None:
         end_line=options.interactive or (sys.stdout.isatty() and options.max_new_tokens > 0))
     origin = f"{options.run}: step {run.step}, {','.join(run.config.model.attention)}"
     if options.interactive:
-        status(f"{origin}. Ctrl-C stops a sample, Ctrl-D ends")
+        status(f"{origin}. Ctrl-C stops a sample, Ctrl-D quits")
         memory = converse(writer, prompt, memory)
     else:
         prompt_T = writer.tokenize(prompt, memory)
-        sampler.length(prompt_T, memory)  # one that is too long is refused before a word is said
+        sampler.length(prompt_T, memory)  # raises before any output if it is too long
         status(f"{origin}, prompt of {len(prompt_T):,} tokens"
                + (f" after {memory.position:,} of {options.load_state}" if memory is not None else ""))
         memory = writer.write_samples(prompt_T, memory, verbose=True)
     if options.save_state is not None:
         if memory is None:
-            status(f"{options.save_state}: not written, for there was no text")
+            status(f"{options.save_state}: not written: there is no text")
             return
         state_file.save(options.save_state, memory, run.model, origin=f"{options.run} step {run.step}")
         status(f"{options.save_state}: {memory.position:,} tokens in {options.save_state.stat().st_size:,} bytes")
 
 
 def read_prompt(options: Options) -> bytes:
-    """The bytes to go on from, empty where there are none.
+    """The prompt in bytes; empty without one.
 
     Raises:
-        ConfigError: standard input is asked for and closed.
+        ConfigError: the prompt is standard input, which is closed.
         OSError: the file cannot be read.
     """
     if options.prompt_file is not None:
@@ -158,7 +157,7 @@ def read_prompt(options: Options) -> bytes:
 
 
 def _is_piped() -> bool:
-    """Whether standard input is a pipe or a file: neither a terminal, nor /dev/null, nor closed."""
+    """Whether standard input is a pipe or a file, not a terminal, /dev/null or closed."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError):
@@ -167,17 +166,17 @@ def _is_piped() -> bool:
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Sample as a command line says; returns the exit code."""
+    """Sample from a command line; returns the exit code."""
     options = tyro.cli(Options, args=arguments, prog="sample.py", description=__doc__)
     configure_jax()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
+        sys.stdout.reconfigure(errors="replace")  # characters that the terminal lacks become question marks
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # prompts are bytes
     try:
         sample(options)
-    except BrokenPipeError:  # a reader that has enough
-        # What is left in the buffer goes nowhere, instead of failing once more at exit.
+    except BrokenPipeError:  # the reader closed the pipe
+        # Discard the rest of the buffer, which would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -2,7 +2,7 @@
 
     python train.py configs/quickstart.py --attention softmax --run-dir runs/softmax --optimizer.learning-rate 3e-4
 
-The same --run-dir goes on where that run stopped; a finished run says so. Every field of the config is a flag.
+The same --run-dir resumes the run. Every field of the config is a flag.
 """
 # ruff: noqa: E402
 
@@ -64,39 +64,39 @@ all fields:  python train.py configs/quickstart.py --help"""
 def parse(arguments: Sequence[str]) -> cli.CommandLine[Config, RunFlags]:
     """The command line, its config validated."""
     return cli.parse_command_line(arguments, RunFlags, load, prog="train.py", usage=USAGE, own_flags=(
-        "--init-from RUN, for a new run to begin with the parameters of another (with --init-from.reset attention, "
-        "without those of its attention layers)"))
+        "--init-from RUN, which initialises a new run with the parameters of another (with --init-from.reset "
+        "attention, all but those of the attention layers)"))
 
 
 def load(recipe: Path, flags: RunFlags) -> Config:
     """The recipe's config."""
     if flags.init_from is None and flags.init_from_reset is not None:
-        raise ConfigError("--init-from.reset: give --init-from RUN too, the run whose parameters are taken")
+        raise ConfigError("--init-from.reset requires --init-from RUN")
     return load_recipe(recipe, flags.attention)
 
 
 def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: str | None = None) -> int:
-    """Prepare, write down what this run is, train, and say how it went; returns the exit code.
+    """Check the inputs, write the run's config and environment, train, and report; returns the exit code.
 
     Args:
-        config: validated.
-        run_dir: the run's folder.
-        init_from: another run, whose parameters a new run begins with.
-        reset: what of them is drawn anew.
+        config: validated config.
+        run_dir: run folder.
+        init_from: run whose parameters initialise a new run.
+        reset: which parameters to initialise randomly instead.
     """
     corpora, model = check_data_and_devices(config, run_dir)
     initial = initial_weights(run_dir, model, corpora.tokenizer, init_from, reset)
     with runs.locked(run_dir):
-        before = runs.check_folder(config, run_dir)  # again: another process may have begun the run since
+        before = runs.check_folder(config, run_dir)  # again: another process may have started the run since
         newest, finished = runs.newest_step(config, run_dir)
         if finished:
             return 0
         begun_with = before.get("init_from") if initial is None else {
             "run": str(initial.run), "step": initial.step, "reset": reset}
         if initial is None and newest is None and begun_with is not None:
-            # It would be another run than its environment.json says.
-            raise ConfigError(f"{run_dir} was begun with --init-from {begun_with['run']} and has no intact checkpoint "
-                              "yet; give the flag again, or another --run-dir")
+            # Without the flag it would differ from its environment.json.
+            raise ConfigError(f"{run_dir} was started with --init-from {begun_with['run']} and has no intact "
+                              "checkpoint; repeat the flag or choose another --run-dir")
         parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
         write_json(run_dir / "config.json", config.to_dict())
         write_json(run_dir / "environment.json", environment(
@@ -107,7 +107,7 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
                f"{config.model.context:,}, {config.model.dtype}, {corpora.tokens('train'):,} tokens")
         if config.data.packing == "documents":
             padding = corpora.padding("train", config.model.context, config.data.packing)
-            note(f"data.packing documents: {padding:.2%} of the positions in training are padding")
+            note(f"data.packing documents: {padding:.2%} of the training positions are padding")
         if initial is not None:
             save_initial_checkpoint(config, corpora.vocabulary_size, run_dir, initial)
         outcome = loop.train(config, LanguageModelling(config, corpora), run_dir, started=_STARTED)
@@ -115,13 +115,13 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
 
 
 def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT]:
-    """What a config alone cannot tell: whether folder, corpus, devices and model go together. Writes nothing.
+    """Check that run folder, corpus, devices and model fit together. Writes nothing.
 
     Returns:
-        the corpora, and the model without its numbers.
+        the corpora and the abstract model.
 
     Raises:
-        ConfigError, NotImplementedError: they do not.
+        ConfigError, NotImplementedError: they do not fit together.
         LineargptError: the folder or the corpus is damaged.
     """
     before = runs.check_folder(config, run_dir)
@@ -133,7 +133,7 @@ def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT]
     model = abstract_model(config, corpora.vocabulary_size)
     samples.check(config.train, model)
     check_packing(config.data.packing, model)
-    # A kernel that cannot do what is asked says so when it is traced.
+    # Tracing raises the errors of kernels that do not support the config.
     tokens_BT = jax.ShapeDtypeStruct((1, config.model.context), jnp.int32)
     segment_ids_BT = tokens_BT if config.data.packing == "documents" else None
     nnx.eval_shape(lambda model, tokens_BT, segment_ids_BT: model.forward(tokens_BT, segment_ids_BT=segment_ids_BT),
@@ -142,26 +142,26 @@ def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT]
 
 
 def check_packing(packing: str, model: GPT) -> None:
-    """Raises :class:`ConfigError` where documents are to stand side by side and a mode cannot keep them apart."""
+    """Raises :class:`ConfigError` if ``packing`` is documents and a mode cannot separate them."""
     layers = [block.attention for block in model.blocks if not block.attention.packs(causal=True)]
     if packing == "documents" and layers:
         flags = layers[0].packs_with
-        raise ConfigError(f"data.packing documents: attention mode {layers[0].name!r} cannot keep the documents of a "
-                          f"row apart; expected stream{'' if flags is None else f', or {flags}'}")
+        raise ConfigError(f"data.packing documents: attention mode {layers[0].name!r} cannot separate the documents "
+                          f"of a row; expected stream{'' if flags is None else f', or {flags}'}")
 
 
 def initial_weights(run_dir: Path, model: GPT, tokenizer: str, init_from: Path | None,
                     reset: str | None) -> InitialWeights | None:
-    """What ``run_dir``, where it is new, takes from ``init_from``.
+    """The initial weights of ``run_dir`` from ``init_from``; None if it has checkpoints already.
 
     Raises:
-        ConfigError: the models disagree, or ``init_from`` is no run.
+        ConfigError: the models differ, or ``init_from`` is not a run.
     """
     if init_from is None:
         return None
     with Checkpoints(run_dir / "checkpoints") as checkpoints:
         if checkpoints.steps():
-            note(f"--init-from {init_from} is ignored: {run_dir} has begun, and goes on from its own checkpoint")
+            note(f"--init-from {init_from} is ignored: {run_dir} resumes from its own checkpoint")
             return None
     taken = read_initial_weights(init_from, model, tokenizer, reset=reset)
     note(f"--init-from {init_from}, step {taken.step:,}: {taken.summary}")
@@ -169,7 +169,7 @@ def initial_weights(run_dir: Path, model: GPT, tokenizer: str, init_from: Path |
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Train what a command line says; returns the exit code."""
+    """Train from a command line; returns the exit code."""
     configure_jax()
     line = parse(arguments)
     return train(line.config, line.run_dir, line.flags.init_from, line.flags.init_from_reset)

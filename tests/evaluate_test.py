@@ -193,7 +193,7 @@ def test_accuracy_where_the_corpus_has_weights(recall, capsys):
     assert entry["tokens"] == 8 * 4
     assert "bits_per_byte" not in entry
     assert all(0 <= b["accuracy"] <= 1 for b in entry["positions"])
-    assert "accuracy in it" in capsys.readouterr().out
+    assert "accuracy in window" in capsys.readouterr().out
 
 
 @pytest.mark.thorough
@@ -227,7 +227,7 @@ def test_compare_takes_the_loss_by_position(recall, tmp_path):
 def test_another_corpus_is_named(folder, recall, tmp_path, capsys):
     run_dir = shutil.copytree(folder / "none", tmp_path / "run")
     assert run(run_dir, "--data.dir", recall.with_name("recall-tokens")) == 0
-    assert "is another corpus than" in capsys.readouterr().err
+    assert "is not the training corpus of" in capsys.readouterr().err
     assert "accuracy" in found(run_dir)["evaluations"][0]
 
 
@@ -237,8 +237,8 @@ def test_published_weights_have_no_corpus_of_their_own(folder, tmp_path, capsys)
     environment = json.loads((run_dir / "environment.json").read_text())
     write_json(run_dir / "environment.json", environment | {"published_weights": {"source": "elsewhere"}})
     said = refused(capsys, 2, run_dir)
-    assert "holds published weights, to which no corpus belongs: give --data.dir" in said
-    assert "expected one of them" in refused(capsys, 2, run_dir, "--data.dir", "a", "--data.source", "b")
+    assert "holds published weights, without a corpus: give --data.dir" in said
+    assert "are mutually exclusive" in refused(capsys, 2, run_dir, "--data.dir", "a", "--data.source", "b")
     assert run(run_dir, "--data.source", folder / "texts") == 0
     config = json.loads((run_dir / "config.json").read_text())
     config["data"]["tokenizer"] = "gpt2"
@@ -249,26 +249,26 @@ def test_published_weights_have_no_corpus_of_their_own(folder, tmp_path, capsys)
         patch.setattr(tokenizers, "load", lambda name: large)
         patch.setattr(evaluate, "open_corpora", lambda data: pytest.fail("prepared for nothing"))
         said = refused(capsys, 2, run_dir, "--data.source", folder / "texts")
-    assert "the tokenizer gpt2 has a vocabulary of 50257 tokens, and the model of" in said
+    assert "the tokenizer gpt2 has a vocabulary of 50257 tokens, the model of" in said
 
 
 def test_what_cannot_be_evaluated(folder, tmp_path, capsys):
     assert "there is no such folder" in refused(capsys, 2, tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert "not a run, it has no config.json" in refused(capsys, 2, tmp_path / "empty")
-    assert "there are no token files" in refused(capsys, 2, folder / "none", "--data.dir", tmp_path)
+    assert "no token files" in refused(capsys, 2, folder / "none", "--data.dir", tmp_path)
     assert "the val split of" in refused(capsys, 2, folder / "none", "--context", "10000000")
     for flag, value in (("--context", "0"), ("--context", "1k"), ("--context", ""), ("--windows", "-3"),
                         ("--batches", "0")):
-        assert f"{flag} {value}: expected" in refused(capsys, 2, folder / "none", f"{flag}={value}")
+        assert f"{flag} is {value}; expected" in refused(capsys, 2, folder / "none", f"{flag}={value}")
     bare = tmp_path / "bare"
     shutil.copytree(folder / "none", bare)
     shutil.rmtree(bare / "checkpoints")
-    assert "there are no checkpoints in it yet" in refused(capsys, 1, bare)
+    assert "no checkpoints yet" in refused(capsys, 1, bare)
     without = tmp_path / "without-val"
     shutil.copytree(folder / "tokens", without)
     meta = json.loads((without / "meta.json").read_text())
     del meta["splits"]["val"]
     (without / "val-00000.bin").unlink()
     (without / "meta.json").write_text(json.dumps(meta))
-    assert "there are no val tokens" in refused(capsys, 1, folder / "none", "--data.dir", without)
+    assert "no validation tokens" in refused(capsys, 1, folder / "none", "--data.dir", without)

@@ -139,11 +139,11 @@ def test_a_prompt_file_is_the_same_as_the_prompt(runs, tmp_path, capsys):
 @pytest.mark.thorough
 def test_learned_positions_end_and_it_says_so(runs, capsys):
     assert run(runs / "learned", "--prompt", "x" * 20, "--max-new-tokens", 100, "--temperature", 0) == 0
-    assert "stopped at position 32: the model has positions for no more" in capsys.readouterr().err
+    assert "stopped at position 32, the model's last" in capsys.readouterr().err
     assert run(runs / "learned", "--prompt", "x" * 20, "--max-new-tokens", 12, "--temperature", 0) == 0
     assert "stopped" not in capsys.readouterr().err
     message = refused(capsys, 2, runs / "learned", "--prompt", "x" * 33)
-    assert "prompt has 33 tokens, and the model has positions for 32" in message
+    assert "prompt has 33 tokens; expected at most 32, the model's number of positions" in message
 
 
 def test_no_prompt_starts_after_end_of_text(runs, capsys):
@@ -176,7 +176,7 @@ def test_a_state_of_another_run_is_refused(runs, tmp_path, capsys):
     message = refused(capsys, 1, runs / "chunked", "--load-state", state)
     assert f"{state}: the state of another model, {runs / 'chunked'} step 3: the same sizes" in message
     state.write_bytes(state.read_bytes()[:-7])
-    assert f"{state}: damaged, cut short" in refused(capsys, 1, runs / "chunked", "--load-state", state)
+    assert f"{state}: not a state file, or a damaged one" in refused(capsys, 1, runs / "chunked", "--load-state", state)
 
 
 def test_a_stop_string_is_neither_in_the_text_nor_in_the_state(runs, tmp_path, capsys):
@@ -212,8 +212,8 @@ def test_a_conversation_ends_where_the_positions_do(runs, monkeypatch, capsys):
     too_long = b"y" * 40
     assert converse(monkeypatch, b"\n".join([b"a\\", b"b", too_long, b"c", b"d"]), runs / "learned") == 0
     out, err = capsys.readouterr()
-    assert "the prompt has 40 tokens after 23 others, and the model has positions for 32" in err
-    assert err.endswith("full: the model has positions for 32 tokens and no more\n")
+    assert "the prompt has 40 tokens after 23 others; expected at most 32, the model's number of positions" in err
+    assert err.endswith("stopped: the model has only 32 positions\n")
     assert len(out.splitlines()) >= 2
 
 
@@ -260,7 +260,7 @@ def test_a_damaged_checkpoint_is_skipped_by_name(runs, tmp_path, capsys):
     assert "7 is damaged" in refused(capsys, 1, tmp_path / "run", "--step", 7)
     (tmp_path / "run/checkpoints/3/SHA256SUMS").unlink()
     assert run(tmp_path / "run") == 1
-    assert "none of its checkpoints is intact" in capsys.readouterr().err
+    assert "no intact checkpoint" in capsys.readouterr().err
 
 
 def test_a_mode_without_decode_is_refused_by_name(runs, monkeypatch, capsys):
@@ -275,10 +275,10 @@ def test_a_mode_without_decode_is_refused_by_name(runs, monkeypatch, capsys):
     (["--temperature", "0", "--top-p", "0.5"], "--top-p"), (["--stop", ""], "--stop"),
     (["--num-samples", "2", "--interactive"], "--interactive"), (["--num-samples", "2", "--save-state", "s"], "--save"),
     (["--prompt", "-", "--interactive"], "--interactive"), (["--save-state", "/nowhere/s"], "--save-state /nowhere/s"),
-    (["--load-state", "/nowhere/s"], "--load-state /nowhere/s: there is no such file"),
+    (["--load-state", "/nowhere/s"], "--load-state /nowhere/s: no such file"),
     (["--num-samples", "0"], "--num-samples"), (["--prompt", "a", "--prompt-file", "b"], "--prompt-file"),
-    (["--prompt-file", "/nowhere/prompt"], "--prompt-file /nowhere/prompt: there is no such file"),
-    (["--step", "5"], "no checkpoint of step 5; there are: 3, 7")])
+    (["--prompt-file", "/nowhere/prompt"], "--prompt-file /nowhere/prompt: no such file"),
+    (["--step", "5"], "no checkpoint at step 5; expected one of 3, 7")])
 def test_impossible_options_are_named(runs, capsys, arguments, name):
     assert name in refused(capsys, 2, runs / "chunked", *arguments)
 
@@ -288,16 +288,16 @@ def test_folders_that_are_no_runs_are_named(runs, tmp_path, capsys):
     assert "it has no config.json" in refused(capsys, 2, tmp_path)
     copy = shutil.copytree(runs / "chunked", tmp_path / "run")
     shutil.rmtree(copy / "checkpoints")
-    assert f"{copy}: there are no checkpoints" in refused(capsys, 1, copy)
+    assert f"{copy}: no checkpoints" in refused(capsys, 1, copy)
     (copy / "environment.json").write_text("{}")
-    assert "environment.json: it has no vocabulary_size" in refused(capsys, 1, copy)
+    assert "environment.json: no vocabulary_size" in refused(capsys, 1, copy)
     (copy / "environment.json").write_text('{"vocab')
     assert "environment.json is damaged" in refused(capsys, 1, copy)
     shutil.copy(runs / "chunked/environment.json", copy)
     for content, message in (("[1]", "damaged"), ('{"format": 1, "model": 3}', "not a config"),
                              ('{"format": 1, "model": {"size": 3}}', "unknown field model.size"),
-                             ('{"model": {}}', "config.json: it has no format number, and this version of lineargpt"),
-                             ('{"format": 2}', "config.json: it has format 2, and this version of lineargpt")):
+                             ('{"model": {}}', "config.json: no format version; this version of lineargpt"),
+                             ('{"format": 2}', "config.json: format 2; this version of lineargpt")):
         (copy / "config.json").write_text(content)
         assert run(copy) in (1, 2)
         assert message in capsys.readouterr().err

@@ -128,7 +128,7 @@ def test_environment_json_says_what_it_was_made_with(recipe, finished):
 def test_a_finished_run_says_so_and_changes_nothing(recipe, run_dir, capsys):
     before = contents(run_dir)
     assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 7) == 0
-    assert f"{run_dir} is finished: step 7. More --train.steps" in capsys.readouterr().err
+    assert f"{run_dir} is finished: step 7. Give more --train.steps" in capsys.readouterr().err
     assert contents(run_dir) == before
 
 
@@ -143,10 +143,10 @@ def test_more_steps_go_on_from_the_end(recipe, run_dir):
 
 def test_a_run_says_that_it_goes_on_and_does_not_go_back(recipe, run_dir, capsys):
     assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 8) == 0
-    assert f"note: {run_dir} goes on from step 7\n" in capsys.readouterr().err
+    assert f"note: {run_dir} resumes from step 7\n" in capsys.readouterr().err
     before = contents(run_dir)
     message = refused(capsys, 2, recipe, "--run-dir", run_dir, "--train.steps", 5)
-    assert f"{run_dir} is at step 8, beyond train.steps, 5; give at least as many" in message
+    assert f"train.steps is 5; expected at least 8, the step of {run_dir}" in message
     assert contents(run_dir) == before
 
 
@@ -154,9 +154,9 @@ def test_a_run_without_an_intact_checkpoint_is_left_as_it_is(recipe, run_dir, ca
     for path in (run_dir / "checkpoints").glob("*/SHA256SUMS"):
         path.write_text("x")
     before = contents(run_dir)
-    with pytest.warns(UserWarning, match="was truncated or altered"):
+    with pytest.warns(UserWarning, match="is truncated or altered"):
         message = refused(capsys, 1, recipe, "--run-dir", run_dir, "--train.steps", 9)
-    assert f"{run_dir}: every checkpoint is damaged. Move the folder away to start over" in message
+    assert f"{run_dir}: all checkpoints are damaged; move the folder away to start over" in message
     assert contents(run_dir) == before
 
 
@@ -199,7 +199,7 @@ def test_blocks_are_no_longer_than_the_sequence(recipe, capsys):
                           "1000"]).config
     modes: dict[str, Any] = config.model.modes
     assert (modes["bigbird"].block_size, modes["longformer"].window) == (32, 32)
-    assert "note: model.modes.bigbird.block_size is 32, not 1000: the sequence is no longer" in capsys.readouterr().err
+    assert "note: model.modes.bigbird.block_size is 32, not 1000: at most model.context" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
@@ -213,14 +213,14 @@ def test_a_chunk_that_changes_the_function_may_not_change(recipe, tmp_path, caps
 def test_documents_side_by_side_need_a_mode_that_keeps_them_apart(recipe, tmp_path, capsys):
     message = refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", "--attention", "softmax,bigbird",
                       "--data.packing", "documents")
-    assert "data.packing documents: attention mode 'bigbird' cannot keep the documents of a row apart" in message
+    assert "data.packing documents: attention mode 'bigbird' cannot separate the documents of a row" in message
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("mode", sorted(set(attentions.modes()) - set(attentions.causal_modes())))
 def test_what_sees_the_whole_sequence_is_no_language_model(recipe, tmp_path, capsys, mode):
     message = refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", "--attention", mode)
-    assert f"--attention {mode}: it sees the whole sequence and cannot be a language model" in message
+    assert f"--attention {mode}: it is bidirectional and cannot be a language model" in message
 
 
 @pytest.mark.thorough
@@ -260,7 +260,7 @@ class Attention(SelfAttention):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--attention", "chunkd"], "--attention chunkd: no such mode; perhaps you meant chunked. There are bigbird"),
+    (["--attention", "chunkd"], "--attention chunkd: no such mode; perhaps you meant chunked; expected one of"),
     (["--model.widht", 3], "Unrecognized options: --model.widht"),
     (["--model.widht", 3], "Perhaps you meant: --model.width"),
     (["--model.width", "wide"], "Error parsing --model.width: invalid literal for int"),
@@ -268,18 +268,18 @@ class Attention(SelfAttention):
     (["--model.modes.chunked.chunk-size", 0], "chunk_size is 0; expected at least 1"),
     (["--model.heads", 3], "model.heads is 3, which does not divide model.width, 16"),
     (["--model.layers", 0], "model.layers is 0; expected at least 1"),
-    (["--model.width", 6, "--model.positions", "rotary"], "the head width, 3, has to be even"),
-    (["--model.context", 50_000], "model.context: a context of 50000 needs more than the"),
-    (["--train.steps", "None"], "train.steps and train.minutes are both None: give one of them"),
+    (["--model.width", 6, "--model.positions", "rotary"], "rotary and the head width 3; expected an even"),
+    (["--model.context", 50_000], "model.context is 50000; the"),
+    (["--train.steps", "None"], "train.steps and train.minutes are both None; expected at least one of them"),
     (["--train.steps", 0], "train.steps is 0; expected at least 1"),
     (["--train.minutes", -1], "train.minutes is -1.0; expected a number above 0"),
     (["--train.batch-size", 0], "train.batch_size is 0; expected at least 1"),
     (["--train.seed", -1], "train.seed is -1; expected 0 to"),
     (["--optimizer.learning-rate", "nan"], "optimizer.learning_rate is nan; expected a number above 0"),
     (["--checkpoint.keep", 0], "checkpoint.keep is 0; expected at least 1"),
-    (["--mesh.fsdp", 64], "mesh.fsdp × mesh.tensor × mesh.context is 64; there are"),
-    (["--data.dir", "nowhere"], "there are no token files in nowhere (no meta.json); make them with: python -m"),
-    (["--data.tokenizer", "gpt2"], "holds tokens of the tokenizer bytes, and data.tokenizer is gpt2: set --data.tok"),
+    (["--mesh.fsdp", 64], "mesh.fsdp × mesh.tensor × mesh.context is 64; expected 1 to"),
+    (["--data.dir", "nowhere"], "no token files in nowhere (no meta.json); create them with: python -m"),
+    (["--data.tokenizer", "gpt2"], "has tokens of bytes; set --data.tok"),
     (["--data.tokenizer", "gpt3"], "gpt3"),
 ])
 def test_what_cannot_be_run_stops_before_any_work(recipe, tmp_path, capsys, arguments, message):
@@ -288,13 +288,13 @@ def test_what_cannot_be_run_stops_before_any_work(recipe, tmp_path, capsys, argu
 
 
 def test_without_a_recipe_the_usage_is_shown(capsys):
-    assert "which recipe? It comes first usage: python train.py RECIPE" in refused(capsys, 2)
-    assert "which recipe?" in refused(capsys, 2, "--attention", "softmax")
+    assert "expected a recipe as the first argument usage: python train.py RECIPE" in refused(capsys, 2)
+    assert "expected a recipe" in refused(capsys, 2, "--attention", "softmax")
 
 
 def test_an_unknown_recipe_is_told_with_those_there_are(capsys):
     message = refused(capsys, 2, "configs/quikstart.py")
-    assert message.startswith("train.py: configs/quikstart.py: no such recipe. There are: configs/")
+    assert message.startswith("train.py: configs/quikstart.py: no such recipe; expected one of configs/")
     assert "configs/quickstart.py" in message
 
 
@@ -305,8 +305,8 @@ def test_what_is_too_long_is_shortened_with_a_note(recipe, tmp_path, capsys):
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     assert notes == [
         "note: train.accumulate is 2, not 3, which does not divide train.batch_size",
-        "note: optimizer.warmup_steps is 2, not 50: a tenth of the run",
-        "note: model.modes.chunked.chunk_size is 32, not 64: the sequence is no longer"]
+        "note: optimizer.warmup_steps is 2, not 50: at most a tenth of the run",
+        "note: model.modes.chunked.chunk_size is 32, not 64: at most model.context"]
     values = json.loads((tmp_path / "run" / "config.json").read_text())
     assert values["train"]["accumulate"] == 2
     assert values["optimizer"]["warmup_steps"] == 2
@@ -358,11 +358,11 @@ def test_the_run_of_another_model_is_left_alone(recipe, run_dir, capsys, argumen
 
 def test_a_folder_that_is_no_run_is_left_alone(recipe, tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("years of work")
-    assert "holds something that is not a run; give another" in refused(capsys, 2, recipe, "--run-dir", tmp_path)
+    assert "holds other files than a run; give another" in refused(capsys, 2, recipe, "--run-dir", tmp_path)
     assert contents(tmp_path) == {"thesis.tex": b"years of work"}
 
 
-@pytest.mark.parametrize(("change", "said"), [({"format": 2}, "it has format 2"), (None, "it has no format number")])
+@pytest.mark.parametrize(("change", "said"), [({"format": 2}, "format 2"), (None, "no format version")])
 def test_a_run_of_another_format_is_refused_and_left_alone(recipe, run_dir, tmp_path, capsys, change, said):
     import compare
     import convert
@@ -373,7 +373,7 @@ def test_a_run_of_another_format_is_refused_and_left_alone(recipe, run_dir, tmp_
     assert values.pop("format") == 1
     (run_dir / "config.json").write_text(json.dumps(values | (change or {})))
     before = contents(run_dir)
-    message = f"{run_dir / 'config.json'}: {said}, and this version of lineargpt reads format 1; use the version that"
+    message = f"{run_dir / 'config.json'}: {said}; this version of lineargpt reads format 1: use the version that"
     assert message in refused(capsys, 1, recipe, "--run-dir", run_dir)
     assert message in refused(capsys, 1, recipe, "--run-dir", tmp_path / "new", "--init-from", run_dir)
     for command, arguments in ((sample, []), (evaluate, []), (compare, ["--out", str(tmp_path / "page.html")])):
@@ -409,7 +409,7 @@ def test_a_full_disk_ends_in_one_message_and_loses_nothing(recipe, run_dir):
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1, errors
     assert "Traceback" not in errors
-    assert f"the checkpoint of step 9 could not be written to {run_dir / 'checkpoints'}; check the free space" in errors
+    assert f"the checkpoint of step 9 could not be written to {run_dir / 'checkpoints'}; check its free space" in errors
     assert 7 in tiny.saved_steps(run_dir)
     after = tiny.arrays(run_dir, 7)
     assert all((after[name] == before[name]).all() for name in before)
@@ -518,7 +518,7 @@ def test_a_linear_run_begins_with_softmax_parameters(recipe, softmax_run, tmp_pa
     assert tiny.run(recipe, "--attention", "chunked", "--run-dir", tmp_path / "run", "--init-from", softmax_run,
                     *flags) == 0
     said = next(line for line in capsys.readouterr().err.splitlines() if "--init-from" in line)
-    assert said.startswith(f"note: --init-from {softmax_run}, step 2: taken: ")
+    assert said.startswith(f"note: --init-from {softmax_run}, step 2: loaded: ")
     taken, new = said.split("; new: ")
     assert "token_embedding" in taken
     assert "optimizer state, step and clocks" in new
@@ -551,7 +551,7 @@ def test_what_a_mode_has_in_another_shape_is_new_and_said(recipe, softmax_run, t
                     "--model.modes.gated.short-conv", 3) == 0
     said = capsys.readouterr().err
     assert said.splitlines()[0].endswith(
-        "; of another shape there: attention.key_taps_KF, attention.query_taps_KF, attention.value_taps_KF")
+        "; of another shape: attention.key_taps_KF, attention.query_taps_KF, attention.value_taps_KF")
     four, three = tiny.arrays(tmp_path / "four", 2), tiny.arrays(tmp_path / "three", 0)
     same = [name for name in four if name.startswith("parameters") and "taps" not in name]
     assert any("['gate']" in name for name in same)
@@ -571,7 +571,7 @@ def test_the_same_mode_begins_at_the_loss_the_other_run_ended_with(recipe, finis
 def test_a_run_that_has_begun_ignores_init_from_and_says_so(recipe, softmax_run, run_dir, capsys):
     straight = contents(run_dir / "checkpoints" / "7")
     assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 8, "--init-from", softmax_run) == 0
-    assert f"note: --init-from {softmax_run} is ignored: {run_dir} has begun" in capsys.readouterr().err
+    assert f"note: --init-from {softmax_run} is ignored: {run_dir} resumes" in capsys.readouterr().err
     assert contents(run_dir / "checkpoints" / "7") == straight
     assert [line["step"] for line in tiny.lines(run_dir, "train")] == list(range(1, 9))
     assert "init_from" not in json.loads((run_dir / "environment.json").read_text())
@@ -592,7 +592,7 @@ def test_a_resumed_run_remembers_what_it_began_with_and_is_the_uninterrupted_one
 @pytest.mark.thorough
 def test_a_shorter_context_takes_the_first_positions(recipe, softmax_run, tmp_path, capsys):
     assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--init-from", softmax_run, "--model.context", 16) == 0
-    assert "of the positions the first 16 of 32" in capsys.readouterr().err
+    assert "the first 16 of 32 positions" in capsys.readouterr().err
     name = "parameters['position_embedding']['embedding']"
     np.testing.assert_array_equal(tiny.arrays(tmp_path / "run", 0)[name], tiny.arrays(softmax_run, 2)[name][:16])
 
@@ -600,13 +600,13 @@ def test_a_shorter_context_takes_the_first_positions(recipe, softmax_run, tmp_pa
 @pytest.mark.thorough
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--model.width", 32], "has shape (16,) there and (32,) here; model.width is 16 there and 32 here"),
-    (["--model.layers", 3], "it has no blocks.2.attention_norm.bias, which this model has; model.layers is 2 there"),
+    (["--model.layers", 3], "no parameter blocks.2.attention_norm.bias, which this model has; model.layers is 2 there"),
     (["--model.layers", 1], "is not in this model; model.layers is 2 there and 1 here"),
     (["--model.head-width", 4], "has shape (16,) there and (8,) here; model.head_width is 8 there and 4 here"),
-    (["--model.heads", 4], "the attention weights are of other heads; model.heads is 2 there and 4 here"),
+    (["--model.heads", 4], "the attention heads differ; model.heads is 2 there and 4 here"),
     (["--model.positions", "rotary"], "model.positions is learned there and rotary here"),
-    (["--model.context", 64], "position_embedding.embedding has shape (32, 16) there and (64, 16) here: there are "
-                              "learned positions for 32 tokens and model.context is 64; give --model.context 32"),
+    (["--model.context", 64], "position_embedding.embedding has shape (32, 16) there and (64, 16) here: model.context "
+                              "is 64; expected at most the 32 learned positions there"),
 ])
 def test_a_run_whose_shapes_disagree_is_refused(recipe, softmax_run, tmp_path, capsys, arguments, message):
     said = refused(capsys, 2, recipe, "--run-dir", tmp_path / "run", "--init-from", softmax_run, *arguments)
@@ -627,14 +627,14 @@ def test_what_another_process_began_meanwhile_is_read_under_the_lock(recipe, fin
             yield
 
     monkeypatch.setattr(runs, "locked", after_another)
-    assert "was begun with --init-from theirs and has no intact checkpoint" in refused(
+    assert "was started with --init-from theirs and has no intact checkpoint" in refused(
         capsys, 2, recipe, "--run-dir", tmp_path / "run")
 
 
 def test_init_from_what_is_no_run_is_refused(recipe, tmp_path, capsys):
     assert "there is no such folder" in refused(capsys, 2, recipe, "--run-dir", tmp_path / "run",
                                                 "--init-from", tmp_path / "nowhere")
-    assert "give --init-from RUN too" in refused(capsys, 2, recipe, "--run-dir", tmp_path / "run",
+    assert "--init-from.reset requires --init-from RUN" in refused(capsys, 2, recipe, "--run-dir", tmp_path / "run",
                                                  "--init-from.reset", "attention")
     assert not (tmp_path / "run").exists()
 
@@ -679,6 +679,6 @@ def test_a_batch_in_sequences_goes_before_one_in_tokens(recipe, capsys):
     assert config.train.batch_size == 3  # of 32 tokens
     config = train.parse([str(recipe), "--train.batch-size", "5", "--train.batch-tokens", "100"]).config
     assert (config.train.batch_size, config.train.batch_tokens) == (5, None)
-    assert "train.batch_size is 5, and train.batch_tokens 100 does not count" in capsys.readouterr().err
+    assert "train.batch_tokens 100 is ignored, as train.batch_size is 5" in capsys.readouterr().err
     assert "train.batch_tokens is 31; expected at least model.context, 32" in refused(
         capsys, 2, recipe, "--train.batch-size", 0, "--train.batch-tokens", 31)
