@@ -75,7 +75,7 @@ class Case(ABC):
     @property
     @abstractmethod
     def sizes(self) -> str:
-        """Sizes, number format and options, in words."""
+        """Sizes, dtype and options, in words."""
 
     @abstractmethod
     def make_shapes(self) -> Arrays:

@@ -49,5 +49,5 @@ def only(selected_NBC: Array | None, x_NBHCM: Array) -> Array:
 
 
 def rows(x_NBHCM: Array, scale_NBHC: Array | None) -> Array:
-    """Rows times a scale, in x's number format."""
+    """Rows times a scale, in x's dtype."""
     return x_NBHCM if scale_NBHC is None else (x_NBHCM * scale_NBHC[..., None]).astype(x_NBHCM.dtype)

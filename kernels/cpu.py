@@ -125,7 +125,7 @@ def rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
 @jax.custom_vjp
 def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"],
             bias_F: Float[Array, " F"]) -> Float[Array, "B T F"]:
-    """x w + bias in x's number format, with its gradient written out as products of matrices that lie in memory.
+    """x w + bias in x's dtype, with its gradient written out as products of matrices that lie in memory.
 
     XLA has fast products for operands as they lie in memory. What leads to an operand it would compute again for each
     use, number by number where the use is transposed.

@@ -1,4 +1,4 @@
-"""Products and roundings between float32 and narrower number formats."""
+"""Products and roundings between float32 and narrower dtypes."""
 
 from typing import Any
 

@@ -22,7 +22,7 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """Sum over tokens of −log softmax(x · embeddingᵀ)[target], in nats, float32. Targets below 0 are not scored.
 
-    Products are made in x's number format and summed in float32 or better.
+    Products are made in x's dtype and summed in float32 or better.
     """
     return _summed(x_BTE.reshape(-1, x_BTE.shape[2]), embedding_VE, targets_BT.reshape(-1))
 

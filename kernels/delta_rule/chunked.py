@@ -159,7 +159,7 @@ def _transposed(x: Array) -> Array:
 
 
 def _scaled(x_NBHCM: Array, scale_NBHC: Array | None) -> Array:
-    """Rows times a scale; not rounded to the rows' number format."""
+    """Rows times a scale; not rounded to the rows' dtype."""
     return x_NBHCM if scale_NBHC is None else x_NBHCM * scale_NBHC[..., None]
 
 

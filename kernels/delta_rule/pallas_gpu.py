@@ -23,7 +23,7 @@ from kernels.remat import kept
 
 CHUNK = 64
 WIDEST = {"bfloat16": 128, "float16": 64, "float32": 64}
-"""Greatest M and D by number format: others have no registers left."""
+"""Greatest M and D by dtype: others have no registers left."""
 
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: int | None = None) -> str | None:

@@ -3,7 +3,7 @@
 A program scans a *span* of tokens in chunks of C with a state in registers. It has the full width of the arrays that
 are the rows of the state, and a tile of the one that is its columns.
 
-Widths and number formats decide what fits into registers:
+Widths and dtypes decide what fits into registers:
 
 - The matrix units hold float32 operands in registers, so a float32 operand is taken in slabs of ``SLAB`` columns, which
   are loaded at every use. A state lies in as many parts.

@@ -165,7 +165,7 @@ def _turned(state: State) -> State:
 
 
 MakePlan = Callable[[int, int, int, int, int, jnp.dtype], Plan]
-"""The plan of B, T, H, M and D, and the operands' number format."""
+"""The plan of B, T, H, M and D, and the operands' dtype."""
 
 
 def _chosen(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, make_plan: MakePlan) -> Plan:

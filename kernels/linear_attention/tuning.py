@@ -1,6 +1,6 @@
 """How the GPU kernels are cut: chunk length, tiles, warps, pipeline stages and schedule, from a table of measurements.
 
-``tuning.json`` has a row for each device kind, widths, number format and class of lengths that was measured, each with
+``tuning.json`` has a row for each device kind, widths, dtype and class of lengths that was measured, each with
 its measurement; ``python -m benchmarks.tune`` writes it anew on the machine that it runs on. What is not in the table
 gets the defaults below: nothing is ever searched for at run time.
 """
@@ -163,7 +163,7 @@ def kernel_chunk_sizes(tokens: int, M: int, D: int, dtype: DTypeLike, chunk_size
         tokens: T.
         M: width of features, a power of two.
         D: width of values, a power of two.
-        dtype: number format of the operands.
+        dtype: dtype of the operands.
         chunk_size: for both passes, in place of the table's; the gradient of queries may have a shorter one.
         segments: whether there are any.
         row: in place of the table's.
@@ -203,7 +203,7 @@ def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, 
         heads: H.
         M: width of features, a power of two.
         D: width of values, a power of two.
-        dtype: number format of the operands.
+        dtype: dtype of the operands.
         chunk_sizes: as decided for the call; None: those of :func:`kernel_chunk_sizes`.
         schedule: None picks the one of less cost, see :meth:`Launch.cost`.
         segments: whether there are any.

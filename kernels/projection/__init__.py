@@ -1,4 +1,4 @@
-"""Products of activations with a weight matrix, in the number format of the activations."""
+"""Products of activations with a weight matrix, in the dtype of the activations."""
 
 from kernels.projection.api import project, project_each, project_wide, unembed
 

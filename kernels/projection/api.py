@@ -1,4 +1,4 @@
-"""Products of activations with a weight matrix, in the number format of the activations."""
+"""Products of activations with a weight matrix, in the dtype of the activations."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,9 +14,9 @@ from kernels.projection.decode import projection_decode
 
 def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Float[Array, " F"], *,
             onto_BTF: Float[Array, "B T F"] | None = None) -> Float[Array, "B T F"]:
-    """x w + bias in x's number format, summed in float32 or better, and rounded before the bias and after it.
+    """x w + bias in x's dtype, summed in float32 or better, and rounded before the bias and after it.
 
-    With ``onto_BTF`` it is added to that, in its number format. One token on a GPU then takes a single launch, which
+    With ``onto_BTF`` it is added to that, in its dtype. One token on a GPU then takes a single launch, which
     has no derivative, rounds once and reads wᵀ: where w is itself the transpose of what lies in memory, XLA copies
     nothing.
     """
@@ -36,7 +36,7 @@ def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Flo
 
 def project_wide(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array, Array]]
                  ) -> list[Float[Array, "B T F"]]:
-    """x w + bias for each weight w, (E, F), and bias, (F,), multiplied in x's number format, summed and left in float32
+    """x w + bias for each weight w, (E, F), and bias, (F,), multiplied in x's dtype, summed and left in float32
     or better. One token on a GPU as in :func:`project_each`."""
     if _alone_on_gpu(x_BTE):
         weights, biases = zip(*parameters, strict=True)

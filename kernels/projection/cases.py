@@ -45,7 +45,7 @@ class ProjectCase(Case):
 
 @dataclass(frozen=True)
 class DecodeCase(Case):
-    """A call of ``projection_decode``: one token and ``count`` weights in the case's number format, and all that goes
+    """A call of ``projection_decode``: one token and ``count`` weights in the case's dtype, and all that goes
     with them: LayerNorm, GELU, and what the results are added to."""
 
     E: int

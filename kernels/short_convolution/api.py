@@ -26,7 +26,7 @@ def short_convolution(
     before_BPF: Float[Array, "B P F"] | None = None,
     segment_ids_BT: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T F"]:
-    """The convolution, summed in float32 or better, in x's number format. Its memory is that of x.
+    """The convolution, summed in float32 or better, in x's dtype. Its memory is that of x.
 
     Args:
         x_BTF: F channels of the tokens.

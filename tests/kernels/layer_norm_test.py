@@ -1,4 +1,4 @@
-"""The number format that LayerNorm computes in; the rest is in ``op_contract_test.py``."""
+"""The dtype that LayerNorm computes in; the rest is in ``op_contract_test.py``."""
 
 import jax
 import jax.numpy as jnp

@@ -286,7 +286,7 @@ def test_end_of_text_ends_each_sample(platform, monkeypatch):
 
 @pytest.mark.parametrize(("platform", "shape"), [("cpu", (16, 64)), ("gpu", (64, 16))])
 def test_weights_are_kept_as_the_products_read_them(platform, shape, monkeypatch):
-    """In their number format, and on a GPU transposed; the model itself stays as it is."""
+    """In their dtype, and on a GPU transposed; the model itself stays as it is."""
     monkeypatch.setattr(sampler_module, "device", types.SimpleNamespace(platform=lambda: platform))
     config = ModelConfig(layers=1, heads=2, width=16, context=8, dtype="bfloat16", attention=("linear",))
     model = GPT(resolve_config(config), V, rngs=nnx.Rngs(0))
