@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from kernels import device
+from kernels.mixed_precision import product
 from kernels.remat import kept
 from kernels.segments import HIDDEN
 
@@ -70,14 +71,14 @@ def grouped_attention(
     limit = SCORES_AT_ONCE.get(device.platform(), SCORES_AT_ONCE["gpu"])
 
     def whole(q_BHTD: Array, k_BHSD: Array, v_BHSD: Array, query_tags: Any, key_tags: Any) -> tuple[Array, Array]:
-        scores_BHTS = jnp.einsum("bhtd,bhsd->bhts", q_BHTD, k_BHSD, preferred_element_type=dtype) / math.sqrt(D)
+        scores_BHTS = product("bhtd,bhsd->bhts", q_BHTD, k_BHSD, dtype) / math.sqrt(D)
         shown_BHTS = jnp.broadcast_to(visible(query_tags, key_tags), scores_BHTS.shape)
         scores_BHTS = jnp.where(shown_BHTS, scores_BHTS, HIDDEN)
         most_BHT = lax.stop_gradient(scores_BHTS.max(axis=-1))
         weights_BHTS = jnp.where(shown_BHTS, jnp.exp(scores_BHTS - most_BHT[..., None]), 0)
         total_BHT = weights_BHTS.sum(axis=-1)
         sees_BHT = total_BHT > 0
-        y_BHTD = jnp.einsum("bhts,bhsd->bhtd", weights_BHTS.astype(v_BHSD.dtype), v_BHSD, preferred_element_type=dtype)
+        y_BHTD = product("bhts,bhsd->bhtd", weights_BHTS.astype(v_BHSD.dtype), v_BHSD, dtype)
         total_BHT = jnp.where(sees_BHT, total_BHT, 1)
         return y_BHTD / total_BHT[..., None], jnp.where(sees_BHT, most_BHT + jnp.log(total_BHT), HIDDEN)
 
