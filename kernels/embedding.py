@@ -110,7 +110,8 @@ _AS_ON_A_GPU: tuple[tuple[str, Any], ...] = (("kernels.device.platform", lambda:
 # float32: sums of up to some hundred rows.
 CASES = (
     EmbeddingCase(2, 7, 5, 3, dtype="float64", tolerance=1e-14, title="on a CPU"),
-    *(EmbeddingCase(2, T, V, 3, dtype=dtype, tolerance=tolerance, title="as on a GPU", constants=_AS_ON_A_GPU)
+    *(EmbeddingCase(2, T, V, 3, dtype=dtype, tolerance=tolerance, title=f"as on a GPU, T{T} V{V} {dtype}",
+                    constants=_AS_ON_A_GPU)
       for dtype, tolerance in (("float64", 1e-14), ("float32", 1e-6)) for T, V in ((1, 1), (7, 5), (8, 50), (61, 3))),
     EmbeddingCase(1, 4096, 50_257, 768, dtype="float32", tolerance=1e-6, used_by=("gpu-check", "gpu")),
 )

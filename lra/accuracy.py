@@ -295,7 +295,7 @@ def draw(path: Path, runs: Sequence[Run], published: Mapping[str, Any]) -> None:
 
 @functools.partial(report.Benchmark, module="lra.table accuracy", files=True, flags={
     "RUNS": {"nargs": "+", "metavar": "RUN", "type": Path, "help": "folders of runs of lra.train"}})
-def main(options: Namespace, results: report.Results) -> int:
+def make_table(options: Namespace, results: report.Results) -> int:
     """Makes the table; returns 1 where a run had to be left out."""
     runs, left_out = load_all(options.runs)
     for error in left_out:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from lra import accuracy, efficiency
 
-PARTS = {"efficiency": efficiency.main, "accuracy": accuracy.main}
+PARTS = {"efficiency": efficiency.main, "accuracy": accuracy.make_table}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -61,7 +61,7 @@ def part_of(run: Run) -> str:
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
-    drawn = [loss_against(runs, "optimizer.learning_rate", of=part_of, called="without", mark_best=False, arm=_family,
+    drawn = [loss_against(runs, "optimizer.learning_rate", of=part_of, called="without", mark_best=False,
                           title="Loss without each part")]
     for mode in ("softmax", "gated"):
         of_mode = [run for run in runs if _family(run) == mode]

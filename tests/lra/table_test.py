@@ -140,7 +140,7 @@ def test_a_case_says_what_is_wrong_with_it():
 
 def test_only_what_is_measured_makes_a_layer_of_each_mode(monkeypatch):
     monkeypatch.setattr(efficiency, "table_rows", lambda: pytest.fail("it was asked for"))
-    assert accuracy.main.parse(["run", "--out", "name"]).runs == [Path("run")]
+    assert accuracy.make_table.parse(["run", "--out", "name"]).runs == [Path("run")]
     assert efficiency.main.parse(["--out", "name", "--rows", "linear"]).rows == ("linear",)
     with pytest.raises(SystemExit, match="0"):
         table.main(["efficiency", "--help"])
