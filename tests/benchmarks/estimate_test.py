@@ -16,6 +16,7 @@ from benchmarks import estimate, memory, target
 from benchmarks.launches import Launch, PallasCall, Work, launches, pallas_kernels, read_graphed
 from benchmarks.program import Shape, read_program
 from configs.schema import Config, ModelConfig, TrainConfig
+from kernels import embedding
 from support.errors import ConfigError
 
 pytestmark = pytest.mark.fast
@@ -219,7 +220,8 @@ def test_estimates_of_small_programs():
     model = ModelConfig(layers=1, heads=2, width=128, context=1024, dtype="bfloat16", attention=("softmax",))
     config = Config(model=model, train=TrainConfig(batch_size=1)).to_dict()
     step = estimate.estimate_elsewhere({"card": "h200", "config": config, "vocabulary": 512, "sampling": False}, python)
-    # Six products a layer's matrix, and the attention's two and five.
-    dense = 6 * 1024 * (12 * 128**2 + 512 * 128)
-    assert step.operations == pytest.approx(dense + 7 * 1024**2 * 128, rel=0.01)
+    # Three products a matrix of a layer and of the head, the attention's two and five, and those of the embedding's
+    # gradient.
+    dense, of_embedding = 6 * 1024 * (12 * 128**2 + 512 * 128), 2 * 1024 * embedding.ROWS * 128
+    assert step.operations == pytest.approx(dense + 7 * 1024**2 * 128 + of_embedding, rel=0.01)
     assert any(launch.in_graph for launch in step.launches)

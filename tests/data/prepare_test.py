@@ -274,7 +274,7 @@ def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, 
         "interrupt": ("signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)",
                       130, "interrupted; repeat the command to resume"),
         "full disk": ("self.sync(); resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))", 1,
-                      f"data.prepare: cannot write token files to {out}: File too large; make room"),
+                      f"data.prepare: cannot write token files to {out}: File too large; free disk space"),
         "worker": ("[os.kill(int(p.name), 9) for p in Path('/proc').iterdir() if p.name.isdigit() and "
                    "Path('/proc', p.name, 'stat').read_text().rpartition(')')[2].split()[1] == str(os.getpid())]", 1,
                    "data.prepare: a tokenizing process ended (exit code -9)"),
