@@ -1,6 +1,6 @@
 """The harness of the benchmarks: command line, cases that take turns, processes, JSON file, table and picture.
 
-A benchmark is a function that measures, decorated by :func:`benchmark` with its flags, tables and panels. It adds rows
+A benchmark is a function that measures, decorated by :class:`Benchmark` with its flags, tables and panels. It adds rows
 to :class:`Results`; the harness writes them as they come, and prints and draws them at the end.
 """
 

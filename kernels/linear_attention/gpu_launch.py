@@ -210,7 +210,7 @@ class Grid(NamedTuple):
             out_specs=[block.spec for block in written],
             out_shape=[block.array for block in written],
             compiler_params=triton.CompilerParams(num_warps=self.cut.tiles.warps, num_stages=self.cut.tiles.stages),
-            interpret=device.platform() != "gpu",
+            interpret=device.interprets_kernels(),
             name=f"{self.op}_{name}",
         )(*(block.array for block in read))
         return jax.tree.unflatten(written_tree, results)

@@ -57,7 +57,7 @@ def projection_decode(
 
     Args:
         x_BTE: one token.
-        weights: (F, E), each with its own F; they are multiplied in the number format of norm(x).
+        weights: (F, E), each with its own F; they are multiplied in the dtype of norm(x).
         biases: as many, (F,); None: none.
         norm: LayerNorm of x; None: x as it is.
         activation: of what is computed, in float32.
@@ -111,7 +111,7 @@ def projection_decode(
         out_specs=of_results,
         out_shape=tuple(map(jax.ShapeDtypeStruct, [(F,) for F in widths], dtypes)),
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
-        interpret=device.platform() != "gpu",
+        interpret=device.interprets_kernels(),
         name="projection_decode",
     )(operands)
     return [y_F[None, None] for y_F in results]

@@ -49,7 +49,7 @@ def has_kernel(x_BTE: Any, M: int, D: int, taps: int) -> bool:
     """Whether :func:`recurrent_step` is one launch on the device that is traced for.
 
     Args:
-        x_BTE: the tokens, in the number format that q, k and v will have.
+        x_BTE: the tokens, in the dtype that q, k and v will have.
         M: width of the features.
         D: width of the values.
         taps: K of the short convolution; 0: none.

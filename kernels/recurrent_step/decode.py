@@ -149,7 +149,7 @@ def decode(q: Input, k: Input, v: Input, s_BHMD: Array, z_BHM: Array | None = No
         input_output_aliases={i: 1 + i for i in range(in_place)},
         compiler_params=triton.CompilerParams(
             num_warps=next(warps for warps in WARPS if features * tile <= _numbers(warps)), num_stages=1),
-        interpret=device.platform() != "gpu",
+        interpret=device.interprets_kernels(),
         name="recurrent_step",
     )(kept, given)
     return Step(y_BHD[:, None], *left)

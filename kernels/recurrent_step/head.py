@@ -38,7 +38,7 @@ class Step(NamedTuple):
     """What a token leaves."""
 
     y_BTHD: Float[Array, "B 1 H D"]
-    """In the number format of the values."""
+    """In the dtype of the values."""
     s_BHMD: Float[Array, "B H M D"]
     z_BHM: Float[Array, "B H M"] | None
     before_BPHD: tuple[Array | None, ...]

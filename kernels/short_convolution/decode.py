@@ -75,7 +75,7 @@ def convolve_token(
                    [jax.ShapeDtypeStruct(before.shape, before.dtype) for before in before]),
         input_output_aliases={2 * count + i: count + i for i in range(count)},
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
-        interpret=device.platform() != "gpu",
+        interpret=device.interprets_kernels(),
         name="short_convolution_decode",
     )(x, taps, before)
     return [y.reshape(B, 1, F) for y in y], tuple(after.reshape(B, K - 1, F) for after in after)

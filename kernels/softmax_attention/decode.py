@@ -81,7 +81,7 @@ def softmax_decode(
         out_shape=[jax.ShapeDtypeStruct((B, H, N, width), jnp.float32),
                    *[jax.ShapeDtypeStruct((B, H, N), jnp.float32)] * 2],
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
-        interpret=device.platform() != "gpu",
+        interpret=device.interprets_kernels(),
         name="softmax_decode_splits",
     )(position_B.astype(jnp.int32), q_BTHD, k_BHSD, v_BHSD)
 
@@ -94,7 +94,7 @@ def softmax_decode(
         out_specs=pl.BlockSpec((None, None, None, tile), lambda u, h, b: (b, 0, h, u)),
         out_shape=jax.ShapeDtypeStruct((B, 1, H, width), v_BHSD.dtype),
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
-        interpret=device.platform() != "gpu",
+        interpret=device.interprets_kernels(),
         name="softmax_decode_combine",
     )(*parts)
     return y_BTHD[..., :D]
