@@ -81,7 +81,7 @@ class PowerAttentionCase(Case):
 
 
 _FORMS = ("chunked", "recurrent")
-_SHORT_BLOCKS = (("kernels.power_attention.chunked.BLOCK", 16),)
+_SHORT_BLOCKS = tuple((f"kernels.softmax_attention.blockwise.{name}", 16) for name in ("BLOCK", "BLOCK_OF_FEW_HEADS"))
 
 
 def _small(title: str, T: int, D: int = 5, *, dtype: str = "float64", **options: Any) -> PowerAttentionCase:

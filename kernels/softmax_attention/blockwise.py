@@ -59,7 +59,7 @@ def pad_tokens(x_BHTD: Array, multiple: int) -> Array:
     return jnp.pad(x_BHTD, ((0, 0), (0, 0), (0, -x_BHTD.shape[2] % multiple), (0, 0)))
 
 
-def _take(x: Array, i: Array, size: int, axis: int = 2) -> Array:
+def take(x: Array, i: Array, size: int, axis: int = 2) -> Array:
     return lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
 
@@ -90,7 +90,7 @@ def _decay_of(log_decay_BHT: Array | None, block: int) -> Callable[[Array], Bias
     parts = sums_over_parts(log_decay_BHT, block)
 
     def decay(n):
-        own_BHts = sums_between(_take(log_decay_BHT, n, block))
+        own_BHts = sums_between(take(log_decay_BHT, n, block))
 
         def bias(masked, i, j):
             whole_BH = lax.dynamic_slice(parts.whole_NM, (0, 0, i, j), (*log_decay_BHT.shape[:2], 1, 1))
@@ -141,23 +141,23 @@ def attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, *, d
     one = cached and rows == 1
     multiply = functools.partial(jnp.einsum, preferred_element_type=dtype) if one else product
     # With a column of ones the product with v sums the weights too, as they are after rounding.
-    ones_BHSD = v_BHSD if cached else _with_ones(v_BHSD)
+    ones_BHSD = v_BHSD if cached else with_ones(v_BHSD)
 
     def weighed(weights_BHts, j):
-        v_BHsD = _take(ones_BHSD, j, block)
+        v_BHsD = take(ones_BHSD, j, block)
         if one:
             y_BHtD, total_BHt = multiply("bhts,bhsd->bhtd", weights_BHts, v_BHsD), wide(weights_BHts).sum(axis=-1)
             return jnp.concatenate([y_BHtD, total_BHt[..., None]], axis=-1)
-        return multiply("bhts,bhsd->bhtd", weights_BHts, _with_ones(v_BHsD) if cached else v_BHsD)
+        return multiply("bhts,bhsd->bhtd", weights_BHts, with_ones(v_BHsD) if cached else v_BHsD)
 
     def query_block(i):
-        q_BHtD = _take(q_BHTD, i, rows)
+        q_BHtD = take(q_BHTD, i, rows)
         t_T = i * rows + jnp.arange(rows)
         bias = None if decay is None else decay(i)
 
         def key_block(masked, j, carry):
             y_BHtD, most_BHt = carry
-            scores_BHts = multiply("bhtd,bhsd->bhts", q_BHtD, _take(k_BHSD, j, block))
+            scores_BHts = multiply("bhtd,bhsd->bhts", q_BHtD, take(k_BHSD, j, block))
             if bias is not None:
                 scores_BHts += bias(masked, i, j) / scale
             if masked:
@@ -167,7 +167,7 @@ def attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, *, d
             return y_BHtD * jnp.exp(most_BHt - new_most_BHt)[..., None] + weighed(weights_BHts, j), new_most_BHt
 
         start = jnp.zeros((B, H, rows, v_BHSD.shape[3] + 1), dtype), jnp.full((B, H, rows), HIDDEN, dtype)
-        y_BHtD, most_BHt = _loop(key_blocks(i), key_block, start)
+        y_BHtD, most_BHt = loop(key_blocks(i), key_block, start)
         y_BHtD, total_BHt = y_BHtD[..., :-1], y_BHtD[..., -1]
         return (y_BHtD / total_BHt[..., None]).astype(v_BHSD.dtype), most_BHt + jnp.log(total_BHt)
 
@@ -175,11 +175,11 @@ def attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, *, d
     return (jnp.moveaxis(y_NBHtD, 0, 2).reshape(B, H, T, -1), jnp.moveaxis(logsumexp_NBHt, 0, 2).reshape(B, H, T))
 
 
-def _with_ones(v_BHSD):
+def with_ones(v_BHSD):
     return jnp.concatenate([v_BHSD, jnp.ones_like(v_BHSD[..., :1])], axis=-1)
 
 
-def _loop(spans, body, carry):
+def loop(spans, body, carry):
     """``body(masked, i, carry)`` for all i of two spans, the second of which is masked."""
     for masked, (start, stop) in zip((False, True), spans, strict=True):
         if not (isinstance(start, int) and isinstance(stop, int) and start >= stop):  # it would be compiled
@@ -214,37 +214,37 @@ def _flash_backward(causal, window, T, block, saved, dy_BHTD):
         return (0, whole), (whole, blocks)
 
     def key_block(sums, j):
-        k_BHsD, v_BHsD = _take(k_BHSD, j, block), _take(v_BHSD, j, block)
+        k_BHsD, v_BHsD = take(k_BHSD, j, block), take(v_BHSD, j, block)
         s_S = j * block + jnp.arange(block)
         bias = None if decay is None else decay(j)
 
         def query_block(masked, i, carry):
             dq_BHTD, dlog_decay_BHT, dk_BHDs, dv_BHDs, dkeys_BHs = carry
-            q_BHtD, dy_BHtD = _take(q_BHTD, i, block), _take(dy_BHTD, i, block)
+            q_BHtD, dy_BHtD = take(q_BHTD, i, block), take(dy_BHTD, i, block)
             scores_BHts = product("bhtd,bhsd->bhts", q_BHtD, k_BHsD) * scale
             if bias is not None:
                 scores_BHts += bias(masked, i, j)
-            weights_BHts = jnp.exp(scores_BHts - _take(logsumexp_BHT, i, block)[..., None])
+            weights_BHts = jnp.exp(scores_BHts - take(logsumexp_BHT, i, block)[..., None])
             if masked:
                 weights_BHts = jnp.where(mask(i * block + jnp.arange(block), s_S), weights_BHts, 0)
             weights_BHts = cpu.compute_once(rounded(weights_BHts, dy_BHTD.dtype))
             dweights_BHts = product("bhtd,bhsd->bhts", dy_BHtD, v_BHsD)
-            dscores_BHts = weights_BHts.astype(dtype) * (dweights_BHts - _take(dot_BHT, i, block)[..., None])
+            dscores_BHts = weights_BHts.astype(dtype) * (dweights_BHts - take(dot_BHT, i, block)[..., None])
             if decay is not None:
                 dkeys_BHs += dscores_BHts.sum(axis=2)
-                dlog_decay_BHt = _take(dlog_decay_BHT, i, block) + dscores_BHts.sum(axis=3)
+                dlog_decay_BHt = take(dlog_decay_BHT, i, block) + dscores_BHts.sum(axis=3)
                 dlog_decay_BHT = lax.dynamic_update_slice_in_dim(dlog_decay_BHT, dlog_decay_BHt, i * block, 2)
             dscores_BHts = rounded(dscores_BHts, q_BHTD.dtype)
             dq_BHtD = product("bhts,bhsd->bhtd", dscores_BHts, k_BHsD)
-            dk_BHDs += product("bhdt,bhts->bhds", _take(q_BHDT, i, block, 3), dscores_BHts)
-            dv_BHDs += product("bhdt,bhts->bhds", _take(dy_BHDT, i, block, 3), weights_BHts)
-            dq_BHTD = lax.dynamic_update_slice_in_dim(dq_BHTD, _take(dq_BHTD, i, block) + dq_BHtD, i * block, 2)
+            dk_BHDs += product("bhdt,bhts->bhds", take(q_BHDT, i, block, 3), dscores_BHts)
+            dv_BHDs += product("bhdt,bhts->bhds", take(dy_BHDT, i, block, 3), weights_BHts)
+            dq_BHTD = lax.dynamic_update_slice_in_dim(dq_BHTD, take(dq_BHTD, i, block) + dq_BHtD, i * block, 2)
             return dq_BHTD, dlog_decay_BHT, dk_BHDs, dv_BHDs, dkeys_BHs
 
         start: tuple[Any, ...] = (
             *sums, *(jnp.zeros(x.swapaxes(2, 3).shape, dtype) for x in (k_BHsD, v_BHsD)),
             None if decay is None else jnp.zeros(k_BHsD.shape[:3], dtype))
-        dq_BHTD, dlog_decay_BHT, dk_BHDs, dv_BHDs, dkeys_BHs = _loop(query_blocks(j), query_block, start)
+        dq_BHTD, dlog_decay_BHT, dk_BHDs, dv_BHDs, dkeys_BHs = loop(query_blocks(j), query_block, start)
         return (dq_BHTD, dlog_decay_BHT), (
             (dk_BHDs * scale).astype(k_BHSD.dtype), dv_BHDs.astype(v_BHSD.dtype), dkeys_BHs)
 
