@@ -7,6 +7,7 @@ blocks, none above 1, so that no pair takes an exponential. Dao: "FlashAttention
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -39,39 +40,43 @@ def weighted_sums(q_BHTD: Array, k_BHTD: Array, v_BHTD: Array, log_decay_BHT: Ar
 
 
 class _Factors(NamedTuple):
-    """What multiplies the power of a score, by blocks; every field None where nothing decays."""
+    """The factors of decays on the weights, by blocks."""
 
-    through_NBHt: Array | None = None
+    through_NBHt: Array
     """From the first token of a block through each."""
-    whole_NMBH: Array | None = None
+    whole_NMBH: Array
     """Over the blocks between two."""
-    after_NBHs: Array | None = None
-    """Of each token behind its block."""
-    inside_NBHts: Array | None = None
+    after_NBHs: Array
+    """From each token to the end of its block."""
+    inside_NBHts: Array
     """Between the tokens of a block."""
 
+    @classmethod
+    def of(cls, log_decay_BHT: Array, block: int) -> "_Factors":
+        parts = sums_over_parts(log_decay_BHT, block)
+        inside_BHNts = sums_between(log_decay_BHT.reshape(*log_decay_BHT.shape[:2], -1, block))
+        through, after, inside = (jnp.moveaxis(jnp.exp(x), 2, 0)
+                                  for x in (parts.through_NP, parts.after_NP, inside_BHNts))
+        return cls(through, jnp.exp(parts.whole_NM).transpose(2, 3, 0, 1), after, inside)
 
-def _factors(log_decay_BHT: Array | None, block: int) -> _Factors:
-    if log_decay_BHT is None:
-        return _Factors()
-    parts = sums_over_parts(log_decay_BHT, block)
-    inside_BHNts = sums_between(log_decay_BHT.reshape(*log_decay_BHT.shape[:2], -1, block))
-    through, after, inside = (jnp.moveaxis(jnp.exp(x), 2, 0) for x in (parts.through_NP, parts.after_NP, inside_BHNts))
-    return _Factors(through, jnp.exp(parts.whole_NM).transpose(2, 3, 0, 1), after, inside)
+    def between(self, i: Array, j: Array) -> Array:
+        """Of the queries of block i and the keys of block j, which is an earlier one."""
+        rows_BHt = self.through_NBHt[i] * self.whole_NMBH[i, j][..., None]
+        return rows_BHt[..., None] * self.after_NBHs[j][..., None, :]
 
 
-def _make_decay(factors: _Factors, runs_BT: Array | None, block: int):
-    """decay(diagonal, i, j): factors of the weights of query block i and key block j, with 0 where a key is not seen;
-    None where all are 1."""
+Decay = Callable[[bool, Array, Array], Array | None]
+"""decay(diagonal, i, j): the factors on the weights of query block i and key block j, (B, H, t, s), 0 where a query
+does not see a key; None if all are 1."""
 
-    def decay(diagonal, i, j):
+
+def _make_decay(log_decay_BHT: Array | None, runs_BT: Array | None, block: int) -> Decay:
+    factors = None if log_decay_BHT is None else _Factors.of(log_decay_BHT, block)
+
+    def decay(diagonal: bool, i: Array, j: Array) -> Array | None:
         factor_BHts = None
-        if factors.through_NBHt is not None:
-            if diagonal:
-                factor_BHts = factors.inside_NBHts[i]
-            else:
-                rows_BHt = factors.through_NBHt[i] * factors.whole_NMBH[i, j][..., None]
-                factor_BHts = rows_BHt[..., None] * factors.after_NBHs[j][..., None, :]
+        if factors is not None:
+            factor_BHts = factors.inside_NBHts[i] if diagonal else factors.between(i, j)
         seen = jnp.tril(jnp.ones((block, block), bool))[None, None] if diagonal else None
         if runs_BT is not None:
             meet = visible(*(lax.dynamic_slice_in_dim(runs_BT, n * block, block, 1) for n in (i, j)))[:, None]
@@ -92,7 +97,7 @@ def _forward(q_BHTD, k_BHTD, v_BHTD, log_decay_BHT, runs_BT, degree, block):
     B, H, T, D = q_BHTD.shape
     dtype = jnp.promote_types(jnp.float32, q_BHTD.dtype)
     scale = 1 / math.sqrt(D)
-    decay = _make_decay(_factors(log_decay_BHT, block), runs_BT, block)
+    decay = _make_decay(log_decay_BHT, runs_BT, block)
 
     def query_block(i):
         q_BHtD = take(q_BHTD, i, block)
@@ -124,7 +129,7 @@ def _backward(degree, block, saved, dy_BHTV):
     q_BHTD, k_BHTD, v_BHTD, log_decay_BHT, runs_BT = saved
     dtype, dtotal_BHT = dy_BHTV.dtype, dy_BHTV[..., -1]
     scale = 1 / math.sqrt(q_BHTD.shape[3])
-    decay = _make_decay(_factors(log_decay_BHT, block), runs_BT, block)
+    decay = _make_decay(log_decay_BHT, runs_BT, block)
     blocks = q_BHTD.shape[2] // block
     dy_BHTD = rounded(dy_BHTV[..., :-1], v_BHTD.dtype)
     q_BHDT, dy_BHDT = q_BHTD.swapaxes(2, 3), dy_BHTD.swapaxes(2, 3)
