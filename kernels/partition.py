@@ -1,13 +1,53 @@
-"""Kernels on several devices: a rule for the compiler, which cannot look into a kernel and would gather its inputs."""
+"""Ops on several devices: what each computes of a function that the compiler would otherwise gather the inputs of."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
+TOKEN_AXES = ("data", "fsdp"), ("context", "tensor")
+"""The mesh axes that split the rows of a batch, and their tokens, where no computation involves two tokens."""
+
+
+def by_tokens(function: Callable[..., Sequence[Array]], *, summed: Sequence[bool]) -> Callable[..., Sequence[Array]]:
+    """A function that each device of the mesh that is set (``jax.set_mesh``) computes for its own tokens.
+
+    Without such a mesh, or with one device, it is the function itself. The result is not differentiable. Rows or tokens
+    that the devices do not divide are filled up.
+
+    Args:
+        function: of x (B, T, E), targets (B, T), of which −1 has no part in any result, and arrays that every device
+            has whole.
+        summed: for each result whether it is a sum over tokens; the others have the dimensions (B, T, …).
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function
+    rows, tokens = (tuple(axis for axis in axes if axis in mesh.axis_names) for axes in TOKEN_AXES)
+    split = P(rows, tokens)
+
+    def local(*arguments: Array) -> tuple[Array, ...]:
+        return tuple(lax.psum(result, rows + tokens) if is_sum else result
+                     for result, is_sum in zip(function(*arguments), summed, strict=True))
+
+    def computed(x_BTE: Array, targets_BT: Array, *whole: Array) -> tuple[Array, ...]:
+        B, T = targets_BT.shape
+        padding = [(0, -size % math.prod(mesh.shape[axis] for axis in axes))
+                   for size, axes in ((B, rows), (T, tokens))]
+        x_BTE = jnp.pad(x_BTE, [*padding, (0, 0)])
+        targets_BT = jnp.pad(targets_BT, padding, constant_values=-1)
+        # Kernels do not say over which axes their results vary, hence check_vma=False.
+        results = jax.shard_map(local, in_specs=(split, split, *[P()] * len(whole)), check_vma=False, out_specs=tuple(
+            P() if is_sum else split for is_sum in summed))(x_BTE, targets_BT, *whole)
+        return tuple(x if is_sum else x[:B, :T] for x, is_sum in zip(results, summed, strict=True))
+
+    return computed
 
 
 def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequence[str],

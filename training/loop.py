@@ -118,6 +118,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
     timing = Timing.of_run(run_dir, started)
     with ExitStack() as stack:
         stack.enter_context(timing)  # writes last, also on an error
+        stack.enter_context(jax.set_mesh(mesh))
         timing.enter("checkpoint")
         checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep))
         restored = _restore(checkpoints, shapes, shardings)

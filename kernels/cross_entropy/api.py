@@ -1,9 +1,7 @@
 """Head and cross-entropy together, a block of tokens at a time: the logits of a sequence never exist at once.
 
-The gradient is computed beside the loss, while the block's logits are at hand; the backward pass only scales it.
-
-Everything below :func:`cross_entropy` and :func:`count_right` takes a list of tokens: where the head is shared over
-devices, each device's own.
+The gradient is computed beside the loss, while the block's logits are at hand; the backward pass only scales it. On
+several devices each computes its own tokens, and the losses and the gradients of the embedding are summed once.
 """
 
 import jax
@@ -13,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.cross_entropy.blocks import Blocks
 from kernels.mixed_precision import product
+from kernels.partition import by_tokens
 
 
 def cross_entropy(
@@ -24,7 +23,7 @@ def cross_entropy(
 
     Products are made in x's dtype and summed in float32 or better.
     """
-    return _summed(x_BTE.reshape(-1, x_BTE.shape[2]), embedding_VE, targets_BT.reshape(-1))
+    return _summed(x_BTE, embedding_VE, targets_BT)
 
 
 def count_right(
@@ -36,47 +35,61 @@ def count_right(
 
     Of equal logits the one of the lowest id is the highest. Not differentiable.
     """
-    blocks = Blocks.of(x_BTE.reshape(-1, x_BTE.shape[2]), embedding_VE, targets_BT.reshape(-1))
-
-    def add(right, i):
-        _, targets, logits = blocks.logits(i)
-        best = jnp.argmax(logits[:, :blocks.vocabulary], axis=1)
-        return right + jnp.sum(best == targets, dtype=jnp.int32), None
-
-    return lax.scan(add, jnp.zeros((), jnp.int32), jnp.arange(blocks.number))[0]
+    return by_tokens(_count_right, summed=(True,))(x_BTE, targets_BT, embedding_VE)[0]
 
 
 @jax.custom_vjp
-def _summed(x_NE, embedding_VE, targets_N):
-    blocks = Blocks.of(x_NE, embedding_VE, targets_N)
+def _summed(x_BTE: Array, embedding_VE: Array, targets_BT: Array) -> Array:
+    return by_tokens(_loss, summed=(True,))(x_BTE, targets_BT, embedding_VE)[0]
+
+
+def _summed_forward(x_BTE, embedding_VE, targets_BT):
+    gradients = by_tokens(_loss_and_gradients, summed=(True, False, True))
+    total, dx_BTE, dembedding_VE = gradients(x_BTE, targets_BT, embedding_VE)
+    return total, (dx_BTE, dembedding_VE.astype(embedding_VE.dtype))
+
+
+def _summed_backward(saved, dtotal):
+    dx_BTE, dembedding_VE = saved
+    return (dtotal * dx_BTE).astype(dx_BTE.dtype), (dtotal * dembedding_VE).astype(dembedding_VE.dtype), None
+
+
+_summed.defvjp(_summed_forward, _summed_backward)
+
+
+def _loss(x_BTE, targets_BT, embedding_VE):
+    blocks = Blocks.of(x_BTE, embedding_VE, targets_BT)
 
     def add(total, i):
         return total + blocks.loss(i), None
 
-    zero = jnp.zeros((), jnp.promote_types(jnp.float32, x_NE.dtype))
-    return lax.scan(add, zero, jnp.arange(blocks.number))[0]
+    zero = jnp.zeros((), jnp.promote_types(jnp.float32, x_BTE.dtype))
+    return lax.scan(add, zero, jnp.arange(blocks.number))[:1]
 
 
-def _summed_forward(x_NE, embedding_VE, targets_N):
-    dtype = jnp.promote_types(jnp.float32, x_NE.dtype)
-    blocks = Blocks.of(x_NE, embedding_VE, targets_N)
+def _loss_and_gradients(x_BTE, targets_BT, embedding_VE):
+    dtype = jnp.promote_types(jnp.float32, x_BTE.dtype)
+    blocks = Blocks.of(x_BTE, embedding_VE, targets_BT)
 
     def add(carry, i):
         total, dembedding_VE = carry
         loss, x, dlogits = blocks.loss_and_gradient(i)
         dx = product("nv,ve->ne", dlogits, blocks.embedding_VE.astype(x.dtype))
         dembedding_VE += product("nv,ne->ve", dlogits, x)
-        return (total + loss, dembedding_VE), dx.astype(x_NE.dtype)
+        return (total + loss, dembedding_VE), dx.astype(x_BTE.dtype)
 
     start = (jnp.zeros((), dtype), jnp.zeros(blocks.embedding_VE.shape, dtype))
     (total, dembedding_VE), dx = lax.scan(add, start, jnp.arange(blocks.number))
-    dx_NE, dembedding_VE = dx.reshape(blocks.x_NE.shape)[:len(x_NE)], dembedding_VE[:blocks.vocabulary]
-    return total, (dx_NE, dembedding_VE.astype(embedding_VE.dtype))
+    dx_BTE = dx.reshape(-1, dx.shape[-1])[:targets_BT.size].reshape(x_BTE.shape)
+    return total, dx_BTE, dembedding_VE[:blocks.vocabulary]
 
 
-def _summed_backward(saved, dtotal):
-    dx_NE, dembedding_VE = saved
-    return (dtotal * dx_NE).astype(dx_NE.dtype), (dtotal * dembedding_VE).astype(dembedding_VE.dtype), None
+def _count_right(x_BTE, targets_BT, embedding_VE):
+    blocks = Blocks.of(x_BTE, embedding_VE, targets_BT)
 
+    def add(right, i):
+        _, targets, logits = blocks.logits(i)
+        best = jnp.argmax(logits[:, :blocks.vocabulary], axis=1)
+        return right + jnp.sum(best == targets, dtype=jnp.int32), None
 
-_summed.defvjp(_summed_forward, _summed_backward)
+    return lax.scan(add, jnp.zeros((), jnp.int32), jnp.arange(blocks.number))[:1]

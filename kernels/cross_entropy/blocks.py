@@ -38,8 +38,9 @@ class Blocks(NamedTuple):
     """V, without the rows of zeros."""
 
     @classmethod
-    def of(cls, x_NE: Array, embedding_VE: Array, targets_N: Array) -> "Blocks":
+    def of(cls, x_BTE: Array, embedding_VE: Array, targets_BT: Array) -> "Blocks":
         """Pads the tokens, with targets that are not scored, and the vocabulary."""
+        x_NE, targets_N = x_BTE.reshape(-1, x_BTE.shape[2]), targets_BT.reshape(-1)
         N, V = len(x_NE), len(embedding_VE)
         if device.platform() == "gpu":
             tokens = -(-N // -(-N // GPU_TOKENS))  # blocks of one length

@@ -8,7 +8,7 @@ Gelada, Buckman, Zhang, Bach: "Scaling Context Requires Rethinking Attention", 2
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +65,8 @@ def chunked(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, initial: State | None, 
     log_decay = None if log_decay_BTH is None else split(log_decay_BTH, C)
     meets = Chunks() if runs_BT is None else Chunks.of(split(runs_BT, C, fill=-1))
     # Without the state, chunks are rows of one batch.
-    alone = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, log_decay, meets.runs_NBC))
-    y = weighted_sums(*alone, degree).reshape(*q.shape[:-1], -1)
+    alone: Any = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, log_decay, meets.runs_NBC))
+    y = weighted_sums(*alone, degree=degree).reshape(*q.shape[:-1], -1)
 
     chunks, dtype = _for_state(q, k, v, log_decay, meets, degree), q.dtype
     state = jnp.zeros((B, H, features, y.shape[-1]), y.dtype)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -24,7 +25,8 @@ def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Flo
         if _alone_on_gpu(x_BTE):
             return projection_decode(x_BTE, [w_EF.T], [bias_F], onto_BTF=onto_BTF)[0]
         return onto_BTF + project(x_BTE, w_EF, bias_F).astype(onto_BTF.dtype)
-    if cpu.applies(cpu.project) and x_BTE.dtype in (jnp.bfloat16, jnp.float32):
+    # It flattens rows and tokens, which several devices may have split.
+    if cpu.applies(cpu.project) and jax.device_count() == 1 and x_BTE.dtype in (jnp.bfloat16, jnp.float32):
         return cpu.project(x_BTE, w_EF, bias_F)
     B, T = x_BTE.shape[:2]
     if _alone_on_gpu(x_BTE):

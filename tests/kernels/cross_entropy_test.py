@@ -1,6 +1,11 @@
 """The blocked head and loss equal optax's cross-entropy of all logits at once, values and gradients."""
 
 import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -102,3 +107,49 @@ def test_memory_does_not_hold_the_logits_of_all_tokens(monkeypatch):
     gradient = jax.jit(jax.value_and_grad(lambda *a: cross_entropy(*a), (0, 1)))
     temporary = gradient.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
     assert temporary < 4 * tokens * vocabulary / 10
+
+
+SPLIT = """
+import json, math, sys
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from kernels.cross_entropy import count_right, cross_entropy
+
+def compute(sizes, B, T):
+    mesh = jax.make_mesh(sizes, ("data", "fsdp", "tensor", "context"), axis_types=(AxisType.Auto,) * 4)
+    x, embedding, targets = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(
+        ((B, T, 16), (101, 16), (B, T))))
+    targets = jnp.where(targets > 1, -1, jnp.argmax(x @ embedding.T, axis=2) + (targets > 0))
+    if B % (sizes[0] * sizes[1]) == T % sizes[3] == 0:
+        x, targets = jax.device_put((x, targets), NamedSharding(mesh, P(("data", "fsdp"), "context")))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.value_and_grad(cross_entropy, (0, 1))).lower(x, embedding, targets).compile()
+        loss, gradients = compiled(x, embedding, targets)
+        right = int(jax.jit(count_right)(x, embedding, targets))
+    return {"loss": float(loss), "gradients": [x.tolist() for x in gradients], "right": right,
+            "flops": compiled.cost_analysis()["flops"] * math.prod(sizes),
+            "gathers": compiled.as_text().count("all-gather(")}
+
+print(json.dumps([compute(*case) for case in json.loads(sys.argv[1])]))
+"""
+
+
+def test_each_device_computes_the_head_of_its_own_tokens():
+    """Losses and gradients are those of one device, its share of the operations is 1 / N, and nothing is gathered."""
+    one, odd = ((1, 1, 1, 1), 4, 8), ((1, 1, 1, 1), 3, 7)
+    cases = [one, odd, ((4, 1, 1, 1), 4, 8), ((2, 2, 1, 1), 4, 8), ((1, 1, 4, 1), 4, 8), ((1, 1, 1, 4), 4, 8),
+             ((2, 1, 1, 2), 3, 7)]
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", SPLIT, json.dumps(cases)], cwd=Path(__file__).parents[2],
+                          env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    whole, whole_odd, *split = json.loads(done.stdout)
+    for (sizes, B, _), found in zip(cases[2:], split, strict=True):
+        expected = whole if B == 4 else whole_odd
+        assert found["right"] == expected["right"] > 0, sizes
+        assert found["loss"] == pytest.approx(expected["loss"], rel=2e-6), sizes
+        for actual, want in zip(found["gradients"], expected["gradients"], strict=True):
+            assert relative_error(actual, want) < 1e-6, sizes
+        if B == 4:
+            assert found["gathers"] == 0, sizes
+            assert found["flops"] < 1.05 * expected["flops"], sizes

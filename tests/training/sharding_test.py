@@ -43,20 +43,21 @@ for name, sizes in json.loads(sys.argv[1]).items():
     config = Config(model=model, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=4, accumulate=2),
                     mesh=MeshConfig(**sizes))
     mesh = make_mesh(config.mesh, config.train, config.model.context)
-    model = steps.abstract_model(config, 32)
-    transform = make_optimizer(config.optimizer, decay_mask(model))
-    initial = lambda: steps.initial_state(config, 32, transform)
-    shardings = state_shardings(mesh, model, jax.eval_shape(initial))
-    state = jax.jit(initial, out_shardings=shardings)()
-    step = steps.jit_step(steps.make_train_step(model, config, transform), model, out_shardings=(shardings, None))
-    batch = jax.device_put(Batch(tokens_BT[:, :-1], tokens_BT[:, 1:]), batch_sharding(mesh))
-    losses = []
-    for _ in range(3):
-        state, metrics = step(state, batch, jnp.float32(0.01))
-        losses.append([float(metrics.loss), float(metrics.gradient_norm)])
-    odd = put(Batch(tokens_BT[:3, :-1], tokens_BT[:3, 1:]), batch_sharding(mesh))
-    evaluate = jax.jit(steps.make_eval_step(model))
-    val = float(evaluate(state.parameters, state.variables, odd)[0]) if name in ("one", "all") else None
+    with jax.set_mesh(mesh):
+        model = steps.abstract_model(config, 32)
+        transform = make_optimizer(config.optimizer, decay_mask(model))
+        initial = lambda: steps.initial_state(config, 32, transform)
+        shardings = state_shardings(mesh, model, jax.eval_shape(initial))
+        state = jax.jit(initial, out_shardings=shardings)()
+        step = steps.jit_step(steps.make_train_step(model, config, transform), model, out_shardings=(shardings, None))
+        batch = jax.device_put(Batch(tokens_BT[:, :-1], tokens_BT[:, 1:]), batch_sharding(mesh))
+        losses = []
+        for _ in range(3):
+            state, metrics = step(state, batch, jnp.float32(0.01))
+            losses.append([float(metrics.loss), float(metrics.gradient_norm)])
+        odd = put(Batch(tokens_BT[:3, :-1], tokens_BT[:3, 1:]), batch_sharding(mesh))
+        evaluate = jax.jit(steps.make_eval_step(model))
+        val = float(evaluate(state.parameters, state.variables, odd)[0]) if name in ("one", "all") else None
     size = sum(x.size for x in jax.tree.leaves(state.parameters))
     own = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state.parameters))
     rows = batch.inputs_BT.addressable_shards[0].data.shape[0]
