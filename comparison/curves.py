@@ -1,4 +1,4 @@
-"""The curve of a run, thinned while its metrics are read, in memory that does not grow with their number."""
+"""The curve of a run, thinned while its metrics are read, in constant memory."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,48 +13,48 @@ import numpy as np
 from training.metrics import read_blocks
 
 Columns = dict[str, np.ndarray]
-"""Float64 columns of equal length, by name, NaN where a line lacks one; without the columns that no line has."""
+"""Float64 columns of equal length, by name, with NaN for missing values and without empty columns."""
 
 COLUMNS = ("step", "tokens", "train_seconds", "wall_seconds", "loss", "learning_rate", "gradient_norm",
            "tokens_per_second", "bits_per_byte", "accuracy", "peak_bytes", "flops")
-"""What is read of a line."""
+"""The fields to read."""
 STEP, LOSS, SPEED = (COLUMNS.index(name) for name in ("step", "loss", "tokens_per_second"))
 MAX_POINTS = 500
-"""Lines kept of a curve: all of a short one."""
+"""Most lines kept of a curve."""
 MAX_MEANS = 250
-"""Means kept of a curve."""
+"""Most means kept of a curve."""
 MAX_STEP = 10**9
-"""A line with a step past it is damaged."""
+"""A line with a larger step is damaged."""
 SPEED_BINS = 1000
-"""Speeds that are not kept are counted in bins a thousandth wide (of the natural logarithm)."""
+"""Other speeds are counted in bins of a thousandth, in natural logarithm."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The train or the val lines of a run; of several lines of one step, the last. False where there are none."""
+    """The train or the val lines of a run; the last line of each step counts. False if there are none."""
 
     points: Columns = field(default_factory=dict)
-    """At most ``MAX_POINTS`` lines, sorted by step: every one where there are no more, else of each bucket of steps
-    those with the smallest and the largest loss, and the last line."""
+    """At most ``MAX_POINTS`` lines, sorted by step: all if there are no more, else the lines with the smallest and the
+    largest loss of each bucket of steps, and the last line."""
     means: Columns = field(default_factory=dict)
-    """Means over at most ``MAX_MEANS`` buckets of steps, of what is finite; NaN where nothing is. ``lines`` says of how
-    many. The buckets of the first steps are narrower, even on a logarithmic axis."""
+    """Means of finite values over at most ``MAX_MEANS`` buckets of steps; NaN if there are none. ``lines`` has their
+    number. The first buckets are narrower, so that a logarithmic axis has even points."""
     lines: int = 0
-    """Lines that count, one a step."""
+    """Lines that count, one per step."""
     not_finite: int = 0
-    """How many of them have no finite loss."""
+    """Number of lines without a finite loss."""
     first_not_finite: float | None = None
-    """The first step of those."""
+    """The first step of these."""
     repeated: int = 0
-    """Lines that do not count, for a later one has the same step."""
+    """Lines that do not count, because a later line has the same step."""
     turned_back: int = 0
-    """How often a line has a smaller step than the line before."""
+    """Number of lines with a smaller step than the previous one."""
     without_step: int = 0
-    """Lines that do not count, for their step is missing or no step."""
+    """Lines that do not count, because they have no valid step."""
     last_loss: float | None = None
-    """Mean loss over the last 5 % of the steps, exact; NaN where one of them is not finite."""
+    """Mean loss over the last 5 % of the steps, exact; NaN if any is not finite."""
     median_speed: float | None = None
-    """Median of the tokens per second: exact where every line is kept, else to 0.05 %."""
+    """Median of the tokens per second: exact if all lines are kept, else to 0.05 %."""
 
     def __bool__(self) -> bool:
         return self.lines > 0
@@ -68,7 +68,7 @@ class Curve:
 def read_curves(path: Path) -> tuple[Curve, Curve]:
     """The train and the val curve of a metrics file.
 
-    One pass, from the end; three where steps are so far out of order that the largest is not near the end.
+    Takes one pass, from the end, or three if the largest step is not near the end.
 
     Raises:
         OSError: the file cannot be read.
@@ -80,7 +80,7 @@ def read_curves(path: Path) -> tuple[Curve, Curve]:
 
 
 def _thin(path: Path, last_step: float | None) -> "dict[str, _Thinner] | None":
-    """Both splits, thinned; None where there is a step past ``last_step`` (None: past those of the last block)."""
+    """Both splits, thinned; None if a step exceeds ``last_step`` (None: the largest of the last block)."""
     thinners: dict[str, _Thinner] = {}
     for splits in _blocks(path):
         last_here = _last_step(splits)
@@ -102,17 +102,17 @@ def _blocks(path: Path) -> Iterator[dict[str, np.ndarray]]:
 
 
 def _rows(records: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """A row of ``COLUMNS`` for each record; NaN for what is missing or not finite, and for a step that is none."""
+    """A row of ``COLUMNS`` for each record; NaN for missing and non-finite values, and for invalid steps."""
     rows = np.full((len(records), len(COLUMNS)), np.nan)
     if not records:
         return rows
     present = [i for i, name in enumerate(COLUMNS) if name in records[0]]
-    # A training run's lines are all alike; the time of the loop below would be most of the reading.
+    # The lines of a training run have the same fields. The loop below would take most of the reading time.
     alike = set(map(len, records)) == {len(records[0])}
     try:
         values = chain.from_iterable(map(itemgetter(*(COLUMNS[i] for i in present)), records if alike else [{}]))
         rows[:, present] = np.fromiter(values, float, len(records) * len(present)).reshape(len(records), -1)
-    except (KeyError, TypeError, ValueError, OverflowError):  # they are not, or something is no number
+    except (KeyError, TypeError, ValueError, OverflowError):  # fields differ, or a value is not a number
         rows[:] = [[_number(record.get(name)) for name in COLUMNS] for record in records]
     rows[~np.isfinite(rows)] = np.nan
     steps = rows[:, STEP]
@@ -129,15 +129,15 @@ def _last_step(splits: Mapping[str, np.ndarray]) -> float:
 
 
 class _Thinner:
-    """Takes the rows of one split, block by block from the end of the file, and keeps what a :class:`Curve` is made of.
+    """Collects the rows of one split, block by block from the end of the file, for a :class:`Curve`.
 
     Args:
-        last_step: no row has a larger one.
+        last_step: upper bound of the steps.
     """
 
     def __init__(self, last_step: float):
-        # A bucket goes up to its edge. The first widen until they are as wide as the others, so that a logarithmic axis
-        # has points everywhere. Two points of each, and the last line, make MAX_POINTS at most.
+        # A bucket goes up to its edge. The first buckets widen up to the width of the others, so that a logarithmic
+        # axis has points everywhere. Two points of each, and the last line, make at most MAX_POINTS.
         steps, early, even = max(1, last_step), MAX_MEANS // 4, MAX_MEANS - MAX_MEANS // 4 - 1
         evenly_from = max(1.0, steps * early / even / max(1.0, np.log(steps)))
         self.edges = np.unique(np.round(np.concatenate([np.geomspace(1, evenly_from, early),
@@ -154,7 +154,7 @@ class _Thinner:
         self.not_finite = self.repeated = self.turned_back = self.without_step = 0
 
     def add(self, rows: np.ndarray) -> None:
-        """The block before those that were added."""
+        """Adds the previous block of the file."""
         known = np.isfinite(rows[:, STEP])
         self.without_step += int((~known).sum())
         rows = rows[known]
@@ -190,7 +190,7 @@ class _Thinner:
         return rows[::-1][last_of_step]
 
     def _add_to_buckets(self, rows: np.ndarray) -> None:
-        """Rows sorted by step, with losses that may be NaN."""
+        """Adds rows sorted by step, with losses that may be NaN."""
         bucket_of_row = np.searchsorted(self.edges, rows[:, STEP])
         starts = np.flatnonzero(np.diff(bucket_of_row, prepend=-1))
         buckets, finite = bucket_of_row[starts], np.isfinite(rows)
@@ -201,14 +201,14 @@ class _Thinner:
         # Sorted by loss within each bucket, NaN last.
         rows = rows[np.lexsort((rows[:, LOSS], bucket_of_row))]
         low, high = rows[starts], rows[starts + np.maximum(counts[:, LOSS] - 1, 0)]
-        # A comparison with NaN is false: a finite loss takes the place of one that is not.
+        # Comparisons with NaN are false: a finite loss replaces one that is not.
         for kept, new, sign in ((self.low, low, 1), (self.high, high, -1)):
             old = kept[buckets]
             stays = (sign * old[:, LOSS] <= sign * new[:, LOSS]) | (np.isnan(new[:, LOSS]) & np.isfinite(old[:, STEP]))
             kept[buckets] = np.where(stays[:, None], old, new)
 
     def curve(self) -> Curve:
-        """What was added."""
+        """The curve of the rows so far."""
         lines = int(self.lines.sum())
         if not lines:
             return Curve(without_step=self.without_step)
@@ -234,13 +234,13 @@ class _Thinner:
 
 
 def _columns(rows: np.ndarray) -> Columns:
-    """By name, those that have a value."""
+    """Columns by name, without empty ones."""
     return {name: rows[:, i] for i, name in enumerate(COLUMNS) if np.isfinite(rows[:, i]).any() or name == "loss"}
 
 
 def smooth(values: np.ndarray, weights: np.ndarray, reach: int) -> np.ndarray:
-    """Weighted mean over ``reach`` neighbours on each side; over fewer of the first values, where loss is steep and a
-    wide mean would lag, and of what there is at the end. NaN stays NaN and enters no mean."""
+    """Weighted mean over ``reach`` neighbours on each side; over fewer at the start, where loss is steep and a wide
+    mean would lag, and at the end. NaN stays NaN and is ignored in other means."""
     index = np.arange(len(values))
     before = np.minimum(index // 5, reach)
     first, last = index - before, np.minimum(index + before, len(values) - 1)
@@ -252,8 +252,8 @@ def smooth(values: np.ndarray, weights: np.ndarray, reach: int) -> np.ndarray:
 
 
 def mean_curve(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x, mean and standard deviation (of the sample; 0 of one) of curves (x, loss) where all are defined, each
-    interpolated linearly at the points of all."""
+    """x, mean and standard deviation (of the sample; 0 of one) of curves (x, loss) where all are defined, interpolated
+    linearly at the points of all."""
     first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     points = np.unique(np.concatenate([x for x, _ in curves]))
     points = points[(points >= first) & (points <= last)]

@@ -1,7 +1,7 @@
-"""The figures of a study: points with their intervals over seeds, and the table beside them.
+"""The figures of a study: points with their intervals over seeds, and tables.
 
-A study's ``figures(runs)`` calls :func:`loss_against`, :func:`accuracy_against` and :func:`differences`, or makes a
-:class:`Figure` of its own; sweep.py and compare.py --study write and show what it returns.
+A study's ``figures(runs)`` calls :func:`loss_against`, :func:`accuracy_against` and :func:`differences`, or creates a
+:class:`Figure` itself. sweep.py and compare.py --study write and show them.
 """
 
 import json
@@ -25,11 +25,11 @@ from support.errors import ConfigError
 from support.files import replacing
 
 MAX_TICKS = 8
-"""An axis that has no more values than these is marked at each of them."""
+"""Most values of an axis that all get a tick."""
 
 
 MAX_LEGEND = 6
-"""Lines whose legend stands within the axes."""
+"""Most lines whose legend is inside the axes."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Axis:
 
     title: str
     kind: Literal["linear", "log", "category"] = "linear"
-    """category: values are texts, side by side in the order of their first point."""
+    """category: values are texts, in the order of their first point."""
 
 
 @dataclass(frozen=True)
@@ -46,33 +46,33 @@ class Point:
     """The mean over the seeds of a set-up."""
 
     x: float | str
-    """Where it stands; a text on an axis of categories."""
+    """Position on the axis; a text on an axis of categories."""
     y: float
     """The mean."""
     interval: tuple[float, float] | None
-    """Its 95 % interval over the seeds; None of a single seed."""
+    """Its 95 % interval over the seeds; None for a single seed."""
     runs: tuple[str, ...]
-    """Names of the runs it is the mean of, one a seed."""
+    """Names of the averaged runs, one per seed."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points of one kind, drawn in one colour, and joined where the axis is one of numbers."""
+    """Points of one colour, joined on a numeric axis."""
 
     label: str
     attention: str
-    """The attention mode or pattern, which gives the colour."""
+    """The attention mode or pattern, which sets the colour."""
     points: tuple[Point, ...]
     best: int | None = None
-    """Index of the point that is marked as the best; None: none is."""
+    """Index of the point marked as the best; None: no mark."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What a study shows: a picture, a table, and what there is to say of them."""
+    """A plot, a table, and remarks on them."""
 
     name: str
-    """Of its files, unique in a study: ``loss-against-learning_rate``."""
+    """Name of its files, unique in a study: ``loss-against-learning_rate``."""
     title: str
     x: Axis
     y: str
@@ -83,24 +83,24 @@ class Figure:
     rows: tuple[tuple[str, ...], ...]
     """The table's cells as texts."""
     remarks: tuple[str, ...] = ()
-    """Sentences: what the figure shows, and what to know before believing it."""
+    """Sentences: results and caveats."""
     zero: bool = False
-    """Whether a line is drawn at zero, for differences."""
+    """Whether to draw a line at zero, for differences."""
 
     @property
     def values(self) -> list[float | str]:
-        """Of the horizontal axis: numbers ascending, or categories in the order of their first point."""
+        """Values of the horizontal axis: numbers ascending, or categories in the order of their first point."""
         values = list(dict.fromkeys(point.x for line in self.lines for point in line.points))
         return values if self.x.kind == "category" else sorted(values, key=float)
 
     @property
     def has_legend(self) -> bool:
-        """Whether lines have to be told apart: there are several, and not each at a place of its own."""
+        """Whether a legend is needed: there are several lines, and not each at its own position."""
         places = [point.x for line in self.lines for point in line.points]
         return len(self.lines) > 1 and (self.x.kind != "category" or len(set(places)) < len(places))
 
     def as_dict(self) -> dict[str, Any]:
-        """Of JSON values, numbers in full; null where a point has no interval."""
+        """As JSON values, with full precision; null for a point without an interval."""
         return {
             "name": self.name, "title": self.title, "x": self.x.title, "x_axis": self.x.kind, "y": self.y,
             "lines": [{"label": line.label, "attention": line.attention,
@@ -122,31 +122,31 @@ class Figure:
 def loss_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | None = None,
                  called: str = "", best_over: str | None = None, mark_best: bool | None = None, log: bool | None = None,
                  title: str = "", arm: Callable[[Run], str] | None = None) -> Figure:
-    """Final val loss against a field of the config: a line for each attention, and for each set of the other fields in
-    which runs differ; each point the mean over the seeds with its 95 % interval (Student's t).
+    """Final val loss against a field of the config: one line for each attention and each combination of the other
+    fields in which runs differ; each point is the mean over the seeds with its 95 % interval (Student's t).
 
-    Fields that change together with the one on the axis, such as the batch with the context, do not part lines; a
-    remark names them. A run that is not finished, or whose last val loss is not finite, does not count, and a remark
-    names it; so does one for an attention of which no run counts. A second run of one seed does not count either.
+    Fields that change together with that of the axis, such as the batch with the context, do not separate lines; a
+    remark names them. Unfinished runs, runs whose last val loss is not finite, and second runs of a seed do not count.
+    Remarks name these runs, and attentions without valid runs.
 
     Args:
-        runs: of a study; those without val loss are named and left out.
-        field: dotted name, such as ``optimizer.learning_rate``, ``model.context`` or ``model.modes.local.window``. Of a
-            mode's option, the modes without it are left out, and a remark names them.
-        of: what stands on the axis, of a run, where that is not the field's value itself, such as the number of pairs
-            in ``data.source``: a number or a text.
-        called: the name of what stands on the axis, such as ``pairs``; empty: the field's.
-        best_over: a field that was tuned, such as ``optimizer.learning_rate``: a point is of its best value, that with
-            the lowest mean at this place, which the table names.
-        mark_best: mark the best point of each line, warn where it lies at the edge of what was tried, and compare the
-            best points of all lines; None: for fields of the optimizer alone.
-        log: the axis is logarithmic; None: for learning rates, and numbers above zero of which the largest is four
-            times the smallest or more.
-        title: empty: what is drawn.
-        arm: the name of the line that a run belongs to; None: lines are parted as said above.
+        runs: runs of a study; those without val loss are left out, with a remark.
+        field: dotted name, such as ``optimizer.learning_rate``, ``model.context`` or ``model.modes.local.window``. For
+            a mode's option, modes without it are left out, with a remark.
+        of: the value of a run on the axis, a number or a text, if not the field itself, such as the number of pairs in
+            ``data.source``.
+        called: the name of that value, such as ``pairs``. Empty: the field's.
+        best_over: a tuned field, such as ``optimizer.learning_rate``: a point uses the value with the lowest mean, and
+            the table names it.
+        mark_best: mark the best point of each line, warn if it is the first or last value tried, and compare the best
+            points of all lines. None: only for fields of the optimizer.
+        log: logarithmic axis. None: for learning rates, and for positive numbers whose largest is at least four times
+            the smallest.
+        title: title of the figure. Empty: a default.
+        arm: the name of a run's line. None: lines as described above.
 
     Raises:
-        ConfigError: there are runs, and none has the field; for an option of a mode a remark says so.
+        ConfigError: there are runs, but none has the field, and it is not an option of a mode.
     """
     return _against(runs, field, "loss", of, called, best_over, mark_best, log, title, arm)
 
@@ -154,36 +154,36 @@ def loss_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | 
 def accuracy_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | None = None,
                      called: str = "", best_over: str | None = None, mark_best: bool | None = None,
                      log: bool | None = None, title: str = "", arm: Callable[[Run], str] | None = None) -> Figure:
-    """The same of the val accuracy, of tasks that have one; the best is the highest. See :func:`loss_against`."""
+    """The same for the val accuracy of tasks that have one; the best is the highest. See :func:`loss_against`."""
     return _against(runs, field, "accuracy", of, called, best_over, mark_best, log, title, arm)
 
 
 @dataclass
 class _Place:
-    """Runs of one set-up: of one place on the axis, and one value of the field that was tuned."""
+    """Runs of one set-up: one position on the axis, and one value of the tuned field."""
 
     runs: list[Run] = field(default_factory=list)
-    """Those that count, one a seed."""
+    """Valid runs, one per seed."""
     lost: list[str] = field(default_factory=list)
     """Names of runs whose last loss is not finite."""
     values: list[float] = field(default_factory=list)
-    """Of the runs that count."""
+    """Losses or accuracies of the valid runs."""
 
     def mean(self, seeds: Sequence[Any] = ()) -> float:
-        """Over some of the seeds; over all where none is named."""
+        """Mean over some of the seeds; over all if none is named."""
         return float(np.mean([value for run, value in zip(self.runs, self.values, strict=True)
                               if not seeds or run.seed in seeds]))
 
 
 @dataclass
 class _Arm:
-    """Runs that a line is drawn of."""
+    """Runs of one line."""
 
     first: Run
     fields: dict[str, Any]
     """The fields that all of them share."""
     places: dict[Any, dict[Any, _Place]] = field(default_factory=dict)
-    """By the place on the axis, and by the value of the field that was tuned; those that were tried."""
+    """By position on the axis, and by value of the tuned field."""
     label: str = ""
 
 

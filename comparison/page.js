@@ -22,7 +22,7 @@
 
   // --- The payload -------------------------------------------------------------------------------------------------
 
-  /** A reviver for JSON.parse: columns are the bytes of little-endian numbers in base64; NaN stands for a gap. */
+  /** A reviver for JSON.parse: columns are little-endian numbers in base64; NaN is a gap. */
   function decode(_key, value) {
     if (!value || typeof value.base64 !== "string") return value;
     const bytes = Uint8Array.from(atob(value.base64), (letter) => letter.charCodeAt(0));
@@ -34,7 +34,7 @@
   const shown = (run) => selected(run) && !state.hidden.has(run);
   const runsOf = (setup) => setup.runs.map((index) => runs[index]);
 
-  /** A column of a run's "points" or "means" (train) or "val" in the units drawn; null if the run has none. */
+  /** A column of a run's "points" or "means" (train) or "val" in the plotted units; null if the run has none. */
   function column(run, curve, key) {
     const columns = run[curve] ?? {};
     if (key === "flops") return scaled(columns.tokens, run.flops_per_token);
@@ -48,8 +48,8 @@
 
   // --- Curves ------------------------------------------------------------------------------------------------------
 
-  /** Weighted mean over `reach` neighbours on each side; over fewer of the first values, where loss is steep and a
-      wide mean would lag, and of what there is at the end. Gaps stay gaps and enter no mean. */
+  /** Weighted mean over `reach` neighbours on each side; over fewer at the start, where loss is steep and a wide
+      mean would lag, and at the end. Gaps stay gaps and are ignored in other means. */
   function smooth(values, weights, reach) {
     return Float64Array.from(values, (value, i) => {
       if (!Number.isFinite(value)) return NaN;
@@ -78,7 +78,7 @@
     return values[low] + (values[high] - values[low]) * (x - xs[low]) / (xs[high] - xs[low]);
   }
 
-  /** What is drawn of a run's curve: x, y and the columns of the hover text; null where the run lacks an axis. */
+  /** The plotted part of a run's curve: x, y and the columns of the hover text; null if the run lacks an axis. */
   function curveOf(run, curve, key, smoothing = 0) {
     const x = column(run, curve, state.axis);
     const y = column(run, curve, key);
@@ -88,13 +88,13 @@
     return { x, y: smoothed, rate, step: run[curve].step, seconds: run[curve].train_seconds };
   }
 
-  /** Val lines have no learning rate: it is that of the train lines beside them. */
+  /** Val lines have no learning rate: it is that of the nearest train lines. */
   function rateAt(run, steps) {
     const { step, learning_rate: rates } = run.points ?? {};
     return step && rates ? Float64Array.from(steps, (at) => interpolate(at, step, rates)) : null;
   }
 
-  /** Mean and standard deviation over curves, at the points of the first that lie in all. */
+  /** Mean and standard deviation over curves, at the points of the first within all. */
   function average(curves) {
     const places = Array.from(curves[0].x.keys()).filter((i) => curves.every(
       ({ x }) => curves[0].x[i] >= x[0] && curves[0].x[i] <= x[x.length - 1]));
@@ -113,7 +113,7 @@
   const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
   const faded = (colour, alpha) => colour + Math.round(alpha * 255).toString(16).padStart(2, "0");
 
-  /** A Plotly trace. `meta` says what it is of: tests read it. */
+  /** A Plotly trace. `meta` identifies it for tests. */
   function trace(kind, setup, members, { x, y }, look) {
     const meta = { kind, runs: members.map((run) => run.name) };
     return { type: "scatter", name: setup.label, meta, x, y, hoverinfo: "skip", showlegend: false, ...look };
@@ -132,7 +132,7 @@
                                                     line: { color: setup.colour, width: 1 } })] : [];
   }
 
-  /** The runs of a set-up as one line, with a band where there are several. */
+  /** The runs of a set-up as one line, with a band if there are several. */
   function line(setup, members, key, smoothing, quantity) {
     const curves = members.map((run) => curveOf(run, "means", key, smoothing));
     const [known, of] = [curves.filter(Boolean), members.filter((_run, i) => curves[i])];
@@ -186,7 +186,7 @@
       hoverlabel: { align: "left", font: { size: 13 } },
       // Touch scrolls the page.
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-      // The zoom stays until another quantity is drawn.
+      // Keep the zoom until another quantity is plotted.
       uirevision: quantities(xaxis, yaxis),
     };
     Plotly.react(id, traces, layout, { responsive: true, displaylogo: false, displayModeBar: narrow() ? false : "hover",
@@ -214,7 +214,7 @@
     byId("reading").textContent = reading();
   }
 
-  /** Keep what the user zoomed to, for the next load. */
+  /** Keep the user's zoom for the next load. */
   function keepZoom() {
     byId("loss").on("plotly_relayout", (change) => {
       if (!Object.keys(change).some((key) => /^[xy]axis/.test(key))) return;
@@ -224,8 +224,8 @@
     });
   }
 
-  /** Losses to show at first: from the lowest to where the first 3 % of a run have brought it, so that the fall of the
-      first steps, and a run that diverges, do not press all others together. */
+  /** Initial range of losses: from the lowest to the loss after 3 % of a run, so that the steep start and diverging
+      runs do not compress the other curves. */
   function lossRange(traces) {
     const curves = traces.filter(({ meta }) => meta.kind === "train" || meta.kind === "val")
       .map(({ y }) => Array.from(y).filter(Number.isFinite)).filter((y) => y.length);
@@ -274,7 +274,7 @@
   function positionTrace(setup, run, { context, corpus, first, last, loss }, several) {
     const name = `${title(setup, [run])}, context ${context.toLocaleString("en")}${several ? `, ${corpus}` : ""}`;
     const text = first.map((from, i) => `${from.toLocaleString("en")} to ${last[i].toLocaleString("en")} tokens`);
-    // On the logarithmic axis, a bin is drawn at its middle.
+    // On a logarithmic axis a bin is plotted at its middle.
     const x = first.map((from, i) => Math.sqrt(from * last[i]));
     return trace("positions", setup, [run], { x, y: loss }, {
       mode: "lines+markers", line: { color: setup.colour, dash: setup.dash, width: 2 },
@@ -294,7 +294,7 @@
     return made;
   }
 
-  /** Buttons of which one is pressed: the options are { key, button }. */
+  /** Exclusive buttons; the options are { key, button }. */
   function choice(label, name, options) {
     const buttons = options.map(({ key, button }) => element("button", { type: "button", onclick: () => {
       state[name] = key;
@@ -358,7 +358,7 @@
     return picture;
   }
 
-  /** A button for each set-up, and for each of its runs where there are several. */
+  /** A button for each set-up, and for each of its runs if there are several. */
   function buildLegend() {
     byId("legend").append(...setups.map((setup) => {
       const members = runsOf(setup);
@@ -395,7 +395,7 @@
   const hiddenSection = (id) => byId(id).closest("section").hidden;
   const reveal = (id, known) => { byId(id).closest("section").hidden = !known; };
 
-  /** Rows { cells, runs, best, mean }: a row is of some runs and hidden with the last of them; one of none stays. */
+  /** Rows { cells, runs, best, mean }: a row is hidden with the last of its runs; one without runs stays. */
   function table(id, { headings, rows, text = 2 }) {
     const kind = (column) => (column < text ? "text" : "");
     const body = rows.map((row) => {
@@ -417,7 +417,7 @@
     }
   }
 
-  /** The fields in which the runs shown differ: a column a run. */
+  /** The fields in which the shown runs differ: one column per run. */
   function drawConfigs() {
     const columns = Array.from(runs.keys()).filter((i) => shown(runs[i]));
     const rows = payload.configs.map(({ field, values }) => [field, ...columns.map((i) => values[i])])
@@ -426,7 +426,7 @@
                        rows: rows.map((cells) => ({ cells, runs: columns })) });
   }
 
-  /** The figures of a study, which stay as they are: each with its legend, its table and its remarks. */
+  /** The figures of a study, which are static: each with its legend, table and remarks. */
   function buildStudy() {
     payload.study.forEach((figure, i) => {
       const [plotId, tableId] = [`study-${i}`, `study-table-${i}`];
@@ -506,7 +506,7 @@
   const whole = (value) => Math.round(value).toLocaleString("en");
   const mebibytes = (value) => (value / 2 ** 20).toLocaleString("en", { maximumSignificantDigits: 4 });
 
-  /** What depends on `state`, for each section that there is. */
+  /** Redraws everything that depends on `state`, in each existing section. */
   const PANELS = {
     throughput: [(run) => run.tokens_per_second !== null, () => drawBars("throughput", "tokens_per_second", whole)],
     memory: [(run) => run.memory !== null, () => drawBars("memory", "memory", mebibytes)],
@@ -527,7 +527,7 @@
     }
   }
 
-  /** Figures are drawn for the width of paper before they are printed, and for that of the window after. */
+  /** Redraws figures at the width of paper for printing, and of the window afterwards. */
   function resize(width) {
     for (const figure of document.querySelectorAll(".plot.js-plotly-plot")) {
       Plotly.relayout(figure, width ? { width, autosize: false } : { width: null, autosize: true });
@@ -536,7 +536,7 @@
 
   // --- Reloading of a watched page ----------------------------------------------------------------------------------
 
-  /** Reload when the reader has not touched the page for a while; the less often, the longer ago it was written. */
+  /** Reloads after a while without interaction; less often if the page is older. */
   function reload() {
     let timer = null;
     const age = Date.now() - Date.parse(document.lastModified);
@@ -555,12 +555,12 @@
     again();
   }
 
-  /** What was chosen, in words that hold on the page as it is written next. */
+  /** The settings, in terms that stay valid in the next version of the page. */
   function view() {
     return { ...state, hidden: Array.from(state.hidden, (run) => run.name) };
   }
 
-  /** Choose what was chosen before the page reloaded itself, as far as it is still there. */
+  /** Restores the settings from before the reload, where they still apply. */
   function restore() {
     const { hidden = [], ...chosen } = history.state ?? {};
     history.replaceState(null, "");

@@ -1,4 +1,4 @@
-"""The page of a comparison: one HTML file that opens without network. Here is its payload; page.js draws it."""
+"""The page of a comparison: one HTML file without network access. This module makes its payload; page.js draws it."""
 
 import base64
 import html
@@ -20,27 +20,28 @@ from comparison.table import TimesToLoss, table_note
 
 COLUMNS = ("step", "tokens", "train_seconds", "wall_seconds", "loss", "learning_rate", "gradient_norm", "accuracy",
            "lines")
-"""What is drawn of a curve. Operations are tokens, and bits per byte losses, by a factor: the page multiplies."""
+"""Columns of a curve. FLOPs are proportional to tokens, and bits per byte to losses: the page multiplies."""
 MAX_SAMPLE = 4000
-"""Characters shown of a sample."""
+"""Most characters of a sample."""
 
 
 def page(comparison: Comparison, *, figures: Sequence[Figure] = (), title: str = "", note: str = "",
          reload_seconds: float | None = None) -> str:
-    """The whole page as HTML, plotly.js included: the same comparison gives the same text.
+    """The whole page as HTML, including plotly.js. The output is deterministic.
 
     Args:
-        figures: those of the study that the runs are of, which stand above the curves.
-        title: its heading; empty: the modes compared.
-        note: a text at its end.
-        reload_seconds: for a page that is written again: after as many without a touch of the reader's, it reloads
-            itself, with what was chosen on it; None: it stays as it is.
+        comparison: the runs.
+        figures: figures of the runs' study, shown above the curves.
+        title: title of the page. Empty: the modes compared.
+        note: text at the end.
+        reload_seconds: for a page that is updated: seconds without interaction until it reloads itself, keeping its
+            settings. None: no reload.
     """
     from plotly.offline import get_plotlyjs
 
     part = {kind: Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8")
             for kind in ("html", "css", "js")}
-    # A run's name could hold "</script>".
+    # A run's name could contain "</script>".
     as_json = json.dumps(payload(comparison) | {"study": [figure_payload(figure) for figure in figures], "note": note,
                                                 "reload_seconds": reload_seconds},
                          separators=(",", ":"), allow_nan=False)
@@ -50,14 +51,14 @@ def page(comparison: Comparison, *, figures: Sequence[Figure] = (), title: str =
 
 
 def payload(comparison: Comparison) -> dict[str, Any]:
-    """What page.js draws, as JSON values: texts as they are, columns of numbers as :func:`packed`. Runs are named by
-    their index."""
+    """The data of page.js as JSON values: texts unchanged, numeric columns as :func:`packed`. Runs are referred to by
+    index."""
     runs, setups = comparison.runs, comparison.setups
     index = {run.name: i for i, run in enumerate(runs)}
     lines, symbols = dashes([setup.attention for setup in setups]), [symbol for _, symbol in DASHES.values()]
     return {
         "axes": [{"key": key, "button": button, "title": text} for key, (button, text) in AXES.items()],
-        # The markers of neighbours differ, and so do those of one mode whose dashes are used up.
+        # Markers of neighbours differ, and so do those of set-ups of one mode beyond the number of dashes.
         "setups": [{"label": setup.label, "runs": [index[run.name] for run in setup.runs],
                     "colour": colour(setup.attention), "dash": lines[i], "symbol": symbols[(i + i // 4) % 4]}
                    for i, setup in enumerate(setups)],
@@ -73,7 +74,7 @@ def payload(comparison: Comparison) -> dict[str, Any]:
 
 
 def figure_payload(figure: Figure) -> dict[str, Any]:
-    """A figure of a study, with the look of its lines."""
+    """A figure of a study, with the style of its lines."""
     patterns = dashes([line.attention for line in figure.lines])
     found = figure.as_dict()
     return found | {
@@ -85,7 +86,7 @@ def figure_payload(figure: Figure) -> dict[str, Any]:
 
 
 def run_payload(run: Run) -> dict[str, Any]:
-    """Curves, figures and texts of a run; None for what it lacks."""
+    """Curves, figures and texts of a run; None for missing ones."""
     columns = run.train.points or run.val.points
     return {
         "name": run.name,
@@ -107,8 +108,8 @@ def run_payload(run: Run) -> dict[str, Any]:
 
 
 def packed(columns: Columns) -> dict[str, dict[str, str]] | None:
-    """Columns as base64 of little-endian numbers, in the smallest type that keeps integers exactly and other values to
-    7 digits. NaN is a gap. None without columns."""
+    """Columns as base64 of little-endian numbers, in the smallest type that keeps integers exact and other values to 7
+    digits. NaN is a gap. None without columns."""
     found = {}
     for name in COLUMNS:
         if name not in columns:
@@ -123,7 +124,7 @@ def packed(columns: Columns) -> dict[str, dict[str, str]] | None:
 
 
 def finite(value: float | None) -> float | None:
-    """JSON has no NaN."""
+    """None instead of values that JSON lacks."""
     return float(value) if value is not None and math.isfinite(value) else None
 
 

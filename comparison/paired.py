@@ -1,7 +1,7 @@
 """Differences between two set-ups that were trained with the same seeds and evaluated on the same windows.
 
-What the seeds of two set-ups share, such as the order of the data and the easy and the hard windows of the val split,
-cancels in their difference: its interval is narrower than that of two means taken apart.
+Effects that two set-ups share, such as the order of the data and the difficulty of val windows, cancel in their
+difference. Its interval is narrower than that of two independent means.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,60 +18,59 @@ from comparison.wording import Mean, interval_text, listed, of_many, of_two
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Of two set-ups, a and b; losses in nats a token."""
+    """Difference of two set-ups, a and b; losses in nats per token."""
 
     seeds: tuple[Any, ...]
-    """Those that both have, each of which counts once."""
+    """Seeds of both set-ups."""
     a: tuple[float, ...]
     """The loss of a, by seed."""
     b: tuple[float, ...]
     """The loss of b, by seed."""
     windows: int | None
-    """Val windows that were paired in each seed; None: the final val losses were, whose windows are the same for runs
-    of one val split and context."""
+    """Number of val windows paired in each seed. None: final val losses are paired, whose windows are the same for runs
+    with one val split and context."""
     missing: tuple[tuple[Any, ...], tuple[Any, ...]]
-    """The seeds that a lacks and b has, and those that b lacks and a has: they do not count."""
+    """The seeds that only b has, and those that only a has; they do not count."""
     steps: tuple[int, ...] = ()
     """The steps at which the losses were measured, ascending."""
 
     @property
     def of_seeds(self) -> tuple[float, ...]:
-        """Loss of b less loss of a, by seed: the mean over the tokens of all paired windows."""
+        """Loss of b minus loss of a, by seed: the mean over the tokens of all paired windows."""
         return tuple(b - a for a, b in zip(self.a, self.b, strict=True))
 
     @property
     def mean(self) -> float:
-        """Over the seeds."""
+        """Mean over the seeds."""
         return float(np.mean(self.of_seeds))
 
     def reversed(self) -> "PairedDifference":
-        """Of b and a."""
+        """The difference of b and a."""
         return replace(self, a=self.b, b=self.a, missing=self.missing[::-1])
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-        """Of the mean, over the seeds, by Student's t; None of a single seed."""
+        """Interval of the mean over the seeds, by Student's t; None for a single seed."""
         return mean_interval(self.of_seeds, confidence)
 
     def is_shown(self, confidence: float = CONFIDENCE) -> bool:
-        """Whether the interval leaves out zero; false of a single seed."""
+        """Whether the interval excludes zero; false for a single seed."""
         interval = self.interval(confidence)
         return interval is not None and not interval[0] <= 0 <= interval[1]
 
 
 def paired_difference(a: Sequence[Run], b: Sequence[Run], *, windows_only: bool = False) -> PairedDifference | None:
-    """Two set-ups, paired by seed and by window.
+    """The difference of two set-ups, paired by seed and by window.
 
-    Windows are paired where each run that counts has the losses of the same ones (evaluate.py): those at the context of
-    training, or else at the longest context that all were evaluated at. Where they have not, the final val losses are
-    paired, unless ``windows_only``.
+    Windows are paired if all runs have the losses of the same ones (evaluate.py): those at the training context, or
+    else at the longest common context. Otherwise the final val losses are paired, unless ``windows_only``.
 
     Args:
-        a: runs that differ in their seed alone; of several of one seed the first counts.
-        b: the same, of the other set-up.
-        windows_only: whether windows have to be paired.
+        a: runs that differ only in their seed; the first run of a seed counts.
+        b: the same for the other set-up.
+        windows_only: whether to pair only windows.
 
     Returns:
-        None where the two have no seed in common, read other tokens, or have no loss to pair.
+        None if the two have no common seed, read different tokens, or have no loss to pair.
     """
     of_a, of_b = _by_seed(a), _by_seed(b)
     seeds = tuple(seed for seed in of_a if seed in of_b)
@@ -111,7 +110,7 @@ def _by_seed(runs: Sequence[Run]) -> Mapping[Any, Run]:
 
 
 def _mean_loss(run: Run, keys: Sequence[tuple[str, int, str]]) -> float:
-    """Over the tokens of all windows: its differences are the means of those of the windows, by their tokens."""
+    """Mean over the tokens of all windows. Its differences are the token-weighted means of those of the windows."""
     loss, tokens = (np.concatenate([getattr(run.window_losses[key], name) for key in keys])
                     for name in ("loss_N", "tokens_N"))
     return float(loss.sum() / tokens.sum())

@@ -1,4 +1,4 @@
-"""The main picture, for a paper."""
+"""The main plot, for a paper."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 WITHIN_AXES = 32
-"""Characters of a label up to which the legend stands within the axes, else below."""
+"""Most characters of a label for a legend inside the axes; otherwise it is below."""
 
 
 def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
@@ -72,7 +72,7 @@ def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
 
 @contextmanager
 def drawing(figsize: tuple[float, float]) -> "Iterator[matplotlib.figure.Figure]":
-    """A sheet of paper (width and height in inches) to draw on inside, in the look of all pictures."""
+    """A figure of this size (width and height in inches) to draw on inside the context, in the common style."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -81,15 +81,15 @@ def drawing(figsize: tuple[float, float]) -> "Iterator[matplotlib.figure.Figure]
 
 
 def saved(canvas: "matplotlib.figure.Figure", kind: str) -> bytes:
-    """What was drawn, as ``png`` or ``svg``; call it inside :func:`drawing`."""
+    """The figure as ``png`` or ``svg``; call it inside :func:`drawing`."""
     file = io.BytesIO()
     canvas.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     return file.getvalue()
 
 
 def loss_range(runs: Sequence[Run], split: str, quantity: str) -> tuple[float, float]:
-    """Losses to show: from the lowest to where the first 3 % of a run have brought it, so that the fall of the first
-    steps, and a run that diverges, do not press all others together."""
+    """Range of losses to show: from the lowest to the loss after 3 % of a run, so that the steep start and diverging
+    runs do not compress the other curves."""
     losses = [run.curve("step", split, quantity)[1] for run in runs]
     curves = [loss[np.isfinite(loss)] for loss in losses if np.isfinite(loss).any()]
     if not curves:

@@ -1,4 +1,4 @@
-"""The runs that a command line names, each read again only when its files have changed."""
+"""The runs of a command line, each read again only when its files have changed."""
 
 import glob
 import warnings
@@ -14,26 +14,25 @@ from training.window_losses import FILE as WINDOW_LOSSES
 
 @dataclass(frozen=True)
 class Found:
-    """What lies in the folders named."""
+    """The runs in the given folders."""
 
     runs: list[Run]
     """Their names are unique."""
     damaged: list[RunError]
     """Runs that cannot be drawn."""
     notes: list[str]
-    """What was noticed, such as lines that are damaged."""
+    """Notes, such as damaged lines."""
     passed_over: list[str]
-    """Folders that are no runs, each with the reason."""
+    """Folders that are not runs, each with the reason."""
 
 
 class Reader:
     """Reads runs.
 
     Args:
-        paths: folders of runs; others among them are passed over. A pattern such as ``runs/*`` stands for what matches
-            it at the time.
-        awaited: folders that do not exist are passed over too, for they may come.
-        may_be_empty: runs of which nothing was logged yet are read, without curves; otherwise they are damaged.
+        paths: run folders; other folders are skipped. A pattern such as ``runs/*`` is expanded at each read.
+        awaited: also skip folders that do not exist yet.
+        may_be_empty: read runs without logged steps, without curves; otherwise they are damaged.
     """
 
     def __init__(self, paths: Sequence[Path], *, awaited: bool = False, may_be_empty: bool = False):
@@ -41,7 +40,7 @@ class Reader:
         self._read: dict[Path, tuple[Any, Run | Exception, list[str]]] = {}
 
     def state(self) -> Any:
-        """Another value when anything has changed."""
+        """A value that changes when any file has changed."""
         return [(path, _state(path)) for path in self._folders()]
 
     def read(self) -> Found:
@@ -76,7 +75,7 @@ class Reader:
                 for path in (map(Path, sorted(glob.glob(str(named)))) if _is_pattern(named) else [named])]
 
     def _load(self, path: Path) -> tuple[Run | Exception, list[str]]:
-        """The run, or why there is none, and the notes of reading it."""
+        """The run or the error, and the notes of reading it."""
         state = _state(path)
         if path not in self._read or self._read[path][0] != state:
             with warnings.catch_warnings(record=True, category=UserWarning) as caught:

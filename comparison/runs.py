@@ -1,4 +1,4 @@
-"""Runs as their folders tell them, and set-ups: runs that differ in their seed alone."""
+"""Runs, as read from their folders, and set-ups: runs that differ only in their seed."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from support.files import read_json
 from training.accounting import flops_per_token
 from training.window_losses import WindowLosses, read_window_losses
 
-AXES = {  # what x can be: column, button and axis title
+AXES = {  # horizontal axes: column, button and axis title
     "step": ("Steps", "steps"),
     "tokens": ("Tokens", "tokens"),
     "train_seconds": ("Training time", "training time (seconds)"),
@@ -29,46 +29,46 @@ AXES = {  # what x can be: column, button and axis title
 }
 REQUIRED = ("step", "tokens", "train_seconds", "loss")
 NOT_OF_SETUP = ("checkpoint", "logging", "train.seed", "train.sample_every", "train.deterministic")
-"""Groups and fields of a config in which runs of one set-up may differ: they change no loss but in its last bits, or
-are the seed."""
+"""Groups and fields of a config in which runs of one set-up may differ: the seed, and those that change a loss at most
+in its last bits."""
 MAX_DISTINCTIONS = 3
-"""More fields than these are not told in a name."""
+"""Most fields in a label."""
 GENERIC_NAME = re.compile(r"(runs?|tests?|te?mp|out(put)?s?|exp(eriment)?s?|trials?|results?|new|old)?[-_.\s\d]*",
                           re.IGNORECASE)
-"""Names of folders that do not tell one run from another."""
+"""Names of folders that do not identify a run."""
 
 
 class NotARunError(ConfigError):
-    """A path that is no run's folder. Among runs it is passed over."""
+    """A path that is not a run's folder. Among runs it is skipped."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as its folder tells it."""
+    """One run, as read from its folder."""
 
     name: str
-    """Unique among the runs compared: the folder's name where that says something."""
+    """Unique among the runs compared: the folder's name if it identifies the run."""
     path: Path
-    """The folder, as it was named."""
+    """The folder, as given."""
     config: dict[str, Any]
-    """``config.json``, without the number of its format."""
+    """``config.json``, without its format number."""
     environment: dict[str, Any]
-    """``environment.json``; empty where there is none."""
+    """``environment.json``; empty if missing."""
     train: Curve
-    """The train lines of ``metrics.jsonl``. Both curves have the column ``flops`` too, of forward and backward pass,
-    where the mode says what it takes."""
+    """The train lines of ``metrics.jsonl``. Both curves also have the column ``flops``, of forward and backward pass,
+    if the mode counts them."""
     val: Curve
-    """The val lines; false where there are none."""
+    """The val lines; false if there are none."""
     evaluations: Sequence[dict[str, Any]] = ()
-    """Those of ``evaluation.json``, which evaluate.py writes; empty where there is none."""
+    """The evaluations in ``evaluation.json``, from evaluate.py."""
     window_losses: Mapping[tuple[str, int, str], WindowLosses] = field(default_factory=dict)
-    """The loss of each window, by corpus, context and checksum of the windows, as evaluate.py writes them."""
+    """The loss of each window, by corpus, context and checksum of the windows, from evaluate.py."""
     evaluated_step: int | None = None
-    """The step whose checkpoint was evaluated."""
+    """The step of the evaluated checkpoint."""
     sample: str | None = None
     """The newest text in ``samples/``."""
     sample_step: int | None = None
-    """The step that wrote it."""
+    """Its step."""
 
     @property
     def attention(self) -> str:
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The attention mode with the implementation that computed it, where that has another name."""
+        """The attention mode with its implementation, if that has another name."""
         modes = list(dict.fromkeys(self.config["model"]["attention"]))
         used = {mode: form for mode, form in (self.environment.get("implementations") or {}).items()
                 if mode in modes and form != mode}
@@ -88,17 +88,17 @@ class Run:
 
     @property
     def seed(self) -> Any:
-        """Of initial parameters and the order of the data; None where the config names none."""
+        """The seed of initial parameters and of the order of the data; None if the config has none."""
         return self.config["train"].get("seed")
 
     @property
     def context(self) -> int | None:
-        """Tokens the model is trained on at once."""
+        """Training context, in tokens."""
         return self.config["model"].get("context")
 
     @property
     def size(self) -> str:
-        """Layers and width, such as ``12 × 768``: equal for modes that differ in a few parameters of their own."""
+        """Layers and width, such as ``12 × 768``: equal for modes with slightly different parameter counts."""
         model = self.config["model"]
         return f"{model.get('layers', '?')} × {model.get('width', '?')}"
 
@@ -109,8 +109,8 @@ class Run:
 
     @cached_property
     def setup_fields(self) -> dict[str, Any]:
-        """The fields that can change a loss, the seed left out, by dotted name; ``data.dir`` is the tokens' checksum
-        where that is known, for the same tokens may lie elsewhere."""
+        """The fields that can change a loss, without the seed, by dotted name. ``data.dir`` is the checksum of the
+        tokens if known, because the same tokens may be in several folders."""
         fields = {name: value for name, value in (_defaults(self.config) | self.fields).items()
                   if not is_of(name, NOT_OF_SETUP)}
         checksum = self.environment.get("corpus_checksum")
@@ -118,13 +118,13 @@ class Run:
 
     @property
     def setup(self) -> str:
-        """Equal for runs that differ in nothing that changes a loss but the seed."""
+        """Equal for runs that differ only in the seed and in fields that do not change a loss."""
         return json.dumps([self.label, self.setup_fields], sort_keys=True)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the loss by which the run is judged is known at the end that its config names, in steps or minutes;
-        true of one that names none."""
+        """Whether the run has reached the steps or minutes of its config with a known loss; true without such a
+        limit."""
         train = self.config["train"]
         ends = {axis: end for axis, end in (("step", train.get("steps")),
                                             ("train_seconds", 60 * (train.get("minutes") or 0))) if end}
@@ -132,28 +132,28 @@ class Run:
         return not ends or (self.has_curve and any(points[axis].max() >= end for axis, end in ends.items()))
 
     def final(self, quantity: str = "loss") -> float | None:
-        """What the last val line says, NaN where it is not finite; None where no val line has it."""
+        """The value of the last val line, NaN if not finite; None if no val line has it."""
         values = self.val.points.get(quantity, np.empty(0))
         return float(values[-1]) if len(values) else None
 
     @property
     def has_curve(self) -> bool:
-        """Whether anything was logged; else the run has an evaluation alone, such as one of published weights."""
+        """Whether anything was logged; otherwise the run has only an evaluation, such as one of published weights."""
         return bool(self.train or self.val)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was logged of it and nothing evaluated."""
+        """Whether nothing was logged or evaluated."""
         return not (self.has_curve or self.evaluations)
 
     @property
     def split(self) -> str:
-        """The loss by which the run is judged: val, or train where it was never evaluated."""
+        """The split whose loss is compared: val, or train for runs without val lines."""
         return "val" if self.val else "train"
 
     @property
     def peak_bytes(self) -> float | None:
-        """Memory: what the device used at most, or else what the compiled training step was planned to use."""
+        """The device's peak memory, or else the planned memory of the compiled training step."""
         used = self.train.points.get("peak_bytes", np.empty(0))
         if np.isfinite(used).any():
             return float(np.nanmax(used))
@@ -162,7 +162,7 @@ class Run:
 
     @cached_property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text in a token of the val split: bits per byte are loss / ln 2 / this. None where not known."""
+        """Bytes of text per token of the val split: bits per byte are loss / ln 2 / this. None if unknown."""
         points = self.val.points
         if "bits_per_byte" not in points:
             return None
@@ -177,9 +177,9 @@ class Run:
         return means | {"loss": smooth(means["loss"], means["lines"], len(means["loss"]) // 100)} if means else {}
 
     def curve(self, axis: str, split: str, quantity: str = "loss") -> tuple[np.ndarray, np.ndarray]:
-        """An axis (see ``AXES``), ascending, and the loss (or bits per byte) of a split; empty where not known.
+        """An axis (see ``AXES``), ascending, and the loss (or bits per byte) of a split; empty if unknown.
 
-        Val losses are every one up to ``MAX_POINTS`` lines, else means; train losses are averaged over 2 % of the run.
+        Val losses are all kept up to ``MAX_POINTS`` lines, else means; train losses are averaged over 2 % of the run.
         """
         of_val = self.val.points if self.val.is_whole else self.val.means
         columns = of_val if split == "val" else self.smooth_train
@@ -189,11 +189,11 @@ class Run:
         return np.maximum.accumulate(columns[axis][known]), columns[quantity][known]
 
     def end(self, axis: str) -> float:
-        """Where on an axis the loss by which the run is judged was last known; of a run that has a curve."""
+        """The end of the compared curve on an axis; the run must have a curve."""
         return float(self.curve(axis, self.split)[0][-1])
 
     def loss_at(self, axis: str, where: float, split: str, quantity: str = "loss") -> float | None:
-        """The loss at one place of an axis, interpolated linearly; None outside the curve, or where not finite."""
+        """The loss at one position of an axis, interpolated linearly; None outside the curve, or if not finite."""
         x, loss = self.curve(axis, split, quantity)
         if not (len(x) and x[0] <= where <= x[-1]):
             return None
@@ -203,12 +203,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Setup:
-    """Runs that differ in their seed alone."""
+    """Runs that differ only in their seed."""
 
     label: str
-    """What it is, unique among the set-ups compared."""
+    """Unique among the set-ups compared."""
     runs: tuple[Run, ...]
-    """One a seed."""
+    """One per seed."""
 
     @property
     def attention(self) -> str:
@@ -217,7 +217,7 @@ class Setup:
 
     @property
     def context(self) -> int | None:
-        """Tokens the model is trained on at once."""
+        """Training context, in tokens."""
         return self.runs[0].context
 
     @property
@@ -227,12 +227,11 @@ class Setup:
 
 
 def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
-    """Read a run's folder.
+    """Reads a run's folder.
 
     Args:
-        path: of the folder.
-        may_be_empty: whether a run of which nothing was logged yet is one, without curves: so a study can tell that it
-            failed.
+        path: the folder.
+        may_be_empty: accept a run without logged steps, without curves, so that a study can report its failure.
 
     Raises:
         NotARunError: the folder does not exist or is not a run.
@@ -303,7 +302,7 @@ def newest_sample(folder: Path) -> tuple[int | None, str | None]:
 
 
 def scored(runs: Sequence[Run]) -> str:
-    """What a loss is of: a token, or an example of a task."""
+    """What a loss is normalised by: a token, or an example of a task."""
     return " or ".join(sorted({"example" if config_class(run.config) is LraConfig else "token" for run in runs}))
 
 
@@ -316,18 +315,18 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def is_of(name: str, parts: Sequence[str]) -> bool:
-    """Whether a field's dotted name is one of these fields, or of one of these groups."""
+    """Whether a dotted name is one of these fields, or in one of these groups."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The fields of the config in which runs differ: the value of each run, None where a run has no such field (an
-    option of a mode it does not use)."""
+    """The fields of the config in which runs differ: the value of each run, None if it lacks the field (an option of a
+    mode it does not use)."""
     return differing([run.fields for run in runs])
 
 
 def differing(fields: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Those of which not all that have one have the same value: the values, None where one lacks the field."""
+    """The fields with more than one value: the values, None for a missing field."""
     found = {}
     for name in dict.fromkeys(name for of_run in fields for name in of_run):
         if len({json.dumps(of_run[name]) for of_run in fields if name in of_run}) > 1:
@@ -341,7 +340,7 @@ def group(runs: Sequence[Run]) -> list[Setup]:
     of_seed: Counter[tuple[str, Any]] = Counter()
     for run in runs:
         seed = (run.setup, run.seed)
-        # A second run of one seed says nothing of how much seeds differ: it is no member of the mean.
+        # A second run of a seed does not contribute to the variance over seeds: it is not averaged.
         setups.setdefault((run.setup, of_seed[seed]), []).append(run)
         of_seed[seed] += 1
     found = list(setups.values())
@@ -352,14 +351,14 @@ def group(runs: Sequence[Run]) -> list[Setup]:
 
 
 def _defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """What every field is where a config does not name it: it may be of an older version, with fewer fields."""
+    """Default values of all fields: a config of an older version may lack some."""
     defaults = config_class(config)().to_dict()
     del defaults["format"]
     return flatten(defaults) | _options_by_default(config)
 
 
 def _options_by_default(config: dict[str, Any]) -> dict[str, Any]:
-    """The options of the modes of a config, by their dotted names."""
+    """The default options of the modes of a config, by their dotted names."""
     from models import attention
 
     known = set(attention.modes())
@@ -368,14 +367,14 @@ def _options_by_default(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _setup_label(seeds: Sequence[Run], same_label: Sequence[Run]) -> str:
-    """The attention, and what tells a set-up from others of the same attention, or its first run where that is much."""
+    """The attention, and its differences from other set-ups of that attention, or its first run if there are many."""
     told = distinctions(seeds[0], same_label)
     return ", ".join([seeds[0].label, *(told if len(told) <= MAX_DISTINCTIONS else [seeds[0].name])])
 
 
 def distinctions(run: Run, others: Sequence[Run], leave_out: Sequence[str] = ()) -> list[str]:
-    """What a run's config has that not all of ``others`` have: ``context 512``, ``learning_rate 0.001``; the fields in
-    ``leave_out``, and options of a mode that have their default, aside."""
+    """Fields of a run's config that not all ``others`` share: ``context 512``, ``learning_rate 0.001``. Fields in
+    ``leave_out`` and default options of a mode are skipped."""
     leave_out = ("data.dir", "model.attention", *NOT_OF_SETUP, *leave_out)
     defaults = _options_by_default(run.config)
     return [f"{name.rpartition('.')[2]} {value_text(run.fields[name])}" for name in differences(others)
@@ -393,8 +392,8 @@ def value_text(value: Any) -> str:
 
 
 def name_runs(runs: Sequence[Run]) -> list[Run]:
-    """The runs with names that are unique and say what they are: the folder's, or what the config says where that is
-    ``run-3`` or the like, or the path where several folders have one name."""
+    """The runs with unique, descriptive names: the folder's; a description from the config if that is ``run-3`` or the
+    like; or the path if several folders have one name."""
     named = [replace(run, name=describe(run, runs)) if GENERIC_NAME.fullmatch(run.name) else run for run in runs]
     names = [run.name for run in named]
     return [run if names.count(run.name) == 1 else replace(run, name=_with_path(run, before))
@@ -406,7 +405,7 @@ def _with_path(run: Run, before: Run) -> str:
 
 
 def describe(run: Run, others: Sequence[Run]) -> str:
-    """What a run is: mode, size, context, what it differs in from the others, seed."""
+    """A description of a run: mode, size, context, differences from the others, seed."""
     context = [] if run.context is None else [f"context {run.context:,}"]
     told = [text for text in distinctions(run, others) if text.split()[0] not in ("layers", "width", "context")]
     seed = [f"seed {run.seed}"] if run.seed is not None else []

@@ -1,16 +1,16 @@
-"""Intervals of means over seeds, and how they are told."""
+"""Confidence intervals of means over seeds."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 CONFIDENCE = 0.95
-"""Of every interval, unless another is named."""
+"""Default confidence of an interval."""
 
 
 def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """The confidence interval of a mean, by Student's t; None for a single value, or where the values do not vary, as
-    those of the same run again.
+    """The confidence interval of a mean, by Student's t; None for a single value, or if all values are equal, such as
+    those of a repeated run.
 
     Student, "The probable error of a mean", 1908.
     """
@@ -21,8 +21,8 @@ def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tu
 
 
 def welch_interval(a: Sequence[float], b: Sequence[float], confidence: float) -> tuple[float, float] | None:
-    """The confidence interval of mean(a) − mean(b), with variances that may differ; None where neither has two values,
-    or where they do not vary. A single value is taken to vary as much as the others do.
+    """The confidence interval of mean(a) − mean(b), with unequal variances; None if neither has two values, or if all
+    are equal. A single value is assumed to have the variance of the others.
 
     Welch, "The generalization of 'Student's' problem when several different population variances are involved", 1947.
     """
@@ -42,9 +42,9 @@ def welch_interval(a: Sequence[float], b: Sequence[float], confidence: float) ->
 
 
 def student_quantile(confidence: float, freedom: float) -> float:
-    """The t with which Student's distribution has ``confidence`` of its mass within ± t.
+    """The t for which Student's distribution has ``confidence`` of its mass within ± t.
 
-    With t = √ν tan θ the density is cos^(ν−1) θ, which is summed over a fine grid: right to 4 digits for ν ≥ 1.
+    With t = √ν tan θ the density is cos^(ν−1) θ, summed over a fine grid: accurate to 4 digits for ν ≥ 1.
     """
     theta = np.linspace(0, np.pi / 2, 200_001)
     density = np.cos(theta) ** (freedom - 1)

@@ -1,13 +1,13 @@
-"""A study: a file that says which runs answer a question, and draws what they show.
+"""A study: a file with the runs that answer a question, and the figures of their results.
 
     studies/NAME.py          a docstring (the question, the command, the time, the result) and two functions:
                              get_runs(quick: bool) -> list[Variation]
                              figures(runs: Sequence[comparison.runs.Run]) -> Sequence[comparison.figures.Figure]
-    OUT/study.json           which study the folder is of, and the name and the hash of each of its runs
-    OUT/NAME/                a run, as its command writes it
-    OUT/NAME/run.json        what sweep.py knows of it: its fields, their hash, and whether it is finished
+    OUT/study.json           the study, and the name and the hash of each of its runs
+    OUT/NAME/                a run, as written by its command
+    OUT/NAME/run.json        its fields, their hash, and whether it is finished
 
-``sweep.py`` starts the runs, ``compare.py --study OUT`` reads them again.
+``sweep.py`` runs it, ``compare.py --study OUT`` reads the results.
 """
 
 import importlib.util
@@ -26,12 +26,12 @@ from support.errors import ConfigError, LineargptError, RunError
 from support.files import read_json
 
 ROOT = Path(__file__).absolute().parent.parent
-"""What a relative path of a study or a recipe is looked for in, where the working folder has no such file."""
+"""Base of relative paths of studies and recipes that the working folder lacks."""
 FORMAT = 1
-"""Number of the format of ``study.json`` and ``run.json``: count it up where an older file would be misread."""
+"""Format number of ``study.json`` and ``run.json``: increment it for incompatible changes."""
 RECORD = "study.json"
 FIGURES = "figures"
-"""The folder in OUT that the figures are written to."""
+"""The folder of the figures in OUT."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,12 @@ class Variation:
     name: str
     """Its folder; unique in the study."""
     recipe: str | None = None
-    """The file that the command takes first, such as ``configs/quickstart.py``; None for a benchmark, which takes
-    none."""
+    """The first argument of the command, such as ``configs/quickstart.py``; None for a benchmark without one."""
     attention: str | None = None
-    """``--attention``: a mode, or a comma-separated pattern over layers; None: the recipe's own."""
+    """``--attention``: a mode, or a comma-separated pattern over layers; None: the recipe's."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Flags by their names without dashes: ``{"optimizer.learning_rate": 1e-3, "train.seed": 0}``. A tuple gives a
-    flag several values, True and False a flag that takes none; an option that may be None takes the text "False"."""
+    """Flags by name without dashes: ``{"optimizer.learning_rate": 1e-3, "train.seed": 0}``. A tuple gives a flag
+    several values, True or False one without a value; an option that may be None takes the text "False"."""
     command: str = "train.py"
     """``train.py``, or a module: ``lra.train``, ``benchmarks.train_step``."""
 
@@ -67,29 +66,28 @@ class Variation:
 
     @property
     def arm(self) -> tuple[Any, ...]:
-        """Equal for runs that differ in their seed alone."""
+        """Equal for runs that differ only in their seed."""
         return (self.command, self.recipe, self.attention,
                 *sorted((name, repr(value)) for name, value in self.fields.items() if name != "train.seed"))
 
 
 def _values(value: Any) -> list[Any]:
-    """What follows a flag: tuples of tuples, such as those of ``data.mixture``, one value after the other."""
+    """The values of a flag; nested tuples, such as those of ``data.mixture``, are flattened."""
     return [one for part in value for one in _values(part)] if isinstance(value, list | tuple) else [value]
 
 
 def grid(recipe: str | None, attentions: Sequence[str | None] = (None,),
          axes: Mapping[str, Sequence[Any] | Mapping[Any, Mapping[str, Any]]] | None = None,
          fields: Mapping[str, Any] | None = None, command: str = "train.py") -> list[Variation]:
-    """Every combination of attentions and of the values of the axes; the last axis changes first.
+    """Every combination of attentions and of the values of the axes; the last axis varies fastest.
 
-    A run is named after its attention and its place on each axis: ``softmax-learning_rate-0.001-seed-0``.
+    A run is named by its attention and its value on each axis: ``softmax-learning_rate-0.001-seed-0``.
 
     Args:
         recipe: of all runs.
         attentions: the modes, or patterns of modes.
-        axes: the values of a field by its name, such as ``{"train.seed": (0, 1, 2)}``; or, where more than one field
-            changes, for each value the fields that belong to it: ``{"pairs": {2: {"data.source": …, "model.context":
-            16}, 4: …}}``.
+        axes: the values of a field by its name, such as ``{"train.seed": (0, 1, 2)}``. If several fields change
+            together, the fields of each value: ``{"pairs": {2: {"data.source": …, "model.context": 16}, 4: …}}``.
         fields: of all runs.
         command: of all runs.
     """

@@ -1,4 +1,4 @@
-"""How curves look: a colour a mode, the same on every page, and a dash a set-up."""
+"""The style of curves: a colour for each mode, the same on every page, and a dash pattern for each set-up."""
 
 import colorsys
 import hashlib
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 COLOURS = {"softmax": "#d55e00", "chunked": "#0072b2", "linear": "#009e73", "local": "#cc79a7", "gated": "#117733",
            "gated_delta": "#882255", "power": "#e69f00", "window": "#56b4e9"}
-"""Chosen ones, which are easy to tell apart; a mode that is not here gets a hue from its name."""
-DASHES = {  # Plotly's name of a line: Matplotlib's, and the marker that goes with it
+"""Colours that are easy to distinguish; other modes get a hue from their name."""
+DASHES = {  # Plotly's name of a dash pattern: Matplotlib's, and its marker
     "solid": ("-", "circle"),
     "dash": ("--", "square"),
     "dot": (":", "diamond"),

@@ -74,19 +74,19 @@ class Row:
 
 @dataclass(frozen=True)
 class TimesToLoss:
-    """When each run first had a val loss as low as each of a few levels."""
+    """When each run first reached each of several val losses."""
 
     levels: tuple[float, ...]
     """Val losses, descending."""
     seconds: dict[str, tuple[float | None, ...]]
-    """By run's name, training seconds to each level, interpolated between evaluations; None: not reached."""
+    """By name of the run, training seconds to each level, interpolated between evaluations; None: not reached."""
 
 
 def times_to_loss(runs: Sequence[Run]) -> TimesToLoss | None:
-    """Three levels that tell runs apart: one that all came by on their way, the worst run's best, and halfway from
-    there to the best run's; where all end alike, three on the way there.
+    """Three levels that separate runs: one that all passed, the worst run's best, and halfway from there to the best
+    run's. If all end alike, three on the way there.
 
-    None where fewer than two evaluations of a run are known, or none fell.
+    None if a run has fewer than two evaluations, or no loss decreased.
     """
     curves = {run.name: run.curve("train_seconds", "val") for run in runs}
     known = {name: (x[np.isfinite(loss)], loss[np.isfinite(loss)]) for name, (x, loss) in curves.items()}
@@ -97,11 +97,11 @@ def times_to_loss(runs: Sequence[Run]) -> TimesToLoss | None:
     worst, best = (float(pick([loss.min() for loss in losses])) for pick in (max, min))
     if not best < start:
         return None
-    if worst >= start:  # one run never came where the others began
+    if worst >= start:  # one run never reached the initial loss of the others
         worst = best
     marks = ([worst + 0.2 * (start - worst), worst, (worst + best) / 2] if worst - best > 0.02 * (start - best) else
              [start + part * (worst - start) for part in (0.5, 0.75, 1.0)])
-    # Rounded up, so that a level is reached by the run that it is from.
+    # Rounded up, so that a run reaches the level that it defines.
     digits = max(0, 2 - math.floor(math.log10(start - best)))
     levels = dict.fromkeys(math.ceil(round(mark * 10**digits, 6)) / 10**digits for mark in marks)
     return TimesToLoss(tuple(levels), {
@@ -109,7 +109,7 @@ def times_to_loss(runs: Sequence[Run]) -> TimesToLoss | None:
 
 
 def _first_at(x: np.ndarray, loss: np.ndarray, level: float) -> float | None:
-    """The first x at which a curve is down to ``level``, between points by a straight line."""
+    """The first x at which a curve reaches ``level``, interpolated linearly."""
     reached = np.flatnonzero(loss <= level)
     if not len(reached):
         return None
@@ -147,7 +147,7 @@ def rows(runs: Sequence[Run], setups: Sequence[Setup], times: TimesToLoss | None
 
 
 def shortest(runs: Sequence[Run], axis: str) -> float | None:
-    """Where on an axis the first of the runs ends: as far as all can be compared. None where no run has a curve."""
+    """The end of the shortest run on an axis, up to which all can be compared. None if no run has a curve."""
     return min((run.end(axis) for run in runs if run.has_curve), default=None)
 
 
