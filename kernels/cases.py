@@ -1,6 +1,6 @@
-"""What every op says of itself in its ``cases``: calls for tests, ``make gpu-check``, tuning and the benchmarks.
+"""Calls of every op, from its ``cases``: for tests, ``make gpu-check``, tuning and the benchmarks.
 
-An op is a folder of ``kernels`` with a file ``cases.py``, or a file that has ``CASES`` itself. :func:`find_cases` and
+An op is a folder of ``kernels`` with a file ``cases.py``, or a file that defines ``CASES``. :func:`find_cases` and
 :func:`find_attentions` find them by listing the folder.
 """
 
@@ -21,46 +21,46 @@ User = Literal["tests", "gpu", "gpu-check", "tune"]
 Arrays = dict[str, Any]
 """Arrays, or their shapes and dtypes, by name."""
 LogDecay = Literal["mixed", "strong"]
-"""``mixed``: from next to nothing to all that came before. ``strong``: nothing is left at one token, and little goes at
+"""``mixed``: from no decay to almost complete decay. ``strong``: a complete reset at one token, and little decay at
 the others."""
 REFERENCE = "reference"
 WORSE_THAN_PLAIN = 1.5
-"""Most that the error in bfloat16 may be of that of the plain JAX form, which rounds as often."""
+"""Largest ratio of the error in bfloat16 to that of the plain JAX form, which rounds as often."""
 ROUNDING_NOISE = 1e-6
-"""A kernel's error may be more times that of the plain form where it is less than this: what float32 sums are off by
-depends on the order of their terms, and those of the plain form may be exact."""
+"""Errors below this may exceed the ratio: float32 sums depend on the order of their terms, and those of the plain form
+may be exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case(ABC):
-    """One call of an op; each op has a subclass with its sizes and options."""
+    """One call of an op. Each op has a subclass with its sizes and options."""
 
     tolerance: float
-    """Most that RMS(error) / RMS(reference) may be of each output and gradient; whoever sets it says why."""
+    """Largest RMS(error) / RMS(reference) of each output and gradient. State the reason for its value."""
     dtype: str = "float32"
-    """Number format of the inputs."""
+    """The dtype of the inputs."""
     implementations: tuple[str | None, ...] = (None,)
-    """What :meth:`call` takes; None: what the op picks. ``tests`` run all of them on a CPU."""
+    """Arguments of :meth:`call`; None: the op's choice. ``tests`` run all of them on a CPU."""
     used_by: tuple[User, ...] = ("tests",)
-    """``tests`` and, on a GPU, ``gpu`` compare with the reference, ``gpu-check`` compiles, ``tune`` times, of linear
-    attention alone."""
+    """``tests`` and, on a GPU, ``gpu`` compare with the reference, ``gpu-check`` compiles, ``tune`` times (linear
+    attention only)."""
     title: str = ""
-    """What the case is there for; its name where given."""
+    """Purpose of the case; its name if given."""
     gradients: bool = True
-    """Whether the call is differentiated."""
+    """Whether to differentiate the call."""
     plain: str | None = None
-    """The implementation in plain JAX that bounds the others' errors in bfloat16, by ``WORSE_THAN_PLAIN``."""
+    """The plain JAX implementation that bounds the others' bfloat16 errors, by ``WORSE_THAN_PLAIN``."""
     expected_from: str = REFERENCE
-    """The implementation that gives the expected results, in float64; another one where the reference takes too much
-    memory, and is itself tested against it."""
+    """The implementation that computes the expected results in float64. Not the reference where that takes too much
+    memory; it is then tested against the reference elsewhere."""
     gpu_kernels: tuple[str, ...] = ()
-    """How the names of our kernels begin that the program for a GPU must have; tests run such a case on a GPU too."""
+    """Prefixes of our kernels that the compiled program for a GPU must contain. Tests run such a case on a GPU too."""
     constants: tuple[tuple[str, Any], ...] = field(default=(), hash=False)
-    """Values for constants of modules, by their full names, with which small inputs take the way of large ones."""
+    """Values of module constants, by full name, with which small inputs take the code path of large ones."""
     device_kind: str | None = None
-    """For this kind of device only, as jax names it."""
+    """The only kind of device for the case, by its name in jax."""
     slow: bool = False
-    """Takes seconds on a CPU, where other cases show most of it: left to ``make test-thorough``."""
+    """Takes seconds on a CPU, where other cases cover most of it: left to ``make test-thorough``."""
 
     @property
     def op(self) -> str:
@@ -69,7 +69,7 @@ class Case(ABC):
 
     @property
     def name(self) -> str:
-        """As tables show it."""
+        """Name in tables."""
         return self.title or self.sizes
 
     @property
@@ -83,7 +83,7 @@ class Case(ABC):
 
     @abstractmethod
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
-        """The outputs by name. ``reference`` is the definition; None: what the op picks."""
+        """The outputs by name. ``reference`` is the definition; None: the op's choice."""
 
     def make_inputs(self) -> dict[str, np.ndarray]:
         """Random inputs: standard normal, unless an op needs others."""
@@ -91,8 +91,8 @@ class Case(ABC):
         return {name: generator.normal(size=x.shape).astype(x.dtype) for name, x in self.make_shapes().items()}
 
     def make_cotangents(self, outputs: Arrays) -> dict[str, np.ndarray]:
-        """Random gradients of the outputs. Without a pattern, so that no element can be taken for another, and exact in
-        bfloat16, so that rounding them is not taken for an error."""
+        """Random gradients of the outputs. No two elements are alike, and all are exact in bfloat16, so that rounding
+        adds no error."""
         generator = np.random.default_rng(1)
         return {name: generator.normal(size=x.shape).astype(jnp.bfloat16).astype(x.dtype)
                 for name, x in outputs.items()}
@@ -100,12 +100,12 @@ class Case(ABC):
 
 @dataclass(frozen=True)
 class TimedForm:
-    """An implementation of an attention, as ``benchmarks.attention`` times it."""
+    """An implementation of an attention, as timed by ``benchmarks.attention``."""
 
     parts: tuple[str, ...] = ()
-    """Parts of the benchmark that measure it where no modes are named."""
+    """Parts of the benchmark that measure it by default."""
     gpu_only: bool = False
-    """Left out on other devices where no modes are named."""
+    """Left out by default on other devices."""
     quadratic: bool = False
     """Whether it is quadratic in the context."""
 
@@ -120,12 +120,12 @@ class TimedAttention:
     forms: Mapping[str, TimedForm]
     """By the name of the implementation."""
     pick: Callable[..., str | None] | None = None
-    """(x_BTHD, *, causal, chunk_size) ↦ the form that the name alone stands for; None where it is not told. Without
-    it a form has to be named."""
+    """(x_BTHD, *, causal, chunk_size) ↦ the form that the name alone stands for; None if unknown. Without ``pick`` a
+    form must be named."""
     pick_chunk_sizes: Callable[..., tuple[int, int] | None] | None = None
-    """(form, x_BTHD) ↦ chunk lengths of the forward and the backward pass; only of attentions in chunks."""
+    """(form, x_BTHD) ↦ chunk sizes of the forward and the backward pass; only for attentions in chunks."""
     published_shapes: tuple[tuple[int, int, int, int], ...] = ()
-    """B, T, H, D of ``benchmarks/published.json``, from the least work to the most."""
+    """B, T, H, D of ``benchmarks/published.json``, in order of work."""
 
 
 @functools.cache
@@ -139,7 +139,7 @@ def ops() -> dict[str, ModuleType]:
 
 
 def find_cases(user: User) -> list[Case]:
-    """The cases that one of their users takes, of all ops."""
+    """The cases of all ops for one of their users."""
     return [case for module in ops().values() for case in module.CASES if user in case.used_by]
 
 
@@ -149,11 +149,11 @@ def find_attentions() -> dict[str, TimedAttention]:
 
 
 def outputs_and_gradients(case: Case, implementation: str | None) -> Callable[[Arrays, Arrays], Arrays]:
-    """(inputs, cotangents) ↦ outputs by name and, of a case with gradients, gradients of inputs as ``dNAME``.
+    """(inputs, cotangents) ↦ outputs by name and, for a case with gradients, gradients of inputs as ``dNAME``.
 
     Args:
         case: the call.
-        implementation: as :meth:`Case.call` takes it.
+        implementation: as in :meth:`Case.call`.
     """
 
     def compute(inputs: Arrays, cotangents: Arrays) -> Arrays:
@@ -169,7 +169,7 @@ def outputs_and_gradients(case: Case, implementation: str | None) -> Callable[[A
 
 
 def run(case: Case, implementation: str | None) -> Callable[[], dict[str, np.ndarray]]:
-    """A function that computes outputs and gradients of the case's inputs on the default device; compiled once."""
+    """A function that computes outputs and gradients of the case's inputs on the default device, compiled once."""
     inputs = case.make_inputs()
     compute = jax.jit(outputs_and_gradients(case, implementation))
     cotangents = case.make_cotangents(output_shapes(case))
@@ -177,12 +177,12 @@ def run(case: Case, implementation: str | None) -> Callable[[], dict[str, np.nda
 
 
 def output_shapes(case: Case) -> Arrays:
-    """Shapes and dtypes that the outputs of every implementation have."""
+    """Shapes and dtypes of the outputs of every implementation."""
     return jax.eval_shape(lambda inputs: case.call(REFERENCE, **inputs), case.make_shapes())
 
 
 def run_reference(case: Case) -> dict[str, np.ndarray]:
-    """The expected outputs and gradients: of the same inputs, rounded as they are, in float64 on the CPU."""
+    """The expected outputs and gradients, for the same rounded inputs, in float64 on the CPU."""
     inputs = {name: x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
               for name, x in case.make_inputs().items()}
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
@@ -192,8 +192,8 @@ def run_reference(case: Case) -> dict[str, np.ndarray]:
 
 
 def make_segments(batch: int, tokens: int) -> np.ndarray:
-    """Ids (B, T). Rows by turns: segments with padding before, inside, between and after them; one segment to the end;
-    nothing but padding."""
+    """Ids (B, T). Rows alternate: segments with padding before, inside, between and after them; one segment to the end;
+    only padding."""
     generator = np.random.default_rng(tokens)
     ids_BT = np.full((batch, tokens), -1, np.int32)
     for b in range(batch):
@@ -216,7 +216,7 @@ def draw_log_decay(kind: LogDecay, of: jax.ShapeDtypeStruct, generator: np.rando
 
 
 def error_of(found: np.ndarray, expected: np.ndarray) -> float:
-    """RMS(error)/RMS(reference); infinite where something is not finite."""
+    """RMS(error) / RMS(reference); infinite if anything is not finite."""
     found = found.astype(np.float64)
     if not np.isfinite(found).all():
         return float("inf")
@@ -226,12 +226,12 @@ def error_of(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def faults_of(case: Case, errors: Mapping[str, float], plain_errors: Mapping[str, float] | None) -> list[str]:
-    """What is farther from the reference than it may be.
+    """Outputs and gradients whose error exceeds its bound.
 
     Args:
         case: the call.
         errors: of an implementation, by output and gradient.
-        plain_errors: those of ``case.plain``, where it bounds them.
+        plain_errors: those of ``case.plain``, if it bounds them.
     """
     faults = [f"{name}: {error:.1e}" for name, error in errors.items() if not error <= case.tolerance]
     return faults + [f"{name}: {error:.1e}, the plain form {plain_errors[name]:.1e}"

@@ -1,4 +1,4 @@
-"""What an op checks of its arguments, in the same words for every op."""
+"""Checks of arguments, with the same messages for every op."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 
 def check_heads(**arrays: Array) -> None:
-    """Arrays of heads, by names that end with the letters of their dimensions.
+    """Checks arrays of heads, whose names end with the letters of their dimensions.
 
     Raises:
         ValueError: not four dimensions.
@@ -23,7 +23,7 @@ def check_heads(**arrays: Array) -> None:
 
 
 def check_shapes(expected: Mapping[str, tuple[Array, tuple[int, ...]]], source: str, shape: tuple[int, ...]) -> None:
-    """Shapes that follow from that of another array.
+    """Checks shapes that follow from that of another array.
 
     Args:
         expected: array and shape by name.
@@ -39,7 +39,7 @@ def check_shapes(expected: Mapping[str, tuple[Array, tuple[int, ...]]], source: 
 
 
 def check_sizes(**sizes: int) -> None:
-    """Sizes by their letters.
+    """Checks sizes, by their letters.
 
     Raises:
         ValueError: one is 0.
@@ -50,21 +50,21 @@ def check_sizes(**sizes: int) -> None:
 
 
 def check_chunk_size(chunk_size: int | None) -> None:
-    """A length that may be given.
+    """Checks a chunk size, which may be None.
 
     Raises:
-        ValueError: it is no whole number of at least 1.
+        ValueError: not an integer of at least 1.
     """
     if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1):
         raise ValueError(f"chunk_size={chunk_size}: expected a whole number of at least 1")
 
 
 def check_segments(segment_ids_BT: Array | None, source: str, shape: tuple[int, ...]) -> None:
-    """Segment ids, where there are any.
+    """Checks segment ids, which may be None.
 
     Raises:
         ValueError: not one for each token of ``source``.
-        TypeError: not whole numbers.
+        TypeError: not integers.
     """
     if segment_ids_BT is None:
         return
@@ -74,11 +74,11 @@ def check_segments(segment_ids_BT: Array | None, source: str, shape: tuple[int, 
 
 
 def check_log_decay(log_decay_BTH: Array, source: str, shape: tuple[int, ...]) -> None:
-    """Log decays.
+    """Checks log decays.
 
     Raises:
-        ValueError: not one for each token and head of ``source``, or one above 0, which is noticed only outside of
-            ``jax.jit`` and the like, where there are values to look at.
+        ValueError: not one for each token and head of ``source``, or one above 0, which is detected only outside of
+            ``jax.jit`` and other transformations.
         TypeError: not floating point.
     """
     check_shapes({"log_decay_BTH": (log_decay_BTH, shape[:3])}, source, shape)

@@ -1,4 +1,4 @@
-"""Sequences in chunks of C tokens, and how segments meet them, the same way for every chunked form."""
+"""Sequences in chunks of C tokens, and segments across them, for every chunked form."""
 
 from typing import NamedTuple
 
@@ -7,15 +7,15 @@ from jax import Array, lax
 
 
 class Chunks(NamedTuple):
-    """How segments and chunks meet; every field None where there are no segments."""
+    """Segments across chunks; every field is None without segments."""
 
     runs_NBC: Array | None = None
     reads_NBC: Array | None = None
-    """Tokens in the run that the incoming state belongs to."""
+    """Tokens in the run of the incoming state."""
     writes_NBC: Array | None = None
-    """Tokens in the run that the outgoing state belongs to."""
+    """Tokens in the run of the outgoing state."""
     keeps_NB: Array | None = None
-    """Chunks at whose end the incoming run still goes on."""
+    """Chunks at whose end the run of the incoming state continues."""
 
     @classmethod
     def of(cls, runs_NBC: Array) -> "Chunks":
@@ -26,7 +26,7 @@ class Chunks(NamedTuple):
 
 
 def split(x: Array, C: int, fill: int = 0) -> Array:
-    """(B, T, H, …) to (N, B, H, C, …), or (B, T) to (N, B, C), the last chunk filled up.
+    """(B, T, H, …) to (N, B, H, C, …), or (B, T) to (N, B, C), with the last chunk padded.
 
     float16 becomes float32: sums of keys soon leave its range.
     """

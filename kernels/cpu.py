@@ -1,14 +1,14 @@
-"""Workarounds for XLA's CPU backend: the same numbers in a form that it computes faster.
+"""Workarounds for XLA's CPU backend: the same results in a form that XLA computes faster.
 
-An op asks whether a workaround applies, and otherwise is the plain formula::
+An op uses a workaround where it applies, and the plain formula elsewhere::
 
     if cpu.applies(cpu.weighted_sum):
         return cpu.weighted_sum(x_BTE, scale_E)
 
-Each docstring ends with what the workaround gains: the processor time without it over that with it, of whole training
-steps or drawn tokens. Unless it says otherwise, ``python -m benchmarks.cpu_workarounds`` measured it in float32 on an
-AMD EPYC without units for bfloat16, and ``benchmarks/results/cpu_workarounds_cpu.json`` has every sample. A workaround
-goes when it gains less than 2 % in all cases, or no more than the noise.
+Each docstring ends with the gain: processor time without the workaround over processor time with it, for whole
+training steps or generated tokens. Unless stated otherwise, ``python -m benchmarks.cpu_workarounds`` measured it in
+float32 on an AMD EPYC without bfloat16 units; ``benchmarks/results/cpu_workarounds_cpu.json`` has every sample. Remove
+a workaround when it gains less than 2 % in all cases, or no more than the noise.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ _disabled: set[Callable] = set()
 
 
 def applies(workaround: Callable) -> bool:
-    """Whether a function is traced for a CPU, with the workaround."""
+    """Whether a function is traced for a CPU and the workaround is enabled."""
     return device.platform() == "cpu" and workaround not in _disabled
 
 
 @contextlib.contextmanager
 def without(*workarounds: Callable) -> Iterator[None]:
-    """Traces programs without some of ``WORKAROUNDS``, or sets up a process without some of ``PROCESS_WORKAROUNDS``.
+    """Disables some of ``WORKAROUNDS`` during tracing, or some of ``PROCESS_WORKAROUNDS`` during process set-up.
 
-    For the benchmark and the tests. What was traced before stays as it is.
+    For the benchmark and the tests. Programs that are already traced do not change.
     """
     _disabled.update(workarounds)
     try:
@@ -46,17 +46,17 @@ def without(*workarounds: Callable) -> Iterator[None]:
 
 
 def configure_process() -> None:
-    """Applies ``PROCESS_WORKAROUNDS``. Call it before anything is computed."""
+    """Applies ``PROCESS_WORKAROUNDS``. Call it before the first computation."""
     for workaround in PROCESS_WORKAROUNDS:
         if workaround not in _disabled:
             workaround()
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep the memory that the process frees. Other C libraries are left as they are.
+    """Makes glibc keep the memory that the process frees. Other C libraries are left as they are.
 
-    A program's intermediates are allocated anew for every call. glibc gives such large blocks back to the system, and
-    getting a page again costs more than filling it.
+    Each call of a program allocates its intermediates. glibc returns such large blocks to the system, and a page
+    fault costs more than filling the page.
 
     Gain: 1.26 (1.21 to 1.44), system time included, at context 4,096.
     """
@@ -70,13 +70,13 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # glibc's malloc.h
 
 
 def use_widest_vectors() -> None:
-    """Has XLA use vectors of 512 bits on a CPU that multiplies bfloat16, unless ``XLA_FLAGS`` names a width.
+    """Makes XLA use 512-bit vectors on a CPU with bfloat16 units, unless ``XLA_FLAGS`` sets a width.
 
-    XLA takes vectors of 256 bits where there are 512, for the first processors that had them ran slower with them.
-    Those that multiply bfloat16 hardly do.
+    XLA defaults to 256-bit vectors, because early processors slowed down with 512-bit ones. Those with bfloat16 units
+    hardly do.
 
-    Gain: training steps 1.02 to 1.10 times as long without, by the clock, on a Xeon with AMX when this was written; the
-    result file has no figure, for it takes such a CPU.
+    Gain: 1.02 to 1.10 in wall-clock time of training steps, on a Xeon with AMX when this was written. The result file
+    has no figure, because it takes such a CPU.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if device.cpu_has_fast_bfloat16() and _VECTOR_WIDTH not in flags:
@@ -87,16 +87,16 @@ _VECTOR_WIDTH = "xla_cpu_prefer_vector_width"
 
 
 def product(formula: str, x: Float[Array, "*x"], y: Float[Array, "*y"], dtype: Any) -> Float[Array, "*z"]:
-    """``jnp.einsum(formula, x, y, preferred_element_type=dtype)``; of bfloat16 by the CPU's units for it, if any.
+    """``jnp.einsum(formula, x, y, preferred_element_type=dtype)``; bfloat16 uses the CPU's bfloat16 units, if any.
 
-    XLA makes float32 of the operands of a bfloat16 product and does not always find back to those units; and where the
-    sum does not go over x's last dimension it reads a transpose, number by number. A sum over two dimensions, of which
-    one may have size 1, it leaves in bfloat16, and makes the transposed copy first. Such a product must meet no
-    transposes that could be folded into it, hence the barriers; each operand has its own, so that one which stands in
-    several products is copied once.
+    XLA converts the operands of a bfloat16 product to float32 and does not always recover the bfloat16 product.
+    Where the sum is not over x's last dimension, it also reads a transpose element by element. A sum over two
+    dimensions, one of which may have size 1, stays in bfloat16 and copies the transpose first. The barriers keep other
+    transposes from being folded into the product. Each operand has its own barrier, so that an operand of several
+    products is copied once.
 
-    Gain: a product alone took 2 to 6 times as long without, by the clock, on a Xeon with AMX when this was written; the
-    result file has no figure, for it takes such a CPU.
+    Gain: 2 to 6 in wall-clock time of a product alone, on a Xeon with AMX when this was written. The result file has no
+    figure, because it takes such a CPU.
     """
     (x_names, y_names), z_names = formula.split("->")[0].split(","), formula.split("->")[1]
     summed = set(x_names) & set(y_names) - set(z_names)
@@ -109,12 +109,12 @@ def product(formula: str, x: Float[Array, "*x"], y: Float[Array, "*y"], dtype: A
 
 
 def rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
-    """``x.astype(dtype)``, with ties away from zero where that makes bfloat16 of float32. It has no derivative.
+    """``x.astype(dtype)``; float32 to bfloat16 rounds ties away from zero. Not differentiable.
 
-    Half a step is added to the bits, and they are cut off: XLA converts what an exponential comes to number by number.
+    It adds half a step to the bits and truncates them. XLA converts the result of an exponential element by element.
 
-    Gain: an exponential and its rounding took twice as long without, by the clock, on a Xeon with AMX when this was
-    written; the result file has no figure, for it takes a CPU that computes in bfloat16.
+    Gain: 2 for an exponential and its rounding, on a Xeon with AMX when this was written. The result file has no
+    figure, because it takes a CPU with bfloat16 units.
     """
     if (x.dtype, jnp.dtype(dtype)) != (jnp.float32, jnp.bfloat16):
         return x.astype(dtype)
@@ -125,10 +125,10 @@ def rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
 @jax.custom_vjp
 def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"],
             bias_F: Float[Array, " F"]) -> Float[Array, "B T F"]:
-    """x w + bias in x's dtype, with its gradient written out as products of matrices that lie in memory.
+    """x w + bias in x's dtype. The gradient is written as matrix products of arrays in memory.
 
-    XLA has fast products for operands as they lie in memory. What leads to an operand it would compute again for each
-    use, number by number where the use is transposed.
+    XLA has fast products for operands in memory. Otherwise it recomputes an operand for each use, element by element
+    where the use is transposed.
 
     Gain: 1.13 and 1.08 with softmax attention at contexts 1,024 and 4,096, 1.04 and 1.07 with chunked.
     """
@@ -145,7 +145,7 @@ def _project_backward(saved, dy_BTF):
     x, dy = lax.optimization_barrier(x_BTE), lax.optimization_barrier(dy_BTF)
     x_NE, dy_NF = x.reshape(-1, x.shape[2]), dy.reshape(-1, dy.shape[2])
     dx_BTE = product("nf,ef->ne", dy_NF, w_EF.astype(dy.dtype), dy.dtype).reshape(x.shape)
-    if dy.dtype != jnp.bfloat16 or x.shape[2] <= dy.shape[2]:  # the first, narrower one is copied
+    if dy.dtype != jnp.bfloat16 or x.shape[2] <= dy.shape[2]:  # product() copies the first operand: the narrower one
         dw_EF = product("ne,nf->ef", x_NE, dy_NF, jnp.float32)
     else:
         dw_EF = product("nf,ne->fe", dy_NF, x_NE, jnp.float32).T
@@ -157,9 +157,9 @@ project.defvjp(_project_forward, _project_backward)
 
 
 def compute_once[Tree](xs: Tree) -> Tree:
-    """xs behind a barrier; on other devices xs.
+    """xs behind a barrier; on other devices xs itself.
 
-    XLA would compute what leads to xs anew for each of its uses.
+    Without it XLA recomputes xs for each use.
 
     Gain, of all uses together: 1.09 and 1.07 with softmax attention at contexts 1,024 and 4,096, 1.15 and 1.11 with
     chunked.
@@ -168,34 +168,34 @@ def compute_once[Tree](xs: Tree) -> Tree:
 
 
 def weighted_sum(x_BTE: Float[Array, "B T E"], scale_E: Float[Array, " E"]) -> Float[Array, "B T 1"]:
-    """Σ_e x_e scale_e as a product with a vector. Of a sum, XLA first spreads the scale over all tokens.
+    """Σ_e x_e scale_e as a matrix–vector product. For a sum, XLA first broadcasts the scale to all tokens.
 
-    Gain: 1.03 and 1.04 with softmax attention at contexts 1,024 and 4,096, 1.05 and 1.03 with chunked, where noise is
-    0.02; and a fifth of the memory that the compiler plans for a step.
+    Gain: 1.03 and 1.04 with softmax attention at contexts 1,024 and 4,096, 1.05 and 1.03 with chunked, with noise of
+    0.02. The compiler also plans a fifth less memory for a step.
     """
     return jnp.einsum("bte,e->bt", x_BTE, scale_E)[..., None]
 
 
 def sort_descending(x_BV: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
-    """The last axis sorted, as whole numbers, which XLA compares faster than float32.
+    """Sorts the last axis as integers, which XLA compares faster than float32.
 
-    Gain: 2.30 of tokens drawn among the 40 likeliest of GPT-2's vocabulary.
+    Gain: 2.30 for tokens sampled from the 40 likeliest of GPT-2's vocabulary.
     """
     return _in_order(~lax.sort(~_in_order(x_BV, jnp.int32), dimension=1, is_stable=False), jnp.float32)
 
 
 def _in_order(x: Array, dtype: Any) -> Array:
-    """The bits of float32 as int32 numbers of the same order, or back."""
+    """The bits of float32 as int32 of the same order, or back."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return lax.bitcast_convert_type(bits ^ ((bits >> 31) & 0x7FFFFFFF), dtype)
 
 
 def zeros_unless(condition: Array, make: Callable[[], Array]) -> Array:
-    """``make()`` where the condition holds, else zeros, and then nothing is made.
+    """``make()`` where the condition holds, else zeros without calling it.
 
     On a GPU the host would wait for the condition.
 
-    Gain: 1.63 of greedy tokens of GPT-2's vocabulary.
+    Gain: 1.63 for greedy tokens of GPT-2's vocabulary.
     """
     shape = jax.eval_shape(make)
     return lax.cond(condition, make, lambda: jnp.zeros(shape.shape, shape.dtype))

@@ -1,7 +1,7 @@
-"""The device that a function is traced for: the default one, or the target that a program is compiled for elsewhere.
+"""The device that a function is traced for: the default device, or a compilation target.
 
-A program can be compiled for a GPU on a machine without one (``benchmarks/target.py``); what is picked by device then
-has to follow the target, which is the abstract device of the mesh that is set.
+A program can be compiled for a GPU on a machine without one (``benchmarks/target.py``). Choices by device then follow
+the target, which is the abstract device of the current mesh.
 """
 
 import functools
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-# docs/gpu.md says what follows from it.
+# See docs/gpu.md.
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
@@ -31,7 +31,7 @@ def interprets_kernels() -> bool:
 
 
 def kind() -> str:
-    """Name of the device as jax gives it, such as ``NVIDIA H200``; ``cpu`` for every processor."""
+    """Name of the device in jax, such as ``NVIDIA H200``; ``cpu`` for every CPU."""
     target = jax.sharding.get_abstract_mesh().abstract_device
     return jax.devices()[0].device_kind if target is None else target.device_kind
 
@@ -44,12 +44,12 @@ def cores() -> int:
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether the device multiplies bfloat16 faster than float32: a CPU does with AMX or AVX-512 BF16 units."""
+    """Whether the device multiplies bfloat16 faster than float32. A CPU does with AMX or AVX-512 BF16 units."""
     return platform() != "cpu" or cpu_has_fast_bfloat16()
 
 
 @functools.cache
 def cpu_has_fast_bfloat16() -> bool:
-    """Whether this machine's processor does, whatever the device."""
+    """Whether this machine's CPU does, whatever the default device."""
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and bool({"amx_bf16", "avx512_bf16"} & set(cpuinfo.read_text().split()))

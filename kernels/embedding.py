@@ -1,9 +1,9 @@
-"""Rows of an embedding by token, with a gradient that is summed in one order.
+"""Rows of an embedding by token, with a gradient that is summed in a fixed order.
 
-The gradient of a row is the sum over all places of its token. A GPU would add those up atomically, in an order that
-changes from run to run; XLA's ordered scatter reads and writes all of them a dozen times. Here places are sorted by
-token, so that those of one token stand side by side: products with a mask of equal tokens sum each block of places,
-another one carries sums from block to block, and each row of the embedding reads its own.
+The gradient of a row is the sum over all positions of its token. A GPU would add them by atomics, in an order that
+changes from run to run, and XLA's ordered scatter reads and writes all of them a dozen times. Here positions are sorted
+by token. Products with a mask of equal tokens sum each block of positions, another product carries sums from block to
+block, and each row of the embedding reads its own sum.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from kernels.cases import REFERENCE, Arrays, Case
 from kernels.mixed_precision import product, wide
 
 ROWS = 128
-"""Places of a block."""
+"""Positions of a block."""
 
 
 def embed(tokens_BT: Int[Array, "B T"], embedding_VE: Float[Array, "V E"]) -> Float[Array, "B T E"]:
     """``embedding_VE[tokens_BT]``, for tokens from 0 to V − 1."""
-    # On several devices the sort would gather the places of all.
+    # On several devices the sort would gather the positions of all.
     if device.platform() == "gpu" and jax.device_count() == 1:
         return _embed(tokens_BT, embedding_VE)
     return jnp.take(embedding_VE, tokens_BT, axis=0)
@@ -52,18 +52,18 @@ _embed.defvjp(_forward, _backward)
 def _sums(tokens_N: Array, x_NE: Array, V: int) -> Array:
     """The sum of the rows of x of each token, (V, E)."""
     N, E = x_NE.shape
-    # Places that fill up the last block come behind all others, and belong to no token.
+    # Padding of the last block sorts behind all tokens.
     tokens_N = jnp.pad(tokens_N, (0, -N % ROWS), constant_values=V)
     tokens_N, order_N = lax.sort_key_val(tokens_N, jnp.arange(len(tokens_N)))
     tokens_KR = tokens_N.reshape(-1, ROWS)
     x_KRE = x_NE[jnp.minimum(order_N, N - 1)].reshape(*tokens_KR.shape, E)
     same_KRS = tokens_KR[:, :, None] == tokens_KR[:, None, :]
     sums_KRE = product("krs,kse->kre", same_KRS.astype(x_KRE.dtype), x_KRE, exact=True)
-    # What earlier blocks have of the token that a block begins with.
+    # Sums in earlier blocks of the token that a block begins with.
     blocks = jnp.arange(len(tokens_KR))
     goes_on_KJ = (tokens_KR[:, :1] == tokens_KR[None, :, -1]) & (blocks[None, :] < blocks[:, None])
     earlier_KE = product("kj,je->ke", goes_on_KJ.astype(x_KRE.dtype), sums_KRE[:, -1], exact=True)
-    # The last place of each token has the sum of its block.
+    # The last position of each token has the sum of its block.
     places_N = jnp.arange(len(tokens_N))
     is_last_N = tokens_N != jnp.pad(tokens_N[1:], (0, 1), constant_values=V)
     last_V = jnp.full(V, -1).at[jnp.where(is_last_N, tokens_N, V + places_N)].set(
@@ -77,7 +77,7 @@ def _sums(tokens_N: Array, x_NE: Array, V: int) -> Array:
 
 @dataclass(frozen=True)
 class EmbeddingCase(Case):
-    """A call of ``embed``, with many places of few tokens."""
+    """A call of ``embed``, with many positions of few tokens."""
 
     B: int
     T: int
@@ -107,7 +107,7 @@ class EmbeddingCase(Case):
 
 _AS_ON_A_GPU: tuple[tuple[str, Any], ...] = (("kernels.device.platform", lambda: "gpu"),
                                              ("kernels.embedding.ROWS", 4))
-# float32: sums of up to some hundred rows.
+# float32: sums of up to a few hundred rows.
 CASES = (
     EmbeddingCase(2, 7, 5, 3, dtype="float64", tolerance=1e-14, title="on a CPU"),
     *(EmbeddingCase(2, T, V, 3, dtype=dtype, tolerance=tolerance, title=f"as on a GPU, T{T} V{V} {dtype}",

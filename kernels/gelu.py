@@ -1,4 +1,4 @@
-"""GELU in its tanh form, its gradient from the input alone. Hendrycks, Gimpel: "Gaussian Error Linear Units", 2016."""
+"""GELU in its tanh form, with a gradient from the input alone. Hendrycks, Gimpel, 2016."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _RATE, _CUBE = math.sqrt(2 / math.pi), 0.044715
 def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2.
 
-    Saved for the backward pass is x; autodiff would keep the tanh too, as large as a hidden layer.
+    The backward pass saves x; autodiff would also save the tanh, as large as a hidden layer.
     """
     return rounded(jax.nn.gelu(wide(x), approximate=True), x.dtype)
 
@@ -29,7 +29,7 @@ def _forward(x):
 
 
 def _backward(x, dy):
-    # (1 + tanh u) / 2 as 1 / (1 + exp(−2u)): a tanh XLA would find in the forward pass and keep, on every device.
+    # (1 + tanh u) / 2 as 1 / (1 + exp(−2u)): XLA would find a tanh in the forward pass and save it, on every device.
     dtype, x, dy = x.dtype, wide(x), wide(dy)
     share = 1 / (1 + jnp.exp(-2 * _RATE * x * (1 + _CUBE * x * x)))
     slope = share + x * share * (1 - share) * (2 * _RATE) * (1 + 3 * _CUBE * x * x)
@@ -40,13 +40,13 @@ gelu.defvjp(_forward, _backward)
 
 
 def reference(x: Array) -> Array:
-    """The definition, with the derivative that autodiff finds."""
+    """The definition, differentiated by autodiff."""
     return (x * (1 + jnp.tanh(_RATE * (x + _CUBE * x**3))) / 2).astype(x.dtype)
 
 
 @dataclass(frozen=True)
 class GeluCase(Case):
-    """``numbers`` of them from −6 to 6."""
+    """``numbers`` values from −6 to 6."""
 
     numbers: int
 
@@ -64,5 +64,5 @@ class GeluCase(Case):
         return {"y": (reference if implementation == REFERENCE else gelu)(inputs["x"])}
 
 
-# bfloat16 has 8 bits: one rounding is at most 2⁻⁹ of a number.
+# bfloat16 has 8 bits: one rounding is at most 2⁻⁹ of a value.
 CASES = (GeluCase(101, dtype="float32", tolerance=1e-6), GeluCase(101, dtype="bfloat16", tolerance=5e-3))

@@ -11,7 +11,7 @@ from kernels import cpu
 
 def product(formula: str, x: Float[Array, "*x"], y: Float[Array, "*y"], dtype: Any = None, *,
             exact: bool = False) -> Float[Array, "*z"]:
-    """``jnp.einsum(formula, x, y)``, summed in float32 or better, and left so where no ``dtype`` is given.
+    """``jnp.einsum(formula, x, y)``, summed in float32 or better; the result keeps that dtype if ``dtype`` is None.
 
     ``exact``: a GPU does not round float32 operands to TF32, as it does by JAX's default.
     """
@@ -28,5 +28,5 @@ def wide(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
-    """``x.astype(dtype)``; on a CPU with ties away from zero and without a derivative."""
+    """``x.astype(dtype)``; on a CPU it rounds ties away from zero and is not differentiable."""
     return cpu.rounded(x, dtype) if cpu.applies(cpu.rounded) else x.astype(dtype)

@@ -1,4 +1,4 @@
-"""Ops on several devices: what each computes of a function that the compiler would otherwise gather the inputs of."""
+"""Ops on several devices: each device computes its own share, where the compiler would gather all inputs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -54,14 +54,14 @@ def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequenc
                        outputs: Sequence[str]) -> Callable[..., Sequence[Array]]:
     """A function that each device computes for its own sequences and heads.
 
-    With one device it is the function itself. In a process that has several the result cannot be vmapped, and under
-    ``jax.shard_map`` wants ``check_vma=False``; axes of the mesh have to be Auto.
+    With one device it is the function itself. In a process with several devices, the result cannot be vmapped, needs
+    ``check_vma=False`` under ``jax.shard_map``, and requires Auto mesh axes.
 
     Args:
         function: takes and returns arrays; no element of a result depends on another sequence or head.
-        inputs: the letters of each argument's dimensions, as ``bthm``; ``b`` and ``h`` may be split over devices. The
-            first argument, whose sharding decides, has both.
-        outputs: those of each result.
+        inputs: the letters of each argument's dimensions, such as ``bthm``; ``b`` and ``h`` may be sharded. The first
+            argument has both, and its sharding decides.
+        outputs: the letters of each result's dimensions.
     """
     if jax.device_count() == 1:
         return function
@@ -78,7 +78,7 @@ def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequenc
 
     split = custom_partitioning(function)
     rule = ", ".join(" ".join(name) for name in inputs) + " -> " + ", ".join(" ".join(name) for name in outputs)
-    # In the order in which they appear, as the compiler numbers them.
+    # In order of appearance, as the compiler numbers them.
     whole = tuple(x for x in dict.fromkeys("".join([*inputs, *outputs])) if x not in "bh")
     split.def_partition(partition, sharding_rule=rule, need_replication_factors=whole)
     return split

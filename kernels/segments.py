@@ -1,8 +1,7 @@
-"""Segments of a packed row, the same way for every kernel.
+"""Segments of a packed row, in one form for every kernel.
 
 Segments reach the kernels as *runs*: ``runs_BT`` numbers the segments of a row 0, 1, 2 … in order of appearance, and is
-−1 on padding. The latest run up to a token is then a running maximum, which is all that a recurrence needs to know when
-to start over.
+−1 on padding. The latest run up to a token is a running maximum, from which a recurrence knows when to reset.
 """
 
 import jax.numpy as jnp
@@ -10,12 +9,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 HIDDEN = -(2.0**100)
-"""Score of a key that is not seen: finite, for where a row sees nothing −∞ less −∞ is no number; and a power of two,
-for then its product with a scale is exact, and less itself is 0 whether or not the two are one instruction."""
+"""Score of a masked key. It is finite, because −∞ − (−∞) is NaN where a row sees nothing. It is a power of two, so that
+its product with a scale is exact and cancels to 0 even in a fused multiply-add."""
 
 
 def runs_of(segment_ids_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Runs of equal ids numbered 0, 1, 2 … along each row; padding (ids below 0) is −1 and interrupts no run."""
+    """Runs of equal ids numbered 0, 1, 2 … along each row. Padding (ids below 0) is −1 and does not end a run."""
     valid_BT = segment_ids_BT >= 0
     position_T = jnp.arange(segment_ids_BT.shape[1])
     last_BT = lax.cummax(jnp.where(valid_BT, position_T[None, :], -1), axis=1)
@@ -26,7 +25,7 @@ def runs_of(segment_ids_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def positions_of(segment_ids_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Where a token stands in its run, padding not counted: that of the same document alone. 0 or more on padding."""
+    """A token's position in its run, without padding, as in the document alone. 0 or more on padding."""
     runs_BT = runs_of(segment_ids_BT)
     count_BT = jnp.cumsum(runs_BT >= 0, axis=1) - 1
     latest_BT = lax.cummax(runs_BT, axis=1)
@@ -35,10 +34,10 @@ def positions_of(segment_ids_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def visible(query_runs: Int[Array, "*b T"], key_runs: Int[Array, "*b S"]) -> Bool[Array, "*b T S"]:
-    """Which keys a query may see as far as segments go."""
+    """Which keys are in the segment of each query."""
     return (query_runs[..., :, None] == key_runs[..., None, :]) & (key_runs[..., None, :] >= 0)
 
 
 def segment_of_new(tokens: int, lengths_B: Int[Array, " B"]) -> Int[Array, "B T"]:
-    """Segment ids of new tokens of which the first ``lengths_B`` of each row count: one segment, then padding."""
+    """Segment ids of new tokens, of which the first ``lengths_B`` of each row count: one segment, then padding."""
     return jnp.where(jnp.arange(tokens)[None] < lengths_B[:, None], 0, -1).astype(jnp.int32)

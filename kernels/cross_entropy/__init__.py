@@ -1,4 +1,4 @@
-"""Head and cross-entropy together: :func:`cross_entropy` and :func:`count_right`, a block of tokens at a time."""
+"""Head and cross-entropy in one, by blocks of tokens: :func:`cross_entropy` and :func:`count_right`."""
 
 from kernels.cross_entropy.api import count_right, cross_entropy
 from kernels.cross_entropy.blocks import BLOCK_LOGITS

@@ -1,7 +1,7 @@
-"""Head and cross-entropy together, a block of tokens at a time: the logits of a sequence never exist at once.
+"""Head and cross-entropy in one, by blocks of tokens: the logits of a sequence never exist at once.
 
-The gradient is computed beside the loss, while the block's logits are at hand; the backward pass only scales it. On
-several devices each computes its own tokens, and the losses and the gradients of the embedding are summed once.
+The forward pass computes the gradient with the loss, while it has the block's logits; the backward pass only scales it.
+On several devices each computes its own tokens, and losses and gradients of the embedding are summed once.
 """
 
 import jax
@@ -21,7 +21,7 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """Sum over tokens of −log softmax(x · embeddingᵀ)[target], in nats, float32. Targets below 0 are not scored.
 
-    Products are made in x's dtype and summed in float32 or better.
+    Products take operands in x's dtype and sum in float32 or better.
     """
     return _summed(x_BTE, embedding_VE, targets_BT)
 
@@ -33,7 +33,7 @@ def count_right(
 ) -> Int[Array, ""]:
     """Number of targets whose logit in x · embeddingᵀ is the highest. Targets below 0 are not counted.
 
-    Of equal logits the one of the lowest id is the highest. Not differentiable.
+    Ties go to the lowest id. Not differentiable.
     """
     return by_tokens(_count_right, summed=(True,))(x_BTE, targets_BT, embedding_VE)[0]
 

@@ -1,7 +1,7 @@
-"""Tokens in blocks whose logits fit in memory.
+"""Blocks of tokens whose logits fit in memory.
 
-On a GPU a block is long, for each block reads and writes the whole gradient of the embedding; the embedding is cast to
-the compute dtype once, and padded to a multiple of what the matrix units take. On a CPU a block's logits stay small.
+On a GPU blocks are long, because each block reads and writes the whole gradient of the embedding. The embedding is cast
+to the compute dtype once, and padded to a multiple of what the matrix units take. On a CPU a block has few logits.
 """
 
 from typing import NamedTuple
@@ -18,11 +18,11 @@ from kernels.mixed_precision import product, rounded
 BLOCK_LOGITS = 1 << 24
 """Most logits of a block on a CPU."""
 GPU_TOKENS = 2048
-"""Tokens of a block on a GPU, about; a block's logits are 400 MB with GPT-2's vocabulary."""
+"""Approximate tokens of a block on a GPU; with GPT-2's vocabulary its logits take 400 MB."""
 GPU_COLUMNS = 128
-"""On a GPU the vocabulary is padded to a multiple of this …"""
+"""On a GPU the vocabulary is padded to a multiple of this."""
 ROWS = 16
-"""… and the tokens of a block are a multiple of this."""
+"""On a GPU the tokens of a block are a multiple of this."""
 
 
 class Blocks(NamedTuple):
@@ -30,23 +30,23 @@ class Blocks(NamedTuple):
 
     x_NE: Array
     embedding_VE: Array
-    """On a GPU with rows of zeros at its end."""
+    """On a GPU padded with rows of zeros."""
     targets_N: Array
     tokens: int
-    """Of a block."""
+    """Tokens of a block."""
     vocabulary: int
-    """V, without the rows of zeros."""
+    """V, without padding."""
 
     @classmethod
     def of(cls, x_BTE: Array, embedding_VE: Array, targets_BT: Array) -> "Blocks":
-        """Pads the tokens, with targets that are not scored, and the vocabulary."""
+        """Pads the tokens, with unscored targets, and the vocabulary."""
         x_NE, targets_N = x_BTE.reshape(-1, x_BTE.shape[2]), targets_BT.reshape(-1)
         N, V = len(x_NE), len(embedding_VE)
         if device.platform() == "gpu":
             tokens = -(-N // -(-N // GPU_TOKENS))  # blocks of one length
             tokens += -tokens % ROWS
             embedding_VE = jnp.pad(embedding_VE.astype(x_NE.dtype), ((0, -V % GPU_COLUMNS), (0, 0)))
-            # Or the compiler casts and pads it anew in every block.
+            # Without the barrier the compiler casts and pads it in every block.
             embedding_VE = lax.optimization_barrier(embedding_VE)
         else:
             tokens = min(N, max(1, BLOCK_LOGITS // V))
@@ -55,11 +55,11 @@ class Blocks(NamedTuple):
 
     @property
     def number(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return len(self.x_NE) // self.tokens
 
     def logits(self, i: Array) -> tuple[Array, Array, Array]:
-        """x, targets and logits of a block; those behind the vocabulary mean nothing."""
+        """x, targets and logits of a block. Logits beyond the vocabulary are padding."""
         x = lax.dynamic_slice_in_dim(self.x_NE, i * self.tokens, self.tokens)
         targets = lax.dynamic_slice_in_dim(self.targets_N, i * self.tokens, self.tokens)
         return x, targets, product("ne,ve->nv", x, self.embedding_VE.astype(x.dtype))
@@ -81,7 +81,7 @@ class Blocks(NamedTuple):
         loss, logsumexp = self._loss(targets, logits)
         columns = jnp.arange(logits.shape[1])[None]
         counts = (targets >= 0)[:, None]
-        if logits.shape[1] > self.vocabulary:  # exp(0 − logsumexp) of the rest may be infinite, and times zero NaN
+        if logits.shape[1] > self.vocabulary:  # exp(0 − logsumexp) of the padding may be infinite, and times zero NaN
             counts &= columns < self.vocabulary
         dlogits = jnp.where(counts, jnp.exp(logits - logsumexp) - (columns == targets[:, None]), 0)
         return loss, x, rounded(dlogits, x.dtype)

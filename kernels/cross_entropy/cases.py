@@ -1,4 +1,4 @@
-"""Calls of the head's loss that tests hold to the definition, and one that is compiled for a GPU."""
+"""Calls of the head's loss for tests, and one compiled for a GPU."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ class CrossEntropyCase(Case):
 
     def make_inputs(self) -> dict[str, np.ndarray]:
         drawn = super().make_inputs()
-        # It takes part in products in x's format: its rounding is asked for.
+        # Rounded to x's dtype, as in the products: that error is by design.
         embedding = drawn["embedding"].astype(drawn["x"].dtype).astype(drawn["embedding"].dtype)
         targets = np.random.default_rng(2).integers(0, self.V, (self.B, self.T)).astype(np.int32)
         targets.flat[::5] = -1
@@ -44,7 +44,7 @@ class CrossEntropyCase(Case):
 
 
 # float64, float32: rounding of sums of a few dozen terms. bfloat16: the softmax minus the target is rounded to 8 bits
-# (1.1e-3 RMS) and so is dx.
+# (1.1e-3 RMS), and so is dx.
 _BLOCKS: dict[str, tuple[tuple[str, Any], ...]] = {
     "a token a block": (("kernels.cross_entropy.blocks.BLOCK_LOGITS", 1),),
     "a last block in part": (("kernels.cross_entropy.blocks.BLOCK_LOGITS", 33),),

@@ -1,8 +1,8 @@
 """Cross-entropy of given logits on a GPU, with its gradient: a Pallas kernel.
 
-A program takes one row of logits. It reads the row for the largest logit and the sum of exponentials, and a second time
-for the gradient: 200 kB with GPT-2's vocabulary, which are still in the second-level cache. Each place of a load keeps
-a maximum and a sum of its own, so that the first pass waits for no other warp. No atomics: two runs give the same bits.
+A program takes one row of logits. It reads the row once for the maximum and the sum of exponentials, and again for the
+gradient: with GPT-2's vocabulary 200 kB, which are still in the L2 cache. Each position of a load keeps its own maximum
+and sum, so that warps do not wait for each other in the first pass. No atomics: results are deterministic.
 
 Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018.
 """
@@ -21,23 +21,24 @@ from kernels import device
 from kernels.partition import by_batch_and_heads
 
 COLUMNS = 8192
-"""Logits of a load."""
+"""Logits per load."""
 WARPS = 16
-"""So many that a multiprocessor has one program at a time: the rows of two each would not stay in the cache."""
+"""Warps per program, such that a multiprocessor runs one at a time: the rows of two programs would not stay in the
+cache."""
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def softmax_loss(logits_NV: Float[Array, "N V"], targets_N: Int[Array, " N"], *, vocabulary: int,
                  dtype: Any = None) -> tuple[Float[Array, " N"], Float[Array, "N V"] | None]:
-    """−log softmax(logits)[target] of each row, in nats, and its gradient; both 0 where the target is below 0.
+    """−log softmax(logits)[target] of each row, in nats, and its gradient; both are 0 where the target is below 0.
 
-    Without a GPU in interpret mode, which is for tests. Not differentiable.
+    Without a GPU the kernel is interpreted, for tests. Not differentiable.
 
     Args:
         logits_NV: float32.
         targets_N: columns.
-        vocabulary: the first columns, which count; the gradient of the others is 0.
-        dtype: of the gradient; None: it is not computed.
+        vocabulary: number of columns without padding; the gradient of the others is 0.
+        dtype: of the gradient; None: no gradient.
     """
     compute = functools.partial(_launch, vocabulary=vocabulary, dtype=dtype)
     losses_N, *gradient = by_batch_and_heads(compute, ("bv", "b"), ("b",) if dtype is None else ("b", "bv"))(
@@ -48,7 +49,7 @@ def softmax_loss(logits_NV: Float[Array, "N V"], targets_N: Int[Array, " N"], *,
 def _launch(logits_NV: Array, targets_N: Array, *, vocabulary: int, dtype: Any) -> tuple[Array, ...]:
     N, V = logits_NV.shape
     columns = min(COLUMNS, pl.next_power_of_2(V))
-    row = pl.BlockSpec((None, -(-V // columns) * columns), lambda n: (n, 0))  # what lies beyond V is not touched
+    row = pl.BlockSpec((None, -(-V // columns) * columns), lambda n: (n, 0))  # masked beyond V
     of_row = pl.BlockSpec((1,), lambda n: (n,))
     results = [(of_row, jax.ShapeDtypeStruct((N,), jnp.float32))]
     if dtype is not None:
@@ -73,7 +74,7 @@ def _kernel(logits_ref: Any, target_ref: Any, loss_ref: Any, dlogits_ref: Any = 
     target = target_ref[0]
 
     def load(i: Any) -> tuple[Array, Array, Array]:
-        """Columns, which of them count, and their logits."""
+        """Columns, their mask without padding, and their logits."""
         at_c = i * columns + lax.iota(jnp.int32, columns)
         counts_c = at_c < vocabulary
         return at_c, counts_c, triton.load(logits_ref.at[pl.ds(i * columns, columns)], mask=counts_c, other=LOWEST)

@@ -1,4 +1,4 @@
-"""Cross-entropy straight from its definition: all logits at once."""
+"""Cross-entropy by its definition, with all logits at once."""
 
 import jax
 import jax.numpy as jnp

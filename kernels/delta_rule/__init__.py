@@ -1,4 +1,4 @@
-"""The delta rule: one function, :func:`delta_rule`, token by token or in chunks, which agree to rounding."""
+"""The delta rule: :func:`delta_rule`, token by token or in chunks. All forms agree to rounding."""
 
 from kernels.delta_rule.api import IMPLEMENTATIONS, count_flops, delta_rule, pick_chunk_size, pick_implementation
 

@@ -1,4 +1,4 @@
-"""``delta_rule``: the one entry to every form, with the checks on what goes in."""
+"""``delta_rule``: input checks, and the choice of implementation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +13,9 @@ from kernels.delta_rule.reference import recurrent
 from kernels.segments import runs_of
 
 CHUNK = 64
-"""C of ``chunked`` …"""
+"""C of ``chunked``."""
 NARROW_CHUNK = 32
-"""… and where heads are no wider than this: states are small there, and what a longer chunk adds inside is not."""
+"""C of ``chunked`` for heads of at most this width: their states are small, and a longer chunk costs more inside."""
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "reference": recurrent,
@@ -24,7 +24,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "chunked": chunked,
     "pallas_gpu": pallas_gpu.pallas_gpu,
 }
-"""Every form by name. ``reference`` and ``recurrent`` are the same function: the definition, written out."""
+"""Every implementation by name. ``reference`` and ``recurrent`` are the same function: the definition."""
 
 
 def delta_rule(
@@ -39,38 +39,38 @@ def delta_rule(
     chunk_size: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B H M D"]]:
-    """A memory that each token corrects: what it reads at its key moves by β of the way to its value.
+    """The delta rule: each token moves the value stored at its key by β of the way to its own value.
 
         S' = exp(g_t) S_{t−1}      S_t = S' + β_t k_t (v_t − S'ᵀ k_t)ᵀ      y_t = S_tᵀ q_t
 
-    Nothing is scaled or normalised here. States do not grow of themselves where β|k|² ≤ 2. With keys of length 1, β = 1
-    puts v in the place of what the key had, and 0 leaves the state alone.
+    Nothing is scaled or normalised. The recurrence is stable where β|k|² ≤ 2. For keys of length 1, β = 1 replaces the
+    stored value by v, and β = 0 leaves the state unchanged.
 
-    Differentiable in q, k, v, β, g and, through the state in and the state out, across calls. Yang, Wang, Zhang, Shen,
-    Kim: "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024; with a decay, Yang, Kautz,
-    Hatamizadeh: "Gated Delta Networks", 2024.
+    Differentiable in q, k, v, β, g and the initial state. Yang, Wang, Zhang, Shen, Kim: "Parallelizing Linear
+    Transformers with the Delta Rule over Sequence Length", 2024; with a decay, Yang, Kautz, Hatamizadeh: "Gated Delta
+    Networks", 2024.
 
     Args:
         q_BTHM: queries; any T ≥ 1.
         k_BTHM: keys.
         v_BTHD: values; y has their dtype.
-        beta_BTH: β, how much of the error at its key a token corrects.
-        log_decay_BTH: g ≤ 0 of each token and head, the logarithm of what it leaves of the state before it; −∞ starts
-            over. A value above 0 is noticed only outside of ``jax.jit`` and the like, where there are values to look
-            at. None: no decay.
-        initial_state: S₀, of the first segment; zero unless given.
-        segment_ids_BT: which tokens share a state; −1 is padding, which leaves the state alone, whatever its β and g,
-            and whose y is 0. A segment is a run of equal ids; the state that comes out is that of the last one.
-        chunk_size: C of ``chunked``; picked where None. ``pallas_gpu`` has one length.
+        beta_BTH: β, the fraction of the error that a token corrects.
+        log_decay_BTH: g ≤ 0 for each token and head: the log of the factor on the previous state; −∞ resets the state.
+            Values above 0 are detected only outside of ``jax.jit`` and other transformations. None: no decay.
+        initial_state: S₀ of the first segment; zero if None.
+        segment_ids_BT: tokens share a state within a segment, a run of equal ids. −1 is padding: it leaves the state
+            unchanged, whatever its β and g, and its y is 0. The final state is that of the last segment.
+        chunk_size: C of ``chunked``; chosen if None. ``pallas_gpu`` supports one length.
         implementation: a name in ``IMPLEMENTATIONS``; None picks the fastest for this input.
 
     Returns:
         y and the state after the last token, float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes that do not agree, a decay above 0, a chunk size below one, or an unknown implementation.
-        TypeError: inputs that are not floating point, segment ids that are not whole numbers.
-        NotImplementedError: what a named implementation cannot do.
+        ValueError: shapes do not agree, a log decay is above 0, the chunk size is below 1, or the implementation is
+            unknown.
+        TypeError: inputs are not floating point, or segment ids are not integers.
+        NotImplementedError: the named implementation does not support the call.
     """
     _check(q_BTHM, k_BTHM, v_BTHD, beta_BTH, log_decay_BTH, initial_state, segment_ids_BT, chunk_size)
     (B, T, H, M), D = q_BTHM.shape, v_BTHD.shape[3]
@@ -100,7 +100,7 @@ def delta_rule(
 
 def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: int | None = None,
                         segments: bool = False) -> str:
-    """What ``implementation=None`` means for arrays, or shapes and dtypes."""
+    """The implementation that None stands for, given arrays, or shapes and dtypes."""
     gpu = device.platform() == "gpu"
     if q_BTHM.shape[1] == 1:
         return "decode" if gpu and decode.refuses(q_BTHM, k_BTHM, v_BTHD, segments=segments) is None else "recurrent"
@@ -109,14 +109,14 @@ def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: in
 
 
 def pick_chunk_size(M: int, D: int) -> int:
-    """What ``chunk_size=None`` means for features of width M and values of width D."""
+    """The chunk size that None stands for, given features of width M and values of width D."""
     return NARROW_CHUNK if max(M, D) <= NARROW_CHUNK else CHUNK
 
 
 def count_flops(M: int, D: int, chunk_size: int) -> int:
-    """Floating-point operations of a token and head, forward, in chunks of C tokens.
+    """Floating-point operations of one token and head, forward, in chunks of C tokens.
 
-    Of products inside a chunk those of the pairs that are seen count. The inverse takes C³ / 3 a chunk.
+    Products inside a chunk count only the pairs under the causal mask. The inverse takes C³ / 3 per chunk.
     """
     C = chunk_size
     return C * (3 * M + 2 * D) + C * C // 3 + 2 * M * M + 6 * M * D + 2 * M * M * D // C

@@ -1,4 +1,4 @@
-"""Calls of the delta rule: what tests hold to the definition, what is compiled for a GPU, what is timed."""
+"""Calls of the delta rule for tests, ``make gpu-check`` and benchmarks."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -13,9 +13,8 @@ from kernels.delta_rule.api import delta_rule, pick_implementation
 from kernels.mixed_precision import wide
 
 FORMS = ("chunked", "recurrent")
-# float64 and float32: differences of values and of what keys read, passed on from token to token. At a correlation of
-# 0.99 a gradient is off by up to 1.5e-6, seven times less than the bound. bfloat16: inputs are taken as they are, and
-# only y and the gradients are rounded to 8 bits, 1.7e-3 RMS.
+# float64 and float32: errors accumulate from token to token. At a correlation of 0.99 a gradient is off by up to
+# 1.5e-6, seven times less than the bound. bfloat16: only y and the gradients are rounded, to 8 bits, 1.7e-3 RMS.
 TOLERANCES = {"float64": 1e-14, "float32": 1e-5, "bfloat16": 5e-3}
 
 
@@ -30,13 +29,13 @@ class DeltaRuleCase(Case):
     D: int
     _: KW_ONLY
     correlation: float = 0.0
-    """Of the keys of a head with each other, about: they have a component in common."""
+    """Approximate correlation of the keys of a head: they share a component."""
     beta: Literal["sigmoid", "one", "above one"] = "sigmoid"
-    """``sigmoid``: between 0 and 1. ``above one``: what a key has is turned round, and up to 0.95 of it kept."""
+    """``sigmoid``: between 0 and 1. ``above one``: the stored value flips its sign, at up to 0.95 of its size."""
     log_decay: LogDecay | None = None
     segments: bool = False
     state: bool = True
-    """Whether there is one before the first token."""
+    """Whether there is an initial state."""
     chunk_size: int | None = None
 
     @property
@@ -92,7 +91,7 @@ def _small(title: str, T: int, M: int = 5, D: int = 7, *, dtype: str = "float64"
 
 def _alike(correlation: float, beta: Literal["sigmoid", "one", "above one"], dtype: str = "float32",
            **options: Any) -> DeltaRuleCase:
-    """Keys as a model may have them, which is where a triangular system is hard."""
+    """Correlated keys, as in a trained model: the hard case for a triangular system."""
     return _small(f"correlation {correlation:g}, β {beta}", 200, 32, 16, dtype=dtype, implementations=("chunked",),
                   correlation=correlation, beta=beta, **options)
 
@@ -118,7 +117,7 @@ _TESTED = (
 
 
 def _kernel(T: int, M: int = 32, D: int = 16, **options: Any) -> DeltaRuleCase:
-    """For the GPU kernels, with the hardest keys."""
+    """For the GPU kernels, with highly correlated keys."""
     return DeltaRuleCase(2, T, 2, M, D, dtype="bfloat16", implementations=("pallas_gpu",),
                          gpu_kernels=("delta_rule_",), tolerance=TOLERANCES["bfloat16"],
                          **{"correlation": 0.99, "beta": "one", **options})
@@ -133,7 +132,7 @@ def _decode(B: int, M: int, D: int, dtype: str, **options: Any) -> DeltaRuleCase
 _INTERPRETED = (
     _decode(2, 16, 24, "float32"),
     _decode(1, 16, 16, "bfloat16", log_decay="mixed"),
-    # States of many tiles.
+    # States of several tiles.
     _decode(2, 200, 100, "float32", log_decay="mixed", beta="above one"),
     _kernel(130),
     _kernel(1, 16, 16),
@@ -145,11 +144,11 @@ _INTERPRETED = (
 
 
 def _compiled(B: int, T: int, H: int, M: int, D: int, dtype: str = "bfloat16", **options: Any) -> DeltaRuleCase:
-    """Compiled for a GPU, and not run."""
+    """Compiled for a GPU, not run."""
     return DeltaRuleCase(B, T, H, M, D, dtype=dtype, used_by=("gpu-check",), tolerance=TOLERANCES[dtype], **options)
 
 
-# The shape of a layer of GPT-2, all options together, and a token.
+# A layer of GPT-2, all options together, and one token.
 _COMPILED = (
     _compiled(1, 4096, 12, 64, 64, gpu_kernels=("delta_rule_",)),
     _compiled(1, 4096, 12, 64, 64, gpu_kernels=("delta_rule_",), log_decay="mixed", segments=True),
@@ -162,7 +161,7 @@ _COMPILED = (
 
 def _on_a_gpu(B: int, T: int, H: int, D: int, dtype: str, *, correlation: float = 0.9,
               **options: Any) -> DeltaRuleCase:
-    """By the kernels and by the plain form. Of a long sequence the recurrence in float64 takes minutes."""
+    """By the kernels and by the plain form. The recurrence in float64 takes minutes for a long sequence."""
     return DeltaRuleCase(B, T, H, D, D, dtype=dtype, correlation=correlation, beta="one", used_by=("gpu",),
                          implementations=("pallas_gpu", "chunked"), tolerance=TOLERANCES[dtype],
                          expected_from="reference" if T <= 1000 else "chunked", **options)
@@ -180,7 +179,7 @@ CASES: tuple[Case, ...] = (*_TESTED, *_INTERPRETED, *_COMPILED, *_ON_A_GPU)
 
 def _attend(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool, chunk_size: int | None,
             implementation: str | None) -> jax.Array:
-    """With keys of length 1, without which states grow, and β = 0.5."""
+    """With β = 0.5 and keys of length 1, which keep the recurrence stable."""
     if not causal:
         raise NotImplementedError("delta_rule: it is causal")
     k_BTHM = wide(k_BTHM)

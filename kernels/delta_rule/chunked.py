@@ -1,17 +1,17 @@
-"""The delta rule in chunks of C tokens: a triangular system inside them, ``lax.scan`` over states across them.
+"""The delta rule in chunks of C tokens: a triangular system inside a chunk, ``lax.scan`` over states across chunks.
 
-With S the state before a chunk, the state at its token j is made of S and of what the tokens i ≤ j write,
+With S the state before a chunk, the state at its token j is the decayed S plus the writes of the tokens i ≤ j,
 
     S_j = r_j S + Σ_{i≤j} Γ_ji k_i u_iᵀ      u_j = β_j (v_j − r_j Sᵀ k_j − Σ_{i<j} Γ_ji (k_i·k_j) u_i)
 
-where Γ_ji is what the decays leave of token i at token j, and r_j what they leave of S. As matrices, (1 + A) U =
-β (V − r K S) with the strictly lower triangular A_ji = β_j Γ_ji k_j·k_i, so that
+where Γ_ji is the decay from token i to token j, and r_j the decay from the start of the chunk to token j. As matrices,
+(1 + A) U = β (V − r K S) with the strictly lower triangular A_ji = β_j Γ_ji k_j·k_i, so that
 
     U = U₀ − W S      U₀ = (1 + A)⁻¹ β V      W = (1 + A)⁻¹ β r K
 
-The state behind the chunk is linear in S too. Its matrix is computed for all chunks at once, and a chunk takes a single
-product in the scan: on a device that computes few heads, the scan is what takes longest. Saved for the backward pass
-are the inputs and the states before the chunks; all else is computed again.
+The state after the chunk is linear in S too. Its matrix is computed for all chunks at once, so that the scan takes one
+product per chunk: with few heads the scan takes longest. The backward pass saves the inputs and the states before the
+chunks, and recomputes the rest.
 
 Yang, Wang, Zhang, Shen, Kim: "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024; the
 decay as in Yang, Kautz, Hatamizadeh: "Gated Delta Networks", 2024.
@@ -31,21 +31,21 @@ from kernels.remat import kept
 from kernels.segments import visible
 
 BLOCK = 16
-"""Rows of a triangular matrix that are substituted one after the other; larger ones are merged by products."""
+"""Rows of a triangular matrix that are substituted one by one. Larger matrices are merged by products."""
 product = functools.partial(mixed_precision.product, exact=True)
 
 
 def chunked(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initial_BHMD: Array, runs_BT: Array | None, *,
             chunk_size: int, log_decay_BTH: Array | None = None) -> tuple[Array, Array]:
-    """In chunks of ``chunk_size`` tokens, differentiable; float32 inside, or float64 where the state is."""
+    """Differentiable. Computes in float32, or in float64 where the state is float64."""
     return _chunked(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, log_decay_BTH, chunk_size)
 
 
 def inverse(lower_CC: Array) -> Array:
     """(1 + A)⁻¹ of strictly lower triangular A: …, C, C.
 
-    By substitution in blocks on the diagonal, which is stable however alike the keys are. Blocks are merged two by two:
-    below the diagonal the inverse of [[P, 0], [X, R]] is −R⁻¹ X P⁻¹.
+    By substitution in diagonal blocks, which is stable for any correlation of keys. Blocks are merged in pairs: below
+    the diagonal the inverse of [[P, 0], [X, R]] is −R⁻¹ X P⁻¹.
     """
     C = lower_CC.shape[-1]
     size = BLOCK
@@ -69,7 +69,7 @@ def inverse(lower_CC: Array) -> Array:
 
 
 def _substitute(lower_II: Array) -> Array:
-    """(1 + A)⁻¹ of small blocks: …, I, I; a row after the other, of all blocks at once."""
+    """(1 + A)⁻¹ of small blocks: …, I, I. One row at a time, for all blocks at once."""
     size = lower_II.shape[-1]
     unit_II = jnp.broadcast_to(jnp.eye(size, dtype=lower_II.dtype), lower_II.shape)
     rows = [unit_II[..., 0, :]]
@@ -77,16 +77,16 @@ def _substitute(lower_II: Array) -> Array:
         row_I = unit_II[..., i, :]
         for j in range(i):
             row_I -= lower_II[..., i, j, None] * rows[j]
-        # Or each later row would compute this one anew.
+        # Without the barrier each later row recomputes this one.
         rows.append(lax.optimization_barrier(row_I))
     return jnp.stack(rows, axis=-2)
 
 
 class _Gates(NamedTuple):
-    """What is left over the tokens of a chunk, as ``Decays`` has it; nothing from one segment to another."""
+    """The decays within a chunk, as in ``Decays``; 0 between segments."""
 
     inside: Array
-    """(…, C, S); 0 of later tokens."""
+    """(…, C, S); 0 above the diagonal."""
     reads: Array | None
     writes: Array | None
     keeps: Array | None
@@ -111,16 +111,16 @@ class _Gates(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What does not depend on the states."""
+    """Everything that does not depend on the states."""
 
     queries_NBHCS: Array
     """q·k."""
     keys_NBHCS: Array
     """k·k."""
     lower_NBHCS: Array
-    """What is left of k·k, below the diagonal."""
+    """k·k with decay, below the diagonal."""
     scores_NBHCS: Array
-    """What is left of q·k."""
+    """q·k with decay."""
     inverse_NBHCS: Array
     """(1 + A)⁻¹."""
     own_NBHCD: Array
@@ -128,9 +128,9 @@ class _Parts(NamedTuple):
     erased_NBHCM: Array
     """W."""
     writing_NBHCM: Array
-    """K times what is left of each token behind the chunk."""
+    """K times the decay from each token to the end of the chunk."""
     moves_NBHML: Array
-    """The matrix from the state before a chunk to that behind it."""
+    """The matrix that maps the state before a chunk to the state after it."""
 
     @classmethod
     def of(cls, q: Array, k: Array, v: Array, beta_NBHC: Array, gates: _Gates) -> "_Parts":
@@ -153,19 +153,19 @@ class _Parts(NamedTuple):
 
 
 def _transposed(x: Array) -> Array:
-    """Its last two dimensions turned round in memory: XLA for CPUs multiplies an operand that it has to turn itself
-    half as fast."""
+    """Its last two dimensions transposed in memory: XLA's CPU products run at half the speed if they transpose an
+    operand themselves."""
     return cpu.compute_once(x.swapaxes(-1, -2))
 
 
 def _scaled(x_NBHCM: Array, scale_NBHC: Array | None) -> Array:
-    """Rows times a scale; not rounded to the rows' dtype."""
+    """Scaled rows, not rounded to the rows' dtype."""
     return x_NBHCM if scale_NBHC is None else x_NBHCM * scale_NBHC[..., None]
 
 
 def _carry(moves_NBHML: Array, updates_NBHMD: Array, initial_BHMD: Array, *,
            reverse: bool = False) -> tuple[Array, Array]:
-    """The state before each chunk (after it, in reverse) and the one at the end."""
+    """The state before each chunk (after it, in reverse) and the final one."""
 
     def step(state_BHMD, chunk):
         moves_BHML, update_BHMD = chunk
@@ -220,7 +220,7 @@ def _backward(C, saved, gradients):
     dafter_NBHMD, dinitial_BHMD = _carry(_transposed(parts.moves_NBHML), dupdates_NBHMD, dend_BHMD, reverse=True)
     dwritten_NBHCD += product("nbhcm,nbhmd->nbhcd", parts.writing_NBHCM, dafter_NBHMD)
 
-    # (1 + A) U = β E, with the errors E = V − r K S: gradients of β E and A, and what they come to.
+    # (1 + A) U = β E, with the errors E = V − r K S: gradients of β E and A, then of their factors.
     dright_NBHCD = product("nbhsc,nbhcd->nbhsd", _transposed(parts.inverse_NBHCS), dwritten_NBHCD)
     dsystem_NBHCS = -jnp.tril(product("nbhcd,nbhsd->nbhcs", dright_NBHCD, written_NBHCD), -1)
     derased = product("nbhcd,nbhmd->nbhcm", dright_NBHCD, before_NBHMD)

@@ -1,4 +1,4 @@
-"""The delta rule of one new token on a GPU, by the kernel of a recurrent layer's step, with a gradient."""
+"""The delta rule of one new token on a GPU, by the kernel of ``recurrent_step``, with a gradient."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from kernels.recurrent_step.decode import MOST_FEATURES
 
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, segments: bool = False) -> str | None:
-    """Why :func:`decode` cannot do a call; None where it can."""
+    """Why :func:`decode` does not support a call; None if it does."""
     _, T, _, M = q_BTHM.shape
     if T != 1:
         return f"it supports one token after an initial state, not {T}"
@@ -26,7 +26,7 @@ def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, segments: bool = False) ->
 
 def decode(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initial_BHMD: Array, runs_BT: Array | None, *,
            log_decay_BTH: Array | None = None) -> tuple[Array, Array]:
-    """One token, as ``recurrent`` computes it; without a GPU in interpret mode, which is for tests."""
+    """One token, as in ``recurrent``. Without a GPU the kernel is interpreted, for tests."""
     del runs_BT
     return _decode(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, log_decay_BTH)
 

@@ -1,23 +1,22 @@
-"""The GPU kernels of the delta rule: triangular systems, states and what is written, outputs, gradients.
+"""The GPU kernels of the delta rule: triangular systems, states and writes, outputs, gradients.
 
-With S the state before a chunk, i and j tokens of the chunk, Γ_ij what the decays leave of token j at token i, r_i what
-they leave of S there, and w_j what they leave of token j behind the chunk (see ``chunked``),
+With S the state before a chunk, i and j tokens of the chunk, Γ_ij the decay from token j to token i, r_i the decay from
+the start of the chunk to i, and w_j the decay from j to the end of the chunk (see ``chunked``),
 
     A_ij = β_i Γ_ij k_i·k_j (j < i)      (1 + A) U = E      E_i = β_i (v_i − r_i Sᵀ k_i)
     y_i = r_i Sᵀ q_i + Σ_{j≤i} Γ_ij (q_i·k_j) u_j      S ← keep S + Σ_j w_j k_j u_jᵀ
 
-and with dS the gradient of the state behind the chunk, that of U and of E, from which all others follow,
+and with dS the gradient of the state after the chunk, the gradients of U and E, from which all others follow, are
 
     dU_j = w_j dSᵀ k_j + Σ_{i≥j} Γ_ij (q_i·k_j) dy_i      dE = (1 + A)⁻ᵀ dU      dA_ij = −dE_i·u_j (j < i)
     dS ← keep dS + Σ_i r_i (q_i dy_iᵀ − k_i β_i dE_iᵀ)
 
-A system is the same for every tile of D, and is inverted once. Only the states are computed one chunk after the other:
-a chunk there takes three products, and neither (1 + A)⁻¹ K nor (1 + A)⁻¹ V reaches memory. All else is of single
-chunks.
+A system is the same for every tile of D, and is inverted once. Only the states are computed chunk by chunk: each chunk
+takes three products, and neither (1 + A)⁻¹ K nor (1 + A)⁻¹ V reaches memory. All else is computed for each chunk alone.
 
-Products are of float32 whatever the inputs are, but for those of queries and keys with each other. Where keys are alike
-A is nearly a matrix of ones, and U has the differences of neighbouring rows, which later sums undo: rounded to 8 bits,
-rows that should cancel would not. What the kernels are made of is in ``kernels.linear_attention.gpu_parts``.
+Products are in float32 whatever the inputs are, except q·k and k·k. For highly correlated keys A is nearly a matrix of
+ones, and U holds differences of neighbouring rows, which later sums undo. Rounded to 8 bits, the rows would not cancel.
+The shared parts are in ``kernels.linear_attention.gpu_parts``.
 """
 
 from collections.abc import Sequence
@@ -39,16 +38,16 @@ from kernels.linear_attention.gpu_parts import (
 )
 
 BLOCK = 16
-"""Rows of a triangular matrix that are substituted one after the other: the least that the matrix units multiply."""
+"""Rows of a triangular matrix that are substituted one by one: the fewest that the matrix units multiply."""
 
 
 class DecayParts(NamedTuple):
-    """What the gradient of keys leaves for that of the decay, of the tile."""
+    """Terms of the decay's gradient that the kernel for dk writes, for its tile."""
 
     writes: Any
-    """What token j adds to the state behind the chunk, times its gradient."""
+    """For each token j, its write to the state after the chunk times the gradient of that state."""
     across: Any
-    """The same of what the chunk leaves of the state before it."""
+    """The same for the part of the state before the chunk that the chunk keeps."""
 
 
 def system_kernel(cut: Cut, *, k: Any, beta: Any, links: Links, lower: Any) -> None:
@@ -58,7 +57,7 @@ def system_kernel(cut: Cut, *, k: Any, beta: Any, links: Links, lower: Any) -> N
 
 
 def inverse_kernel(cut: Cut, *, lower: Any, inverse: Any, links: Links) -> None:
-    """(1 + A)⁻¹ of a chunk, by substitution in blocks on the diagonal, and products below."""
+    """(1 + A)⁻¹ of a chunk, by substitution in diagonal blocks, and products below them."""
     del links
     blocks = range(cut.tiles.chunk // BLOCK)
 
@@ -91,7 +90,7 @@ def _substitute(lower_II: Array) -> Array:
 
 def states_kernel(cut: Cut, *, k: Any, v: Any, beta: Any, inverse: Any, start: Any, links: Links, states: Any,
                   written: Any, end: Any) -> None:
-    """A tile of the states before the chunks, of U, and of the state at the end."""
+    """A tile of the states before the chunks, of U, and of the final state."""
     T, M = k.shape
     rows = cut.slabs(M)
 
@@ -118,14 +117,14 @@ def output_kernel(cut: Cut, *, q: Any, k: Any, written: Any, states: Any, links:
 
 
 def local_gradient_kernel(cut: Cut, *, q: Any, k: Any, dy: Any, links: Links, local: Any) -> None:
-    """What dU of a chunk is but for the gradient of the state behind it."""
+    """The part of a chunk's dU that does not depend on dS."""
     chunk = _only_chunk(cut, links, reverse=True)
     local[chunk.rows, :] = cut.dot(chunk.inside(_products(cut, k, q, chunk)), cut.load(dy, chunk.rows), (1, 0))
 
 
 def state_gradients_kernel(cut: Cut, *, q: Any, k: Any, dy: Any, beta: Any, inverse: Any, local: Any, start: Any,
                            links: Links, gradients: Any, errors: Any, end: Any) -> None:
-    """A tile of the gradients of the states behind the chunks, of dE, and of the gradient of the state before all."""
+    """A tile of the gradients of the states after the chunks, of dE, and of the gradient of the initial state."""
     T, M = k.shape
     rows = cut.slabs(M)
 
@@ -146,7 +145,7 @@ def state_gradients_kernel(cut: Cut, *, q: Any, k: Any, dy: Any, beta: Any, inve
 
 def pairs_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, beta: Any, written: Any, errors: Any, links: Links,
                  dqueries: Any, dkeys: Any, dv: Any, dbeta: Any, inside: Any) -> None:
-    """The gradients of what the tokens of a chunk see of each other, and of v and β but for what is of the state.
+    """Gradients of the products inside a chunk, and of v and β except for the part through the state.
 
         ∂(q_i·k_j) = Γ_ij dy_i·u_j (j ≤ i)      ∂(k_i·k_j) = β_i Γ_ij dA_ij (j < i)
         dv_i = β_i dE_i      dβ_i = dE_i·v_i + Σ_{j<i} dA_ij Γ_ij k_i·k_j
@@ -174,7 +173,7 @@ def pairs_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, beta: Any, writte
 
 def query_gradient_kernel(cut: Cut, *, q: Any, k: Any, dy: Any, states: Any, dqueries: Any, links: Links, dq: Any,
                           reads: Any) -> None:
-    """A tile of the gradient of q of a chunk, and what it is times q of what is read from the state.
+    """A tile of a chunk's dq; ``reads``, the part of dq through the state times q, is for the decay's gradient.
 
         dq_i = r_i S dy_i + Σ_{j≤i} ∂(q_i·k_j) k_j
     """
@@ -188,7 +187,7 @@ def query_gradient_kernel(cut: Cut, *, q: Any, k: Any, dy: Any, states: Any, dqu
 def key_gradient_kernel(cut: Cut, *, q: Any, k: Any, beta: Any, written: Any, errors: Any, states: Any,
                         gradients: Any, dqueries: Any, dkeys: Any, links: Links, dk: Any, reads: Any,
                         decay: DecayParts | None) -> None:
-    """A tile of the gradient of k of a chunk, and ``reads``, r_i k_i·S dE_i.
+    """A tile of a chunk's dk; ``reads`` is r_i k_i·S dE_i.
 
         dk_j = w_j dS u_j − β_j r_j S dE_j + Σ_{i≥j} ∂(q_i·k_j) q_i + Σ_i (∂(k_i·k_j) + ∂(k_j·k_i)) k_i
     """
@@ -212,12 +211,12 @@ def _only_chunk(cut: Cut, links: Links, *, reverse: bool = False) -> Chunk:
 
 
 def _load(systems: Any, n: Any) -> Array:
-    """A matrix where it is used: loaded ahead it would take the registers of a product before it."""
+    """Loads a matrix at its use: loaded earlier it would take the registers of the product before it."""
     return triton.load(systems.at[n, :, :], volatile=True)
 
 
 def _products(cut: Cut, x: Any, y: Any, chunk: Chunk) -> Array:
-    """x yᵀ of the inputs of a call: of bfloat16 exact as they are."""
+    """x yᵀ of a call's inputs; bfloat16 inputs are multiplied as they are, without error."""
     if x.dtype != jnp.bfloat16:
         return make_scores(cut, Slabs(cut, x, chunk.rows), Slabs(cut, y, chunk.rows))
     native = cut._replace(operand=jnp.dtype(jnp.bfloat16), precision=lax.Precision.DEFAULT)
@@ -225,18 +224,18 @@ def _products(cut: Cut, x: Any, y: Any, chunk: Chunk) -> Array:
 
 
 def _add(cut: Cut, state: Parts, x: Slabs, y: Array) -> Parts:
-    """State + xᵀ y, of the slabs of x."""
+    """State + xᵀ y; x in slabs."""
     return tuple(part + cut.dot(slab, y, (0, 0)) for part, slab in zip(state, x, strict=True))
 
 
 def _below(scores: Array) -> Array:
-    """Scores of tokens with those before them."""
+    """Scores below the diagonal."""
     row, column = (lax.broadcasted_iota(jnp.int32, scores.shape, axis) for axis in (0, 1))
     return jnp.where(row > column, scores, 0.0)
 
 
 def _transposed_product(cut: Cut, x: Slabs, state: Any) -> Array:
-    """x Stateᵀ, of the slabs of x."""
+    """x Stateᵀ; x in slabs."""
     columns = cut.slabs(state.shape[2])
     parts = [cut.dot(slab, state[0, :, at], (1, 1)) for slab, at in zip(x, columns, strict=True)]
     return sum(parts[1:], start=parts[0])

@@ -1,7 +1,7 @@
 """The delta rule on a GPU: the launches of its kernels, forward and backward.
 
-Saved for the backward pass are the inputs; systems and states are computed again. Nothing is added up by atomics: two
-runs give the same bits. The kernels are in ``gpu_kernels``.
+The backward pass saves the inputs and recomputes systems and states. No atomics: results are deterministic. The
+kernels are in ``gpu_kernels``.
 """
 
 import functools
@@ -23,11 +23,11 @@ from kernels.remat import kept
 
 CHUNK = 64
 WIDEST = {"bfloat16": 128, "float16": 64, "float32": 64}
-"""Greatest M and D by dtype: others have no registers left."""
+"""Greatest M and D by dtype; wider heads spill registers."""
 
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: int | None = None) -> str | None:
-    """Why these kernels cannot do something; None where they can."""
+    """Why these kernels do not support a call; None if they do."""
     for name, x in (("q_BTHM", q_BTHM), ("k_BTHM", k_BTHM), ("v_BTHD", v_BTHD)):
         if x.dtype.name not in WIDEST:
             return f"{name} is {x.dtype}; it supports {', '.join(WIDEST)}"
@@ -40,13 +40,13 @@ def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: int | None = N
 
 def pallas_gpu(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initial_BHMD: Array,
                runs_BT: Array | None, *, log_decay_BTH: Array | None = None) -> tuple[Array, Array]:
-    """The delta rule by these kernels; without a GPU in interpret mode, which is slow and for tests."""
+    """The delta rule by these kernels. Without a GPU they are interpreted, which is slow and for tests."""
     y_BTHD, end_BHMD = _attend(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, log_decay_BTH)
     return y_BTHD, end_BHMD
 
 
 class _Launches(NamedTuple):
-    """The inputs of a call in whole chunks and widths of whole blocks, and what its launches share."""
+    """The inputs of a call, padded to whole chunks and blocks, and what its launches share."""
 
     q: Array
     k: Array
@@ -67,13 +67,12 @@ class _Launches(NamedTuple):
 
     @property
     def carried(self) -> int:
-        """Columns of a state that a program carries: narrow ones make more programs of what is computed one chunk after
-        the other."""
+        """Columns of a state that a program carries: narrow tiles make more programs of the sequential part."""
         return 32 if self.narrow else 16
 
     @property
     def narrow(self) -> bool:
-        """Whether there are registers for loads ahead of their use."""
+        """Whether there are registers to load operands ahead of their use."""
         return self.q.shape[3] <= SLAB and self.q.dtype == jnp.bfloat16
 
     @property
@@ -81,13 +80,13 @@ class _Launches(NamedTuple):
         return self.q.shape[1] // CHUNK
 
     def grid(self, rows: Array, columns: Array, *, tile: int, warps: int, scan: bool = False) -> Grid:
-        """Programs for a chunk each, or with ``scan`` for a sequence each; their products are of float32."""
+        """One program per chunk, or with ``scan`` per sequence. Products are in float32."""
         stages = 2 if scan and self.narrow else 1
         cut = Cut.of(Tiles(CHUNK, tile, warps, stages), self.beta_BHT)
         return Grid.of(cut, self.q.shape[1] if scan else CHUNK, self.links, rows, columns, "delta_rule")
 
     def systems(self, grid: Grid, given: Any = None) -> Block:
-        """A matrix C × C for each chunk; an output unless given."""
+        """A C × C matrix for each chunk; an output unless given."""
         B, _, H, _ = self.q.shape
         if given is None:
             given = _output(B, H, self.chunks, CHUNK, CHUNK)
@@ -95,7 +94,7 @@ class _Launches(NamedTuple):
                                          lambda u, h, s, b: (b, h, s, 0, 0)))
 
     def states(self, grid: Grid, given: Any = None, *, of_rows: bool = False) -> Block:
-        """A tile of a state for each chunk, of its columns or of its rows; an output unless given."""
+        """A tile of the state for each chunk, of its columns or of its rows; an output unless given."""
         (B, _, H, M), D = self.q.shape, self.v.shape[3]
         if given is None:
             given = _output(B, H, self.chunks, M, D)
@@ -105,13 +104,13 @@ class _Launches(NamedTuple):
         return Block(given, pl.BlockSpec((None, None, each, M, tile), lambda u, h, s, b: (b, h, s, 0, u)))
 
     def number_by_tile(self, grid: Grid) -> Block:
-        """An output of a number for each tile and chunk."""
+        """An output with one scalar per tile and chunk."""
         B, _, H, _ = self.q.shape
         return Block(_output(grid.columns // grid.tile, B, H, self.chunks),
                      pl.BlockSpec((None, None, None, grid.span // CHUNK), lambda u, h, s, b: (u, b, h, s)))
 
     def state(self, grid: Grid, given: Any = None) -> Block:
-        """A tile of the state at one end of the sequence; an output unless given."""
+        """A tile of the initial or the final state; an output unless given."""
         B, _, H, M = self.q.shape
         if given is None:
             given = _output(B, H, M, self.v.shape[3])
@@ -129,7 +128,7 @@ class _Launches(NamedTuple):
                            {"inverse": self.systems(grid)})["inverse"]
 
     def scan(self, inverse: Array, initial_BHMD: Array) -> dict[str, Array]:
-        """The states before the chunks, U, and the state at the end."""
+        """The states before the chunks, U, and the final state."""
         grid = self.grid(self.k, self.v, tile=self.carried, warps=4, scan=True)
         return grid.launch(
             gpu_kernels.states_kernel, "states",
@@ -144,7 +143,7 @@ def _output(*shape: int) -> Any:
 
 
 def fill(x_BTHW: Array) -> Array:
-    """x in whole chunks and a width of whole blocks; what is filled in is zero."""
+    """x padded with zeros to whole chunks and a whole block of width."""
     _, T, _, W = x_BTHW.shape
     return jnp.pad(x_BTHW, ((0, 0), (0, -T % CHUNK), (0, 0), (0, block_width(W) - W)))
 
@@ -160,7 +159,7 @@ def _attend(q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, log_decay_B
 
 
 def _links(runs_BT: Array | None, log_decay_BTH: Array | None) -> dict[str, Array]:
-    """By the letters of their dimensions."""
+    """Runs and log decays by the letters of their dimensions."""
     links = {"bt": runs_BT, "bth": log_decay_BTH}
     return {letters: x for letters, x in links.items() if x is not None}
 
@@ -198,7 +197,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 def _forward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initial_BHMD: Array,
              runs_BT: Array | None, log_decay_BTH: Array | None) -> tuple[Array, Array]:
-    """y and the state at the end."""
+    """y and the final state."""
     (_, T, _, M), D = q_BTHM.shape, v_BTHD.shape[3]
     launches = _Launches.of(q_BTHM, k_BTHM, v_BTHD, beta_BTH, runs_BT, log_decay_BTH)
     found = launches.scan(launches.inverse(), _fill_state(initial_BHMD))
@@ -215,7 +214,7 @@ def _forward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initi
 def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initial_BHMD: Array,
               runs_BT: Array | None, log_decay_BTH: Array | None, dy_BTHD: Array, dend_BHMD: Array
               ) -> tuple[Array, ...]:
-    """Gradients of q, k, v, β, of the initial state and, where there is one, of the decay."""
+    """Gradients of q, k, v, β, the initial state and, if present, the decay."""
     (_, T, _, M), D = q_BTHM.shape, v_BTHD.shape[3]
     launches = _Launches.of(q_BTHM, k_BTHM, v_BTHD, beta_BTH, runs_BT, log_decay_BTH)
     q, k, v, beta, _ = launches
@@ -248,7 +247,7 @@ def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, init
          "dv": grid.tiled(jax.ShapeDtypeStruct(v.shape, v.dtype)), "dbeta": column,
          "inside": column if decays else None})
 
-    # Tiles are of M from here on.
+    # From here on tiles are of M.
     grid = launches.grid(v, k, tile=SLAB, warps=8)
     dqueries, dkeys = (launches.systems(grid, pairs[name]) for name in ("dqueries", "dkeys"))
     states = launches.states(grid, found["states"], of_rows=True)
@@ -282,8 +281,8 @@ def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, init
 
 
 def _decay_gradient(from_here_BHT: Array, writes_BHT: Array, across_BHN: Array) -> Array:
-    """dg_t = Σ_{j<t≤i} P_ij, (B, H, T), with P_ij the weight of a pair times its gradient: of pairs with one token in
-    the chunk of t or both, and with none."""
+    """dg_t = Σ_{j<t≤i} P_ij, (B, H, T), with P_ij the weight of a pair times its gradient. Pairs with a token in the
+    chunk of t and pairs across the chunk are summed separately."""
     from_here_BHNC, behind_BHNC = split_chunks(from_here_BHT, CHUNK), split_chunks(writes_BHT, CHUNK)
     sums_BHNC = (lax.cumsum(from_here_BHNC, axis=3, reverse=True) + jnp.cumsum(behind_BHNC, axis=3) - behind_BHNC
                  + across_BHN[..., None])

@@ -1,22 +1,22 @@
-"""The delta rule straight from its definition, token by token. Slow on long sequences; what the rest is held to."""
+"""The delta rule by its definition, token by token: the reference for tests. Slow on long sequences."""
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 EXACT = lax.Precision.HIGHEST
-"""Of products with the state: what is float32 a GPU would otherwise round to TF32, which has ten bits."""
+"""Precision of products with the state. By default a GPU rounds float32 to TF32, which has ten bits."""
 
 
 def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, initial_BHMD: Array,
               runs_BT: Array | None, *, log_decay_BTH: Array | None = None) -> tuple[Array, Array]:
-    """``lax.scan`` over tokens: constant memory forward, the form that decodes. A gradient keeps a state per token."""
+    """``lax.scan`` over tokens: constant memory forward, the form that decodes. Its gradient stores every state."""
     dtype = initial_BHMD.dtype
 
     def step(carry, token):
         state_BHMD, latest_B = carry
         (q_BHM, k_BHM, v_BHD, beta_BH), runs_B, log_decay_BH = token
         if runs_B is not None:
-            # Padding is of the latest run too: its β and g are 0, and it leaves the state alone.
+            # Padding belongs to the latest run: its β and g are 0, so it leaves the state unchanged.
             state_BHMD = jnp.where((runs_B <= latest_B)[:, None, None, None], state_BHMD, 0)
             q_BHM = jnp.where((runs_B >= 0)[:, None, None], q_BHM, 0)
             latest_B = jnp.maximum(latest_B, runs_B)

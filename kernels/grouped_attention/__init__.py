@@ -1,4 +1,4 @@
-"""Attention of groups of queries to few keys each, and the layout of sequences in blocks."""
+"""Attention of groups of queries to few keys each, and sequences in blocks."""
 
 from kernels.grouped_attention.api import Part, combine, grouped_attention, one_group
 from kernels.grouped_attention.blocks import blocks_of, tag_blocks_of, tokens_of, with_neighbours

@@ -1,12 +1,12 @@
-"""Softmax attention of groups of queries to few keys each: what sparse patterns of blocks come down to.
+"""Softmax attention of groups of queries to few keys each, for block-sparse patterns.
 
-A pattern lays its tokens out in N groups, each of T queries and the S keys that these may see:
+A pattern arranges its tokens in N groups, each of T queries and the S keys that they may see:
 
     y_nt = Σ_s w_nts v_ns / Σ_s w_nts      w_nts = exp(q_nt·k_ns / √D) where s is visible to t, else 0
 
-Scores are computed a few groups at a time, and again in the backward pass, so that memory is that of queries and keys.
-The logarithm of the denominator comes with y: what a query sees in several groups, or in several hash rounds, is put
-together by :func:`combine` as if it had been one softmax.
+Scores are computed a few groups at a time, and recomputed in the backward pass, so that memory is linear in queries and
+keys. The log of the denominator is returned with y: :func:`combine` merges the parts of a query in several groups or
+hash rounds into one softmax.
 """
 
 import math
@@ -24,9 +24,9 @@ from kernels.remat import kept
 from kernels.segments import HIDDEN
 
 SCORES_AT_ONCE = {"cpu": 2**18, "gpu": 2**26}
-"""Scores, over batch and heads, that are in memory together, where groups are no larger."""
+"""Scores, over batch and heads, that are in memory at once, unless one group has more."""
 LARGEST = 64
-"""Times as many as a group may have before its queries are taken in blocks of rows."""
+"""Most scores of a group, as a multiple of these, before its queries are split into blocks of rows."""
 
 
 class Part(NamedTuple):
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     y_BHNTD: Float[Array, "B H N T D"]
     """Float32 whatever the inputs are; 0 where a query sees nothing."""
     logsumexp_BHNT: Float[Array, "B H N T"]
-    """The logarithm of the sum of weights; ``HIDDEN`` where a query sees nothing."""
+    """The log of the sum of weights; ``HIDDEN`` where a query sees nothing."""
 
 
 def grouped_attention(
@@ -50,15 +50,15 @@ def grouped_attention(
 
     Args:
         q_BHNTD: queries.
-        k_BHNSD: keys; with N = 1 every group has the same.
+        k_BHNSD: keys; with N = 1 all groups share them.
         v_BHNSD: values.
-        query_tags: a tree of arrays (B, H, N, T), of which B and H may be 1: what ``visible`` has to know of queries.
-        key_tags: the same of keys, (B, H, N, S).
-        visible: from the tags of one group, (B, H, T) and (B, H, S), which key each query sees, to broadcast against
-            (B, H, T, S).
+        query_tags: a tree of arrays (B, H, N, T), where B and H may be 1: the queries' arguments of ``visible``.
+        key_tags: the same for keys, (B, H, N, S).
+        visible: maps the tags of one group, (B, H, T) and (B, H, S), to the keys that each query sees, to broadcast
+            against (B, H, T, S).
 
     Raises:
-        ValueError: shapes that do not agree.
+        ValueError: shapes do not agree.
     """
     (B, H, N, T, D), S = q_BHNTD.shape, k_BHNSD.shape[3]
     shared = k_BHNSD.shape[2] == 1
@@ -127,7 +127,7 @@ def one_group(
     key_tags: Any,
     visible: Callable[[Any, Any], Bool[Array, "B H T S"]],
 ) -> Float[Array, "B T H D"]:
-    """:func:`grouped_attention` of a single group, such as new tokens and a cache: y, float32 at least.
+    """:func:`grouped_attention` of a single group, such as new tokens and a cache: y in float32 or better.
 
     ``query_tags`` are trees of arrays (B, T), ``key_tags`` of arrays (B, S).
     """
@@ -138,7 +138,7 @@ def one_group(
 
 
 def combine(parts: Sequence[Part]) -> Float[Array, "B H N T D"]:
-    """One softmax over the keys of all parts; a key that is in two of them counts twice."""
+    """One softmax over the keys of all parts; a key in two parts counts twice."""
     logsumexp_PBHNT = jnp.stack([part.logsumexp_BHNT for part in parts])
     weights_PBHNT = jax.nn.softmax(logsumexp_PBHNT, axis=0)
     return sum(weight_BHNT[..., None] * part.y_BHNTD

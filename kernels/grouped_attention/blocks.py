@@ -1,4 +1,4 @@
-"""Sequences laid out in blocks of tokens, the groups that patterns of blocks are made of."""
+"""Sequences in blocks of tokens, from which block patterns form their groups."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -6,14 +6,14 @@ from jaxtyping import Shaped
 
 
 def blocks_of(x_BTHD: Shaped[Array, "B T H D"], size: int) -> Shaped[Array, "B H N S D"]:
-    """Blocks of ``size`` tokens in a row; zeros fill the last one."""
+    """Consecutive blocks of ``size`` tokens; the last is padded with zeros."""
     B, T, H, D = x_BTHD.shape
     x_BTHD = jnp.pad(x_BTHD, ((0, 0), (0, -T % size), (0, 0), (0, 0)))
     return x_BTHD.reshape(B, -1, size, H, D).transpose(0, 3, 1, 2, 4)
 
 
 def tag_blocks_of(x_BT: Shaped[Array, "B T"], size: int, fill: int) -> Shaped[Array, "B 1 N S"]:
-    """The same of a number a token, equal in all heads; ``fill`` fills the last block."""
+    """The same for one scalar per token, equal in all heads; ``fill`` pads the last block."""
     B, T = x_BT.shape
     return jnp.pad(x_BT, ((0, 0), (0, -T % size)), constant_values=fill).reshape(B, 1, -1, size)
 
@@ -26,7 +26,7 @@ def tokens_of(x_BHNSD: Shaped[Array, "B H N S D"], tokens: int) -> Shaped[Array,
 
 def with_neighbours(x_BHNS: Shaped[Array, "B H N S *D"], before: int, after: int,
                     fill: int = 0) -> Shaped[Array, "B H N W *D"]:
-    """Every block with those before and after it, W = (before + 1 + after) S; ``fill`` stands beyond the ends."""
+    """Every block with its neighbours before and after, W = (before + 1 + after) S; ``fill`` pads both ends."""
     N = x_BHNS.shape[2]
     padding = [(0, 0)] * x_BHNS.ndim
     padding[2] = (before, after)

@@ -1,4 +1,4 @@
-"""Calls of grouped attention that tests hold to the definition."""
+"""Calls of grouped attention for tests."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,13 +39,13 @@ class GroupedCase(Case):
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
         attend = grouped_reference if implementation == REFERENCE else grouped_attention
-        # Of a group of keys the last ones are the queries' own.
+        # The last keys of a group are those of its queries.
         t_11NT = jnp.arange(self.N * self.T).reshape(1, 1, self.N, self.T)
         s_11NS = jnp.arange(self.S)[None, None, None]
         if self.groups_of_keys > 1:
             s_11NS = t_11NT[..., -1:] - self.S + 1 + s_11NS
         part = attend(inputs["q"], inputs["k"], inputs["v"], t_11NT, s_11NS, _sees)
-        # A constant where a query sees nothing.
+        # Constant where a query sees nothing.
         return {"y": part.y_BHNTD, "logsumexp": jnp.where(part.logsumexp_BHNT > HIDDEN / 2, part.logsumexp_BHNT, 0)}
 
 

@@ -1,4 +1,4 @@
-"""Attention inside every group straight from its definition: all scores of all groups at once."""
+"""Attention inside every group by its definition: all scores of all groups at once."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Linear attention: one function, :func:`linear_attention`, in several forms that agree to rounding."""
+"""Linear attention: :func:`linear_attention`, in several forms that agree to rounding."""
 
 from kernels.linear_attention.api import (
     EPSILON,

@@ -1,4 +1,4 @@
-"""``linear_attention``: the one entry to every form, with the checks on what goes in."""
+"""``linear_attention``: input checks, and the choice of implementation."""
 
 import functools
 from collections.abc import Callable
@@ -20,13 +20,13 @@ __all__ = ["EPSILON", "IMPLEMENTATIONS", "State", "linear_attention", "pick_impl
 
 
 class Implementation(NamedTuple):
-    """One form."""
+    """One implementation."""
 
     compute: Callable[..., tuple[Array, State]]
-    """(q, k, v, state, runs_BT, *, causal, normalize), ``chunk_sizes`` where the form has chunks, and ``log_decay_BTH``
-    where there is one."""
+    """(q, k, v, state, runs_BT, *, causal, normalize), with ``chunk_sizes`` if the form has chunks, and with
+    ``log_decay_BTH`` if the call has a decay."""
     refuses: Callable[..., str | None]
-    """(q, k, v, *, causal, chunk_size, segments, log_decay) ↦ why it cannot do a call; None where it can."""
+    """(q, k, v, *, causal, chunk_size, segments, log_decay) ↦ why it does not support a call; None if it does."""
 
 
 def _refuses_decay_of_the_future(*_: Any, causal: bool, log_decay: bool, **__: Any) -> str | None:
@@ -52,7 +52,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "pallas_gpu_parallel": Implementation(functools.partial(pallas_gpu.pallas_gpu, schedule="parallel"),
                                           pallas_gpu.refuses),
 }
-"""Every form by name. ``reference`` and ``parallel`` are the same function: the definition, written out."""
+"""Every implementation by name. ``reference`` and ``parallel`` are the same function: the definition."""
 
 
 def linear_attention(
@@ -72,12 +72,12 @@ def linear_attention(
 
         S_t = S₀ + Σ φ(k_j) v_jᵀ      z_t = z₀ + Σ φ(k_j)      y_t = φ(q_t)ᵀ S_t / (φ(q_t)ᵀ z_t + ε)
 
-    and with a decay of g_t, which scales the rows of the masked product,
+    With a decay g_t, which scales the rows of the masked product,
 
         S_t = exp(g_t) S_{t−1} + φ(k_t) v_tᵀ      z_t = exp(g_t) z_{t−1} + φ(k_t)
 
-    Differentiable in q, k, v, g and, through the state in and the state out, across calls. Katharopoulos et al., 2020;
-    the decay as in Dao, Gu: "Transformers are SSMs", 2024.
+    Differentiable in q, k, v, g and the initial state. Katharopoulos et al., 2020; the decay as in Dao, Gu:
+    "Transformers are SSMs", 2024.
 
     Args:
         q_BTHM: φ(q), the feature map already applied; any T ≥ 1.
@@ -85,23 +85,22 @@ def linear_attention(
         v_BTHD: values; y has their dtype.
         causal: sum over j ≤ t; otherwise over all j.
         normalize: divide by the sum of weights.
-        initial_state: S₀ and z₀, of the first segment; zero unless given.
-        segment_ids_BT: which tokens see each other; −1 is padding, which enters no state and is seen by nobody (its y
-            is 0). A segment is a run of equal ids; the state that comes out is that of the last one.
-        log_decay_BTH: g ≤ 0 of each token and head, the logarithm of what it leaves of the state before it; −∞ starts
-            over. Padding decays nothing, whatever its g, and S₀ and z₀ decay with the tokens of the first segment.
-            A value above 0 is noticed only outside of ``jax.jit`` and the like, where there are values to look at.
-            None: no decay.
-        chunk_size: C of ``chunked``, ``blockwise`` and ``pallas_gpu``; picked where None.
+        initial_state: S₀ and z₀ of the first segment; zero if None.
+        segment_ids_BT: tokens see only their own segment, a run of equal ids. −1 is padding: it enters no state, no
+            token sees it, and its y is 0. The final state is that of the last segment.
+        log_decay_BTH: g ≤ 0 for each token and head: the log of the factor on the previous state; −∞ resets the state.
+            Padding does not decay, whatever its g. S₀ and z₀ decay with the first segment. Values above 0 are detected
+            only outside of ``jax.jit`` and other transformations. None: no decay.
+        chunk_size: C of ``chunked``, ``blockwise`` and ``pallas_gpu``; chosen if None.
         implementation: a name in ``IMPLEMENTATIONS``; None picks the fastest for this input on this device.
 
     Returns:
         y and the state after the last token, float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes that do not agree, a decay above 0, or a chunk size below one.
-        TypeError: features or decays that are not floating point, segment ids that are not whole numbers.
-        NotImplementedError: a named implementation cannot do what is asked.
+        ValueError: shapes do not agree, a log decay is above 0, or the chunk size is below 1.
+        TypeError: features or log decays are not floating point, or segment ids are not integers.
+        NotImplementedError: the named implementation does not support the call.
     """
     _check(q_BTHM, k_BTHM, v_BTHD, initial_state, segment_ids_BT, log_decay_BTH, chunk_size)
     B, _, H, M = q_BTHM.shape
@@ -127,7 +126,7 @@ def linear_attention(
 
 def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,
                         segments: bool = False, log_decay: bool = False) -> str:
-    """What ``implementation=None`` means for arrays, or shapes and dtypes, on the device that is traced for."""
+    """The implementation that None stands for, given arrays, or shapes and dtypes, on the device that is traced for."""
     options: dict[str, Any] = {"causal": causal, "chunk_size": chunk_size, "segments": segments,
                                "log_decay": log_decay}
     gpu = device.platform() == "gpu"

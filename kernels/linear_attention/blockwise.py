@@ -1,11 +1,11 @@
-"""Linear attention as attention, block by block: the masked T × T product that is never materialised.
+"""Linear attention block by block: the masked T × T product, never materialised.
 
-Quadratic time, linear memory: what flash attention is to softmax, and the attention half of the chunked hybrid.
-The product (q, k, v) ↦ mask(q kᵀ) v is its own derivative: with ∂ the gradient of its output,
+Quadratic time and linear memory, as flash attention has for softmax; the attention half of the chunked hybrid. The
+gradients of the product (q, k, v) ↦ mask(q kᵀ) v are products of the same kind: with ∂ the gradient of its output,
 
-    ∂q = mask(∂ vᵀ) k,    ∂k = mask(q ∂ᵀ… transposed) = maskᵀ(v ∂ᵀ) q,    ∂v = maskᵀ(k qᵀ) ∂,
+    ∂q = mask(∂ vᵀ) k,    ∂k = maskᵀ(v ∂ᵀ) q,    ∂v = maskᵀ(k qᵀ) ∂,
 
-three more products of the same kind, two of them looking forward in time. With a decay the derivative is JAX's own.
+two of them looking forward in time. With a decay the gradient is that of autodiff.
 """
 
 import functools
@@ -23,8 +23,7 @@ from kernels.segments import visible
 
 def blockwise(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
               normalize: bool, chunk_sizes: ChunkSizes, log_decay_BTH: Array | None = None) -> tuple[Array, State]:
-    """The masked product over pairs of blocks, differentiable; both passes have blocks of ``chunk_sizes.forward``
-    tokens."""
+    """Differentiable. Both passes have blocks of ``chunk_sizes.forward`` tokens."""
     dtype = initial.s_BHMD.dtype
     B, T, H, _ = q_BTHM.shape
     C = chunk_sizes.forward
@@ -36,7 +35,7 @@ def blockwise(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
         x = jnp.pad(x.astype(dtype), ((0, 0), (0, padding), (0, 0), (0, 0)))
         return x.reshape(B, -1, C, H, x.shape[-1]).transpose(1, 0, 3, 2, 4)  # N B H C …
 
-    # One more value column, of ones, so that the denominator comes out of the same product.
+    # A column of ones in the values: the same product gives the denominator.
     values_BTHD = jnp.concatenate([v_BTHD.astype(dtype), jnp.ones((B, T, H, 1), dtype)], axis=-1)
     q_NBHCM, k_NBHCM, v_NBHCD = blocks(q_BTHM), blocks(k_BTHM), blocks(values_BTHD)
     if log_decay_BTH is None:
@@ -86,8 +85,8 @@ _product.defvjp(_product_forward, _product_backward)
 
 def _decayed_product(q_NBHCM: Array, k_NBHCM: Array, v_NBHCD: Array, runs_BNC: Array,
                      log_decay_NBHC: Array) -> Array:
-    """The product over the past with a decay, which is a factor for each pair: of two blocks what is left of the key
-    behind its own, over the blocks in between, and up to the query."""
+    """The causal product with a decay, one factor for each pair: from the key to the end of its block, over the blocks
+    in between, and up to the query."""
     N, _, _, C, _ = q_NBHCM.shape
     runs_NBC = runs_BNC.swapaxes(0, 1)
     keys = (jnp.arange(N), k_NBHCM, v_NBHCD, runs_NBC, jnp.exp(sums_after(log_decay_NBHC, -1)),

@@ -1,4 +1,4 @@
-"""Calls of linear attention: what tests hold to the definition, what is compiled for a GPU, what is timed."""
+"""Calls of linear attention for tests, ``make gpu-check``, tuning and benchmarks."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -14,29 +14,28 @@ from kernels.linear_attention.api import State, linear_attention, pick_implement
 from kernels.linear_attention.chunk_size import pick_chunk_sizes
 
 PUBLISHED_SHAPES = (8, 1024, 8, 64), (4, 2048, 16, 128), (2, 16384, 16, 128), (1, 8192, 96, 128)
-"""B, T, H, D of published timings of kernels, from the least work to the most."""
+"""B, T, H, D of published kernel timings, in order of work."""
 SCHEDULES = SERIAL, PARALLEL = ("pallas_gpu_serial", "pallas_gpu_parallel")
 PLAIN_FORMS = ("blockwise", "chunked", "cumsum", "recurrent", "rowwise")
-"""All in JAX alone, but for the reference."""
+"""All forms in plain JAX, except the reference."""
 UNMASKED_FORMS = ("blockwise", "chunked", "rowwise")
-"""Those that take ``causal=False``."""
-# Sums of some 200 terms of one sign: a few units in the last place, and the gradients of the normalised form are
-# differences of such sums, ten times smaller than what is subtracted.
+"""Forms that support ``causal=False``."""
+# Sums of some 200 terms of one sign are off by a few units in the last place. Gradients of the normalised form are
+# differences of such sums, ten times smaller than their terms.
 PLAIN_TOLERANCES = {"float64": 1e-13, "float32": 3e-6}
 # One rounding to 8 bits is 2⁻⁹/√3 = 1.1e-3 RMS. Scores, states and results are rounded once each, and the gradient of
-# a query is a difference of such terms, some times smaller than they are.
+# a query is a difference of such terms, several times smaller than they are.
 PLAIN_TOLERANCES["bfloat16"] = 8e-3
-# float32: sums of up to some thousand terms, and differences of such sums. bfloat16: as above. float16: results are
-# rounded to 11 bits, 1.4e-4 RMS; products are of float32.
+# float32: sums of up to a few thousand terms, and differences of such sums. bfloat16: as above. float16: results are
+# rounded to 11 bits, 1.4e-4 RMS; products are in float32.
 KERNEL_TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 3e-4}
 DEVICE_TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
-"""On a GPU, which has an arithmetic of its own: float32 sums of float32 products, and the rounding of 16-bit inputs to
-products, scores and outputs."""
+"""On a GPU: float32 sums of float32 products, and 16-bit roundings of products, scores and outputs."""
 
 
 @dataclass(frozen=True)
 class LinearAttentionCase(Case):
-    """A call of ``linear_attention`` on features as softplus gives them."""
+    """A call of ``linear_attention`` on positive features, as from softplus."""
 
     B: int
     T: int
@@ -48,7 +47,7 @@ class LinearAttentionCase(Case):
     normalize: bool = True
     segments: bool = False
     state: bool = True
-    """Whether there is one before the first token."""
+    """Whether there is an initial state."""
     log_decay: LogDecay | None = None
     chunk_size: int | None = None
 
@@ -139,12 +138,12 @@ def _kernel(title: str, schedule: str, T: int, M: int, D: int, dtype: str, *, B:
         B, T, H, M, D, dtype=dtype, title=f"{title}, {dtype}", implementations=(schedule,),
         gpu_kernels=("linear_attention_",),
         tolerance=KERNEL_TOLERANCES[dtype], plain="chunked" if dtype == "bfloat16" else None, slow=slow,
-        # T × T scores are too many.
+        # The reference's T × T scores take too much memory.
         expected_from="reference" if T <= 1000 else "chunked", constants=(("kernels.device.cores", lambda: 24),),
         **options)
 
 
-# Each is there once for a dtype, in one of the schedules.
+# Each case appears once per dtype, in one of the schedules.
 _KERNEL = (
     _kernel("1 token", PARALLEL, 1, 16, 16, "float32", slow=False),
     _kernel("63 tokens, not normalised", SERIAL, 63, 48, 48, "float32", chunk_size=64, normalize=False, slow=False),
@@ -169,7 +168,7 @@ _KERNEL = (
     _kernel("500 tokens, strong decay, segments", PARALLEL, 500, 64, 64, "float32", log_decay="strong", segments=True),
     _kernel("500 tokens, mixed decay, segments", PARALLEL, 500, 48, 64, "bfloat16", log_decay="mixed", segments=True),
     _kernel("1,000 tokens, strong decay", SERIAL, 1000, 128, 128, "bfloat16", B=1, log_decay="strong"),
-    # The gradient of the decay is made of rows that the kernels round, and the plain form does not.
+    # The kernels round the rows that form the decay's gradient; the plain form does not.
     replace(_kernel("200 tokens, mixed decay, not normalised", PARALLEL, 200, 64, 64, "bfloat16", log_decay="mixed",
                     normalize=False), plain=None),
 )
@@ -177,13 +176,13 @@ _KERNEL = (
 
 def _decode(B: int, H: int, M: int, D: int, dtype: str, title: str = "", **options: Any) -> LinearAttentionCase:
     """The GPU kernel of one token in interpret mode."""
-    # Sums in float32, and y rounded to the values' format.
+    # Sums in float32; y is rounded to the dtype of the values.
     return LinearAttentionCase(B, 1, H, M, D, dtype=dtype, title=f"a token, M{M} D{D} {dtype}{title}",
                                implementations=("decode",), gpu_kernels=("recurrent_step",),
                                tolerance={"float32": 1e-6, "bfloat16": 2**-8}[dtype], **options)
 
 
-# Widths that fill a block and that do not, a tile or several of them, few columns because of many features.
+# Widths of whole and of partial blocks, one tile or several, few columns because of many features.
 _DECODE = (
     _decode(1, 3, 16, 16, "bfloat16"),
     _decode(2, 2, 48, 100, "float32", normalize=False),
@@ -195,12 +194,12 @@ _DECODE = (
 
 def _compiled(B: int, T: int, H: int, M: int, D: int, dtype: str = "bfloat16", implementation: str | None = None,
               **options: Any) -> LinearAttentionCase:
-    """Compiled for a GPU, and not run."""
+    """Compiled for a GPU, not run."""
     return LinearAttentionCase(B, T, H, M, D, dtype=dtype, implementations=(implementation,), used_by=("gpu-check",),
                                gpu_kernels=("linear_attention_",), tolerance=DEVICE_TOLERANCES[dtype], **options)
 
 
-# The benchmarks' shapes, one of everything the kernels can be asked, and the rows of the kernels' table.
+# The benchmarks' shapes, every option of the kernels, and the rows of the tuning table.
 _COMPILED = (
     _compiled(1, 8192, 96, 128, 128),
     _compiled(2, 16384, 16, 128, 128),
@@ -243,8 +242,8 @@ _COMPILED = (
 
 @dataclass(frozen=True)
 class DeviceCase(LinearAttentionCase):
-    """A call on a GPU. A loss through the state has gradients as large as that through y, for the
-    cotangents of the state are smaller by the number of tokens."""
+    """A call on a GPU. Cotangents of the state are divided by the number of tokens, so that the loss through the state
+    has gradients as large as the loss through y."""
 
     def make_cotangents(self, outputs: Arrays) -> dict[str, np.ndarray]:
         cotangents = super().make_cotangents(outputs)
@@ -254,24 +253,24 @@ class DeviceCase(LinearAttentionCase):
 def _on_a_gpu(B: int, T: int, H: int, M: int, D: int, dtype: str, *, state: bool = False,
               **options: Any) -> DeviceCase:
     """By both schedules of the kernel."""
-    # T × T scores in float64 are too many of a long sequence.
+    # T × T scores of a long sequence take too much memory in float64.
     return DeviceCase(B, T, H, M, D, dtype=dtype, state=state, implementations=(PARALLEL, SERIAL), used_by=("gpu",),
                       plain="chunked", expected_from="reference" if T <= 4096 else "chunked",
                       tolerance=DEVICE_TOLERANCES[dtype], **options)
 
 
 _FORMATS = ("float32", "bfloat16")
-# The shapes of the benchmarks; lengths beside chunk borders, unequal and odd widths, every option.
+# The benchmarks' shapes; lengths next to chunk boundaries, unequal and odd widths, every option.
 _ON_A_GPU = (
     *(_on_a_gpu(B, T, H, D, D, "bfloat16") for B, T, H, D in PUBLISHED_SHAPES),
     *(_on_a_gpu(2, 65, 3, 64, 64, dtype) for dtype in _FORMATS),
     *(_on_a_gpu(1, 500, 4, 48, 100, dtype) for dtype in DEVICE_TOLERANCES),
     *(_on_a_gpu(2, 1000, 3, 128, 128, dtype) for dtype in _FORMATS),
     *(_on_a_gpu(1, 4096, 2, 64, 64, dtype) for dtype in _FORMATS),
-    # Where there are fewer heads the parallel schedule has spans of a chunk or few, and hardly scans.
+    # With fewer heads the parallel schedule has spans of one or few chunks, and hardly scans.
     *(_on_a_gpu(4, 1000, 12, 64, 64, dtype, segments=segments) for segments in (False, True) for dtype in _FORMATS),
     _on_a_gpu(4, 1000, 12, 128, 128, "bfloat16"),
-    # A first token alone is its own value whatever its query: with a state before it there are gradients to compare.
+    # Without a state the y of a single token does not depend on its query, and there is no gradient to compare.
     *(_on_a_gpu(1, 1, 2, 64, 64, dtype, state=True) for dtype in _FORMATS),
     *(_on_a_gpu(2, 300, 2, 64, 64, dtype, normalize=False) for dtype in _FORMATS),
     *(_on_a_gpu(2, 300, 2, 64, 64, dtype, segments=True) for dtype in _FORMATS),
@@ -282,12 +281,12 @@ _ON_A_GPU = (
 
 
 def _tuned(B: int, T: int, H: int, width: int) -> LinearAttentionCase:
-    """Stands for the row of the table with these widths and this length."""
+    """Stands for the row of the table with these widths and this length class."""
     return LinearAttentionCase(B, T, H, width, width, dtype="bfloat16", used_by=("tune",),
                                tolerance=DEVICE_TOLERANCES["bfloat16"])
 
 
-# Layers of GPT-2, and shapes of published figures.
+# Layers of GPT-2, and shapes of published timings.
 _TUNED = (_tuned(1, 2048, 12, 64), _tuned(8, 1024, 8, 64), _tuned(1, 16_384, 12, 64), _tuned(4, 2048, 16, 128),
           _tuned(2, 16_384, 16, 128))
 

@@ -1,4 +1,4 @@
-"""The chunk length of a call, decided here for every form that has chunks."""
+"""The chunk size of a call, for every form with chunks."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from kernels.linear_attention.pallas_gpu import block_width, operand_dtype
 from kernels.linear_attention.tuning import ChunkSizes, kernel_chunk_sizes
 
 CHUNK = 64
-"""C of ``chunked``: where the quadratic part inside a chunk and the traffic of the states balance."""
+"""C of ``chunked``: balances the quadratic part inside a chunk and the traffic of the states."""
 BLOCK = 256
 """C of ``blockwise``, whose work does not depend on it."""
 DEFAULTS = {"chunked": CHUNK, "blockwise": BLOCK}
@@ -14,15 +14,15 @@ DEFAULTS = {"chunked": CHUNK, "blockwise": BLOCK}
 
 def pick_chunk_sizes(implementation: str, q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, chunk_size: int | None = None, *,
                      segments: bool = False) -> ChunkSizes | None:
-    """C of the forward and of the backward pass on the device that is traced for; None: the form has no chunks.
+    """C of the forward and of the backward pass on the device that is traced for. None: the form has no chunks.
 
     Args:
-        implementation: as ``linear_attention`` names it.
-        q_BTHM: an array, or its shape and dtype.
-        k_BTHM: alike.
-        v_BTHD: alike.
-        chunk_size: what is asked for; None: what is fastest.
-        segments: whether there are any.
+        implementation: a name in ``IMPLEMENTATIONS``.
+        q_BTHM: queries, or their shape and dtype.
+        k_BTHM: keys, or the same.
+        v_BTHD: values, or the same.
+        chunk_size: the requested size; None picks the fastest.
+        segments: whether the call has segments.
     """
     T = q_BTHM.shape[1]
     if implementation.startswith("pallas_gpu"):

@@ -2,11 +2,11 @@
 
 With S and z the state before a chunk, and i ≤ j inside the chunk,
 
-    y_j = (φ(q_j)ᵀ S + Σ_{i≤j} (φ(q_j)·φ(k_i)) v_i) / (φ(q_j)ᵀ z + Σ_{i≤j} φ(q_j)·φ(k_i) + ε),
+    y_j = (φ(q_j)ᵀ S + Σ_{i≤j} (φ(q_j)·φ(k_i)) v_i) / (φ(q_j)ᵀ z + Σ_{i≤j} φ(q_j)·φ(k_i) + ε).
 
-where with a decay each φ(q_j)·φ(k_i) and each state counts for what is left of it: row scalings, and a factor per pair.
-So the work is T (C + M) products instead of T² and the sequential part is a ``lax.scan`` over T / C states. Saved for
-the backward pass are the inputs, y and the denominator; scores and states are computed again.
+A decay scales each φ(q_j)·φ(k_i) and each state. The work is T (C + M) products instead of T², and the sequential part
+is a ``lax.scan`` over T / C states. The backward pass saves the inputs, y and the denominator, and recomputes scores
+and states.
 
 Hua, Dai, Liu, Le: "Transformer Quality in Linear Time", 2022, section 3.3; Buckman, Gelada: "Linear Transformers Are
 Faster", 2024.
@@ -40,7 +40,7 @@ product = functools.partial(mixed_precision.product, exact=True)
 
 def chunked(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
             normalize: bool, chunk_sizes: ChunkSizes, log_decay_BTH: Array | None = None) -> tuple[Array, State]:
-    """The hybrid, differentiable; both passes have chunks of ``chunk_sizes.forward`` tokens."""
+    """Differentiable. Both passes have chunks of ``chunk_sizes.forward`` tokens."""
     C = chunk_sizes.forward
     if causal:
         return _causal(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, C, normalize)
@@ -64,7 +64,7 @@ def _inside(scores_NBHCS: Array, runs_NBC: Array | None, decay_NBHCS: Array | No
 
 def _carry(updates: State, keeps_NB: Array | None, initial: State, decay_NBH: Array | None = None, *,
            reverse: bool = False) -> tuple[State, State]:
-    """The state before each chunk (after it, in reverse) and the one at the end: the recurrent half of the hybrid."""
+    """The state before each chunk (after it, in reverse) and the final one: the recurrent half of the hybrid."""
 
     def step(state, chunk):
         update, keeps_B, decay_BH = chunk
@@ -129,10 +129,10 @@ def _causal_backward(C, normalize, saved, gradients):
     dq_state = product("nbhcd,nbhmd->nbhcm", dnumerator, before.s_BHMD.astype(v.dtype))
     ddenominator_NBHC = jnp.zeros(dy.shape[:-1], dtype)
     if normalize:
-        # From the gradient as the products see it, rounded: what the two have in common cancels in dq.
+        # From the gradient rounded as in the products: their common terms cancel in dq.
         if decays.reads is None:
             ddenominator_NBHC = -product("nbhcd,nbhcd->nbhc", dnumerator, split(y_BTHD, C))
-        else:  # and not from y, which is rounded too: few tokens read a state that decays, and less of it averages out
+        else:  # not from y, which is rounded too: with a decay few tokens read a state, and errors average out less
             old_NBHC = decays.reads * jnp.sum(reading * dq_state, axis=4)
             ddenominator_NBHC = (-(jnp.sum(scores_NBHCS * dplain_NBHCS, axis=4) + old_NBHC)
                                  / (denominator_NBHC + EPSILON))
@@ -175,14 +175,14 @@ _causal.defvjp(_causal_forward, _causal_backward)
 
 @functools.partial(jax.checkpoint, static_argnums=(5, 6))
 def _bidirectional(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, C, normalize):
-    """Both directions with segments: attention inside the chunk, a state from the left and one from the right."""
+    """Bidirectional with segments: attention inside the chunk, one state from the left and one from the right."""
     T, dtype = q_BTHM.shape[1], initial.s_BHMD.dtype
     q, k, v = (split(x, C) for x in (q_BTHM, k_BTHM, v_BTHD))
     runs_NBC = split(runs_BT, C, fill=-1)
     scores_NBHCS = _inside(product("nbhcm,nbhsm->nbhcs", q, k), runs_NBC, causal=False)
     numerator_NBHCD = product("nbhcs,nbhsd->nbhcd", scores_NBHCS.astype(v.dtype), v)
     denominator_NBHC = scores_NBHCS.sum(axis=4)
-    # From the right is from the left with time, and the numbers of the runs, turned round.
+    # The state from the right is that from the left, with time and the numbers of the runs reversed.
     turned_NBC = jnp.where(runs_NBC >= 0, runs_BT.max(axis=1)[None, :, None] - runs_NBC, -1)
     nothing = State(jnp.zeros_like(initial.s_BHMD), jnp.zeros_like(initial.z_BHM))
     right = jax.tree.map(lambda x: x[::-1], Chunks.of(turned_NBC[::-1]))

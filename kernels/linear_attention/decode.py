@@ -1,4 +1,4 @@
-"""Linear attention of one new token on a GPU, by the kernel of a recurrent layer's step, with a gradient.
+"""Linear attention of one new token on a GPU, by the kernel of ``recurrent_step``, with a gradient.
 
 Katharopoulos, Vyas, Pappas, Fleuret: "Transformers are RNNs", 2020.
 """
@@ -17,7 +17,7 @@ from kernels.recurrent_step.decode import MOST_FEATURES
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,
             segments: bool = False, log_decay: bool = False) -> str | None:
-    """Why :func:`decode_step` cannot do a call; None where it can."""
+    """Why :func:`decode_step` does not support a call; None if it does."""
     del chunk_size, log_decay
     _, T, _, M = q_BTHM.shape
     if T != 1 or not causal:
@@ -40,9 +40,9 @@ def decode(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def decode_step(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, normalize: bool,
                 log_decay_BTH: Array | None = None) -> tuple[Array, State]:
-    """Attention of one token, as ``recurrent`` computes it: y and the state after it.
+    """Attention of one token, as in ``recurrent``: y and the next state.
 
-    Without a GPU in interpret mode, which is for tests. Its gradient is that of the plain form.
+    Without a GPU the kernel is interpreted, for tests. The gradient is that of the plain form.
 
     Args:
         q_BTHM: φ(q).
@@ -50,7 +50,7 @@ def decode_step(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, nor
         v_BTHD: values.
         initial: the state before the token.
         normalize: divide by the sum of weights.
-        log_decay_BTH: of the state; finite, float32. None: it does not decay.
+        log_decay_BTH: of the state; finite, float32. None: no decay.
     """
     step = recurrent_step(Input(q_BTHM), Input(k_BTHM), Input(v_BTHD), *initial, log_decay=as_given(log_decay_BTH),
                           epsilon=EPSILON if normalize else None, implementation="decode")

@@ -4,22 +4,22 @@ With q and k for φ(q) and φ(k), S and z the sums of k_j v_jᵀ and of k_j befo
 
     y_i = r_i (Sᵀ q_i + Σ_{j≤i} (q_i·k_j) v_j)      r_i = 1 / (d_i + ε)      d_i = z·q_i + Σ_{j≤i} q_i·k_j
 
-and not normalised the same with r = 1. Every gradient is such a sum too: attention form inside the chunk, recurrent
-form across chunks. Those of keys and values run backwards, from the queries that see them.
+and r = 1 without normalisation. Every gradient is such a sum too: attention form inside the chunk, recurrent form
+across chunks. Those of keys and values run backwards, from the queries that see them.
 
-A decay g scales rows: with G_i its sum over the chunk's tokens up to i, and C the last, q_i·k_j has the factor
-exp(G_i − G_j), what i reads from S and z has exp(G_i), what j adds to the sums after the chunk exp(G_C − G_j), and what
-those before it leave of themselves exp(G_C). The equations are written without. In its gradient,
+A decay g scales rows. With G_i its sum over the chunk's tokens up to i, and C the last token, q_i·k_j has the factor
+exp(G_i − G_j), reads of i from S and z have exp(G_i), the term of j in the sums after the chunk has exp(G_C − G_j), and
+S and z themselves have exp(G_C) there. The equations omit these factors. The gradient of the decay is
 
-    dg_t = Σ_{j<t≤i} P_ij      P_ij = q_i·k_j dP_ij, the weight of j for i times the gradient of its logarithm,
+    dg_t = Σ_{j<t≤i} P_ij      P_ij = q_i·k_j dP_ij, the weight of j for i times the gradient of its logarithm.
 
-pairs with both tokens in t's chunk, with one, and with none are summed each by themselves: a difference of running sums
-through a whole sequence would have the rounding errors of them all. In float32 the sum over all j is −ε r_i e_i, for
-scaling q_i changes y_i by ε alone, or not normalised q_i·N_i (see below). bfloat16 wants the sum over j before the
-chunk by itself, and those inside from one and the same P: what is left of pairs that do not cross t is then 0.
+Pairs with both, one, or no tokens in t's chunk are summed separately: a difference of running sums over the sequence
+would accumulate all their rounding errors. In float32 the sum over all j is −ε r_i e_i, because scaling q_i changes y_i
+by ε alone, or q_i·N_i (below) without normalisation. In bfloat16 the sum over j before the chunk is computed by itself,
+and the sums inside it from the same P, so that pairs that do not cross t cancel to 0.
 
-A kernel is what one program does: for one sequence, head, span and tile. Its arguments are blocks of memory, (span,
-width) or (span,); None where the variant has none. ``gpu_parts`` has what they share.
+A kernel is one program: one sequence, head, span and tile. Its arguments are blocks of memory, (span, width) or
+(span,), or None where the variant has none. ``gpu_parts`` has the shared parts.
 """
 
 from typing import Any, NamedTuple
@@ -51,14 +51,14 @@ from kernels.linear_attention.state import EPSILON
 
 
 class DecayWrites(NamedTuple):
-    """What the gradient of keys leaves for that of the decay, of the tile."""
+    """Terms of the decay's gradient that the kernel for dk writes, for its tile."""
 
     inside: Any
-    """Σ_i P_ij of the tokens i of j's chunk; in bfloat16 less Σ_i P_ji."""
+    """Σ_i P_ij over the tokens i of j's chunk; in bfloat16 minus Σ_i P_ji."""
     behind: Any
-    """Of those after it."""
+    """Σ_i P_ij over the tokens i after j's chunk."""
     across: Any
-    """By chunk, Σ P_ij of the tokens j before it and i after it: what it keeps of S and z times dS and dz."""
+    """By chunk, Σ P_ij over the tokens j before it and i after it: the kept part of S and z times dS and dz."""
 
 
 def states_kernel(cut: Cut, *, k: Any, v: Any, links: Links, end: Sums) -> None:
@@ -79,7 +79,7 @@ def states_kernel(cut: Cut, *, k: Any, v: Any, links: Links, end: Sums) -> None:
 
 
 def state_gradients_kernel(cut: Cut, *, dy: Any, q: Any, r: Any, e: Any, links: Links, end: Sums) -> None:
-    """What a span adds to the gradient of the sums before it, turned round.
+    """What a span adds to the gradient of the sums before it, transposed.
 
         dSᵀ = Σ_i dy_i (r_i q_i)ᵀ      dz = Σ_i e_i r_i q_i
     """
@@ -99,7 +99,7 @@ def state_gradients_kernel(cut: Cut, *, dy: Any, q: Any, r: Any, e: Any, links: 
 
 def output_kernel(cut: Cut, *, q: Any, k: Any, v: Any, links: Links, before: Before, y: Any,
                   denominator: Any, end: Sums | None) -> None:
-    """A tile of the output, and the denominator, of which every tile writes the same.
+    """A tile of the output, the denominator, which is the same for every tile, and the sums after the span.
 
         d_i = z·q_i + Σ_{j≤i} q_i·k_j      y_i = r_i (Sᵀ q_i + Σ_{j≤i} (q_i·k_j) v_j)
         S + Σ_j k_j v_jᵀ      z + Σ_j k_j
@@ -132,15 +132,15 @@ def output_kernel(cut: Cut, *, q: Any, k: Any, v: Any, links: Links, before: Bef
 def query_gradient_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, r: Any, links: Links,
                           before: Before, e: Any, dq: Any, made_e: Any, reads: Any,
                           states: Sums | None) -> None:
-    """A tile of the gradient of φ(q), from the state turned round.
+    """A tile of the gradient of φ(q), from the transposed state.
 
         N_i = S dy_i + Σ_{j≤i} (dy_i·v_j) k_j      e_i = −r_i q_i·N_i      dq_i = r_i (N_i + e_i (z + Σ_{j≤i} k_j))
 
-    e is −dy·y. Made of N, and not of y, which has been rounded, it has the rounding errors of N, and along q they
-    cancel in dq (``state.remove_rounding_along_z`` is another way). It is a sum over tiles: with one tile it is written
-    to ``made_e`` beside dq; with more, a first launch writes each tile's share, and a second is given their sum as
-    ``e`` in place of q. Not normalised, dq is N, and e = −q·N is for the decay alone, like ``states``, the S and z
-    before each chunk, and ``reads``, Σ_j P_ij of the tokens j before it.
+    e is −dy·y. It is computed from N and not from the rounded y, so that it has the rounding errors of N, which cancel
+    in dq along q (``state.remove_rounding_along_z`` is another way). e is a sum over tiles. With one tile it is written
+    to ``made_e`` beside dq. With more, a first launch writes each tile's part, and a second takes their sum as ``e`` in
+    place of q. Without normalisation dq is N, and e = −q·N is used by the decay alone, as are ``states``, the S and z
+    before each chunk, and ``reads``, Σ_j P_ij over the tokens j before it.
     """
     span, D = v.shape
     rows, tile = cut.slabs(D), k.shape[1]
@@ -182,13 +182,13 @@ def query_gradient_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, r: Any, 
 def key_gradient_kernel(cut: Cut, *, q: Any, k: Any, v: Any, dy: Any, r: Any, e: Any, links: Links,
                         before: Before, dk: Any, dv: Any, end: Sums | None,
                         states: Sums | None, decay: DecayWrites | None) -> None:
-    """A tile of the gradient of φ(k); with a tile of full width the gradient of v from the same scan, else None.
+    """A tile of the gradient of φ(k), and with a tile of full width the gradient of v from the same scan.
 
         dk_j = dz + dS v_j + Σ_{i≥j} (dy_i·v_j + e_i) r_i q_i      dv_j = dSᵀ k_j + Σ_{i≥j} (q_i·k_j) r_i dy_i
         dSᵀ + Σ_i dy_i (r_i q_i)ᵀ      dz + Σ_i e_i r_i q_i
 
-    dS and dz are gradients of the sums after the chunk, and become those of the sums before it. For the
-    gradient of the decay, ``states`` are S and z.
+    dS and dz are gradients of the sums after the chunk, and become those of the sums before it. ``states``, S and z,
+    are for the gradient of the decay.
     """
     span, D = v.shape
     rows, tile = cut.slabs(D), q.shape[1]
@@ -258,5 +258,5 @@ def value_gradient_kernel(cut: Cut, *, q: Any, k: Any, dy: Any, r: Any, links: L
 
 
 def _numbers(x: Any, chunk: Chunk) -> Array | None:
-    """Those of a chunk."""
+    """The scalars of a chunk's tokens."""
     return None if x is None else x[chunk.rows]

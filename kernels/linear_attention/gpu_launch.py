@@ -1,4 +1,4 @@
-"""Launches of the GPU kernels of linear attention: grids, blocks, and how spans and segments meet."""
+"""Launches of the GPU kernels of linear attention: grids, blocks, and segments across spans."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from kernels.linear_attention.state import State
 
 
 class Block(NamedTuple):
-    """An array, or the shape of an output, and what each program sees of it."""
+    """An array, or the shape of an output, and each program's block of it."""
 
     array: Any
     spec: pl.BlockSpec
@@ -25,8 +25,8 @@ class Block(NamedTuple):
 class Grid(NamedTuple):
     """The programs of a launch: tiles, heads, spans, sequences.
 
-    The first is the fastest, so programs that run at a time read neighbouring heads, whose memory is contiguous. T is
-    in whole spans, spans in whole chunks.
+    Tiles vary fastest, so concurrent programs read neighbouring heads, which are contiguous in memory. T is a multiple
+    of the span, and the span of the chunk.
     """
 
     cut: Cut
@@ -35,23 +35,23 @@ class Grid(NamedTuple):
     T: int
     H: int
     rows: int
-    """Of the state a program holds."""
+    """Rows of a program's state."""
     columns: int
-    """Of the whole state."""
+    """Columns of the whole state."""
     links: Links
     op: str
-    """What the names of its kernels begin with."""
+    """Prefix of the kernels' names."""
 
     @classmethod
     def of(cls, cut: Cut, span: int, links: Links, rows_BTHW: Array, columns_BTHU: Array,
            op: str = "linear_attention") -> "Grid":
-        """For a state of these rows and columns."""
+        """The grid for a state of these rows and columns."""
         B, T, H, rows = rows_BTHW.shape
         return cls(cut, span, B, T, H, rows, columns_BTHU.shape[3], links, op)
 
     @property
     def tile(self) -> int:
-        """Columns of the state a program holds."""
+        """Columns of a program's state."""
         return min(self.columns, self.cut.tiles.tile)
 
     @property
@@ -59,20 +59,20 @@ class Grid(NamedTuple):
         return self.T // self.span
 
     def whole(self, x_BTHW: Any) -> Block:
-        """Tokens of an array in its full width."""
+        """The block of a span in full width."""
         return Block(x_BTHW, pl.BlockSpec((None, self.span, None, self.rows), lambda u, h, s, b: (b, s, h, 0)))
 
     def tiled(self, x_BTHU: Any) -> Block:
-        """A tile of it."""
+        """The block of a span and tile."""
         return Block(x_BTHU, pl.BlockSpec((None, self.span, None, self.tile), lambda u, h, s, b: (b, s, h, u)))
 
     def column(self, x_BHT: Any) -> Block | None:
-        """A number for each token."""
+        """A scalar for each token."""
         return None if x_BHT is None else Block(
             x_BHT, pl.BlockSpec((None, None, self.span), lambda u, h, s, b: (b, h, s)))
 
     def column_by_tile(self) -> Block:
-        """An output of a number for each token and tile."""
+        """An output with one scalar per token and tile."""
         return Block(jax.ShapeDtypeStruct((self.columns // self.tile, self.B, self.H, self.T), jnp.float32),
                      pl.BlockSpec((None, None, None, self.span), lambda u, h, s, b: (u, b, h, s)))
 
@@ -83,9 +83,9 @@ class Grid(NamedTuple):
         Args:
             start: those before the first token; after the last in reverse.
             updates: what each span adds; None in the serial schedule.
-            of_rows: the total is that of the state's rows, not of its columns.
-            total: whether the kernel has one.
-            reverse: whether it runs backwards.
+            of_rows: whether the total is over the state's rows instead of its columns.
+            total: whether the kernel has a total.
+            reverse: whether the scan runs backwards.
         """
         width, at = (self.rows, lambda u: 0) if of_rows else (self.tile, lambda u: u)
         found = Before(Block(start.s_BHMD, pl.BlockSpec((None, None, self.rows, self.tile),
@@ -108,7 +108,7 @@ class Grid(NamedTuple):
         return found
 
     def end(self, *, of_rows: bool = False) -> Sums:
-        """Outputs of the sums that each span ends with."""
+        """Outputs for the sums after each span."""
         width, at, total = (self.rows, lambda u: 0, self.rows) if of_rows else (
             self.tile, lambda u: u, self.columns)
         shapes = (self.B, self.H, self.spans, self.rows, self.columns), (self.B, self.H, self.spans, total)
@@ -119,13 +119,13 @@ class Grid(NamedTuple):
                 (None, None, None, width), lambda u, h, s, b: (b, h, s, at(u)))))
 
     def _shares(self, *, reverse: bool) -> Array | None:
-        """What of the sums that each span adds is left where another begins, in the order of the scan.
+        """The decay from the end of each span to the start of another, in the order of the scan.
 
-        What a span adds belongs to the run that its scan ends in.
+        A span's sums belong to the run that its scan ends in; other runs get 0.
 
         Returns:
-            (B, H or 1, spans + 1, spans + 1): where each span begins, and as the last where the whole sequence ends; of
-            what each span adds, and as the last of the sums before all. None: all of it.
+            (B, H or 1, spans + 1, spans + 1): rows are the starts of the spans, then the end of the sequence; columns
+            are the spans, then the initial sums. None: all factors are 1.
         """
         links, spans, each, shares = self.links, self.spans, self._chunks, None
         if links.runs_BT is not None:
@@ -149,7 +149,7 @@ class Grid(NamedTuple):
         return shares
 
     def end_of_sequence(self, start: State, updates: State, *, reverse: bool = False) -> State:
-        """The state that a scan through the whole sequence ends with, of what each span adds."""
+        """The state after the whole sequence, from what each span adds."""
         sums = jax.tree.map(lambda x, y: jnp.concatenate([y, x[:, :, None]], axis=2), start, updates)
         shares = self._shares(reverse=reverse)
         if shares is not None:
@@ -173,7 +173,7 @@ class Grid(NamedTuple):
                                                     lambda u, h, s, b: (b, h, s, u))))
 
     def decay_writes(self) -> DecayWrites:
-        """Outputs of the gradient of keys for that of the decay."""
+        """Outputs for the decay's gradient in the kernel for dk."""
         across = Block(
             jax.ShapeDtypeStruct((self.columns // self.tile, self.B, self.H, self.spans * self._chunks), jnp.float32),
             pl.BlockSpec((None, None, None, self._chunks), lambda u, h, s, b: (u, b, h, s)))
@@ -181,7 +181,7 @@ class Grid(NamedTuple):
 
     def launch(self, kernel: Callable[..., None], name: str, inputs: Mapping[str, Any],
                outputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Runs a kernel on blocks by the names of its arguments; None is none.
+        """Runs a kernel on blocks, by the names of its arguments; an argument may be None.
 
         Returns:
             the outputs by name.
@@ -221,7 +221,7 @@ def _is_block(x: Any) -> bool:
 
 
 def links_of(runs_BT: Array | None, log_decay_BHT: Array | None, C: int) -> Links:
-    """What comes between the tokens of chunks of C."""
+    """Segments and decay of a call, in chunks of C."""
     links = Links()
     if runs_BT is not None:
         latest_BN = jnp.maximum(lax.cummax(runs_BT.reshape(len(runs_BT), -1, C).max(axis=2), axis=1), 0)

@@ -1,16 +1,16 @@
-"""What the GPU kernels of linear attention are made of: products, the rows of a chunk, sums as products, states.
+"""Parts of the GPU kernels of linear attention: products, the rows of a chunk, sums as products, states.
 
 A program scans a *span* of tokens in chunks of C with a state in registers. It has the full width of the arrays that
-are the rows of the state, and a tile of the one that is its columns.
+form the rows of the state, and a tile of the array that forms its columns.
 
 Widths and dtypes decide what fits into registers:
 
-- The matrix units hold float32 operands in registers, so a float32 operand is taken in slabs of ``SLAB`` columns, which
-  are loaded at every use. A state lies in as many parts.
-- A sum over the rows of a chunk takes many times the instructions of a product, so such a *total* is added up, and
-  read, by products of ``COLUMNS`` columns, the fewest that the matrix units take.
-- No left operand is a product that has been transposed, which Triton has got wrong on Hopper GPUs
-  (flash-linear-attention, pull request 826); states and sums that are turned round are right operands.
+- The matrix units hold float32 operands in registers. A float32 operand is therefore taken in slabs of ``SLAB``
+  columns, loaded at every use. A state has as many parts.
+- A sum over the rows of a chunk takes many times the instructions of a product. Such a *total* is therefore
+  accumulated and read by products of ``COLUMNS`` columns, the fewest that the matrix units take.
+- No left operand is a transposed product, which Triton has miscompiled on Hopper GPUs (flash-linear-attention, pull
+  request 826). Transposed states and sums are right operands.
 """
 
 import functools
@@ -27,18 +27,18 @@ from kernels import device
 from kernels.linear_attention.tuning import Tiles
 
 SLAB = 64
-"""Columns of a float32 operand of a product at once."""
+"""Columns of a float32 operand in one product."""
 COLUMNS = 16
 """Columns of a sum that is computed as a product."""
 SPANS_AT_ONCE = 4
-"""Spans whose sums a program has under way while it adds up those before its own."""
+"""Spans whose sums are loaded at once while a program adds up the earlier spans."""
 
 Parts = tuple[Array, ...]
-"""A state or a total, a part for each slab of its rows."""
+"""A state or a total, one part for each slab of its rows."""
 
 
 class Before(NamedTuple):
-    """What a program begins with: the sums before its span, or after it in reverse."""
+    """The initial value of a program: the sums before its span, or after it in reverse."""
 
     state: Any
     """Before the first token of the sequence."""
@@ -47,22 +47,22 @@ class Before(NamedTuple):
     """What each span adds, by span; None in the serial schedule."""
     span_totals: Any = None
     shares: Any = None
-    """What of those, and as the last of the state before all, is left where the span begins; None: all."""
+    """Factors on these, the last on the initial state, at the start of the span; None: all 1."""
 
 
 class Sums(NamedTuple):
-    """The sums a program ends with."""
+    """The sums after a program's span."""
 
     state: Any
     total: Any
 
 
 class Decay(NamedTuple):
-    """Σ g of each token and those before it in its chunk, as a sum of two.
+    """Σ g of each token and those before it in its chunk, as a sum of two terms.
 
-    A weight is exp of a difference of such sums, which one float32 has no room for: behind a g of −1e4 it has steps of
-    1e-3. Of g cut off below ``LEAST``, whose exponential is 0 in any case, one sum has the multiples of ``STEP``, and
-    is exact in chunks of up to 128 tokens; the other has the rest, and is small.
+    A weight is exp of a difference of such sums, for which one float32 is not precise enough: after a g of −1e4 its
+    step is 1e-3. g is clipped at ``LEAST``, whose exponential is 0 in any case. One sum has the multiples of ``STEP``,
+    and is exact in chunks of up to 128 tokens; the other has the remainder, and is small.
     """
 
     coarse_BHT: Any
@@ -73,27 +73,27 @@ LEAST, STEP = -128.0, 2.0**-10
 
 
 class Links(NamedTuple):
-    """Segments and decay: what comes between tokens. None where there are none."""
+    """Segments and decay of a span; None if the call has none."""
 
     runs_BT: Any = None
     incoming_BN: Any = None
-    """By chunk, the run that the state before it belongs to."""
+    """By chunk, the run of the state before it."""
     outgoing_BN: Any = None
-    """The run that the state after it belongs to."""
+    """By chunk, the run of the state after it."""
     decay: Decay | None = None
 
 
 class Cut(NamedTuple):
-    """How a launch cuts its arrays and multiplies them."""
+    """Tiles and dtypes of a launch."""
 
     tiles: Tiles
     operand: jnp.dtype
-    """Number format of the operands of products."""
+    """The dtype of the operands of products."""
     precision: lax.Precision | lax.DotAlgorithmPreset
 
     @classmethod
     def of(cls, tiles: Tiles, *arrays: Array) -> "Cut":
-        """For the products of these arrays."""
+        """For products of these arrays."""
         return cls(tiles, operand_dtype(*arrays), _precision(*arrays))
 
     def dot(self, x: Array, y: Array, contract: tuple[int, int]) -> Array:
@@ -102,12 +102,12 @@ class Cut(NamedTuple):
                                preferred_element_type=jnp.float32)
 
     def slabs(self, width: int) -> list[Any]:
-        """Columns that a product takes at once."""
+        """Slices of columns for one product each."""
         slab = width if self.operand == jnp.bfloat16 else min(width, SLAB)
         return [pl.ds(first, slab) for first in range(0, width, slab)]
 
     def whole(self, width: int) -> list[Any]:
-        """All columns at once."""
+        """One slice of all columns."""
         return [pl.ds(0, width)]
 
     def load(self, ref: Any, rows: Any) -> Array:
@@ -116,13 +116,13 @@ class Cut(NamedTuple):
 
 
 def operand_dtype(*arrays: Any) -> jnp.dtype:
-    """Number format of the operands of products: float32 for float16 too, whose range the states leave."""
+    """The dtype of the operands of products. float16 uses float32, because the states leave its range."""
     dtypes = {array.dtype for array in arrays}
     return jnp.dtype(jnp.bfloat16 if dtypes == {jnp.dtype(jnp.bfloat16)} else jnp.float32)
 
 
 def _precision(*arrays: Array) -> lax.Precision | lax.DotAlgorithmPreset:
-    """float32 in three products of TF32, which on a GPU is within a few bits of float32 and has matrix units; float16
+    """float32 as three TF32 products, which on a GPU use the matrix units and are within a few bits of float32. float16
     and bfloat16 as they are."""
     if all(x.dtype != jnp.float32 for x in arrays):
         return lax.Precision.DEFAULT
@@ -130,8 +130,8 @@ def _precision(*arrays: Array) -> lax.Precision | lax.DotAlgorithmPreset:
 
 
 class Slabs:
-    """A chunk of an array in the slabs that products take; one is held unless told otherwise, many are loaded at every
-    use."""
+    """A chunk of an array in slabs. A single slab is held in registers unless ``held`` is False; several are loaded at
+    every use."""
 
     def __init__(self, cut: Cut, ref: Any, rows: Any, *, held: bool = True) -> None:
         self._cut, self._ref, self._rows = cut, ref, rows
@@ -146,9 +146,9 @@ class Slabs:
 
 
 class Chunk:
-    """The tokens of a chunk: what each sees of the others, reads from the state before it and adds to that after it.
+    """The tokens of a chunk: their weights for each other, their reads from the state before it, their writes after.
 
-    In reverse the state before it, in the order of the scan, is that of the tokens behind, and a key sees queries.
+    In reverse the state before the chunk is that of the later tokens, and a key sees queries.
     """
 
     def __init__(self, n: Any, C: int, links: Links, *, reverse: bool) -> None:
@@ -173,25 +173,25 @@ class Chunk:
             self._read_share, self._write_share = self._write_share, self._read_share
 
     def kept(self, sums: Any) -> Any:
-        """What of the sums before the chunk is in those after it."""
+        """The part of the sums before the chunk that is in those after it."""
         if self._kept_share is not None:
             sums = jax.tree.map(lambda x: x * self._kept_share, sums)
         return sums if self._keeps is None else jax.tree.map(lambda x: jnp.where(self._keeps, x, 0.0), sums)
 
     def reading(self, x: Array) -> Array:
-        """Rows of what tokens read from the state before the chunk."""
+        """Rows of reads from the state before the chunk."""
         return scale_rows(_only(self._reads, x), self._read_share)
 
     def writing(self, x: Array) -> Array:
-        """Rows of what tokens add to the state after the chunk."""
+        """Rows of writes to the state after the chunk."""
         return scale_rows(self.writers(x), self._write_share)
 
     def writers(self, x: Array) -> Array:
-        """The rows themselves of tokens that add to the state after the chunk."""
+        """Rows of the tokens that write to the state after the chunk, without decay."""
         return _only(self._writes, x)
 
     def decayed_after(self, x_C: Array) -> Array:
-        """What is left of these numbers after the chunk."""
+        """These scalars, decayed to the end of the chunk."""
         return scale_rows(x_C, self._write_share)
 
     def inside(self, scores: Array) -> Array:
@@ -206,17 +206,17 @@ class Chunk:
         return jnp.where(seen, scores, 0.0)
 
     def weights(self) -> Array:
-        """What tokens see of each other, (C, C)."""
+        """The weights of tokens for each other, (C, C)."""
         return self.inside(jnp.ones((self._C, self._C), jnp.float32))
 
 
 def _share(decay: Decay) -> Array:
-    """What such a decay leaves; the exponential is of no number above 0."""
+    """The factor of a decay; the exponent is never above 0."""
     return jnp.exp(jnp.minimum(decay.coarse_BHT + decay.rest_BHT, 0.0))
 
 
 def scale_rows(x: Array, scale_C: Array | None) -> Array:
-    """Each row, or number, times its scale."""
+    """Each row, or scalar, times its scale."""
     if scale_C is None:
         return x
     return (x.astype(jnp.float32) * (scale_C if x.ndim == 1 else scale_C[:, None])).astype(x.dtype)
@@ -238,25 +238,25 @@ def scan(step: Callable[[Chunk, Any], Any], sums: Any, span: int, C: int, links:
 
 
 def matmul(cut: Cut, x: Iterable[Array], state: Parts) -> Array:
-    """x State, of the slabs of x."""
+    """x State; x in slabs."""
     return _sum(cut.dot(slab, part.astype(cut.operand), (1, 0)) for slab, part in zip(x, state, strict=True))
 
 
 def make_scores(cut: Cut, x: Iterable[Array], y: Iterable[Array]) -> Array:
-    """x yᵀ, of slabs."""
+    """x yᵀ, in slabs."""
     return _sum(cut.dot(*slabs, (1, 1)) for slabs in zip(x, y, strict=True))
 
 
 def add_to_state(cut: Cut, chunk: Chunk, state: Parts, x: Iterable[Array], y: Array) -> Parts:
-    """The state before a chunk and Σ_j x_j y_jᵀ."""
+    """The state before a chunk plus Σ_j x_j y_jᵀ."""
     return tuple(part + cut.dot(chunk.writing(slab), y, (0, 0)) for part, slab in zip(state, x, strict=True))
 
 
 def add_to_total(cut: Cut, chunk: Chunk, total: Parts, x: Iterable[Array], weight_C: Array | None = None) -> Parts:
-    """The total before a chunk and Σ_j weight_j x_j; the weight 1 unless given.
+    """The total before a chunk plus Σ_j weight_j x_j; the weights default to 1.
 
-    The second factor has in one column what is left of the weights by rounding to 8 bits, which the others hold.
-    :func:`read_total` reads the first three.
+    One column of the second factor holds the residual of rounding the weights to 8 bits; the others hold the rounded
+    weights. :func:`read_total` reads the first three.
     """
     weight_C = chunk.decayed_after(jnp.ones((cut.tiles.chunk,), jnp.float32) if weight_C is None else weight_C)
     rounded_C = weight_C.astype(jnp.bfloat16).astype(jnp.float32)
@@ -271,26 +271,25 @@ def read_total(cut: Cut, total_WX: Array) -> Array:
 
 
 def multiply_total(cut: Cut, x: Iterable[Array], total: Parts) -> Array:
-    """x·total of each row of x."""
-    # A product of float32 would take the registers that others need.
+    """x·total for each row of x."""
+    # A float32 product would take the registers of others.
     return _sum(jnp.sum(cut.dot(slab, _total_parts(cut, part), (1, 0)) if cut.operand == jnp.bfloat16 else
                         slab * from_columns(part)[None, :], axis=1)
                 for slab, part in zip(x, total, strict=True))
 
 
 def _total_parts(cut: Cut, total_WX: Array) -> Array:
-    """The factor of a product that reads a total: columns whose sum it is, the first rounded to 8 bits, the third what
-    that leaves."""
+    """A right operand whose columns sum to a total: the first is rounded to 8 bits, the third holds the residual."""
     rounded_WX = total_WX.astype(jnp.bfloat16).astype(jnp.float32)
     column_WX = _column(total_WX)
-    # As bfloat16 they are rounded anyway.
+    # bfloat16 rounds them in any case.
     first_WX = total_WX if cut.operand == jnp.bfloat16 else jnp.where(column_WX == 0, rounded_WX, total_WX)
     parts_WX = jnp.where(column_WX < 2, first_WX, jnp.where(column_WX == 2, total_WX - rounded_WX, 0.0))
     return parts_WX.astype(cut.operand)
 
 
 def from_columns(total_WX: Array) -> Array:
-    """A total, of the columns that it is added up in."""
+    """A total, from the columns that accumulate it."""
     return jnp.sum(jnp.where(_column(total_WX) < 2, total_WX, 0.0), axis=1)
 
 
@@ -303,14 +302,14 @@ def _sum(parts: Iterable[Array]) -> Array:
 
 
 def zero_sums(rows: Sequence[Any], tile: int, total_rows: Sequence[Any]) -> tuple[Parts, Parts]:
-    """A state of these slabs of rows, and a total, in the form in which a scan carries them."""
+    """A zero state of these slabs of rows, and a zero total, in the form that a scan carries."""
     return (tuple(jnp.zeros((slab.size, tile), jnp.float32) for slab in rows),
             tuple(jnp.zeros((slab.size, COLUMNS), jnp.float32) for slab in total_rows))
 
 
 def sums_before(before: Before, rows: Sequence[Any], total_rows: Sequence[Any], *, reverse: bool = False
                 ) -> tuple[Parts, Parts]:
-    """The sums before a program's span: of the state before all and of what the spans in between add."""
+    """The sums before a program's span: the initial state plus the sums of the earlier spans."""
     sums = tuple(before.state[slab, :] for slab in rows), tuple(before.total[slab] for slab in total_rows)
     if before.span_states is not None:
         spans, own = before.span_states.shape[0], pl.program_id(2)
@@ -336,7 +335,7 @@ def sums_before(before: Before, rows: Sequence[Any], total_rows: Sequence[Any], 
 
 
 def store_sums(end: Sums, sums: tuple[Parts, Parts], rows: Sequence[Any], total_rows: Sequence[Any]) -> None:
-    """Writes what a scan has ended with."""
+    """Writes the final sums of a scan."""
     for slab, part in zip(rows, sums[0], strict=True):
         end.state[slab, :] = part
     for slab, part in zip(total_rows, sums[1], strict=True):

@@ -1,18 +1,18 @@
 """Causal linear attention on a GPU: the launches of its kernels, forward and backward.
 
-The kernels are in ``gpu_kernels``. They scan spans of tokens in chunks with the state in registers: attention form
-inside the chunk, recurrent form across chunks. The normaliser is the row sum of the same scores plus φ(q)·z, so no sum
-of keys per token reaches memory. The gradients of φ(k) and v come from one scan where a state is small, as for GPT-2 in
-bfloat16: the state of the one is that of the other turned round.
+The kernels in ``gpu_kernels`` scan spans of tokens in chunks with the state in registers: attention form inside the
+chunk, recurrent form across chunks. The normaliser is the row sum of the same scores plus φ(q)·z, so no sum of keys per
+token reaches memory. Where a state is small, as for GPT-2 in bfloat16, one scan computes the gradients of φ(k) and v:
+their states are each other's transpose.
 
-Two schedules differ in how long a span is. *Serial*: one span, the whole sequence; for many heads or short sequences.
-*Parallel*: many spans at a time, after a launch that has summed what each adds to the state; a program begins with the
-sum of those before its own, which spares the launches in between that would carry it; for few heads and long sequences.
-``tuning.plan`` picks one, and how many spans, by what their programs move, as many at a time as the device has
-registers for: the last wave of them should be nearly full.
+Two schedules differ in the length of a span. *Serial*: one span, the whole sequence; for many heads or short sequences.
+*Parallel*: many concurrent spans; for few heads and long sequences. A first launch sums what each span adds to the
+state, and each program then sums the earlier spans, which spares the launches that would carry the state.
+``tuning.plan`` chooses the schedule and the number of spans by the bytes that programs move. As many programs run at a
+time as the registers allow, and the last wave should be nearly full.
 
-Saved for the backward pass are q, k, v, the denominator and what each span adds to the state; the states of chunks are
-computed again. Nothing is added up by atomics: two runs give the same bits.
+The backward pass saves q, k, v, the denominator and what each span adds to the state, and recomputes the states of
+chunks. No atomics: results are deterministic.
 
 Katharopoulos et al., "Transformers are RNNs", 2020 (the gradients: equations 13 to 15); Hua et al., "Transformer
 Quality in Linear Time", 2022 (chunks); Beck et al., "Tiled Flash Linear Attention", 2025 (spans of chunks).
@@ -39,33 +39,33 @@ from kernels.remat import kept
 WIDTHS = (1, 256)
 """Least and greatest M and D."""
 WIDEST_WITH_DECAY = 128
-"""Wider ones have no registers left for it."""
+"""Wider heads with a decay spill registers."""
 CHUNKS = (16, 32, 64, 128)
-"""Chunk lengths: the GPU's matrix units and Triton's blocks want powers of two, of at least 16."""
+"""Chunk sizes: the matrix units and Triton's blocks take powers of two, of at least 16."""
 JOINED = 64 * 64
-"""Elements of a state beside which a program has registers for two gradients, in bfloat16."""
+"""Elements of a bfloat16 state up to which a program has registers for two gradients."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def pallas_gpu(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
                normalize: bool, chunk_sizes: ChunkSizes, schedule: Literal["serial", "parallel"] | None = None,
                log_decay_BTH: Array | None = None) -> tuple[Array, State]:
-    """Linear attention by the kernels of this file; without a GPU in interpret mode, which is slow and for tests.
+    """Linear attention by the kernels of this folder. Without a GPU they are interpreted, which is slow and for tests.
 
-    float16 is multiplied as TF32, which has its precision and not its range: sums of keys leave float16 soon. A
-    gradient beyond its range, as that of a query whose weights are all zero, is infinite.
+    float16 is multiplied as TF32, which has its precision and a wider range: sums of keys soon overflow float16. A
+    gradient beyond float16's range, such as that of a query whose weights are all zero, is infinite.
 
     Args:
-        q_BTHM: φ(q); M from 1 to 256. Widths are filled up to a power of two, T to whole chunks.
+        q_BTHM: φ(q); M from 1 to 256. Widths are padded to a power of two, T to whole chunks.
         k_BTHM: φ(k).
         v_BTHD: values; D from 1 to 256.
         initial: S₀ and z₀.
         runs_BT: segments (``kernels/segments.py``).
-        causal: has to be True, and the rest of what :func:`refuses` looks at possible.
+        causal: must be True; :func:`refuses` has the other conditions.
         normalize: divide by the sum of weights.
         chunk_sizes: C of each pass, powers of two.
         schedule: ``serial`` or ``parallel``; None picks by B·H, T and the device.
-        log_decay_BTH: g ≤ 0, the logarithm of what a token leaves of the state before it; on padding nothing decays.
+        log_decay_BTH: g ≤ 0, the log of the factor on the previous state; 0 on padding.
     """
     return attend(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize,
                   Planner(chunk_sizes, schedule, segments=runs_BT is not None, decay=log_decay_BTH is not None),
@@ -73,7 +73,7 @@ def pallas_gpu(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs
 
 
 class Planner(NamedTuple):
-    """Makes the plan of a call by the table and what the caller wants; equal ones are equal, for jax compares them."""
+    """Makes the plan of a call. Equal planners compare equal, as jax's cache requires."""
 
     chunk_sizes: ChunkSizes
     schedule: Literal["serial", "parallel"] | None
@@ -88,7 +88,7 @@ class Planner(NamedTuple):
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,
             segments: bool = False, log_decay: bool = False) -> str | None:
-    """Why these kernels cannot do something; None where they can."""
+    """Why these kernels do not support a call; None if they do."""
     if not causal:
         return "it supports only causal=True; for causal=False choose implementation='chunked'"
     for name, x in (("q_BTHM", q_BTHM), ("k_BTHM", k_BTHM), ("v_BTHD", v_BTHD)):
@@ -98,7 +98,7 @@ def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk
         if not WIDTHS[0] <= x.shape[3] <= widest:
             return (f"{name} has width {x.shape[3]}; {'with a decay ' if log_decay else ''}it supports widths of "
                     f"{WIDTHS[0]} to {widest}")
-    # Longer chunks do not fit into a program's registers, and would be slow.
+    # Longer chunks spill registers.
     operand = operand_dtype(q_BTHM, k_BTHM, v_BTHD)
     most = 64 if max(q_BTHM.shape[3], v_BTHD.shape[3]) > 128 or operand != jnp.bfloat16 else CHUNKS[-1]
     if log_decay:
@@ -115,7 +115,7 @@ def block_width(width: int) -> int:
 
 
 class _Padded(NamedTuple):
-    """A call's inputs in whole spans and in widths of whole blocks; what is filled in is zero and adds nothing."""
+    """A call's inputs, padded with zeros to whole spans and blocks."""
 
     q: Array
     k: Array
@@ -141,7 +141,7 @@ class _Padded(NamedTuple):
                    None if log_decay_BTH is None else log_decay_BTH.transpose(0, 2, 1), chosen)
 
     def links(self, chunk: int) -> Links:
-        """What comes between its tokens, in chunks of so many."""
+        """Segments and decay of the call, in chunks of this length."""
         return links_of(self.runs_BT, self.log_decay_BHT, chunk)
 
     @property
@@ -165,12 +165,12 @@ def _turned(state: State) -> State:
 
 
 MakePlan = Callable[[int, int, int, int, int, jnp.dtype], Plan]
-"""The plan of B, T, H, M and D, and the operands' dtype."""
+"""(B, T, H, M, D, dtype of the operands) ↦ the plan."""
 
 
 def _chosen(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, make_plan: MakePlan) -> Plan:
-    """One plan for all devices, as if each had its share of sequences and heads: what the forward pass saves by span
-    has one shape."""
+    """One plan for all devices, as if each had its share of sequences and heads, so that the sums of spans saved by the
+    forward pass have one shape."""
     B, T, H, M = q_BTHM.shape
     return make_plan(-(-B * H // jax.device_count()), T, 1, block_width(M), block_width(v_BTHD.shape[3]),
                      operand_dtype(q_BTHM, k_BTHM, v_BTHD))
@@ -179,7 +179,7 @@ def _chosen(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, make_plan: MakePlan) -> Plan:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def attend(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, normalize: bool,
            make_plan: MakePlan, log_decay_BTH: Array | None = None) -> tuple[Array, State]:
-    """:func:`pallas_gpu` with a plan of one's own."""
+    """:func:`pallas_gpu` with a given plan."""
     return _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, make_plan, log_decay_BTH)[0]
 
 
@@ -202,7 +202,7 @@ def _attend_forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, normalize, make_pl
 
 
 def _letters_saved(chosen: Plan, normalize: bool) -> list[str]:
-    """Of the denominator, and of the sums that each span adds: what the forward pass saves."""
+    """Letters of the denominator and of the spans' sums, which the forward pass saves."""
     return ["bht"] * normalize + ["bhnpq", "bhnp"] * (chosen.schedule == "parallel")
 
 
@@ -231,7 +231,7 @@ attend.defvjp(_attend_forward, _attend_backward)
 
 def _forward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
              log_decay_BTH: Array | None, normalize: bool, chosen: Plan) -> tuple[Array, ...]:
-    """y, the sums at the end, where it divides by it the denominator (B, H, T), and what each span adds to the sums."""
+    """y, the final sums, the denominator (B, H, T) where y is divided by it, and what each span adds to the sums."""
     T, M, D = q_BTHM.shape[1], q_BTHM.shape[3], v_BTHD.shape[3]
     padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, chosen)
     q, k, v, start, *_ = padded
@@ -256,9 +256,9 @@ def _forward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_B
 def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
               log_decay_BTH: Array | None, denominator_BHT: Array | None, updates: State | None, dy_BTHD: Array,
               dend: State, chosen: Plan) -> tuple[Array, ...]:
-    """Gradients of q, k, v, of the initial sums and, where there is one, of the decay.
+    """Gradients of q, k, v, the initial sums and, if present, the decay.
 
-    ``updates`` are what each span adds, as the forward pass keeps them; None in the serial schedule.
+    ``updates`` are what each span adds, as saved by the forward pass; None in the serial schedule.
     """
     (_, T, _, M), D = q_BTHM.shape, v_BTHD.shape[3]
     padded = _Padded.of(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, chosen)
@@ -282,7 +282,7 @@ def _backward(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
 
 def _query_gradient(padded: _Padded, updates: State | None, dy: Array, r: Array | None
                     ) -> tuple[Array, Array | None, Array | None, Sums | None]:
-    """dφ(q), e where y is divided by d, and where there is a decay what tokens read, and S and z before each chunk."""
+    """dφ(q); e where y is normalised; and with a decay the reads, and S and z before each chunk."""
     q, k, v, start, *_, chosen = padded
     grid = Grid.of(Cut.of(chosen.queries, q, k, v), chosen.span, padded.links(chosen.queries.chunk), v, k)
     updates = None if updates is None else _turned(updates)
@@ -316,8 +316,7 @@ def _query_gradient(padded: _Padded, updates: State | None, dy: Array, r: Array 
 def _key_and_value_gradients(padded: _Padded, links: Links, dy: Array, r: Array | None, e: Array | None,
                              after: State, states: Sums | None
                              ) -> tuple[Array, Array, State, DecayWrites | None]:
-    """dφ(k), dv, the gradient of the initial sums, from those of the sums at the end, and what that of the decay
-    needs."""
+    """dφ(k), dv, the gradient of the initial sums from that of the final sums, and terms of the decay's gradient."""
     q, k, v, *_, chosen = padded
     cut = Cut.of(chosen.backward, q, k, v)
     grid = Grid.of(cut, chosen.span, links, dy, q)
@@ -352,7 +351,7 @@ def _key_and_value_gradients(padded: _Padded, links: Links, dy: Array, r: Array 
 
 
 def _decay_gradient(reads_BHT: Array, writes: DecayWrites, C: int) -> Array:
-    """dg_t = Σ_{j<t≤i} P_ij, (B, H, T), of what tokens read and what the gradient of keys has left, by tile."""
+    """dg_t = Σ_{j<t≤i} P_ij, (B, H, T), from the reads and from what the kernel for dk writes, by tile."""
     inside_BHNC, behind_BHNC = (split_chunks(x.sum(axis=0), C) for x in (writes.inside, writes.behind))
     from_here_BHNC = lax.cumsum(split_chunks(reads_BHT, C) - inside_BHNC, axis=3, reverse=True)
     up_to_here_BHNC = jnp.cumsum(behind_BHNC, axis=3) - behind_BHNC
@@ -364,6 +363,6 @@ def _only_span(end: Sums) -> State:
 
 
 def _column_like(x_BTHW: Array) -> jax.ShapeDtypeStruct:
-    """A number for each token and head."""
+    """A scalar for each token and head."""
     B, T, H, _ = x_BTHW.shape
     return jax.ShapeDtypeStruct((B, H, T), jnp.float32)

@@ -1,4 +1,4 @@
-"""Linear attention as the recurrent network it is: a state per token, stepped or (``cumsum``) all at once."""
+"""Linear attention as a recurrent network: one state per token, step by step or (``cumsum``) all at once."""
 
 from collections.abc import Callable
 
@@ -11,16 +11,16 @@ from kernels.linear_attention.state import EXACT, State, advance, divide, final_
 def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
               normalize: bool, log_decay_BTH: Array | None = None,
               features: Callable[[Array], Array] = lambda x: x) -> tuple[Array, State]:
-    """``lax.scan`` over tokens: constant memory forward, the form that decodes. It is causal.
+    """``lax.scan`` over tokens: constant memory forward, the form that decodes. Causal only.
 
-    ``features`` makes those of one token, where q and k are not features yet.
+    ``features`` is applied to q and k of each token.
     """
     def step(carry, token):
         state, latest_B = carry
         q_BHD, k_BHD, v_BHD, runs_B, log_decay_BH = token
         q_BHM, k_BHM = features(q_BHD), features(k_BHD)
         if runs_B is not None:
-            same_B = runs_B <= latest_B  # padding too: it leaves the state alone
+            same_B = runs_B <= latest_B  # also on padding, which leaves the state unchanged
             state = State(jnp.where(same_B[:, None, None, None], state.s_BHMD, 0),
                           jnp.where(same_B[:, None, None], state.z_BHM, 0))
             q_BHM, k_BHM = (jnp.where((runs_B >= 0)[:, None, None], x_BHM, 0) for x_BHM in (q_BHM, k_BHM))
@@ -38,8 +38,7 @@ def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_
 
 def cumsum(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
            normalize: bool, log_decay_BTH: Array | None = None) -> tuple[Array, State]:
-    """All states S_t at once, (B, T, H, M, D): the textbook form, whose memory is why nobody trains with it. It is
-    causal."""
+    """All states S_t at once, (B, T, H, M, D): the textbook form, whose memory makes it impractical. Causal only."""
     dtype = initial.s_BHMD.dtype
     k = k_BTHM.astype(dtype)
     q = q_BTHM.astype(dtype)
@@ -52,7 +51,7 @@ def cumsum(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT:
         s_BTHMD = jnp.cumsum(s_BTHMD, axis=1) + initial.s_BHMD[:, None]
         z_BTHM = jnp.cumsum(z_BTHM, axis=1) + initial.z_BHM[:, None]
     else:
-        # How much of the state before a token stays: (B, T), all of it or nothing, or (B, T, H) where it decays.
+        # Factor on the state before each token: (B, T), 0 or 1, or (B, T, H) with a decay.
         keeps = None if log_decay_BTH is None else jnp.exp(log_decay_BTH)
         if runs_BT is not None:
             latest_BT = jnp.maximum(lax.cummax(runs_BT, axis=1), 0)

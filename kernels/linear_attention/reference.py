@@ -1,4 +1,4 @@
-"""Linear attention straight from its definition: the masked T × T product. Slow, obvious, what the rest is held to.
+"""Linear attention by its definition, the masked T × T product: slow, and the reference for tests.
 
     y_t = Σ_{j≤t} w_tj v_j / (Σ_{j≤t} w_tj + ε)      w_tj = (φ(q_t)·φ(k_j)) exp(g_{j+1} + … + g_t)
 
@@ -38,7 +38,7 @@ def parallel(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_B
 
 def rowwise(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
             normalize: bool, log_decay_BTH: Array | None = None) -> tuple[Array, State]:
-    """The same a query at a time, as attention is decoded: sequential, and still T² work."""
+    """The same, one query at a time, as attention decodes: sequential, and still T² work."""
     dtype = initial.s_BHMD.dtype
     B, T = q_BTHM.shape[:2]
     every_BT = jnp.zeros((B, T), jnp.int32) if runs_BT is None else runs_BT

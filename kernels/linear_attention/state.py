@@ -1,6 +1,6 @@
-"""What every form of linear attention shares: the state, its precision, and how it enters and leaves a sequence.
+"""The state of linear attention, its dtype, and how it enters and leaves a sequence.
 
-Segments reach the forms as runs (``kernels/segments.py``).
+Segments are given as runs (``kernels/segments.py``).
 """
 
 from typing import Any, NamedTuple
@@ -14,11 +14,11 @@ from kernels.decay import sums_after, sums_through
 EPSILON = 1e-6
 """ε, added to the denominator of the normalised form."""
 EXACT = lax.Precision.HIGHEST
-"""Of products with states: what is float32 a GPU would otherwise round to TF32, which has ten bits."""
+"""Precision of products with states. By default a GPU rounds float32 to TF32, which has ten bits."""
 
 
 class State(NamedTuple):
-    """All that linear attention remembers of the past."""
+    """Everything that linear attention keeps of the past."""
 
     s_BHMD: Float[Array, "B H M D"]
     """Sum of φ(k) vᵀ."""
@@ -27,7 +27,7 @@ class State(NamedTuple):
 
 
 def sum_dtype(*arrays: Any) -> jnp.dtype:
-    """Number format of states and sums: float32, or float64 where the inputs are."""
+    """The dtype of states and sums: float32, or float64 for float64 inputs."""
     return jnp.promote_types(jnp.float32, jnp.result_type(*(array.dtype for array in arrays)))
 
 
@@ -37,25 +37,25 @@ def zero_state(batch: int, heads: int, features: int, head_width: int, dtype: An
 
 
 def divide(numerator_BTHD: Array, denominator_BTH: Array | None) -> Array:
-    """y from Sᵀφ(q) and zᵀφ(q); no denominator, no division."""
+    """y from Sᵀφ(q) and zᵀφ(q); without a denominator the numerator itself."""
     return numerator_BTHD if denominator_BTH is None else numerator_BTHD / (denominator_BTH[..., None] + EPSILON)
 
 
 def remove_rounding_along_z(dq_TM: Array, q_TM: Array, z_M: Array, ddenominator_T: Array,
                             denominator_T: Array, within_T: Array | None) -> Array:
-    """dφ(q) without what rounding to 16 bits has left in it along z.
+    """dφ(q) without its rounding error to 16 bits along z.
 
-    Scaling φ(q) changes y by ε only, so φ(q)·dφ(q) = −ε d. Two large terms cancel in that, and what is left of them is
-    most of the error of dφ(q): twice as much as without.
+    Scaling φ(q) changes y by ε only, so φ(q)·dφ(q) = −ε d. Two large terms cancel here, and their rounding errors are
+    most of the error of dφ(q): this halves it.
 
     Args:
         dq_TM: …, T, M; float32.
-        q_TM: alike.
-        z_M: a sum of keys that has at least those before each token, to broadcast.
+        q_TM: φ(q), of the same shape.
+        z_M: a sum of at least the keys before each token, to broadcast.
         ddenominator_T: d, gradient of the denominator.
         denominator_T: φ(q)·z_t.
-        within_T: tokens whose keys z_M sums; None, all. Tokens are left alone where this is not so, as in segments that
-            begin and end within a chunk, or where features have both signs and z_M says little of the denominator.
+        within_T: tokens whose keys z_M sums; None: all. Other tokens keep their gradient, as in segments that
+            begin and end within a chunk, or where features have both signs and z_M is far from the denominator.
     """
     along_T = jnp.sum(q_TM * z_M, axis=-1)
     excess_T = jnp.sum(q_TM * dq_TM, axis=-1) + EPSILON * ddenominator_T
@@ -67,7 +67,7 @@ def remove_rounding_along_z(dq_TM: Array, q_TM: Array, z_M: Array, ddenominator_
 
 
 def decayed(state: State, decay_BH: Array | None) -> State:
-    """The state times a decay; None, the state."""
+    """The state times a decay; None leaves it unchanged."""
     if decay_BH is None:
         return state
     return State(decay_BH[..., None, None] * state.s_BHMD, decay_BH[..., None] * state.z_BHM)
@@ -75,7 +75,7 @@ def decayed(state: State, decay_BH: Array | None) -> State:
 
 def advance(state: State, q_BHM: Array, k_BHM: Array, v_BHD: Array, *, normalize: bool,
             log_decay_BH: Array | None = None) -> tuple[State, Array]:
-    """The state after one more token, and y of it, in the state's format."""
+    """The state after one more token, and its y, in the dtype of the state."""
     dtype = state.s_BHMD.dtype
     state = decayed(state, None if log_decay_BH is None else jnp.exp(log_decay_BH))
     q_BHM, k_BHM, v_BHD = q_BHM.astype(dtype), k_BHM.astype(dtype), v_BHD.astype(dtype)
@@ -86,7 +86,7 @@ def advance(state: State, q_BHM: Array, k_BHM: Array, v_BHD: Array, *, normalize
 
 def final_state(k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None,
                 log_decay_BTH: Array | None = None) -> State:
-    """The state after the last token: of the last run, with the initial state where that is also the first."""
+    """The state after the last run, with the initial state if that is also the first run."""
     dtype = initial.s_BHMD.dtype
     k_BTHM, v_BTHD = k_BTHM.astype(dtype), v_BTHD.astype(dtype)
     if log_decay_BTH is not None:
@@ -104,7 +104,7 @@ def final_state(k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | N
 
 def from_initial(q_BTHM: Array, initial: State, runs_BT: Array | None,
                  log_decay_BTH: Array | None = None) -> tuple[Array, Array]:
-    """What the initial state adds to numerator and denominator: for the first run only."""
+    """The terms of the initial state in numerator and denominator, for the first run only."""
     q_BTHM = q_BTHM.astype(initial.s_BHMD.dtype)
     if log_decay_BTH is not None:
         q_BTHM *= jnp.exp(sums_through(log_decay_BTH, axis=1))[..., None]

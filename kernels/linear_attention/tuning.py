@@ -1,8 +1,8 @@
-"""How the GPU kernels are cut: chunk length, tiles, warps, pipeline stages and schedule, from a table of measurements.
+"""Launch parameters of the GPU kernels: chunk size, tiles, warps, pipeline stages and schedule, from measurements.
 
-``tuning.json`` has a row for each device kind, widths, dtype and class of lengths that was measured, each with
-its measurement; ``python -m benchmarks.tune`` writes it anew on the machine that it runs on. What is not in the table
-gets the defaults below: nothing is ever searched for at run time.
+``tuning.json`` has a row for each measured device kind, widths, dtype and class of lengths, with its measurement.
+``python -m benchmarks.tune`` rewrites it for its machine. All else uses the defaults below; nothing is tuned at run
+time.
 """
 
 import functools
@@ -19,20 +19,19 @@ from kernels import device
 
 TABLE = Path(__file__).with_name("tuning.json")
 LONG = 4096
-"""Tokens from which a sequence counts as long."""
+"""Fewest tokens of a long sequence."""
 ROOMY = ("A100", "A800", "H100", "H200", "H800", "H20", "B100", "B200", "B300", "cpu")
-"""In the names of devices whose blocks may have more than 99 KiB of shared memory; an interpreter's have no limit."""
+"""In the names of devices with more than 99 KiB of shared memory per block. The interpreter has no limit."""
 TILED = ("forward", "backward", "queries")
-"""What a row has tiles for."""
+"""Fields of a row with tiles."""
 MOST_SPANS = 64
-"""Schedule along the sequence: each program first sums the earlier spans."""
+"""Most spans in the parallel schedule: each program first sums the earlier spans."""
 WARPS_AT_ONCE = 8
-"""That a multiprocessor has registers for: 65,536, of which a thread of these kernels takes up to 255."""
+"""Warps that fit the registers of a multiprocessor: 65,536, of which a thread of these kernels takes up to 255."""
 BEGINNING = 2
-"""What a program spends before its first chunk, in chunks: a guess, as no card has been asked."""
+"""Cost of a program before its first chunk, in chunks: a guess, not measured."""
 FILLING = 1.5
-"""The cost of a cut whose spans do not divide the tokens, so that all arrays are copied to fill them up, over that of
-one whose spans do: a guess too."""
+"""Relative cost of spans that do not divide the tokens, because padding copies all arrays: a guess, not measured."""
 
 
 class ChunkSizes(NamedTuple):
@@ -43,16 +42,16 @@ class ChunkSizes(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How a launch of the kernel is cut."""
+    """Launch parameters of one kernel."""
 
     chunk: int
     """C: tokens whose scores are held at once."""
     tile: int
-    """Columns of the state a program holds, of D in the forward pass."""
+    """Columns of a program's state, of D in the forward pass."""
     warps: int
     """Groups of 32 threads in a program."""
     stages: int
-    """Chunks whose loads are under way at once."""
+    """Chunks whose loads are in flight at once."""
 
 
 class Plan(NamedTuple):
@@ -64,31 +63,31 @@ class Plan(NamedTuple):
     forward: Tiles
     backward: Tiles
     queries: Tiles
-    """Of the gradient of queries, in the backward pass."""
+    """For the gradient of queries, in the backward pass."""
 
 
 class Row(NamedTuple):
     """A row of the table."""
 
     device: str
-    """As jax names it."""
+    """Its name in jax."""
     M: int
     D: int
     dtype: str
-    """Number format of the operands: bfloat16, or float32 for all others."""
+    """The dtype of the operands: bfloat16, or float32 for all others."""
     length: Literal["short", "long"]
     forward: Tiles
     backward: Tiles
     queries: Tiles | None = None
-    """Of the gradient of queries, in the backward pass; None: those of the rest of it."""
+    """For the gradient of queries, in the backward pass; None: ``backward``."""
     programs_per_core: int | None = None
-    """Programs to have for every multiprocessor at most; 0: serial always; None: those of the least cost."""
+    """Most programs for each multiprocessor; 0: always serial; None: chosen by cost."""
     measured: dict[str, Any] | None = None
-    """What chose the row: shape, milliseconds, versions, commit."""
+    """The measurement behind the row: shape, milliseconds, versions, commit."""
 
 
 def rows() -> list[Row]:
-    """The table, as it lies in the file."""
+    """The rows of the table."""
     return list(_table().values())
 
 
@@ -96,14 +95,14 @@ def read(path: Path = TABLE) -> list[Row]:
     """The rows of a file.
 
     Raises:
-        ValueError, TypeError, KeyError: it is no table.
+        ValueError, TypeError, KeyError: the file is not a table.
     """
     return [Row(**entry | {name: Tiles(**entry[name]) for name in TILED if entry.get(name) is not None})
             for entry in json.loads(path.read_text())]
 
 
 def entry(row: Row) -> dict[str, Any]:
-    """A row as the file has it."""
+    """A row in the format of the file."""
     return row._asdict() | {name: getattr(row, name)._asdict() for name in TILED if getattr(row, name) is not None}
 
 
@@ -113,7 +112,7 @@ def _table() -> dict[tuple[str, int, int, str, str], Row]:
 
 
 def length_class(tokens: int) -> Literal["short", "long"]:
-    """Which rows a sequence of so many tokens is looked up in."""
+    """The class of rows for a sequence of this length."""
     return "long" if tokens >= LONG else "short"
 
 
@@ -125,20 +124,20 @@ def row_for(tokens: int, M: int, D: int, dtype: DTypeLike) -> Row:
 
 def default_row(kind: str, M: int, D: int, dtype: str, length: Literal["short", "long"], *,
                 segments: bool = False) -> Row:
-    """What a device that is not in the table gets; so do wide states and float32 with segments, which take more
-    registers."""
+    """The defaults for devices that are not in the table, and for wide states and float32 with segments, which take
+    more registers."""
     forward, backward = (_default_tiles(kind, M, D, dtype, backward=backward, segments=segments)
                          for backward in (False, True))
     queries = None
     if dtype == "bfloat16" and backward.tile < M <= 128 and D <= 128 and not segments:
-        # With all columns e and dq come from one launch; shorter chunks and more warps have the registers for it, and
-        # with three stages it takes 83 KiB of shared memory, which every device has.
+        # With all columns in one tile, one launch computes e and dq. Shorter chunks and more warps leave registers for
+        # it; three stages take 83 KiB of shared memory, which every device has.
         queries = Tiles(chunk=32, tile=M, warps=8, stages=3)
     return Row(kind, M, D, dtype, length, forward, backward, queries)
 
 
 def _default_tiles(kind: str, M: int, D: int, dtype: str, *, backward: bool, segments: bool) -> Tiles:
-    """Tiles with which the kernels of ``make gpu-check`` neither spill registers on a Hopper GPU nor wait for their
+    """Tiles for which the kernels of ``make gpu-check`` neither spill registers on a Hopper GPU nor wait for their
     products."""
     # The backward pass has states of M × D and of D × M.
     columns = max(M, D) if backward else D
@@ -147,8 +146,8 @@ def _default_tiles(kind: str, M: int, D: int, dtype: str, *, backward: bool, seg
                      stages=1)
     if max(M, D) > 128:
         return Tiles(chunk=16 if segments or min(M, D) < 64 else 64, tile=min(columns, 32), warps=8, stages=1)
-    # Four warps hold 64 rows of a product, and two such programs share a multiprocessor: the one computes while the
-    # other waits. Eight compute the scores twice, and are for what four have no registers for.
+    # Four warps hold 64 rows of a product, and two such programs share a multiprocessor: one computes while the other
+    # waits. Eight warps compute the scores twice, where four have too few registers.
     crowded = segments and max(M, D) > 64
     small = not any(name in kind for name in ROOMY)
     return Tiles(chunk=32 if min(M, D) < 32 or (crowded and backward) else 64, tile=min(columns, 64),
@@ -157,16 +156,16 @@ def _default_tiles(kind: str, M: int, D: int, dtype: str, *, backward: bool, seg
 
 def kernel_chunk_sizes(tokens: int, M: int, D: int, dtype: DTypeLike, chunk_size: int | None = None, *,
                        segments: bool = False, row: Row | None = None) -> ChunkSizes:
-    """C of a call: ``chunk_size``, or the table's; powers of two, no longer than the sequence filled up to one.
+    """C of a call: ``chunk_size``, or the table's. Powers of two, at most the sequence padded to one.
 
     Args:
         tokens: T.
         M: width of features, a power of two.
         D: width of values, a power of two.
         dtype: dtype of the operands.
-        chunk_size: for both passes, in place of the table's; the gradient of queries may have a shorter one.
-        segments: whether there are any.
-        row: in place of the table's.
+        chunk_size: replaces the table's for both passes; the gradient of queries may have a shorter one.
+        segments: whether the call has segments.
+        row: replaces the table's row.
     """
     row = _row_of_call(tokens, M, D, dtype, segments, row)
     longest = max(16, 1 << (tokens - 1).bit_length())
@@ -174,7 +173,7 @@ def kernel_chunk_sizes(tokens: int, M: int, D: int, dtype: DTypeLike, chunk_size
 
 
 def tiles_with_decay(M: int, D: int, dtype: DTypeLike) -> tuple[Tiles, Tiles]:
-    """Of both passes of a call with a decay, which takes registers."""
+    """Tiles of both passes with a decay, which takes registers."""
     if jnp.dtype(dtype) != jnp.float32 and max(M, D) <= 64:
         return Tiles(64, 64, warps=4, stages=1), Tiles(32, 64, warps=8, stages=1)
     tiles = Tiles(16, 32, warps=8, stages=1)
@@ -183,7 +182,7 @@ def tiles_with_decay(M: int, D: int, dtype: DTypeLike) -> tuple[Tiles, Tiles]:
 
 def plan_with_decay(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, chunk_sizes: ChunkSizes,
                     schedule: Literal["serial", "parallel"] | None = None) -> Plan:
-    """:func:`plan` of a call with a decay, in chunks no longer than :func:`tiles_with_decay` has."""
+    """:func:`plan` of a call with a decay; its chunks are at most those of :func:`tiles_with_decay`."""
     forward, backward = tiles_with_decay(M, D, dtype)
     row = Row(device.kind(), M, D, jnp.dtype(dtype).name, length_class(tokens),
               forward._replace(tile=min(D, forward.tile)), backward._replace(tile=min(max(M, D), backward.tile)))
@@ -195,7 +194,7 @@ def plan_with_decay(batch: int, tokens: int, heads: int, M: int, D: int, dtype: 
 def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, chunk_sizes: ChunkSizes | None = None,
          schedule: Literal["serial", "parallel"] | None = None, *, segments: bool = False,
          row: Row | None = None) -> Plan:
-    """What a call does on the device it is traced for.
+    """The plan of a call on the device that is traced for.
 
     Args:
         batch: B.
@@ -204,10 +203,10 @@ def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, 
         M: width of features, a power of two.
         D: width of values, a power of two.
         dtype: dtype of the operands.
-        chunk_sizes: as decided for the call; None: those of :func:`kernel_chunk_sizes`.
-        schedule: None picks the one of less cost, see :meth:`Launch.cost`.
-        segments: whether there are any.
-        row: in place of the table's.
+        chunk_sizes: C of each pass; None: :func:`kernel_chunk_sizes`.
+        schedule: None picks the cheaper one by :meth:`Launch.cost`.
+        segments: whether the call has segments.
+        row: replaces the table's row.
     """
     chunk_sizes = chunk_sizes or kernel_chunk_sizes(tokens, M, D, dtype, segments=segments, row=row)
     row = _row_of_call(tokens, M, D, dtype, segments, row)
@@ -222,7 +221,7 @@ def plan(batch: int, tokens: int, heads: int, M: int, D: int, dtype: DTypeLike, 
 
 
 class Launch(NamedTuple):
-    """A scan: the state that its programs hold a tile of."""
+    """A scan, whose programs hold a tile of the state."""
 
     rows: int
     columns: int
@@ -230,16 +229,16 @@ class Launch(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """Columns that a program holds."""
+        """Columns of a program's state."""
         return min(self.columns, self.tiles.tile)
 
     def waves(self, sequences: int) -> float:
-        """Programs of so many sequences, heads and spans, over those that the device runs at a time."""
+        """Programs for this many sequences, heads and spans, over those that the device runs at a time."""
         at_once = device.cores() * max(1, WARPS_AT_ONCE // self.tiles.warps)
         return sequences * -(-self.columns // self.tile) / at_once
 
     def cost(self, sequences: int, spans: "Spans") -> int:
-        """Bytes that programs move one after the other, by the time that the last wave of them has ended."""
+        """Bytes that programs move in sequence until the last wave ends."""
         of_token, of_state = 4 * (self.rows + self.tile), 4 * self.rows * self.tile
         moved = of_token * (spans.length + BEGINNING * self.tiles.chunk)
         if spans.number > 1:  # the launch that sums what each span adds reads half as much
@@ -248,25 +247,25 @@ class Launch(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """How a sequence is cut."""
+    """The spans of a sequence."""
 
     length: int
-    """Tokens."""
+    """Tokens of a span."""
     number: int
-    """Of spans."""
+    """Number of spans."""
 
 
 def _spans_of(sequences: int, tokens: int, chunk: int, launches: Sequence[Launch],
               schedule: Literal["serial", "parallel"] | None, programs_per_core: int | None) -> Spans:
-    """The cut of the least cost: the last of the waves that programs run in should be nearly full.
+    """The spans of least cost: the last wave of programs should be nearly full.
 
     Args:
         sequences: B·H.
         tokens: T.
         chunk: C.
-        launches: what scans them.
+        launches: the scans.
         schedule: None is either.
-        programs_per_core: what a row of the table says.
+        programs_per_core: of the row.
     """
     chunks = -(-tokens // chunk)
     whole = Spans(chunks * chunk, 1)
@@ -290,7 +289,7 @@ def _row_of_call(tokens: int, M: int, D: int, dtype: DTypeLike, segments: bool, 
 
 
 def _with_chunk(tiles: Tiles, chunk: int) -> Tiles:
-    """The tiles with another chunk length; a longer one takes more registers, and so more threads."""
+    """The tiles with another chunk size. A longer chunk takes more registers, hence more threads."""
     if chunk <= tiles.chunk:
         return tiles._replace(chunk=chunk)
     return tiles._replace(chunk=chunk, tile=min(tiles.tile, 64), warps=8, stages=1)

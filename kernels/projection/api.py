@@ -15,11 +15,10 @@ from kernels.projection.decode import projection_decode
 
 def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Float[Array, " F"], *,
             onto_BTF: Float[Array, "B T F"] | None = None) -> Float[Array, "B T F"]:
-    """x w + bias in x's dtype, summed in float32 or better, and rounded before the bias and after it.
+    """x w + bias in x's dtype, summed in float32 or better, and rounded before and after the bias.
 
-    With ``onto_BTF`` it is added to that, in its dtype. One token on a GPU then takes a single launch, which
-    has no derivative, rounds once and reads wᵀ: where w is itself the transpose of what lies in memory, XLA copies
-    nothing.
+    With ``onto_BTF`` the result is added to it, in its dtype. One token on a GPU then takes a single launch, which is
+    not differentiable, rounds once and reads wᵀ: where w is a transposed array, XLA copies nothing.
     """
     if onto_BTF is not None:
         if _alone_on_gpu(x_BTE):
@@ -30,16 +29,16 @@ def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Flo
         return cpu.project(x_BTE, w_EF, bias_F)
     B, T = x_BTE.shape[:2]
     if _alone_on_gpu(x_BTE):
-        # XLA takes a product of one row for a multiplication and a sum, and writes every term of it to memory, which is
-        # three times the weight to move.
+        # XLA treats a product of one row as a multiplication and a sum, and writes every term to memory: three times
+        # the weight's traffic.
         x_BTE = jnp.pad(x_BTE, ((0, 0), (0, 1), (0, 0)))
     return (x_BTE @ w_EF.astype(x_BTE.dtype))[:B, :T] + bias_F[None, None].astype(x_BTE.dtype)
 
 
 def project_wide(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array, Array]]
                  ) -> list[Float[Array, "B T F"]]:
-    """x w + bias for each weight w, (E, F), and bias, (F,), multiplied in x's dtype, summed and left in float32
-    or better. One token on a GPU as in :func:`project_each`."""
+    """x w + bias for each weight w, (E, F), and bias, (F,), multiplied in x's dtype, with results in float32 or better.
+    One token on a GPU as in :func:`project_each`."""
     if _alone_on_gpu(x_BTE):
         weights, biases = zip(*parameters, strict=True)
         return projection_decode(x_BTE, [w_EF.T for w_EF in weights], biases, dtypes=[jnp.float32] * len(weights))
@@ -50,11 +49,11 @@ def project_each(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array,
                  activation: Callable[[Array], Array] | None = None, wide: Sequence[tuple[Array, Array]] = (),
                  ) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"], list[Array]]:
     """x for a residual connection, norm(x), and ``activation(norm(x) w + bias)`` for each weight w, (E, F), and bias,
-    (F,), of ``parameters``; after these :func:`project_wide` of norm(x) and ``wide``, without the activation.
+    (F,), of ``parameters``, then :func:`project_wide` of norm(x) and ``wide``, without the activation.
 
-    Without a norm norm(x) is x. For one token on a GPU the products take a single launch, which has no derivative and
-    rounds once; norm(x) is then computed beside, where something reads it. Anything else goes through
-    :func:`layer_norm_and_input`, once, and :func:`project`, which round on the way.
+    Without a norm, norm(x) is x. For one token on a GPU the products take a single launch, which is not differentiable
+    and rounds once; norm(x) is computed separately if it is used. Everything else uses :func:`layer_norm_and_input`
+    once, and :func:`project`, which also round in between.
 
     Raises:
         ValueError: both an activation and ``wide`` are given.
@@ -73,7 +72,7 @@ def project_each(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array,
 
 
 def unembed(x_BTE: Float[Array, "B T E"], w_VE: Float[Array, "V E"], norm: Norm) -> Float[Array, "B T V"]:
-    """Logits, float32, of a head that is an embedding: norm(x) wᵀ. One token on a GPU as in :func:`project_each`."""
+    """Logits, float32, of a head tied to the embedding: norm(x) wᵀ. One token on a GPU as in :func:`project_each`."""
     if _alone_on_gpu(x_BTE):
         return projection_decode(x_BTE, [w_VE], norm=norm, dtypes=[jnp.float32])[0]
     x_BTE = layer_norm(x_BTE, *norm)
@@ -81,5 +80,5 @@ def unembed(x_BTE: Float[Array, "B T E"], w_VE: Float[Array, "V E"], norm: Norm)
 
 
 def _alone_on_gpu(x_BTE: Any) -> bool:
-    """Whether it is one token on a GPU, in a format whose products are summed in float32."""
+    """Whether it is one token on a GPU, in a dtype whose products are summed in float32."""
     return device.platform() == "gpu" and x_BTE.shape[:2] == (1, 1) and x_BTE.dtype.itemsize <= 4

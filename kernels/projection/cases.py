@@ -1,4 +1,4 @@
-"""Calls of the projections that tests hold to the definition."""
+"""Calls of the projections for tests."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -45,15 +45,15 @@ class ProjectCase(Case):
 
 @dataclass(frozen=True)
 class DecodeCase(Case):
-    """A call of ``projection_decode``: one token and ``count`` weights in the case's dtype, and all that goes
-    with them: LayerNorm, GELU, and what the results are added to."""
+    """A call of ``projection_decode``: one token and ``count`` weights in the case's dtype, with LayerNorm, GELU and a
+    residual sum."""
 
     E: int
     F: int
     count: int
     _: KW_ONLY
     fused: bool = False
-    """With GELU, and a sum in float32."""
+    """With GELU, and a residual sum in float32."""
     unembedding: bool = False
     """Without biases."""
     narrow: int = 0
@@ -101,8 +101,8 @@ class DecodeCase(Case):
 
 
 def _decode(E: int, F: int, count: int, dtype: str, **options: Any) -> DecodeCase:
-    """With few columns a program and a few rows at a time. In bfloat16 norm(x) is rounded to 8 bits, and nothing else
-    is before the result."""
+    """With few columns per program and few rows per load. In bfloat16 only norm(x) and the result are rounded, to 8
+    bits."""
     return DecodeCase(E, F, count, dtype=dtype, implementations=("decode",), gradients=False,
                       gpu_kernels=("projection_decode",),
                       tolerance={"float32": 1e-6, "bfloat16": 2**-8}[dtype],
@@ -110,23 +110,23 @@ def _decode(E: int, F: int, count: int, dtype: str, **options: Any) -> DecodeCas
 
 
 def _compiled(E: int, F: int, count: int, dtype: str, **options: Any) -> DecodeCase:
-    """Compiled for a GPU, and not run."""
+    """Compiled for a GPU, not run."""
     return DecodeCase(E, F, count, dtype=dtype, used_by=("gpu-check",), gradients=False, tolerance=2**-8,
                       gpu_kernels=("projection_decode",), **options)
 
 
 CASES: tuple[Case, ...] = (
-    # bfloat16 has 8 bits: one rounding is at most 2⁻⁹ of a number, and a gradient has three of them.
+    # bfloat16 has 8 bits: one rounding is at most 2⁻⁹ of a value, and a gradient has three of them.
     *(ProjectCase(2, 5, E, F, dtype=dtype, tolerance=tolerance) for E, F in ((8, 12), (12, 8))
       for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 6e-3))),
-    # A width of one program and of many, whole ones and not; rows in one block, and in several of which the last is
-    # short.
+    # Widths of one program and of many, whole tiles and partial ones; rows in one block, and in several with a partial
+    # last one.
     *(_decode(E, F, 3, dtype) for dtype in FORMATS for E, F in ((1, 1), (32, 24), (48, 100), (100, 48))),
     *(_decode(48, 40, 1, dtype, fused=True) for dtype in FORMATS),
     *(_decode(48, 83, 1, dtype, unembedding=True) for dtype in FORMATS),
-    # Narrow ones of which each program has a column and the last ones none, and of which it has two.
+    # Narrow weights of which each program has one column and the last programs none, and of which each has two.
     *(_decode(48, 100, 4, dtype, narrow=narrow) for dtype in FORMATS for narrow in (3, 13)),
-    # Of the largest GPT-2: queries, keys and values, these with the gates of a layer, a hidden layer, the head.
+    # Of the largest GPT-2: queries, keys and values; these with the gates of a layer; a hidden layer; the head.
     _compiled(1600, 1600, 3, "bfloat16"),
     _compiled(1600, 1600, 4, "bfloat16", narrow=25),
     _compiled(1600, 6400, 1, "bfloat16", fused=True),

@@ -1,12 +1,11 @@
-"""Projections of one token on a GPU: a Pallas kernel for LayerNorm, products, activation and residual sum at once.
+"""Projections of one token on a GPU: one Pallas kernel for LayerNorm, products, activation and residual sum.
 
-A token's product with a weight takes as long as the weight takes to be read, at most a few microseconds, of which each
-launch costs one or two. XLA would launch LayerNorm, a filling up to as many rows as its products have, the product, and
-what follows. Here each program has a few results, all of their weights on their way to it before anything is computed,
-and makes the LayerNorm, which is next to nothing, for itself. Weights are (F, E), as an embedding is: those of a result
-lie side by side, and a load of 512 bytes touches 16 sectors of memory; of (E, F) it would touch 32, each for a half.
-Products are sums in float32 on the ordinary units, which the memory leaves idle. No atomics: two runs give the same
-bits.
+A token's product with a weight takes as long as reading the weight: at most a few microseconds, while each launch costs
+one or two. XLA would launch LayerNorm, a padding to the rows of its products, the product, and each later step. Here
+each program computes a few results. It loads all of their weights before it computes anything, and repeats the
+LayerNorm, which costs little. Weights are (F, E), as in an embedding: the weights of a result are contiguous, and a
+load of 512 bytes touches 16 sectors of memory; (E, F) would use half of 32 each. Products are float32 sums on the
+CUDA cores, which are idle while memory is read. No atomics: results are deterministic.
 """
 
 import inspect
@@ -25,10 +24,10 @@ from kernels.layer_norm import Norm
 
 WARPS = 8
 TILES = (16, 8, 4)
-"""Numbers that a program makes of the widest results: the most with which there still is a program for each
-multiprocessor. Of narrower ones it makes as many fewer."""
+"""Columns of the widest result per program: the largest value that leaves a program for each multiprocessor. Narrower
+results have proportionally fewer."""
 BLOCK_BYTES = 65536
-"""Bytes of weights that a program has on their way to it at a time: 256 to a thread."""
+"""Bytes of weights that a program loads at a time: 256 per thread."""
 
 
 class _Operands(NamedTuple):
@@ -36,7 +35,7 @@ class _Operands(NamedTuple):
     norm: tuple[Any, Any] | None
     """Scale and bias."""
     weights: tuple[Any, ...]
-    """Of each the rows of a program, (tile, E)."""
+    """For each weight, the rows of a program, (tile, E)."""
     biases: tuple[Any, ...] | None
     onto_F: Any | None
 
@@ -53,19 +52,19 @@ def projection_decode(
 ) -> list[Array]:
     """``onto + activation(norm(x) wᵀ + bias)`` for each weight and bias, rounded once, by the kernel of this file.
 
-    Without a GPU in interpret mode, which is for tests. Not differentiable.
+    Without a GPU the kernel is interpreted, for tests. Not differentiable.
 
     Args:
         x_BTE: one token.
         weights: (F, E), each with its own F; they are multiplied in the dtype of norm(x).
-        biases: as many, (F,); None: none.
+        biases: one for each weight, (F,); None: none.
         norm: LayerNorm of x; None: x as it is.
-        activation: of what is computed, in float32.
-        onto_BTF: what the results are added to.
+        activation: applied in float32.
+        onto_BTF: added to the results.
         dtypes: of each result; None: that of ``onto``, or of norm(x).
 
     Raises:
-        ValueError: x has more than one token, or weights and x do not go together.
+        ValueError: x has more than one token, or shapes do not agree.
     """
     B, T, E = x_BTE.shape
     if (B, T) != (1, 1) or any(w.shape[1:] != (E,) for w in weights):
@@ -82,11 +81,11 @@ def projection_decode(
     rows = min(pl.next_power_of_2(E), BLOCK_BYTES // (tile * widths.count(widest) * inputs.itemsize))
     rows = 1 << rows.bit_length() - 1
 
-    filled = max(pl.next_power_of_2(E), -(-E // rows) * rows)  # what lies beyond E is not read
+    filled = max(pl.next_power_of_2(E), -(-E // rows) * rows)  # masked loads read nothing beyond E
     whole = pl.BlockSpec((filled,), lambda u: (0,))
 
     def columns(F: int, tile: int) -> pl.BlockSpec:
-        # A narrow result may be done before the last program, which then has its last block and does nothing with it.
+        # A narrow result may end before the last program, which then repeats its last block without writing it.
         return pl.BlockSpec((tile,), lambda u: (jnp.minimum(u, (F - 1) // tile),))
 
     def weight(F: int, tile: int) -> pl.BlockSpec:
@@ -98,7 +97,7 @@ def projection_decode(
     specs = _Operands(whole, None if norm is None else (whole, whole), tuple(map(weight, widths, tiles)),
                       None if biases is None else of_results, None if onto_BTF is None else of_results[0])
 
-    # Kernels cannot take a function with a gradient of its own.
+    # Kernels do not support functions with a custom gradient.
     activation = None if activation is None else inspect.unwrap(activation)
 
     def kernel(operands: _Operands, *out_refs: Any) -> None:
@@ -146,15 +145,15 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, widths: S
         return x_e.astype(norm.dtype).astype(jnp.float32)
 
     def products(x_e: Array, loaded: list[Array | None], first: Any) -> list[Array]:
-        # Narrow weights are loaded where they are multiplied, into registers that the widest have left: with all at
-        # once a multiprocessor would hold one program instead of two.
+        # Narrow weights are loaded where they are multiplied, into registers that the widest ones free: with all
+        # loaded at once a multiprocessor would hold one program instead of two.
         weights = (load_weight(i, first) if w_fe is None else w_fe for i, w_fe in enumerate(loaded))
         return [jnp.sum(w_fe.astype(jnp.float32) * x_e[None, :], axis=1) for w_fe in weights]
 
     def load(ref: Any, of_result_f: Array) -> Array:
         return triton.load(ref.at[:], mask=of_result_f, other=0.0).astype(jnp.float32)
 
-    # On their way while the LayerNorm is made.
+    # In flight during the LayerNorm.
     first_weights = load_widest(0)
     biases = [] if bias_refs is None else list(map(load, bias_refs, of_results))
     onto_f = None if onto_ref is None else load(onto_ref, of_results[0])

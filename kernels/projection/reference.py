@@ -1,4 +1,4 @@
-"""Projections straight from their definition, with the derivatives that autodiff finds."""
+"""Projections by their definition, differentiated by autodiff."""
 
 from collections.abc import Callable, Sequence
 

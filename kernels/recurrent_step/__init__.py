@@ -1,4 +1,4 @@
-"""One token of a layer whose past is a state of constant size: all that lies between its projections."""
+"""One token of a layer with a state of constant size: everything between its projections."""
 
 from kernels.recurrent_step.api import has_kernel, recurrent_step
 from kernels.recurrent_step.head import Computed, Input, Step, as_given

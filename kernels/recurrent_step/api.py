@@ -1,4 +1,4 @@
-"""``recurrent_step``: one token of a layer whose past is a state of constant size, in one launch on a GPU."""
+"""``recurrent_step``: one token of a layer with a state of constant size, in one launch on a GPU."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ def recurrent_step(q: Input, k: Input, v: Input, s_BHMD: Float[Array, "B H M D"]
                    z_BHM: Float[Array, "B H M"] | None = None, *, log_decay: Computed | None = None,
                    beta: Computed | None = None, epsilon: float | None = None, output: Computed | None = None,
                    implementation: str | None = None) -> Step:
-    """What linear attention or the delta rule makes of one token, with what a layer has around them.
+    """One token of linear attention or the delta rule, with the layer options around it.
 
         S = exp(g) S₀ + k vᵀ      z = exp(g) z₀ + k      y = f(Sᵀ q / (q·z + ε))
 
-    With β the token writes β (v − exp(g) S₀ᵀ k) in place of v. q, k and v are convolved with the tokens before and
-    finished; f is the norm and the gate of a head's output. Numbers are rounded once, as they leave. Not
+    With β the token writes β (v − exp(g) S₀ᵀ k) in place of v. q, k and v are first convolved with the previous tokens
+    and passed through ``finish``; f is the norm and the gate of a head's output. Results are rounded once. Not
     differentiable. Yang, Kautz, Hatamizadeh: "Gated Delta Networks", 2024, has all of it.
 
     Args:
@@ -30,16 +30,16 @@ def recurrent_step(q: Input, k: Input, v: Input, s_BHMD: Float[Array, "B H M D"]
         k: keys, of width M.
         v: values, of width D.
         s_BHMD: the state before the token, float32.
-        z_BHM: the sum of keys before it, float32; None: none is kept.
-        log_decay: g ≤ 0; None: nothing decays.
+        z_BHM: the sum of keys before the token, float32; None: none.
+        log_decay: g ≤ 0; None: no decay.
         beta: β; None: the token writes v.
-        epsilon: y is divided by q·z and this. None: it is not.
+        epsilon: y is divided by q·z plus this. None: no division.
         output: f, whose function takes y before its arrays; None: y as it is.
-        implementation: ``reference``, or ``decode``, the kernel for GPUs, which elsewhere is interpreted, for tests.
-            None: the kernel on a GPU.
+        implementation: ``reference``, or ``decode``, the kernel for GPUs, interpreted elsewhere, for tests. None: the
+            kernel on a GPU, else the reference.
 
     Raises:
-        ValueError: of ``decode``, that the state of a head is too large for what is around it.
+        ValueError: the state of a head is too large for ``decode`` with these options.
     """
     name = implementation or ("decode" if device.platform() == "gpu" else "reference")
     return IMPLEMENTATIONS[name](q, k, v, s_BHMD, z_BHM, log_decay=log_decay, beta=beta, epsilon=epsilon, output=output)

@@ -1,4 +1,4 @@
-"""Calls of a recurrent layer's step that tests hold to the definition."""
+"""Calls of ``recurrent_step`` for tests."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -56,7 +56,7 @@ class RecurrentStepCase(Case):
         return shapes
 
     def make_inputs(self) -> dict[str, np.ndarray]:
-        # Weights that have a sum are positive.
+        # Positive, so that the denominator is.
         return {name: np.abs(x) if self.normalize and name in ("q", "k", "z") else x
                 for name, x in super().make_inputs().items()}
 
@@ -89,7 +89,7 @@ def _case(B: int, H: int, M: int, D: int, dtype: str, **options: Any) -> Recurre
 
 
 CASES: tuple[Case, ...] = (
-    # Heads that fill a block and that do not, all of it and the state alone, and states of a tile and of several.
+    # Heads of whole and of partial blocks, with all options and with none, states of one tile and of several.
     *(_case(2, 3, 16, 16, dtype, delta=delta) for dtype in TOLERANCES for delta in (False, True)),
     _case(1, 2, 20, 24, "bfloat16", K=2),
     _case(3, 2, 20, 24, "float32", delta=True),

@@ -1,6 +1,6 @@
-"""A step of a recurrent layer on a GPU: a Pallas kernel with a program for each head, for all of it is a head's own.
+"""A step of a recurrent layer on a GPU: a Pallas kernel with one program per head, because heads are independent.
 
-Each program reads its state once, changes it in place and multiplies it with the query. XLA takes a launch or two for
+Each program reads its state once, updates it in place and multiplies it with the query. XLA takes a launch or two for
 each part, and reads the state again.
 """
 
@@ -17,17 +17,17 @@ from kernels.recurrent_step.head import Computed, Input, Step
 from kernels.short_convolution.decode import convolve_head, load_rows, store_rows
 
 THREAD_NUMBERS = 64
-"""Of the state that a thread has at most."""
+"""Most elements of the state per thread."""
 WARPS = 4, 8
-"""Those of a program: the fewest with which the state has room."""
+"""Warps per program: the fewest whose registers hold the state."""
 TILE = 32
-"""Columns of the state that a program has where it does not have them all, 128 bytes in a row."""
+"""Columns of the state per program if it does not hold all of them: 128 bytes of a row."""
 MOST_FEATURES = 1024
-"""M at most, of which a program still has eight columns."""
+"""Greatest M, for which a program still holds eight columns."""
 
 
 class _Kept(NamedTuple):
-    """What a token finds, and leaves changed."""
+    """Arrays that the step updates."""
 
     s: Any
     z: Any
@@ -35,7 +35,7 @@ class _Kept(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What a token brings."""
+    """Inputs of the token."""
 
     x: tuple[Any, ...]
     taps: tuple[Any, ...]
@@ -45,7 +45,7 @@ class _Given(NamedTuple):
 
 
 def holds_head(M: int, D: int) -> bool:
-    """Whether a program can have all of a head's state, as convolutions and what follows y need it."""
+    """Whether a program can hold a head's whole state, as convolutions and the output's norm require."""
     return pl.next_power_of_2(M) * pl.next_power_of_2(D) <= _numbers(WARPS[-1])
 
 
@@ -56,18 +56,18 @@ def _numbers(warps: int) -> int:
 def decode(q: Input, k: Input, v: Input, s_BHMD: Array, z_BHM: Array | None = None, *,
            log_decay: Computed | None = None, beta: Computed | None = None, epsilon: float | None = None,
            output: Computed | None = None) -> Step:
-    """:func:`recurrent_step` in one launch. Without a GPU in interpret mode, which is for tests.
+    """:func:`recurrent_step` in one launch. Without a GPU the kernel is interpreted, for tests.
 
     Raises:
-        ValueError: the state of a head is too large for a program, and something needs it whole.
+        ValueError: the state of a head is too large for one program, and an option requires it whole.
     """
     inputs = (q, k, v)
     (B, _, H, M), D = q.x_BTHD.shape, v.x_BTHD.shape[3]
     features, columns = pl.next_power_of_2(M), pl.next_power_of_2(D)
     needs_whole = output is not None or any(of.taps_KHD is not None for of in inputs)
     if needs_whole and not holds_head(M, D):
-        raise ValueError(f"a head has a state of {M} × {D}; expected powers of two to be filled up to whose product is "
-                         f"at most {_numbers(WARPS[-1]):,}")
+        raise ValueError(f"a head has a state of {M} × {D}; expected at most {_numbers(WARPS[-1]):,} elements, padded "
+                         "to powers of two")
     whole = needs_whole or features * columns <= _numbers(WARPS[0])
     tile = columns if whole else min(TILE, columns, _numbers(WARPS[0]) // features)
 
@@ -94,13 +94,13 @@ def decode(q: Input, k: Input, v: Input, s_BHMD: Array, z_BHM: Array | None = No
                     & jnp.broadcast_to(of_head_D[None, :], (features, tile)))
 
         def load(ref: Any, shown: Array = of_head_D) -> Any:
-            """A vector or a number in float32; None for None."""
+            """A vector or a scalar in float32; None for None."""
             if ref is None:
                 return None
             x = triton.load(ref.at[:], mask=shown, other=0.0) if ref.shape else triton.load(ref)
             return x.astype(jnp.float32)
 
-        # All is on its way before anything is computed.
+        # Start all loads before any computation.
         s_MD = triton.load(kept.s.at[:, :], mask=shown_MD, other=0.0)
         z_M = load(kept.z, of_head_M)
         shown = of_head_M, of_head_M, of_head_D
@@ -110,7 +110,7 @@ def decode(q: Input, k: Input, v: Input, s_BHMD: Array, z_BHM: Array | None = No
             tokens[i].append(load(given.x[i], shown[i]))
         of_log_decay, of_beta, of_output = (tuple(map(load, refs)) for refs in given[2:])
         if device.platform() == "gpu":
-            # What is kept is changed in place, and each warp reads vectors for itself.
+            # The arrays are updated in place, and each warp reads vectors for itself.
             triton.debug_barrier()
 
         def prepared(i: int) -> Array:
@@ -137,7 +137,7 @@ def decode(q: Input, k: Input, v: Input, s_BHMD: Array, z_BHM: Array | None = No
             y_D = output.function(y_D, *of_output)
         triton.store(y_ref.at[:], y_D.astype(y_ref.dtype), mask=of_head_D)
 
-    # Grid: tiles of D, heads, sequences. Where there are several tiles each reads z, so that none may change it.
+    # Grid: tiles of D, heads, sequences. With several tiles each reads z, so none may change it.
     in_place = len(jax.tree.leaves(kept)) if whole else 1
     y_BHD, left = pl.pallas_call(
         kernel,

@@ -1,4 +1,4 @@
-"""A step of a recurrent layer straight from its definition."""
+"""A step of a recurrent layer by its definition."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -30,7 +30,7 @@ def recurrent_step_reference(q: Input, k: Input, v: Input, s_BHMD: Array, z_BHM:
 
 
 def _prepared(of: Input) -> tuple[Array, Array | None]:
-    """After convolution and finish; and the tokens that the next one is convolved with."""
+    """The input after convolution and ``finish``, and the previous tokens of the next step."""
     x_BHD, before_BPHD = wide(of.x_BTHD[:, 0]), None
     if of.taps_KHD is not None:
         assert of.before_BPHD is not None
@@ -40,7 +40,7 @@ def _prepared(of: Input) -> tuple[Array, Array | None]:
 
 
 def _computed(of: Computed, *first: Array) -> Array:
-    """Of all heads: (B, H) or (B, H, D)."""
+    """The values of all heads: (B, H) or (B, H, D)."""
     def by_head(x: Array | None) -> Array | None:
         return None if x is None else wide(x[:, 0] if x.ndim > 2 else x[None])
 

@@ -1,10 +1,10 @@
-"""A causal convolution of each channel over the last few tokens, with its gradient written out.
+"""A causal convolution of each channel over the last few tokens, with an explicit gradient.
 
     y_t = Σ_{i<K} w_{K−1−i} x_{t−i}
 
-x_{t−i} is the i-th token before t of its own segment: padding counts for nothing, wherever it stands, and another
-segment's tokens for 0. Dauphin et al., "Language Modeling with Gated Convolutional Networks", 2017 (causal); Wu et al.,
-"Pay Less Attention with Lightweight and Dynamic Convolutions", 2019 (of each channel).
+x_{t−i} is the i-th token before t in its own segment, or 0. Padding is skipped, wherever it is. Dauphin et al.,
+"Language Modeling with Gated Convolutional Networks", 2017 (causal); Wu et al., "Pay Less Attention with Lightweight
+and Dynamic Convolutions", 2019 (per channel).
 """
 
 import functools
@@ -30,14 +30,14 @@ def short_convolution(
 
     Args:
         x_BTF: F channels of the tokens.
-        taps_KF: w, the last one of the token itself.
+        taps_KF: w; the last is that of the token itself.
         before_BPF: the P = K − 1 tokens before the first; None: zeros.
-        segment_ids_BT: whose tokens are kept apart, a segment being a run of equal ids; −1 is padding, whose y is of no
-            account. None: each row is one segment.
+        segment_ids_BT: segments, runs of equal ids, are convolved separately. −1 is padding, whose y is undefined.
+            None: each row is one segment.
 
     Raises:
-        ValueError: shapes that do not agree, or both a past and segments.
-        TypeError: segment ids that are not whole numbers.
+        ValueError: shapes do not agree, or both previous tokens and segments are given.
+        TypeError: segment ids are not integers.
     """
     (B, _, F), K = x_BTF.shape, taps_KF.shape[0]
     expected: dict[str, tuple[Array, tuple[int, ...]]] = {"taps_KF": (taps_KF, (K, F))}
@@ -66,7 +66,7 @@ def _shifted(padded_BSF: Array, first: int, tokens: int) -> Array:
 
 
 def _same_run(x_BTF: Array, runs_BT: Array | None, back: int) -> Array:
-    """x where the token ``back`` before is of the same run, else 0."""
+    """x where the token ``back`` earlier is in the same run, else 0."""
     if runs_BT is None:
         return x_BTF
     earlier_BT = jnp.pad(runs_BT, ((0, 0), (back, 0)), constant_values=-2)[:, :runs_BT.shape[1]]
@@ -75,7 +75,7 @@ def _same_run(x_BTF: Array, runs_BT: Array | None, back: int) -> Array:
 
 @jax.custom_vjp
 def _convolve(x_BTF: Array, taps_KF: Array, before_BPF: Array, runs_BT: Array | None) -> Array:
-    """Of each row as it stands; with runs, padding is after all of them."""
+    """The convolution of each row as it is; with runs, all padding must come last."""
     T, K = x_BTF.shape[1], taps_KF.shape[0]
     padded_BSF = jnp.concatenate([before_BPF, x_BTF], axis=1)
     y_BTF = _total(_same_run(_shifted(padded_BSF, k, T), runs_BT, K - 1 - k) * taps_KF[k][None, None] for k in range(K))
@@ -101,14 +101,14 @@ def _convolve_backward(saved, dy_BTF):
 
 
 def gradient_of_input(dy_BTF: Array, taps_KF: Array) -> Array:
-    """That of x, of rows that are one segment with nothing before it."""
+    """The gradient of x, for rows of one segment with no previous tokens."""
     K = taps_KF.shape[0]
     return rounded(_total(_read_back(dy_BTF, K - 1 - k, K)[:, K - 1:] * taps_KF[k][None, None] for k in range(K)),
                    dy_BTF.dtype)
 
 
 def _read_back(dy_BTF: Array, back: int, K: int) -> Array:
-    """The gradient that each token, and each of the K − 1 before the first, has from the one ``back`` after it."""
+    """The gradient that each token, and each of the K − 1 before the first, gets from the token ``back`` later."""
     return _shifted(jnp.pad(dy_BTF, ((0, 0), (K - 1, K - 1), (0, 0))), back, dy_BTF.shape[1] + K - 1)
 
 
@@ -116,7 +116,7 @@ _convolve.defvjp(_convolve_forward, _convolve_backward)
 
 
 def _places(runs_BT: Array) -> tuple[Array, Array]:
-    """The place of each token where padding stands last, and the token at each place."""
+    """The position of each token with padding sorted last, and the token at each position."""
     valid_BT = runs_BT >= 0
     valid_B1 = valid_BT.sum(axis=1, keepdims=True)
     places_BT = jnp.where(valid_BT, jnp.cumsum(valid_BT, axis=1) - 1, valid_B1 + jnp.cumsum(~valid_BT, axis=1) - 1)
@@ -125,7 +125,7 @@ def _places(runs_BT: Array) -> tuple[Array, Array]:
 
 @jax.custom_vjp
 def _moved(x_BTF: Array, tokens_BT: Array, places_BT: Array) -> Array:
-    """x in another order of its tokens, and back by ``places_BT``: its gradient too is read, not added up."""
+    """x with its tokens permuted; ``places_BT`` inverts this. The gradient is also a gather, not a scatter."""
     return jax.vmap(lambda x_TF, tokens_T: x_TF[tokens_T])(x_BTF, tokens_BT)
 
 

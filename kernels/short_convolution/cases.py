@@ -1,4 +1,4 @@
-"""Calls of the short convolution that tests hold to the definition."""
+"""Calls of the short convolution for tests."""
 
 import functools
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ def _silu_and_norm(x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class TokenCase(Case):
-    """A call of ``convolve_token``: three projections, of which each is convolved and takes SiLU."""
+    """A call of ``convolve_token``: three projections, each convolved and followed by SiLU."""
 
     B: int
     H: int
@@ -132,12 +132,12 @@ def _token(B: int, H: int, D: int, K: int, dtype: str, **options: Any) -> TokenC
 
 
 def _heads(B: int, T: int, H: int, D: int, K: int, dtype: str, **options: Any) -> HeadsCase:
-    """In bfloat16 the gradient of the convolution's result is rounded, and dx."""
+    """In bfloat16 dx and the gradient of the convolution's result are rounded."""
     return HeadsCase(B, T, H, D, K, dtype=dtype, tolerance={"float32": 2e-6, "bfloat16": 4e-3}[dtype],
                      gpu_kernels=("short_convolution_forward", "short_convolution_gradient"), **options)
 
 
-# bfloat16: y and dx are rounded once, at most 2⁻⁹ of a number.
+# bfloat16: y and dx are rounded once, at most 2⁻⁹ of a value.
 _case = functools.partial(ShortConvolutionCase, 3)
 CASES: tuple[Case, ...] = (
     _case(30, 5, 4, dtype="float64", tolerance=1e-14),
@@ -148,7 +148,7 @@ CASES: tuple[Case, ...] = (
     _case(200, 16, 4, dtype="bfloat16", tolerance=3e-3),
     _case(200, 16, 4, segments=True, dtype="bfloat16", tolerance=3e-3),
     ShortConvolutionCase(1, 8192, 2304, 4, dtype="bfloat16", tolerance=3e-3, used_by=("gpu-check",)),
-    # Several tiles, the last one short; a width that is no power of two; more taps than tokens.
+    # Several tiles, the last one partial; a width that is not a power of two; more taps than tokens.
     *(_heads(2, 29, 2, D, 4, dtype, constants=(("kernels.short_convolution.pallas_gpu.TILE", 64),))
       for D in (8, 6) for dtype in ("float32", "bfloat16")),
     _heads(1, 3, 2, 8, 5, "float32"),

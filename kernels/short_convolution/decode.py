@@ -1,5 +1,5 @@
-"""The short convolution of one token on a GPU: a Pallas kernel for those of all projections of a layer, what follows in
-each head, and what the next token needs. XLA would take ten launches for that."""
+"""The short convolution of one token on a GPU: one Pallas kernel for all projections of a layer, with the function that
+follows in each head and the update of the previous tokens. XLA would take ten launches."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from jaxtyping import Float
 from kernels import device
 
 WARPS = 1
-"""With more of them one could change the tokens before, while another has still to read them."""
+"""With more warps one could overwrite the previous tokens before another reads them."""
 MOST_TAPS = 16
-"""K at most: each tap is a line of the kernel."""
+"""Greatest K: the kernel is unrolled over taps."""
 
 
 def has_token_kernel(x_BTF: Any, taps_KF: Any) -> bool:
-    """Whether :func:`convolve_token` is made for these arrays on the device that is traced for."""
+    """Whether :func:`convolve_token` supports these arrays on the device that is traced for."""
     return (device.platform() == "gpu" and x_BTF.shape[1] == 1 and x_BTF.dtype.itemsize <= 4
             and 1 < taps_KF.shape[0] <= MOST_TAPS)
 
@@ -36,15 +36,15 @@ def convolve_token(
 ) -> tuple[list[Float[Array, "B 1 F"]], tuple[Float[Array, "B P F"], ...]]:
     """``finish(short_convolution(x))`` of one token of several projections, and the P = K − 1 tokens before the next.
 
-    It is rounded once. Without a GPU in interpret mode, which is for tests. Not differentiable.
+    Rounded once. Without a GPU the kernel is interpreted, for tests. Not differentiable.
 
     Args:
         x_BTF: the token, of each projection.
         taps_KF: w, as in :func:`short_convolution`; K ≥ 2.
-        before_BPF: the tokens before it; the new ones take their place in memory.
+        before_BPF: the previous tokens, updated in place.
         heads: H; F is H times the width D of a head.
-        finish: of each projection what is done with a head, float32, filled up with zeros to a power of two: what it
-            makes of zeros has to be zero.
+        finish: for each projection, a function of a head, float32, padded with zeros to a power of two; it must map
+            zeros to zeros.
     """
     (B, _, F), K = x_BTF[0].shape, taps_KF[0].shape[0]
     D = F // heads
@@ -81,7 +81,7 @@ def convolve_token(
     return [y.reshape(B, 1, F) for y in y], tuple(after.reshape(B, K - 1, F) for after in after)
 
 
-# Inside a kernel, of one head, whose D numbers are filled up with zeros.
+# Inside a kernel, for one head, whose width D is padded with zeros.
 
 
 def load_rows(ref: Any, shown_D: Array) -> list[Array]:
@@ -91,11 +91,11 @@ def load_rows(ref: Any, shown_D: Array) -> list[Array]:
 
 
 def store_rows(ref: Any, rows: Sequence[Array], shown_D: Array) -> None:
-    """Leaves tokens in (rows, D)."""
+    """Stores tokens as (rows, D)."""
     for row, x_D in enumerate(rows):
         triton.store(ref.at[jnp.int32(row), :], x_D.astype(ref.dtype), mask=shown_D)
 
 
 def convolve_head(tokens: Sequence[Array], taps: Sequence[Array]) -> Array:
-    """The convolution of the last of K tokens."""
+    """The convolution at the last of K tokens."""
     return functools.reduce(jnp.add, map(jnp.multiply, tokens, taps))

@@ -1,9 +1,9 @@
-"""The short convolution of a sequence on a GPU with what follows in each head, such as SiLU and a norm: Pallas kernels.
+"""The short convolution of a sequence on a GPU with a function of each head, such as SiLU and a norm: Pallas kernels.
 
-XLA writes what lies between convolution, activation and norm to memory, in the backward pass in float32. Here a program
-takes some tokens of one head; of the tokens before these the few that the convolution reads are copied beside first.
-The backward pass computes everything again from the input, and leaves the gradient of the convolution's result, with
-which XLA convolves backwards. No atomics: two runs give the same bits.
+XLA writes the intermediates between convolution, activation and norm to memory, in the backward pass in float32. Here a
+program takes a tile of tokens of one head; the few previous tokens that it reads are first copied to another array.
+The backward pass recomputes everything from the input, and writes the gradient of the convolution's result, which XLA
+then convolves backwards. No atomics: results are deterministic.
 """
 
 import functools
@@ -23,11 +23,11 @@ from kernels.short_convolution.decode import MOST_TAPS
 
 WARPS = 8
 TILE = 4096
-"""Numbers of each array that a program holds: 16 to a thread."""
+"""Elements of each array per program: 16 per thread."""
 
 
 def has_sequence_kernel(x_BTF: Any, taps_KF: Any) -> bool:
-    """Whether :func:`convolve_heads` is for these arrays on the device that is traced for."""
+    """Whether :func:`convolve_heads` supports these arrays on the device that is traced for."""
     return (device.platform() == "gpu" and jax.device_count() == 1 and x_BTF.dtype.itemsize <= 4
             and x_BTF.shape[1] > 1 and 1 < taps_KF.shape[0] <= MOST_TAPS)
 
@@ -37,14 +37,14 @@ def convolve_heads(x_BTF: Float[Array, "B T F"], taps_KF: Float[Array, "K F"], h
                    finish: Callable[[Array], Array]) -> Float[Array, "B T F"]:
     """``finish(short_convolution(x))``, rounded once.
 
-    Without a GPU in interpret mode, which is for tests.
+    Without a GPU the kernel is interpreted, for tests.
 
     Args:
         x_BTF: F channels of the tokens; each row is one segment.
         taps_KF: w, as in :func:`short_convolution`; K ≥ 2.
         heads: H; F is H times the width D of a head.
-        finish: applied to tokens of a head, (R, D), float32, padded with zeros to a power of two; of zeros it makes
-            zeros.
+        finish: a function of tokens of a head, (R, D), float32, padded with zeros to a power of two; it must map zeros
+            to zeros.
     """
     return _launch(x_BTF, taps_KF, None, heads=heads, finish=finish)[0]
 
@@ -64,7 +64,7 @@ convolve_heads.defvjp(_forward, _backward)
 
 def _launch(x_BTF: Array, taps_KF: Array, dy_BTF: Array | None, *, heads: int,
             finish: Callable[[Array], Array]) -> tuple[Array, Array]:
-    """The result or, with its gradient, that of the convolution's result; and the gradient of the taps."""
+    """y or, given dy, the gradient of the convolution's result; and the gradient of the taps."""
     (B, T, F), K = x_BTF.shape, taps_KF.shape[0]
     D, P = F // heads, K - 1
     width = pl.next_power_of_2(D)
@@ -100,7 +100,7 @@ def _launch(x_BTF: Array, taps_KF: Array, dy_BTF: Array | None, *, heads: int,
 
 def _output_kernel(x_ref: Any, before_ref: Any, taps_ref: Any, y_ref: Any, *, T: int, D: int,
                    finish: Callable[[Array], Array]) -> None:
-    """A program: some tokens of one head."""
+    """A program: a tile of tokens of one head."""
     rows, columns, among = _places(y_ref, T, D)
     y = jnp.zeros(y_ref.shape, jnp.float32)
     for k in range(len(taps_ref)):
@@ -110,7 +110,7 @@ def _output_kernel(x_ref: Any, before_ref: Any, taps_ref: Any, y_ref: Any, *, T:
 
 def _gradient_kernel(x_ref: Any, before_ref: Any, taps_ref: Any, dy_ref: Any, dconvolved_ref: Any, dtaps_ref: Any, *,
                      T: int, D: int, finish: Callable[[Array], Array]) -> None:
-    """The same of the gradient; each program leaves a sum for every tap."""
+    """A program of the backward pass; each writes one sum per tap."""
     rows, columns, among = _places(dy_ref, T, D)
     K = len(taps_ref)
     read = [_shifted(x_ref, before_ref, K - 1 - k, D, among) for k in range(K)]
@@ -127,7 +127,7 @@ def _gradient_kernel(x_ref: Any, before_ref: Any, taps_ref: Any, dy_ref: Any, dc
 
 
 def _places(ref: Any, T: int, D: int) -> tuple[Array, Array, Array]:
-    """Rows and columns of a tile, and which of its places are tokens and channels."""
+    """Rows and columns of a tile, and the mask of its tokens and channels."""
     rows, columns = (lax.broadcasted_iota(jnp.int32, ref.shape, axis) for axis in (0, 1))
     return rows, columns, (pl.program_id(2) * ref.shape[0] + rows < T) & (columns < D)
 
@@ -138,7 +138,7 @@ def _row(ref: Any, k: int, D: int) -> Array:
 
 
 def _shifted(x_ref: Any, before_ref: Any, back: int, D: int, among: Array) -> Array:
-    """The token ``back`` before each, float32."""
+    """The token ``back`` before each, in float32."""
     P = before_ref.shape[0]
     rows, columns = (lax.broadcasted_iota(jnp.int32, x_ref.shape, axis) for axis in (0, 1))
     x = triton.load(x_ref.at[jnp.maximum(rows - back, 0), columns], mask=among & (rows >= back), other=0.0)

@@ -1,4 +1,4 @@
-"""The short convolution straight from its definition."""
+"""The short convolution by its definition."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -7,7 +7,7 @@ from kernels.mixed_precision import wide
 
 
 def short_convolution_reference(x_BTF: Array, taps_KF: Array, before_BPF: Array | None, runs_BT: Array | None) -> Array:
-    """The definition as a masked T × T matrix of taps for each channel, with the derivative that autodiff finds."""
+    """A masked T × T matrix of taps for each channel, differentiated by autodiff."""
     x = wide(x_BTF)
     P = 0
     if before_BPF is not None:

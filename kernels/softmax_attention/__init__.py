@@ -1,4 +1,4 @@
-"""Softmax attention: :func:`softmax_attention` over whole sequences, :func:`cached_attention` to a cache."""
+"""Softmax attention: :func:`softmax_attention` of whole sequences, :func:`cached_attention` to a cache."""
 
 from kernels.softmax_attention.api import IMPLEMENTATIONS, cached_attention, pick_implementation, softmax_attention
 from kernels.softmax_attention.cached import CACHE_BLOCK

@@ -16,13 +16,13 @@ IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
     "blockwise": blockwise,
     "cudnn": cudnn.cudnn,
 }
-"""Of whole sequences, by name. ``materialised`` is the definition, written out."""
+"""For whole sequences, by name. ``materialised`` is the definition."""
 CACHED_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
     "reference": cached_reference,
     "blockwise": cached.cached_blockwise,
     "decode": decode.softmax_decode,
 }
-"""Of new tokens to a cache, by name."""
+"""For new tokens to a cache, by name."""
 
 
 def softmax_attention(
@@ -36,27 +36,29 @@ def softmax_attention(
     log_decay_BTH: Float[Array, "B T H"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Softmax attention with scale 1/√D. The softmax is float32 whatever the inputs are; y has their dtype.
+    """Softmax attention with scale 1/√D. The softmax is in float32 whatever the inputs are; y has their dtype.
 
         y_t = Σ_{s≤t} exp(q_t·k_s / √D) v_s / Σ_{s≤t} exp(q_t·k_s / √D)
 
-    and with log decays g, which make of it the Forgetting Transformer's (Lin et al., 2025), weights of
+    With log decays g, as in the Forgetting Transformer (Lin et al., 2025), the weights are
     exp(q_t·k_s / √D + g_{s+1} + … + g_t).
 
     Args:
         q_BTHD: queries.
         k_BTHD: keys.
         v_BTHD: values.
-        causal: see keys at or before the query only.
-        window: and of these the last so many only, the query's own included; None: all.
-        segment_ids_BT: tokens see their own segment, a run of equal ids; −1 is padding, seen by nobody, whose y is 0.
-        log_decay_BTH: g ≤ 0 of each token and head, as in ``linear_attention``; None: no decay.
+        causal: see only keys at or before the query.
+        window: see only this many of the latest keys, the query's own included; None: all.
+        segment_ids_BT: tokens see only their own segment, a run of equal ids. −1 is padding, which no token sees, and
+            whose y is 0.
+        log_decay_BTH: g ≤ 0 for each token and head, as in ``linear_attention``; None: no decay.
         implementation: a name in ``IMPLEMENTATIONS``; None picks the fastest for this input on this device.
 
     Raises:
-        ValueError: shapes that do not agree, a decay above 0, a window below 1, or no implementation of that name.
-        TypeError: segment ids that are not whole numbers, or log decays that are not floating point.
-        NotImplementedError: a window or a decay without a mask, or what a named implementation cannot do.
+        ValueError: shapes do not agree, a log decay is above 0, a window is below 1, or the implementation is unknown.
+        TypeError: segment ids are not integers, or log decays are not floating point.
+        NotImplementedError: a window or a decay without a causal mask, or a call that the named implementation does not
+            support.
     """
     checks.check_shapes({"k_BTHD": (k_BTHD, q_BTHD.shape), "v_BTHD": (v_BTHD, q_BTHD.shape)}, "q_BTHD", q_BTHD.shape)
     checks.check_segments(segment_ids_BT, "q_BTHD", q_BTHD.shape)
@@ -85,7 +87,7 @@ def softmax_attention(
 
 
 def pick_implementation(dtype: jnp.dtype, head_width: int, *, segments: bool = False, log_decay: bool = False) -> str:
-    """What ``implementation=None`` of :func:`softmax_attention` means on the device that is traced for."""
+    """The implementation that None stands for in :func:`softmax_attention`, on the device that is traced for."""
     return "cudnn" if cudnn.refuses(dtype, head_width, segments, log_decay) is None else "blockwise"
 
 
@@ -98,22 +100,22 @@ def cached_attention(
     log_decay_BHS: Float[Array, "B H S"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Causal attention to a cache: query t of row b stands at position_B[b] + t among the keys.
+    """Causal attention to a cache: query t of row b has position position_B[b] + t among the keys.
 
-    Reads only what is filled. Not differentiable. S is at most ``CACHE_BLOCK``, or a multiple of it. One token at a
-    time has kernels of its own on a GPU, where a loop whose length the host does not know waits at every turn.
+    Reads only the filled part. Not differentiable. S is at most ``CACHE_BLOCK``, or a multiple of it. For one token on
+    a GPU there are separate kernels: a loop whose length the host does not know waits at every iteration.
 
     Args:
-        q_BTHD: queries of the T new tokens, whose keys the cache has already.
+        q_BTHD: queries of the T new tokens, whose keys are in the cache.
         k_BHSD: keys.
         v_BHSD: values.
         position_B: tokens of each row before the new ones.
-        log_decay_BHS: g ≤ 0 of each token, the new ones included; behind them may be anything. None: no decay.
+        log_decay_BHS: g ≤ 0 of each token, the new ones included; arbitrary after them. None: no decay.
         implementation: a name in ``CACHED_IMPLEMENTATIONS``; None picks the fastest for this input on this device.
 
     Raises:
-        ValueError: shapes that do not agree, a cache of another size, or no implementation of that name.
-        NotImplementedError: a named implementation cannot do what is asked.
+        ValueError: shapes do not agree, the cache has another size, or the implementation is unknown.
+        NotImplementedError: the named implementation does not support the call.
     """
     (B, _, H, D), S = q_BTHD.shape, k_BHSD.shape[2]
     expected: dict[str, tuple[Array, tuple[int, ...]]] = {

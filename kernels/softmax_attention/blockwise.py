@@ -1,9 +1,9 @@
 """Softmax attention in blocks of queries and keys: flash attention in plain JAX, for devices without such a kernel.
 
-An online softmax over blocks of keys, blocks above the diagonal skipped, those below it not masked, scores computed
-again in the backward pass, memory linear in T. With a window, blocks before it are skipped too. With log decays, their
-sum between key and query is added to the score: behind the key in its block, over whole blocks, and up to the query in
-its own (``kernels/decay.py`` says why it is never a difference).
+An online softmax over blocks of keys. Blocks above the diagonal are skipped, blocks below it need no mask, and the
+backward pass recomputes scores. Memory is linear in T. With a window, blocks before it are skipped too. With log
+decays, their sum between key and query is added to the score: from the key to the end of its block, over whole blocks,
+and up to the query in its own (``kernels/decay.py`` says why it is never a difference).
 
 Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018; Dao: "FlashAttention-2", 2023, algorithms 1, 2.
 """
@@ -24,10 +24,10 @@ from kernels.remat import kept
 from kernels.segments import HIDDEN, visible
 
 BLOCK = 256
-"""Queries, and keys, of a block at most. Of 64 to 1,024 the fastest forward and backward on two CPU cores, at contexts
+"""Most queries, and keys, of a block. The fastest of 64 to 1,024, forward and backward on two CPU cores, at contexts
 256 to 4,096 and 16 to 96 heads in a batch."""
 BLOCK_OF_FEW_HEADS = 512
-"""The same where a block of all heads has at most ``FEW_SCORES`` scores: there a step of the loop is short."""
+"""The same where a block of all heads has at most ``FEW_SCORES`` scores: there an iteration of the loop is short."""
 FEW_SCORES = 2**20
 CACHE_BLOCK = 512
 NO_BLOCKS = (0, 0)
@@ -35,7 +35,7 @@ NO_BLOCKS = (0, 0)
 
 def blockwise(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, runs_BT: Array | None, causal: bool,
               window: int | None = None, log_decay_BTH: Array | None = None) -> Array:
-    """Whole sequences, differentiable."""
+    """Whole sequences; differentiable."""
     B, T, H, _ = q_BTHD.shape
     block = block_size(T, B * H)
     q_BHTD, k_BHSD, v_BHSD = (pad_tokens(x.swapaxes(1, 2), block) for x in (q_BTHD, k_BTHD, v_BTHD))
@@ -48,14 +48,14 @@ def blockwise(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, runs_BT: Array | None
 
 
 def block_size(tokens: int, heads: int) -> int:
-    """Blocks of one size that are padded little; ``heads``: those of all rows of the batch."""
+    """The block size with little padding. ``heads``: those of all rows of the batch."""
     most = BLOCK_OF_FEW_HEADS if heads * BLOCK_OF_FEW_HEADS**2 <= FEW_SCORES else BLOCK
     blocks = -(-tokens // most)
     return tokens if blocks == 1 else -(-tokens // (8 * blocks)) * 8
 
 
 def pad_tokens(x_BHTD: Array, multiple: int) -> Array:
-    """x with zeros after its last token, to a multiple of tokens."""
+    """x padded with zeros to a multiple of tokens."""
     return jnp.pad(x_BHTD, ((0, 0), (0, 0), (0, -x_BHTD.shape[2] % multiple), (0, 0)))
 
 
@@ -79,12 +79,11 @@ def _mask(runs_BT: Array | None, causal: bool, window: int | None, T: int) -> Ca
 
 
 Bias = Callable[[bool, Array, Array], Array]
-"""bias(masked, i, j): what is added to the scores of query block i and key block j, (B, H, t, s), of a block that is
-masked or of one that is not."""
+"""bias(masked, i, j): added to the scores of query block i and key block j, (B, H, t, s); see ``_loop``."""
 
 
 def _decay_of(log_decay_BHT: Array | None, block: int) -> Callable[[Array], Bias] | None:
-    """decay(n): the sums of log decays where query block and key block are n, or n and an earlier or later one."""
+    """decay(n): the sums of log decays for query or key block n, and earlier or later blocks of the other."""
     if log_decay_BHT is None:
         return None
     parts = sums_over_parts(log_decay_BHT, block)
@@ -128,19 +127,19 @@ def _flash_forward(q_BHTD, k_BHSD, v_BHSD, runs_BT, log_decay_BHT, causal, windo
 
 
 def attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, mask, key_blocks, rows, block, *, decay=None, cached=False):
-    """y and the logarithm of its denominator, a block of queries at a time.
+    """y and the log of its denominator, one block of queries at a time.
 
-    ``key_blocks(i)``: from which to which block all queries of block i see all keys, and where they do not.
-    ``decay(i)``: what is added to the scores of query block i.
-    ``cached``: the keys and values are mostly room for later ones; what no block holds is neither read nor copied.
+    ``key_blocks(i)``: the key blocks that query block i sees without a mask, and those that need one.
+    ``decay(i)``: added to the scores of query block i.
+    ``cached``: keys and values are mostly unfilled, and blocks beyond the filled part are neither read nor copied.
     """
     B, H, T, D = q_BHTD.shape
     dtype = jnp.promote_types(jnp.float32, q_BHTD.dtype)
     scale = 1 / math.sqrt(D)
-    # One query uses each key once: copies in a form that is multiplied faster would take longer than the products.
+    # One query uses each key once: a copy into a faster layout would take longer than the products.
     one = cached and rows == 1
     multiply = functools.partial(jnp.einsum, preferred_element_type=dtype) if one else product
-    # With a column of ones the product with v sums the weights too, as they are after rounding.
+    # With a column of ones the product with v also sums the weights, as rounded.
     ones_BHSD = v_BHSD if cached else with_ones(v_BHSD)
 
     def weighed(weights_BHts, j):
@@ -182,19 +181,20 @@ def with_ones(v_BHSD):
 def loop(spans, body, carry):
     """``body(masked, i, carry)`` for all i of two spans, the second of which is masked."""
     for masked, (start, stop) in zip((False, True), spans, strict=True):
-        if not (isinstance(start, int) and isinstance(stop, int) and start >= stop):  # it would be compiled
+        if not (isinstance(start, int) and isinstance(stop, int) and start >= stop):  # an empty loop would be compiled
             carry = lax.fori_loop(start, stop, functools.partial(body, masked), carry)
     return carry
 
 
 def _flash_backward(causal, window, T, block, saved, dy_BHTD):
-    """Key blocks outside, query blocks inside, so that only dq is added up in memory.
+    """Key blocks outside, query blocks inside, so that only dq is accumulated in memory.
 
-    The log decay of token l is in the scores of the pairs j < l ≤ t: those of all queries t ≥ l, less those of all keys
-    j ≥ l. Every pair adds its gradient to its query and takes it from its key, and tokens are summed from the last.
+    The log decay of token l is in the scores of the pairs j < l ≤ t: those of all queries t ≥ l, minus those of all
+    keys j ≥ l. Every pair adds its gradient to its query and subtracts it from its key, and tokens are summed from the
+    last.
 
-    dk and dv are summed over queries, and are computed with their two axes exchanged: then no block of T × S is turned
-    round for a product, only blocks of T × D.
+    dk and dv are summed over queries, and are computed with their two axes exchanged, so that products transpose no
+    block of T × S, only blocks of T × D.
     """
     q_BHTD, k_BHSD, v_BHSD, runs_BT, log_decay_BHT, y_BHTD, logsumexp_BHT = saved
     dtype = logsumexp_BHT.dtype

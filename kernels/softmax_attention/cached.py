@@ -1,5 +1,5 @@
-"""Attention of new tokens to a cache of keys and values in plain JAX: the blocks of :mod:`blockwise`, of what is
-filled."""
+"""Attention of new tokens to a cache of keys and values in plain JAX: the blocks of :mod:`blockwise`, over the filled
+part."""
 
 from collections.abc import Callable
 
@@ -12,9 +12,9 @@ from kernels.decay import sums_after, sums_between, sums_through
 from kernels.softmax_attention.blockwise import NO_BLOCKS, Bias, attend_by_blocks, block_size, pad_tokens
 
 CACHE_BLOCK = 512
-"""Keys of a cache read at once, where a block meets one query and is cheap."""
+"""Keys of a cache per block."""
 CACHE_BLOCK_CPU = 256
-"""The same on a CPU; it divides the other. Fewer keys are read past the last one."""
+"""The same on a CPU: fewer keys are read past the last one. It divides ``CACHE_BLOCK``."""
 
 
 def cached_blockwise(q_BTHD: Array, k_BHSD: Array, v_BHSD: Array, position_B: Array,
@@ -44,7 +44,7 @@ def cached_blockwise(q_BTHD: Array, k_BHSD: Array, v_BHSD: Array, position_B: Ar
 def _decay_of(log_decay_BHS: Array, position_B: Array, rows: int, block: int) -> Callable[[Array], Bias]:
     """decay(i): the sums of log decays between the keys and block i of the new tokens.
 
-    Of a key before the block of queries: behind it up to the first of them, and through each.
+    For a key before the block of queries: from the key to the first query, and up to each query.
     """
     S = log_decay_BHS.shape[2]
     padded_BHS = jnp.pad(log_decay_BHS, ((0, 0), (0, 0), (0, rows)))

@@ -1,4 +1,4 @@
-"""Calls of softmax attention: what tests hold to the definition, what is compiled for a GPU, what is timed."""
+"""Calls of softmax attention for tests, ``make gpu-check`` and benchmarks."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -10,11 +10,11 @@ import numpy as np
 from kernels.cases import REFERENCE, Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
 from kernels.softmax_attention.api import cached_attention, softmax_attention
 
-# float64, float32: rounding of some hundred sums and exponentials, and nothing else. bfloat16: two to three roundings
-# to 8 bits (weights, result, gradients of scores), 1.1e-3 RMS each.
+# float64, float32: rounding of a few hundred sums and exponentials. bfloat16: two to three roundings to 8 bits
+# (weights, result, gradients of scores), 1.1e-3 RMS each.
 TOLERANCES = {"float64": 1e-13, "float32": 3e-6, "bfloat16": 6e-3}
-# Keys and values are taken as they are and multiplied in float32: only the result is rounded, to 8 and to 11 bits, by
-# at most half a unit in the last place.
+# Keys and values are multiplied in float32 as they are. Only the result is rounded, to 8 and to 11 bits, by at most
+# half a unit in the last place.
 DECODE_TOLERANCES = {"float32": 2e-6, "bfloat16": 2**-8, "float16": 2**-11}
 
 
@@ -48,7 +48,7 @@ class SoftmaxCase(Case):
 
     def make_inputs(self) -> dict[str, np.ndarray]:
         drawn = super().make_inputs()
-        # Some weights near 1: the running maximum matters.
+        # Some weights near 1, so that the running maximum matters.
         drawn["q"] = drawn["q"] * np.asarray(3, drawn["q"].dtype)
         if self.log_decay is not None:
             drawn["log_decay"] = draw_log_decay(self.log_decay, self.make_shapes()["log_decay"],
@@ -64,7 +64,7 @@ class SoftmaxCase(Case):
 
 @dataclass(frozen=True)
 class CachedCase(Case):
-    """A call of ``cached_attention``: T new tokens, and a cache with room for S, filled differently in each row."""
+    """A call of ``cached_attention``: T new tokens, and a cache of S, filled to a different length in each row."""
 
     B: int
     T: int
@@ -102,7 +102,7 @@ class CachedCase(Case):
 
 def _small(title: str, T: int, *, block: int = 16, dtype: str = "float64",
            implementations: tuple[str, ...] = ("blockwise",), **options: Any) -> SoftmaxCase:
-    """Small, in blocks that are smaller still."""
+    """Small, with smaller blocks."""
     constants = tuple((f"kernels.softmax_attention.blockwise.{name}", block)
                       for name in ("BLOCK", "BLOCK_OF_FEW_HEADS"))
     return SoftmaxCase(3, T, 2, 6, dtype=dtype, title=f"{title}, {dtype}", implementations=implementations,
@@ -111,7 +111,7 @@ def _small(title: str, T: int, *, block: int = 16, dtype: str = "float64",
 
 def _cached(T: int, S: int, D: int, dtype: str = "float32", implementation: str = "decode", B: int = 3,
             tolerance: float | None = None, log_decay: LogDecay | None = None) -> CachedCase:
-    """Small, in blocks that are smaller still."""
+    """Small, with smaller blocks."""
     bytes_of_16_keys = 16 * D * jnp.dtype(dtype).itemsize
     return CachedCase(B, T, S, 2, D, dtype=dtype, implementations=(implementation,), gradients=False,
                       gpu_kernels=("softmax_decode_",) if implementation == "decode" else (),
@@ -125,7 +125,7 @@ def _cached(T: int, S: int, D: int, dtype: str = "float32", implementation: str 
 
 
 def _compiled(B: int, S: int, H: int, D: int, dtype: str = "bfloat16") -> CachedCase:
-    """Compiled for a GPU, and not run."""
+    """Compiled for a GPU, not run."""
     return CachedCase(B, 1, S, H, D, dtype=dtype, used_by=("gpu-check",), gradients=False,
                       gpu_kernels=("softmax_decode_splits", "softmax_decode_combine"),
                       tolerance=DECODE_TOLERANCES[dtype])
@@ -163,12 +163,11 @@ CASES: tuple[Case, ...] = (
     # Weights and y are rounded to 8 bits.
     *(_cached(T, 64, 6, dtype, "blockwise", tolerance={"float32": 3e-6, "bfloat16": 6e-3}[dtype])
       for T in (1, 16, 40) for dtype in ("float32", "bfloat16")),
-    # Any room and width, and more than one turn of all splits.
+    # Any size and width, and more than one iteration of all splits.
     *(_cached(1, S, D) for S, D in ((1, 8), (16, 1), (32, 48), (48, 100), (64, 6))),
     _cached(1, 160, 8, B=9),
     *(_cached(1, 320, 64, dtype) for dtype in ("bfloat16", "float16")),
-    # The benchmark's shapes and one of everything the kernels can be asked; a cache of more than 4 GiB is indexed in
-    # 64 bits.
+    # The benchmark's shapes and every option of the kernels. A cache of more than 4 GiB is indexed with 64 bits.
     _compiled(1, 65536, 12, 64),
     _compiled(32, 65536, 12, 64),
     _compiled(1, 524288, 25, 64),

@@ -1,14 +1,14 @@
 """Softmax attention of one new token to a cache on a GPU: two Pallas kernels.
 
-Decoding reads every key and value that is filled and does next to nothing with them, so it takes as long as the memory
-needs. One query per head is too few programs to keep a GPU's memory busy; hence *split* programs share the keys of a
-head, the blocks of keys dealt out in turn: each has its share however much of the cache is filled, and those that run
-at a time read neighbours. What is not filled is not read. A second kernel puts the splits together; nothing is added
-up by atomics, so two runs give the same bits.
+Decoding reads every filled key and value and computes little with them, so memory bandwidth limits it. One query per
+head is too few programs to keep the memory busy. Hence several *split* programs share the keys of a head, with its
+blocks of keys assigned in turn: the work is even whatever part of the cache is filled, and concurrent programs read
+neighbouring blocks. The unfilled part is not read. A second kernel combines the splits. No atomics: results are
+deterministic.
 
-Inside a program each place of a block has an online softmax of its own, over the keys that come to lie there: the loop
-adds up nothing across keys, and no warp waits for another where a key has at most 512 bytes. Products are sums in
-float32 on the ordinary units, which the memory leaves idle.
+Inside a program each position of a block has its own online softmax, over the keys of that position: the loop reduces
+nothing across keys, and warps do not wait for each other where a key has at most 512 bytes. Products are float32 sums
+on the CUDA cores, which are idle while memory is read.
 
 Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018; Dao, Haziza, Massa, Sizov: "Flash-Decoding for
 long-context inference", 2023 (keys split among programs).
@@ -32,10 +32,10 @@ WIDTHS = (1, 256)
 """Least and greatest D."""
 WARPS = 4
 BLOCK_BYTES = 8192
-"""Bytes of keys that a program has on their way to it at a time, and as many of values: 64 of either to a thread."""
+"""Bytes of keys in flight per program, and as many of values: 64 of each per thread."""
 PROGRAMS_PER_CORE = 4
-"""Splits are added until a multiprocessor has this many programs: 64 KiB on their way to it, where 5 TB/s at a delay of
-1 µs, over 132 multiprocessors, are 38 kB. By this arithmetic, not by measurement."""
+"""Splits are added until a multiprocessor has this many programs: 64 KiB in flight, where a bandwidth of 5 TB/s with a
+latency of 1 µs over 132 multiprocessors takes 38 kB. Calculated, not measured."""
 MOST_SPLITS = 128
 
 
@@ -47,20 +47,21 @@ def softmax_decode(
     *,
     splits: int | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Attention of one query a row to the keys 0 … position_B[b], by the kernels of this file; y has the values' dtype.
+    """Attention of one query per row to the keys 0 … position_B[b], by the kernels of this file; y has the values'
+    dtype.
 
-    Without a GPU in interpret mode, which is slow and for tests. Not differentiable. Reads the filled keys and values
-    once, and of what lies beyond nothing.
+    Without a GPU the kernels are interpreted, which is slow and for tests. Not differentiable. Reads the filled keys
+    and values once, and nothing beyond.
 
     Args:
-        q_BTHD: queries; T has to be 1.
+        q_BTHD: queries; T must be 1.
         k_BHSD: keys; any S, D from 1 to 256.
         v_BHSD: values.
-        position_B: where each row's query stands; beyond S − 1 it sees the whole cache.
+        position_B: position of each row's query; beyond S − 1 it sees the whole cache.
         splits: programs that share the keys of a head, a power of two; None picks by B·H, S and the device.
 
     Raises:
-        NotImplementedError: what these kernels do not do.
+        NotImplementedError: the kernels do not support the call.
     """
     refusal = refuses(q_BTHD, k_BHSD, v_BHSD, splits=splits)
     if refusal is not None:
@@ -69,7 +70,7 @@ def softmax_decode(
     width = pl.next_power_of_2(D)
     block = BLOCK_BYTES // (width * k_BHSD.dtype.itemsize)
     N = splits or pick_splits(B * H, -(-S // block))
-    # Grid: splits, heads, sequences; the first is the fastest.
+    # Grid: splits, heads, sequences; splits vary fastest.
     cache = pl.BlockSpec((None, None, S, width), lambda n, h, b: (b, h, 0, 0))
     a_split = pl.BlockSpec((None, None, None), lambda n, h, b: (b, h, n))
     parts = pl.pallas_call(
@@ -85,7 +86,7 @@ def softmax_decode(
         name="softmax_decode_splits",
     )(position_B.astype(jnp.int32), q_BTHD, k_BHSD, v_BHSD)
 
-    tile = min(width, 32)  # many small programs: the GPU has nothing else to do
+    tile = min(width, 32)  # many small programs, because the GPU is otherwise idle
     of_head = pl.BlockSpec((None, None, N), lambda u, h, b: (b, h, 0))
     y_BTHD = pl.pallas_call(
         _combine_kernel,
@@ -102,7 +103,7 @@ def softmax_decode(
 
 def refuses(q_BTHD: Any, k_BHSD: Any, v_BHSD: Any, *, splits: int | None = None,
             log_decay: bool = False) -> str | None:
-    """Why these kernels cannot do something; None where they can."""
+    """Why these kernels do not support a call; None if they do."""
     if log_decay:
         return "it does not support log decays"
     if q_BTHD.shape[1] != 1:
@@ -118,21 +119,21 @@ def refuses(q_BTHD: Any, k_BHSD: Any, v_BHSD: Any, *, splits: int | None = None,
 
 
 def pick_splits(heads: int, blocks: int) -> int:
-    """Programs for each of B·H heads on the default device: a power of two, no more than there are blocks of keys."""
+    """Programs for each of B·H heads on the default device: a power of two, at most the number of key blocks."""
     wanted = -(-PROGRAMS_PER_CORE * device.cores() // heads)
     return min(pl.next_power_of_2(wanted), pl.next_power_of_2(blocks), MOST_SPLITS)
 
 
 def _split_kernel(position_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, y_ref: Any, most_ref: Any, total_ref: Any, *,
                   S: int, D: int, block: int, splits: int) -> None:
-    """A program: one sequence, head and split. The y of its keys before the division, the greatest of their scores,
-    and the sum of weights, both of the latter relative to it."""
+    """A program: one sequence, head and split. Writes y of its keys before the division, the maximum of their scores,
+    and the sum of weights; y and the sum are relative to the maximum."""
     width = q_ref.shape[0]
     split = pl.program_id(0)
     filled = jnp.minimum(position_ref[...] + 1, S)
     d_D = lax.broadcasted_iota(jnp.int32, (1, width), 1)
     of_head_1D = d_D < D
-    # Beyond the head's width lies the next head, and after the last nothing.
+    # Beyond the head's width lies the next head, or the end of the array.
     q_D = triton.load(q_ref, mask=of_head_1D[0], other=0.0) if width != D else q_ref[...]
     q_D = q_D.astype(jnp.float32) / math.sqrt(D)
 
@@ -144,7 +145,7 @@ def _split_kernel(position_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, y_ref: 
         shown_sD = jnp.broadcast_to(seen_s[:, None], (block, width))
         if width != D:
             shown_sD &= of_head_1D
-        # Both on their way before either is used.
+        # Start both loads before either is used.
         k_sD = triton.load(k_ref.at[rows, :], mask=shown_sD, other=0.0)
         v_sD = triton.load(v_ref.at[rows, :], mask=shown_sD, other=0.0)
         scores_s = jnp.where(seen_s, jnp.sum(k_sD.astype(jnp.float32) * q_D[None, :], axis=1), HIDDEN)

@@ -1,4 +1,4 @@
-"""Softmax attention straight from its definition: all T × T scores at once. Slow, obvious, what the rest is held to.
+"""Softmax attention by its definition, all T × T scores at once: slow, and the reference for tests.
 
     y_t = Σ_{s≤t} exp(q_t·k_s / √D) v_s / Σ_{s≤t} exp(q_t·k_s / √D)
 
@@ -38,16 +38,16 @@ def materialised(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, runs_BT: Array | N
 
 def cached_reference(q_BTHD: Array, k_BHSD: Array, v_BHSD: Array, position_B: Array,
                      log_decay_BHS: Array | None = None) -> Array:
-    """The same for a cache: query t of row b sees the keys 0 … position_B[b] + t."""
+    """The definition, for a cache: query t of row b sees the keys 0 … position_B[b] + t."""
     (_, T, _, D), S = q_BTHD.shape, k_BHSD.shape[2]
     dtype = jnp.promote_types(jnp.float32, q_BTHD.dtype)
     scores_BHTS = jnp.einsum("bthd,bhsd->bhts", q_BTHD, k_BHSD, preferred_element_type=dtype) / math.sqrt(D)
     seen_BTS = jnp.arange(S)[None, None] <= (position_B[:, None] + jnp.arange(T)[None])[..., None]
     if log_decay_BHS is not None:
-        scores_BHTS += jax.vmap(lambda seen_TS, log_decay_HS: jnp.stack(  # of a query, what is behind each key it sees
+        scores_BHTS += jax.vmap(lambda seen_TS, log_decay_HS: jnp.stack(  # for each query, the sum of g after each key
             [sums_after(jnp.where(seen_S[None], log_decay_HS, 0), axis=1) for seen_S in seen_TS], axis=1))(
                 seen_BTS, log_decay_BHS)
     weights_BHTS = jax.nn.softmax(jnp.where(seen_BTS[:, None], scores_BHTS, HIDDEN), axis=-1).astype(v_BHSD.dtype)
-    # What is not seen may be anything, such as no number.
+    # Unseen values may be anything, such as NaN.
     v_BHSD = jnp.where(seen_BTS[:, -1][:, None, :, None], v_BHSD, 0)
     return jnp.einsum("bhts,bhsd->bthd", weights_BHTS, v_BHSD)
