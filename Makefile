@@ -1,11 +1,10 @@
-# Nothing but `make`, `bash`, a network path to the package index and some Python is needed on the machine.
+# The machine needs only `make`, `bash`, some Python and access to the package index.
 
-# A virtual environment that is active, and settings of uv that choose a Python or versions, do not count here; those
-# that say how the package index is reached do.
+# Ignores an active virtual environment and uv's settings for Python and versions, but not those for the package index.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME PYTHONPATH \
 	UV_PYTHON UV_SYSTEM_PYTHON UV_BREAK_SYSTEM_PACKAGES UV_RESOLUTION UV_PRERELEASE UV_EXCLUDE_NEWER UV_TORCH_BACKEND
 
-# CUDA may also be an environment variable that means something else (a folder): only 0 and 1 count.
+# The environment variable CUDA may be something else, such as a folder: only 0 and 1 count.
 ifeq ($(origin CUDA),command line)
 ifeq ($(filter 0 1,$(CUDA)),)
 $(error CUDA=$(CUDA): expected CUDA=1, the GPU build of jax, or CUDA=0, the CPU build)
@@ -20,14 +19,14 @@ cuda_build := --requirement requirements.lock --requirement pyproject.toml --ext
 
 .PHONY: help setup check test-fast test test-thorough lint gpu-check quickstart lock clean always
 
-help:  ## list what can be made
+help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
 setup:  ## build .venv from requirements.lock; with CUDA=1 the GPU build of jax
 	@$(MAKE) --no-print-directory $(venv) CUDA=$(or $(cuda),0)
 	@echo 'Set up. To use it: . .venv/bin/activate'
 
-# Where nothing is said about CUDA, it stays as it was. The file holds the arguments of the build.
+# Without CUDA=… the build stays as it was. The file has the arguments of the build.
 $(venv): requirements.lock $(if $(cuda),always)
 	@if [ '$(cuda)' = 1 ] || { [ -z '$(cuda)' ] && grep -qs -e '--extra cuda' $@; }; then \
 		bash scripts/environment.sh .venv $(cuda_build); \
@@ -48,29 +47,28 @@ quickstart: $(venv)  ## train softmax, chunked and gated, compare them on one pa
 pytest := $(python) -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 # The type checker keeps one core busy, the tests the other.
-check: $(venv)  ## lint and the fast tests, for the edit loop: under a minute on 2 cores
+check: $(venv)  ## lint and the fast tests, for the edit loop: 1 minute on 2 cores
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint test-fast
 
 test-fast: $(venv)
 	$(python) -m pytest -q -m 'fast and not heavy and not thorough'
 
-test: $(venv)  ## run the tests, without the longest: some 10 minutes on 2 cores
+test: $(venv)  ## run all but the longest tests: 10 minutes on 2 cores
 	$(pytest) -m 'not thorough'
 
-test-thorough: $(venv)  ## run the others, such as whole runs and commands: some 12 minutes
+test-thorough: $(venv)  ## run the longest tests, such as whole runs and commands: 12 minutes
 	$(pytest) -m thorough
 
-# pyright comes whole in its wheel and runs on the node of another wheel; without the first setting it asks an index
-# on the internet for newer versions.
+# pyright and its node come as wheels; without this setting it looks for newer versions on the internet.
 lint: $(venv)  ## ruff, import-linter and pyright
 	$(python) -m ruff check .
 	.venv/bin/lint-imports --no-cache --no-logo
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(python) -m pyright
 
-gpu-check:  ## compile kernels and training steps for an H200, without one: some 14 minutes on 2 cores, 3 GB of disk
+gpu-check:  ## compile kernels and training steps for an H200, without one: 14 minutes on 2 cores, 3 GB of disk
 	@bash scripts/gpu_check.sh
 
-lock:  ## make requirements.lock again, after a change of the dependencies in pyproject.toml
+lock:  ## update requirements.lock after a change of the dependencies in pyproject.toml
 	bash scripts/uv.sh pip compile --quiet --universal --python-version 3.12 --extra dev \
 		--generate-hashes --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" \
 		pyproject.toml --output-file requirements.lock

@@ -2,8 +2,8 @@
 
     python train.py configs/copy_task.py --attention linear --run-dir runs/copy-linear
 
-A small model for a CPU, in minutes; the paper's has 4 layers of width 256 and 10,000 updates. What softmax, linear and
-reformer reach is in lra/README.md.
+A small model that trains on a CPU in minutes. The paper's has 4 layers of width 256 and 10,000 updates. lra/README.md
+has the results of softmax, linear and reformer.
 """
 
 from configs.schema import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig

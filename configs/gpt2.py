@@ -1,6 +1,6 @@
-"""What the recipes of the four GPT-2 sizes share: 2¹⁹ tokens an update at every context, AdamW, softplus features.
+"""The common part of the four GPT-2 recipes: 2¹⁹ tokens per update at every context, AdamW, softplus features.
 
-A recipe is ``configs/gpt2_SIZE.py``; this file is none.
+The recipes are ``configs/gpt2_SIZE.py``.
 """
 
 from configs.schema import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
@@ -9,7 +9,7 @@ UPDATE_TOKENS = 2**19
 
 
 def gpt2(attention: str, *, layers: int, heads: int, width: int, learning_rate: float, accumulate: int) -> Config:
-    """The set-up that linear GPT-2 was published with; the tokens of the data fit GPT-2's vocabulary of 50,257."""
+    """The set-up of published linear GPT-2. The data must fit GPT-2's vocabulary of 50,257 tokens."""
     linear = {"feature_map": "softplus"}  # as published for linear GPT-2
     return Config(
         model=ModelConfig(layers=layers, heads=heads, width=width, context=1024,

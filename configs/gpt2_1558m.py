@@ -1,12 +1,12 @@
-"""GPT-2 XL, 1,557,611,200 parameters, on a folder of GPT-2 tokens, as published: 2¹⁹ tokens an update.
+"""GPT-2 XL, 1,557,611,200 parameters, on a folder of GPT-2 tokens, as published: 2¹⁹ tokens per update.
 
     python -m data.prepare TEXT_OR_DATASET --tokenizer gpt2 --out data/corpus
     python train.py configs/gpt2_1558m.py --attention chunked --data.dir data/corpus --run-dir runs/1558m-chunked
 
-Another context, up to 65,536, keeps the tokens of an update, for the batch follows it: --model.context 8192 is 64
-sequences. On fewer or smaller devices raise --train.accumulate. The learning rate is the one of this size in Brown et
-al., "Language Models are Few-Shot Learners", 2020, table 2.1. It has not been run to its end with this version, so no
-time and no loss are given here.
+The batch adapts to the context, up to 65,536, so that an update keeps its tokens: --model.context 8192 has 64
+sequences. On fewer or smaller devices, raise --train.accumulate. The learning rate is that of this size in Brown et
+al., "Language Models are Few-Shot Learners", 2020, table 2.1. There is no complete run of this version yet, hence no
+time and no loss.
 """
 
 from configs.gpt2 import gpt2

@@ -1,13 +1,13 @@
-"""Multi-query associative recall: how many pairs of key and value a model carries in its context.
+"""Multi-query associative recall: how many key-value pairs a model recalls from its context.
 
     python train.py configs/mqar.py --attention softmax --run-dir runs/mqar-softmax
     python train.py configs/mqar.py --data.source mqar:length=128,pairs=16,vocabulary=64 --model.context 128 \\
         --attention chunked --model.heads 4
 
-Linear attention carries the pairs in width² / heads numbers a layer: more heads, a smaller state. On two CPU cores
-softmax recalls all of 8 pairs after 400 steps and 20 s; chunked, after 2,000, none (val loss 0.0002 and 1.82, accuracy
-1.0 and 0.25, where guessing among the values given has 1.80 and 0.26). With ``--optimizer.learning-rate 3e-3`` and
-4,000 steps it learns 2 pairs, and half of 4. The runs are in benchmarks/results/mqar.md.
+Linear attention has a state of width² / heads elements per layer: more heads, a smaller state. On two CPU cores softmax
+recalls all of 8 pairs after 400 steps and 20 s; chunked recalls none after 2,000 (val loss 0.0002 and 1.82, accuracy
+1.0 and 0.25, where guessing among the given values has 1.80 and 0.26). With ``--optimizer.learning-rate 3e-3`` and
+4,000 steps chunked learns 2 pairs, and half of 4. The runs are in benchmarks/results/mqar.md.
 """
 
 from configs.schema import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig

@@ -3,8 +3,8 @@
     make quickstart
     python train.py configs/quickstart.py --attention chunked --run-dir runs/quickstart-chunked
 
-Two and a half minutes of training a run. benchmarks/results/quickstart.md has the losses to expect, from three seeds,
-and the search that chose the learning rate.
+A run trains for two and a half minutes. benchmarks/results/quickstart.md has the expected losses, from three seeds, and
+the search for the learning rate.
 """
 
 from configs.schema import CheckpointConfig, Config, ModelConfig, OptimizerConfig, TrainConfig

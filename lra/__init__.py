@@ -1,1 +1,1 @@
-"""Long Range Arena: the benchmark of efficient attentions by Tay et al., on our models and modes."""
+"""Long Range Arena: the benchmark of efficient attentions by Tay et al., with our models and modes."""

@@ -1,8 +1,7 @@
-"""Long Range Arena's table of accuracies: what ``lra.train`` left in RUN/test.json, for ``lra.table accuracy``.
+"""Long Range Arena's table of accuracies, from the test.json of runs of ``lra.train``, for ``lra.table accuracy``.
 
-One row a mode, with the mean and the standard deviation over seeds, and under it what was published of that mode; one
-column a task, or more where runs had different data of it. Beside it stands what guessing reaches on the same test
-examples.
+A row is a mode, with the mean and the standard deviation over seeds, followed by its published rows. A column is a
+task, or one version of its data. Baselines are scored on the same test examples.
 """
 
 import functools
@@ -34,51 +33,51 @@ SAME = ("checkpoint", "logging")
 
 @dataclass(frozen=True)
 class Run:
-    """A run that was scored."""
+    """A scored run."""
 
     name: str
-    """The folder's, with as many of those above it as tell it from other runs."""
+    """Name of the folder, with as many of its parents as make it unique."""
     task: str
     attention: str
     seed: int
     accuracy: float
     examples: int
-    """Of the test split."""
+    """Examples of the test split."""
     trained_on: int
     """Examples of the train split."""
     context: int
-    """Tokens of an example at most."""
+    """Maximum number of tokens of an example."""
     step: int
-    """Updates of the parameters that were scored."""
+    """Step of the scored checkpoint."""
     parameters: int
     train_seconds: float | None
-    """Of training, from start to end; None where its metrics are not there."""
+    """Total training time; None without metrics."""
     baselines: dict[str, float]
-    """Accuracy of guessers."""
+    """Accuracy of the baselines."""
     command: str
     checksum: str
-    """Of the data."""
+    """Checksum of the data."""
     setup: str
-    """Equal for runs that differ in their seed alone."""
+    """Equal for runs that differ only in their seed."""
 
     @property
     def standard_error(self) -> float:
-        """Of the accuracy, for the test examples are a sample."""
+        """Standard error of the accuracy, over test examples."""
         return math.sqrt(self.accuracy * (1 - self.accuracy) / self.examples)
 
     @property
     def beyond(self) -> str:
-        """The best guesser that the run is better than by two standard errors; ``nothing`` where there is none."""
+        """The best baseline that the run exceeds by two standard errors; ``nothing`` if there is none."""
         below = {name: value for name, value in self.baselines.items()
                  if value < self.accuracy - 2 * self.standard_error}
         return max(below, key=below.__getitem__, default="nothing")
 
 
 def load(path: Path) -> Run:
-    """A run.
+    """Loads a run.
 
     Raises:
-        ConfigError: there is no such folder, or it is no run of ``lra.train``.
+        ConfigError: the folder does not exist, or is not a run of ``lra.train``.
         DataError: the run is not scored yet, or a file is damaged.
         RunError: its ``config.json`` has another format.
     """
@@ -94,7 +93,7 @@ def load(path: Path) -> Run:
         found = read_json(path / "test.json", DataError)
         config = {name: group for name, group in config.items() if name not in SAME}
         config["train"].pop("seed")
-        config["data"].pop("dir")  # the same data may lie elsewhere
+        config["data"].pop("dir")  # the same data may be in another folder
         for number in (found["accuracy"], *found["baselines"].values()):
             if not 0 <= number <= 1:
                 raise ValueError(f"{number} is not an accuracy")
@@ -115,10 +114,10 @@ def _train_seconds(metrics: Path) -> float | None:
 
 
 def load_all(paths: Sequence[Path]) -> tuple[list[Run], list[LineargptError]]:
-    """The runs, in the order of tasks, and why others are left out.
+    """The runs, in the order of tasks, and the errors of those left out.
 
     Raises:
-        ConfigError: a folder that is no run of ``lra.train``, or two runs of one set-up and seed.
+        ConfigError: a folder is not a run of ``lra.train``, or two runs have the same set-up and seed.
     """
     runs, left_out, seen = {}, [], {}
     for path in paths:
@@ -135,15 +134,15 @@ def load_all(paths: Sequence[Path]) -> tuple[list[Run], list[LineargptError]]:
 
 
 def _name(path: Path, paths: Iterable[Path]) -> str:
-    """The last folders of a path, as many as tell it from the others."""
+    """The last parts of a path, as many as make it unique."""
     return next(Path(*path.parts[-count:]).as_posix() for count in range(1, len(path.parts) + 1)
                 if all(other == path or other.parts[-count:] != path.parts[-count:] for other in paths))
 
 
 def table(runs: Sequence[Run]) -> tuple[list[Run], dict[str, dict[str, list[Run]]]]:
-    """The columns, each as one of its runs; and the rows: by their name, the runs of each column's data, a run a seed.
+    """The columns, each as one of its runs; and the rows by name: the runs of each column, one per seed.
 
-    A mode is one row, but where it has two set-ups on the same data: they are rows of their own, told by a run's name.
+    A mode has one row, unless it has two set-ups on the same data: these have a row each, with a run's name.
     """
     columns = list({run.checksum: run for run in runs}.values())
     setups: dict[str, list[Run]] = {}
@@ -161,12 +160,12 @@ def table(runs: Sequence[Run]) -> tuple[list[Run], dict[str, dict[str, list[Run]
 
 
 def counterparts(published: Mapping[str, Any], mode: str) -> list[Mapping[str, Any]]:
-    """The published rows of a mode; that of the benchmark comes first."""
+    """The published rows of a mode; the benchmark's own comes first."""
     return [row for row in published["rows"] if row.get("mode") == mode]
 
 
 def average(row: Mapping[str, Any]) -> tuple[float, int]:
-    """Of a published row, a failed task counted as guessing between two classes; and of how many tasks."""
+    """Average of a published row, with failed tasks counted as 50 %, and its number of tasks."""
     values = [50.0 if row[task] == "failed" else row[task] for task in TASKS if task in row]
     return float(np.mean(values)), len(values)
 
@@ -174,7 +173,7 @@ def average(row: Mapping[str, Any]) -> tuple[float, int]:
 def markdown(runs: Sequence[Run], published: Mapping[str, Any], origin: Mapping[str, Any]) -> str:
     """The tables."""
     columns, rows = table(runs)
-    # Tasks without a run have a column for what was published.
+    # Tasks without a run have a column for the published results.
     tasks: list[tuple[str, Run | None]] = [
         (task, column) for task in TASKS
         for column in ([column for column in columns if column.task == task] or [None])]
@@ -228,7 +227,7 @@ def markdown(runs: Sequence[Run], published: Mapping[str, Any], origin: Mapping[
 
 
 def mean_and_deviation(seeds: Sequence[Run]) -> tuple[float, float | None]:
-    """Of the accuracies; one seed has no deviation."""
+    """Mean and standard deviation of the accuracies; the latter is None for one seed."""
     values = [run.accuracy for run in seeds]
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
 
@@ -239,7 +238,7 @@ def percent(value: float, spread: float | None) -> str:
 
 
 def contents(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the JSON file holds."""
+    """The contents of the JSON file."""
     _, rows = table(runs)
     return {"rows": [
         {"row": name, "task": seeds[0].task, "seeds": [run.seed for run in seeds], "accuracy": mean,
@@ -250,8 +249,8 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def draw(path: Path, runs: Sequence[Run], published: Mapping[str, Any]) -> None:
-    """A panel a column: bars of the modes, a diamond on each where the benchmark's own of that mode came to, and lines
-    where guessers and the Transformer of the benchmark come to."""
+    """A panel per column: bars for the modes, diamonds for their published results, lines for the baselines and the
+    published Transformer."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -296,7 +295,7 @@ def draw(path: Path, runs: Sequence[Run], published: Mapping[str, Any]) -> None:
 @functools.partial(report.Benchmark, module="lra.table accuracy", files=True, flags={
     "RUNS": {"nargs": "+", "metavar": "RUN", "type": Path, "help": "folders of runs of lra.train"}})
 def make_table(options: Namespace, results: report.Results) -> int:
-    """Makes the table; returns 1 where a run had to be left out."""
+    """Makes the table; returns 1 if a run was left out."""
     runs, left_out = load_all(options.runs)
     for error in left_out:
         status(f"left out: {error}")

@@ -1,17 +1,15 @@
-"""How far the approximations are from softmax attention: against FAVOR's features, Linformer's k, Reformer's rounds.
+"""Errors of approximations to softmax attention, against FAVOR's features, Linformer's k and Reformer's hash rounds.
 
     python -m lra.approximation --out lra/results/approximation
 
-Outputs are compared with those of exact attention on the same queries, keys and values, drawn from normal distributions
-that make the weights of a query neither equal nor all on one key: RMS(error) / RMS(exact), median over draws of what is
-random in the approximation. Of FAVOR, random directions are orthogonal or independent, and the cosine features of the
-paper before it stand beside. Linformer's E, which is learned, is fitted to these inputs. Reformer is compared with
-softmax attention of its own kind, whose keys are its queries' directions. NAME.json has the numbers, NAME.png the
-curves.
+Outputs are compared with those of exact attention on the same queries, keys and values. Their normal distributions make
+the weights of a query neither equal nor concentrated on one key. The error is RMS(error) / RMS(exact), as the median
+over random draws of the approximation. FAVOR has orthogonal or independent directions, or the earlier cosine features.
+Linformer's E, a learned parameter, is fitted to these inputs. Reformer is compared with softmax attention whose keys
+are its queries' directions. NAME.json has the values, NAME.png the curves.
 
-The last panel shows what the mean over many draws comes to: the matrix of weights exp(q·k/√D) estimated by FAVOR is
-unbiased, so that its error falls with the draws for ever; the output, a ratio of two estimates, is biased, and its
-error stays.
+The last panel shows the mean over many draws. FAVOR's estimate of the weights exp(q·k/√D) is unbiased: its error keeps
+falling with the draws. The output is a ratio of two estimates, hence biased: its error levels off.
 """
 
 from support import interrupts
@@ -48,7 +46,7 @@ K = (16, 32, 64, 128, 256, 512)
 ROUNDS = (1, 2, 4, 8, 16)
 FIT_STEPS = 300
 FIT_RATE = 3e-3
-"""Adam's, of Linformer's E."""
+"""Adam's learning rate for Linformer's E."""
 BIAS_FEATURES = 8
 FAVOR_SCALE = 0.6
 BIAS_DRAWS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -63,13 +61,13 @@ def inputs(seed: int) -> tuple[Array, Array, Array]:
 
 
 def shorter_inputs() -> tuple[Array, Array, Array]:
-    """For FAVOR: the variance of its largest weights grows with the exponential of their keys' and queries' squares."""
+    """For FAVOR: the variance of its largest weights grows exponentially with squared norms of keys and queries."""
     q, k, v = inputs(0)
     return FAVOR_SCALE * q, FAVOR_SCALE * k, v
 
 
 def softmax(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, own: bool = True) -> Array:
-    """Exact attention in both directions; without ``own`` a query does not see its own key."""
+    """Exact bidirectional attention; without ``own`` a query does not see its own key."""
     scores_BHTS = jnp.einsum("bthd,bshd->bhts", q_BTHD, k_BTHD) / np.sqrt(D)
     if not own:
         scores_BHTS = jnp.where(jnp.eye(T, dtype=bool)[None, None], HIDDEN, scores_BHTS)
@@ -83,20 +81,20 @@ def error(found: Any, exact: Any) -> float:
 
 
 def mode(name: str, seed: int, **options: Any) -> SelfAttention:
-    """A mode for these inputs, its parameters and random numbers drawn from ``seed``."""
+    """A mode for these inputs, with parameters and random variables drawn from ``seed``."""
     module = attention.load(name)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*favor_trigonometric")  # its variance is what is shown here
+        warnings.filterwarnings("ignore", ".*favor_trigonometric")  # about the variance that is measured here
         return module.Attention(module.Config(**options), heads=H, head_width=D, width=H * D, max_length=T,
                                 rngs=nnx.Rngs(seed))
 
 
 def mixed(module: SelfAttention, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array) -> Array:
-    """The mode's attention in both directions."""
+    """The mode's bidirectional attention."""
     return _mixed(*nnx.split(module), q_BTHD, k_BTHD, v_BTHD)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # once for all draws
+@functools.partial(jax.jit, static_argnums=0)  # one compilation for all draws
 def _mixed(graph: Any, state: Any, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array) -> Array:
     x_BTE = jnp.zeros((B, T, H * D))
     return nnx.merge(graph, state).mix(q_BTHD, k_BTHD, v_BTHD, x_BTE=x_BTE, causal=False, segment_ids_BT=None)
@@ -108,7 +106,7 @@ def over_draws(measure: Callable[[int], float], draws: int) -> float:
 
 
 def favor(draws: int) -> dict[str, dict[int, float]]:
-    """Error of the output against the number of features: cosines are twice as many as their directions."""
+    """Error of the output against the number of features; there are two cosine features per direction."""
     q, k, v = shorter_inputs()
     exact = softmax(q, k, v)
 
@@ -122,9 +120,9 @@ def favor(draws: int) -> dict[str, dict[int, float]]:
 
 
 def linformer(draws: int) -> dict[str, dict[int, float]]:
-    """Error against k, with E fitted to the inputs: the least that so many sums allow, but for the fit's own error.
+    """Error against k, with E fitted to the inputs: the least error for k, except for that of the fit.
 
-    As drawn, before any training, E gives errors above 1: its rows are no averages.
+    Untrained, E gives errors above 1, because its rows are not averages.
     """
     q, k, v = inputs(0)
     exact = softmax(q, k, v)
@@ -140,7 +138,7 @@ def linformer(draws: int) -> dict[str, dict[int, float]]:
             updates, moments = transform.update(jax.grad(distance)(e), moments)
             return optax.apply_updates(e, updates), moments
 
-        start = jax.tree.map(lambda x: x / np.sqrt(T), e)  # so that sums are about as long as keys
+        start = jax.tree.map(lambda x: x / np.sqrt(T), e)  # so that its sums have about the norm of keys
         return lax.fori_loop(0, FIT_STEPS, fit, (start, transform.init(start)))[0]
 
     def measure(count: int, seed: int) -> float:
@@ -152,7 +150,7 @@ def linformer(draws: int) -> dict[str, dict[int, float]]:
 
 
 def reformer(draws: int) -> dict[str, dict[int, float]]:
-    """Error against hash rounds, for chunks of 32 and of 64 tokens; exact attention has Reformer's keys."""
+    """Error against hash rounds, for chunks of 32 and of 64 tokens; exact attention uses Reformer's keys."""
     q, _, v = inputs(0)
     k = np.sqrt(D) * q / jnp.linalg.norm(q, axis=-1, keepdims=True)
     exact = softmax(q, k, v, own=False)
@@ -162,7 +160,7 @@ def reformer(draws: int) -> dict[str, dict[int, float]]:
 
 
 def bias() -> dict[str, dict[int, float]]:
-    """Error of the mean over draws, of the matrix of weights and of the output."""
+    """Error of the mean over draws, for the weights and for the output."""
     q, k, v = shorter_inputs()
     options = FeatureOptions(feature_map="favor", features=BIAS_FEATURES, normalize=False)
     exact_BHTS = jnp.exp(jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D))
@@ -191,13 +189,13 @@ PARTS: Mapping[str, tuple[Callable[..., dict[str, dict[int, float]]], str]] = {
     "linformer": (linformer, "k"),
     "reformer": (reformer, "hash rounds"),
 }
-"""What is approximated, and by how much of what."""
+"""The panels: what is approximated, and its argument."""
 
 
 @functools.partial(report.Benchmark, module="lra.approximation", files=True, flags={
     "draws": report.flag("seeds of each point", 9)})
 def main(options: Namespace, results: report.Results) -> None:
-    """Approximation after approximation, then the bias."""
+    """All approximations, then the bias."""
     curves: dict[str, dict[str, dict[int, float]]] = {}
     results.more = {"shape": {"B": B, "T": T, "H": H, "D": D}, "curves": curves}
     for name in (*PARTS, "bias"):

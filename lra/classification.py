@@ -1,4 +1,4 @@
-"""Training classifiers: what the loop of ``training`` needs of a config and a task's data."""
+"""Training of classifiers: the objective that the loop of ``training`` needs, from a config and a task's data."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -21,33 +21,33 @@ from support.errors import ConfigError
 from training import step as steps
 
 WHOLE_SPLIT = 2000
-"""Examples of a val split that is always evaluated whole."""
+"""Largest val split that is always evaluated whole."""
 
 
 class Examples(NamedTuple):
-    """A batch; padding stands after the valid tokens of a row."""
+    """A batch. Padding follows the valid tokens of a row."""
 
     tokens: tuple[Int[Array | np.ndarray, "B T"], ...]
-    """One a tower."""
+    """One per tower."""
     valid: tuple[Bool[Array | np.ndarray, "B T"] | None, ...]
-    """False on padding, one a tower; None where a task has no padding, for which some kernels are faster."""
+    """False on padding, one per tower; None for tasks without padding, for which some kernels are faster."""
     labels_B: Int[Array | np.ndarray, " B"]
-    """−1 where a row only fills up a batch."""
+    """−1 for rows that pad a batch."""
 
 
 class Classification:
     """A :class:`training.objectives.Objective`: an encoder with a classifier on the examples of a task.
 
-    Every epoch has an order of its own, and a batch may begin in one and end in the next. An evaluation takes the whole
-    val split where it has at most ``WHOLE_SPLIT`` examples, else ``train.eval_batches`` batches evenly spaced over it;
-    the test split is taken whole.
+    Every epoch has its own order, and a batch may span two epochs. An evaluation takes the whole val split if it has at
+    most ``WHOLE_SPLIT`` examples, else ``train.eval_batches`` batches evenly spaced over it. The test split is always
+    evaluated whole.
 
     Args:
-        config: resolved.
-        dataset: of the config's task.
+        config: resolved config.
+        dataset: data of the config's task.
 
     Raises:
-        ConfigError: model and data do not fit each other.
+        ConfigError: model and data do not match.
     """
 
     def __init__(self, config: LraConfig, dataset: Dataset):
@@ -108,12 +108,12 @@ class Classification:
         return self._figures(parameters, variables, test, np.arange(len(test.labels)), sharding)
 
     def samples(self, folder: Path, *, keep_through: int) -> None:
-        """There are none."""
+        """Not supported."""
 
     def _figures(self, parameters: Any, variables: Any, split: Split, rows_N: np.ndarray,
                  sharding: NamedSharding) -> dict[str, float]:
         train = self._config.train
-        # As many at once as in training, and no more, for they have to fit into memory.
+        # The batch size of training, to fit into memory.
         size, sums = train.batch_size // train.accumulate, []
         for first in range(0, len(rows_N), size):
             rows_B = rows_N[first : first + size]
@@ -125,7 +125,7 @@ class Classification:
 
     @functools.cached_property
     def _evaluate(self) -> Callable[[Any, Any, Examples], tuple[Array, Array]]:
-        """The sum of losses in nats, and how many labels have the highest logit."""
+        """The sum of losses in nats, and the number of labels with the highest logit."""
 
         @jax.jit
         def evaluate(parameters: Any, variables: Any, batch: Examples) -> tuple[Array, Array]:
@@ -147,7 +147,7 @@ class Classification:
 
 
 def check_data(config: LraConfig, dataset: Dataset) -> None:
-    """Raises :class:`ConfigError` where the model is made for other data than there are."""
+    """Raises :class:`ConfigError` if the data do not match the model."""
     model, task, (train, *_) = config.model, config.data.task, dataset.splits.values()
     longest = max(tokens.shape[1] for split in dataset.splits.values() for tokens in split.tokens)
     for name, value, expected in (("classes", model.classes, dataset.classes),
@@ -160,7 +160,7 @@ def check_data(config: LraConfig, dataset: Dataset) -> None:
 
 
 def order(count: int, size: int, seed: int, *, start: int = 0) -> Iterator[Int[np.ndarray, " B"]]:
-    """The rows of each batch from batch ``start`` on: a permutation an epoch, that of ``seed`` and the epoch."""
+    """The rows of each batch from batch ``start`` on: one permutation per epoch, from ``seed`` and the epoch."""
 
     @functools.lru_cache(maxsize=2)
     def epoch_rows(epoch: int) -> np.ndarray:
@@ -191,5 +191,5 @@ def _logits(model: Classifier, batch: Examples, **options: Any) -> Array:
 
 
 def _of_rows(sharding: NamedSharding) -> NamedSharding:
-    """That of one number a row, from that of tokens."""
+    """The sharding of one scalar per row, from that of tokens."""
     return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))

@@ -1,8 +1,8 @@
 """Speed and memory of every attention on byte text: ``python -m lra.table efficiency``.
 
-A case is a classifier of Long Range Arena's byte-level text, at one length: forward pass, backward pass and AdamW
-update on random bytes, in a process of its own. Memory is what the compiler plans for arguments, outputs and
-temporaries, the same in every run; time is the median of steps after some that warm up.
+A case is a training step of a classifier for Long Range Arena's byte-level text, at one length: forward pass, backward
+pass and AdamW update on random bytes, in its own process. Memory is the compiler's plan for arguments, outputs and
+temporaries, which is the same in every run. Time is the median step after a warm-up.
 """
 
 from support import interrupts
@@ -57,19 +57,19 @@ class Shape(NamedTuple):
 
 
 SHAPES = {"paper": Shape(6, 8, 512, 2048, 32), "released": Shape(4, 4, 256, 1024, 32)}
-"""Of the byte-level text task: the paper's appendix, and the configuration in the released code."""
+"""Sizes for the byte-level text task: those of the paper's appendix, and of the released code."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "local": {"block_size": 50},
     "sparse": {"block_size": 50, "summary": 10},
     "performer": {"features": None},
 }
-"""Options of modes where Long Range Arena's differ from the modes' own; features None: as many as a head is wide."""
+"""Long Range Arena's options of modes where they differ from the defaults. features None: the head width."""
 
 
 @functools.cache
 def table_rows() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Rows of the table: mode and options. Softmax with all its scores, then every mode that an encoder can have.
+    """Rows of the table: mode and options. First materialised softmax, then every mode for encoders.
 
     ``softmax`` is fused: cuDNN's kernel on a GPU, elsewhere ours.
     """
@@ -86,27 +86,27 @@ class Case:
     row: str
     """Name in :func:`table_rows`."""
     tokens: int
-    """T, the CLS token not counted."""
+    """T, without the CLS token."""
     shape: str = "paper"
     """Name in ``SHAPES``."""
     layers: int | None = None
-    """In place of the shape's."""
+    """Replaces the shape's."""
     batch: int | None = None
-    """In place of the shape's."""
+    """Replaces the shape's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     steps: int = 20
-    """Steps that are timed."""
+    """Number of timed steps."""
     seconds: float = 60.0
-    """About how long they may take: slow ones are fewer, three at least."""
+    """Approximate time limit for them: slow cases have fewer steps, at least three."""
     memory_only: bool = False
-    """Compile, and run nothing."""
+    """Compile without running."""
 
     def config(self) -> EncoderConfig:
-        """The classifier.
+        """The config of the classifier.
 
-        Raises:
-            ConfigError: no such row or shape, or sizes that do not go together.
-        """
+            Raises:
+                ConfigError: the row or shape is unknown, or sizes do not match.
+            """
         for what, name, known in (("--rows", self.row, table_rows()), ("--shape", self.shape, SHAPES)):
             if name not in known:
                 raise ConfigError(f"{what} {name}: expected one of {', '.join(known)}")
@@ -122,20 +122,20 @@ class Case:
 
 @dataclass(frozen=True)
 class Result(Case):
-    """A case and what was measured of it; times are in seconds."""
+    """A case and its measurements; times are in seconds."""
 
     sequences: int = 0
-    """In a step."""
+    """Sequences per step."""
     peak_bytes: int | None = None
-    """Arguments, outputs and temporaries, as the compiler plans them."""
+    """Arguments, outputs and temporaries, as planned by the compiler."""
     device_peak_bytes: int | None = None
     """Peak of the device's allocator; None on a CPU."""
     resident_bytes: int | None = None
-    """Peak resident size of the process, interpreter and compiler included; only on a CPU."""
+    """Peak resident size of the process, with interpreter and compiler; only on a CPU."""
     steps_per_second: float | None = None
     """Of the median step."""
     quartiles: tuple[float, float] | None = None
-    """Seconds of the step a quarter of the way from the fastest, and from the slowest."""
+    """First and third quartile of the time of a step, in seconds."""
     samples: list[float] = field(default_factory=list)
     error: str | None = None
     """Out of memory is a result."""
@@ -154,13 +154,13 @@ class Examples(NamedTuple):
 
 
 def loss_sum(model: Classifier, batch: Examples, _: Array) -> tuple[Array, Array]:
-    """The sum of cross-entropies in nats, and of how many examples."""
+    """The sum of cross-entropies in nats, and the number of examples."""
     losses_B = optax.softmax_cross_entropy_with_integer_labels(model.forward(batch.tokens_BT), batch.labels_B)
     return losses_B.sum(), jnp.int32(len(losses_B))
 
 
 def compiled_step(config: EncoderConfig, batch: int) -> tuple[Any, Any, Examples]:
-    """The training step, compiled; its initial state, to be called for; a batch of random bytes."""
+    """The compiled training step; a function that makes its initial state; a batch of random bytes."""
     model = nnx.eval_shape(lambda: Classifier(config, BYTES, rngs=nnx.Rngs(0)))
     transform = make_optimizer(OptimizerConfig(), decay_mask(model))
 
@@ -176,7 +176,7 @@ def compiled_step(config: EncoderConfig, batch: int) -> tuple[Any, Any, Examples
 
 
 def measure(case: Case) -> Result:
-    """Compile a case, run it, and say what it took. What does not fit has its planned memory, and an ``error``.
+    """Compiles a case, runs it, and measures it. A case that does not fit has its planned memory, and an ``error``.
 
     Raises:
         ConfigError: as :meth:`Case.config`.
@@ -216,17 +216,17 @@ def _time_steps(compiled: Any, state: Any, examples: Examples, case: Case) -> li
 
 
 def in_process(case: Case, limit: float) -> Result:
-    """:func:`measure` in a process of its own that may take ``limit`` seconds; what goes wrong is in ``error``."""
+    """:func:`measure` in a new process with a limit of ``limit`` seconds; failures are in ``error``."""
     found: dict[str, Any] = {"sequences": case.batch or SHAPES[case.shape].batch} | asdict(case)
     measured = report.in_process(MODULE, asdict(case), limit)
-    if "peak_bytes" not in measured and not case.memory_only:  # too long, or killed: what was planned tells the memory
+    if "peak_bytes" not in measured and not case.memory_only:  # too slow, or killed: the plan has the memory
         planned = report.in_process(MODULE, asdict(replace(case, memory_only=True)), limit)
         found["peak_bytes"] = planned.get("peak_bytes")
     return Result(**found | measured)
 
 
 def markdown(results: Sequence[Result], origin: Mapping[str, Any]) -> str:
-    """The table, ours and then as published."""
+    """The table, with the published rows below ours."""
     published = json.loads(PUBLISHED.read_text())["efficiency"]
     rows, lengths, found = by_row_and_length(results)
     # There, softmax is materialised.
@@ -297,31 +297,31 @@ def _options_of(case: Case) -> str:
 
 
 def by_row_and_length(results: Sequence[Result]) -> tuple[list[str], list[int], dict[tuple[str, int], Result]]:
-    """The rows, the lengths, and what was measured of both."""
+    """The rows, the lengths, and the results by row and length."""
     return (list(dict.fromkeys(result.row for result in results)), list(dict.fromkeys(
         result.tokens for result in results)), {(result.row, result.tokens): result for result in results})
 
 
 def over_baseline(result: Result, found: Mapping[tuple[str, int], Result], name: str) -> float | None:
-    """A figure over that of materialised softmax at this length; None where one of both has none."""
+    """A figure relative to materialised softmax at this length; None if either is unknown."""
     base = found.get((BASELINE, result.tokens))
     figure, of_base = getattr(result, name), None if base is None else getattr(base, name)
     return figure / of_base if figure and of_base else None
 
 
 def faster(result: Result, found: Mapping[tuple[str, int], Result]) -> float | None:
-    """How many times the steps a second of materialised softmax."""
+    """Steps per second relative to materialised softmax."""
     return over_baseline(result, found, "steps_per_second")
 
 
 def smaller(result: Result, found: Mapping[tuple[str, int], Result]) -> float | None:
-    """How many times less memory than materialised softmax."""
+    """Memory of materialised softmax relative to this."""
     ratio = over_baseline(result, found, "peak_bytes")
     return ratio and 1 / ratio
 
 
 def slope(results: Sequence[Result]) -> float | None:
-    """The exponent with which memory grows: a straight line through its logarithms, by least squares."""
+    """The exponent of memory in length: a least-squares fit of the logarithms."""
     known = [(math.log(result.tokens), math.log(result.peak_bytes)) for result in results if result.peak_bytes]
     if len(known) < 2:
         return None
@@ -342,7 +342,7 @@ def reason(result: Result) -> str:
 
 
 def panels(results: Sequence[Result]) -> list[Panel]:
-    """Speed and memory against length, and both as times those of materialised softmax, the published ones dashed."""
+    """Speed and memory against length, absolute and relative to materialised softmax, with published rows dashed."""
     published = json.loads(PUBLISHED.read_text())["efficiency"]["rows"]
     rows, _, found = by_row_and_length(results)
 
@@ -380,10 +380,10 @@ def panels(results: Sequence[Result]) -> list[Panel]:
         "memory-only": report.flag("compile, and run nothing", False)})
 def main(options: Namespace, results: report.Results) -> None:
     """All cases, length by length."""
-    report.share_device()  # the memory is for the processes that measure
+    report.share_device()  # leave the memory to the measuring processes
     report.use_whole_device()
     if options.rows is None:
-        options.rows = tuple(table_rows())  # not before: it makes a layer of each mode
+        options.rows = tuple(table_rows())  # only now: it makes a layer of each mode
     cases = {tokens: [Case(row, tokens, options.shape, options.layers, options.batch, options.dtype, options.steps,
                            options.seconds, options.memory_only) for row in options.rows]
              for tokens in options.lengths}

@@ -1,16 +1,15 @@
-"""The tables of Long Range Arena, measured on this machine, with the published rows beside.
+"""The tables of Long Range Arena, measured on this machine, next to the published rows.
 
     python -m lra.table efficiency --out lra/results/efficiency_cpu --layers 2 --batch 1
     python -m lra.table efficiency --out efficiency --rows softmax,linear --lengths 1000,4000 --shape released
     python -m lra.table efficiency --out memory --lengths 1000,4000,16000 --memory-only
     python -m lra.table accuracy runs/listops-* --out lra/results/accuracy
 
-``efficiency``: steps a second and memory of a whole training step on byte text, a process a case, written as NAME.json,
-NAME.md and, where matplotlib is installed, NAME.png. Cases are compared with materialised softmax, which the published
-table has, at the same length; ``softmax`` alone is fused. A case that does not fit into memory, or takes too long, says
-so in its place.
+``efficiency``: steps per second and memory of a training step on byte text, one process per case, written as NAME.json,
+NAME.md and, with matplotlib, NAME.png. Cases are compared with materialised softmax, which the published table has, at
+the same length; ``softmax`` is fused. The table marks cases that are out of memory or time.
 
-``accuracy``: that of runs of ``lra.train`` on the test split (lra.accuracy), written as the same files.
+``accuracy``: test accuracy of runs of ``lra.train`` (lra.accuracy), written as the same files.
 """
 
 from support import interrupts

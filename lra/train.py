@@ -3,8 +3,8 @@
     python -m lra.train configs/lra/listops.py --attention performer --preset paper
     python -m lra.train configs/lra/retrieval.py --data-dir lra_release --train.seed 1
 
-The same --run-dir goes on where that run stopped. A run writes what ``train.py`` writes, and at its end the accuracy on
-the test split into RUN/test.json, with what guessing reaches beside it. Every field of the config is a flag.
+The same --run-dir resumes the run. A run writes the files of ``train.py`` and, at its end, RUN/test.json with the test
+accuracy and that of baselines. Every field of the config is a flag.
 """
 # ruff: noqa: E402
 
@@ -42,7 +42,7 @@ from training.environment import configure_jax, environment
 from training.sharding import batch_sharding, make_mesh, parameter_shardings
 
 DATA_SEED = 0
-"""Of what is generated, and of the choice where a task is shortened: runs of all seeds see the same data."""
+"""Seed of generated data and of subsets: the same for all runs, whatever their seed."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs uv in the project's folder, with the arguments given; where no uv runs, installs one into .uv/ first.
+# Runs uv in the project's folder, with the given arguments; without a working uv, installs one into .uv/ first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# uv does not read pip's settings, and behind a mirror the address of the index often stands only there.
+# uv does not read pip's settings, which may be the only place with the index of a mirror.
 if [[ -z ${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-} ]]; then
     index=${PIP_INDEX_URL:-$(python3 -m pip config get global.index-url 2>/dev/null || true)}
     if [[ -n $index ]]; then export UV_DEFAULT_INDEX=$index; fi
@@ -17,7 +17,7 @@ find_uv() {
     return 1
 }
 
-# pip's own settings may say to install for the user, or only into virtual environments: neither goes with --target.
+# pip's settings for user installs or required virtual environments are incompatible with --target.
 install_uv() {
     export PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
     for python in "${pythons[@]}"; do
@@ -30,12 +30,12 @@ install_uv() {
 if ! find_uv; then
     echo "No uv found: installing it into .uv/" >&2
     if ! { install_uv >&2 && find_uv; }; then
-        echo "uv could not be installed: it takes a Python with pip or venv (Debian and Ubuntu: python3-venv) and a" \
-            "way to the package index; or install uv yourself, then run \`make setup\` again." >&2
+        echo "uv could not be installed: this requires a Python with pip or venv (Debian and Ubuntu: python3-venv) and" \
+            "access to the package index; or install uv yourself, then run \`make setup\` again." >&2
         exit 1
     fi
 fi
-# uv ends at a shim of pyenv for a version that is not selected: the versions themselves come first.
+# A pyenv shim fails for versions that are not selected: put the versions themselves first.
 pyenv=${PYENV_ROOT:-~/.pyenv}
 for folder in "$pyenv"/versions/3.13*/bin "$pyenv"/versions/3.12*/bin; do PATH=$folder:$PATH; done
 exec "$uv" "$@"

@@ -1,4 +1,4 @@
-"""Studies: which runs answer a question, and what they show.
+"""Studies: the runs that answer a question, and the figures that show the answer.
 
-``sweep.py`` makes the runs, ``compare.py --study`` draws them.
+``sweep.py`` runs a study, ``compare.py --study`` draws it.
 """

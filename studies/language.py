@@ -1,18 +1,18 @@
-"""Which of today's attentions gives the lower loss at equal steps, on code at 4,096 tokens and on prose at 1,024?
+"""Which attention gives the lower loss at equal steps, on code at 4,096 tokens and on prose at 1,024?
 
     cat wiki.valid.raw wiki.test.raw > wikitext.txt
     python -m data.prepare wikitext.txt --out data/wikitext --val-share 0.5
     python sweep.py studies/language.py --out runs/language --quick
     python sweep.py studies/language.py --out runs/language
 
-The quickstart's model of width 128, for 200 steps of 4,096 tokens: on WikiText, four rows of 1,024 tokens, each mode at
-three learning rates a factor of two apart with one seed; and on the quickstart's corpus, one row of 4,096 tokens, at
-the rate that was best on WikiText. At that rate the contenders have three seeds on prose and five on code. Softmax is
-there as published, with the small parts that its rivals have, and with those and a forget gate; linear attention as
-published and with the parts; then decays, the delta rule, powers, and hybrids of three layers with a state and one
-without. All are bounded by steps, so that each schedule ends.
+The quickstart's model of width 128, for 200 steps of 4,096 tokens. On WikiText, four rows of 1,024 tokens, each mode
+has three learning rates a factor of two apart, with one seed. On the quickstart's corpus, one row of 4,096 tokens, it
+has the rate that was best on WikiText. At that rate the contenders have three seeds on prose and five on code. Softmax
+appears as published, with the layer options of its rivals, and with those and a forget gate; linear attention as
+published and with the options. Then come decays, the delta rule, powers, and hybrids of three recurrent layers and one
+other. Steps bound all runs, so that each schedule ends.
 
-The quick form has the corpus of the quickstart alone at a context of 1,024, at one rate, for 100 steps.
+The quick form has only the quickstart's corpus, at a context of 1,024 and one rate, for 100 steps.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ RECIPE = "configs/quickstart.py"
 RATE = "optimizer.learning_rate"
 RATES = (2e-3, 4e-3, 8e-3)
 PARTS = {"short_conv": 4, "output_gate": "sigmoid"}
-"""What softmax gains by; its weights need no norm of the output."""
+"""Layer options that help softmax; its weights need no norm of the output."""
 NORMED = PARTS | {"output_norm": "rms"}
 
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,13 +42,13 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid-softmax": ("gated_delta,gated_delta,gated_delta,softmax", {}),
     "hybrid-window": ("gated_delta,gated_delta,gated_delta,window", {"window": 256}),
 }
-"""Attention and options of its mode, of a hybrid the last, by the name of the run."""
+"""Attention and options of its mode (of a hybrid, the last), by the name of the run."""
 CONTENDERS = ("softmax-parts", "softmax-forget", "gated", "gated_delta", "hybrid-softmax")
 BASELINES = ("gated", "gated_delta", "hybrid-softmax")
 BEST_RATES = dict.fromkeys(ARMS, 4e-3) | {"chunked-parts": 8e-3, "hybrid-softmax": 8e-3}
-"""What the search on WikiText found."""
+"""Best rates on WikiText."""
 SEEDS = {"prose": 3, "code": 5}
-"""How many each contender has at its best rate."""
+"""Number of seeds of each contender at its best rate."""
 CORPORA: dict[str, dict[str, Any]] = {
     "prose": {"model.context": 1024, "train.batch_size": 4, "data.dir": "data/wikitext"},
     "code": {"model.context": 4096},

@@ -3,16 +3,15 @@
     python sweep.py studies/learning_rate.py --out runs/learning-rate --quick
     python sweep.py studies/learning_rate.py --out runs/learning-rate
 
-Every mode that can see the past only, at five rates a factor of two apart around the recipe's 2e-3, with three seeds at
-each: 1,000 steps of 4,096 tokens, so that each schedule ends, and modes are compared at equal steps and not at equal
-time. All rates have the three seeds, not the best alone: which is the best is then decided by means, and the runs are
-known before the first of them is made. The loss at a mode's best rate is the lowest of several, and so slightly too low
-in expectation, for every mode alike.
+Every causal mode, at five rates a factor of two apart around the recipe's 2e-3, with three seeds each, for 1,000 steps
+of 4,096 tokens. Steps bound the runs, so that each schedule ends; modes are compared at equal steps, not at equal time.
+All rates have three seeds, so that means decide which is best, and the runs are known in advance. The loss at a mode's
+best rate is the lowest of several, and so slightly too low in expectation, for every mode alike.
 
 The quick form has softmax and chunked at three rates a factor of four apart and a context of 512, for 150 steps of
-1,024 tokens: 18 runs, within 10 minutes on two idle CPU cores. It found 1e-3 the best of both
-(benchmarks/results/studies/learning_rate/figures.md); which rate is the best depends on how long one trains.
-`--dry-run --measure` tells how long either form takes on a machine.
+1,024 tokens: 18 runs, within 10 minutes on two idle CPU cores. It found 1e-3 the best for both
+(benchmarks/results/studies/learning_rate/figures.md); the best rate depends on the length of training.
+`--dry-run --measure` estimates the time of either form.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ RATE = "optimizer.learning_rate"
 
 
 def get_runs(quick: bool) -> list[Variation]:
-    # Runs compared at equal steps: steps bound them, not minutes, and nothing is sampled.
+    # Steps, not minutes, bound the runs, and nothing is sampled.
     by_steps = {"train.minutes": None, "train.sample_every": 0}
     seeds = {"train.seed": (0, 1, 2)}
     if quick:

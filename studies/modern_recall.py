@@ -1,14 +1,14 @@
-"""Which of today's attentions recalls, and which forgets what was replaced?
+"""Which modern attentions recall key-value pairs, and which forget replaced values?
 
     python sweep.py studies/modern_recall.py --out runs/modern-recall --quick
     python sweep.py studies/modern_recall.py --out runs/modern-recall
 
 Multi-query associative recall (Arora et al., "Zoology", 2023), configs/mqar.py, of 8 pairs with one head and of 16
-pairs with four, and ``rebind``, where a later value takes the place of an earlier one. Every mode has a short
-convolution of 4: ``gated`` and ``gated_delta`` by default, the others by their option. Each at three learning rates, of
-which the best counts. studies/recall.py has softmax and linear attention without a convolution.
+pairs with four, and ``rebind``, where later values replace earlier ones. Every mode has a short convolution of 4:
+``gated`` and ``gated_delta`` by default, the others by their option. Each has three learning rates, and the best
+counts. studies/recall.py has softmax and linear attention without a convolution.
 
-The quick form has 8 pairs alone: chunked for 600 steps at 2e-3, the others for 300 steps at 1e-3.
+The quick form has only 8 pairs: chunked for 600 steps at 2e-3, the others for 300 steps at 1e-3.
 """
 
 import re
@@ -53,7 +53,7 @@ def _runs(mode: str, tasks: dict[str, dict[str, Any]], rates: Sequence[float],
 
 
 def task_of(run: Run) -> str:
-    """8 pairs, 16 pairs, or pairs that are rebound."""
+    """8 pairs, 16 pairs, or rebound pairs."""
     source = run.config["data"]["source"]
     found = re.match(r"mqar:.*pairs=(\d+)", source)
     return "rebind" if found is None else found[1]

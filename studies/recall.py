@@ -1,18 +1,17 @@
-"""How many pairs of key and value does attention recall, and how much state does linear attention need for them?
+"""How many key-value pairs does attention recall, and how much state does linear attention need for them?
 
     python sweep.py studies/recall.py --out runs/recall --quick
     python sweep.py studies/recall.py --out runs/recall
 
-Multi-query associative recall (Arora et al., "Zoology", 2023), configs/mqar.py: documents of 8 tokens a pair. Linear
-attention, computed chunked, carries the pairs in width² / heads numbers a layer, so that heads set its state: 4,096,
-2,048 or 1,024. Softmax keeps every key and value; with the same heads it shows what heads alone do. All runs have 4,000
-steps, so that each schedule ends, at two learning rates, of which a mode's better one counts at each place, and three
-seeds.
+Multi-query associative recall (Arora et al., "Zoology", 2023), configs/mqar.py: documents of 8 tokens per pair. Linear
+attention, computed chunked, has a state of width² / heads elements per layer: 4,096, 2,048 or 1,024, set by the heads.
+Softmax keeps every key and value, and shows the effect of the heads alone. All runs have 4,000 steps, so that each
+schedule ends, two learning rates, of which a mode's better one counts at each point, and three seeds.
 
-The quick form has 2 and 4 pairs, 1 and 4 heads, two seeds and 800 steps, at the rate that benchmarks/results/mqar.md
-found for each mode: 16 runs, within 10 minutes on two idle CPU cores. In it softmax recalls, but with one head and 2
-pairs, and linear attention is learning still at its end: whether it ever recalls 4 pairs is for the whole study
-(benchmarks/results/studies/recall/figures.md).
+The quick form has 2 and 4 pairs, 1 and 4 heads, two seeds and 800 steps, at each mode's rate in
+benchmarks/results/mqar.md: 16 runs, within 10 minutes on two idle CPU cores. There softmax recalls, except with one
+head and 2 pairs, and linear attention is still learning at the end: only the whole study can show whether it recalls 4
+pairs (benchmarks/results/studies/recall/figures.md).
 """
 
 import re
@@ -38,7 +37,7 @@ def get_runs(quick: bool) -> list[Variation]:
 
 
 def pairs(*counts: int) -> dict[int, dict[str, object]]:
-    """The task with so many pairs; more than 8 need a larger vocabulary."""
+    """The task with this many pairs; more than 8 need a larger vocabulary."""
     return {count: {"data.source": f"mqar:length={8 * count},pairs={count},vocabulary={32 if count <= 8 else 64}",
                     "model.context": 8 * count} for count in counts}
 
@@ -55,7 +54,7 @@ def pairs_of(run: Run) -> int:
 
 
 def state_of(run: Run) -> int:
-    """Numbers that a layer of linear attention carries; of softmax, what they would be with as many heads."""
+    """Elements of a layer's state in linear attention; for softmax, of linear attention with as many heads."""
     return run.config["model"]["width"] ** 2 // run.config["model"]["heads"]
 
 

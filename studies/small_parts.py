@@ -1,14 +1,15 @@
-"""What is each of the small parts worth, to softmax and to gated linear attention?
+"""What is each layer option worth, to softmax and to gated linear attention?
 
     cat wiki.valid.raw wiki.test.raw > wikitext.txt
     python -m data.prepare wikitext.txt --out data/wikitext --val-share 0.5
     python sweep.py studies/small_parts.py --out runs/small-parts --quick
     python sweep.py studies/small_parts.py --out runs/small-parts
 
-The quickstart's model on WikiText, 200 steps of four rows of 1,024 tokens at the learning rate that studies/language.py
-found best for both, three seeds: softmax and gated with all of their parts, and with one removed at a time. Of softmax
-the forget gate is a part too. The decay of gated is removed twice: ``decay of the input`` leaves one that is the same
-for all tokens, and ``decay`` leaves none, which is chunked with the other parts.
+The quickstart's model on WikiText, for 200 steps of four rows of 1,024 tokens, at the learning rate that
+studies/language.py found best for both, with three seeds: softmax and gated with all of their parts, and without one at
+a time. Parts are the layer options, softmax's forget gate, and gated's decay. The decay is removed twice: ``decay of
+the input`` leaves one that is the same for all tokens, and ``decay`` leaves none, which is chunked with the other
+parts.
 
 The quick form has the quickstart's corpus, 100 steps and one seed.
 """
@@ -26,7 +27,7 @@ SOFTMAX = {"forget_gate": True, "short_conv": 4, "qk_norm": "rms", "output_norm"
 GATED = {"short_conv": 4, "qk_activation": "silu", "qk_norm": "l2", "output_norm": "rms", "output_gate": "sigmoid"}
 NONE = {"forget_gate": False, "short_conv": 0, "qk_activation": "none", "qk_norm": "none", "output_norm": "none",
         "output_gate": "none"}
-"""What an option is where its part is removed."""
+"""The value of an option whose part is removed."""
 
 ARMS: dict[tuple[str, str], dict[str, Any]] = {
     **{("softmax", part): SOFTMAX | ({part: NONE[part]} if part in NONE else {}) for part in ("all parts", *SOFTMAX)},
@@ -34,7 +35,7 @@ ARMS: dict[tuple[str, str], dict[str, Any]] = {
     ("gated", "decay of the input"): GATED | {"decay": "fixed"},
     ("chunked", "decay"): GATED | {"feature_map": "identity"},
 }
-"""Options of a run by its attention and what is removed."""
+"""Options of a run by its attention and the removed part."""
 
 
 def get_runs(quick: bool) -> list[Variation]:
@@ -52,7 +53,7 @@ def _run(mode: str, part: str, size: dict[str, Any], seed: int) -> Variation:
 
 
 def part_of(run: Run) -> str:
-    """What is removed of a run."""
+    """The part that a run lacks."""
     mode = run.config["model"]["attention"][0]
     options = run.config["model"]["modes"][mode]
     return next(part for (of, part), given in ARMS.items() if of == mode

@@ -155,9 +155,9 @@ def test_the_gpu_build_comes_goes_and_stays_through_a_rebuild(machine: Machine):
     machine.make(".venv/.complete")
     assert machine.installed() == [CUDA, CUDA]
     machine.program("nvidia-smi", "#!/bin/bash\necho 'GPU 0'\n")
-    assert "There is an NVIDIA GPU" not in machine.make("setup CUDA=1")
+    assert "has an NVIDIA GPU" not in machine.make("setup CUDA=1")
     assert machine.make("setup").count("`make setup CUDA=1`") == 1
-    assert "There is an NVIDIA GPU" not in machine.make("setup")
+    assert "has an NVIDIA GPU" not in machine.make("setup")
     assert machine.installed() == [CUDA, CUDA, CPU]
 
 

@@ -1,9 +1,9 @@
-"""Image: the class of a grey CIFAR-10 picture, read pixel by pixel; fetched through ``datasets`` or from --data-dir.
+"""Image: the class of a greyscale CIFAR-10 image, pixel by pixel; downloaded by ``datasets`` or from --data-dir.
 
     python -m lra.train configs/lra/image.py --attention softmax
     python -m lra.train configs/lra/image.py --attention performer --preset released
 
-In ``released`` sizes and dropout are those that the released code gives each mode.
+``released`` has the sizes and dropout of the released code for each mode.
 """
 
 from configs.lra.presets import Preset, Sizes, cosine, published, tuned
@@ -18,7 +18,7 @@ OF_MODE = {
     "sinkhorn": Sizes(1, 1, 32, 32, 64, dropout=0.1),
     "bigbird": Sizes(1, 1, 128, 64, 128),
 }
-"""Those that are not ``RELEASED``."""
+"""Modes whose sizes differ from ``RELEASED``."""
 
 
 def get_config(attention: str = "softmax", preset: Preset = "tuned") -> LraConfig:

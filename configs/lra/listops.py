@@ -4,8 +4,8 @@
     python -m lra.train configs/lra/listops.py --attention performer --preset paper
     python -m lra.train configs/lra/listops.py --attention linear --data.max-length 200 --data.train-examples 20000
 
-``tuned`` has a CLS token: rotary positions tell distances alone, and the first operator, the outermost, is known by its
-distance from it.
+``tuned`` has a CLS token: rotary positions encode only distances, and the distance from the token identifies the first,
+outermost operator.
 """
 
 from configs.lra.presets import Preset, Sizes, inverse_sqrt, published, tuned

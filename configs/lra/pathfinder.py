@@ -1,11 +1,11 @@
-"""Pathfinder: whether a path of dashes joins two points, in pictures of 32 × 32 pixels; generated.
+"""Pathfinder: whether a dashed path joins two points, in images of 32 × 32 pixels; generated.
 
     python -m lra.train configs/lra/pathfinder.py --attention softmax
     python -m lra.train configs/lra/pathfinder.py --attention performer --preset released
     python -m lra.train configs/lra/pathfinder.py --attention linear --data-dir lra_release
 
-In ``released`` sizes and dropout are those that the released code gives each mode. As those of the Performer that
-reproduce the paper's figure, its authors name others:
+``released`` has the sizes and dropout of the released code for each mode. For the Performer, its authors reproduce the
+paper's result with others:
 
     --model.layers 1 --model.heads 8 --model.head-width 8 --model.width 128 --model.mlp-width 128
 """
@@ -28,7 +28,7 @@ OF_MODE = {
     "chunked": Sizes(1, 2, 128, 64, 128, "mean"),
     "performer": Sizes(4, 8, 32, 16, 32, "mean"),
 }
-"""Those that are not ``RELEASED``."""
+"""Modes whose sizes differ from ``RELEASED``."""
 
 
 def get_config(attention: str = "softmax", preset: Preset = "tuned") -> LraConfig:

@@ -1,9 +1,9 @@
-"""Path-X: Pathfinder in pictures of 128 × 128 pixels, sequences of 16,384; generated.
+"""Path-X: Pathfinder in images of 128 × 128 pixels, sequences of 16,384; generated.
 
     python -m lra.train configs/lra/pathx.py --attention chunked --train.remat block
     python -m lra.train configs/lra/pathx.py --attention performer --preset released
 
-The paper names no sizes of its own: ``paper`` is ``released``, but for what its modes are.
+The paper gives no sizes for it: ``paper`` is ``released``, except for the modes' options.
 """
 
 from configs.lra.presets import Preset, Sizes, cosine, published, tuned

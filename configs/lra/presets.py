@@ -1,14 +1,14 @@
-"""What the recipes of Long Range Arena share; a recipe is ``configs/lra/TASK.py``, this file is none.
+"""The common part of the Long Range Arena recipes, ``configs/lra/TASK.py``.
 
-``paper``: the sizes of the paper's appendix (Tay et al., 2021); what it leaves open is as in the released code.
-``released``: the released code's, which differ from mode to mode on Image and Pathfinder. ``tuned``: ours, the same for
-every mode: rotary positions where a mode has queries and keys of single tokens, mean over valid tokens or, where the
-place of a token counts, a CLS token.
+``paper``: the sizes of the paper's appendix (Tay et al., 2021), with the rest from the released code. ``released``: the
+released code's, which differ between modes on Image and Pathfinder. ``tuned``: ours, the same for every mode, with
+rotary positions where a mode has queries and keys of single tokens, and the mean over valid tokens or, where a token's
+position matters, a CLS token.
 
-The modes are what their papers say, with Long Range Arena's block sizes; in ``released`` also its 16 sums of the
-Linformer and its features of the Performer. Three things are not as there: attention weights have no dropout, weights
-decay in matrices only, and where no layer leaves its blocks, so that a CLS token would see the first one alone, every
-recipe takes the mean, as there local attention does on Image and Pathfinder.
+The modes follow their papers, with Long Range Arena's block sizes; ``released`` also has its 16 sums of the Linformer
+and its features of the Performer. Three things differ from Long Range Arena. Attention weights have no dropout. Weight
+decay applies only to matrices. Where no layer leaves its blocks, so that a CLS token would see only the first, every
+recipe takes the mean, as Long Range Arena does for local attention on Image and Pathfinder.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -25,11 +25,11 @@ from configs.schema import (
 Preset = Literal["paper", "released", "tuned"]
 Pooling = Literal["cls", "mean"]
 NOT_ROTATED = {"linformer", "synthesizer"}
-"""Modes that mix tokens by parameters of their places."""
+"""Modes that mix tokens by parameters of their positions."""
 SEPARATE = {"local"}
 """Modes whose blocks never see each other."""
 EVALUATED = 2048
-"""Examples of a large val split in an evaluation."""
+"""Examples per evaluation of a large val split."""
 
 
 class Sizes(NamedTuple):
@@ -53,7 +53,7 @@ def inverse_sqrt(factor: float, warmup: int) -> OptimizerConfig:
 
 
 def cosine(peak: float, warmup: int, *, weight_decay: float = 0.0, clip_norm: float | None = None) -> OptimizerConfig:
-    """Adam as for the images."""
+    """Adam as for the image tasks."""
     return OptimizerConfig(learning_rate=peak, warmup_steps=warmup, final_fraction=0.0, weight_decay=weight_decay,
                            beta2=0.98, epsilon=1e-9, clip_norm=clip_norm)
 
@@ -64,9 +64,9 @@ def published(task: str, attention: str, preset: Preset, sizes: Sizes, optimizer
     """A recipe as published.
 
     Args:
-        learned: positions, in place of sinusoids.
-        block: tokens in a block of local and Sinkhorn attention.
-        modes: options of modes in ``released`` that are the task's own.
+        learned: learned positions, in place of sinusoids.
+        block: tokens per block of local and Sinkhorn attention.
+        modes: the task's own options of modes in ``released``.
     """
     options: dict[str, Any] = {"local": {"block_size": block}, "sinkhorn": {"block_size": block},
                                "sparse": {"block_size": 50, "summary": 10}}
@@ -84,7 +84,7 @@ def published(task: str, attention: str, preset: Preset, sizes: Sizes, optimizer
 def tuned(task: str, attention: str, *, context: int, classes: int, steps: int, layers: int = 4, width: int = 128,
           batch: int = 32, towers: int = 1, learning_rate: float = 1e-3, dropout: float = 0.1,
           pooling: Pooling = "mean") -> LraConfig:
-    """A recipe of our own, small enough for a CPU where the task is shortened."""
+    """Our own recipe, small enough for a CPU with shortened tasks."""
     modes = tuple(attention.split(","))
     return _recipe(EncoderConfig(
         layers=layers, heads=4, width=width, mlp_width=2 * width, context=context,
@@ -95,12 +95,12 @@ def tuned(task: str, attention: str, *, context: int, classes: int, steps: int, 
 
 
 def _pooling(wanted: Pooling, modes: tuple[str, ...]) -> Pooling:
-    """The mean where a CLS token would see its own block alone."""
+    """The mean where a CLS token would see only its own block."""
     return "mean" if {*modes} <= SEPARATE else wanted
 
 
 def _recipe(model: EncoderConfig, data: TaskConfig, optimizer: OptimizerConfig, batch: int, steps: int) -> LraConfig:
-    """Evaluated, and saved, twenty times."""
+    """Evaluates and saves twenty times."""
     return LraConfig(
         model=model, data=data, optimizer=optimizer,
         train=TrainConfig(steps=steps, batch_size=batch, eval_every=steps // 20, eval_batches=EVALUATED // batch),

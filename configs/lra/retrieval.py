@@ -3,7 +3,7 @@
     python -m lra.train configs/lra/retrieval.py --attention softmax --data-dir lra_release
     python -m lra.train configs/lra/retrieval.py --attention performer --preset paper --data-dir lra_release
 
-Two towers share an encoder, and the classifier reads both vectors, their product and their difference.
+Two towers share an encoder. The classifier reads both vectors, their product and their difference.
 """
 
 from configs.lra.presets import Preset, Sizes, inverse_sqrt, published, tuned

@@ -1,4 +1,4 @@
-"""Text: whether a film review is a good one, from its bytes; IMDb, fetched through ``datasets`` or from --data-dir.
+"""Text: whether a film review is positive, from its bytes; IMDb, downloaded by ``datasets`` or from --data-dir.
 
     python -m lra.train configs/lra/text.py --attention softmax
     python -m lra.train configs/lra/text.py --attention performer --preset paper --data-dir FOLDER

@@ -1,7 +1,7 @@
-"""The tasks of Long Range Arena as arrays in memory: a module each, with a function ``load``.
+"""The tasks of Long Range Arena as arrays in memory: one module each, with a function ``load``.
 
-Tay et al., "Long Range Arena: A Benchmark for Efficient Transformers", 2020. The modules need neither jax nor a
-network to be imported; what is fetched or generated is so when a task is loaded.
+Tay et al., "Long Range Arena: A Benchmark for Efficient Transformers", 2020. Importing the modules requires neither jax
+nor a network; data are downloaded or generated when a task is loaded.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from support.errors import ConfigError
 
 
 class Split(NamedTuple):
-    """N examples, each of one sequence a tower."""
+    """N examples, each with one sequence per tower."""
 
     tokens: tuple[Integer[np.ndarray, "N T"], ...]
     """uint8 or uint16; 0 beyond the length of a row."""
@@ -30,24 +30,24 @@ class Split(NamedTuple):
 
 
 class Dataset(NamedTuple):
-    """A task's data, and what is to be known of them."""
+    """A task's data and their properties."""
 
     splits: dict[str, Split]
     """``train``, ``val`` and ``test``."""
     vocabulary: int
-    """Every token is less; 0 is padding."""
+    """Upper bound of tokens; 0 is padding."""
     classes: int
-    """Every label is less."""
+    """Upper bound of labels."""
     baselines: dict[str, float]
-    """Accuracy on ``test`` of guessers, by what they see; what they know they learned from ``train``."""
+    """Accuracy on ``test`` of baselines fitted on ``train``, by what they see."""
     checksum: str
-    """Of the tokens and labels of all splits: a run goes on only with the data it began with."""
+    """Checksum of the tokens and labels of all splits; a resumed run requires the same."""
     notes: tuple[str, ...]
-    """Remarks for the user, a line each."""
+    """Notes for the user, one line each."""
 
 
 def names() -> tuple[str, ...]:
-    """The tasks there are: modules of this folder with a function ``load``."""
+    """The tasks: modules of this folder with a function ``load``."""
     found = [module.name for module in pkgutil.iter_modules(__path__)]
     return tuple(name for name in found if hasattr(importlib.import_module(f"{__name__}.{name}"), "load"))
 
@@ -58,16 +58,16 @@ def load(task: str, *, folder: Path | None, max_length: int | None, train_exampl
 
     Args:
         task: one of :func:`names`.
-        folder: ``--data-dir``, with the official release or other files of the task; None: generated, or fetched.
-        max_length: tokens of a sequence at most; None: the task's own.
-        train_examples: of ``train``; None: the task's own number. A choice by the seed where there are more.
-        val_examples: of ``val``, and of ``test``; None: the task's own numbers.
-        seed: of what is generated, and of every choice among what is read.
-        cache: folder for what was generated; None: it is not kept.
+        folder: ``--data-dir``, with the official release or other files of the task; None: generate or download.
+        max_length: maximum number of tokens of a sequence; None: the task's.
+        train_examples: size of ``train``, a random subset if there are more; None: the task's.
+        val_examples: size of ``val``, and of ``test``; None: the task's.
+        seed: of generated data, and of random subsets.
+        cache: folder for generated data; None: no cache.
 
     Raises:
-        ConfigError: no such task, or settings that it cannot be had with.
-        DataError: files that are missing or damaged, or a dataset that cannot be fetched.
+        ConfigError: the task does not exist, or does not support the settings.
+        DataError: files are missing or damaged, or a download failed.
     """
     if task not in names():
         close = difflib.get_close_matches(task, names(), n=1)

@@ -1,4 +1,4 @@
-"""What the tasks share: files of the official release and of datasets, rows to leave out, examples to choose."""
+"""Helpers of the tasks: files of the official release and of datasets, broken rows, subsets of examples."""
 
 import contextlib
 import zipfile
@@ -106,7 +106,7 @@ def majority(train: Integer[np.ndarray, " M"], test: Integer[np.ndarray, " N"]) 
 
 
 def put(text: bytes, tokens_T: UInt16[np.ndarray, " T"]) -> int:
-    """Writes the tokens of a text, a byte each, into a row of zeros, as far as it goes; how many they are."""
+    """Writes the tokens of a text, one per byte, into a row of zeros up to its end; returns their number."""
     length = min(len(text), len(tokens_T))
     tokens_T[:length] = np.frombuffer(text, np.uint8, length)
     tokens_T[:length] += 1
@@ -114,11 +114,11 @@ def put(text: bytes, tokens_T: UInt16[np.ndarray, " T"]) -> int:
 
 
 def parquet_tables(folder: Path, columns: Sequence[str]) -> dict[str, Any] | None:
-    """Arrow tables of ``train`` and ``test`` from Parquet files, as a copy of a dataset of the Hub has them, in the
-    folder or in its folder ``plain_text``; None where there are none.
+    """Arrow tables of ``train`` and ``test`` from Parquet files in the layout of a Hub dataset, in the folder or in its
+    folder ``plain_text``; None without such files.
 
     Raises:
-        DataError: they cannot be read, or lack a column.
+        DataError: a file cannot be read, or lacks a column.
     """
     for place in (folder, folder / "plain_text"):
         paths = {name: sorted(place.glob(f"{name}*.parquet")) for name in ("train", "test")}
@@ -146,13 +146,13 @@ def parquet_tables(folder: Path, columns: Sequence[str]) -> dict[str, Any] | Non
 
 
 def hub_tables(dataset: str, columns: Sequence[str], expected: str) -> dict[str, Any]:
-    """Arrow tables of ``train`` and ``test`` of a dataset of the Hugging Face Hub, which ``datasets`` keeps.
+    """Arrow tables of ``train`` and ``test`` of a dataset of the Hugging Face Hub, cached by ``datasets``.
 
     Args:
         expected: what ``--data-dir`` may name instead.
 
     Raises:
-        DataError: it cannot be fetched.
+        DataError: it cannot be downloaded.
     """
     import datasets
     import huggingface_hub
@@ -161,7 +161,7 @@ def hub_tables(dataset: str, columns: Sequence[str], expected: str) -> dict[str,
     offline, reason = config.HF_HUB_OFFLINE, None
     try:
         if not Path(dataset).is_dir():
-            try:  # ask once: load_dataset would retry for half a minute before it looks into its cache
+            try:  # ask once: load_dataset would retry for half a minute before it reads its cache
                 huggingface_hub.HfApi().dataset_info(dataset, timeout=20)
             except Exception as error:
                 config.HF_HUB_OFFLINE, reason = True, error

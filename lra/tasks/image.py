@@ -1,9 +1,8 @@
-"""Image: what a small photograph shows, from its pixels one after the other.
+"""Image: the class of a small photograph, from its sequence of pixels.
 
-CIFAR-10 (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009) in shades of grey, as Long Range
-Arena has it (Tay et al., 2020, section 2.2.4): 32 × 32 pixels row by row, so 1,024 tokens. Here a token is the shade
-+ 1, since 0 is padding and black pixels are not: 257 tokens, where Long Range Arena has 256. The last tenth of train is
-val.
+CIFAR-10 (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009) in greyscale, as in Long Range
+Arena (Tay et al., 2020, section 2.2.4): 32 × 32 pixels row by row, hence 1,024 tokens. A token is the shade + 1,
+because 0 is padding: 257 tokens, where Long Range Arena has 256. The last tenth of train is val.
 """
 
 import io
@@ -32,10 +31,10 @@ _EXPECTED = (f"cifar-10-batches-bin with {FILES['train'][0]} to {FILES['train'][
 
 def load(*, folder: Path | None, max_length: int | None, train_examples: int | None, val_examples: int | None,
          seed: int, cache: Path | None = None) -> Dataset:
-    """CIFAR-10, from the Hugging Face Hub or from a folder, in its binary form or as the Hub has it; see
-    :func:`lra.tasks.load`. ``datasets`` keeps what it fetched: ``cache`` is not used.
+    """CIFAR-10, from the Hugging Face Hub or from a folder, in its binary format or the Hub's; see
+    :func:`lra.tasks.load`. ``datasets`` caches downloads; ``cache`` is not used.
 
-    ``max_length`` is 1,024, or 256 or 64: the means of squares of pixels."""
+    ``max_length`` is 1,024, or 256 or 64 for images downsampled by square means."""
     side = {None: SIDE, 1024: 32, 256: 16, 64: 8}.get(max_length)
     if side is None:
         raise ConfigError(f"--data.max-length is {max_length}; expected 1,024, 256 or 64 for image")
@@ -61,7 +60,7 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
 
 
 def grey(pixels_NYXC: UInt8[np.ndarray, "N Y X 3"]) -> UInt8[np.ndarray, "N Y X"]:
-    """Shades of red, green and blue, with TensorFlow's weights, and rounded as it does."""
+    """Luminance with TensorFlow's weights and rounding."""
     red, green, blue = (pixels_NYXC[..., channel].astype(np.float32) for channel in range(3))
     return ((0.2989 * red + 0.587 * green + 0.114 * blue) * np.float32(255.5 / 255)).astype(np.uint8)
 

@@ -1,10 +1,10 @@
-"""ListOps: what nested operations on lists of digits come to, from 0 to 9.
+"""ListOps: the value, 0 to 9, of nested operations on lists of digits.
 
-``[MAX 4 [MIN 2 3 ] 1 [SM 8 9 ] ]`` is 7. Trees are drawn as Long Range Arena draws them (Tay et al., 2020, section
-2.2.1, after Nangia and Bowman, "ListOps: A Diagnostic Dataset for Latent Tree Learning", 2018): a node at a depth below
-10, the root's being 1, is an operator with probability 1/4, any of MIN, MAX, MED and SM with 2 to 10 arguments, and
-otherwise a digit. Kept are those of more than 500 and fewer than 2,000 tokens, each once; with another maximum m, of
-more than m / 4 and fewer than m. MED is the median without its fraction, SM the sum modulo 10.
+``[MAX 4 [MIN 2 3 ] 1 [SM 8 9 ] ]`` is 7. Trees are drawn as in Long Range Arena (Tay et al., 2020, section 2.2.1, after
+Nangia and Bowman, "ListOps: A Diagnostic Dataset for Latent Tree Learning", 2018). A node at a depth below 10, where
+the root has depth 1, is an operator with probability 1/4, uniformly MIN, MAX, MED or SM with 2 to 10 arguments, and
+otherwise a digit. Unique trees of more than 500 and fewer than 2,000 tokens are kept; with another maximum m, of more
+than m / 4 and fewer than m. MED is the median, rounded down, SM the sum modulo 10.
 """
 
 import functools
@@ -25,7 +25,7 @@ from support.errors import DataError
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 TOKENS = ("", *"0123456789", *OPERATORS, "]", "?")
-"""By id: padding, ten digits, four operators, their end, and what is none of these, which nothing here has."""
+"""By id: padding, ten digits, four operators, the closing bracket, and an unused token for anything else."""
 VOCABULARY = len(TOKENS)
 CLASSES = 10
 MAX_LENGTH = 2000
@@ -35,22 +35,22 @@ MAX_DEPTH, MAX_ARGUMENTS, OPERATOR_SHARE = 10, 10, 0.25
 
 _FIRST_OPERATOR, _END, _UNKNOWN = 11, 15, 16
 _LENGTHS = (16, 4000)
-"""Of what can be asked for: below there are too few examples, above they are too rare among the trees."""
+"""Range of lengths: shorter ones have too few examples, longer ones are too rare among the trees."""
 _TREES = 1024
-"""Drawn at once; the examples depend on it."""
+"""Trees drawn at once; the examples depend on it."""
 _VERSION = 1
-"""Of what the generator makes."""
+"""Version of the generator."""
 _SEEN = len(OPERATORS) * 11 * (MAX_ARGUMENTS + 1)
-"""Kinds of trees, at most, for a guesser: the operator, what it makes of the digits, the number of other arguments."""
+"""Number of classes of trees for a baseline: operator, its value on the digits, number of other arguments."""
 _LEARNED_FROM = 20_000
-"""Examples of train, at most, that the baselines learn from."""
+"""Most examples of train that the baselines are fitted on."""
 _IDS = bytes.maketrans(bytes(range(256)), bytes(
     byte - 47 if 48 <= byte < 58 else byte if _FIRST_OPERATOR <= byte < _END else _END if byte == 93 else _UNKNOWN
     for byte in range(256)))
 
 
 class Level(NamedTuple):
-    """The K nodes of many trees at one depth, tree after tree, and from left to right in each."""
+    """The K nodes of many trees at one depth, tree by tree, from left to right."""
 
     symbols_K: UInt8[np.ndarray, " K"]
     """0 to 9: a digit; from 10: an operator."""
@@ -62,8 +62,8 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
          seed: int, cache: Path | None = None) -> Dataset:
     """ListOps, generated, or from ``listops-1000`` of the official release; see :func:`lra.tasks.load`.
 
-    Of the release what is longer than ``max_length`` is left out, since what is cut off cannot be computed with.
-    ``val`` and ``test`` are the same for any number of training examples.
+    Expressions of the release longer than ``max_length`` are skipped, because a truncated one has no value. ``val`` and
+    ``test`` are the same for any number of training examples.
     """
     files.check_length("listops", max_length, *_LENGTHS)
     max_length = max_length or MAX_LENGTH
@@ -80,10 +80,10 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
 
 
 def evaluate(tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> int:
-    """What an expression comes to, without padding: the definition, in plain Python.
+    """The value of an expression without padding: the definition, in plain Python.
 
     Raises:
-        ValueError: it is no expression.
+        ValueError: it is not an expression.
     """
     lists: list[tuple[int, list[int]]] = [(-1, [])]
     for token in map(int, tokens):
@@ -104,16 +104,16 @@ def evaluate(tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> int:
 
 
 def text(tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> str:
-    """Tokens as they are written."""
+    """Tokens in their notation."""
     return " ".join(TOKENS[int(token)] for token in tokens)
 
 
 def baselines(train: Split, test: Split) -> dict[str, float]:
-    """Accuracy on ``test`` of guessers that see ever more of the tree; what they know they learned from ``train``.
+    """Accuracy on ``test`` of baselines fitted on ``train``, which see increasing parts of the tree.
 
-    The first sees nothing, the second the operator at the root. The third sees the digits among its arguments too: what
-    the operator makes of these alone, and how many other arguments there are. The rest compute exactly down to a depth,
-    the root's being 1, and put for an operator below what trees with that operator at their root most often come to.
+    The first sees nothing, the second the root operator. The third also sees the digits among its arguments: the
+    operator's value on these, and the number of its other arguments. The others compute exactly down to a depth, where
+    the root has depth 1, and replace each operator below by the most frequent value of trees with that root operator.
     """
     learned = Split((train.tokens[0][:_LEARNED_FROM],), (train.lengths[0][:_LEARNED_FROM],),
                     train.labels[:_LEARNED_FROM])
@@ -142,7 +142,7 @@ def _parsed(split: Split) -> Iterator[tuple[list[Level], Int32[np.ndarray, " N"]
 
 
 def _seen(levels: Sequence[Level]) -> dict[str, Integer[np.ndarray, " N"]]:
-    """What two of the guessers tell trees apart by, each as a number below ``_SEEN``."""
+    """The classes of trees of two baselines, as integers below ``_SEEN``."""
     root, below = levels[:2]
     operators, digit = root.symbols_K - np.uint8(10), below.symbols_K < 10
     owners = np.repeat(np.arange(len(operators)), root.arity_K)
@@ -156,8 +156,8 @@ def _seen(levels: Sequence[Level]) -> dict[str, Integer[np.ndarray, " N"]]:
 
 def _generated(max_length: int, counts: dict[str, int], seed: int,
                cache: Path | None) -> tuple[dict[str, Split], tuple[str, ...]]:
-    """Examples come independently of each other, so that the splits are simply drawn one after the other: first those
-    that scores are taken on, which so do not change with the number of training examples."""
+    """Examples are independent, so the splits are drawn one after the other. val and test come first, so that they do
+    not depend on the number of training examples."""
     order = ("test", "val", "train")
     name = "-".join(["listops", str(_VERSION), "length", str(max_length), "seed", str(seed),
                      *(f"{split}-{counts[split]}" for split in order)])
@@ -178,8 +178,8 @@ def _generated(max_length: int, counts: dict[str, int], seed: int,
 
 
 def _draw(max_length: int, count: int, seed: int) -> tuple[list[UInt8[np.ndarray, " T"]], np.ndarray]:
-    """So many different expressions and what they come to. They do not depend on the number of threads, which compute
-    side by side, for NumPy leaves the interpreter's lock."""
+    """``count`` unique expressions and their values. They do not depend on the number of threads, which run in parallel
+    because NumPy releases the interpreter's lock."""
     status(f"generating {count:,} expressions …")
     rows, labels, seen = [], [], set()
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -204,7 +204,7 @@ def _batch(max_length: int, seed: np.random.SeedSequence) -> tuple[list[UInt8[np
 
 
 def _trees(random: np.random.Generator, longer_than: int, shorter_than: int) -> list[Level]:
-    """Those of ``_TREES`` trees that have a length between the two. A digit alone never has: none is drawn."""
+    """The trees among ``_TREES`` whose length is between the two. Single digits are never drawn."""
     trees_K, length_R = np.arange(_TREES), np.zeros(_TREES, np.int64)
     levels: list[tuple[np.ndarray, Level]] = []
     for depth in range(1, MAX_DEPTH + 1):
@@ -217,7 +217,7 @@ def _trees(random: np.random.Generator, longer_than: int, shorter_than: int) -> 
         levels.append((trees_K, level))
         length_R += np.bincount(trees_K, 1 + (level.arity_K > 0), _TREES).astype(np.int64)
         trees_K = np.repeat(trees_K, level.arity_K)
-        # What is too long already grows no further: at least a token a node is to come.
+        # A tree that is already too long grows no further: each node adds at least one token.
         length_R[length_R + np.bincount(trees_K, minlength=_TREES) >= shorter_than] = shorter_than
         trees_K = trees_K[length_R[trees_K] < shorter_than]
     kept_R = (length_R > longer_than) & (length_R < shorter_than)
@@ -226,7 +226,7 @@ def _trees(random: np.random.Generator, longer_than: int, shorter_than: int) -> 
 
 
 def _tokens(levels: Sequence[Level]) -> tuple[UInt8[np.ndarray, " L"], Integer[np.ndarray, " N"]]:
-    """All trees one after the other, written down; and the length of each."""
+    """The tokens of all trees, concatenated; and the length of each."""
     sizes: list[np.ndarray] = []
     for level in reversed(levels):
         size_K = np.ones(len(level.arity_K), np.int64)
@@ -248,7 +248,7 @@ def _tokens(levels: Sequence[Level]) -> tuple[UInt8[np.ndarray, " L"], Integer[n
 
 
 def _parse(flat: UInt8[np.ndarray, " L"]) -> list[Level]:
-    """The trees that were written one after the other."""
+    """The trees of concatenated expressions."""
     opens, ends = (flat >= _FIRST_OPERATOR) & (flat < _END), flat == _END
     depth_L = np.cumsum(opens.astype(np.int32) - ends) - opens
     nodes = np.flatnonzero(~ends)
@@ -267,7 +267,7 @@ def _parse(flat: UInt8[np.ndarray, " L"]) -> list[Level]:
 
 
 def _values(levels: Sequence[Level], stand_ins: Integer[np.ndarray, " 4"] | None = None) -> Integer[np.ndarray, " N"]:
-    """What the trees come to; operators at the last level, which then lacks their arguments, to stand-ins."""
+    """The values of the trees; operators of the last level, whose arguments are missing, have those of stand-ins."""
     below = np.zeros(0, np.int64)
     for level in reversed(levels):
         values_K = level.symbols_K.astype(np.int64)
@@ -284,7 +284,7 @@ def _values(levels: Sequence[Level], stand_ins: Integer[np.ndarray, " 4"] | None
 
 def _apply(symbols_O: UInt8[np.ndarray, " O"], arity_O: Integer[np.ndarray, " O"],
            values_K: Integer[np.ndarray, " K"]) -> Integer[np.ndarray, " O"]:
-    """O operators, on the next so many values each."""
+    """The values of O operators, each on the next ``arity`` values."""
     starts = _starts(arity_O)
     median = symbols_O == 2
     # Sorted within each operator's arguments, by a key that keeps these together.
@@ -299,7 +299,7 @@ def _apply(symbols_O: UInt8[np.ndarray, " O"], arity_O: Integer[np.ndarray, " O"
 
 
 def _starts(counts: Integer[np.ndarray, " K"]) -> Integer[np.ndarray, " K"]:
-    """Where each of some groups begins, one after the other."""
+    """The start of each of some consecutive groups."""
     return np.cumsum(counts, dtype=np.int64) - counts
 
 
@@ -312,7 +312,7 @@ def _padded(flat: UInt8[np.ndarray, " L"], lengths_N: Int32[np.ndarray, " N"],
 
 def _read(path: Path, name: str, max_length: int, count: int | None,
           seed: int) -> tuple[Split, tuple[str, ...]]:
-    """A file of the official release: a heading, then the expression, with parentheses, and what it comes to."""
+    """A file of the official release: a heading, then one expression, with parentheses, and its value per line."""
     rows, labels, too_long, total = [], [], 0, 0
     broken = files.Broken(path)
     with files.reading(path), path.open("rb") as file:
@@ -342,7 +342,7 @@ def _read(path: Path, name: str, max_length: int, count: int | None,
 
 
 def _ids(source: bytes) -> UInt8[np.ndarray, " T"] | None:
-    """The tokens of an expression; None where it is none, or a digit alone."""
+    """The tokens of an expression; None if it is not one, or a single digit."""
     for number, operator in enumerate(OPERATORS, _FIRST_OPERATOR):
         source = source.replace(operator.encode(), bytes([number]))
     if re.search(rb"\d\d", source):

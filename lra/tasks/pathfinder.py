@@ -1,15 +1,15 @@
 """Pathfinder (32 x 32) and Path-X (128 x 128): do two dots lie on the same dashed path?
 
 Images are generated here or read from the official release. Both sizes are "hard" (contours of 14 paddles), as in Long
-Range Arena (Tay et al., 2020, arXiv 2011.04006); the task is that of Linsley et al. (2018, arXiv 1805.08315) and Kim et
-al. (2020, arXiv 1906.01558). The generator follows theirs (github.com/drewlinsley/pathfinder) step by step but works on
-many images at once, for whatever a paddle can look like is drawn beforehand. A *snake* is a chain of paddles (short
-strokes), a *contour* one of the two long snakes, a *distractor* a short one.
+Range Arena (Tay et al., 2020, arXiv 2011.04006). The task is that of Linsley et al. (2018, arXiv 1805.08315) and Kim et
+al. (2020, arXiv 1906.01558). The generator follows theirs (github.com/drewlinsley/pathfinder) step by step, but handles
+many images at once with precomputed stamps of paddles. A *snake* is a chain of paddles (short strokes), a *contour* one
+of the two long snakes, a *distractor* a short one.
 
-What differs from the original: labels are balanced exactly (there each is a coin), an image depends on its seed and
-number alone, and markers near the border are not cut before they are scaled down. What looks odd and is the original's:
-distractors at 32 x 32 are brighter than the contours, few of the five find a place (1.2 on average), and the last
-paddle of the first contour does not keep them away. Results on such images are those of "regenerated Pathfinder".
+Differences from the original: labels are exactly balanced instead of random, an image depends only on its seed and
+number, and markers near the border are not cropped before downscaling. Three oddities are the original's: distractors
+at 32 x 32 are brighter than contours, few of the five are placed (1.2 on average), and they may overlap the last paddle
+of the first contour. Report results on these images as "regenerated Pathfinder".
 
     python -m lra.tasks.pathfinder --out docs/pathfinder.png
 """
@@ -43,31 +43,31 @@ from support.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class Level:
-    """What the images of a level look like; lengths are in pixels."""
+    """Appearance of the images of a level; lengths are in pixels."""
 
     side: int
     seed_distance: int
-    """Between the tails of the two contours; they begin at least twice as far from the border."""
+    """Distance between the tails of the two contours, which start at least twice as far from the border."""
     marker_radius: float
     paddle_length: int
     thickness: float
     margins: tuple[int, ...]
-    """Space around a paddle; one of these for each image."""
+    """Space around a paddle; each image has one of these."""
     continuity: float
-    """How straight snakes are."""
+    """Straightness of snakes."""
     contrast: float
-    """Of the paddles of contours; that of markers is 1."""
+    """Contrast of the paddles of contours; that of markers is 1."""
     distractor_contrast: float
     distractors: int
-    """At most: one that finds no place is left out."""
+    """Maximum number; a distractor that cannot be placed is left out."""
     distractor_length: int = 4
-    """Paddles."""
+    """In paddles."""
     contour_length: int = 14
-    """Paddles."""
+    """In paddles."""
 
     def reduced(self, side: int) -> "Level":
-        """The same on a smaller image, as crowded as the whole one: contours get shorter, and distractors fewer, with
-        its area."""
+        """The same on a smaller image with equal density: contours get shorter, and distractors fewer, in proportion to
+            its area."""
         return replace(self, side=side, seed_distance=self.seed_distance * side // self.side,
                        contour_length=round(self.contour_length * side**2 / self.side**2),
                        distractors=self.distractors * side**2 // self.side**2)
@@ -80,31 +80,31 @@ PATHX = Level(side=128, seed_distance=20, marker_radius=3.0, paddle_length=5, th
 LEVELS = {"pathfinder": PATHFINDER, "pathx": PATHX}
 
 SCALE = 2
-"""Strokes and markers are drawn so many times larger, and then scaled down."""
+"""Strokes and markers are drawn larger by this factor, and then downscaled."""
 DEFAULT_EXAMPLES = {"train": 160_000, "val": 20_000, "test": 20_000}
 VERSION = 2
-"""Part of the names of kept files: count it up when the same numbers come to give other images."""
+"""Part of the names of cached files. Increment it when the same seed gives different images."""
 EXTENSION_TRIALS = 3
 DISTRACTOR_TRIALS = 5
 OVERLAP = 459
-"""Two masks of 0 to 255 that add up to so much (1.8 of 2) somewhere are too close."""
+"""Two masks of 0 to 255 whose sum reaches this somewhere (1.8 of 2) are too close."""
 OCCUPIED = 76
-"""A mask above it (0.3 of 1) leaves no place for a new snake."""
+"""A mask above this (0.3 of 1) blocks a new snake."""
 BATCH = 1024
-"""Images that are worked on at once."""
+"""Images per batch."""
 CHUNK = 2**22
-"""Pixels that a process is asked for at once."""
+"""Pixels per task of a process."""
 MEASURED = 10_000
-"""Images of a split, at most, that guessers look at."""
+"""Most images of a split that baselines use."""
 MOST_BROKEN = 1 / 1000
-"""Share of the release's images that may be missing or damaged."""
+"""Largest fraction of the release's images that may be missing or damaged."""
 
 
 class Scenes(NamedTuple):
-    """Where everything lies in N images: rows and columns are counted from the upper left pixel.
+    """Positions in N images; rows and columns count from the upper left pixel.
 
-    A paddle is (row, column, direction): the tip at the far end of its snake (of a snake's first paddle: at the
-    beginning), and the number of the stamp to draw there.
+    A paddle is (row, column, direction): the tip at the far end of its snake (at the start, for the first paddle), and
+    the index of its stamp.
     """
 
     labels: np.ndarray
@@ -116,17 +116,17 @@ class Scenes(NamedTuple):
     distractors: np.ndarray
     """(N, distractors, distractor length, 3)"""
     has_distractor: np.ndarray
-    """(N, distractors): whether it found a place."""
+    """(N, distractors): whether it was placed."""
     markers: np.ndarray
     """(N, 2, 2)"""
 
 
 class _Streams:
-    """Random numbers for the rows of a batch, each from a stream of its own: SplitMix64 (Steele et al., 2014).
+    """Random numbers for the rows of a batch, each from its own stream: SplitMix64 (Steele et al., 2014).
 
     Args:
         numbers: (A,) of the images.
-        purpose: (A,) or the same for all; of one image, each purpose has its stream.
+        purpose: (A,) or the same for all; each purpose of an image has its own stream.
     """
 
     def __init__(self, seed: int, numbers: np.ndarray, purpose: int | np.ndarray):
@@ -135,12 +135,12 @@ class _Streams:
             self._states = _mix(self._states + key.astype(np.uint64) * _STEP)
 
     def uniform(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """A number in [0, 1) for each of these rows, float64."""
+        """A float64 in [0, 1) for each of these rows."""
         self._states[rows] += _STEP
         return (_mix(self._states[rows]) >> np.uint64(11)) * 2.0**-53
 
     def below(self, bounds: int | np.ndarray) -> np.ndarray:
-        """An integer in [0, bound) for each row, int64."""
+        """An int64 in [0, bound) for each row."""
         return (self.uniform() * bounds).astype(np.int64)
 
 
@@ -156,31 +156,31 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class _Stamps(NamedTuple):
-    """What paddles of a margin can look like. Directions 0 to 359 are those of first paddles, in degrees from -180,
-    drawn from the tail on; the others are those of further paddles, drawn from the head back."""
+    """Appearances of paddles with a given margin. Directions 0 to 359 are those of first paddles, in degrees from -180,
+    drawn from the tail; the others are those of later paddles, drawn from the head back."""
 
     line: np.ndarray
     """(directions, w, w) uint8: the stroke, around its tip."""
     mask: np.ndarray
     """(directions, w, w) uint8: the stroke and the margin around it."""
     grown: np.ndarray
-    """(directions, w', w') uint8: the mask and another margin around it, where no head may be."""
+    """(directions, w', w') uint8: the mask and another margin around it, which excludes heads."""
     first_pivot: np.ndarray
     """(360, 2): from the tail of a first paddle to its pivot."""
     step: np.ndarray
     """(directions, 2): from pivot to pivot."""
     reach: np.ndarray
-    """(K, 2): from a pivot to the heads that the next paddle may have."""
+    """(K, 2): from a pivot to the possible heads of the next paddle."""
     turn: np.ndarray
     """(directions, K): weight of each head after a paddle of that direction."""
     footprints: tuple[np.ndarray | None, ...]
-    """For each direction of first paddles, (C, 2): where, from the tail, there must be space; None: not allowed."""
+    """For each direction of first paddles, (C, 2): offsets from the tail that must be free; None: not allowed."""
 
 
 @functools.cache
 def _stamps(length: int, thickness: float, margin: int, continuity: float) -> _Stamps:
     radius = length + margin
-    arc = np.arange(0, 360, 180 / (radius * np.pi)) * np.pi / 180  # a pixel from one to the next
+    arc = np.arange(0, 360, 180 / (radius * np.pi)) * np.pi / 180  # in steps of one pixel
     reach = np.unique(np.floor(64 + radius * _towards(arc)).astype(int) - 64, axis=0)
     angles = np.concatenate([np.arange(-180, 180) * np.pi / 180, np.arctan2(reach[:, 0], reach[:, 1])])
     drawn = np.where(np.arange(len(angles)) < 360, angles, angles + np.pi)
@@ -207,13 +207,13 @@ def _towards(angle: np.ndarray) -> np.ndarray:
 
 
 def _translate(angle: np.ndarray, distance: float) -> np.ndarray:
-    """Whole pixels, rounded up; the summand does away with what floating point makes of zeros."""
+    """Whole pixels, rounded up; the summand absorbs floating-point errors of zeros."""
     return np.ceil(64 + distance * _towards(angle)).astype(int) - 64
 
 
 def _stroke(radius: int, head: np.ndarray, width: int) -> np.ndarray:
-    """A line of 255 from the centre of a square to ``head`` pixels from it, pixel for pixel as Pillow draws it: by
-    Bresenham's algorithm, or where it is wider as a rectangle whose corners are whole pixels."""
+    """A line of 255 from the centre of a square to ``head`` pixels from it, identical to Pillow's: by Bresenham's
+    algorithm, or, if wider, as a rectangle with integer corners."""
     image = np.zeros((2 * radius + 1, 2 * radius + 1), np.uint8)
     if width == 1:
         n = np.abs(head).max()
@@ -244,8 +244,8 @@ def _dilate(images: np.ndarray, radius: int) -> np.ndarray:
 
 
 def _shrink(images: np.ndarray, side: int) -> np.ndarray:
-    """Square images (N, H, H) scaled down to ``side`` by Lanczos' filter with three lobes, as Pillow does it: in
-    whole numbers of 0 to 255 after columns and after rows."""
+    """Square images (N, H, H) downscaled to ``side`` by a Lanczos filter with three lobes, as in Pillow: rounded to 0
+    to 255 after columns and after rows."""
     scale = images.shape[-1] / side
     centres = (np.arange(side)[:, None] + 0.5) * scale
     distance = (np.arange(images.shape[-1]) + 0.5 - centres) / scale
@@ -256,17 +256,17 @@ def _shrink(images: np.ndarray, side: int) -> np.ndarray:
 
 
 def _marker(radius: float) -> np.ndarray:
-    """(w, w) uint8: a disk, as it looks scaled down; the pixel at which it lies is the middle one."""
+    """(w, w) uint8: a disk, downscaled; its position is the middle pixel."""
     size = math.ceil(radius) + 3
     y, x = np.mgrid[-SCALE * size : SCALE * (size + 1), -SCALE * size : SCALE * (size + 1)]
     return _shrink(np.where(y**2 + x**2 <= (SCALE * radius) ** 2, 255, 0)[None], 2 * size + 1)[0]
 
 
 def _footprint(mask: np.ndarray, radius: int) -> np.ndarray | None:
-    """Where a first paddle needs space, (C, 2); None: it is never drawn in this direction.
+    """The pixels that a first paddle needs free, (C, 2); None: it is never drawn in this direction.
 
-    As in the original it lies one pixel further right and down than the paddle, whence at one of the image's corners
-    all of it may be outside. There the original finds a maximum over nothing, and gives up the direction.
+    As in the original they are shifted by one pixel right and down, so that in one corner of the image all may lie
+    outside. There the original takes a maximum over nothing, and rejects the direction.
     """
     places = np.argwhere(mask == 255) - len(mask) // 2 + 1
     places = places[(np.abs(places) <= radius).all(1)]
@@ -275,7 +275,7 @@ def _footprint(mask: np.ndarray, radius: int) -> np.ndarray | None:
 
 
 class _Canvas:
-    """What is occupied in some images, with an edge around them so that nothing falls out."""
+    """Occupied pixels of some images, with a border so that nothing lies outside."""
 
     def __init__(self, count: int, level: Level, stamps: _Stamps, margin: int):
         self.stamps, self.side = stamps, level.side
@@ -289,24 +289,24 @@ class _Canvas:
         self.grown[:, inner, inner] = 0
 
     def add(self, rows: np.ndarray, paddles: np.ndarray) -> None:
-        """Occupies what a paddle (row, column, direction) takes in each of these images."""
+        """Adds a paddle (row, column, direction) to each of these images."""
         _stamp(self.mask, self.edge, rows, paddles, self.stamps.mask)
         _stamp(self.grown, self.edge, rows, paddles, self.stamps.grown)
 
     def overlaps(self, rows: np.ndarray, paddles: np.ndarray) -> np.ndarray:
-        """Whether a paddle would come too close to another, or to the border."""
+        """Whether a paddle would be too close to another, or to the border."""
         masks = self.stamps.mask[paddles[:, 2]]
         there = _window(self.mask, self.edge, rows, paddles, masks.shape[-1])
         return (there.astype(np.uint16) + masks).max((1, 2)) >= OVERLAP
 
     def copy(self, rows: np.ndarray) -> "_Canvas":
-        """A canvas of these images alone."""
+        """A canvas of these images only."""
         canvas = copy.copy(self)
         canvas.mask, canvas.grown = self.mask[rows], self.grown[rows]
         return canvas
 
     def places(self, row: int | np.intp, direction: int | np.int64) -> np.ndarray:
-        """Where in one image a first paddle of a direction may have its tail, as row * side + column."""
+        """Possible tails of a first paddle of a direction in one image, as row * side + column."""
         footprint = self.stamps.footprints[direction]
         if footprint is None:
             return np.zeros(0, np.int64)
@@ -324,7 +324,7 @@ def _window(images: np.ndarray, edge: int, rows: np.ndarray, places: np.ndarray,
 
 
 def _stamp(images: np.ndarray, edge: int, rows: np.ndarray, paddles: np.ndarray, stamps: np.ndarray) -> None:
-    """Draws one stamp into each of the images named by ``rows``, which differ; the brighter pixel stays."""
+    """Draws one stamp into each of the images in ``rows``, which are unique; the brighter pixel stays."""
     width = stamps.shape[-1]
     views = sliding_window_view(images, (width, width), axis=(1, 2), writeable=True)
     corner = edge - width // 2
@@ -334,14 +334,14 @@ def _stamp(images: np.ndarray, edge: int, rows: np.ndarray, paddles: np.ndarray,
 
 def _extend(canvas: _Canvas, streams: _Streams, rows: np.ndarray, first: np.ndarray,
             length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengthens snakes by paddles, each in turn where there are two, until all are done or one has nowhere to go.
+    """Lengthens snakes by paddles, alternately if there are two, until all are complete or one is stuck.
 
     Args:
-        rows: of the canvas and its streams, those in which snakes are drawn.
+        rows: of the canvas and its streams, those with snakes to lengthen.
         first: (A, S, 3) the first paddles of S snakes in each of the A rows of the canvas.
 
     Returns:
-        the rows where all went well, and (A, S, length, 3) paddles, whole in these rows.
+        the rows that succeeded, and (A, S, length, 3) paddles, complete in these rows.
     """
     paddles = np.zeros((*first.shape[:2], length, 3), np.int64)
     paddles[:, :, 0] = first
@@ -350,7 +350,7 @@ def _extend(canvas: _Canvas, streams: _Streams, rows: np.ndarray, first: np.ndar
         for snake in range(first.shape[1]):
             pivots[rows, snake] += canvas.stamps.step[paddles[rows, snake, n - 1, 2]]
             rows = _add_paddle(canvas, streams, rows, pivots[:, snake], paddles[:, snake], n)
-            # Only now: a paddle may touch the one before it.
+            # Only now: a paddle may touch the previous one.
             canvas.add(rows, paddles[rows, snake, n - 1])
     canvas.add(rows, paddles[rows, -1, -1])
     return rows, paddles
@@ -358,7 +358,7 @@ def _extend(canvas: _Canvas, streams: _Streams, rows: np.ndarray, first: np.ndar
 
 def _add_paddle(canvas: _Canvas, streams: _Streams, rows: np.ndarray, pivots: np.ndarray, paddles: np.ndarray,
                 n: int) -> np.ndarray:
-    """Draws paddle ``n`` of a snake by lot, into ``paddles`` (A, length, 3); returns the rows where it has a place."""
+    """Draws paddle ``n`` of a snake at random, into ``paddles`` (A, length, 3); returns the rows where it fits."""
     heads = pivots[rows, None] + canvas.stamps.reach
     free = 255 - canvas.grown[rows[:, None], heads[:, :, 0] + canvas.edge, heads[:, :, 1] + canvas.edge]
     chances = np.cumsum(free * canvas.stamps.turn[paddles[rows, n - 1, 2]], axis=1)
@@ -376,19 +376,19 @@ def _add_paddle(canvas: _Canvas, streams: _Streams, rows: np.ndarray, pivots: np
 
 
 def _contours(level: Level, stamps: _Stamps, margin: int, seed: int, numbers: np.ndarray) -> np.ndarray:
-    """(A, 2, contour length, 3): both contours of each image; where one has nowhere to go, both begin anew."""
+    """(A, 2, contour length, 3): both contours of each image. If one is stuck, both are redrawn."""
     centre = _Canvas(1, level, stamps, margin)
     inner = slice(centre.edge + 2 * level.seed_distance, centre.edge + level.side - 2 * level.seed_distance)
     centre.mask[:] = 255
     centre.mask[:, inner, inner] = 0
-    # Of the first contour's tail and direction. The original takes a direction first, and another where it finds none.
+    # Tail and direction of the first contour. The original draws a direction first, and redraws it if nothing fits.
     places = {direction: found for direction in range(360) if len(found := centre.places(0, direction))}
     directions, counts = np.array([*places]), np.array([*map(len, places.values())])
 
     contours = np.zeros((len(numbers), 2, level.contour_length, 3), np.int64)
     pending, tried = np.arange(len(numbers)), np.zeros(len(numbers), np.int64)
     while len(pending):
-        # Few succeed: when not many images are left, each is tried several times at once, and the first success counts.
+        # Few succeed: with few images left, each is tried several times at once, and the first success counts.
         at_once = -(-BATCH // len(pending))
         images = np.repeat(pending[:BATCH], at_once)
         attempts = tried[images] + np.tile(np.arange(at_once), len(images) // at_once)
@@ -414,7 +414,7 @@ def _contours(level: Level, stamps: _Stamps, margin: int, seed: int, numbers: np
 
 
 def _distractors(level: Level, canvas: _Canvas, seed: int, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(A, distractors, length, 3) paddles and (A, distractors) whether they have found a place."""
+    """(A, distractors, length, 3) paddles and (A, distractors) whether they were placed."""
     paddles = np.zeros((len(numbers), level.distractors, level.distractor_length, 3), np.int64)
     found = np.zeros((len(numbers), level.distractors), bool)
     for n in range(level.distractors):
@@ -437,7 +437,7 @@ def _distractors(level: Level, canvas: _Canvas, seed: int, numbers: np.ndarray) 
 
 
 def scenes(level: Level, seed: int, numbers: np.ndarray) -> Scenes:
-    """Lays out the images of these numbers (N,), each of which depends on the seed and its own number alone."""
+    """Lays out the images of these numbers (N,), each of which depends only on the seed and its own number."""
     streams = _Streams(seed, numbers, _LAYOUT)
     margins = np.array(level.margins)[streams.below(len(level.margins))]
     contours = np.zeros((len(numbers), 2, level.contour_length, 3), np.int64)
@@ -469,7 +469,7 @@ def labels(seed: int, numbers: np.ndarray) -> np.ndarray:
 
 
 def draw(level: Level, scenes: Scenes) -> np.ndarray:
-    """(N, side, side) uint8: strokes and markers, the brightest pixel of each image being 255."""
+    """(N, side, side) uint8: strokes and markers; the brightest pixel of each image is 255."""
     marker = _marker(level.marker_radius)
     drawn = np.zeros((len(scenes.labels), level.side, level.side), np.uint8)
     for margin in level.margins:
@@ -493,15 +493,15 @@ def draw(level: Level, scenes: Scenes) -> np.ndarray:
 
 def load(*, folder: Path | None, max_length: int | None, train_examples: int | None, val_examples: int | None,
          seed: int, cache: Path | None = None, task: str = "pathfinder") -> Dataset:
-    """Pathfinder, or with ``task="pathx"`` Path-X: pixels row by row, a token each, which is its grey value + 1.
+    """Pathfinder, or with ``task="pathx"`` Path-X: pixels row by row; a token is the grey value + 1.
 
     Args:
-        folder: the release's ``lra_release``: shuffled by ``seed``, 8 tenths are train, one val and one test; None:
-            images are generated.
-        max_length: a square below an image's pixels: smaller images are generated, with shorter contours.
+        folder: the release's ``lra_release``, shuffled by ``seed``: 80 % train, 10 % val, 10 % test; None: generate
+            images.
+        max_length: a square number of pixels below the task's: generates smaller images, with shorter contours.
         train_examples: None: 160,000, as in the release.
-        val_examples: of val and of test; None: 20,000.
-        cache: where generated images are kept.
+        val_examples: size of val and of test; None: 20,000.
+        cache: folder for generated images.
 
     Raises:
         ConfigError: no image has this number of pixels, or the release has fewer examples.
@@ -520,7 +520,7 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
         found, notes = _released(task, folder, level.side, asked, seed)
     splits = {}
     for split in asked:
-        images, labels_N = found.pop(split)  # gigabytes, not to be held twice
+        images, labels_N = found.pop(split)  # frees gigabytes
         tokens_NT = images.reshape(len(images), -1).astype(np.uint16)
         tokens_NT += 1
         splits[split] = Split((tokens_NT,), (np.full(len(images), level.side**2, np.int32),), labels_N)
@@ -559,7 +559,7 @@ def _baselines(splits: dict[str, Split], level: Level) -> dict[str, float]:
 
 
 def _distances(level: Level, tokens_NT: np.ndarray) -> np.ndarray:
-    """(N,) pixels between the two brightest squares of each image, which are as wide as markers and do not overlap."""
+    """(N,) pixels between the two brightest squares of each image, as wide as markers and without overlap."""
     width, at_once = 2 * int(level.marker_radius) + 1, max(1, 2**16 // level.side**2)
     found = []
     for first in range(0, len(tokens_NT), at_once):
@@ -577,8 +577,8 @@ def _distances(level: Level, tokens_NT: np.ndarray) -> np.ndarray:
 
 def _generated(task: str, level: Level, split: str, seed: int, count: int, cache: Path | None,
                notes: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """(count, side, side) uint8 images and (count,) labels; read from ``cache`` if they are there and whole, else kept
-    there."""
+    """(count, side, side) uint8 images and (count,) labels, from ``cache`` if intact there, else generated and
+    cached."""
     start = list(DEFAULT_EXAMPLES).index(split) * 2**40
     labels_N = labels(seed, np.arange(start, start + count))
     path = None if cache is None else cache / f"{task}-{level.side}-{split}-{count}-seed{seed}-v{VERSION}.npz"
@@ -590,10 +590,10 @@ def _generated(task: str, level: Level, split: str, seed: int, count: int, cache
 
 
 def generate(level: Level, seed: int, start: int, count: int, title: str = "images") -> np.ndarray:
-    """(count, side, side) uint8: images ``start`` and following, drawn by a process for each core.
+    """(count, side, side) uint8: ``count`` images from ``start`` on, drawn by one process per core.
 
     Raises:
-        DataError: one of the processes failed.
+        DataError: a process failed.
     """
     size = CHUNK // level.side**2
     chunks = [(at, min(at + size, start + count)) for at in range(start, start + count, size)]
@@ -693,7 +693,7 @@ def _listed(root: Path) -> list[tuple[Path, int]]:
 
 
 def _grey(path: Path, side: int) -> np.ndarray | None:
-    """(side, side) uint8 of a PNG file; None where there is no such image."""
+    """(side, side) uint8 of a PNG file; None if it is not such an image."""
     from matplotlib.image import imread
 
     try:

@@ -1,8 +1,7 @@
 """Retrieval: whether one of two papers cites the other, from the bytes of each.
 
 Radev et al., "The ACL Anthology Network Corpus", 2013, in the pairs of Long Range Arena (Tay et al., 2020, section
-2.2.3). A token is a byte + 1; texts are cut to 10,000 bytes, and then to 4,000 tokens. A model sees each text by
-itself, in a tower of its own.
+2.2.3). A token is a byte + 1. Texts are cut to 10,000 bytes, and then to 4,000 tokens. Each text has its own tower.
 """
 
 import math
@@ -24,8 +23,8 @@ _RELEASE = "https://storage.googleapis.com/long-range-arena/lra_release.gz"
 
 def load(*, folder: Path | None, max_length: int | None, train_examples: int | None, val_examples: int | None,
          seed: int, cache: Path | None = None) -> Dataset:
-    """The pairs of the official release, whose folder is required; see :func:`lra.tasks.load`. ``cache`` is not used:
-    nothing is generated."""
+    """The pairs of the official release, whose folder is required; see :func:`lra.tasks.load`. ``cache`` is not
+    used."""
     if folder is None:
         raise ConfigError("--data-dir is required for retrieval: the folder lra_release, unpacked from "
                           f"{_RELEASE}, with tsv_data/{', '.join(FILES.values())}")
@@ -40,8 +39,8 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
 
 
 def _read(path: Path, name: str, max_length: int, count: int | None, seed: int) -> tuple[Split, tuple[str, ...]]:
-    """Rows of label, id, id, text, text, with tabs between and neither heading nor quotes. Looked through once for
-    the rows that are whole, and again for the texts of those that are chosen: gigabytes are not held twice."""
+    """Tab-separated rows of label, id, id, text, text, without heading or quotes. The file is read twice, first for its
+    intact rows and then for the chosen texts, to save gigabytes of memory."""
     offsets, labels, offset, total, broken = [], [], 0, 0, files.Broken(path)
     with files.reading(path), path.open("rb") as file:
         for total, line in enumerate(file, 1):
@@ -69,7 +68,7 @@ def _read(path: Path, name: str, max_length: int, count: int | None, seed: int) 
 
 
 def _columns(line: bytes) -> tuple[float, bytes, bytes] | None:
-    """The label and the texts of a row; None where it is broken."""
+    """The label and the texts of a row; None if it is broken."""
     columns = line.rstrip(b"\r\n").split(b"\t")
     if len(columns) != 5 or not columns[3] or not columns[4]:
         return None

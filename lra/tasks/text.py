@@ -1,8 +1,8 @@
-"""Text: whether a film review praises, from its bytes.
+"""Text: whether a film review is positive, from its bytes.
 
-Maas et al., "Learning Word Vectors for Sentiment Analysis", 2011 (IMDb), as Long Range Arena uses it (Tay et al., 2020,
-section 2.2.2): a token is a byte + 1, and what is longer than 4,000 is cut. Long Range Arena has the test set for val;
-here val is a tenth of train.
+Maas et al., "Learning Word Vectors for Sentiment Analysis", 2011 (IMDb), as in Long Range Arena (Tay et al., 2020,
+section 2.2.2): a token is a byte + 1, and texts are cut to 4,000. Long Range Arena validates on the test set; here val
+is a tenth of train.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ CLASSES = 2
 MAX_LENGTH = 4000
 HUB = "stanfordnlp/imdb"
 HELD_OUT = 0.1
-"""Of train, for val."""
+"""Fraction of train that is held out for val."""
 
 _COLUMNS = ("text", "label")
 _EXPECTED = "aclImdb/{train,test}/{neg,pos}/*.txt, or train*.parquet and test*.parquet with the columns text and label"
@@ -26,8 +26,8 @@ _EXPECTED = "aclImdb/{train,test}/{neg,pos}/*.txt, or train*.parquet and test*.p
 
 def load(*, folder: Path | None, max_length: int | None, train_examples: int | None, val_examples: int | None,
          seed: int, cache: Path | None = None) -> Dataset:
-    """IMDb, from the Hugging Face Hub or from a folder, as its authors or as the Hub lay it out; see
-    :func:`lra.tasks.load`. ``datasets`` keeps what it fetched: ``cache`` is not used."""
+    """IMDb, from the Hugging Face Hub or from a folder, in its authors' layout or the Hub's; see
+    :func:`lra.tasks.load`. ``datasets`` caches downloads; ``cache`` is not used."""
     files.check_length("text", max_length, 1, 2**16)
     found, notes = _reviews(folder)
     train, test = found["train"], found["test"]
@@ -78,7 +78,7 @@ def _files(paths: list[tuple[Path, int]]) -> Iterator[tuple[bytes, int]]:
 
 
 def _checked(source: str, rows: Iterable[tuple[Any, Any]]) -> tuple[list[tuple[bytes, int]], tuple[str, ...]]:
-    """The rows that hold a text and a label."""
+    """The rows with a text and a label."""
     found, total, broken = [], 0, files.Broken(source)
     for total, (text, label) in enumerate(rows, 1):
         if not text or not isinstance(text, str | bytes) or not isinstance(label, int):
