@@ -123,7 +123,7 @@ class TimedAttention:
     """(x_BTHD, *, causal, chunk_size) ↦ the form that the name alone stands for; None if unknown. Without ``pick`` a
     form must be named."""
     pick_chunk_sizes: Callable[..., tuple[int, int] | None] | None = None
-    """(form, x_BTHD) ↦ chunk sizes of the forward and the backward pass; only for attentions in chunks."""
+    """(form, x_BTHD) ↦ chunk lengths of the forward and the backward pass; only for attentions in chunks."""
     published_shapes: tuple[tuple[int, int, int, int], ...] = ()
     """B, T, H, D of ``benchmarks/published.json``, in order of work."""
 

@@ -50,7 +50,7 @@ def check_sizes(**sizes: int) -> None:
 
 
 def check_chunk_size(chunk_size: int | None) -> None:
-    """Checks a chunk size, which may be None.
+    """Checks a chunk length, which may be None.
 
     Raises:
         ValueError: not an integer of at least 1.

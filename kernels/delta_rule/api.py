@@ -67,7 +67,7 @@ def delta_rule(
         y and the state after the last token, float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes do not agree, a log decay is above 0, the chunk size is below 1, or the implementation is
+        ValueError: shapes do not agree, a log decay is above 0, the chunk length is below 1, or the implementation is
             unknown.
         TypeError: inputs are not floating point, or segment ids are not integers.
         NotImplementedError: the named implementation does not support the call.
@@ -109,7 +109,7 @@ def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: in
 
 
 def pick_chunk_size(M: int, D: int) -> int:
-    """The chunk size that None stands for, given features of width M and values of width D."""
+    """The chunk length that None stands for, given features of width M and values of width D."""
     return NARROW_CHUNK if max(M, D) <= NARROW_CHUNK else CHUNK
 
 

@@ -98,7 +98,7 @@ def linear_attention(
         y and the state after the last token, float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes do not agree, a log decay is above 0, or the chunk size is below 1.
+        ValueError: shapes do not agree, a log decay is above 0, or the chunk length is below 1.
         TypeError: features or log decays are not floating point, or segment ids are not integers.
         NotImplementedError: the named implementation does not support the call.
     """

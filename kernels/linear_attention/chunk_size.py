@@ -1,4 +1,4 @@
-"""The chunk size of a call, for every form with chunks."""
+"""The chunk length of a call, for every form with chunks."""
 
 from typing import Any
 

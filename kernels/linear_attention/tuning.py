@@ -1,4 +1,4 @@
-"""Launch parameters of the GPU kernels: chunk size, tiles, warps, pipeline stages and schedule, from measurements.
+"""Launch parameters of the GPU kernels: chunk length, tiles, warps, pipeline stages and schedule, from measurements.
 
 ``tuning.json`` has a row for each measured device kind, widths, dtype and class of lengths, with its measurement.
 ``python -m benchmarks.tune`` rewrites it for its machine. All else uses the defaults below; nothing is tuned at run
@@ -289,7 +289,7 @@ def _row_of_call(tokens: int, M: int, D: int, dtype: DTypeLike, segments: bool, 
 
 
 def _with_chunk(tiles: Tiles, chunk: int) -> Tiles:
-    """The tiles with another chunk size. A longer chunk takes more registers, hence more threads."""
+    """The tiles with another chunk length. A longer chunk takes more registers, hence more threads."""
     if chunk <= tiles.chunk:
         return tiles._replace(chunk=chunk)
     return tiles._replace(chunk=chunk, tile=min(tiles.tile, 64), warps=8, stages=1)
