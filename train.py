@@ -40,7 +40,7 @@ from training.checkpoint import Checkpoints
 from training.environment import configure_jax, environment
 from training.initial_weights import InitialWeights, read_initial_weights, save_initial_checkpoint
 from training.objectives import LanguageModelling
-from training.sharding import make_mesh
+from training.sharding import check_shards, make_mesh
 from training.step import abstract_model
 
 
@@ -129,8 +129,9 @@ def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT]
     corpora = open_corpora(config.data)
     runs.check_corpus(before, corpora.checksum, corpora, run_dir)
     corpora.check_context(config.model.context)
-    make_mesh(config.mesh, config.train, config.model.context)
+    mesh = make_mesh(config)
     model = abstract_model(config, corpora.vocabulary_size)
+    check_shards(mesh, model)
     samples.check(config.train, model)
     check_packing(config.data.packing, model)
     # Tracing raises the errors of kernels that do not support the config.

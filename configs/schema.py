@@ -156,6 +156,8 @@ class TrainConfig:
     """Tokens per update, where --train.batch-size is 0."""
     accumulate: int = 1
     """Gradient accumulation: number of micro-batches per update."""
+    rows_per_device: int | None = None
+    """Sequences per micro-batch on each device. Sets --train.accumulate for the devices there are."""
     remat: Remat = "none"
     """Rematerialisation. block: recompute each transformer block in the backward pass; names: the same, except for
     the results of its attention."""
@@ -184,7 +186,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Number of devices along each mesh axis. data = -1: all that remain."""
+    """Number of devices along each mesh axis. -1: all that remain; at most one axis."""
 
     data: int = -1
     """Data parallelism: replicas of the model, each with a part of the batch."""

@@ -39,7 +39,7 @@ from training import cli, logging, loop
 from training import run as runs
 from training.checkpoint import Checkpoints
 from training.environment import configure_jax, environment
-from training.sharding import batch_sharding, make_mesh, parameter_shardings
+from training.sharding import batch_sharding, check_shards, make_mesh, parameter_shardings
 
 DATA_SEED = 0
 """Seed of generated data and of subsets: the same for all runs, whatever their seed."""
@@ -134,12 +134,13 @@ def check_data_and_devices(config: LraConfig, run_dir: Path) -> tuple[tasks.Data
     """
     before = runs.check_folder(config, run_dir)
     logging.check(config.logging)
-    mesh = make_mesh(config.mesh, config.train, config.model.context)
+    mesh = make_mesh(config)
     dataset = load_data(config)
     runs.check_corpus(before, dataset.checksum, f"this one of {config.data.task} (with its data.max_length, "
                       "train_examples and val_examples)", run_dir)
     objective = Classification(config, dataset)
     model = objective.model
+    check_shards(mesh, model)
     # Tracing raises the errors of kernels that do not support the config.
     batch = objective.batch_shape(batch_sharding(mesh))
     nnx.eval_shape(lambda model, batch: model.forward(*batch.tokens, valid_BT=batch.valid), model, batch)
@@ -170,7 +171,7 @@ def score(config: LraConfig, objective: Classification, dataset: tasks.Dataset, 
         CheckpointError: the checkpoint is damaged.
         RunError: ``environment.json`` is damaged.
     """
-    mesh = make_mesh(config.mesh, config.train, config.model.context)
+    mesh = make_mesh(config)
     _, *states = nnx.split(objective.model, nnx.Param, ...)
     parameters, variables = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

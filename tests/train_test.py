@@ -674,11 +674,22 @@ def test_an_update_of_the_gpt2_recipes_is_as_many_tokens_at_every_context(size, 
         assert config.model.modes["chunked"].feature_map == "softplus"
 
 
+def test_rows_per_device_set_the_accumulation(recipe, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    flags = [str(recipe), "--train.batch-size", "24", "--train.rows-per-device"]
+    assert train.parse([*flags, "3"]).config.train.accumulate == 4
+    assert train.parse([*flags, "3", "--mesh.tensor", "2"]).config.train.accumulate == 8
+    assert "train.rows_per_device is 5, 10 sequences on 2 devices; expected a divisor of train.batch_size, 24" in (
+        refused(capsys, 2, *flags, "5"))
+
+
 def test_a_batch_in_sequences_goes_before_one_in_tokens(recipe, capsys):
     config = train.parse([str(recipe), "--train.batch-size", "0", "--train.batch-tokens", "100"]).config
     assert config.train.batch_size == 3  # of 32 tokens
     config = train.parse([str(recipe), "--train.batch-size", "5", "--train.batch-tokens", "100"]).config
     assert (config.train.batch_size, config.train.batch_tokens) == (5, None)
     assert "train.batch_tokens 100 is ignored, as train.batch_size is 5" in capsys.readouterr().err
+    config = train.parse([str(recipe), "--train.batch-size", "1", "--train.batch-tokens", "31"]).config
+    assert config.train.batch_size == 1
     assert "train.batch_tokens is 31; expected at least model.context, 32" in refused(
         capsys, 2, recipe, "--train.batch-size", 0, "--train.batch-tokens", 31)

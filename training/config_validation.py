@@ -4,7 +4,9 @@ import dataclasses
 import math
 from typing import Any
 
-from configs.schema import Config, LraConfig, OptimizerConfig, TrainConfig
+import jax
+
+from configs.schema import Config, LraConfig, MeshConfig, OptimizerConfig, TrainConfig
 from kernels import device
 from models import attention as attentions
 from models import encoder, gpt
@@ -25,7 +27,7 @@ def validate_config[C: (Config, LraConfig)](config: C) -> C:
                   encoder.resolve_config(config.model))
     train = _with_batch_size(config.train, model.context)
     _check_ranges(config, train)
-    train = _with_fitting_accumulation(train)
+    train = _with_fitting_accumulation(_with_rows_per_device(train, config.mesh))
     optimizer = _with_fitting_warmup(config.optimizer, train)
     return dataclasses.replace(config, model=_with_fitting_modes(model), train=train, optimizer=optimizer)
 
@@ -35,7 +37,7 @@ def _with_batch_size(train: TrainConfig, context: int) -> TrainConfig:
     if train.batch_tokens is None:
         return train
     sequences = train.batch_tokens // context
-    if sequences < 1:
+    if sequences < 1 and train.batch_size == 0:
         raise ConfigError(f"train.batch_tokens is {train.batch_tokens}; expected at least model.context, {context}")
     if train.batch_size == 0:
         return dataclasses.replace(train, batch_size=sequences)
@@ -70,6 +72,19 @@ def _check_ranges(config: Config | LraConfig, train: TrainConfig) -> None:
             raise ConfigError(f"{name} is {value}; expected 0 to {most:g}")
     if not 0 <= train.seed < 2**32:
         raise ConfigError(f"train.seed is {train.seed}; expected 0 to {2**32 - 1}")
+
+
+def _with_rows_per_device(train: TrainConfig, mesh: MeshConfig) -> TrainConfig:
+    """``accumulate`` from ``rows_per_device``, if given."""
+    if train.rows_per_device is None:
+        return train
+    others = mesh.tensor * mesh.context
+    replicas = max(1, jax.device_count() // others) if -1 in (mesh.data, mesh.fsdp) else mesh.data * mesh.fsdp
+    rows = train.rows_per_device * replicas
+    if rows < 1 or train.batch_size % rows:
+        raise ConfigError(f"train.rows_per_device is {train.rows_per_device}, {rows} sequences on {replicas} devices; "
+                          f"expected a divisor of train.batch_size, {train.batch_size}")
+    return dataclasses.replace(train, accumulate=train.batch_size // rows)
 
 
 def _with_fitting_accumulation(train: TrainConfig) -> TrainConfig:

@@ -105,7 +105,7 @@ def save_initial_checkpoint(config: Config, vocabulary_size: int, run_dir: Path,
     """
     model = abstract_model(config, vocabulary_size)
     transform = make_optimizer(config.optimizer, decay_mask(model))
-    mesh = make_mesh(config.mesh, config.train, config.model.context)
+    mesh = make_mesh(config)
     shardings = state_shardings(mesh, model, jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform)))
     parameters, variables = jax.jit(lambda: initial_state(config, vocabulary_size, transform)[:2],
                                     out_shardings=shardings[:2])()

@@ -28,7 +28,7 @@ from training.logging import Logs
 from training.metrics import MetricsWriter
 from training.objectives import Objective, Samples
 from training.optimizer import decay_mask, global_norm, learning_rate, make_optimizer
-from training.sharding import batch_sharding, make_mesh, state_shardings
+from training.sharding import batch_sharding, make_mesh, report_mesh, state_shardings
 
 
 @dataclass
@@ -107,7 +107,8 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         OSError: the disk is full or cannot be written.
         RunError: ``environment.json`` is damaged.
     """
-    mesh = make_mesh(config.mesh, config.train, config.model.context)
+    mesh = make_mesh(config)
+    report_mesh(mesh, config.train.batch_size // config.train.accumulate)
     transform = make_optimizer(config.optimizer, decay_mask(objective.model))
 
     def initial() -> steps.TrainState:
@@ -144,7 +145,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         autotuning.keep(run_dir)
         timing.enter("other")
         peak = peak_flops(config.model.dtype, mesh.size)
-        add_to_environment(run_dir, step_bytes=peak_bytes(update), peak_flops=peak)
+        add_to_environment(run_dir, step_bytes=peak_bytes(update), peak_flops=peak, mesh=dict(mesh.shape))
         per_token = flops_per_token(config.to_dict(), read_json(run_dir / "environment.json", RunError))
         stop = stack.enter_context(_stop_signals())
         bar = stack.enter_context(_progress(config, position, quiet))

@@ -1,7 +1,8 @@
 """Sharding: one mesh with the axes data, fsdp, tensor and context, and the dimensions that they split."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -10,41 +11,130 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from configs.schema import MeshConfig, TrainConfig
+from configs.schema import Config, LraConfig
 from models.parameters import Axis, Declaration, declarations
+from support.command import note, status
 from support.errors import ConfigError
 from training.step import TrainState
 
 AXES = ("data", "fsdp", "tensor", "context")
-MESH_AXES: Mapping[Axis, str] = MappingProxyType({"heads": "tensor", "mlp": "tensor", "vocabulary": "tensor"})
-"""The mesh axis that splits a logical axis of the parameters."""
 
 
-def make_mesh(config: MeshConfig, train: TrainConfig, context: int) -> Mesh:
-    """The mesh; ``data = -1`` takes as many of the remaining devices as divide the batch.
+@dataclass(frozen=True)
+class ShardingRules:
+    """How a mesh splits parameters."""
+
+    axes: Mapping[Axis, str] = field(default_factory=lambda: MappingProxyType(
+        {"heads": "tensor", "mlp": "tensor", "vocabulary": "tensor"}))
+    """The mesh axis that splits a logical dimension."""
+    largest: str = "fsdp"
+    """The mesh axis that splits, of the remaining dimensions that it divides, the largest."""
+
+    def spec(self, mesh: Mesh, shape: Sequence[int], dimensions: Sequence[Axis]) -> P:
+        """The partition of an array. Vectors, and dimensions that do not divide, are replicated."""
+        split: list[str | None] = [None] * len(shape)
+        if len(shape) < 2:
+            return P(*split)
+        for n, dimension in enumerate(dimensions):
+            axis = self.axes.get(dimension)
+            if axis is not None and axis not in split and _divides(mesh, axis, shape[n]):
+                split[n] = axis
+        fitting = [n for n, size in enumerate(shape) if split[n] is None and _divides(mesh, self.largest, size)]
+        if fitting:
+            split[max(fitting, key=lambda n: shape[n])] = self.largest
+        return P(*split)
+
+
+RULES = ShardingRules()
+
+
+def _divides(mesh: Mesh, axis: str, size: int) -> bool:
+    return mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0
+
+
+def make_mesh(config: Config | LraConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of a run. An axis of size -1 takes as many of the remaining devices as it can split its dimension over.
+
+    Args:
+        config: config of the run.
+        devices: devices to use; None: all of this process.
 
     Raises:
-        ConfigError: the sizes do not fit the devices or the batch.
+        ConfigError: the sizes do not fit the devices, the batch, the context or the heads, or leave devices idle.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    rest = [axis for axis, size in sizes.items() if size == -1]
+    named = " × ".join(f"mesh.{axis}" for axis in AXES if axis not in rest)
+    if len(rest) > 1:
+        raise ConfigError(f"mesh.{rest[0]} and mesh.{rest[1]} are both -1, the devices that remain; expected one such "
+                          f"axis: give --mesh.{rest[0]} a size")
+    given = math.prod(size for axis, size in sizes.items() if axis not in rest)
+    if min(size for axis, size in sizes.items() if axis not in rest) < 1 or given > len(devices):
+        raise ConfigError(f"{named} is {given}; expected 1 to {len(devices)}, the number of devices")
+    rows = config.train.batch_size // config.train.accumulate
+    splits = {"data": rows, "fsdp": rows, "tensor": config.model.heads, "context": config.model.context}
+    if rest:
+        (axis,) = rest
+        limit = splits[axis]
+        if axis in ("data", "fsdp"):
+            limit //= sizes["fsdp" if axis == "data" else "data"]
+        sizes[axis] = math.gcd(limit or 1, len(devices) // given)
+    used = math.prod(sizes.values())
+    if not rest and used < len(devices):
+        raise ConfigError(f"{named} is {used}, which leaves {len(devices) - used} of {len(devices)} devices idle; give "
+                          "an axis the size -1, or hide devices from jax, as CUDA_VISIBLE_DEVICES does")
+    if config.model.context % sizes["context"]:
+        raise ConfigError(f"mesh.context is {sizes['context']}, which does not divide model.context, "
+                          f"{config.model.context}")
+    if config.model.heads % sizes["tensor"]:
+        raise ConfigError(f"mesh.tensor is {sizes['tensor']}, which does not divide model.heads, {config.model.heads}")
+    if rows % (sizes["data"] * sizes["fsdp"]):
+        raise ConfigError(f"train.batch_size / train.accumulate is {rows}, which mesh.data × mesh.fsdp, "
+                          f"{sizes['data'] * sizes['fsdp']}, does not divide")
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:used])
+
+
+def report_mesh(mesh: Mesh, rows: int) -> None:
+    """Prints the axes of a mesh and how many devices it uses, if there are several.
+
+    Args:
+        mesh: the mesh.
+        rows: sequences of a micro-batch.
     """
     devices = jax.device_count()
-    others = config.fsdp * config.tensor * config.context
-    if min(config.fsdp, config.tensor, config.context) < 1 or others > devices:
-        raise ConfigError(f"mesh.fsdp × mesh.tensor × mesh.context is {others}; expected 1 to {devices}, the number of "
-                          "devices")
-    if context % config.context:
-        raise ConfigError(f"mesh.context is {config.context}, which does not divide model.context, {context}")
-    rows = train.batch_size // train.accumulate
-    data = config.data
-    if data == -1:
-        data = math.gcd(rows // config.fsdp or 1, devices // others)
-    if data < 1 or data * others > devices:
-        raise ConfigError(f"mesh.data is {data}; expected 1 to {devices // others}: the other axes take {others} of "
-                          f"{devices} devices each")
-    if rows % (data * config.fsdp):
-        raise ConfigError(f"train.batch_size / train.accumulate is {rows}, which mesh.data × mesh.fsdp, "
-                          f"{data * config.fsdp}, does not divide")
-    shape = (data, config.fsdp, config.tensor, config.context)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[: data * others])
+    if devices == 1:
+        return
+    axes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "none"
+    status(f"mesh axes: {axes}; {mesh.size} of {devices} devices")
+    if mesh.size < devices:
+        wanted = devices // (mesh.shape["tensor"] * mesh.shape["context"])
+        note(f"{devices - mesh.size} of {devices} devices are idle: train.batch_size / train.accumulate is {rows}; to "
+             f"use all, make it a multiple of {wanted}, or split each sequence with --mesh.context")
+
+
+def check_shards(mesh: Mesh, model: nnx.Module) -> None:
+    """Checks that fsdp splits nearly all parameters.
+
+    Raises:
+        ConfigError: more than 2 % of the parameters are whole on each device.
+    """
+    if mesh.shape["fsdp"] == 1:
+        return
+    parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    shardings, _ = parameter_shardings(mesh, model)
+    # Of matrices: vectors are never split.
+    sizes = [(x.size if "fsdp" not in sharding.spec else 0, jax.tree_util.keystr(path, simple=True, separator="."))
+             for (path, x), sharding in zip(jax.tree_util.tree_leaves_with_path(parameters),
+                                            jax.tree.leaves(shardings), strict=True) if x.ndim > 1]
+    share = sum(size for size, _ in sizes) / sum(x.size for x in jax.tree.leaves(parameters))
+    if share > MOST_WHOLE:
+        raise ConfigError(f"mesh.fsdp is {mesh.shape['fsdp']}, which leaves {share:.0%} of the parameters whole on "
+                          f"each device: it divides no dimension of {max(sizes)[1]}; choose another size")
+
+
+MOST_WHOLE = 0.02
+"""Largest share of the parameters that fsdp may leave whole."""
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -53,10 +143,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def parameter_shardings(mesh: Mesh, model: nnx.Module) -> tuple[Any, Any]:
-    """Shardings of a model's parameters and other variables, from their declared logical axes.
-
-    ``MESH_AXES`` maps logical axes to mesh axes; ``fsdp`` splits the largest remaining dimension. Vectors, and
-    dimensions that do not divide, are replicated.
+    """Shardings of a model's parameters and other variables, from their declared logical axes and ``RULES``.
 
     Args:
         mesh: the mesh.
@@ -64,14 +151,7 @@ def parameter_shardings(mesh: Mesh, model: nnx.Module) -> tuple[Any, Any]:
     """
 
     def spec(array: Any, declared: Declaration) -> NamedSharding:
-        split: list[str | None] = [None] * array.ndim
-        if array.ndim > 1:
-            for dimension, axis in enumerate(declared.axes):
-                if axis in MESH_AXES and MESH_AXES[axis] not in split:
-                    _split(split, array.shape, dimension, MESH_AXES[axis], mesh)
-            largest = max((i for i in range(array.ndim) if split[i] is None), key=lambda i: array.shape[i])
-            _split(split, array.shape, largest, "fsdp", mesh)
-        return NamedSharding(mesh, P(*split))
+        return NamedSharding(mesh, RULES.spec(mesh, array.shape, declared.axes))
 
     def of(kind: Any) -> Any:
         return jax.tree.map(spec, nnx.to_pure_dict(nnx.state(model, kind)), declarations(model, kind))
@@ -96,8 +176,3 @@ def state_shardings(mesh: Mesh, model: nnx.Module, state: TrainState) -> TrainSt
     optimizer = jax.tree.map(lambda tree: parameters if is_moment(tree) else NamedSharding(mesh, P()), state.optimizer,
                              is_leaf=is_moment)
     return TrainState(parameters, variables, optimizer)
-
-
-def _split(axes: list[str | None], shape: tuple[int, ...], dimension: int, axis: str, mesh: Mesh) -> None:
-    if mesh.shape[axis] > 1 and shape[dimension] % mesh.shape[axis] == 0:
-        axes[dimension] = axis

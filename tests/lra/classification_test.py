@@ -41,7 +41,7 @@ def optimizer(objective: Classification) -> Any:
 
 
 def sharding(config: LraConfig) -> Any:
-    return batch_sharding(make_mesh(config.mesh, config.train, CONTEXT))
+    return batch_sharding(make_mesh(config))
 
 
 @functools.cache

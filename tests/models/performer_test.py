@@ -14,7 +14,6 @@ from configs.schema import (
     Config,
     EncoderConfig,
     LraConfig,
-    MeshConfig,
     ModelConfig,
     OptimizerConfig,
     TaskConfig,
@@ -188,7 +187,7 @@ def test_a_classifier_has_them_drawn_anew_in_training_and_scored_as_they_are():
     config = LraConfig(model=model, data=TaskConfig(task="fake"), train=TrainConfig(batch_size=8))
     objective = Classification(config, fake.dataset(val=8))
     transform = make_optimizer(OptimizerConfig(), decay_mask(objective.model))
-    sharding = batch_sharding(make_mesh(MeshConfig(), config.train, 12))
+    sharding = batch_sharding(make_mesh(config))
     with jax.numpy_rank_promotion("allow"), objective.batches(start=0, sharding=sharding) as batches:
         update, evaluate = jax.jit(objective.update(transform)), objective.evaluator(sharding)
         states = [jax.jit(lambda: objective.initial(transform))()]

@@ -1,6 +1,7 @@
 """The mesh, and that a run spread over devices is the run of one device."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,11 +15,19 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from configs.schema import MeshConfig, TrainConfig
+from configs.schema import Config, MeshConfig, ModelConfig, TrainConfig
 from models.attention.self_attention import Linear
+from models.gpt import GPT, resolve_config
 from models.parameters import declare
 from support.errors import ConfigError
-from training.sharding import make_mesh, parameter_shardings, state_shardings
+from training.sharding import (
+    AXES,
+    check_shards,
+    make_mesh,
+    parameter_shardings,
+    report_mesh,
+    state_shardings,
+)
 from training.step import state_of
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +51,7 @@ for name, sizes in json.loads(sys.argv[1]).items():
                                        attention=attention))
     config = Config(model=model, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=4, accumulate=2),
                     mesh=MeshConfig(**sizes))
-    mesh = make_mesh(config.mesh, config.train, config.model.context)
+    mesh = make_mesh(config, jax.devices()[:1] if name == "one" else None)
     with jax.set_mesh(mesh):
         model = steps.abstract_model(config, 32)
         transform = make_optimizer(config.optimizer, decay_mask(model))
@@ -65,7 +74,7 @@ for name, sizes in json.loads(sys.argv[1]).items():
 print(json.dumps(found))
 """
 
-MESHES = {"one": {"data": 1}, "all": {}, "fsdp": {"data": 1, "fsdp": 2}, "tensor": {"data": 1, "tensor": 2},
+MESHES = {"one": {}, "all": {}, "fsdp": {"data": 1, "fsdp": 2}, "tensor": {"data": 1, "tensor": 2},
           "context": {"data": 1, "context": 2}}
 
 
@@ -151,12 +160,78 @@ def test_the_moments_lie_as_the_parameters_do_and_counts_everywhere():
     assert specs.optimizer == optax.ScaleByAdamState(P(), specs.parameters, specs.parameters)
 
 
+DEVICES: Any = [f"device {n}" for n in range(8)]
+
+
+@pytest.fixture
+def _meshes_are_shapes(monkeypatch):
+    """Meshes of devices that do not exist."""
+    monkeypatch.setattr(jax, "make_mesh", lambda sizes, axes, *, devices, **_: dict(
+        zip(axes, sizes, strict=True)) | {"devices": len(devices)})
+
+
+def config_of(mesh: MeshConfig, **train: Any) -> Config:
+    return Config(model=ModelConfig(layers=1, heads=12, width=24, context=1024, attention=("softmax",)),
+                  train=TrainConfig(**train), mesh=mesh)
+
+
+@pytest.mark.usefixtures("_meshes_are_shapes")
 @pytest.mark.parametrize(("mesh", "train", "message"), [
-    (MeshConfig(fsdp=1000), TrainConfig(), r"mesh.fsdp × mesh.tensor × mesh.context is 1000; expected 1 to \d+"),
-    (MeshConfig(data=1000), TrainConfig(), r"mesh.data is 1000; expected 1 to \d+: the other axes take 1 of \d+ "),
-    (MeshConfig(tensor=0), TrainConfig(), r"mesh.fsdp × mesh.tensor × mesh.context is 0"),
-    (MeshConfig(data=0), TrainConfig(), "mesh.data is 0"),
+    (MeshConfig(fsdp=1000), {}, "mesh.fsdp × mesh.tensor × mesh.context is 1000; expected 1 to 8"),
+    (MeshConfig(data=1000), {}, "is 1000; expected 1 to 8, the number of devices"),
+    (MeshConfig(tensor=0), {}, "mesh.fsdp × mesh.tensor × mesh.context is 0"),
+    (MeshConfig(data=0), {}, "is 0; expected 1 to 8"),
+    (MeshConfig(data=-1, fsdp=-1), {}, "mesh.data and mesh.fsdp are both -1"),
+    (MeshConfig(data=2, fsdp=2), {}, "is 4, which leaves 4 of 8 devices idle"),
+    (MeshConfig(data=1, tensor=8), {}, "mesh.tensor is 8, which does not divide model.heads, 12"),
+    (MeshConfig(data=8), {"batch_size": 12}, r"train.batch_size / train.accumulate is 12, which mesh.data × mesh.fsdp"),
 ])
-def test_a_mesh_that_does_not_fit_is_told(mesh, train, message):
+def test_a_mesh_that_does_not_fit_is_refused(mesh, train, message):
     with pytest.raises(ConfigError, match=message):
-        make_mesh(mesh, train, 32)
+        make_mesh(config_of(mesh, **train), DEVICES)
+
+
+@pytest.mark.usefixtures("_meshes_are_shapes")
+@pytest.mark.parametrize(("mesh", "train", "sizes"), [
+    (MeshConfig(), {"batch_size": 16}, (8, 1, 1, 1)),
+    (MeshConfig(), {"batch_size": 4}, (4, 1, 1, 1)),
+    (MeshConfig(fsdp=2), {"batch_size": 16}, (4, 2, 1, 1)),
+    (MeshConfig(data=2, fsdp=-1), {"batch_size": 16}, (2, 4, 1, 1)),
+    (MeshConfig(data=2, tensor=-1), {"batch_size": 16}, (2, 1, 4, 1)),
+    (MeshConfig(data=1, context=-1), {"batch_size": 1}, (1, 1, 1, 8)),
+])
+def test_one_axis_takes_the_devices_that_remain(mesh, train, sizes):
+    found: Any = make_mesh(config_of(mesh, **train), DEVICES)
+    assert tuple(found[axis] for axis in AXES) == sizes
+    assert found["devices"] == math.prod(sizes)
+
+
+def test_fsdp_splits_the_largest_dimension_that_it_divides():
+    """At the sizes of GPT-2 of 124M parameters, whose vocabulary no usual number of devices divides."""
+    model = nnx.eval_shape(lambda: GPT(resolve_config(ModelConfig(attention=("chunked",))), 50_257, rngs=nnx.Rngs(0)))
+    total = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    for devices in (2, 8):
+        mesh: Any = jax.sharding.AbstractMesh((1, devices, 1, 1), AXES)
+        check_shards(mesh, model)
+        parameters, _ = parameter_shardings(mesh, model)
+        own = sum(x.size // (devices if "fsdp" in sharding.spec else 1) for x, sharding in zip(
+            jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param))), jax.tree.leaves(parameters), strict=True))
+        assert own / total <= 1 / devices + 0.02
+
+
+def test_fsdp_that_leaves_parameters_whole_is_refused():
+    mesh: Any = jax.sharding.AbstractMesh((1, 5, 1, 1), AXES)
+    model = nnx.eval_shape(lambda: GPT(resolve_config(ModelConfig(attention=("chunked",))), 50_257, rngs=nnx.Rngs(0)))
+    with pytest.raises(ConfigError, match=r"mesh.fsdp is 5, which leaves \d+% of the parameters whole on each device: "
+                                          "it divides no dimension of token_embedding"):
+        check_shards(mesh, model)
+
+
+def test_idle_devices_are_named_with_a_remedy(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    mesh: Any = jax.sharding.AbstractMesh((4, 1, 1, 1), AXES)
+    report_mesh(mesh, rows=4)
+    told = capsys.readouterr().err
+    assert "mesh axes: data 4; 4 of 8 devices" in told
+    assert "4 of 8 devices are idle: train.batch_size / train.accumulate is 4" in told
+    assert "make it a multiple of 8" in told
