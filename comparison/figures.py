@@ -79,7 +79,7 @@ class Figure:
     """Title of the vertical axis, with its unit."""
     lines: tuple[Line, ...]
     headings: tuple[str, ...]
-    """Of the table."""
+    """Headings of the table."""
     rows: tuple[tuple[str, ...], ...]
     """The table's cells as texts."""
     remarks: tuple[str, ...] = ()

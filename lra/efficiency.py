@@ -133,7 +133,7 @@ class Result(Case):
     resident_bytes: int | None = None
     """Peak resident size of the process, with interpreter and compiler; only on a CPU."""
     steps_per_second: float | None = None
-    """Of the median step."""
+    """At the median time of a step."""
     quartiles: tuple[float, float] | None = None
     """First and third quartile of the time of a step, in seconds."""
     samples: list[float] = field(default_factory=list)
@@ -142,7 +142,7 @@ class Result(Case):
 
     @property
     def name(self) -> str:
-        """Of the case."""
+        """Name of the case."""
         return f"{self.row} at {self.tokens:,}"
 
 

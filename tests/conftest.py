@@ -1,5 +1,5 @@
-"""What every test runs under: an empty cache folder of its own and, but for ``pytest -m gpu``, the CPU with shapes and
-types checked at run time."""
+"""The environment of every test: an empty cache folder and, except for ``pytest -m gpu``, the CPU with shapes and types
+checked at run time."""
 
 import gc
 import os
@@ -10,16 +10,15 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before jax and our packages are imported. The commands that tests start and xdist's workers inherit it."""
+    """Runs before jax and our packages are imported. Commands started by tests and xdist's workers inherit it."""
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lineargpt-tests-")
     if _for_gpu(config):
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # Tests compile much and compute little: a quarter less time than at level 1. And one width of vectors for all, or
-    # what commands that tests start compute would differ in its last bits from what this process does, where jax runs
-    # already.
+    # Tests compile much and compute little: level 0 takes a quarter less time than level 1. The vector width is fixed,
+    # because otherwise commands started by tests could differ from this process in the last bits.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_prefer_vector_width=256")
 
     import jaxtyping
@@ -29,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     import jax
 
-    # Broadcasting over a missing dimension is more often a bug than meant.
+    # Broadcasting over a missing dimension is usually a bug.
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
@@ -38,7 +37,7 @@ def _for_gpu(config: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Has ``-m gpu`` skip its tests, and not interpret the kernels, where there is no GPU."""
+    """Makes ``-m gpu`` skip its tests without a GPU, instead of interpreting the kernels."""
     if _for_gpu(config):
         import jax
 
@@ -49,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def gpu() -> None:
-    """For a test that only a GPU can run."""
+    """For a test that requires a GPU."""
     import jax
 
     if jax.default_backend() != "gpu":
@@ -57,13 +56,13 @@ def gpu() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Has the garbage collector pass over what is imported, which stays, and look less often at what tracing makes."""
+    """Makes the garbage collector ignore imported objects, and run less often during tracing."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 50, 100)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Removes the cache folder, once, when all workers are done."""
+    """Removes the cache folder when all workers are done."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)

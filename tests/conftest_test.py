@@ -1,4 +1,4 @@
-"""What tests run under: ``-m gpu`` leaves the platform, XLA's settings and the checks at run time alone."""
+"""The environment of tests: ``-m gpu`` does not change the platform, XLA's settings and the checks at run time."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def test_other():
 
 
 def run(folder: Path, *arguments: str, backend: str | None = None) -> str:
-    """What a pytest prints that has tests/conftest.py and two tests; with jax taken for one of that backend."""
+    """Output of a pytest with tests/conftest.py and two tests, where jax pretends to have that backend."""
     script = folder / "shows_test.py"
     faked = f"import jax\njax.default_backend = lambda: {backend!r}\n" if backend else ""
     script.write_text(faked + SHOWS)

@@ -1,4 +1,4 @@
-"""Published weights in and out: parity with ``transformers``, every bit back, and what is refused.
+"""Published weights in and out: parity with ``transformers``, exact round trips, and refusals.
 
 ``golden/`` holds a small GPT-2 as ``transformers`` saved it, its logits, and the script that made both.
 """
@@ -76,7 +76,7 @@ def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 
 
 def refused(capsys, code: int, *arguments: object) -> str:
-    """What the command says that stops with ``code``."""
+    """The message of a command that stops with ``code``."""
     capsys.readouterr()
     assert convert.main([str(argument) for argument in arguments]) == code
     out, err = capsys.readouterr()
@@ -187,10 +187,10 @@ def test_a_trained_softmax_run_goes_out_and_comes_back(tmp_path, capsys):
     tokens_BT = np.arange(32, dtype=np.int32)[None]
     np.testing.assert_array_equal(logits_of(tmp_path / "back", tokens_BT), logits_of(run, tokens_BT))
 
-    # A vocabulary of 257 is bytes, so that the run can be sampled from, and begun with.
+    # A vocabulary of 257 is bytes, so that the run can be sampled from and initialise others.
     assert sample.main([str(tmp_path / "back"), "--prompt", "1 times", "--max-new-tokens", "4"]) == 0
     assert tiny.run(recipe, "--run-dir", tmp_path / "linear", "--init-from", tmp_path / "back") == 0
-    # Killed before the first checkpoint: without the flag it would be another run than it is written down to be.
+    # Killed before the first checkpoint: without the flag the run would not match its environment.json.
     shutil.rmtree(tmp_path / "linear" / "checkpoints")
     before = (tmp_path / "linear" / "environment.json").read_bytes()
     assert tiny.run(recipe, "--run-dir", tmp_path / "linear") == 2

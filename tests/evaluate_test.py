@@ -1,4 +1,4 @@
-"""evaluate.py as a user runs it, on tiny runs that were trained here; its figures against plain forward passes."""
+"""evaluate.py as a command, on tiny runs trained here; its results against plain forward passes."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def settings():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Made once and only read: the recipe, its corpus, and "none", a run without positions."""
+    """Made once and read-only: the recipe, its corpus, and "none", a run without positions."""
     folder = tmp_path_factory.mktemp("evaluate")
     with tiny.settings():
         assert tiny.run(tiny.make(folder), "--run-dir", folder / "none", "--model.positions", "none") == 0
@@ -40,7 +40,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def recall(folder) -> Path:
-    """A run of packed documents with weights, and in "recall-tokens" beside it the corpus."""
+    """A run of packed documents with weights, and its corpus in "recall-tokens"."""
     task = synthetic_tasks.parse("mqar:length=32,pairs=4,queries=4,documents=40,val_documents=10")
     assert task is not None
     task.write(folder / "recall-tokens")
@@ -101,7 +101,7 @@ def test_the_loss_is_that_of_the_val_lines(folder, capsys):
     for text in (f"{entry['loss']:.4f}", f"{short['gain']:.4f}", "17 to 32", "7 to 8"):
         assert text in out
     assert [path.name for path in (folder / "none").glob("*.tmp")] == []
-    # The windows make up the whole.
+    # The windows together are the whole.
     ((corpus, context, _), windows), = load_run(folder / "none").window_losses.items()
     assert (corpus, context) == (entry["corpus"], 32)
     assert windows.tokens_N.tolist() == [32] * entry["windows"]
@@ -115,7 +115,7 @@ def forward(model, tokens_BT) -> jax.Array:
 
 
 def losses(model, tokens_T) -> np.ndarray:
-    """Nats of every token but the first, of one plain forward pass."""
+    """Nats of every token but the first, from one plain forward pass."""
     logits_TV = np.asarray(forward(model, jnp.asarray(tokens_T[None, :-1]))[0], np.float64)
     return np.log(np.exp(logits_TV).sum(axis=1)) - logits_TV[np.arange(len(logits_TV)), tokens_T[1:]]
 
@@ -131,7 +131,7 @@ def test_figures_are_those_of_plain_forward_passes(folder):
     assert long["context"] == 48
     assert long["loss"] == pytest.approx(of_all.mean(), rel=1e-5)
     assert long["positions"][3]["loss"] == pytest.approx(of_all[4:8].mean(), rel=1e-5)
-    # The shorter context is of the same tokens: the stretch of 48, in two.
+    # The shorter context uses the same tokens: the stretch of 48, in two windows.
     halves = np.concatenate([losses(model, tokens_T[:25]), losses(model, tokens_T[24:])])
     assert trained["tokens"] == 48
     assert trained["loss"] == pytest.approx(halves.mean(), rel=1e-5)
@@ -140,8 +140,8 @@ def test_figures_are_those_of_plain_forward_passes(folder):
     assert of_windows.loss_N / of_windows.tokens_N == pytest.approx([halves[:24].mean(), halves[24:].mean()], rel=1e-5)
     assert of_windows.tokens_N.tolist() == [24, 24]
     assert long["standard_error"] is None
-    # Of two windows of as many tokens each: the standard deviation of their means, by the root of two; as exact as a
-    # float32 of the losses whose difference it is.
+    # Two windows of equal length: the standard deviation of their means, over √2; as exact as a float32 of the losses
+    # whose difference it is.
     standard_error = np.std([halves[:24].mean(), halves[24:].mean()], ddof=1) / 2**0.5
     assert trained["standard_error"] == pytest.approx(standard_error, abs=float(np.spacing(np.float32(halves.mean()))))
     # At a window of 4 the stride is 1: the last four tokens exactly.
@@ -157,7 +157,7 @@ def test_figures_do_not_depend_on_how_much_is_computed_at_once(folder):
     alone, pairs = (evaluation.evaluate(model, corpora, contexts=[16], windows=[8], tokens=5 * 16,
                                         tokens_at_once=rows * 16)[0].figures for rows in (1, 2))
     assert alone["windows_checksum"] == pairs["windows_checksum"]
-    assert alone["tokens"] == pairs["tokens"] == 5 * 16  # five windows: by twos, the last one is alone
+    assert alone["tokens"] == pairs["tokens"] == 5 * 16  # five windows: in pairs, the last one is alone
     assert pairs["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     assert pairs["short_context"][0]["loss_window"] == pytest.approx(alone["short_context"][0]["loss_window"], rel=1e-5)
 
@@ -207,7 +207,7 @@ def test_contexts_that_the_positions_allow(folder, learned, capsys):
     assert "--context 33: the model has positions for 32 tokens" in err
     before = found(learned)["evaluations"]
     assert [entry["context"] for entry in before] == [16]
-    # Other windows of the same val split are not taken for the same.
+    # Other windows of the same val split are not confused with these.
     assert run(learned, "--context", "16", "--batches", "1") == 0
     assert len({entry["windows_checksum"] for entry in [*found(learned)["evaluations"], *before]}) == 2
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show of whole models, and of calls as large as its memory: right numbers, the same each time.
+"""Tests that need a GPU, of whole models and of calls near its memory size: correct and deterministic results.
 
 ``tests/kernels/op_contract_test.py`` has the ops one by one.
 """
@@ -30,11 +30,11 @@ PERIOD = 4099
 two finds other numbers."""
 TOKENS = 301
 COMPARED_TOKENS = 4096
-"""The last of a large call, which are compared."""
+"""The last tokens of a large call, which are compared."""
 
 
 def make_config(attention: str, dtype: str) -> Config:
-    """Two layers as wide as GPT-2's of 124M, with weights so large that attention counts."""
+    """Two layers as wide as GPT-2's of 124M, with weights large enough for attention to matter."""
     model = ModelConfig(layers=2, heads=12, width=768, context=1024, dtype=dtype,  # type: ignore[arg-type]
                         attention=tuple(attention.split(",")), initial_scale=0.1)
     return Config(model=resolve_config(model), train=TrainConfig(batch_size=2))
@@ -46,7 +46,7 @@ def make_batch(config: Config) -> Batch:
 
 
 def loss_and_gradients(config: Config, platform: str) -> dict[str, np.ndarray]:
-    """Of a new model on a platform's first device, by the forms that are picked there; gradients as one vector."""
+    """Results of a new model on a platform's first device, by its default implementations; gradients as one vector."""
 
     @nnx.jit
     @nnx.value_and_grad
@@ -122,7 +122,7 @@ def test_a_call_of_more_elements_than_an_int32_counts_is_the_same_call_in_two_pa
 
 
 def check_large_call(T: int, D: int, implementation: str) -> None:
-    """Compares the last tokens of one call with those of two, the second of which goes on from the first's state."""
+    """Compares the last tokens of one call with those of two, the second of which continues from the first's state."""
 
     def attend(q, k, v, dy, state):
         y, backward, end = jax.vjp(lambda q, k, v: linear_attention(q, k, v, initial_state=state,

@@ -1,4 +1,4 @@
-"""What the README and the pages in docs show works: code runs, links lead somewhere, every mode is listed."""
+"""The README and the pages in docs: code runs, links exist, every mode is listed."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""sample.py as a user runs it, on runs with random parameters."""
+"""sample.py as a command, on runs with random parameters."""
 
 import io
 import json
@@ -28,8 +28,8 @@ ROOT = Path(sample.__file__).parent
 
 @pytest.fixture(scope="module", autouse=True)
 def compilation_cache():
-    """Commands keep what they compile in the tests' cache folder; other modules go on without."""
-    reset_cache()  # whether there is one is decided at the first compilation, which other modules have had
+    """Commands use the compilation cache of the tests' cache folder; other modules have none."""
+    reset_cache()  # jax decides at the first compilation, in an earlier module, whether there is one
     yield
     jax.config.update("jax_compilation_cache_dir", None)
     reset_cache()
@@ -60,7 +60,7 @@ def write_run(path: Path, attention: str = "chunked", *, steps: tuple[int, ...] 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """A folder of runs, made once and only read: chunked (steps 3 and 7), and learned (32 positions)."""
+    """A folder of runs, made once and read-only: chunked (steps 3 and 7), and learned (32 positions)."""
     folder = tmp_path_factory.mktemp("runs")
     with jax.numpy_rank_promotion("allow"):
         write_run(folder / "chunked", steps=(3, 7))

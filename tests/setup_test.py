@@ -1,4 +1,4 @@
-"""`make setup` as a user types it, with stand-ins for Python and uv on PATH."""
+"""`make setup` as a command, with stand-ins for Python and uv on PATH."""
 
 import os
 import re
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 TOOLS = ["awk", "bash", "cat", "cksum", "dirname", "echo", "env", "flock", "grep", "make", "mkdir", "mv", "realpath",
          "rm", "sh", "touch"]
 
-# Records its arguments, makes an environment of `uv venv … DIR`, and can take time or fail as it installs.
+# Records its arguments, creates an environment for `uv venv … DIR`, and can be slow or fail at installing.
 UV = """#!/bin/bash
 echo "$*" >> "$CALLS"
 case "$1 ${2:-}" in
@@ -51,14 +51,14 @@ class Machine:
         (self.bin / name).chmod(0o755)
 
     def make(self, arguments: str, code: int = 0, **environment: str) -> str:
-        """Returns what it prints and what it complains of, after it ended with ``code``."""
+        """Returns its output and errors, after it ended with ``code``."""
         done = subprocess.run(["bash", "-c", f"make {arguments}"], cwd=self.checkout, capture_output=True, text=True,
                               env=self.environment | environment)
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
     def change(self, name: str) -> None:
-        """Other contents, and a time of change that is later than .venv's whatever the clock's resolution."""
+        """Changes contents, and sets a time later than .venv's whatever the clock's resolution."""
         file = self.checkout / name
         file.write_text(file.read_text() + "# changed\n")
         later = (self.checkout / ".venv/.complete").stat().st_mtime + 1
@@ -74,7 +74,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_uv_finds_the_versions_of_pyenv_and_not_the_settings_of_the_caller(machine: Machine):
-    """uv ends at the shim of a version that is not selected. How to reach the index stays as the caller has it."""
+    """A pyenv shim fails for a version that is not selected. The caller's settings for the index are kept."""
     (machine.home / ".pyenv/versions/3.13.0/bin").mkdir(parents=True)
     (machine.home / ".pyenv/versions/3.12.1/bin").mkdir(parents=True)
     machine.program("uv", UV.replace('echo "$*"', 'echo "$* ${!UV_*} ${VIRTUAL_ENV-} ${CONDA_PREFIX-} $PATH"'))
@@ -85,7 +85,7 @@ def test_uv_finds_the_versions_of_pyenv_and_not_the_settings_of_the_caller(machi
     path = f"{versions}/3.12.1/bin:{versions}/3.13.0/bin:{machine.bin}"
     assert venv == ("venv --quiet --no-project --relocatable --clear --python >=3.12,<3.14 .venv.new "
                     f"UV_INDEX_URL UV_LINK_MODE   {path}")
-    # Ours first: a start reads bytecode.
+    # Ours first: starting Python reads bytecode.
     assert install == f"{CPU} UV_COMPILE_BYTECODE UV_INDEX_URL UV_LINK_MODE   {path}"
 
 
@@ -105,7 +105,7 @@ def test_the_index_of_pip_is_handed_on(machine: Machine):
 
 
 def test_a_uv_that_does_not_run_is_replaced_by_one_of_the_project(machine: Machine):
-    machine.program("uv", "#!/bin/bash\nexit 127\n")  # what pyenv leaves on PATH for a version that is not selected
+    machine.program("uv", "#!/bin/bash\nexit 127\n")  # as a pyenv shim of a version that is not selected
     machine.program("python3", f"""#!/bin/bash
 [[ "$*" == *"--target .uv uv" ]] && mkdir -p .uv/bin && echo '{UV}' > .uv/bin/uv && /bin/chmod +x .uv/bin/uv
 exit 0

@@ -1,4 +1,4 @@
-"""sweep.py: most tests have a short script in place of train.py, so that a run is a process of a tenth of a second."""
+"""sweep.py: most tests replace train.py by a short script, so that a run is a process of a tenth of a second."""
 
 
 import os
@@ -204,7 +204,7 @@ def test_no_run_goes_on_where_the_sweep_itself_fails(made: Made, monkeypatch: py
     (made.folder / "endless.txt").write_text(RUNS[0])
     monkeypatch.setattr(processes, "last_lines", lambda folder: 1 / 0)
     monkeypatch.setattr(processes.os, "sched_getaffinity", lambda process: {0, 1})
-    with pytest.raises(ZeroDivisionError):  # told of the second run's end, while the first is under way
+    with pytest.raises(ZeroDivisionError):  # raised for the second run's end, while the first is running
         made.sweep("--parallel", 2)
     with (made.out / RUNS[0] / processes.LOCK).open("w") as lock:
         assert processes._is_free(made.out / RUNS[0], lock)
@@ -339,14 +339,14 @@ def test_the_estimates_come_from_finished_runs_of_the_same_shape(made: Made, cap
     assert found["1"][2:4] == ["finished", "0:00:19"]
     assert found["2"][2:5] == ["to do", "0:00:19", "5 MB"]
     assert found["0"][2:5] == ["to do", "?", "?"]
-    # A checkpoint has each of 1,000 parameters three times, in 4 bytes; the run makes one; there is room for one more.
+    # A checkpoint has each of 1,000 parameters three times, in 4 bytes; the run makes one, with room for another.
     assert found["2"][5:] == ["24 kB", "4 kB"]
 
 
 def test_what_a_cut_run_has_written_is_not_needed_again(made: Made, monkeypatch: pytest.MonkeyPatch):
     (made.folder / "failing.txt").write_text(" ".join(RUNS[1:]))
     assert made.sweep() == 1
-    # 4 kB kept of each of the three runs left, and 20 kB more while one of them trains.
+    # 4 kB for each of the three remaining runs, and 20 kB more while one of them trains.
     usage = estimates.shutil.disk_usage(made.folder)
     monkeypatch.setattr(estimates.shutil, "disk_usage", lambda path: usage._replace(free=20_000))
     assert made.sweep("--dry-run") == 1
@@ -449,7 +449,7 @@ def test_a_study_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, recipe: 
     process = subprocess.Popen([sys.executable, "sweep.py", str(made.path), "--out", str(made.out)], cwd=tiny.ROOT,
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: tiny.saved_steps(made.out / name), process)
-    # The run first, or the sweep would write down that it failed; then nothing of either is left running.
+    # The run must end first, or the sweep would record a failure; then no process is left.
     os.kill(process.pid, signal.SIGSTOP)
     for child in children(process.pid):
         os.kill(child, signal.SIGKILL)
@@ -465,7 +465,7 @@ def test_a_study_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, recipe: 
         return [(line["split"], line["step"], line["loss"]) for line in tiny.lines(out / name)]
 
     assert losses(cut) == losses(made.out)
-    # What is kept can be sampled from, and train.py knows that it is finished.
+    # The kept parameters can be sampled from, and train.py knows that the run is finished.
     whole, parameters = (set(path.name for path in (out / name / "checkpoints").glob("120/*"))
                          for out in (made.out, cut))
     assert whole - parameters == {"optimizer"}
@@ -483,7 +483,7 @@ def test_a_study_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, recipe: 
 
 
 def rows(printed: str) -> dict[str, list[str]]:
-    """The cells of the table that --dry-run prints, by index."""
+    """The cells of the table of --dry-run, by index."""
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
     return {row[0]: row for row in cells if row[0]}
 

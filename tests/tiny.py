@@ -1,4 +1,4 @@
-"""A run small enough to train in a test, started in this process or as a process of its own."""
+"""A run small enough to train in a test, in this process or in its own."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ def get_config(attention: str = "chunked") -> Config:
 
 
 def make(folder: Path) -> Path:
-    """The recipe, in a folder of its own with its token files."""
+    """The recipe, in its own folder with its token files."""
     texts = folder / "texts"
     texts.mkdir()
     for number in range(20):
@@ -54,7 +54,7 @@ def make(folder: Path) -> Path:
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """For calls of ``train.main``: layers broadcast their biases, and the compilation cache that it turns on goes."""
+    """For calls of ``train.main``: layers broadcast their biases, and its compilation cache is removed."""
     with jax.numpy_rank_promotion("allow"):
         yield
     jax.config.update("jax_compilation_cache_dir", None)
@@ -73,14 +73,14 @@ def run(*arguments: object) -> int:
 
 
 def start(*arguments: object, root: Path = ROOT, under: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:
-    """train.py as a process, ``under`` another command where one is given."""
+    """train.py as a process, ``under`` another command if given."""
     command = [*under, sys.executable, str(root / "train.py"), *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             env=os.environ | environment)
 
 
 def lines(run_dir: Path, split: str | None = None) -> list[dict]:
-    """The whole lines of metrics.jsonl."""
+    """The complete lines of metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
     found = [orjson.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
     return [line for line in found if split in (None, line["split"])]

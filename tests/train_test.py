@@ -1,4 +1,4 @@
-"""train.py as a user runs it: what it writes, which modes and forms it trains, and what it says to bad input."""
+"""train.py as a command: its files, the modes and forms it trains, and errors for invalid input."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ def recipe(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(recipe, tmp_path_factory) -> Path:
-    """A run of seven steps, only to be read."""
+    """A run of seven steps, read-only."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 7, "--train.eval-every", 3,
                     "--checkpoint.every-steps", 4) == 0
@@ -185,7 +185,7 @@ def test_every_form_trains(recipe, tmp_path, mode, form):
 
 @pytest.mark.thorough
 def test_every_mode_trains_as_it_is(recipe, tmp_path):
-    """A layer of each that can be a language model."""
+    """A layer of each mode for language models."""
     modes = attentions.causal_modes()
     assert tiny.run(recipe, "--attention", ",".join(modes), "--run-dir", tmp_path / "run", "--model.layers",
                     len(modes)) == 0
@@ -471,7 +471,7 @@ def test_a_folder_in_which_nothing_was_begun_is_taken(recipe, tmp_path):
 
 @pytest.mark.thorough
 def test_a_finished_run_with_damaged_parameters_is_finished_again(recipe, finished, run_dir):
-    """Its position alone is intact, and says that all seven steps are done."""
+    """Only its position is intact, and says that all seven steps are done."""
     step = max(tiny.saved_steps(run_dir))
     largest = max((run_dir / "checkpoints" / str(step) / "parameters").rglob("*"), key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
@@ -506,7 +506,7 @@ def test_a_damaged_environment_json_is_named(recipe, run_dir, capsys, damage):
 
 @pytest.fixture(scope="module")
 def softmax_run(recipe, tmp_path_factory) -> Path:
-    """A softmax run of two steps, only to be read."""
+    """A softmax run of two steps, read-only."""
     folder = tmp_path_factory.mktemp("softmax") / "run"
     assert tiny.run(recipe, "--attention", "softmax", "--run-dir", folder) == 0
     return folder
@@ -580,7 +580,7 @@ def test_a_run_that_has_begun_ignores_init_from_and_says_so(recipe, softmax_run,
 @pytest.mark.thorough
 def test_a_resumed_run_remembers_what_it_began_with_and_is_the_uninterrupted_one(recipe, softmax_run, tmp_path):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    start = ("--init-from", softmax_run, "--optimizer.final-fraction", 1)  # a rate that more steps do not change
+    start = ("--init-from", softmax_run, "--optimizer.final-fraction", 1)  # a rate that does not depend on the steps
     assert tiny.run(recipe, "--run-dir", straight, "--train.steps", 4, *start) == 0
     assert tiny.run(recipe, "--run-dir", resumed, "--train.steps", 2, *start) == 0
     assert tiny.run(recipe, "--run-dir", resumed, "--train.steps", 4, "--optimizer.final-fraction", 1) == 0

@@ -29,7 +29,7 @@ class Computed(NamedTuple):
     """Scalars or vectors, one for each head, computed in float32 where they are used."""
 
     function: Callable[..., Array]
-    """Of a head's part of each array; heads are padded with zeros as in :class:`Input`."""
+    """Takes a head's part of each array; heads are padded with zeros as in :class:`Input`."""
     arrays: tuple[Array | None, ...]
     """(B, 1, H) or (H,) for a scalar per head, (B, 1, H, D) or (H, D) for a vector."""
 

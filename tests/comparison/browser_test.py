@@ -45,7 +45,7 @@ class Browser:
         os.close(write_replies)
         self._received, self._number, self._session = b"", 0, None
         self.problems: list[str] = []
-        """Errors, warnings and uncaught exceptions of the page, and what it asked of the network."""
+        """Errors, warnings and uncaught exceptions of the page, and its network requests."""
         self._loaded = False
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -100,7 +100,7 @@ class Browser:
         self.await_load()
 
     def await_load(self) -> None:
-        """Until a page is drawn that was not there at the last call of :meth:`open`."""
+        """Waits until a page is drawn that did not exist at the last call of :meth:`open`."""
         while not self._loaded:
             self._receive()
         self._loaded = False
@@ -135,13 +135,13 @@ class Browser:
                    f".find(each => each.textContent === {json.dumps(label)})")
 
     def drawn(self, kind: str, figure: str = "loss") -> dict[str, Any]:
-        """By runs, comma-separated, what Plotly draws of them: x and y."""
+        """Plotly's data by runs, comma-separated: x and y."""
         traces = self.value(f"document.getElementById('{figure}').data.filter(t => t.meta.kind === '{kind}')"
                             ".map(t => ({runs: t.meta.runs.join(), x: Array.from(t.x), y: Array.from(t.y)}))")
         return {trace["runs"]: trace for trace in traces}
 
     def screenshot(self, path: Path) -> None:
-        """The whole page, also what lies below the window."""
+        """A screenshot of the whole page, including the part below the window."""
         size = self.send("Page.getLayoutMetrics")["cssContentSize"]
         image = self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=size | {"scale": 1})["data"]
         path.write_bytes(base64.b64decode(image))
@@ -160,7 +160,7 @@ class Browser:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """Two seeds of one set-up, and a copy under another mode's name that has no bits per byte and logged no FLOPs."""
+    """Two seeds of one set-up, and a copy under another mode's name without bits per byte and FLOPs."""
     folder = tmp_path_factory.mktemp("browser")
     recipe, found = tiny.make(folder), {}
     with tiny.settings():
@@ -212,7 +212,7 @@ def chromium(tmp_path_factory) -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(chromium, report) -> Iterator[Browser]:
-    """The page, just opened; it has to stay without errors, and without wishes of the network."""
+    """The page, just opened; it must have no errors and no network requests."""
     chromium.problems.clear()
     chromium.open(report)
     yield chromium
@@ -241,7 +241,7 @@ def test_axis_buttons_redraw_every_curve(browser, runs, tmp_path):
             assert browser.drawn(kind)["copy"]["x"] == pytest.approx(column(runs["copy"], name, split), rel=1e-6)
         assert browser.drawn("train", "gradient_norm")["copy"]["x"] == pytest.approx(
             column(runs["copy"], name, "train"), rel=1e-6)
-    # Operations are a multiple of tokens; the copy does not know how many parameters it has.
+    # FLOPs are a multiple of tokens; the copy has no parameter count.
     browser.choose("axis", "FLOPs")
     operations = np.array(browser.drawn("raw")["chunked-1"]["x"]) / column(runs["chunked-1"], "tokens", "train")
     assert operations.min() > 6 * 1000
@@ -286,7 +286,7 @@ def test_the_figures_of_a_study_stand_above_the_curves(browser):
     assert browser.value("[...document.querySelectorAll('#study-0 .xtick text')].map(each => each.textContent)"
                          ) == ["0.001", "0.003"]
     assert browser.drawn("study", "study-2")["a"]["x"] == ["chunked"]
-    # It is of no run that the legend could hide.
+    # It belongs to no run that the legend could hide.
     browser.click("document.querySelector('#legend button')", times=2)
     assert "1.0000" in browser.value("document.getElementById('study').innerText")
 
@@ -302,7 +302,7 @@ def test_a_click_in_the_legend_hides_a_run_everywhere(browser):
 
     assert list(browser.drawn("band")) == ["chunked-0,chunked-1"]
     browser.click(button("chunked-1"))
-    # One seed is left: its own curve, and no band.
+    # With one seed left, there is its own curve, and no band.
     assert list(browser.drawn("train")) == ["chunked-0", "copy"]
     assert browser.drawn("band") == {}
     everywhere = ("figures", "times", "throughput", "configs")
@@ -339,7 +339,7 @@ def test_slider_smooths_the_curves_and_not_the_points(browser, runs):
     assert (browser.drawn("raw"), browser.drawn("val")) == (raw, points)
 
 
-# Long timers stand until the test ends them.
+# Long timers do not fire until the test ends them.
 TIMERS = """{ const set = setTimeout, clear = clearTimeout; let number = -1;
   window.timers = new Map();
   window.setTimeout = (act, wait) => wait < 3000 ? set(act, wait) : (timers.set(--number, {act, wait}), number);

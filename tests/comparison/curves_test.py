@@ -1,4 +1,4 @@
-"""A thinned curve says what the whole one does."""
+"""A thinned curve agrees with the whole one."""
 
 import json
 
@@ -22,7 +22,7 @@ def write(path, steps, losses, split="train", mode="w"):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """So that the lines of a test are many blocks."""
+    """Makes the lines of a test span many blocks."""
     monkeypatch.setattr(training.metrics, "BLOCK_BYTES", 4096)
 
 

@@ -1,4 +1,4 @@
-"""The figures of a study, of runs that are made by formulas."""
+"""The figures of a study, for runs made by formulas."""
 
 import json
 import re
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.fast
 
 @pytest.fixture
 def make(tmp_path):
-    """``make(mode, loss, ...)``: a run that ends with this val loss; the fields are those of its config."""
+    """``make(mode, loss, ...)``: a run that ends with this val loss; the fields override its config."""
     count = iter(range(1000))
 
     def made(mode, loss, *, fields=None, **options):
@@ -76,7 +76,7 @@ def test_the_best_rate_is_marked_and_warned_of_at_the_edge_of_the_grid(make):
 
 
 def test_the_best_is_chosen_by_the_seeds_that_all_have(make):
-    # The rate that was best for seed 0 was run with two harder seeds too.
+    # The best rate for seed 0 also has two harder seeds.
     figure = loss_against(grid(make, "softmax", {1e-3: [1.2], 3e-3: [1.1, 1.4, 1.5], 1e-2: [1.3]}), RATE)
     assert figure.lines[0].best == 1
 
@@ -100,7 +100,7 @@ def test_runs_that_do_not_count_are_named(make, tmp_path):
         f"Left out of the means, final val loss not finite: {runs[3].name} and {runs[4].name}.",
         "Not drawn, without valid runs: linear.")
     assert [row[2:4] for row in figure.rows] == [("2", "1.0500"), ("1 of 2", "1.2000"), ("0 of 1", "not finite")]
-    # A mean that lacks a seed that diverged is not the best, however low.
+    # A mean without a diverged seed is not the best, however low.
     low = loss_against(grid(make, "softmax", {1e-3: [1.0], 3e-3: [0.5, float("nan")]}), RATE)
     assert low.lines[0].best == 0
 
@@ -138,7 +138,7 @@ def test_each_point_at_its_best_rate_against_what_is_no_number(make):
     assert means(figure.lines[0]) == {"learned": 1.1, "rotary": 1.0}
     assert [row[1:4] for row in figure.rows] == [("learned", "0.003", "1"), ("rotary", "0.001", "1")]
     assert any("chosen on the same runs" in remark for remark in figure.remarks)
-    # What stands on the axis can be made of a field.
+    # The value on the axis can be computed from a field.
     figure = loss_against(runs, "model.positions", of=lambda run: len(run.config["model"]["positions"]),
                           called="letters", best_over=RATE)
     assert means(figure.lines[0]) == {7: 1.1, 6: 1.0}
@@ -178,7 +178,7 @@ def test_differences_are_paired_by_seed_at_the_best_rate_of_each(make):
 
 
 def test_a_study_can_name_its_lines(make):
-    """Otherwise an option that changes together with the learning rate would not part two lines."""
+    """Otherwise an option that changes together with the learning rate would not separate two lines."""
     option = "model.modes.chunked.short_conv"
     plain = grid(make, "chunked", {1e-3: [2.0, 2.2]}, fields={option: 0})
     parts = grid(make, "chunked", {3e-3: [1.5, 1.6]}, fields={option: 4})

@@ -1,4 +1,4 @@
-"""Runs as train.py would leave them, made of formulas."""
+"""Runs as written by train.py, made by formulas."""
 
 import json
 import math
@@ -57,7 +57,7 @@ def set_fields(path: Path, fields: Mapping[str, Any]) -> Path:
 
 def write_windows(path: Path, losses: Sequence[float], *, tokens: Sequence[int] | None = None, step: int = 100,
                   context: int = 32, checksum: str = "c0ffee") -> Path:
-    """What evaluate.py writes of a run: the mean loss of each val window, in nats, of which each has 32 tokens or as
+    """Writes an evaluation of a run: the mean loss of each val window, in nats, of which each has 32 tokens or as
     many as ``tokens`` says; returns the run."""
     counts = np.array(tokens or [32] * len(losses), np.int32)
     windows = WindowLosses(np.array(losses) * counts, counts)
@@ -70,7 +70,7 @@ def write_windows(path: Path, losses: Sequence[float], *, tokens: Sequence[int] 
 
 
 def write_evaluated(path: Path, mode: str = "softmax", *, source: str = "python-stdlib", context: int = 32) -> Path:
-    """A run as convert imports it and evaluate.py evaluates it: nothing was logged of its training."""
+    """A run as imported by convert and evaluated by evaluate.py, without a training log."""
     path.mkdir(parents=True)
     config = Config(model=ModelConfig(attention=(mode,), context=context), data=DataConfig(source=source))
     (path / "config.json").write_text(json.dumps(config.to_dict()))

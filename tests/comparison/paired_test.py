@@ -11,7 +11,7 @@ from tests.comparison.made import write_run, write_windows
 pytestmark = pytest.mark.fast
 
 HARD = (0.0, 1.0, 5.0, 0.5)
-"""What each of four windows costs more than the first, whatever the model."""
+"""Excess loss of each of four windows over the first, for every model."""
 
 
 def evaluated(folder, mode, excess, *, seeds=None, **windows):

@@ -1,4 +1,4 @@
-"""What a run's folder tells, and what runs are called."""
+"""Reading and naming of runs."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_names_say_what_a_run_is(tmp_path):
 
 def test_flops_are_counted_without_parameters_and_only_of_known_modes(tmp_path):
     run = load_run(write_run(tmp_path / "run"))
-    # 6 a parameter without the 32 × 256 positions, and three times 2 · 32 · 256 in each of 4 layers.
+    # 6 per parameter without the 32 × 256 positions, and three times 2 · 32 · 256 in each of 4 layers.
     per_token = 6 * (1234 - 32 * 256) + 3 * 4 * 2 * 32 * 256
     np.testing.assert_allclose(run.train.points["flops"], run.train.points["tokens"] * per_token)
     assert flops_per_token(run.config, {}) is None

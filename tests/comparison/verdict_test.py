@@ -1,4 +1,4 @@
-"""The sentences on top claim what the runs show, and nothing else."""
+"""The summary claims only what the runs show."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def test_seeds_have_an_interval_and_no_difference_is_shown_where_it_covers_zero(
     assert said(*softmax, *higher, *alike)[0] == (
         "After 100 steps, the lowest val loss is 1.1000 for softmax, versus 2.1000 for linear; no significant "
         "difference from 1.1500 for chunked.")
-    # Of one seed the spread is taken to be that of the others, which hides what is closer.
+    # A single seed is assumed to have the others' variance, which hides the smaller difference.
     assert said(*softmax, higher[0])[-1].startswith("Only one seed of linear: its variance")
     assert "val loss does not differ significantly" in said(*softmax, alike[0])[0]
     assert "softmax has the lower val loss" in said(*softmax, higher[0])[0]
@@ -64,7 +64,7 @@ def test_a_seed_that_ended_early_does_not_count_and_is_named(tmp_path):
     assert "over 2 and 3 seeds" in found[0]
     assert "After 100.0 s of training, softmax has the lower val loss: 1.0500" in found[1]
     assert found[2:] == ["Left out, as other runs are longer: seed 2 of softmax (last evaluated at step 40)."]
-    # Where the other set-up goes no further than that, it counts.
+    # If the other set-up is not longer than that, it counts.
     assert said(*softmax, died, *seeds(tmp_path / "short", "chunked", [3.0, 3.1], steps=40))[0].startswith(
         "After 40 steps, val loss does not differ significantly: 1.3000 for softmax")
     one_left = said(softmax[0], died, *chunked)
@@ -73,7 +73,7 @@ def test_a_seed_that_ended_early_does_not_count_and_is_named(tmp_path):
 
 
 def test_seeds_of_one_length_all_count_however_fast_they_were(tmp_path):
-    # The same steps in other times, and about the same time with other steps.
+    # The same steps with other times, and about the same time with other steps.
     by_steps = [write_run(tmp_path / f"a{seed}", seed=seed, loss=2 + 0.1 * seed, seconds=1 + 0.3 * seed)
                 for seed in range(3)]
     by_time = [write_run(tmp_path / f"b{seed}", "chunked", seed=seed, loss=4 + 0.1 * seed, every=10, steps=steps,
@@ -94,14 +94,14 @@ def test_a_setup_that_ended_far_before_the_others_does_not_hold_them_back(tmp_pa
         "After 100.0 s of training, softmax has the lower val loss: 1.0000, versus 1.5000 for chunked.",
         "Left out, as other runs are longer: linear (last evaluated at step 40).",
         "With one seed each, there are no intervals."]
-    # Two that ended early leave the other two; between two alone there is nothing to leave out.
+    # Two that ended early leave the other two; with only two, none is left out.
     another = write_run(tmp_path / "local", "local", steps=20)
     found = said(*runs, died[1], another)
     assert found[0].startswith("After 100 steps, softmax")
     assert found[2] == ("Left out, as other runs are longer: linear (last evaluated at step 40) and local (last "
                         "evaluated at step 20).")
     assert said(runs[0], died[1])[0].startswith("After 40 steps")
-    # As long in time as the others, only slower: it counts, and the steps are its own.
+    # As long in time as the others, only slower: it counts, and its steps limit the comparison.
     slow = write_run(tmp_path / "slow", "linear", steps=20, seconds=5.0)
     found = said(*runs, slow)
     assert found[0].startswith("After 20 steps, the lowest val loss")
@@ -119,7 +119,7 @@ def test_of_many_it_is_told_whom_the_lowest_passed_and_where(tmp_path):
         "1.7000 for local. chunked passes linear after 80 steps and softmax after 40 steps.",
         "After 200.0 s of training, the lowest val loss is 0.4000 for chunked, versus 1.1500 for linear, 1.2000 for "
         "softmax and 1.7000 for local. chunked passes linear after 80.0 s and softmax after 40.0 s."]
-    # Only what lies before the place of comparison: here before linear and softmax are passed.
+    # Only crossings before the place of comparison count: here that is before linear and softmax are passed.
     short = write_run(tmp_path / "short", "local", loss=2.5, slope=0.004, steps=60, seconds=10.0, every=10)
     assert "passes" not in said(*runs[::2], short)[0]
     assert said(*runs[:3], short)[0].endswith(

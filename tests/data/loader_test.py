@@ -1,4 +1,4 @@
-"""Batches: which windows they hold, in which order, on which devices; and what damaged files are told."""
+"""Batches: their windows, order and devices; and errors for damaged files."""
 
 import collections
 import json
@@ -28,7 +28,7 @@ GOLDEN = [[18, 8, 16, 7, 20], [6, 27, 4, 13, 0], [16, 6, 20, 3, 19]]
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch) -> Path:
-    """Token files of which train is 0, 1, 2, … so that a window's first token tells which one it is."""
+    """Token files whose train split is 0, 1, 2, …, so that a window's first token identifies it."""
     texts = ("held out text", bytes(range(CONTEXT * WINDOWS)).decode())
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     monkeypatch.setattr(token_files, "SHARD_TOKENS", 50)  # windows straddle shards
@@ -71,7 +71,7 @@ def test_an_epoch_holds_each_window_once_and_the_next_is_another_order(files):
 
 
 def test_the_order_is_what_it_was(files):
-    # A run that was begun with an earlier version goes on with the same batches.
+    # A run of an earlier version resumes with the same batches.
     assert [order(take(files, 1, seed=seed, start=start)) for seed, start in ((0, 0), (0, 6), (1, 0))] == GOLDEN
 
 
@@ -234,7 +234,7 @@ def test_damaged_meta(directory):
 
 
 def corpus(directory: Path, lengths: list[int], *, weights: bool = False, shift: int = 0) -> TokenFiles:
-    """Documents of 1, 2, 3 … + shift, so that a token tells where in its document it stands. Weights count the even."""
+    """Documents of 1, 2, 3 … + shift, so that a token gives its position in its document. Weights count the even."""
     def documents(lengths):
         for length in lengths:
             ids = np.arange(1, length + 1) + shift
@@ -364,7 +364,7 @@ def test_packed_batches_continue_exactly_and_are_sharded_like_tokens(tmp_path):
 
 @pytest.fixture
 def mixture(tmp_path) -> DataConfig:
-    """Three corpora, told apart by their first token, with shares of 5/8, 2/8 and 1/8."""
+    """Three corpora, identified by their first token, with weights of 5/8, 2/8 and 1/8."""
     for number, name in enumerate("abc"):
         corpus(tmp_path / name, [8] * (20 + number), shift=100 * number)
     return DataConfig(mixture=((str(tmp_path / "a"), 2.5), (str(tmp_path / "b"), 1), (str(tmp_path / "c"), 0.5)))

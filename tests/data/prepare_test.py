@@ -1,4 +1,4 @@
-"""Token files: what is written, that it appears whole or not at all, and what bad requests are told."""
+"""Token files: contents, atomic writes, and errors for invalid requests."""
 
 import contextlib
 import io
@@ -124,7 +124,7 @@ def test_too_little_text_for_two_splits(tmp_path):
     assert not (tmp_path / "out").exists()
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": ""}\n' + '{"text": "some words"}\n' * 10)
-    for _ in range(2):  # nothing of it is done twice, or lost
+    for _ in range(2):  # nothing is done twice, or lost
         with pytest.raises(ConfigError, match=r"--val-documents is 12; expected less than the 10 documents with text "
                                               r"of .*; delete the tokenized part, .*/\.out2\.partial, to start over"):
             prepare.prepare(str(rows), "bytes", tmp_path / "out2", val_documents=12, progress=False)
@@ -270,7 +270,7 @@ def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, 
     what, code, message = {
         "kill": ("original(self, ids[:5], *more); [file.sync() for file in self._files.values()]; "
                  "os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
-        # A command in the background of a script inherits that it ignores Ctrl-C.
+        # A background command of a script inherits that it ignores Ctrl-C.
         "interrupt": ("signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)",
                       130, "interrupted; repeat the command to resume"),
         "full disk": ("self.sync(); resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))", 1,

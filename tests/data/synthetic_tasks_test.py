@@ -1,4 +1,4 @@
-"""The synthetic tasks: what a document holds, what is scored, what is written, and what is refused."""
+"""The synthetic tasks: documents, scored tokens, files, and refusals."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_mqar_asks_for_what_was_said_and_nothing_overwrites_it(source):
         assert len(at) == (task.queries or 3 * task.pairs)
         assert at.min() > 2 * task.pairs
         assert [said[key] for key in ids_L[at - 1].tolist()] == ids_L[at].tolist()
-        # All else behind the pairs is filler, which is no key and no value.
+        # Everything else after the pairs is filler, neither key nor value.
         rest = np.setdiff1d(np.arange(2 * task.pairs, task.length), np.concatenate([at - 1, at]))
         assert set(ids_L[rest]) <= {FILLER}
         assert FILLER not in ids_L[: 2 * task.pairs]
@@ -87,7 +87,7 @@ def test_rebind_asks_for_the_latest_value(source):
                 said[key] = value
             t += 2
         assert (len(said), rebound) == (task.pairs, task.rebindings)
-    assert stale > 100  # what was said first is often wrong
+    assert stale > 100  # the first value of a key is often wrong
 
 
 def test_token_files_are_the_same_every_time_and_of_the_seed(tmp_path):
@@ -104,7 +104,7 @@ def test_token_files_are_the_same_every_time_and_of_the_seed(tmp_path):
     assert a.weighted
     assert a.meta["source"] == "mqar:length=16,pairs=3,queries=3,vocabulary=128,documents=20,val_documents=4,seed=0"
     assert a.read("train", 0, 4 * 17).tolist() != a.read("val", 0, 4 * 17).tolist()
-    # A document is one window, and its scored targets are the values asked for.
+    # A document is one window, and its scored targets are the queried values.
     (batch,) = fixed_batches(a, "val", context=16, batch_size=4, count=1, packing="documents")
     assert batch.inputs_BT.shape == (4, 16)
     assert batch.segment_ids_BT is not None

@@ -1,4 +1,4 @@
-"""Tokenizers: byte exactness, names, and what a user without a network is told."""
+"""Tokenizers: byte exactness, names, and errors without a network."""
 
 import json
 import os
@@ -122,7 +122,7 @@ def test_undecodable_places_are_counted_unless_every_byte_is_kept(gpt2):
 def test_a_process_that_is_killed_ends_in_one_line(monkeypatch):
     encoding = tokenizers.load("bytes")
     with tokenizers.Workers(encoding, 1) as workers:
-        # More than are under way at once, so that some are yet to be sent.
+        # More than are in flight at once, so that some are not sent yet.
         batches = iter([(TextChunks([TextChunk(b"text", False, True)]), 0)] * 9)
         found = workers.encode(batches)
         next(found)
@@ -131,7 +131,7 @@ def test_a_process_that_is_killed_ends_in_one_line(monkeypatch):
             list(found)
 
 
-# Where tokens begin is up to the pattern alone: these are r50k_base's, cl100k_base's and o200k_base's.
+# Token boundaries depend only on the pattern: these are r50k_base's, cl100k_base's and o200k_base's.
 PATTERNS = [
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"""

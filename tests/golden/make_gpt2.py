@@ -1,4 +1,4 @@
-"""Makes the golden files: a small GPT-2 as transformers saves it, and its logits.
+"""Makes the golden files: a small GPT-2 as saved by transformers, and its logits.
 
     pip install torch==2.13.0 transformers==5.23.0    # in an environment of its own; nothing else here needs them
     python tests/golden/make_gpt2.py

@@ -1,4 +1,4 @@
-"""What counts as an error of an op, and as too large a one."""
+"""Errors of an op and their bounds."""
 
 from dataclasses import replace
 

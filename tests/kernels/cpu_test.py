@@ -1,4 +1,4 @@
-"""Workarounds for XLA's CPU backend compute what the plain forms do, and set up the process as they say."""
+"""Workarounds for XLA's CPU backend equal the plain forms, and set up the process."""
 
 import functools
 import os
@@ -34,8 +34,8 @@ def drawn(sampling, logits_BV):
     return draw(logits_BV, logits_BV > 9, keys_B, Settings(*map(jnp.asarray, sampling)))
 
 
-# The function that has a workaround and gives its outputs and gradients, its arguments, and the error that roundings
-# allow: sums in another order, or ties of bfloat16 in the other direction.
+# The function with a workaround, which returns its outputs and gradients; its arguments; and the error allowed for
+# rounding: sums in another order, or ties of bfloat16 in the other direction.
 CASES = {
     cpu.product: (functools.partial(gradients, functools.partial(product, "bte,ef->btf")),
                   [numbers((2, 5, 8), (8, 12), dtype=jnp.bfloat16)], 6e-3),
@@ -110,7 +110,7 @@ print(faults() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc, which other systems do not have")
 def test_memory_that_was_freed_is_kept():
-    """Filling the same 64 MiB a second time meets new pages, unless the first were kept."""
+    """Filling 64 MiB a second time touches new pages, unless the first were kept."""
     pages = [int(subprocess.run([sys.executable, "-c", FILL_TWICE, how], check=True, capture_output=True).stdout)
              for how in ("keep", "leave")]
     assert pages[0] < 100 < pages[1]

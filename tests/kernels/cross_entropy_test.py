@@ -54,7 +54,7 @@ def test_values_and_gradients(dtype, tolerance):
     x, embedding, targets = make_inputs(dtype)
     with jax.enable_x64(dtype == "float64"):
         loss, gradients = jax.jit(jax.value_and_grad(lambda *a: 0.7 * cross_entropy(*a), (0, 1)))(x, embedding, targets)
-    # The embedding takes part in products in x's format: its rounding is asked for.
+    # Rounded to x's dtype, as in the products: that error is by design.
     exact = x.astype(np.float64), embedding.astype(x.dtype).astype(np.float64)
     with jax.enable_x64(True):
         expected, expected_gradients = jax.value_and_grad(lambda *a: 0.7 * expected_loss(*a), (0, 1))(*exact, targets)

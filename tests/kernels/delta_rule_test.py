@@ -1,4 +1,4 @@
-"""The delta rule: its reference is the definition, and what its forms do with states, segments and bad input.
+"""The delta rule: its reference equals the definition; states, segments and invalid input of its forms.
 
 That every form is the reference is tested for all ops by ``op_contract_test.py``.
 """
@@ -38,7 +38,7 @@ def with_gradients(run, inputs):
 
 
 def definition(case: DeltaRuleCase) -> dict[str, np.ndarray]:
-    """A loop over tokens in NumPy, with segments as the design words them."""
+    """A loop over tokens in NumPy, with segments as defined."""
     x = case.make_inputs()
     y, end = np.zeros(x["v"].shape), x["state"].copy()
     for b in range(case.B):
@@ -76,7 +76,7 @@ def test_states_are_float32_whatever_goes_in():
 @pytest.mark.parametrize("implementation", FORMS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_no_product_with_a_state_is_left_to_round_its_operands(implementation, dtype):
-    """A GPU rounds float32 operands to TF32 unless it is asked not to."""
+    """A GPU rounds float32 operands to TF32 by default."""
     def run(inputs, cotangents):
         outputs, backward = jax.vjp(lambda inputs: delta_rule(**inputs, implementation=implementation, chunk_size=4),
                                     inputs)
@@ -167,14 +167,14 @@ def test_a_decay_of_zero_is_none(implementation):
 
 @pytest.mark.parametrize("implementation", FORMS)
 def test_a_key_reads_the_value_that_it_was_bound_to_last(implementation):
-    """Exactly: with orthonormal keys and β = 1 nothing is rounded in values of whole numbers."""
+    """Exactly: with orthonormal keys and β = 1 integer values have no rounding error."""
     T, width = 50, 6
     generator = np.random.default_rng(0)
     keys_T = generator.integers(0, width, T)
     values_TD = generator.integers(-9, 10, (T, D))
     k_BTHM = np.eye(width, dtype=np.float32)[keys_T][None, :, None]
     v_BTHD = values_TD.astype(np.float32)[None, :, None]
-    # Each token reads at the key that the next one writes: before it does.
+    # Each token reads at the key that the next one writes, before it does.
     run = jax.jit(functools.partial(delta_rule, chunk_size=16, implementation=implementation))
     y_BTHD, state = run(np.roll(k_BTHM, -1, axis=1), k_BTHM, v_BTHD, np.ones((1, T, 1), np.float32))
     memory = {}
@@ -188,7 +188,7 @@ def test_a_key_reads_the_value_that_it_was_bound_to_last(implementation):
 
 @pytest.mark.parametrize("correlation", [0.0, 0.9])
 def test_states_neither_grow_nor_shrink_where_each_key_turns_them_round(correlation):
-    """β|k|² = 2 is a reflection: 2,000 of them, and as many in the gradient, leave a state as long as it was."""
+    """β|k|² = 2 is a reflection: 2,000 of them, and as many in the gradient, preserve the norm of a state."""
     T = 2000
     case = DeltaRuleCase(1, T, 2, 16, 8, correlation=correlation, tolerance=0.0)
     x = case.make_inputs()
@@ -261,7 +261,7 @@ def test_what_is_timed_has_keys_of_length_1_and_looks_at_the_past():
 
 
 class TestBadInput:
-    """One clear error, raised by the kernel itself: the shape checks that tests add would come first."""
+    """One clear error, raised by the kernel itself: the tests' shape checks would come first."""
 
     @pytest.fixture(autouse=True)
     def _as_users_run_it(self, monkeypatch):

@@ -1,4 +1,4 @@
-"""The dtype that LayerNorm computes in; the rest is in ``op_contract_test.py``."""
+"""The compute dtype of LayerNorm; ``op_contract_test.py`` has the rest."""
 
 import jax
 import jax.numpy as jnp

@@ -12,7 +12,7 @@ from kernels.linear_attention.recurrent import recurrent
 
 pytestmark = pytest.mark.gpu
 
-# RMS(error) / RMS(reference): both sum in float32, and round y to the values' format.
+# RMS(error) / RMS(reference): both sum in float32, and round y to the dtype of the values.
 TOLERANCES = {"float32": 1e-6, "bfloat16": 2**-8}
 
 
@@ -30,7 +30,7 @@ def error(actual, expected) -> float:
     return float(np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2)))
 
 
-# Widths that fill a block and that do not, a tile or several of them, few columns because of many features.
+# Widths of whole and of partial blocks, one tile or several, few columns because of many features.
 @pytest.mark.parametrize(("B", "H", "M", "D"), [(1, 3, 16, 16), (2, 2, 48, 100), (1, 1, 5, 33), (2, 2, 128, 128),
                                                 (1, 2, 1024, 24)])
 @pytest.mark.parametrize(("normalize", "dtype"), [(True, "bfloat16"), (False, "float32")])

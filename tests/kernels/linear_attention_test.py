@@ -1,4 +1,4 @@
-"""Linear attention: its reference is the definition, and what its forms do with states, segments and bad input.
+"""Linear attention: its reference equals the definition; states, segments and invalid input of its forms.
 
 That every form is the reference is tested for all ops by ``op_contract_test.py``.
 """
@@ -25,18 +25,18 @@ def make_inputs(T: int) -> tuple[tuple[np.ndarray, ...], State]:
 
 
 def make_log_decay(T: int) -> np.ndarray:
-    """From next to nothing to all that came before, in float64."""
+    """From no decay to almost complete decay, in float64."""
     case = LinearAttentionCase(B, T, 2, 5, 7, dtype="float64", log_decay="mixed", tolerance=0.0)
     return case.make_inputs()["log_decay"]
 
 
-# Without bfloat16 of segments in both directions: gradients there meet operands of bfloat16, and are rounded as those.
+# Without bidirectional segments in bfloat16: their gradients have bfloat16 operands, and are rounded like them.
 @pytest.mark.parametrize(("form", "causal", "segments", "dtype"), [
     ("chunked", False, True, "float32"), ("chunked", False, True, "float16"),
     *((form, causal, False, dtype) for dtype in ("float32", "bfloat16", "float16")
       for form, causal in (("chunked", True), ("chunked", False), ("cumsum", True), ("recurrent", True)))])
 def test_no_product_with_a_state_is_left_to_round_its_operands(form, causal, segments, dtype):
-    """A GPU rounds float32 operands to TF32 unless it is asked not to; states are float32, whatever goes in."""
+    """A GPU rounds float32 operands to TF32 by default; states are float32 whatever the inputs are."""
     x_BTHM, state = jnp.ones((1, 8, 2, 4), dtype), State(jnp.ones((1, 2, 4, 4)), jnp.ones((1, 2, 4)))
     segment_ids_BT = jnp.array([[0, 0, 0, 1, 1, 1, 1, -1]]) if segments else None
 
@@ -54,7 +54,7 @@ def test_no_product_with_a_state_is_left_to_round_its_operands(form, causal, seg
 
 
 def definition(case: LinearAttentionCase) -> dict[str, np.ndarray]:
-    """A loop over pairs of tokens in NumPy, with segments as the design words them."""
+    """A loop over pairs of tokens in NumPy, with segments as defined."""
     inputs = case.make_inputs()
     q, k, v, ids_BT = inputs["q"], inputs["k"], inputs["v"], inputs.get("segment_ids")
     B, T, H, M, D = case.B, case.T, case.H, case.M, case.D
@@ -69,7 +69,7 @@ def definition(case: LinearAttentionCase) -> dict[str, np.ndarray]:
             run += int(place > 0 and ids[t] != ids[valid[place - 1]])
             run_of[t] = run
 
-        def left(of, at, run_of=run_of, b=b):  # decays of the tokens behind one, of its segment, up to another
+        def left(of, at, run_of=run_of, b=b):  # decay of a token, in its segment, up to another
             between = [t for t in run_of if of < t <= at and run_of[t] == run_of[at]]
             return np.exp(log_decay_BTH[b, between].sum(axis=0))
 
@@ -172,7 +172,7 @@ def test_packed_segments_are_the_segments_one_by_one(implementation, causal, dec
     for form in ("reference", *PLAIN_FORMS)])
 @pytest.mark.parametrize("strong", [-1e4, -np.inf])
 def test_what_a_strong_decay_leaves_is_what_comes_after_it(implementation, strong):
-    """To 1e-5 of each token, in float32: of sums up to −1e4 a difference would have lost the −0.01 that follow."""
+    """To 1e-5 of each token, in float32: a difference of sums of up to −1e4 would lose the −0.01 that follow."""
     T, start = 60, 11
     (q, k, v), state = jax.tree.map(lambda x: x.astype(np.float32), make_inputs(T))
     log_decay = np.full((B, T, 2), -0.01, np.float32)
@@ -254,7 +254,7 @@ def test_the_fastest_form_is_picked_by_length():
 
 
 class TestBadInput:
-    """One clear error, raised by the kernel itself: the shape checks that tests add would come first."""
+    """One clear error, raised by the kernel itself: the tests' shape checks would come first."""
 
     @pytest.fixture(autouse=True)
     def _as_users_run_it(self, monkeypatch):

@@ -1,4 +1,4 @@
-"""Products and roundings between compute dtypes: what comes out is what the plain ones give."""
+"""Products and roundings between compute dtypes equal the plain ones."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ FORMULAS = ("bte,ef->btf", "nf,ef->ne", "ne,nf->ef", "nbhcm,nbhsm->nbhcs", "nbhc
 
 
 def operands(formula, dtype, seed=0):
-    """Two arrays of the formula's shapes, with some dimensions of one, and the product in float64."""
+    """Two arrays of the formula's shapes, with some dimensions of size one, and the product in float64."""
     generator = np.random.default_rng(seed)
     names = formula.split("->")[0].split(",")
     sizes = {name: int(generator.choice([1, 2, 3, 17])) for name in sorted(set("".join(names)))}

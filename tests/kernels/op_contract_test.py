@@ -1,4 +1,4 @@
-"""Every op in every implementation that runs on a CPU is its reference in float64, outputs and gradients.
+"""Every op, in every implementation that runs on a CPU, equals its reference in float64, with gradients.
 
 The cases are the ops' own (``kernels/cases.py``). On a CPU Pallas kernels are interpreted, which says nothing about
 registers, time or a GPU's arithmetic: ``make gpu-check`` and ``pytest -m gpu`` do.

@@ -1,4 +1,4 @@
-"""The GPU kernels in interpret mode, beside what ``op_contract_test.py`` asks of them.
+"""The GPU kernels in interpret mode, beyond ``op_contract_test.py``.
 
 Interpret mode says nothing about registers, time or the GPU's own arithmetic: ``make gpu-check`` and
 ``benchmarks.suite`` do.
@@ -32,7 +32,7 @@ PARALLEL_THEN_SERIAL = [PARALLEL, pytest.param(SERIAL, marks=pytest.mark.thoroug
 
 @dataclass(frozen=True)
 class Case(LinearAttentionCase):
-    """A case that the kernels are called for by a function of the test's own, like ``linear_attention``."""
+    """A case for which a function of the test calls the kernels, with the signature of ``linear_attention``."""
 
     attend: Callable[..., tuple[jax.Array, State]] = field(default=linear_attention, kw_only=True)
 
@@ -67,12 +67,12 @@ def assert_close(actual: Any, expected: Any, tolerance: float = KERNEL_TOLERANCE
 
 @pytest.fixture(autouse=True)
 def _several_spans(monkeypatch):
-    """The parallel schedule cuts the sequences into four spans and more, where on one core it makes two."""
+    """Makes the parallel schedule cut the sequences into four or more spans; on one core it makes two."""
     monkeypatch.setattr(device, "cores", lambda: 4 * B * H)
 
 
 def test_interpret_mode_fills_outputs_with_nan():
-    """Without this no test here would notice an element that no program writes."""
+    """Otherwise no test here would notice an element that no program writes."""
 
     def half(x_ref, out_ref):
         out_ref[:4] = x_ref[:4]
@@ -105,7 +105,7 @@ def test_dtypes_may_differ():
 
 
 def test_values_far_from_zero():
-    """A gradient of φ(k) is then the difference of sums many times as large: no part of them may be rounded."""
+    """A gradient of φ(k) is then the difference of sums many times as large, of which no part may be rounded."""
     (q, k, v), _ = make_inputs(make_case(300, 32, 32))
     weights = np.random.default_rng(1).normal(size=v.shape).astype(np.float32)
 
@@ -130,7 +130,7 @@ def test_one_scan_makes_the_gradients_of_keys_and_values_where_the_state_is_smal
 
 
 def test_a_row_of_the_table_is_followed(monkeypatch):
-    """A chunk length of its own for the backward pass."""
+    """A separate chunk length for the backward pass."""
     row_for = tuning.row_for
 
     def another(*key):
@@ -147,7 +147,7 @@ def test_a_row_of_the_table_is_followed(monkeypatch):
 
 @pytest.mark.thorough
 def test_a_sequence_resumed_from_its_state_is_the_unsplit_one():
-    """Cut inside a segment, and continued in the other schedule; another row has had nothing but padding then."""
+    """Cut inside a segment, and continued in the other schedule; another row then has only padding."""
     T = 200
     ids_BT = cases.make_segments(B, T)
     cut = next(t for t in range(40, T) if ids_BT[0, t - 1] == ids_BT[0, t] >= 0)
@@ -206,7 +206,7 @@ def test_two_runs_give_the_same_bits(implementation):
 
 @pytest.mark.parametrize("implementation", PARALLEL_THEN_SERIAL)
 def test_vmap(implementation):
-    """Over one more dimension, with a state and gradients: the same as a larger batch."""
+    """Over one more dimension, with a state and gradients: equals a larger batch."""
     def mapped(q, k, v, *, initial_state, segment_ids_BT, **options):
         assert segment_ids_BT is None
         one = jax.tree.map(lambda x: x[:, None], ((q, k, v), initial_state))
@@ -258,7 +258,7 @@ def make_log_decay(kind, shape):
     pytest.param(make_case(100, 16, 32, normalize=False), "fast", "parallel", marks=pytest.mark.thorough),
 ])
 def test_decay_is_the_recurrence(case, kind, schedule):
-    """Outputs and gradients, that of the decay too, in float64 terms. Behind a g of −1e4 small ones count in full."""
+    """Outputs and gradients, also of the decay, with float64 errors. After a g of −1e4 small ones still count."""
     inputs = case.make_inputs()
     runs_BT = runs_of(jnp.asarray(inputs.get("segment_ids", np.zeros((B, case.T), np.int32))))
     arrays = [*(inputs[name] for name in "qkvsz"), make_log_decay(kind, (B, case.T, H))]
@@ -284,7 +284,7 @@ def test_decay_is_the_recurrence(case, kind, schedule):
 
 
 class TestWhatIsRefused:
-    """By name never another form, and never a wrong number; without a name the plain form."""
+    """A named implementation never falls back; without a name the plain form is used."""
 
     @pytest.mark.parametrize("implementation", ["pallas_gpu", *SCHEDULES])
     @pytest.mark.parametrize(("widths", "dtype", "options", "message"), [

@@ -1,4 +1,4 @@
-"""A kernel over several devices: each computes its own sequences and heads, and the result is that of one device."""
+"""A kernel over several devices: each computes its own sequences and heads, and the result equals that of one."""
 
 import json
 import os

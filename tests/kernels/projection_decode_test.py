@@ -1,4 +1,4 @@
-"""The GPU kernel of one token's projections in interpret mode, against the same in float64."""
+"""The GPU kernel of one token's projections in interpret mode, against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,13 @@ from kernels.projection import project, project_each, unembed
 pytestmark = pytest.mark.gpu
 
 EPSILON = 1e-5
-# RMS(error) / RMS(reference). In bfloat16 the products' inputs are rounded to 8 bits, and
-# nothing else is before the result.
+# RMS(error) / RMS(reference). In bfloat16 only the products' inputs and the result are rounded, to 8 bits.
 TOLERANCES = {"float32": 1e-6, "bfloat16": 2**-8}
 
 
 @pytest.fixture
 def one_launch(monkeypatch):
-    """One token takes the kernel here too, with few columns a program and a few rows at a time."""
+    """Makes one token use the kernel here too, with few columns per program and few rows at a time."""
     monkeypatch.setattr(projection, "_alone_on_gpu", lambda x_BTE: x_BTE.shape[:2] == (1, 1))
     monkeypatch.setattr(projection_decode, "BLOCK_BYTES", 3 * 8 * 32 * 4)
 
@@ -47,7 +46,8 @@ def assert_close(actual_BTF, expected_F, dtype: str) -> None:
     assert error < TOLERANCES[dtype], f"{error:.2e}"
 
 
-# A width of one program and of many, whole ones and not; rows in one block, and in several of which the last is short.
+# Widths of one program and of many, whole tiles and partial ones; rows in one block, and in several with a partial last
+# one.
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("E", "F"), [(1, 1), (32, 24), (48, 100), (100, 48)])
 def test_it_is_the_definition(E, F, dtype, one_launch):
@@ -61,7 +61,7 @@ def test_it_is_the_definition(E, F, dtype, one_launch):
 
 
 def test_activation_and_sum_of_x_as_it_is(one_launch):
-    """The sum keeps the format of what is added to."""
+    """The sum keeps the dtype of ``onto``."""
     x_BTE, weights, biases, _, onto_BTF = make_inputs(48, 40, 1, "bfloat16")
     x_BTE = x_BTE.astype(jnp.bfloat16)
     (y_BTF,) = jax.jit(lambda x_BTE: projection_decode.projection_decode(
@@ -79,7 +79,7 @@ def test_activation_and_sum_of_x_as_it_is(one_launch):
 
 
 def test_unembedding(one_launch):
-    """Logits stay in float32, whatever the products are in."""
+    """Logits are float32, whatever the dtype of the products."""
     x_BTE, (w_VE,), _, norm, _ = make_inputs(48, 83, 1, "bfloat16", unembedding=True)
     logits_BTV = jax.jit(lambda x_BTE: unembed(x_BTE, w_VE, norm))(x_BTE)
     assert logits_BTV.dtype == np.float32

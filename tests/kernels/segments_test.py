@@ -1,4 +1,4 @@
-"""Runs and positions of packed segments, by a row written out."""
+"""Runs and positions of packed segments, for an explicit row."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -14,10 +14,10 @@ from kernels.softmax_attention.decode import pick_splits, softmax_decode
 pytestmark = pytest.mark.gpu
 
 BLOCK = 16
-# RMS(error) / RMS(reference): rounding of some hundred sums and exponentials, and nothing else.
+# RMS(error) / RMS(reference): rounding of a few hundred sums and exponentials.
 FLOAT32_TOLERANCE = 2e-6
-# Keys and values are taken as they are and multiplied in float32: only the result is rounded, to 8 and to 11 bits, by
-# at most half a unit in the last place.
+# Keys and values are multiplied in float32 as they are. Only the result is rounded, to 8 and to 11 bits, by at most
+# half a unit in the last place.
 BFLOAT16_TOLERANCE = 2**-8
 FLOAT16_TOLERANCE = 2**-11
 
@@ -35,7 +35,7 @@ def blocks(monkeypatch):
 def make_inputs(B: int, S: int, D: int, dtype: str = "float32", *, H: int = 2) -> list[np.ndarray]:
     generator = np.random.default_rng(S + D)
     q, k, v = (generator.normal(size=shape).astype(jnp.dtype(dtype)) for shape in ((B, 1, H, D), *[(B, H, S, D)] * 2))
-    return [q * np.asarray(3, q.dtype), k, v]  # some weights near 1: the running maximum matters
+    return [q * np.asarray(3, q.dtype), k, v]  # some weights near 1, so that the running maximum matters
 
 
 def definition(q, k, v, position) -> np.ndarray:
@@ -59,7 +59,8 @@ def assert_close(actual, expected, tolerance: float) -> None:
     assert error < tolerance, f"{error:.2e}"
 
 
-# One key; a block but one, exactly, and one more; the same of a turn of all four splits; a cache but one, and full.
+# One key; a block minus one, exactly, and plus one; the same for one iteration of all four splits; a cache minus one,
+# and full.
 POSITIONS = (0, BLOCK - 2, BLOCK - 1, BLOCK, 4 * BLOCK - 2, 4 * BLOCK - 1, 4 * BLOCK, 10 * BLOCK - 2, 10 * BLOCK - 1)
 
 
@@ -120,7 +121,7 @@ def test_very_large_scores_stay_finite():
 
 
 def test_a_position_beyond_the_cache_sees_all_of_it(blocks):
-    """Where a sampler draws on past the end, which nobody reads."""
+    """As when a sampler continues past the end and discards the result."""
     blocks(8)
     q, k, v = make_inputs(2, 5 * BLOCK, 8)
     end = 5 * BLOCK - 1
@@ -148,7 +149,7 @@ def test_splits_keep_a_gpu_busy_and_no_more(heads, blocks, splits, monkeypatch):
     ({}, 3, "splits=3; it supports powers of two"),
 ])
 def test_what_it_cannot_do(change, splits, message, monkeypatch):
-    # The shape checks that tests add would come first.
+    # The tests' shape checks would come first.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     keys = jnp.ones((1, 2, 8, 4))
     inputs = {"q_BTHD": jnp.ones((1, 1, 2, 4)), "k_BHSD": keys, "v_BHSD": keys} | change

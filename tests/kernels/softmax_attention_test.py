@@ -1,4 +1,4 @@
-"""Softmax attention: its reference is the definition, and what its forms do with blocks, caches and bad input.
+"""Softmax attention: its reference equals the definition; blocks, caches and invalid input of its forms.
 
 That every form is the reference is tested for all ops by ``op_contract_test.py``.
 """
@@ -22,7 +22,7 @@ from kernels.softmax_attention import blockwise, cached, cached_attention, pick_
 
 B, H, D = 3, 2, 6
 
-# RMS(error) / RMS(reference): rounding of some hundred sums and exponentials, and nothing else.
+# RMS(error) / RMS(reference): rounding of a few hundred sums and exponentials.
 FLOAT64_TOLERANCE = 1e-13
 
 
@@ -55,7 +55,7 @@ def blocks(monkeypatch):
 def make_inputs(case: Case, dtype: str = "float64") -> tuple[list[np.ndarray], np.ndarray | None]:
     generator = np.random.default_rng(1)
     qkv = [generator.normal(size=(B, case.T, H, D)).astype(jnp.dtype(dtype)) for _ in range(3)]
-    qkv[0] *= np.asarray(3, qkv[0].dtype)  # some weights near 1: the running maximum matters
+    qkv[0] *= np.asarray(3, qkv[0].dtype)  # some weights near 1, so that the running maximum matters
     return qkv, make_segments(B, case.T) if case.segments else None
 
 
@@ -86,7 +86,7 @@ def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray],
 
 
 def definition(case: Case) -> np.ndarray:
-    """A loop over tokens in NumPy, with segments as the design words them."""
+    """A loop over tokens in NumPy, with segments as defined."""
     (q, k, v), segments = make_inputs(case)
     y = np.zeros(v.shape)
     for b in range(B):
@@ -133,7 +133,7 @@ def test_blocks_are_larger_where_heads_are_few_and_padded_little():
 
     assert score_shapes(1, 2048) == {f"f32[1,{H},512,512]"}
     assert score_shapes(32, 2048) == {f"f32[32,{H},256,256]"}
-    assert score_shapes(32, 300) == {f"f32[32,{H},152,152]"}  # not 256, with 212 of 512 for nothing
+    assert score_shapes(32, 300) == {f"f32[32,{H},152,152]"}  # not 256, which would waste 212 of 512
     assert score_shapes(32, 196) == {f"f32[32,{H},196,196]"}
 
 
@@ -165,7 +165,7 @@ for D in (6, 32):
 
 @pytest.mark.thorough
 def test_a_block_that_hides_everything_adds_nothing_under_full_optimisation():
-    """XLA makes one instruction of a product and a sum there, which the other tests are compiled without."""
+    """XLA fuses a product and a sum there, unlike in the other tests."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     found = subprocess.run([sys.executable, "-c", HIDDEN_BLOCKS], check=True, capture_output=True, env=environment)
     differences = [float(line) for line in found.stdout.split()]
@@ -196,13 +196,13 @@ def test_memory_of_a_gradient_grows_with_the_sequence(implementation, growth, bl
 @pytest.mark.parametrize(("room", "T", "filled"), [(16, 1, (0, 3, 15)), (12, 3, (0, 9, 4)), (64, 1, (0, 40, 16)),
                                                    (64, 40, (0, 24, 7)), (64, 16, (48, 0, 5))])
 def test_a_cache_filled_differently_in_each_row(room, T, filled, blocks):
-    """Row b holds filled[b] keys, to which T are added: the same as those T rows of the full form."""
+    """Row b holds filled[b] keys, and T are added: equals those T rows of the full form."""
     blocks(8)  # of queries; of keys 16
     (q, k, v), _ = make_inputs(Case(T=room), "float32")
     queries = np.stack([q[b, n:n + T] for b, n in enumerate(filled)])
     k_cache, v_cache = k.copy(), v.copy()
     for b, n in enumerate(filled):
-        k_cache[b, n + T:], v_cache[b, n + T:] = 1e4, 1e4  # beyond what is filled lies anything
+        k_cache[b, n + T:], v_cache[b, n + T:] = 1e4, 1e4  # beyond the filled part anything is allowed
     y = jax.jit(lambda *arguments: cached_attention(*arguments))(
         queries, k_cache.swapaxes(1, 2), v_cache.swapaxes(1, 2), np.array(filled, np.int32))
     full = jax.jit(lambda *qkv: softmax_attention(*qkv, implementation="materialised"))(q, k, v)
@@ -213,7 +213,7 @@ def test_a_cache_filled_differently_in_each_row(room, T, filled, blocks):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("T", [1, 16, 600])
 def test_a_cache_is_not_copied(T, dtype):
-    """Not even in part: what is beyond the last key costs nothing."""
+    """Not even in part: the room beyond the last key costs nothing."""
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, T, 2, 64), (1, 2, 2**20, 64), (1, 2, 2**20, 64))]
     compiled = jax.jit(lambda *arguments: cached_attention(*arguments)).lower(
         *shapes, jax.ShapeDtypeStruct((1,), "int32")).compile()
@@ -222,7 +222,7 @@ def test_a_cache_is_not_copied(T, dtype):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_query_in_bfloat16_is_that_in_float32(batch):
-    """A single one is computed in a way of its own."""
+    """A single token has its own code path."""
     q, k, v = (jax.random.normal(jax.random.key(i), shape).astype(jnp.bfloat16) for i, shape in enumerate(
         [(batch, 1, 2, 32), (batch, 2, 1024, 32), (batch, 2, 1024, 32)]))
     position_B = jnp.array([700, 3, 1023])[:batch]
@@ -245,7 +245,7 @@ def test_a_cpu_gets_the_blockwise_form():
 
 
 class TestBadInput:
-    """One clear error, raised by the kernel itself: the shape checks that tests add would come first."""
+    """One clear error, raised by the kernel itself: the tests' shape checks would come first."""
 
     @pytest.fixture(autouse=True)
     def _as_users_run_it(self, monkeypatch):

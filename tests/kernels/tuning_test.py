@@ -1,4 +1,4 @@
-"""How the GPU kernels are cut: what the table holds, what a device that is not in it gets, and the plan of a call."""
+"""Launch parameters of the GPU kernels: the table, the defaults for other devices, and the plan of a call."""
 
 import itertools
 import json
@@ -21,13 +21,13 @@ DTYPES = ("float32", "bfloat16")
 
 
 def tracing_for(kind: str = "NVIDIA H200", cores: int = 132):
-    """Inside, plans are made for this GPU."""
+    """Makes plans for this GPU."""
     device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=cores)
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def assert_legal(row: Row) -> None:
-    """What the kernels and Triton's blocks can do; how fast it is, only a GPU can tell."""
+    """Within the limits of the kernels and of Triton's blocks; only a GPU can show the speed."""
     assert row.device
     assert row.M in POWERS
     assert row.D in POWERS
@@ -44,7 +44,7 @@ def assert_legal(row: Row) -> None:
 
 
 def assert_covers(found: Plan, tokens: int) -> None:
-    """Spans are whole chunks of all launches, the last has a token, and the serial schedule has no other."""
+    """Spans are whole chunks of all launches, the last has a token, and the serial schedule has one span."""
     assert found.span % found.forward.chunk == found.span % found.backward.chunk == 0
     assert found.backward.chunk % found.queries.chunk == 0
     spans = -(-tokens // found.span)
@@ -129,7 +129,7 @@ def test_the_schedule_follows_heads_and_length():
     ((1, 8192, 96, 128), 1, 0.73), ((2, 16_384, 16, 128), 4, 0.97), ((4, 2048, 16, 128), 2, 0.97),
     ((8, 1024, 8, 64), 4, 0.97), ((1, 2**19, 12, 64), 64, 2.91)])
 def test_the_last_wave_of_programs_is_nearly_full(call, spans, waves):
-    """With 4 warps two programs share each of 132 multiprocessors, with 8 one has it for itself."""
+    """With 4 warps two programs share each of 132 multiprocessors, with 8 one has it alone."""
     B, T, H, width = call
     with tracing_for():
         found = plan(B, T, H, width, width, "bfloat16")
@@ -155,7 +155,7 @@ def test_a_row_bounds_the_programs():
 @pytest.mark.parametrize(("call", "most"), [((1, 8192, 96, 128), 17.3), ((2, 16_384, 16, 128), 21.6),
                                             ((4, 2048, 16, 128), 23.2), ((8, 1024, 8, 64), 22.2)])
 def test_passes_over_memory(call, most):
-    """Bytes of the kernels' arguments and results, forward and backward, over those of q; at least 11."""
+    """Bytes of the kernels' arguments and results, forward and backward, relative to q; at least 11."""
     B, T, H, width = call
     shape = jax.ShapeDtypeStruct((B, T, H, width), jnp.bfloat16)
 
@@ -173,7 +173,7 @@ def test_passes_over_memory(call, most):
 @pytest.mark.parametrize("tokens", [512, 2048, 16_384, 65_536, 2**19])
 @pytest.mark.parametrize("heads", [1, 12, 16, 25, 96])
 def test_spans_divide_a_sequence_in_whole_chunks(tokens, heads):
-    """Otherwise every array would be copied to be filled up, and again to be cut."""
+    """Otherwise every array would be copied to be padded, and again to be cut."""
     with tracing_for():
         assert tokens % plan(1, tokens, heads, 64, 64, "bfloat16", schedule="parallel").span == 0
 

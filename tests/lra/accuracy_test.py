@@ -1,4 +1,4 @@
-"""The table of accuracies, from the files that runs leave."""
+"""The table of accuracies, from the files of runs."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def write_run(path: Path, mode: str = "softmax", *, task: str = "listops", seed:
 
 
 def row_at(text: str, name: str) -> int:
-    """Where a row is in a table."""
+    """The cells of a row in a table."""
     (found,) = (i for i, line in enumerate(text.splitlines()) if line.startswith(f"| {name} |"))
     return found
 
@@ -57,7 +57,7 @@ def test_the_table_has_a_row_a_mode_the_published_rows_and_the_guessers(tmp_path
     assert "| **Rotary Transformer, SPT**† | 61.49 |" in text
     assert f"on ListOps on at most the first {listops._LEARNED_FROM:,} " in text
     assert "| ListOps | 200 | 20,000 | 2,000 | majority class 17.0, root operator 35.0, exact 100.0 |" in text
-    # A standard error of 1.1: 40 is beyond the root operator, 36 is not.
+    # With a standard error of 1.1, 40 exceeds the root operator, 36 does not.
     assert "| ListOps | `softmax` | 0 | 40.0 ± 1.1 | root operator | 100 | – | 1,234 |" in text
     assert "| ListOps | `linear` | 0 | 36.0 ± 1.1 | majority class | 100 | – | 1,234 |" in text
     assert "    python -m lra.train configs/lra/listops.py --train.seed 1" in text
@@ -86,7 +86,7 @@ def test_every_mode_of_an_encoder_has_a_published_row_but_chunked():
 
 
 def test_averages_are_of_one_convention():
-    """A failed Path-X is 50 in all of them, so that they compare: 66.48 of TLB is of its five."""
+    """A failed Path-X counts as 50 in all of them, so that they compare: TLB's 66.48 is over its five."""
     found = {row["name"]: accuracy.average(row) for row in PUBLISHED["rows"]}
     for name, mean, count in (("Transformer (LRA)", 53.66, 6), ("TLB (LRA README)", 63.74, 6), ("Luna-256", 58.54, 6),
                               ("Nyströmformer", 58.95, 5), ("S5", 87.46, 6), ("Mega (full)", 88.21, 6)):

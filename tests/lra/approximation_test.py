@@ -1,4 +1,4 @@
-"""The curves of the approximations, on fewer points: what they are said to show."""
+"""The curves of the approximations, on fewer points, show what the documentation claims."""
 
 import json
 
@@ -23,7 +23,7 @@ def test_more_of_everything_is_nearer(few, tmp_path):
     assert curves["linformer"]["linformer"]["64"] < 0.7 * curves["linformer"]["linformer"]["8"] < 0.7
     for size in ("32", "64"):
         assert curves["reformer"][f"chunks of {size}"]["8"] < curves["reformer"][f"chunks of {size}"]["1"]
-    # 16 times the draws: an unbiased estimate is some four times nearer, a biased one stays.
+    # 16 times the draws: the error of an unbiased estimate falls about fourfold, that of a biased one stays.
     assert curves["bias"]["matrix of weights"]["1024"] < 0.35 * curves["bias"]["matrix of weights"]["64"]
     assert curves["bias"]["output"]["1024"] > 0.5 * curves["bias"]["output"]["64"]
     assert (tmp_path / "a.png").stat().st_size > 10_000

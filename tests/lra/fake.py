@@ -23,7 +23,7 @@ def get_config(attention: str = "softmax", preset: str = "tuned") -> LraConfig:
                             pooling="mean", dropout={"tuned": 0.25, "paper": 0.5}[preset],
                             attention=tuple(attention.split(","))),
         data=TaskConfig(task="fake"),
-        # A rate that does not depend on the length of the run.
+        # The learning rate must not depend on the length of the run.
         optimizer=OptimizerConfig(learning_rate=0.03, schedule="inverse_sqrt", warmup_steps=2),
         train=TrainConfig(steps=6, batch_size=8, eval_every=2),
         checkpoint=CheckpointConfig(every_steps=2, keep=1),
@@ -49,7 +49,7 @@ def dataset(towers: int = 1, **sizes: int) -> Dataset:
 
 
 def install(patch: pytest.MonkeyPatch, **loaded: Dataset) -> None:
-    """These tasks, whatever the settings, beside the real ones."""
+    """Adds these tasks, whatever the settings, to the real ones."""
     load = tasks.load
     patch.setattr(tasks, "load", lambda task, **settings: loaded.get(task) or load(task, **settings))
 

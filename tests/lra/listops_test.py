@@ -1,4 +1,4 @@
-"""ListOps: the distribution of its trees, what they come to, the guessers, and what is read of the release."""
+"""ListOps: the distribution of its trees, their values, the baselines, and files of the release."""
 
 import os
 import random
@@ -39,7 +39,7 @@ def test_what_is_no_expression_has_no_value(text):
 
 
 def plain_tree(tokens: list[int], depth: int = 1) -> list[int]:
-    """Long Range Arena's generator as it is described; what is too long in any case is not drawn to its end."""
+    """Long Range Arena's generator as described; trees that are too long are not completed."""
     if depth >= 10 or random.random() > 0.25:
         tokens.append(1 + random.randrange(10))
     elif len(tokens) < 200:
@@ -89,7 +89,7 @@ def test_labels_and_lengths_at_full_size():
 
 
 def test_examples_differ_across_splits():
-    """Short ones come again and again."""
+    """Short ones repeat."""
     data = load(max_length=16, train_examples=5000)
     all_rows = [row.tobytes() for split in data.splits.values() for row in rows(split)]
     assert len(set(all_rows)) == len(all_rows) == 5200
@@ -123,7 +123,7 @@ def test_guessers_are_what_they_are_said_to_be():
             for operator in range(11, 15)}
 
     def cut(tokens, depth):
-        """Every operator below a depth replaced by what it most often comes to at the root."""
+        """Every operator below a depth replaced by its most frequent value at the root."""
         level, kept = 0, []
         for token in tokens:
             level -= token == 15
@@ -164,7 +164,7 @@ def test_a_cache_that_cannot_be_written_is_remarked(tmp_path):
 
 
 def parenthesised(tokens) -> str:
-    """As the release writes trees: nested to the left."""
+    """Writes trees as in the release: nested to the left."""
     stack = []
     for word in listops.text(tokens).split():
         if word != "]":
@@ -182,7 +182,7 @@ def parenthesised(tokens) -> str:
 
 @pytest.fixture(scope="module")
 def written():
-    """1,100 examples for train and 20 for the others, and the files of the release that would hold them."""
+    """1,100 examples for train and 20 for the others, and the corresponding files of the release."""
     data = load(train_examples=1100, val_examples=20)
     texts = {name: "".join(f"{parenthesised(row)}\t{label}\n" for row, label in
                            zip(rows(split), split.labels, strict=True)) for name, split in data.splits.items()}
@@ -191,7 +191,7 @@ def written():
 
 @pytest.fixture
 def release(written, tmp_path):
-    """A folder of the release, and what it holds."""
+    """A folder of the release, and its contents."""
     data, texts = written
     folder = tmp_path / "lra_release"
     (folder / "listops-1000").mkdir(parents=True)

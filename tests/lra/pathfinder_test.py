@@ -1,4 +1,4 @@
-"""Pathfinder and Path-X: what their images show, where they come from, and what is said of files that are not right."""
+"""Pathfinder and Path-X: contents and sources of their images, and errors for invalid files."""
 
 import tracemalloc
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_both_contours_have_fourteen_paddles_that_follow_one_another(images):
     assert tips.min() >= 0
     assert tips.max() < level.side
     steps = np.linalg.norm(np.diff(tips[:, :, 1:], axis=2), axis=-1)
-    # From head to head: a paddle and twice its margin, give or take what rounding to pixels makes of it.
+    # From head to head: a paddle and twice its margin, up to rounding to pixels.
     margins = scenes.margins[:, None, None]
     assert (abs(steps - (level.paddle_length + 2 * margins)) <= margins + 2).all()
     begin = np.linalg.norm(tips[:, 0, 0] - tips[:, 1, 0], axis=-1)
@@ -74,7 +74,7 @@ def test_markers_lie_on_the_tips_of_one_contour_where_the_label_is_1(images):
     origin = (first == scenes.markers[:, None, 0]).all(-1)
     terminal = (last == scenes.markers[:, None, 1]).all(-1)
     assert (origin.sum(1) == 1).all()
-    # Now and then two contours end in one place; then there is no telling.
+    # Occasionally two contours end in one place; such images are ambiguous.
     certain = terminal.sum(1) == 1
     assert certain.mean() > 0.95
     np.testing.assert_array_equal((origin == terminal).all(1)[certain], scenes.labels[certain] == 1)
@@ -99,7 +99,7 @@ def test_distractors_keep_apart_from_other_snakes(images):
         return image
 
     for i in range(24):
-        # The last paddle of the first contour keeps nothing away.
+        # Distractors may overlap the last paddle of the first contour.
         before = [scenes.contours[i, 0, :-1], scenes.contours[i, 1]]
         for snake in scenes.distractors[i][scenes.has_distractor[i]]:
             others = occupied(np.concatenate(before), scenes.margins[i])
@@ -141,7 +141,7 @@ def test_labels_are_balanced_and_cannot_be_read_from_brightness():
         assert split.labels.mean() == 0.5
         assert set(split.labels[::2]) == {0, 1}, "the label must not show in the place"
     assert data.baselines["majority class"] == 0.5
-    assert abs(data.baselines["brightness"] - 0.5) < 0.09  # four standard deviations of a coin
+    assert abs(data.baselines["brightness"] - 0.5) < 0.09  # four standard deviations of a fair coin
 
 
 def test_tokens_are_grey_values_and_none_is_padding(generated):
@@ -217,7 +217,7 @@ def test_fewer_tokens_are_smaller_images():
 
 @pytest.mark.parametrize("level", [PATHFINDER, PATHX], ids=["pathfinder", "pathx"])
 def test_smaller_images_are_as_crowded(level):
-    """The share of pixels that strokes take, of the smallest images as of whole ones."""
+    """The fraction of stroke pixels is the same for the smallest images as for whole ones."""
     smallest = level.reduced(level.side * 3 // 8)
 
     def strokes(level: Level) -> float:
@@ -230,7 +230,7 @@ def test_smaller_images_are_as_crowded(level):
 
 
 def test_guessing_by_the_distance_of_markers_is_told():
-    """Where the contours are short, those of one contour are further apart, a little."""
+    """With short contours, markers on one contour are slightly further apart."""
     _, scenes, drawn = made(PATHFINDER.reduced(12), 4000)
     distances = pathfinder._distances(PATHFINDER.reduced(12), drawn.reshape(len(drawn), -1).astype(np.uint16) + 1)
     true = np.hypot(*(scenes.markers[:, 0] - scenes.markers[:, 1]).T)
@@ -257,7 +257,7 @@ def test_a_length_that_is_no_image_is_refused_with_the_nearest_that_are(task, ma
 
 
 def test_images_are_not_held_beside_all_their_tokens(monkeypatch):
-    """Three splits of images, of a byte a pixel, come to two bytes a token, and their tokens are made one by one."""
+    """Three splits of images take a byte per pixel, their tokens two, and tokens are made split by split."""
     size = 2**22
     monkeypatch.setattr(pathfinder, "_generated", lambda *_: (
         np.zeros((size // 1024, 32, 32), np.uint8), np.arange(size // 1024, dtype=np.int32) % 2))

@@ -1,4 +1,4 @@
-"""The recipes of Long Range Arena: that each can be run in every mode, and where the modes' options come from."""
+"""The recipes of Long Range Arena: each runs in every mode, and the sources of the modes' options."""
 
 import inspect
 import re

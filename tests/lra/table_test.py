@@ -1,4 +1,4 @@
-"""The efficiency table: what a case measures, and what the table says of it."""
+"""The efficiency table: measurements of a case, and contents of the table."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ def result(row: str, tokens: int, seconds: float | None, gigabytes: float | None
 
 @pytest.mark.thorough
 def test_a_case_is_a_training_step(small):
-    """Parameters change and the loss of a batch seen again and again falls."""
+    """Parameters change, and the loss of a repeated batch falls."""
     case = Case("linear", 40, "released", steps=4)
     found = measure(case)
     assert (found.sequences, len(found.samples)) == (3, 4)

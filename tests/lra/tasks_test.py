@@ -1,4 +1,4 @@
-"""The tasks that are read: what becomes of a text or an image, which rows are taken, and what is refused."""
+"""The tasks from files: conversion of texts and images, choice of rows, and refusals."""
 
 import io
 
@@ -33,7 +33,7 @@ def sizes(data) -> list[int]:
 
 @pytest.fixture
 def no_network(monkeypatch, tmp_path):
-    """The Hub at an address where nothing answers, and nothing kept of what was fetched before."""
+    """A Hub address that does not answer, and an empty cache."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://localhost:1")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "kept")
 
@@ -77,7 +77,7 @@ def review(split: str, number: int) -> tuple[bytes, int]:
 
 @pytest.fixture
 def reviews(tmp_path):
-    """100 reviews for train and 40 for test, in the three layouts they come in."""
+    """100 reviews for train and 40 for test, in three layouts."""
     import pyarrow
     import pyarrow.parquet
 
@@ -89,7 +89,7 @@ def reviews(tmp_path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         (tmp_path / "copy" / "plain_text").mkdir(parents=True, exist_ok=True)
-        rows = sorted(rows, key=lambda row: row[1])  # as there
+        rows = sorted(rows, key=lambda row: row[1])  # as in the dataset
         table = pyarrow.table({"label": [label for _, label in rows], "text": [row.decode() for row, _ in rows]})
         pyarrow.parquet.write_table(table.slice(0, 30), tmp_path / f"copy/plain_text/{split}-00000-of-00002.parquet")
         pyarrow.parquet.write_table(table.slice(30), tmp_path / f"copy/plain_text/{split}-00001-of-00002.parquet")
@@ -266,7 +266,7 @@ BLACK, WHITE, RED, GREEN, BLUE = (0, 0, 0), (255, 255, 255), (255, 0, 0), (0, 25
 
 
 def pictures(count: int, seed: int):
-    """Colours and labels; the first picture has lines of colours from the top, the last is black."""
+    """Colours and labels; the first image has coloured lines from the top, the last is black."""
     random = np.random.default_rng(seed)
     pixels = random.integers(256, size=(count, 32, 32, 3), dtype=np.uint8)
     pixels[0, :5] = np.array([BLACK, WHITE, RED, GREEN, BLUE], np.uint8)[:, None]
@@ -277,7 +277,7 @@ def pictures(count: int, seed: int):
 
 @pytest.fixture
 def cifar(tmp_path):
-    """Five batches of 20 for train and one for test, in the two layouts they come in."""
+    """Five batches of 20 for train and one for test, in two layouts."""
     import pyarrow
     import pyarrow.parquet
     from PIL import Image

@@ -1,4 +1,4 @@
-"""``python -m lra.train`` as a user runs it: what it writes, how it goes on, and what it says to bad input."""
+"""``python -m lra.train`` as a command: its files, resumption, and errors for invalid input."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def recipe(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(recipe, tmp_path_factory) -> Path:
-    """A run that nothing interrupts, only to be read."""
+    """An uninterrupted run, read-only."""
     folder = tmp_path_factory.mktemp("finished") / "softmax"
     assert fake.run(recipe, "--run-dir", folder) == 0
     return folder
@@ -84,7 +84,7 @@ def run_interrupted(at: int, *arguments: object) -> int:
 
 
 def assert_same_run(folder: Path, straight: Path) -> None:
-    """Parameters and optimizer state bit for bit, and every step with the same figures."""
+    """Parameters and optimizer state are equal bit for bit, and every step has the same metrics."""
     expected, found = tiny.arrays(straight, STEPS), tiny.arrays(folder, STEPS)
     assert found.keys() == expected.keys()
     for name in expected:
@@ -294,7 +294,7 @@ def test_a_classifier_beside_a_language_model_is_told_apart(finished, tmp_path):
 
 
 def test_runs_of_two_modes_are_compared(finished, tmp_path, capsys):
-    """The other is a copy with other losses, under another mode's name."""
+    """The other run is a copy with other losses, under another mode's name."""
     linear, files = tmp_path / "linear", {flag: tmp_path / f"found.{flag}" for flag in ("json", "png")}
     shutil.copytree(finished, linear)
     (linear / "config.json").write_text((finished / "config.json").read_text().replace('"softmax"', '"linear"'))
@@ -310,7 +310,7 @@ def test_runs_of_two_modes_are_compared(finished, tmp_path, capsys):
     assert [row["tokens"] for row in rows] == [STEPS * 8 * 16] * 2
     assert rows[0]["accuracy"] == tiny.lines(finished, "val")[-1]["accuracy"]
     assert '"scored":"example"' in (tmp_path / "page.html").read_text()
-    # 6 a parameter but for those of 5 embeddings and of the head, and three times the attention, which has no mask.
+    # 6 per parameter, except those of 5 embeddings and of the head, and three times the attention, which has no mask.
     parameters = read(finished / "environment.json")["parameters"] - 5 * 8 - 8 * (8 + 2)
     per_token = 6 * parameters + 3 * 4 * 16 * 8
     np.testing.assert_allclose(load_run(finished).train.points["flops"][-1], STEPS * 8 * 16 * per_token)
@@ -318,7 +318,7 @@ def test_runs_of_two_modes_are_compared(finished, tmp_path, capsys):
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_what_computes_attention_is_asked_for_rows_as_they_are(recipe, tmp_path, monkeypatch, padded):
-    """cuDNN takes no padding: environment.json must not name it where rows have some."""
+    """cuDNN does not support padding: environment.json must not name it for padded rows."""
     asked, data = [], fake.dataset()
     if not padded:
         splits = {name: fake.split(0, len(split.labels), length=16) for name, split in data.splits.items()}

@@ -1,4 +1,4 @@
-"""What every attention mode promises, tried on every mode that the folder holds."""
+"""The contract of every attention mode in the folder."""
 
 import itertools
 import os
@@ -31,18 +31,18 @@ VARIANTS = {
     "power+ungated": {"gate": False, "output_norm": "rms"},
     "gated+fixed": {"decay": "fixed", "short_conv": 0, "output_norm": "none", "output_gate": "none"},
 }
-"""Modes with options, by names that begin with the mode's."""
+"""Modes with options; names begin with the mode's."""
 MODES = [*sorted(attention.modes()), *VARIANTS]
 B, H, D, E = 2, 2, 4, 8
 T, ROOM = 150, 320  # more than two chunks of 64
 
 # float32 with differently ordered sums; weights near 1 amplify the rounding of scores.
 TOLERANCE = 1e-5
-# Some six roundings to 8 bits (projections, features, weights, result), each 1.1e-3 RMS, amplified likewise.
+# About six roundings to 8 bits (projections, features, weights, result), each 1.1e-3 RMS, amplified likewise.
 BFLOAT16_TOLERANCE = 2e-2
-# Norms of queries and keys and of the output: the terms that a token reads have either sign, and where they cancel, as
-# for the first tokens of a row, the norm divides by next to nothing. The gradients of those are the largest, and
-# differences of rounded numbers. Without the norms they have a sixth of this error.
+# With norms of queries, keys and output: the terms of an output have both signs. Where they cancel, as for the first
+# tokens of a row, the norm divides by almost 0. The gradients of these tokens are the largest, and are differences of
+# rounded numbers. Without the norms the error is a sixth of this.
 BFLOAT16_NORMED_TOLERANCE = 1e-1
 
 
@@ -57,17 +57,17 @@ def name_of(mode: str) -> str:
 
 
 def make_x(tokens: int = T, seed: int = 0) -> jax.Array:
-    # Initial projections shrink; with inputs this large attention is far from uniform.
+    # Initial projections shrink their input; with inputs this large attention is far from uniform.
     return 20 * jax.random.normal(jax.random.key(seed), (B, tokens, E))
 
 
 def run(module: SelfAttention):
-    """The whole layer, compiled, since a mode may override more than ``mix``."""
+    """The whole layer, compiled, because a mode may override more than ``mix``."""
     graph, state = nnx.split(module)
     return lambda x_BTE, segment_ids_BT=None, causal=module.causal: _layer(graph, state, x_BTE, segment_ids_BT, causal)
 
 
-@jax.jit(static_argnames=("graph", "causal"))  # once for all tests that build the same
+@jax.jit(static_argnames=("graph", "causal"))  # shared by all tests with the same graph
 def _layer(graph, state, x_BTE, segment_ids_BT, causal):
     return nnx.merge(graph, state).forward(x_BTE, causal=causal, segment_ids_BT=segment_ids_BT)[0]
 
@@ -83,8 +83,8 @@ def _decode(graph, state, x_BTE, cache, lengths_B):
 
 
 def whole(module: SelfAttention):
-    """What decoding has to equal: a token's output in the whole sequence or, where later tokens change that too, at the
-    end of the sequence up to it."""
+    """The output that decoding must equal: a token's in the whole sequence or, if later tokens change it, at the end of
+    the sequence up to the token."""
     layer = run(module)
     if module.prefix_exact:
         return layer
@@ -189,14 +189,14 @@ def test_a_mask_that_a_mode_cannot_do_is_refused(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_extending_in_pieces_is_the_whole(mode):
-    """As a block has it: of a LayerNorm, and added to what was there."""
+    """As in a block: after a LayerNorm, and added to the residual."""
     module = decoder(mode)
     norm = Norm(20 + jnp.arange(E, dtype=jnp.float32), jnp.arange(E, dtype=jnp.float32), 1e-5, jnp.float32)
     extend = jax.jit(lambda x, cache: module.forward(x, cache, norm=norm, residual=True))
-    x = make_x() / 100  # so small that the error of attention shows in the sum
+    x = make_x() / 100  # small, so that an error of attention shows in the sum
     cache, pieces = module.layer_cache(B, ROOM, jnp.float32), []
     buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache) if leaf.size]
-    assert len(set(buffers)) == len(buffers)  # or they could not be given away, as a sampler does
+    assert len(set(buffers)) == len(buffers)  # otherwise a sampler could not donate them
     structure = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache)
     for start, end in itertools.pairwise((0, 1, 71, 72, 73, 143, T)):
         y, cache = extend(x[:, start:end], cache)
@@ -268,14 +268,14 @@ def test_gradients_are_the_slopes(mode):
         segment_ids = segments[None].repeat(B, axis=0)
         layer = jax.jit(lambda parameters, x: nnx.merge(graph, parameters, rest).forward(
             x, causal=module.causal, segment_ids_BT=segment_ids.astype(jnp.int32))[0])
-        # Steps small beside initial parameters of 0.02, which inputs of 20 amplify; the tolerance is check_grads' own.
+        # Steps are small beside initial parameters of 0.02, which inputs of 20 amplify; check_grads' own tolerance.
         check_grads(layer, (parameters, x), order=1, modes=["rev"], eps=1e-6)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_in_bfloat16_are_those_in_float32(mode):
-    """Of parameters; inputs, and the gradient of the output, are numbers of both formats."""
+    """Of parameters; inputs and the gradient of the output are exact in both dtypes."""
     module = build(mode)
     graph, parameters, rest = nnx.split(module, nnx.Param, ...)
     x_BTE = (make_x() / 10).astype(jnp.bfloat16)
@@ -314,7 +314,7 @@ def test_the_state_is_what_the_flag_says(mode):
     else:
         assert declared[8192] == declared[4096]
         assert cache_bytes(8192) == cache_bytes(4096)
-    # A few counters apart, nothing is kept that is not declared.
+    # Apart from a few counters, the cache has only the declared state.
     assert declared[4096] <= cache_bytes(4096) <= declared[4096] + 64
 
 
@@ -332,7 +332,7 @@ def test_flops_are_counted(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_shared_parameters_start_equal(mode):
-    """The projections, from one seed; all others are declared to be the mode's own."""
+    """The projections, from one seed; all other parameters must be declared as the mode's own."""
     base = SelfAttention(None, heads=H, head_width=D, width=E, max_length=ROOM, rngs=nnx.Rngs(3))
     module = build(mode)
     expected, actual = (dict(nnx.to_flat_state(nnx.state(layer, nnx.Param))) for layer in (base, module))
@@ -343,7 +343,7 @@ def test_shared_parameters_start_equal(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_parameter_declares_its_axes_and_whether_it_decays(mode):
-    """Which sharding and the optimizer go by: a parameter that does not is named, with what was expected."""
+    """Sharding and the optimizer follow the declaration: a parameter without one is named in an error."""
     module = build(mode)
     known = set(get_args(get_args(Axis)[0]))
     for declared in jax.tree.leaves(declarations(module)):

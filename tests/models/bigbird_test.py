@@ -1,4 +1,4 @@
-"""BigBird against its definition over all pairs, in small blocks, and what its random blocks depend on."""
+"""BigBird against its definition over all pairs, in small blocks, and the inputs of its random blocks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def mix(attention: Attention, qkv: jax.Array, causal: bool, lengths: tuple[int, 
 
 
 def pattern(attention: Attention, blocks: int, causal: bool) -> np.ndarray:
-    """Which blocks each block of a row of so many lists, in every head, −1 for none: (H, N, J)."""
+    """The random blocks of each block, in every head, −1 for none: (H, N, J)."""
     blocks_1N = jnp.arange(blocks)[None]
     listed = jax.jit(lambda: attention.past_blocks(blocks_1N) if causal else
                      attention.all_blocks(blocks_1N, jnp.array([[blocks - 1]])))
@@ -40,7 +40,7 @@ def pattern(attention: Attention, blocks: int, causal: bool) -> np.ndarray:
 
 
 def visible(attention: Attention, causal: bool, lengths: tuple[int, int]) -> np.ndarray:
-    """As the paper has it, pair by pair, (B, H, T, S); only the random blocks are the module's."""
+    """As in the paper, pair by pair, (B, H, T, S); only the random blocks are the module's."""
     b = attention.config.block_size
     shown_BHTS = np.zeros((B, H, T, T), bool)
     for row, length in enumerate(lengths):
@@ -63,7 +63,7 @@ def dense(qkv: jax.Array, shown_BHTS: np.ndarray) -> jax.Array:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_it_is_attention_to_the_blocks_listed_and_of_global_blocks_to_all(causal):
-    """Outputs and gradients, one row half as long as the other; what stands in its padding gives 0."""
+    """Outputs and gradients, with one row half as long as the other; its padding has output 0."""
     attention, lengths = module(), (T, T // 2)
     shown_BHTS = visible(attention, causal, lengths)
 
@@ -91,7 +91,7 @@ def test_random_blocks_are_distinct_and_as_many_as_there_can_be(causal):
         assert len(seen) == len(set(seen)) == len(near) + min(R, len(others))
         assert near <= set(seen) <= near | others
     assert np.any(listed_HNJ[0] != listed_HNJ[1])
-    if causal:  # the blocks to come have no part in it
+    if causal:  # later blocks are excluded
         np.testing.assert_array_equal(pattern(module(random_blocks=R), 6, causal), listed_HNJ[:, :6])
 
 

@@ -1,4 +1,4 @@
-"""Encoders: padding, pooling, heads, and what they refuse."""
+"""Encoders: padding, pooling, heads, and refusals."""
 
 import functools
 from typing import Any
@@ -46,7 +46,7 @@ def _compiled(model: Classifier) -> Any:
 
 
 def padded(x_BT: jax.Array, lengths: list[int], length: int) -> tuple[jax.Array, jax.Array]:
-    """Rows cut to ``lengths`` with other tokens, not zeros, in the rest of ``length``."""
+    """Rows cut to ``lengths``, with other tokens, not zeros, in the rest of ``length``."""
     valid_BT = jnp.arange(length)[None] < jnp.array(lengths)[:, None]
     rest_BT = tokens(7, len(lengths), length)
     return jnp.where(valid_BT, jnp.pad(x_BT, ((0, 0), (0, length - x_BT.shape[1]))), rest_BT), valid_BT
@@ -57,8 +57,8 @@ def padded(x_BT: jax.Array, lengths: list[int], length: int) -> tuple[jax.Array,
     (mode, "mean" if mode == "softmax" or attention.load(mode).Attention.block_diagonal else "cls")
     for mode in BIDIRECTIONAL])
 def test_padding_to_twice_the_length_changes_nothing(mode, pooling):
-    """And neither does what stands in the padding, nor the rows beside."""
-    layers = 2 if mode == "sparse" else 1  # in which CLS comes to see the last token
+    """Nor does the content of padding, nor do other rows."""
+    layers = 2 if mode == "sparse" else 1  # enough for CLS to see the last token
     model = Classifier(config(attention=(mode,), pooling=pooling, modes={mode: SMALL.get(mode, {})}, layers=layers), V,
                        rngs=nnx.Rngs(0))
     lengths = [T, 20, 1]
@@ -67,7 +67,7 @@ def test_padding_to_twice_the_length_changes_nothing(mode, pooling):
     np.testing.assert_allclose(out[:1], classify(model, tokens()[:1]), atol=2e-5)
     once, valid = padded(tokens(), lengths, T)
     np.testing.assert_allclose(out, classify(model, once, valid_BT=(valid,)), atol=2e-5)
-    # The last token of the longest row, far from CLS, counts.
+    # The last token of the longest row, far from CLS, matters.
     assert np.abs(classify(model, tokens()[:1].at[0, -1].add(1) % V) - out[:1]).max() > 1e-6
 
 

@@ -1,4 +1,4 @@
-"""Feature maps against the weights they stand for: the mean over draws, the error, and what is refused."""
+"""Feature maps against the weights that they approximate: mean over draws, error, and refusals."""
 
 import functools
 
@@ -51,12 +51,12 @@ def squared_error(*case, **options) -> float:
     ("favor", 16, True), ("favor", 16, False), ("favor_trigonometric", 16, True)])
 def test_random_weights_have_no_bias(feature_map, count, orthogonal):
     mean, doubt = mean_and_doubt(weights(feature_map, count, orthogonal=orthogonal))
-    assert np.all(doubt < 0.04 * EXACT)  # or the next line says little
+    assert np.all(doubt < 0.04 * EXACT)  # otherwise the next line is weak
     np.testing.assert_array_less(np.abs(mean - EXACT), 4 * doubt)
 
 
 def test_their_ratio_has_one():
-    """Here q sees two keys, one twice as heavy: the share of the heavy one comes out too small."""
+    """Here q sees two keys, one twice as heavy: the share of the heavy one is underestimated."""
     heavy, light = np.argmax(EXACT), np.argmin(EXACT)
     sampled = weights("favor", 16, orthogonal=False)[:, [heavy, light]]
     exact = EXACT[heavy] / (EXACT[heavy] + EXACT[light])
@@ -67,7 +67,7 @@ def test_their_ratio_has_one():
 
 
 def test_the_error_falls_with_the_root_of_the_number_of_features():
-    """Of the smallest weight: the estimates of large ones are so skewed that their error needs more draws."""
+    """For the smallest weight: estimates of large ones are so skewed that their error needs more draws."""
     errors = [np.std(weights("favor", count, orthogonal=False)[:, np.argmin(EXACT)]) for count in (16, 256)]
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
 

@@ -1,4 +1,4 @@
-"""GPT-2 as published, whatever its attention."""
+"""GPT-2 as published, with every attention."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ def build(seed: int = 0, **changes) -> GPT:
 
 
 def sharpened(model: GPT) -> GPT:
-    """``model`` with larger projections: at the start attention is so near to uniform that mistakes would not show."""
+    """``model`` with larger projections: initial attention is nearly uniform, which would hide errors."""
     for block in model.blocks:
         for _, projection in nnx.iter_modules(block.attention):
             if isinstance(projection, Linear):
@@ -170,7 +170,7 @@ def test_decoding_is_the_forward_pass(positions):
 
 @pytest.mark.parametrize(("positions", "knows_order"), [("learned", True), ("rotary", True), ("none", False)])
 def test_positions(positions, knows_order):
-    """Without positions one layer sees a set: swapping two earlier tokens changes nothing at the last."""
+    """Without positions one layer sees a set: swapping two earlier tokens does not change the last output."""
     model = sharpened(build(positions=positions, layers=1))
     swapped = TOKENS[:, [1, 0, *range(2, TINY.context)]]
     before, after = (logits_of(model, tokens)[:, -1] for tokens in (TOKENS, swapped))
@@ -178,7 +178,7 @@ def test_positions(positions, knows_order):
 
 
 def test_rotary_positions_are_relative():
-    """Turning queries and keys by their positions leaves scores that depend on the distance alone."""
+    """With rotated queries and keys, scores depend only on the distance."""
     model = sharpened(build(positions="rotary"))
     graph, state = nnx.split(model.blocks[0].attention)
     x = jax.random.normal(jax.random.key(0), (2, 40, TINY.width))

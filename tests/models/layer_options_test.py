@@ -1,4 +1,4 @@
-"""The small parts of a layer beyond the contract tests: what they compute, what they keep, what is refused."""
+"""The layer options, beyond the contract tests: results, caches and refusals."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The Linformer: what it computes, with padding, beyond its length, and in how much memory."""
+"""The Linformer: outputs, padding, lengths beyond its maximum, and memory."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("tokens", [5, 150, 160])
 def test_it_is_attention_to_the_projected_keys_and_values(tokens):
-    """The paper's formula, a row at a time; shorter rows are the sequence cut off there."""
+    """The paper's formula, row by row; shorter rows are truncated sequences."""
     module = build(7, 160)
     qkv, lengths = inputs(tokens), (tokens, tokens // 2)
     segment_ids_BT = jnp.where(jnp.arange(tokens)[None] < jnp.array(lengths)[:, None], 0, -1)

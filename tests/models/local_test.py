@@ -67,7 +67,7 @@ def test_it_is_attention_inside_blocks(segment_ids, causal):
 @pytest.mark.thorough
 @pytest.mark.parametrize("size", [1, SIZE, 64])
 def test_decoding_in_pieces_across_blocks(size):
-    """The rows at different places, with tokens in each piece that do not count."""
+    """Rows have different lengths, and each piece has tokens that do not count."""
     module = build(size)
     q, k, v = inputs()
     expected = dense(q, k, v, shown(None, True, size))
@@ -81,7 +81,7 @@ def test_decoding_in_pieces_across_blocks(size):
         for b, (n, more) in enumerate(zip(at, lengths, strict=True)):
             np.testing.assert_allclose(y[b, :more], expected[b, n:n + more], atol=1e-5)
         at += lengths
-    assert int(cache.seen_B.max()) < size + 20  # what is counted is bounded, however long the text
+    assert int(cache.seen_B.max()) < size + 20  # the counter is bounded, however long the text
 
 
 @pytest.mark.thorough

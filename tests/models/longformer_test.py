@@ -78,7 +78,7 @@ def test_it_is_attention_to_the_window_and_the_global_tokens(window, global_toke
 
 @pytest.mark.thorough
 def test_gradients_are_those_of_the_definition():
-    """Of inputs and parameters, in both directions, where the past alone is no different."""
+    """For inputs and parameters, in both directions, of which causal attention is a special case."""
     graph, state = nnx.split(build(6, 2))
     weights = jax.random.normal(jax.random.key(1), (B, T, H * D))
 
@@ -94,7 +94,7 @@ def test_gradients_are_those_of_the_definition():
 @pytest.mark.thorough
 @pytest.mark.parametrize(("window", "global_tokens"), [(6, 3), (4, 0), (1, 5)])
 def test_decoding_in_pieces(window, global_tokens):
-    """The rows at different places, with tokens in each piece that do not count, and pieces that end among the global
+    """Rows have different lengths, each piece has tokens that do not count, and pieces end among the global
     tokens; rotary positions."""
     module = build(window, global_tokens)
     graph, state = nnx.split(module)
@@ -109,7 +109,7 @@ def test_decoding_in_pieces(window, global_tokens):
         for b, (n, more) in enumerate(zip(at, lengths, strict=True)):
             np.testing.assert_allclose(y[b, :more], expected[b, n:n + more], atol=1e-5)
         at += lengths
-    # What is counted is bounded, however long the text.
+    # The counter is bounded, however long the text.
     assert max(int(leaf.max()) for leaf in jax.tree.leaves(cache) if leaf.dtype == jnp.int32) <= window + global_tokens
 
 

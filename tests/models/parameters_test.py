@@ -1,4 +1,4 @@
-"""What the parameters of the models declare, held to what it was when shardings and weight decay went by names."""
+"""Declarations of parameters equal the shardings and weight decay of earlier versions, which went by name."""
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,10 @@ OWN: dict[str, dict[str, bool]] = {
     "synthesizer:factorised": {"rows_HLK": True, "columns_HLK": True},
     "synthesizer:dense": {"scores_HLD": True, "bias_HL": False},
 }
-"""Of the modes that there were then: what each has beside the shared projections, and whether it decays."""
+"""Own parameters of the modes of that time, and whether they decay."""
 WITHOUT = {"reformer": "key.", "synthesizer": ("key.", "query."), "synthesizer:factorised": ("key.", "query."),
            "synthesizer:dense": "key."}
-"""The shared projections that a mode leaves out."""
+"""The shared projections that a mode lacks."""
 
 
 def named(model: nnx.Module) -> dict:
@@ -61,7 +61,7 @@ def test_what_a_mode_counts_for_itself_is_what_it_does_not_share(mode):
 
 
 def test_embeddings_decay_and_vectors_do_not():
-    """In both models, with all that they may have."""
+    """In both models, with all options."""
     config = encoder.resolve_config(EncoderConfig(layers=1, heads=2, width=8, mlp_width=8, context=8, classes=3,
                                                   positions="learned", pooling="cls"))
     language = gpt.resolve_config(ModelConfig(layers=1, heads=2, width=8, context=8))

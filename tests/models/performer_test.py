@@ -1,4 +1,4 @@
-"""The Performer: what it computes, with numbers large and small, and when its random directions change."""
+"""The Performer: outputs for large and small inputs, and the schedule of its random directions."""
 
 import functools
 import itertools
@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {"heads": H, "head_width": D, "width": H * D, "max_lengt
 
 
 def inputs(norm: float = 4.0, tokens: int = T) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values, the first two of one length."""
+    """Queries, keys and values; queries and keys have one norm."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, B, tokens, H, D))
     return *(norm * x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k)), v
 
@@ -52,7 +52,7 @@ def mix(module: SelfAttention, *qkv: jax.Array, causal: bool = True) -> jax.Arra
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_it_is_attention_by_estimated_weights(causal):
-    """The formulas as the paper has them, in float64, over all pairs of tokens."""
+    """The paper's formulas in float64, over all pairs of tokens."""
     module = Attention(PerformerConfig(features=16, chunk_size=16), **SIZES, rngs=nnx.Rngs(0))
     assert module.directions_RD is not None
     w_RD = np.asarray(module.directions_RD[...], np.float64)
@@ -85,7 +85,7 @@ def test_large_queries_and_keys_give_finite_outputs_and_gradients(dtype):
 
 @pytest.mark.thorough
 def test_long_keys_still_share_out_a_weight_of_one():
-    """Their features are of e^(−25) and less; ε has to stay below them."""
+    """Features are at most e^(−25); ε must stay below them."""
     module = Chunked(ChunkedConfig(feature_map="favor", features=64), **(SIZES | {"head_width": 64}), rngs=nnx.Rngs(0))
     q, k = (20 * x / jnp.linalg.norm(x, axis=-1, keepdims=True)
             for x in jax.random.normal(jax.random.key(0), (2, B, T, H, 64)))
@@ -111,7 +111,7 @@ BATCH = Batch(TOKENS_BT[:, :-1], TOKENS_BT[:, 1:])
 
 @functools.cache
 def training(seed: int = 0) -> tuple[Any, Any, Any]:
-    """The abstract model, an update and the initial state of two layers that are to have new directions every other
+    """The abstract model, an update and the initial state of two layers whose directions are redrawn every other
     update."""
     resolved = resolve_config(ModelConfig(layers=2, heads=2, width=8, context=8, dtype="float32",
                                           attention=("performer",),
@@ -137,7 +137,7 @@ def test_random_directions_change_on_schedule_and_from_seed_and_step_alone():
         for _ in range(5):
             states.append(update(states[-1]))
         drawn = [directions(state.variables) for state in states]
-        # Updates 0 and 1 run on what the model began with, 2 and 3 on the next, …
+        # Updates 0 and 1 use the initial directions, 2 and 3 the next, …
         same = [np.array_equal(a[0], b[0]) for a, b in itertools.pairwise(drawn)]
         assert same == [True, True, False, True, False]
         assert not np.array_equal(*drawn[0])  # layers have their own
@@ -146,11 +146,11 @@ def test_random_directions_change_on_schedule_and_from_seed_and_step_alone():
         for expected in states[3:]:
             resumed = update(resumed)
             jax.tree.map(np.testing.assert_array_equal, resumed, expected)
-        # Parameters have no part in it.
+        # They do not depend on the parameters.
         moved = states[2]._replace(parameters=jax.tree.map(lambda x: 0.5 * x, states[2].parameters))
         np.testing.assert_array_equal(directions(update(moved).variables), drawn[3])
 
-        # Only the variables are computed here, the rest of the update is left out by the compiler.
+        # Only the variables are computed here; the compiler removes the rest of the update.
         _, other, _ = training(seed=1)
         assert not np.array_equal(directions(jax.jit(lambda state: other(state).variables)(states[2])), drawn[3])
 
@@ -195,7 +195,7 @@ def test_a_classifier_has_them_drawn_anew_in_training_and_scored_as_they_are():
             states.append(update(states[-1], next(batches), jnp.float32(0.01))[0])
         drawn = [directions(state.variables)[0] for state in states]
         assert [np.array_equal(a, b) for a, b in itertools.pairwise(drawn)] == [True, False, False]
-        # Evaluation takes those of the last update: it repeats itself, and others give another loss.
+        # Evaluation uses those of the last update: it is repeatable, and other directions give another loss.
         scored = evaluate(states[-1])
         assert evaluate(states[-1]) == scored
         assert evaluate(states[-1]._replace(variables=states[0].variables))["loss"] != scored["loss"]

@@ -21,7 +21,7 @@ def build(**options: Any) -> Attention:
 
 
 def inputs(tokens: int = T, norm: float = 3.0) -> list[jax.Array]:
-    """Queries, keys made of them, and values."""
+    """Queries, their keys, and values."""
     q, v = jax.random.normal(jax.random.key(0), (2, B, tokens, H, D))
     k = D**0.5 * q / jnp.linalg.norm(q, axis=-1, keepdims=True)
     return [norm * q, k, v]
@@ -67,7 +67,7 @@ def by_the_paper(module: Attention, q_TD: np.ndarray, v_TD: np.ndarray, *, causa
 
 
 def expected(module: Attention, segment_ids_T: np.ndarray, *, causal: bool) -> np.ndarray:
-    """Every segment for itself; 0 for padding."""
+    """Each segment separately; 0 for padding."""
     q, _, v = (np.asarray(x, np.float64) for x in inputs())
     y = np.zeros_like(v)
     for b, h, segment in np.ndindex(B, H, segment_ids_T.max() + 1):
@@ -116,7 +116,7 @@ def test_rounds_bring_it_nearer_to_full_attention():
 
 @pytest.mark.thorough
 def test_decoding_sorts_every_prefix_anew():
-    """A token is given what it has at the end of the sequence up to it, here with many chunks to a bucket."""
+    """A token's output is that at the end of the sequence up to it, here with many chunks per bucket."""
     module = build(rounds=3, chunk_size=3, buckets=4)
     prefixes_TT = np.where(np.tri(T, dtype=bool), 0, -1)
     y_TTHD = mix(module, prefixes_TT, causal=True, qkv=[x[:1].repeat(T, axis=0) for x in inputs()])

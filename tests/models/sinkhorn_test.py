@@ -1,4 +1,4 @@
-"""Sparse Sinkhorn attention: what it computes, that its sort sorts, and in how much memory."""
+"""Sparse Sinkhorn attention: outputs, its sort, and memory."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def balanced(scores: np.ndarray, iterations: int) -> np.ndarray:
 
 @pytest.mark.parametrize("lengths", [(30, 30), (23, 4), (28, 0)])
 def test_it_is_attention_to_the_block_and_to_the_sorted_block(lengths):
-    """A block and a slot at a time, in float64; a shorter row has but the blocks it needs."""
+    """Block by block and slot by slot, in float64; a shorter row has only the blocks it needs."""
     module, (qkv, x) = build(iterations=3), inputs(30)
     y = mix(module, qkv, x, jnp.where(jnp.arange(30)[None] < jnp.array(lengths)[:, None], 0, -1))
     kernel, bias = (np.asarray(a, np.float64) for a in (module.sort.kernel[...], module.sort.bias[...]))
@@ -72,15 +72,15 @@ def test_it_is_attention_to_the_block_and_to_the_sorted_block(lengths):
 
 @pytest.mark.parametrize("tokens", [30, 28])
 def test_the_sort_sorts(tokens):
-    """With scores that say which block is to come, it comes, and no other; padding in it comes along unseen."""
-    order = [[3, 5, 0, 1, 2, 4], [5, 4, 3, 2, 1, 0]]  # of a head
+    """Scores that select one block bring that block and no other; its padding stays hidden."""
+    order = [[3, 5, 0, 1, 2, 4], [5, 4, 3, 2, 1, 0]]  # for each head
     module, (qkv, _) = build(temperature=0.1), inputs(tokens)
     N, most = len(order[0]), -(-L // SIZE)
     kernel = np.zeros((E, H, most))
     for h in range(H):
         kernel[range(N), h, order[h]] = 5.0
     module.sort.kernel[...] = jnp.asarray(kernel.reshape(E, -1), jnp.float32)
-    x_TE = jax.nn.one_hot(jnp.arange(tokens) // SIZE, E)  # a block is told by its number
+    x_TE = jax.nn.one_hot(jnp.arange(tokens) // SIZE, E)  # the index of a block identifies it
     y = mix(module, qkv, jnp.broadcast_to(x_TE[None], (B, tokens, E)))
     for b, h, i in np.ndindex(B, H, N):
         q, k, v = np.asarray(qkv, np.float64)[:, b, :, h]
@@ -116,7 +116,7 @@ def test_a_sequence_beyond_its_length_is_refused():
 
 @pytest.mark.thorough
 def test_memory_is_linear():
-    """Of output and gradients, in the compiled program; the sort's matrix has no more than 256² numbers."""
+    """Of output and gradients, in the compiled program; the sort's matrix has at most 256² elements."""
 
     def size(tokens: int) -> int:
         module = nnx.eval_shape(lambda: build(tokens, block_size=64))

@@ -34,7 +34,7 @@ def mix(attention: Attention, qkv: jax.Array, causal: bool, lengths_B: jax.Array
 
 
 def dense(qkv: jax.Array, causal: bool, lengths: tuple[int, int], b: int, c: int) -> jax.Array:
-    """As the paper has it: softmax over the keys that are visible, all pairs of tokens tried."""
+    """As in the paper: softmax over the visible keys, over all pairs of tokens."""
     tokens = qkv.shape[2]
     shown_BTS = np.zeros((B, tokens, tokens), bool)
     for (row, t, s), _ in np.ndenumerate(shown_BTS):
@@ -48,7 +48,7 @@ def dense(qkv: jax.Array, causal: bool, lengths: tuple[int, int], b: int, c: int
 
 @pytest.mark.parametrize(("causal", "tokens", "b", "c"), [(True, T, 5, 2), (False, 14, 3, 2)])
 def test_it_is_attention_to_the_block_and_the_summary_columns(causal, tokens, b, c):
-    """Outputs and gradients, one row half as long as the other; what stands in its padding gives 0."""
+    """Outputs and gradients, with one row half as long as the other; its padding has output 0."""
     attention, lengths = module(block_size=b, summary=c), (tokens, tokens // 2)
 
     def results(attend: Callable[[jax.Array], jax.Array]) -> Any:

@@ -1,4 +1,4 @@
-"""The Synthesizer's kinds: what each computes, with what parameters, and when it decodes."""
+"""The Synthesizer's variants: outputs, parameters, and decoding."""
 
 import itertools
 from typing import Any
@@ -54,7 +54,7 @@ def scores(module: Any, x_TE: np.ndarray, h: int) -> np.ndarray:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_scores_are_those_of_the_paper(kind, causal):
-    """A row at a time; shorter rows are the sequence cut off there."""
+    """Row by row; shorter rows are truncated sequences."""
     module, x, lengths = build(kind), make_x(), (T, 13)
     y = run(module, x, jnp.where(jnp.arange(T)[None] < jnp.array(lengths)[:, None], 0, -1), causal=causal)
     kernel, bias = double(module.output.kernel[...]), double(module.output.bias[...])
@@ -101,7 +101,7 @@ def test_there_are_no_parameters_without_use(kind, own):
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_and_packed_rows_are_the_whole_sequence(kind):
-    """The positions of rotary embeddings change nothing on either side."""
+    """Rotary positions have no effect on either side."""
     module, x = build(kind), make_x()
     expected = run(module, x)
     positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
@@ -115,7 +115,7 @@ def test_decoding_and_packed_rows_are_the_whole_sequence(kind):
         pieces.append(y)
     np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), expected, atol=1e-5)
 
-    segment_ids = jnp.where(jnp.arange(T) % 7 == 3, -1, jnp.arange(T) // 11)  # padding in the midst, too
+    segment_ids = jnp.where(jnp.arange(T) % 7 == 3, -1, jnp.arange(T) // 11)  # also padding inside segments
     packed = run(module, x, segment_ids[None].repeat(B, axis=0))
     for segment in (0, 1):
         alone = np.flatnonzero(segment_ids == segment)

@@ -1,4 +1,4 @@
-"""An encoder of all modes that it can have on two devices, each with half of the rows."""
+"""An encoder of all supported modes on two devices, each with half of the rows."""
 
 import json
 import os

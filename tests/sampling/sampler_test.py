@@ -1,4 +1,4 @@
-"""Sampling draws what the parallel model says, whatever the prompt's length and the number of samples."""
+"""Sampling follows the parallel model's distribution, for any prompt length and number of samples."""
 
 import collections
 import functools
@@ -45,7 +45,7 @@ def make_model(*attention: str, positions: Any = "rotary", context: int = 32, se
     graph, parameters = nnx.split(nnx.eval_shape(lambda: GPT(resolve_config(config), V, rngs=nnx.Rngs(0))))
     random = np.random.default_rng(seed)
 
-    # Large and random, but for the biases: initial parameters give nearly equal logits and repeat the last token.
+    # Large and random, except the biases: initial parameters give nearly equal logits and repeat the last token.
     def value(path: Any, x: Any) -> jax.Array:
         scale = bias if "bias" in jax.tree_util.keystr(path) else 1
         return jnp.asarray(random.normal(0, scale, x.shape), x.dtype)
@@ -55,12 +55,12 @@ def make_model(*attention: str, positions: Any = "rotary", context: int = 32, se
 
 @functools.cache
 def linear_sampler() -> Sampler:
-    """One that several tests share, so that it is compiled once."""
+    """A model shared by several tests, so that it is compiled once."""
     return Sampler(make_model())
 
 
 def parallel_logits(model: GPT, text_BT: np.ndarray) -> np.ndarray:
-    """Of the token after each token, from the forward pass."""
+    """Logits of the token after each token, from the forward pass."""
     graph, parameters = nnx.split(model)
     padded_BT = np.pad(text_BT, [(0, 0), (0, 40 - text_BT.shape[1])])  # one shape to compile; later tokens are not seen
     logits_BTV = jax.jit(lambda parameters: nnx.merge(graph, parameters)(jnp.asarray(padded_BT)))(parameters)
@@ -68,7 +68,7 @@ def parallel_logits(model: GPT, text_BT: np.ndarray) -> np.ndarray:
 
 
 def likeliest_tokens(model: GPT, text_BT: np.ndarray) -> np.ndarray:
-    """What the parallel model thinks is next after each token."""
+    """The parallel model's logits after each token."""
     return np.argmax(parallel_logits(model, text_BT), axis=-1)
 
 
@@ -84,7 +84,7 @@ def tokens_of(sampler: Sampler, prompt_T: np.ndarray, sampling: Sampling, **opti
     pytest.param("learned", EACH_STATE, id="learned"),
     pytest.param("rotary", MODES, id="rotary, every mode", marks=pytest.mark.thorough)])
 def test_token_by_token_is_the_parallel_model(positions, modes, monkeypatch):
-    """Logits and greedy text, of a layer of each mode, after a prompt in pieces, the last of which are added later."""
+    """Logits and greedy text, for a layer of each mode, after a prompt in pieces, the last of which are added later."""
     monkeypatch.setattr(sampler_module, "PREFILL_TOKENS", (4, 8))
     model = make_model(*modes, positions=positions, context=40)
     sampler, prompt_T = Sampler(model), np.where(prompt_of(19) == 0, 7, prompt_of(19))  # 0 fills up pieces
@@ -95,7 +95,7 @@ def test_token_by_token_is_the_parallel_model(positions, modes, monkeypatch):
     assert len(text_T) == 39
     logits_TV = parallel_logits(model, text_T[None])[0]
     np.testing.assert_array_equal(text_T[19:], np.argmax(logits_TV, axis=1)[18:-1])
-    assert len(set(text_T[19:].tolist())) > 1  # a model that only repeats itself would hide mistakes
+    assert len(set(text_T[19:].tolist())) > 1  # a model that repeats itself would hide errors
     for memory, length in ((first, 11), (added, 19), (generation.memory, 39), (sampler.encode(prompt_T), 19)):
         expected_V = logits_TV[length - 1]
         # float32 sums in another order.
@@ -104,7 +104,7 @@ def test_token_by_token_is_the_parallel_model(positions, modes, monkeypatch):
         np.testing.assert_array_equal(np.flatnonzero(memory.seen_BV[0]), np.unique(text_T[:length]))
 
 
-# RMS(error) / RMS(reference). In bfloat16 every product is rounded on the way, to 8 bits, in the one more often.
+# RMS(error) / RMS(reference). In bfloat16 every product is rounded to 8 bits, in one of the two more often.
 @pytest.mark.parametrize(("dtype", "tolerance"), [
     ("float32", 1e-5), pytest.param("bfloat16", 2**-5, marks=pytest.mark.thorough)])
 def test_the_kernels_of_a_gpu_draw_the_same(dtype, tolerance, monkeypatch):
@@ -134,9 +134,9 @@ def test_the_kernels_of_a_gpu_draw_the_same(dtype, tolerance, monkeypatch):
 
 
 def test_drawing_in_turns_is_drawing_at_once(monkeypatch):
-    """To the last bit, also where a growing cache has to grow; every place of it is used in the end."""
+    """To the last bit, also where a growing cache must grow; every position of it is used in the end."""
     monkeypatch.setattr(sampler_module, "LEAST_ROOM", 16)
-    # The loop of accelerators would go on past what was asked for.
+    # The loop of accelerators would continue past the requested tokens.
     monkeypatch.setattr(sampler_module, "device", types.SimpleNamespace(platform=lambda: "gpu"))
     model = make_model("chunked", "softmax")
     sampler, sampling = Sampler(model), Sampling(temperature=1.5, repetition_penalty=1.2)
@@ -151,7 +151,7 @@ def test_drawing_in_turns_is_drawing_at_once(monkeypatch):
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), expected_BT)
     for a, b in zip(jax.tree.leaves(memory), jax.tree.leaves(once.memory), strict=True):
         np.testing.assert_array_equal(a, b)
-    # What was given stays good, and all 32 places are right.
+    # The given state stays valid, and all 32 positions are right.
     again = sampler.generate(prompt_of(0), GREEDY, max_new_tokens=20, memory=before, resumable=True)
     text_BT = np.concatenate([prompt_of(9)[None], expected_BT[:, :3], *again], axis=1)
     np.testing.assert_array_equal(text_BT[:, 12:], likeliest_tokens(model, text_BT)[:, 11:-1])
@@ -192,7 +192,7 @@ def test_a_sample_does_not_depend_on_how_many_are_drawn():
     one_BT = tokens_of(sampler, prompt_of(5), sampling, max_new_tokens=40)
     np.testing.assert_array_equal(three_BT[:1], one_BT)
     assert len({tuple(row) for row in three_BT.tolist()}) == 3
-    # Nor on how many tokens were asked for; but on the seed.
+    # Nor on the number of requested tokens; but on the seed.
     np.testing.assert_array_equal(tokens_of(sampler, prompt_of(5), sampling, max_new_tokens=21), one_BT[:, :21])
     assert (tokens_of(sampler, prompt_of(5), Sampling(1.5, seed=8), max_new_tokens=40) != one_BT).any()
 
@@ -214,7 +214,7 @@ def test_draws_follow_the_softmax_at_the_temperature():
                              ({"top_p": 1e-6}, {0}), ({"min_p": 0.29}, {0, 1, 2}), ({"min_p": 1.0}, {0}),
                              ({"top_k": 2, "min_p": 0.29}, {0, 1}), ({"min_p": 0.09}, {0, 1, 2, 3})):
         assert set(drawn(1.0, **options).tolist()) == support
-    # So small that the logits alone would overflow, none at all, and so large that the noise would.
+    # So small that the logits alone would overflow; zero; and so large that the noise would.
     assert set(drawn(1e-38).tolist()) == {0}
     assert set(drawn(0.0).tolist()) == {0}
     for options in ({"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 3, "min_p": 0.05}):
@@ -234,7 +234,7 @@ def test_the_repetition_penalty_is_on_tokens_of_prompt_and_text():
         return int(jitted(logits_BV, seen_BV, jax.random.split(jax.random.key(0), 1), greedy)[0])
 
     assert [token(logits_BV), token(logits_BV, 0), token(logits_BV, 0, 1)] == [0, 1, 0]
-    assert token(logits_BV[:, 2:].repeat(2, axis=1), 0, 1) == 2  # of negative logits the product is taken
+    assert token(logits_BV[:, 2:].repeat(2, axis=1), 0, 1) == 2  # negative logits are multiplied
     sampler, prompt_T = linear_sampler(), prompt_of(4)
     drawn_BT = tokens_of(sampler, prompt_T, Sampling(temperature=0.0, repetition_penalty=100.0), max_new_tokens=20)
     text_T = np.concatenate([prompt_T, drawn_BT[0]])
@@ -252,10 +252,10 @@ def test_filters_keep_the_likeliest():
     def kept(top_k: int, top_p: float) -> list[list[int]]:
         return [np.flatnonzero(row).tolist() for row in likeliest(logits_BV, jnp.int32(top_k), jnp.float32(top_p))]
 
-    assert kept(2, 1.0) == [[1, 3], [0, 1]]  # equal ones: no more than were asked for
+    assert kept(2, 1.0) == [[1, 3], [0, 1]]  # of ties, no more than requested
     assert kept(0, 0.65) == [[1, 3], [0, 1, 2]]
     assert kept(0, 0.75) == [[1, 2, 3], [0, 1, 2]]
-    assert kept(2, 0.5) == [[1], [0]]  # of the two that are left, renormalised, 4/7 and 1/2
+    assert kept(2, 0.5) == [[1], [0]]  # of the remaining two, renormalised, 4/7 and 1/2
     assert kept(9, 1.0) == kept(0, 1.0) == [[0, 1, 2, 3]] * 2
 
 
@@ -266,7 +266,7 @@ def test_top_p_of_one_keeps_the_tail():
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_end_of_text_ends_each_sample(platform, monkeypatch):
-    """Whichever of the two loops draws."""
+    """In both loops."""
     sampling = Sampling(temperature=2.0)
     free_BT = tokens_of(linear_sampler(), prompt_of(5), sampling, max_new_tokens=200, samples=3)
     end = int(free_BT[0, 30])
@@ -276,7 +276,7 @@ def test_end_of_text_ends_each_sample(platform, monkeypatch):
     monkeypatch.setattr(sampler_module, "device", types.SimpleNamespace(platform=lambda: platform))
     sampler = Sampler(make_model(), end_of_text=end)
     drawn_BT = tokens_of(sampler, prompt_of(5), sampling, max_new_tokens=200, samples=3)
-    assert drawn_BT.shape[1] == first_B.max() + 1  # and nothing is drawn once all have ended
+    assert drawn_BT.shape[1] == first_B.max() + 1  # nothing is drawn after all samples have ended
     for free_T, drawn_T, first in zip(free_BT, drawn_BT, first_B, strict=True):
         np.testing.assert_array_equal(drawn_T[:first + 1], free_T[:first + 1])
         assert (drawn_T[first:] == end).all()
@@ -286,7 +286,7 @@ def test_end_of_text_ends_each_sample(platform, monkeypatch):
 
 @pytest.mark.parametrize(("platform", "shape"), [("cpu", (16, 64)), ("gpu", (64, 16))])
 def test_weights_are_kept_as_the_products_read_them(platform, shape, monkeypatch):
-    """In their dtype, and on a GPU transposed; the model itself stays as it is."""
+    """In their dtype, and on a GPU transposed; the model itself is unchanged."""
     monkeypatch.setattr(sampler_module, "device", types.SimpleNamespace(platform=lambda: platform))
     config = ModelConfig(layers=1, heads=2, width=16, context=8, dtype="bfloat16", attention=("linear",))
     model = GPT(resolve_config(config), V, rngs=nnx.Rngs(0))
@@ -305,7 +305,7 @@ def test_tokens_come_while_the_rest_is_still_to_be_drawn():
 def test_other_lengths_and_settings_compile_nothing():
     sampler = Sampler(make_model(*EACH_STATE, context=64))
     sampler.warm_up(5, 3)
-    assert sampler.max_length is None  # rotary: the last prompt and what follows it lie beyond the context
+    assert sampler.max_length is None  # rotary: the last prompt and its continuation exceed the context
     compiled: list[str] = []
 
     def count_compilations(event: str, seconds: float, **_: Any) -> None:

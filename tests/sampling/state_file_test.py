@@ -1,4 +1,4 @@
-"""A state saved and loaded is the one that never was; of another model, or damaged, it is refused by name."""
+"""A saved and loaded state equals the original; states of other models and damaged files are refused by name."""
 
 import dataclasses
 import functools
@@ -60,7 +60,7 @@ def refused(path: Path, model: GPT | None = None) -> str:
     (5, MODES, "float32"), pytest.param(5, MODES, "bfloat16", marks=pytest.mark.thorough),
     pytest.param(600, ALL, "float32", marks=pytest.mark.thorough)])
 def test_saved_and_loaded_is_the_same_to_the_last_bit(length, modes, dtype, tmp_path):
-    """The caches that grow have room for 1,024 tokens again."""
+    """Growing caches have room for 1,024 tokens again."""
     common = (modes, dtype) == (MODES, "float32")
     drawn = sampler() if common else Sampler(make_model(layers=len(modes), attention=modes, dtype=dtype))
     memory = drawn.encode(np.random.default_rng(0).integers(300, size=length))
@@ -80,7 +80,7 @@ def test_only_what_is_filled_is_kept(tmp_path):
                   if block.attention.decode_state == "growing")
     constant = sum(block.attention.state_bytes(1) for block in sampler().model.blocks
                    if block.attention.decode_state in ("constant", "window"))
-    # Blocks of 512 places at the most; beside the caches, logits, tokens seen and the header.
+    # Blocks of at most 512 positions; beside the caches, logits, tokens seen and the header.
     assert 5 * growing + constant < size < 5 * growing + constant + 300 * 5 + 4000
     assert 595 * growing <= longer - size < (595 + 512) * growing
 
@@ -94,7 +94,7 @@ def test_only_what_is_filled_is_kept(tmp_path):
 def test_another_model_is_refused_by_what_differs(changes, named, tmp_path):
     message = refused(save(tmp_path / "s"), make_model(**changes))
     assert f"the state of another model, runs/first step 3: {named}" in message
-    assert message.count(" there") <= 1  # nothing that follows from it
+    assert message.count(" there") <= 1  # no consequences of the first difference
 
 
 def test_one_parameter_is_enough_to_differ(tmp_path):
@@ -113,7 +113,7 @@ def test_a_mode_may_have_gained_an_option_since(tmp_path, monkeypatch):
 
 def test_the_number_format_of_the_products_may_differ(tmp_path):
     model = make_model(dtype="bfloat16")
-    Sampler(model)  # keeps weights in it, for itself
+    Sampler(model)  # keeps its own weights in it
     assert state_file.load(save(tmp_path / "s"), model).position == 5
 
 

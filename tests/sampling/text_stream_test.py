@@ -1,4 +1,4 @@
-"""Text comes out in whole characters and never with a part of a stop string."""
+"""Text is emitted in whole characters, and never with a part of a stop string."""
 
 import itertools
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.fast
 
 
 class Words:
-    """An encoding whose tokens are the words it is made with; the last one is end-of-text."""
+    """An encoding whose tokens are the given words; the last one is end-of-text."""
 
     def __init__(self, *words: bytes):
         self.words = words
@@ -46,7 +46,7 @@ def test_a_stop_string_ends_the_text_before_it_whatever_the_tokens(lengths):
     assert shown + stream.close() == "one, two€ "
     assert stream.stopped
     assert stream.ended
-    # The tokens that make up the text, and what is left of the one in which the stop string begins.
+    # The tokens of the text, and the rest of the token in which the stop string begins.
     assert b"".join(words[token] for token in stream.kept) + stream.rest == "one, two€ ".encode()
     assert len(b"".join(words[:len(stream.kept) + 1])) > len("one, two€ ".encode())
 

@@ -137,10 +137,10 @@ def test_the_commands_are_found():
 
 @pytest.mark.parametrize("script", ENTRIES)
 def test_the_first_lines_of_a_command_are_those_that_end_ctrl_c_in_a_word(script):
-    """The first import of any package that is not Python's own comes after them."""
+    """The first import of any package outside Python's standard library comes after them."""
     lines = (ROOT / script).read_text().splitlines()
     at = lines.index("    interrupts.end_with_a_word()")
-    assert lines[at - 1].startswith('if __name__ == "__main__":')  # what imports it has its own way with Ctrl-C
+    assert lines[at - 1].startswith('if __name__ == "__main__":')  # importers handle Ctrl-C themselves
     imports = [line for line in lines[:at] if re.match(r"(import|from) ", line)]
     assert [line for line in imports if line != "import time"] in (
         ["from support import interrupts"], ["from support import interrupts, packages"])
@@ -148,7 +148,7 @@ def test_the_first_lines_of_a_command_are_those_that_end_ctrl_c_in_a_word(script
 
 @pytest.mark.parametrize("script", ENTRIES)
 def test_ctrl_c_while_a_command_is_imported_ends_it_in_a_word(script):
-    """Sent from inside the first import that is slow, or of a module that brings one."""
+    """Sent during the first slow import, or that of a module that causes one."""
     module = script.removesuffix(".py").replace("/", ".")
     code = f"""
 import os, runpy, signal, sys

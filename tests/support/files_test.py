@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all."""
+"""Files and folders that are complete or absent."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What a machine without the packages sees of a command."""
+"""Commands on a machine without the packages."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def bare_python() -> str:
-    """An interpreter without our packages: the one that .venv was made with."""
+    """An interpreter without our packages: the one that created .venv."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
@@ -35,7 +35,7 @@ def test_a_python_without_the_packages_ends_in_one_sentence(tmp_path: Path):
 @pytest.mark.parametrize(("failure", "code", "said"), [
     ("signal.raise_signal(signal.SIGINT)", 130, "interrupted\n"), ("1 / 0", 1, None)])
 def test_ctrl_c_while_packages_are_imported_is_no_traceback(failure, code, said):
-    # A shell has what it starts in the background ignore Ctrl-C, and so what that starts.
+    # Background jobs of a shell, and their children, ignore Ctrl-C.
     done = subprocess.run([sys.executable, "-c", "import signal\nfrom support import interrupts, packages\n"
                            "signal.signal(signal.SIGINT, signal.default_int_handler)\ninterrupts.end_with_a_word()\n"
                            f"packages.require_packages()\n{failure}"], cwd=ROOT, capture_output=True, text=True)

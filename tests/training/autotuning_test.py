@@ -1,4 +1,4 @@
-"""What XLA tuned for a run is there at its next start, whatever became of the compilation cache."""
+"""XLA's autotuning results survive to the next start of a run, whatever became of the compilation cache."""
 
 import shutil
 from pathlib import Path
@@ -20,7 +20,7 @@ def settings():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """XLA's part of a compilation cache on what passes for a GPU; nothing is compiled for one."""
+    """XLA's part of a compilation cache on a fake GPU; nothing is compiled for one."""
     monkeypatch.setattr("training.autotuning.device.platform", lambda: "gpu")
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
     folder = autotuning.cache_folder()
@@ -50,7 +50,7 @@ def test_jax_has_xla_keep_what_it_tunes_where_a_run_looks_for_it(cache, monkeypa
 
 def test_what_was_tuned_comes_back_into_a_cache_that_was_cleared(cache, tmp_path):
     run = tmp_path / "run"
-    autotuning.restore(run)  # a run that begins has nothing
+    autotuning.restore(run)  # a new run has none
     fill(cache, "tuned")
     (cache / "tmp").mkdir()  # XLA writes there first
     autotuning.keep(run)

@@ -1,4 +1,4 @@
-"""Checkpoints survive crashes, damage and a full disk, and come back bit for bit."""
+"""Checkpoints survive crashes, damage and a full disk, and load bit for bit."""
 
 import os
 import re
@@ -24,7 +24,7 @@ POSITION = {"step": 2**40 + 1, "batches": 7, "train_seconds": 0.1 + 0.2, "wall_s
 
 
 class Model(nnx.Module):
-    """Parameters in two formats, and variables that are no parameters: a count and a random key."""
+    """Parameters of two dtypes, and variables that are not parameters: a count and a random key."""
 
     def __init__(self, width: int, rngs: nnx.Rngs):
         self.linear = nnx.Linear(4, width, rngs=rngs)
@@ -309,7 +309,7 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path, caplog, surf
 
 @pytest.mark.thorough
 def test_whatever_is_on_disk_at_any_moment_of_a_save_can_be_resumed_from(tmp_path):
-    """A copy of the folder before every change to it is what a process killed at that moment would leave."""
+    """Copies of the folder before every change are what a process killed at that moment would leave."""
     directory, copies = tmp_path / "checkpoints", tmp_path / "copies"
     moments: list[tuple[str, set[int]]] = []
     allowed: set[int] = set()
@@ -328,7 +328,7 @@ def test_whatever_is_on_disk_at_any_moment_of_a_save_can_be_resumed_from(tmp_pat
             for path in complete:
                 shutil.copytree(path, copy / path.name)
             if (directory / UNFINISHED).exists():
-                # Names suffice here, since all of this is to be ignored; TensorStore renames files meanwhile.
+                # Names suffice here, because these files are ignored; TensorStore renames them meanwhile.
                 for folder in [path for path in (directory / UNFINISHED).rglob("*") if path.is_dir()]:
                     (copy / UNFINISHED / folder.relative_to(directory / UNFINISHED)).mkdir(parents=True, exist_ok=True)
         finally:
@@ -338,7 +338,7 @@ def test_whatever_is_on_disk_at_any_moment_of_a_save_can_be_resumed_from(tmp_pat
     with Checkpoints(directory, keep=2) as checkpoints:
         checkpoints.save(1, small_items(1), loss=2.0)
         checkpoints.wait()
-        # Steps that a crash may come back to; the second save of 3 replaces the first.
+        # Steps to which a crash may fall back; the second save of 3 replaces the first.
         for step, newest in ((2, {1, 2}), (3, {2, 3}), (4, {3, 4}), (4, {3, 4})):
             allowed = newest
             checkpoints.save(step, small_items(step), loss=2.0 + step)

@@ -1,4 +1,4 @@
-"""The command line of what trains."""
+"""The command line of the training commands."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_flags_are_parsed_once_and_the_config_is_validated_once(monkeypatch):
     counted(cli, "validate_config")
     line = train.parse([RECIPE, "--attention", "chunked", "--init-from", "other",
                         "--model.modes.chunked.chunk-size", "8"])
-    assert calls == ["cli", "cli", "validate_config"]  # flags that are no fields, fields
+    assert calls == ["cli", "cli", "validate_config"]  # flags that are not fields, then fields
     assert (line.recipe, line.run_dir, line.flags.init_from) == (
         Path(RECIPE), Path("runs/quickstart-chunked"), Path("other"))
     assert line.config.model.modes["chunked"].chunk_size == 8

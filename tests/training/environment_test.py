@@ -1,4 +1,4 @@
-"""environment.json: what it records."""
+"""Contents of environment.json."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def test_it_says_what_a_run_was_made_with(model):
 
 
 def test_the_form_is_that_of_the_mask_and_the_rows_there_are(model, monkeypatch):
-    """cuDNN takes neither segments nor padding, and what is not causal has products of its own."""
+    """cuDNN supports neither segments nor padding, and bidirectional attention has its own products."""
     monkeypatch.setattr("kernels.device.platform", lambda: "gpu")
     encoder = nnx.eval_shape(lambda: Encoder(resolve_config(EncoderConfig(
         layers=3, heads=2, width=16, mlp_width=8, context=16, dtype="bfloat16", pooling="mean",

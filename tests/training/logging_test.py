@@ -1,4 +1,4 @@
-"""TensorBoard and W&B get the lines of metrics.jsonl, once each however often a run goes on, and never end a run."""
+"""TensorBoard and W&B get every line of metrics.jsonl once, also over resumptions, and never end a run."""
 
 import importlib.machinery
 import importlib.util
@@ -18,7 +18,7 @@ CONFIG = Config(model=ModelConfig(layers=9), logging=LoggingConfig(tensorboard=T
 
 
 def start(run_dir: Path, *, after: int, through: int) -> None:
-    """A start of a run as the loop logs it, to a step after which nothing was saved."""
+    """A start of a run as logged by the loop, up to a step after which nothing was saved."""
     with (Logs(CONFIG, run_dir, step=after) as logs,
           MetricsWriter(run_dir / "metrics.jsonl", keep_through=after) as writer):
         for step in range(after + 1, through + 1):
@@ -30,7 +30,7 @@ def start(run_dir: Path, *, after: int, through: int) -> None:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> Path:
-    """A run that came to step 4, and went on from its checkpoint of step 2 to step 5."""
+    """A run that reached step 4, and resumed from its checkpoint of step 2 up to step 5."""
     import wandb
 
     folder = tmp_path_factory.mktemp("resumed")
@@ -44,7 +44,7 @@ def resumed(tmp_path_factory) -> Path:
 
 
 def expected(run_dir: Path) -> dict[tuple[int, str], float]:
-    """Every number of metrics.jsonl by step and split/name."""
+    """Every value of metrics.jsonl by step and split/name."""
     return {(line["step"], f"{line['split']}/{name}"): value for line in tiny.lines(run_dir)
             for name, value in line.items() if name not in ("step", "split")}
 
@@ -150,7 +150,7 @@ def test_a_log_that_cannot_begin_is_told_once_and_left(tmp_path):
 
 @pytest.mark.parametrize(("flag", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
 def test_a_missing_package_stops_before_any_work_and_is_named(tmp_path, monkeypatch, capsys, flag, package):
-    # What is found where there is but a folder of that name, such as W&B itself leaves.
+    # Used if there is only a folder of that name, such as W&B's own.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
     with tiny.settings():
         assert tiny.run(tiny.ROOT / "configs" / "quickstart.py", "--run-dir", tmp_path / "run", "--data.dir",

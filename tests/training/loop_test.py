@@ -43,14 +43,14 @@ def recipe(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(recipe, tmp_path_factory) -> Path:
-    """The run that nothing interrupts, only to be read."""
+    """The uninterrupted run, read-only."""
     folder = tmp_path_factory.mktemp("straight") / "run"
     assert tiny.run(recipe, "--run-dir", folder, "--train.steps", STEPS, "--train.sample-every", 16) == 0
     return folder
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
-    """Until the condition holds for a process that is at work."""
+    """Waits for a condition while a process runs."""
     deadline = time.monotonic() + 120
     while not condition():
         if process.poll() is not None:
@@ -60,7 +60,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
 
 
 def assert_same_run(folder: Path, straight: Path) -> None:
-    """Parameters and optimizer state bit for bit, and every step written once with the same figures."""
+    """Parameters and optimizer state are equal bit for bit, and every step is logged once with the same metrics."""
     expected, found = tiny.arrays(straight, STEPS), tiny.arrays(folder, STEPS)
     assert found.keys() == expected.keys()
     for name in expected:
@@ -85,7 +85,7 @@ def test_a_run_killed_three_times_equals_the_run_that_was_not(recipe, straight, 
         return len(tiny.lines(folder, "train")) >= step
 
     def saving() -> bool:
-        # Something of the checkpoint after step 12 is written, and not yet in its place.
+        # The checkpoint after step 12 is partly written, and not renamed yet.
         return at_step(12) and any((folder / "checkpoints" / "unfinished").glob("*/*"))
 
     for moment in (lambda: at_step(5), saving, lambda: at_step(22)):
@@ -104,7 +104,7 @@ def test_a_run_killed_three_times_equals_the_run_that_was_not(recipe, straight, 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.thorough), signal.SIGINT])
 def test_a_signal_saves_and_the_same_command_goes_on(recipe, straight, tmp_path, number):
     folder = tmp_path / "run"
-    # Long evaluations, so that the run is not over before the signal comes.
+    # Long evaluations, so that the run is not finished before the signal arrives.
     command = (recipe, "--run-dir", folder, "--train.steps", STEPS, "--train.eval-every", 1, "--train.eval-batches", 50)
     process = tiny.start(*command)
     wait_for(lambda: len(tiny.lines(folder, "train")) >= 3, process)
@@ -129,7 +129,7 @@ def test_a_signal_during_the_last_step_does_not_cost_the_last_evaluation(recipe,
     record = loop._Run.record
 
     def interrupted(self, pending, step):
-        if step == 1:  # written down while step 2, the last, is under way
+        if step == 1:  # logged while step 2, the last, is running
             signal.raise_signal(signal.SIGTERM)
         record(self, pending, step)
 
@@ -140,7 +140,7 @@ def test_a_signal_during_the_last_step_does_not_cost_the_last_evaluation(recipe,
 
 
 def test_the_last_evaluation_comes_before_the_last_checkpoint(recipe, tmp_path, monkeypatch):
-    # A run that is killed between the two would otherwise count as finished and never have its val line.
+    # A run killed between the two would otherwise count as finished and never get its val line.
     def killed(self, step, *_, **__):
         raise KeyboardInterrupt
 
@@ -156,10 +156,10 @@ def test_a_run_bounded_by_time_ends_at_its_time_and_is_finished(recipe, tmp_path
     assert tiny.run(*command) == 0
     found = tiny.lines(folder, "train")
     assert found[-1]["train_seconds"] >= 0.18
-    # The time is known of the step before the last one dispatched.
+    # The known time is that of the step before the last one dispatched.
     assert all(line["train_seconds"] < 0.18 for line in found[:-2])
     rates = [line["learning_rate"] for line in found]
-    assert max(rates) > 2 * rates[-1]  # the cosine follows the share of time
+    assert max(rates) > 2 * rates[-1]  # the cosine follows the fraction of time
     assert tiny.lines(folder)[-1]["split"] == "val"
     assert tiny.saved_steps(folder)[-1] == found[-1]["step"]
     assert tiny.run(*command) == 0
@@ -251,7 +251,7 @@ def test_the_time_of_samples_is_not_training_and_logs_get_every_line(recipe, tmp
 
 def test_the_planned_memory_of_a_step_is_noted(straight):
     made_with = json.loads((straight / "environment.json").read_text())
-    assert made_with["step_bytes"] > 3 * 4 * made_with["parameters"]  # they and their two moments
+    assert made_with["step_bytes"] > 3 * 4 * made_with["parameters"]  # parameters and their two moments
 
 
 def test_samples_are_refused_of_a_mode_that_has_no_decode():
@@ -265,7 +265,7 @@ def test_samples_are_refused_of_a_mode_that_has_no_decode():
 
 
 def weighted_corpus(folder: Path) -> Path:
-    """Documents of two halves, the second of which is the first again and alone counts."""
+    """Documents of two equal halves, of which only the second is scored."""
     generator = np.random.default_rng(0)
 
     def documents(count: int):

@@ -1,4 +1,4 @@
-"""A metrics file stays readable whatever happens to the run that writes it."""
+"""A metrics file stays readable whatever happens to its run."""
 
 import math
 import warnings

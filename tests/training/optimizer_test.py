@@ -33,7 +33,7 @@ def test_gradients_are_clipped_to_the_global_norm():
 
     np.testing.assert_allclose(mean({"a": jnp.array([30.0]), "b": jnp.array([40.0])}), [0.6, 0.8], rtol=1e-6)
     np.testing.assert_allclose(mean({"a": jnp.array([0.3]), "b": jnp.array([0.4])}), [0.3, 0.4], rtol=1e-6)
-    # Of scaled ones it is the scaled norm that counts.
+    # For scaled gradients the scaled norm counts.
     large = {"a": jnp.array([30.0]), "b": jnp.array([40.0])}
     np.testing.assert_allclose(mean(large, scale=0.1), [0.6, 0.8], rtol=1e-6)
     np.testing.assert_allclose(mean(large, scale=0.01), [0.3, 0.4], rtol=1e-6)
@@ -60,7 +60,7 @@ def test_a_run_in_minutes_follows_the_share_and_is_warm_after_a_tenth_of_it():
     slow = OptimizerConfig(learning_rate=2.0, final_fraction=1.0, warmup_steps=1000)
     assert learning_rate(slow, 3, 0.05, by_steps=False) == pytest.approx(1.0)
     assert learning_rate(slow, 6, 0.1, by_steps=False) == pytest.approx(2.0)
-    # The steps of the warm-up count where they are over sooner.
+    # The warm-up ends after its steps if these are over sooner.
     assert learning_rate(slow, 999, 0.001, by_steps=False) == pytest.approx(2.0)
     # The last step of a run may begin after its time.
     assert learning_rate(CONFIG, 100, 1.2, by_steps=False) == pytest.approx(0.5)

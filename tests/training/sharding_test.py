@@ -1,4 +1,4 @@
-"""The mesh, and that a run spread over devices is the run of one device."""
+"""The mesh, and equal results of a run on one and on several devices."""
 
 import json
 import math
@@ -82,7 +82,7 @@ RECURRENT = "gated,gated_delta,power"
 
 
 def train_on_each_mesh(attention: str) -> dict[str, Any]:
-    """Three updates on each mesh. The number of devices is set before jax starts, so in a process of its own."""
+    """Three updates on each mesh, in a new process, because the number of devices is fixed when jax starts."""
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"  # quick to compile
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(MESHES), attention], cwd=ROOT, env=environment,
@@ -106,13 +106,13 @@ def recurrent_runs():
 @pytest.mark.parametrize("name", [name for name in MESHES if name != "one"])
 def test_a_run_on_two_devices_has_the_losses_of_one(runs, name):
     assert runs[name]["devices"] == 2
-    # Sums in another order, which Adam magnifies where a gradient is near zero.
+    # Sums in another order, which Adam magnifies for gradients near zero.
     np.testing.assert_allclose(runs[name]["metrics"], runs["one"]["metrics"], rtol=2e-4)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in MESHES if name != "one"])
-def test_modes_with_small_parts_have_the_losses_of_one_device(recurrent_runs, name):
+def test_modes_with_layer_options_have_the_losses_of_one_device(recurrent_runs, name):
     assert recurrent_runs[name]["devices"] == 2
     np.testing.assert_allclose(recurrent_runs[name]["metrics"], recurrent_runs["one"]["metrics"], rtol=2e-4)
 
@@ -127,7 +127,7 @@ def test_each_axis_splits_what_it_is_for(runs):
     assert runs["one"]["devices"] == 1
     assert {name: runs[name]["rows"] for name in MESHES} == {"one": 4, "all": 2, "fsdp": 2, "tensor": 4, "context": 4}
     assert runs["all"]["share"] == runs["one"]["share"] == runs["context"]["share"] == 1
-    assert runs["fsdp"]["share"] < 0.6  # but biases and norms, which are much of so small a model
+    assert runs["fsdp"]["share"] < 0.6  # except biases and norms, a large part of so small a model
     assert runs["tensor"]["share"] < 0.65  # nor the position embedding
 
 
@@ -147,7 +147,7 @@ def test_projections_are_split_by_heads_and_back_together():
     assert parameters["scores_HLL"] == P("tensor", None, None)
     assert parameters["out_of"]["kernel"] == P("tensor", None)
     assert parameters["into"]["bias"] == P(None)
-    assert parameters["odd"]["kernel"] == P(None, None)  # seven do not split in two
+    assert parameters["odd"]["kernel"] == P(None, None)  # seven is not divisible by two
     assert variables["directions_RD"] == P(None, None)
 
 

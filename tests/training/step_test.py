@@ -1,4 +1,4 @@
-"""One update: golden metrics, and what must not change it: accumulation, recomputation, donation."""
+"""One update: golden metrics; accumulation, rematerialisation and donation do not change it."""
 
 import dataclasses
 import functools
@@ -50,13 +50,13 @@ def optimizer(config: Config) -> Any:
 
 
 def batch() -> Batch:
-    """Fixed tokens, written as a formula so that no library's random numbers can change them."""
+    """Fixed tokens from a formula, which no library's random numbers can change."""
     tokens_BT = (np.arange(4 * 33).reshape(4, 33) ** 2 * 7 % VOCABULARY).astype(np.int32)
     return Batch(jnp.asarray(tokens_BT[:, :-1]), jnp.asarray(tokens_BT[:, 1:]))
 
 
 def uneven() -> Batch:
-    """A batch whose first row has three tokens to score."""
+    """A batch whose first row has three scored tokens."""
     targets_BT = np.array(batch().targets_BT)
     targets_BT[0, 3:] = -1
     return Batch(batch().inputs_BT, jnp.asarray(targets_BT))
@@ -64,7 +64,7 @@ def uneven() -> Batch:
 
 @functools.cache
 def initial(seed: int = 0) -> TrainState:
-    """The same in every mode without parameters of its own, which a test here asserts."""
+    """The same in every mode without its own parameters, as a test here asserts."""
     config = tiny(seed=seed)
     return jax.jit(lambda: initial_state(config, VOCABULARY, optimizer(config)))()
 
@@ -88,7 +88,7 @@ def train(attention: str = "chunked", data: Any = batch, **options: Any) -> tupl
 
 
 def assert_same_update(a: TrainState, b: TrainState) -> None:
-    # Over all parameters: Adam magnifies the rounding of gradients that are next to zero, as those of key biases are.
+    # Over all parameters: Adam magnifies the rounding of gradients near zero, such as those of key biases.
     x, y = (jax.flatten_util.ravel_pytree(state.parameters)[0] for state in (a, b))
     assert jnp.linalg.norm(x - y) / jnp.linalg.norm(y) < 1e-3
 
@@ -101,7 +101,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("attention", GOLDEN)
 def test_loss_and_gradient_norm_of_the_first_updates_are_what_they_were(attention):
-    # Rounding differs between processors and versions of jax by some 1e-6 of the value, and Adam magnifies it.
+    # Rounding differs between processors and versions of jax by about 1e-6 of the value, and Adam magnifies it.
     np.testing.assert_allclose(train(attention)[1], GOLDEN[attention], rtol=1e-4, err_msg=(
         "Training gives other numbers than it did. Update GOLDEN only for a change that is meant to change them "
         "(model, initialisation, optimizer, loss) or a jax with other random numbers, and say so in the commit; a "
@@ -118,7 +118,7 @@ SCATTER = {"xla_gpu_enable_scatter_determinism_expander": True}
 ])
 def test_a_gpu_is_told_to_add_up_in_one_order(attention, dtype, expected, monkeypatch):
     def told(**asked: bool) -> dict[str, bool] | None:
-        """What the compiler is given; no XLA of a CPU says what it does with it."""
+        """The compiler options; no CPU compiler shows their effect."""
         with monkeypatch.context() as patch:
             patch.setattr("training.step.jax.jit", lambda step, *, compiler_options, **_: compiler_options)
             return cast(Any, jit_step(lambda: None, model, **asked))
@@ -203,17 +203,17 @@ def test_what_a_loss_draws_comes_from_seed_and_step_and_is_another_in_each_part(
 
     assert losses(1) == losses(1)
     assert len({*losses(1), *losses(1, seed=1)}) == 4
-    # The mean of four draws that are one would be among what one draw can be; of four that differ it is near a half.
+    # The mean of four equal draws would be distributed as a single draw; that of different draws is near a half.
     means = np.array([losses(4, seed, count=8) for seed in range(4)])
     assert means.std() == pytest.approx(np.sqrt(1 / 12 / 4), rel=0.35)
 
 
 DOCUMENTS = ((3, 9, 20), (15, 10), (20, 12), (30,))
-"""Tokens of the documents in each row of :func:`packed`; two rows leave room."""
+"""Tokens of the documents in each row of :func:`packed`; two rows have padding."""
 
 
 def place(batch: Batch, at: list[tuple[int, int]]) -> Batch:
-    """The documents in the rows and from the columns given; every third target does not count."""
+    """The documents of these rows from these columns on; every third target does not count."""
     inputs_BT, targets_BT = np.array(batch.inputs_BT), np.array(batch.targets_BT)
     for number, (length, (row, column)) in enumerate(zip(itertools.chain(*DOCUMENTS), at, strict=True)):
         tokens = (np.arange(length + 1) ** 2 * 7 + 5 * number) % VOCABULARY
@@ -234,7 +234,7 @@ def packed() -> Batch:
 
 
 def alone() -> Batch:
-    """Each document in a row of its own; nothing after it can be seen."""
+    """Each document in its own row; nothing after it can be seen."""
     rows = sum(len(lengths) for lengths in DOCUMENTS)
     return place(Batch(np.zeros((rows, 32), np.int32), np.full((rows, 32), -1, np.int32)),
                  [(row, 0) for row in range(rows)])
@@ -249,7 +249,7 @@ def test_packed_documents_have_the_loss_and_the_gradient_that_they_have_alone(at
 
     transform = optimizer(config(1))
     state = jax.jit(lambda: initial_state(config(1), VOCABULARY, transform))()
-    # Far from the start, where attention is all but even and little depends on what is seen.
+    # Far from the initial parameters, for which attention is nearly uniform and hides what is seen.
     state = state._replace(parameters=jax.tree.map(lambda x: 10 * x if x.ndim == 2 else x, state.parameters))
 
     def update(batch, accumulate):
@@ -266,7 +266,7 @@ def test_packed_documents_have_the_loss_and_the_gradient_that_they_have_alone(at
     # The same sums in another order, in float32. The parts have different numbers of targets.
     np.testing.assert_allclose(update(packed(), 2), expected, rtol=1e-4)
     np.testing.assert_allclose(evaluation(packed()), expected[0], rtol=1e-5)
-    # What is compared can tell whether documents see each other.
+    # The comparison detects whether documents see each other.
     assert abs(evaluation(packed()._replace(segment_ids_BT=None)) / expected[0] - 1) > 1e-3
 
 

@@ -1,4 +1,4 @@
-"""Datasets, of the Hub and copied: which rows, of which revision, and what a user without a network is told."""
+"""Datasets of the Hub and local copies: rows, revisions, and errors without a network."""
 
 import http.server
 import os
@@ -74,7 +74,7 @@ def test_a_dataset_that_is_asked_for_what_it_has_not_lists_what_it_has(tmp_path)
 
 
 def hub_command(endpoint: str, tmp_path: Path) -> subprocess.CompletedProcess:
-    """Prepares a dataset id against a Hub that stands at ``endpoint``."""
+    """Prepares a dataset id from a Hub at ``endpoint``."""
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0",
                    "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-m", "data.prepare", "someone/something", "--out", str(tmp_path / "out")]
@@ -92,7 +92,7 @@ def test_without_network_a_dataset_id_ends_in_one_line(tmp_path):
 
 @pytest.mark.parametrize("script", [False, True])
 def test_a_dataset_of_the_hub_is_read_at_the_revision_it_was_begun_at(monkeypatch, script):
-    """Also one that comes as a script: the copy in Parquet that the Hub keeps of it has revisions of its own."""
+    """Also for a dataset with a script: the Hub's Parquet copy has its own revisions."""
     import huggingface_hub
 
     newest = {None: "main-2", "refs/convert/parquet": "copy-2"}

@@ -1,4 +1,4 @@
-"""What the tests of sources read with, and write to be read."""
+"""Helpers to read sources in tests, and to write files for them."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def write_parquet(path: Path, values: list, kind: str = "string", **options) -> 
     import pyarrow.parquet
 
     array = pyarrow.array(values, pyarrow.binary())
-    buffers = array.buffers()  # as text, unchecked: other programs write so too
+    buffers = array.buffers()  # as unchecked text, as other programs write it too
     array = pyarrow.Array.from_buffers(pyarrow.string(), len(values), buffers)
     pyarrow.parquet.write_table(pyarrow.table({"text": array.cast(kind)}), path, **options)
     return path
@@ -38,7 +38,7 @@ def pack(path: Path, text: bytes) -> None:
     import pyarrow
 
     codec = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
-    # Two frames, as programs that append write them.
+    # Two frames, as written by programs that append.
     for part in (text[:100], text[100:]):
         with path.open("ab") as file:
             if codec is None:

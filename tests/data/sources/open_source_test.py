@@ -1,4 +1,4 @@
-"""Opening a source by its description: which kind it is, and what bad ones are told."""
+"""Opening a source by its description: its kind, and errors for invalid ones."""
 
 import pytest
 

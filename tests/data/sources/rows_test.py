@@ -1,4 +1,4 @@
-"""Rows of JSON and Parquet files: which are documents, in which split, and from where reading goes on."""
+"""Rows of JSON and Parquet files: documents, splits, and positions to resume from."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_rows_that_hold_no_text_are_told_apart_and_others_are_kept(tmp_path, mon
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": 3}\n\n{"text": null}\n{"text": ""}\n{"text": ["x"]}\n'
                      b'{"other": 1}\n{"text": "b\xff\xc3\xa9"}\n{"text": "c\\ud800d"}\n{"text": 0}\n{"text": "end"}')
     (block,) = open_source(str(path)).blocks()
-    # What is no UTF-8 stays so, for the tokenizer to read as U+FFFD and to count.
+    # Invalid UTF-8 is kept, for the tokenizer to read as U+FFFD and to count.
     assert rows_of(block) == ([b"a", b"b\xff\xc3\xa9", b"c\xffd", b"end"],
                               {"empty": 2, "not_text": 3, "no_column": 1})
     monkeypatch.setattr(texts, "CHUNK_BYTES", 1)  # places before each row, also before that without the column

@@ -1,4 +1,4 @@
-"""Texts: which documents there are, in which order, in which split."""
+"""Texts: documents, their order and their splits."""
 
 import json
 from pathlib import Path
