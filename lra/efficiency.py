@@ -373,7 +373,7 @@ def panels(results: Sequence[Result]) -> list[Panel]:
         "shape": report.flag(" or ".join(SHAPES), "paper"),
         "layers": report.flag("in place of the shape's", type=report.positive),
         "batch": report.flag("sequences a step, in place of the shape's", type=report.positive),
-        "dtype": report.flag("number format of the products", "float32", choices=("float32", "bfloat16")),
+        "dtype": report.flag("compute dtype", "float32", choices=("float32", "bfloat16")),
         "steps": report.flag("steps timed of each case", 20),
         "seconds": report.flag("about how long they may take: slow ones are fewer", 60.0),
         "limit": report.flag("seconds a case may take in all", 600.0),

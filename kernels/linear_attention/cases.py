@@ -158,7 +158,7 @@ _KERNEL = (
     _kernel("200 tokens, a wide state", PARALLEL, 200, 64, 128, "bfloat16"),
     _kernel("500 tokens, wide features", PARALLEL, 500, 256, 16, "bfloat16", segments=True),
     _kernel("500 tokens, segments", PARALLEL, 500, 48, 64, "bfloat16", segments=True, slow=False),
-    _kernel("500 tokens, widths filled up", SERIAL, 500, 100, 64, "bfloat16", segments=True),
+    _kernel("500 tokens, padded widths", SERIAL, 500, 100, 64, "bfloat16", segments=True),
     _kernel("1,000 tokens", SERIAL, 1000, 128, 128, "bfloat16", B=1, slow=False),
     _kernel("1,000 tokens in spans", PARALLEL, 1000, 128, 128, "bfloat16", B=1),
     _kernel("4,096 tokens", PARALLEL, 4096, 64, 64, "bfloat16", state=False, B=1),
