@@ -64,8 +64,8 @@ all fields:  python train.py configs/quickstart.py --help"""
 def parse(arguments: Sequence[str]) -> cli.CommandLine[Config, RunFlags]:
     """The command line, its config validated."""
     return cli.parse_command_line(arguments, RunFlags, load, prog="train.py", usage=USAGE, own_flags=(
-        "--init-from RUN, which initialises a new run with the parameters of another (with --init-from.reset "
-        "attention, all but those of the attention layers)"))
+        "--init-from RUN: initialise a new run with the parameters of another; with --init-from.reset attention, with "
+        "all but those of the attention layers."))
 
 
 def load(recipe: Path, flags: RunFlags) -> Config:

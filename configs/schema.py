@@ -129,7 +129,8 @@ class OptimizerConfig:
     final_fraction: float = 0.1
     """Final learning rate of the cosine schedule, as a fraction of the peak."""
     warmup_steps: int = 100
-    """Steps of linear warm-up. With cosine, at most a tenth of --train.steps."""
+    """Steps of linear warm-up. With cosine, at most a tenth of the run: of --train.steps or, without steps, of
+    --train.minutes."""
     weight_decay: float = 0.1
     """Decoupled weight decay, applied to weight matrices and embeddings."""
     beta1: float = 0.9

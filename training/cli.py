@@ -69,8 +69,16 @@ def parse_command_line[C: (Config, LraConfig), F: RunFlags](
     # modes, which validate_config resolves.
     model: Any = attentions.resolve(default.model)
     default = dataclasses.replace(default, model=model)
-    description = (f"Train one run. Other flags: --attention MODE[,MODE…], one or more of "
-                   f"{', '.join(attentions.modes())}; --run-dir DIR; {own_flags}.")
+    for flag in fields:
+        mode = flag.removeprefix("--model.modes.").partition(".")[0]
+        if flag.startswith("--model.modes.") and mode in attentions.modes() and mode not in model.modes:
+            raise ConfigError(f"{flag} is an option of attention mode {mode}; this run has "
+                              f"{', '.join(model.modes)}: give --attention {mode}")
+    description = (
+        "Train one run. Flags of the command, besides the fields of the config below:\n"
+        f"--attention MODE[,MODE…]: one or more of {', '.join(attentions.modes())}. The options below are those of "
+        "the modes given here.\n"
+        f"--run-dir DIR: run folder. Default: runs/{recipe.stem}-ATTENTION.\n{own_flags}")
     config = tyro.cli(type(default), default=default, args=fields, prog=f"{prog} {recipe}", description=description)
     asked = config if amend is None else amend(config, default)
     config = validate_config(asked)

@@ -11,7 +11,6 @@ from kernels.linear_attention.state import State, sum_dtype, zero_state
 from kernels.power_attention.chunked import chunked, pick_chunk_size
 from kernels.power_attention.features import MOST_FEATURES, count_features
 from kernels.power_attention.reference import materialised, recurrent
-from kernels.remat import kept
 from kernels.segments import runs_of
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, State]]] = {
@@ -81,7 +80,6 @@ def power_attention(
     elif state is None:
         state = zero_state(B, H, features, D, dtype)
     y_BTHD, end = IMPLEMENTATIONS[name](q_BTHD, k_BTHD, v_BTHD, state, runs_BT, log_decay_BTH, **options)
-    y_BTHD = kept(y_BTHD)
     return y_BTHD if runs_BT is None else jnp.where((runs_BT >= 0)[:, :, None, None], y_BTHD, 0), end
 
 

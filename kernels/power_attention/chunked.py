@@ -21,6 +21,7 @@ from kernels.linear_attention.state import State, divide
 from kernels.power_attention.blockwise import weighted_sums
 from kernels.power_attention.features import expand
 from kernels.power_attention.reference import scaled
+from kernels.remat import kept
 from kernels.softmax_attention.blockwise import with_ones
 
 CHUNK = 1024
@@ -95,6 +96,7 @@ def chunked(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, initial: State | None, 
         y = y.at[1:].add(old)
     # Apart, so that the last update is not made where nobody takes the final state.
     state = advance(state, jax.tree.map(lambda x: x[-1], chunks))
+    y = kept(y)  # all that the backward pass needs of the forward pass
     y = divide(y[..., :-1], y[..., -1] if normalize else None)
     return join(y, T).astype(v_BTHD.dtype), State(state[..., :-1], state[..., -1])
 

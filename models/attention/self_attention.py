@@ -164,7 +164,8 @@ class SelfAttention(nnx.Module):
 
     def state_bytes(self, context: int) -> int:
         """Size of the decode state per sequence after ``context`` tokens, in bytes at float32."""
-        raise NotImplementedError(f"attention mode {self.name!r} has no cached decode")
+        missing = "has no cached decode" if self.decode_state == "none" else "does not define state_bytes"
+        raise NotImplementedError(f"attention mode {self.name!r} {missing}")
 
     def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
         """Name of the form that computes :meth:`mix` on this device, for reports; None if there is only one.
