@@ -27,7 +27,7 @@ TILED = ("forward", "backward", "queries")
 MOST_SPANS = 64
 """Most spans in the parallel schedule: each program first sums the earlier spans."""
 WARPS_AT_ONCE = 8
-"""Warps that fit the registers of a multiprocessor: 65,536, of which a thread of these kernels takes up to 255."""
+"""Warps per multiprocessor: it has 65,536 registers, and a thread of these kernels takes up to 255."""
 BEGINNING = 2
 """Cost of a program before its first chunk, in chunks: a guess, not measured."""
 FILLING = 1.5

@@ -4,8 +4,8 @@ A token's product with a weight takes as long as reading the weight: at most a f
 one or two. XLA would launch LayerNorm, a padding to the rows of its products, the product, and each later step. Here
 each program computes a few results. It loads all of their weights before it computes anything, and repeats the
 LayerNorm, which costs little. Weights are (F, E), as in an embedding: the weights of a result are contiguous, and a
-load of 512 bytes touches 16 sectors of memory; (E, F) would use half of 32 each. Products are float32 sums on the
-CUDA cores, which are idle while memory is read. No atomics: results are deterministic.
+load of 512 bytes touches 16 sectors of memory. With (E, F) it would touch 32 and use half of each. Products are float32
+sums on the CUDA cores, which are idle while memory is read. No atomics: results are deterministic.
 """
 
 import inspect
