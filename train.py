@@ -29,6 +29,7 @@ from flax import nnx
 
 from configs.schema import Config, load_recipe
 from data.loader import Corpora, open_corpora
+from data.verification import Verification
 from models.gpt import GPT
 from sampling import samples
 from support.command import note, run_command, status
@@ -110,7 +111,10 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
             note(f"data.packing documents: {padding:.2%} of the training positions are padding")
         if initial is not None:
             save_initial_checkpoint(config, corpora.vocabulary_size, run_dir, initial)
-        outcome = loop.train(config, LanguageModelling(config, corpora), run_dir, started=_STARTED)
+        # Once, for it reads every shard.
+        verification = Verification(corpora) if config.data.verify and newest is None else None
+        outcome = loop.train(config, LanguageModelling(config, corpora), run_dir, started=_STARTED,
+                             verification=verification)
     return cli.report_outcome(run_dir, outcome)
 
 

@@ -98,6 +98,8 @@ class DataConfig:
     padded at the end, without attention across documents (softmax then uses its blockwise form, not cuDNN's)."""
     mixture: tuple[tuple[str, float], ...] = ()
     """Mixture of corpora, in place of dir and source: pairs of a folder of token files or a source, and its weight."""
+    verify: bool = True
+    """Verify the checksums of the token files during the first start of a run."""
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,36 @@ from typing import Any
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path next to ``path``, renamed to it at the end, or deleted on an error. A folder can only replace
-    an empty folder."""
+    an empty folder. The contents are on disk before the rename, so that a power loss leaves the old or the new ones."""
     path = path.absolute()  # a folder cannot be renamed to "."
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield beside
+        sync(beside)
         beside.replace(path)
+        sync_entry(path.parent)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         with contextlib.suppress(OSError):  # do not hide the first error; a folder is deleted already
             beside.unlink()
         raise
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or a folder with everything below it, is on disk."""
+    if path.is_dir():
+        for child in path.iterdir():
+            sync(child)
+    sync_entry(path)
+
+
+def sync_entry(path: Path) -> None:
+    """Waits until a file's contents, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -5,8 +5,8 @@
     RUN/checkpoints/STEP/SHA256SUMS  the checksums of all other files; verify with ``sha256sum -c SHA256SUMS``
     RUN/checkpoints/unfinished/      a checkpoint that is being written or deleted
 
-A checkpoint is written to ``unfinished`` and renamed to STEP once it has its checksums. Before deletion it is renamed
-back. A process that dies at any moment leaves only complete STEP folders.
+A checkpoint is written to ``unfinished`` and renamed to STEP once it and its checksums are on disk. Before deletion it
+is renamed back. A process that dies at any moment, or a power loss, leaves only complete STEP folders.
 
 The items are pytrees of arrays ("parameters", "variables", "optimizer"), except "position", a dict of numbers in JSON,
 which is restored exactly.
@@ -27,7 +27,7 @@ import jax
 import orjson
 
 from support.errors import CheckpointError, ConfigError
-from support.files import write_text
+from support.files import sync, sync_entry, write_text
 
 CHECKSUMS = "SHA256SUMS"
 LOSS = "loss.json"
@@ -109,6 +109,16 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+
+    def failure(self) -> CheckpointError | None:
+        """The error of a pending save that has ended with one, which :meth:`wait` then no longer raises."""
+        if self._pending is None or not self._pending.done():
+            return None
+        error = self._pending.exception()
+        if not isinstance(error, CheckpointError):
+            return None
+        self._pending = None
+        return error
 
     def close(self) -> None:
         """Wait for a pending save and end the background thread; raises like :meth:`wait`."""
@@ -216,8 +226,10 @@ class Checkpoints:
                 (written / LOSS).write_bytes(orjson.dumps({"loss": float(loss)}))
             lines = [f"{_sha256(written / name)}  {name}\n" for name in sorted(_files(written))]
             (written / CHECKSUMS).write_text("".join(lines))
+            sync(written)
             self._remove(step)
             written.rename(self.directory / str(step))
+            sync_entry(self.directory)
             self._damaged.discard(step)
             self._prune(step)
 

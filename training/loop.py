@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from configs.schema import Config, LraConfig
-from support.command import status
+from data.verification import Verification
+from support.command import note, status
 from support.errors import RunError, TrainingError
 from support.files import read_json
 from training import autotuning
@@ -90,7 +91,7 @@ class _Clock:
 
 
 def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, started: float,
-          quiet: bool = False) -> Outcome:
+          quiet: bool = False, verification: Verification | None = None) -> Outcome:
     """Train in ``run_dir`` from its newest intact checkpoint, or from the start, to the end set by the config.
 
     Args:
@@ -99,9 +100,11 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         run_dir: run folder.
         started: ``time.perf_counter()`` at the start of the command, for the wall clock.
         quiet: no progress bar.
+        verification: of the data; the run ends with its error, without another checkpoint.
 
     Raises:
         ConfigError: the config does not fit the data or devices.
+        DataError: the data are damaged.
         CheckpointError: the checkpoints are of another model, or all damaged.
         TrainingError: a loss, gradient or parameter is not finite.
         OSError: the disk is full or cannot be written.
@@ -150,7 +153,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         stop = stack.enter_context(_stop_signals())
         bar = stack.enter_context(_progress(config, position, quiet))
         run = _Run(config, objective.model, clock, timing, per_token, peak, writer, logs, samples, checkpoints,
-                   evaluate, jax.jit(global_norm), bar)
+                   evaluate, jax.jit(global_norm), bar, verification)
 
         pending: _Pending | None = None
         clock.resume()
@@ -169,6 +172,8 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
             pending = _Pending(metrics, rate)
             evaluates, samples_text, saves = (every > 0 and position.step % every == 0 for every in (
                 config.train.eval_every, config.train.sample_every, config.checkpoint.every_steps))
+            # Not at the next save, which may be hundreds of updates away.
+            saves = run.must_save_again() or saves
             if evaluates or samples_text or saves:
                 run.record(pending, position.step)
                 pending = None
@@ -186,6 +191,8 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         if not stop or _finished(config, position):
             run.evaluate(state)
             run.sample(state)
+        if verification is not None and not stop:
+            verification.check(wait=True)
         run.save(state)
         timing.enter("checkpoint")
         checkpoints.wait()  # while only a second signal ends the process
@@ -214,10 +221,13 @@ class _Run:
     """Computes the figures of a val line."""
     parameter_norm: Any
     bar: Any
+    verification: Verification | None
     val_loss: float | None = None
     evaluated_at: int = -1
     sampled_at: int = -1
     saved_at: int = -1
+    saved_again_at: int = -2
+    """Step of the last second attempt to save."""
 
     def record(self, pending: _Pending, step: int) -> None:
         """Wait for a step and write its line.
@@ -261,10 +271,13 @@ class _Run:
 
         Raises:
             TrainingError: the parameters or their norm are not finite.
+            DataError: the data are damaged.
         """
         position = self.clock.position
         if self.saved_at == position.step or position.step == 0:
             return
+        if self.verification is not None:
+            self.verification.check()
         self.timing.enter("checkpoint")
         self._check(position.step, **{"parameters' norm": float(self.parameter_norm(state.parameters))})
         self.logs.flush()
@@ -275,6 +288,21 @@ class _Run:
         self.timing.write()  # with every checkpoint, in case the process is killed
         self.saved_at = position.step
         self.timing.enter("other")
+
+    def must_save_again(self) -> bool:
+        """Whether the last save has failed; prints its error.
+
+        Raises:
+            CheckpointError: it was the second attempt.
+        """
+        error = self.checkpoints.failure()
+        if error is None:
+            return False
+        if self.saved_at == self.saved_again_at:
+            raise error
+        self.saved_again_at = self.clock.position.step
+        note(f"{error} Trying once more.")
+        return True
 
     def _check(self, step: int, **values: float) -> None:
         broken = [name for name, value in values.items() if not math.isfinite(value)]

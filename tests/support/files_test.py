@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,18 @@ def test_what_is_no_object_is_told_to_be_damaged(tmp_path, contents, reason):
     path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
     with pytest.raises(ValueError, match=rf"config\.json is damaged.*{reason}.*restore the file"):
         files.read_json(path)
+
+
+def test_contents_are_on_disk_before_the_rename_and_the_name_after_it(tmp_path, monkeypatch):
+    happened = []
+
+    def fsync(descriptor):
+        happened.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    replace = Path.replace
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", lambda self, to: happened.append("rename") or replace(self, to))
+    with files.replacing(tmp_path / "out") as beside:
+        (beside / "folder").mkdir(parents=True)
+        (beside / "folder" / "a").write_text("1")
+    assert happened == ["a", "folder", f".out.{os.getpid()}.tmp", "rename", tmp_path.name]

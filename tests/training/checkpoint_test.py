@@ -284,6 +284,23 @@ def test_an_unwritable_folder_is_one_clear_error(tmp_path):
     assert (tmp_path / "run").is_file()
 
 
+def test_a_checkpoint_is_on_disk_before_it_is_renamed(tmp_path, monkeypatch):
+    happened = []
+
+    def fsync(descriptor):
+        happened.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+
+    rename = Path.rename
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", lambda self, to: happened.append(f"rename {to.name}") or rename(self, to))
+    save_all(tmp_path, {10: None})
+    renamed = happened.index("rename 10")
+    written = {str(path.relative_to(tmp_path / "10")) for path in (tmp_path / "10").rglob("*")}
+    assert {f"{UNFINISHED}/10/{name}" for name in written} <= set(happened[:renamed])
+    assert CHECKSUMS in written
+    assert happened[renamed + 1:] == ["."]
+
+
 @pytest.mark.parametrize("surfaces_in", ["wait", "the next save"])
 def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path, caplog, surfaces_in):
     save_all(tmp_path, {10: None})

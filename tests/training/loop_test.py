@@ -21,7 +21,7 @@ from models.gpt import GPT, resolve_config
 from sampling.sampler import Sampler, Sampling
 from sampling.samples import SAMPLE_TOKENS, check
 from sampling.text_stream import TextStream
-from support.errors import ConfigError
+from support.errors import CheckpointError, ConfigError
 from tests import tiny
 from training import loop, objectives
 from training.checkpoint import Checkpoints
@@ -137,6 +137,47 @@ def test_a_signal_during_the_last_step_does_not_cost_the_last_evaluation(recipe,
     assert tiny.run(recipe, "--run-dir", tmp_path / "run") == 128 + signal.SIGTERM
     assert [line["step"] for line in tiny.lines(tmp_path / "run", "val")] == [2]
     assert tiny.saved_steps(tmp_path / "run") == [2]
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_failed_save_is_tried_once_more_at_the_next_step(recipe, tmp_path, capsys, monkeypatch, failures):
+    folder, finish, failed = tmp_path / "run", Checkpoints._finish, []
+
+    def sometimes(self, step, response, loss):
+        response.result()
+        if len(failed) < failures:
+            failed.append(step)
+            raise CheckpointError(f"the checkpoint of step {step} could not be written.")
+        finish(self, step, response, loss)
+
+    # So that the save has ended when the next step looks.
+    failure = Checkpoints.failure
+    monkeypatch.setattr(Checkpoints, "failure", lambda self: (
+        self._pending is not None and self._pending.exception(), failure(self))[1])
+    monkeypatch.setattr(Checkpoints, "_finish", sometimes)
+    code = tiny.run(recipe, "--run-dir", folder, "--train.steps", 6, "--checkpoint.every-steps", 3)
+    told = capsys.readouterr().err
+    assert "the checkpoint of step 3 could not be written. Trying once more." in " ".join(told.split())
+    if failures == 1:
+        assert (code, tiny.saved_steps(folder)) == (0, [4, 6])
+    else:
+        assert (code, failed, tiny.saved_steps(folder)) == (1, [3, 4], [])
+        assert "the checkpoint of step 4 could not be written" in told
+
+
+@pytest.mark.parametrize(("flags", "code"), [((), 1), (("--data.no-verify",), 0)])
+def test_a_damaged_corpus_ends_the_first_start_before_anything_is_saved(tmp_path, capsys, flags, code):
+    (shard,) = tiny.make(tmp_path).parent.glob("tokens/train-*.bin")
+    tokens = np.fromfile(shard, np.uint16)
+    tokens[10:20] = tokens[20:30]
+    tokens.tofile(shard)
+    folder = tmp_path / "run"
+    assert tiny.run(tmp_path / "tiny.py", "--run-dir", folder, *flags) == code
+    if code:
+        assert f"{shard} does not match its checksum" in "".join(capsys.readouterr().err.split("\n")).replace("  ", " ")
+        assert tiny.saved_steps(folder) == []
+    else:
+        assert tiny.saved_steps(folder) == [2]
 
 
 def test_the_last_evaluation_comes_before_the_last_checkpoint(recipe, tmp_path, monkeypatch):

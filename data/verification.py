@@ -1,0 +1,39 @@
+"""Verification of token files while a run trains."""
+
+import threading
+
+from data import token_files
+from data.loader import Corpora
+from support.errors import DataError
+
+
+class Verification:
+    """Compares the token files of corpora with their checksums, on a thread of its own."""
+
+    def __init__(self, corpora: Corpora):
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._verify, args=(corpora,), name="verification", daemon=True)
+        self._thread.start()
+
+    def check(self, *, wait: bool = False) -> None:
+        """Raises what the verification has found so far.
+
+        Args:
+            wait: until it is complete.
+
+        Raises:
+            DataError: a shard is missing, damaged or cannot be read; the message names it.
+        """
+        if wait:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _verify(self, corpora: Corpora) -> None:
+        try:
+            for files in corpora.files:
+                token_files.verify(files.directory)
+        except OSError as error:
+            self._error = DataError(f"{error.filename} cannot be read: {error.strerror}")
+        except Exception as error:
+            self._error = error
