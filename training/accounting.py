@@ -175,4 +175,5 @@ class Timing:
 
     def __str__(self) -> str:
         whole = self.wall_seconds or 1.0
-        return ", ".join(f"{part} {seconds:,.1f} s ({seconds / whole:.0%})" for part, seconds in self.seconds.items())
+        return ", ".join(f"{'start-up and other' if part == 'other' else part} {seconds:,.1f} s ({seconds / whole:.0%})"
+                         for part, seconds in self.seconds.items())

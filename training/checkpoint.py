@@ -55,10 +55,9 @@ class Checkpoints:
     def __init__(self, directory: Path, *, keep: int = 2):
         if keep < 1:
             raise ConfigError(f"checkpoint.keep: expected at least 1, got {keep}")
-        # Orbax requires absolute paths.
-        self.directory = Path(directory).absolute()
+        self.directory = Path(directory)
         self.keep = keep
-        self._unfinished = self.directory / UNFINISHED
+        self._unfinished = self.directory.absolute() / UNFINISHED  # Orbax requires absolute paths
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._damaged: set[int] = set()
@@ -287,6 +286,7 @@ def _without_orbax_tracebacks(record: logging.LogRecord) -> bool:
 def _load(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:
     ocp, context = _orbax()
     wanted: dict[str, Any] = {}
+    place = folder.absolute()  # Orbax requires absolute paths
     with context:
         # Parameters first, so that the message about another model names one of them.
         for name, tree in sorted(abstract.items(), key=lambda item: item[0] != "parameters"):
@@ -295,12 +295,12 @@ def _load(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:
                 continue
             if name == OPTIMIZER and jax.tree.leaves(tree):
                 _check_optimizer_state(folder)
-            stored = ocp.metadata(folder, checkpointable_name=name).metadata if (folder / name).is_dir() else {}
+            stored = ocp.metadata(place, checkpointable_name=name).metadata if (place / name).is_dir() else {}
             if (difference := _difference(LEAF_NAMES.get(name, name), stored, tree)) is not None:
                 raise CheckpointError(f"{folder} is a checkpoint of another model: {difference}")
             if jax.tree.leaves(tree):
                 wanted[name] = jax.tree.map(_with_sharding, tree)
-        loaded = ocp.load_checkpointables(folder, wanted) if wanted else {}
+        loaded = ocp.load_checkpointables(place, wanted) if wanted else {}
     return {name: loaded.get(name, tree) for name, tree in abstract.items()}
 
 

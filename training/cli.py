@@ -93,6 +93,6 @@ def report_outcome(run_dir: Path, outcome: Outcome) -> int:
     if outcome.signal is not None:
         status(f"{run_dir}: stopped and saved at step {position.step:,}; repeat the command to resume")
         return 128 + outcome.signal
-    status(f"{run_dir}: {position.step:,} steps in {position.train_seconds:,.1f} s of training "
-           f"({position.wall_seconds:,.1f} s in total), val loss {outcome.val_loss:.4f}")
+    status(f"{run_dir}: {position.step:,} steps in {position.train_seconds:,.1f} s of training, "
+           f"val loss {outcome.val_loss:.4f}")
     return 0

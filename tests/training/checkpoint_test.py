@@ -136,11 +136,12 @@ def test_no_checkpoints(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_step_is_restored_by_number(tmp_path):
-    save_all(tmp_path, {10: None, 20: None})
-    assert value_of(Checkpoints(tmp_path).restore(SMALL, step=10)) == 10
-    with pytest.raises(ConfigError, match=r"no checkpoint at step 15; expected one of 10, 20"):
-        Checkpoints(tmp_path).restore(SMALL, step=15)
+def test_a_step_is_restored_by_number(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_all(Path("run"), {10: None, 20: None})
+    assert value_of(Checkpoints(Path("run")).restore(SMALL, step=10)) == 10
+    with pytest.raises(ConfigError, match=r"^run: no checkpoint at step 15; expected one of 10, 20"):
+        Checkpoints(Path("run")).restore(SMALL, step=15)
 
 
 def test_newest_and_best_are_kept_across_restarts(tmp_path):

@@ -47,10 +47,11 @@ def test_a_classifier_writes_no_text():
 
 
 @pytest.mark.parametrize(("signal", "code", "said"), [
-    (None, 0, "run: 3 steps in 2.0 s of training (5.0 s in total), val loss 1.2500\n"),
+    (None, 0, "run: 3 steps in 2.0 s of training, val loss 1.2500\n"),
     (15, 143, "run: stopped and saved at step 3; repeat the command to resume\n")])
 def test_how_a_run_ended_is_told(capsys, signal, code, said):
     position = loop.Position(step=3, batches=3, train_seconds=2.0, wall_seconds=5.0)
-    timing = Timing(Path("timing.json"), 0.0, {"compile": 2.0, "step": 3.0})
+    timing = Timing(Path("timing.json"), 0.0, {"compile": 2.0, "step": 2.0, "other": 1.0})
     assert cli.report_outcome(Path("run"), loop.Outcome(position, 1.25, signal, timing)) == code
-    assert capsys.readouterr() == ("", f"run: 5.0 s wall time: compile 2.0 s (40%), step 3.0 s (60%)\n{said}")
+    assert capsys.readouterr() == (
+        "", f"run: 5.0 s wall time: compile 2.0 s (40%), step 2.0 s (40%), start-up and other 1.0 s (20%)\n{said}")
