@@ -5,7 +5,8 @@
     python sample.py runs/chunked --load-state book.safetensors --prompt "Who is it about?"
     python sample.py runs/chunked --interactive
 
-Generated text streams to standard output, with a blank line between samples. Everything else goes to standard error.
+Generated text streams to standard output, with a blank line between samples. The prompt is not repeated there.
+Everything else goes to standard error.
 Prompts are used verbatim, including a final line break from a file or `echo`.
 """
 

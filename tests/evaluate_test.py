@@ -78,7 +78,8 @@ def refused(capsys, code: int, *arguments: object) -> str:
 
 def test_the_loss_is_that_of_the_val_lines(folder, capsys):
     assert run(folder / "none", "--windows", "8,999") == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "corpus tokens: context 32, 256 tokens" in err
     report = found(folder / "none")
     (entry,) = report["evaluations"]
     (line,) = tiny.lines(folder / "none", "val")

@@ -283,6 +283,13 @@ def test_impossible_options_are_named(runs, capsys, arguments, name):
     assert name in refused(capsys, 2, runs / "chunked", *arguments)
 
 
+@pytest.mark.fast
+def test_help_says_that_the_prompt_is_not_in_the_output(capsys):
+    with pytest.raises(SystemExit):
+        sample.main(["--help"])
+    assert "The prompt is not repeated there" in " ".join(capsys.readouterr().out.split())
+
+
 def test_folders_that_are_no_runs_are_named(runs, tmp_path, capsys):
     assert "there is no such folder" in refused(capsys, 2, tmp_path / "none")
     assert "it has no config.json" in refused(capsys, 2, tmp_path)

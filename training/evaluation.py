@@ -97,7 +97,7 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
     found = []
     for name, files in zip(corpora.names, corpora.files, strict=True):
         for context, batch in _batches(files, contexts, tokens, packing):
-            progress(f"{name}, context {context:,}: {batch.targets_BT.size:,} tokens")
+            progress(f"corpus {name}: context {context:,}, {batch.targets_BT.size:,} tokens")
             scores = forward(batch)
             scored_BT, lengths_BT = np.asarray(batch.targets_BT) >= 0, context_lengths(batch)
             if not scored_BT.any():
@@ -120,7 +120,7 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
                 beyond_BT = scored_BT & (lengths_BT > window)
                 if not beyond_BT.any():
                     continue
-                progress(f"{name}, context {context:,}: only the last {window:,} tokens")
+                progress(f"corpus {name}: context {context:,}, only the last {window:,} tokens")
                 short = short_windows(batch, window)
                 of_window = _figures(files, forward(short), np.asarray(short.targets_BT) >= 0)
                 of_all = _figures(files, scores, beyond_BT)
