@@ -93,6 +93,8 @@ def list_runs(options: Options, runs: Sequence[PlannedRun]) -> int:
         table.add_row(*map(escape, row))
     # Lines for other programs are not wrapped.
     Console(width=None if sys.stdout.isatty() else 400).print(table)
+    if not options.measure and any("?" in row for row in rows):
+        print(f"?: add --measure to time {estimates.TIMED_STEPS} steps of each")
     estimates.check_disk(known, runs, options.out, keep_all=options.keep_all, parallel=options.parallel)
     return 0
 

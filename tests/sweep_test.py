@@ -374,8 +374,11 @@ def test_measure_times_a_step_of_each_program(made: Made, capsys: pytest.Capture
     assert made.sweep("--dry-run", "--measure") == 0
     told = capsys.readouterr()
     assert told.err.count("timing 3 steps") == 1
+    assert "--measure" not in told.out
     assert [row[3] for row in rows(told.out).values()] == ["0:00:19"] * 4
     assert not made.out.exists()
+    assert made.sweep("--dry-run") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "?: add --measure to time 3 steps of each"
 
 
 def test_several_at_once(made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
