@@ -14,7 +14,7 @@ import numpy as np
 from comparison import Comparison
 from comparison.curves import Columns
 from comparison.figures import MAX_TICKS, Figure
-from comparison.runs import AXES, Run, scored
+from comparison.runs import AXES, Run, scored, shown_labels
 from comparison.style import DASHES, colour, dashes
 from comparison.table import TimesToLoss, table_note
 
@@ -158,11 +158,12 @@ def times_table(times: TimesToLoss | None, runs: Sequence[Run]) -> dict[str, Any
     """Training time to reach each loss, with the shortest marked; no rows if unknown."""
     if times is None:
         return {"headings": [], "rows": [], "note": ""}
-    seconds = [times.seconds[run.name] for run in runs]
+    seconds, shown = [times.seconds[run.name] for run in runs], shown_labels(runs)
     shortest = [min((value for value in column if value is not None), default=None)
                 for column in zip(*seconds, strict=True)]
     return {"headings": ["run", "attention", *(f"val loss {level:g}" for level in times.levels)],
-            "rows": [{"cells": [run.name, run.label, *("–" if value is None else f"{value:,.1f} s" for value in row)],
+            "rows": [{"cells": [run.name, shown[run.label],
+                                *("–" if value is None else f"{value:,.1f} s" for value in row)],
                       "runs": [i],
                       "best": [2 + j for j, value in enumerate(row) if value is not None and value == shortest[j]]}
                      for i, (run, row) in enumerate(zip(runs, seconds, strict=True))],

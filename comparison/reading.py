@@ -66,7 +66,8 @@ class Reader:
             found.notes.extend(notes)
         if not (found.runs or found.damaged or self.awaited):
             raise ConfigError(found.passed_over[0] if found.passed_over else
-                              f"{', '.join(map(str, self.paths))}: no such folder; expected run folders")
+                              f"{', '.join(map(str, self.paths))}: no such folder; expected run folders, such as one "
+                              "from: python train.py configs/quickstart.py --attention softmax --run-dir runs/softmax")
         found.runs[:] = name_runs(found.runs)
         return found
 

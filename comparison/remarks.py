@@ -26,9 +26,9 @@ def _lines(run: Run) -> list[str]:
     """Warnings about the metrics of a run."""
     notes = []
     if not run.has_curve:
-        notes.append(f"{run.name} has no curves: it has an evaluation, but no training log.")
+        notes.append(f"{run.name} is not compared: it has an evaluation, but no training log.")
     elif not run.val:
-        notes.append(f"{run.name} has no val points: its train loss is used, averaged over 2 % of the run.")
+        notes.append(f"{run.name} is not compared: it has no val loss. The plot shows its train loss.")
     for split, curve in (("train", run.train), ("val", run.val)):
         if curve.not_finite:
             notes.append(f"{run.name}: the {split} loss is not finite from step {curve.first_not_finite:,.0f} on "

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,8 @@ REQUIRED = ("step", "tokens", "train_seconds", "loss")
 NOT_OF_SETUP = ("checkpoint", "logging", "train.seed", "train.sample_every", "train.deterministic")
 """Groups and fields of a config in which runs of one set-up may differ: the seed, and those that change a loss at most
 in its last bits."""
+MODE_OPTIONS = ("model.modes",)
+"""The group of the options of modes."""
 MAX_DISTINCTIONS = 3
 """Most fields in a label."""
 GENERIC_NAME = re.compile(r"(runs?|tests?|te?mp|out(put)?s?|exp(eriment)?s?|trials?|results?|new|old)?[-_.\s\d]*",
@@ -77,7 +80,8 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The attention mode with its implementation, if that has another name."""
+        """The attention mode with its implementation, if that has another name. :func:`shown_labels` leaves out what
+        does not distinguish runs."""
         modes = list(dict.fromkeys(self.config["model"]["attention"]))
         used = {mode: form for mode, form in (self.environment.get("implementations") or {}).items()
                 if mode in modes and form != mode}
@@ -106,6 +110,19 @@ class Run:
     def fields(self) -> dict[str, Any]:
         """Every field of the config by its dotted name."""
         return flatten(self.config)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of its modes by their own name, such as ``short_conv``; of modes with different values, each with
+        its mode: ``window 0, softmax 4``."""
+        of_modes: dict[str, dict[str, Any]] = {}
+        for name, value in (_options_by_default(self.config) | self.fields).items():
+            if is_of(name, MODE_OPTIONS):
+                mode, _, option = name.removeprefix("model.modes.").partition(".")
+                of_modes.setdefault(option, {})[mode] = value
+        return {option: next(iter(values.values())) if len(set(map(json.dumps, values.values()))) == 1
+                else ", ".join(f"{mode} {value_text(value)}" for mode, value in values.items())
+                for option, values in of_modes.items()}
 
     @cached_property
     def setup_fields(self) -> dict[str, Any]:
@@ -238,7 +255,7 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
         RunError: the run has no metrics and no evaluation, or a file of the run is damaged.
     """
     if not path.exists():
-        raise NotARunError(f"{path}: no such folder; expected run folders, such as runs/quickstart-chunked")
+        raise NotARunError(no_folder(path))
     if not (path / "config.json").is_file():
         raise NotARunError(f"{path}: not a run, it has no config.json; expected the --run-dir of a train.py run")
     config = read_json(path / "config.json", RunError)
@@ -267,6 +284,15 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
     sample_step, sample = newest_sample(path / "samples")
     return Run(path.resolve().name, path, config, environment, with_flops(train, per_token), with_flops(val, per_token),
                evaluations, windows, evaluated_step, sample, sample_step)
+
+
+def no_folder(path: Path) -> str:
+    """The message about a run's folder that does not exist, with the command that creates it."""
+    from models import attention
+
+    mode = next((mode for mode in attention.modes() if path.name.endswith(mode)), "softmax")
+    return (f"{path}: no such folder; create one with: python train.py configs/quickstart.py --attention {mode} "
+            f"--run-dir {shlex.quote(str(path))}")
 
 
 def with_flops(curve: Curve, per_token: float | None) -> Curve:
@@ -320,9 +346,13 @@ def is_of(name: str, parts: Sequence[str]) -> bool:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The fields of the config in which runs differ: the value of each run, None if it lacks the field (an option of a
-    mode it does not use)."""
-    return differing([run.fields for run in runs])
+    """The fields of the config in which runs differ, by dotted name, and the options of modes, by their own name: the
+    value of each run, None if it lacks the field or its modes have no such option."""
+    options = [run.options for run in runs]
+    names = dict.fromkeys(name for of_run in options for name in of_run)
+    return (differing([{name: value for name, value in run.fields.items() if not is_of(name, MODE_OPTIONS)}
+                       for run in runs])
+            | differing([{name: of_run.get(name) for name in names} for of_run in options]))
 
 
 def differing(fields: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -343,11 +373,22 @@ def group(runs: Sequence[Run]) -> list[Setup]:
         # A second run of a seed does not contribute to the variance over seeds: it is not averaged.
         setups.setdefault((run.setup, of_seed[seed]), []).append(run)
         of_seed[seed] += 1
-    found = list(setups.values())
-    labels = [seeds[0].label for seeds in found]
-    names = [_setup_label(seeds, [other[0] for other in found if other[0].label == seeds[0].label]) for seeds in found]
+    found, shown = list(setups.values()), shown_labels(runs)
+    labels = [shown[seeds[0].label] for seeds in found]
+    names = [_setup_label(label, seeds, [other[0] for other in found if other[0].label == seeds[0].label])
+             for label, seeds in zip(labels, found, strict=True)]
     return [Setup(name if names.count(name) == 1 else f"{label}, {seeds[0].name}", tuple(seeds))
             for seeds, label, name in zip(found, labels, names, strict=True)]
+
+
+def shown_labels(runs: Sequence[Run]) -> dict[str, str]:
+    """The label to show for each :attr:`Run.label`: with the implementation only where runs of one attention differ in
+    it."""
+    labels: dict[str, set[str]] = {}
+    for run in runs:
+        labels.setdefault(run.attention, set()).add(run.label)
+    return {label: label if len(of_attention) > 1 else attention
+            for attention, of_attention in labels.items() for label in of_attention}
 
 
 def _defaults(config: dict[str, Any]) -> dict[str, Any]:
@@ -366,10 +407,10 @@ def _options_by_default(config: dict[str, Any]) -> dict[str, Any]:
                                         for mode in config.get("model", {}).get("modes") or {} if mode in known}}})
 
 
-def _setup_label(seeds: Sequence[Run], same_label: Sequence[Run]) -> str:
-    """The attention, and its differences from other set-ups of that attention, or its first run if there are many."""
+def _setup_label(label: str, seeds: Sequence[Run], same_label: Sequence[Run]) -> str:
+    """The label, and its differences from other set-ups of that attention, or its first run if there are many."""
     told = distinctions(seeds[0], same_label)
-    return ", ".join([seeds[0].label, *(told if len(told) <= MAX_DISTINCTIONS else [seeds[0].name])])
+    return ", ".join([label, *(told if len(told) <= MAX_DISTINCTIONS else [seeds[0].name])])
 
 
 def distinctions(run: Run, others: Sequence[Run], leave_out: Sequence[str] = ()) -> list[str]:
@@ -377,7 +418,8 @@ def distinctions(run: Run, others: Sequence[Run], leave_out: Sequence[str] = ())
     ``leave_out`` and default options of a mode are skipped."""
     leave_out = ("data.dir", "model.attention", *NOT_OF_SETUP, *leave_out)
     defaults = _options_by_default(run.config)
-    return [f"{name.rpartition('.')[2]} {value_text(run.fields[name])}" for name in differences(others)
+    return [f"{name.rpartition('.')[2]} {value_text(run.fields[name])}"
+            for name in differing([other.fields for other in others])
             if name in run.fields and not is_of(name, leave_out)
             and not (name in defaults and run.fields[name] == defaults[name])]
 

@@ -199,11 +199,13 @@ def read_study(out_dir: Path) -> StudyRecord:
     """The study of an output folder.
 
     Raises:
-        ConfigError: ``out_dir`` is not the folder of a study.
+        ConfigError: ``out_dir`` does not exist, or is not the folder of a study.
         RunError: its ``study.json`` is damaged, or of another format.
         OSError: it cannot be read.
     """
     path = Path(out_dir) / RECORD
+    if not path.parent.exists():
+        raise ConfigError(f"{out_dir}: no such folder; expected the --out of a sweep.py")
     if not path.is_file():
         raise ConfigError(f"{out_dir}: not the folder of a study, no {RECORD}; expected the --out of a sweep.py")
     values = read_json(path, RunError)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from comparison.runs import Run, Setup
+from comparison.runs import Run, Setup, shown_labels
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,19 @@ class Column:
 
 
 FIGURES = (
-    Column("context", "context", ",.0f", 3),
-    Column("parameters", "parameters", ",.0f", 4),
+    Column("best_val_loss", "best val loss", ".4f", 3),
+    Column("val_loss", "last val loss", ".4f", 0),
     Column("steps", "steps", ",.0f"),
-    Column("tokens", "tokens", ",.0f", 3),
     Column("train_seconds", "training seconds", ",.1f"),
     Column("tokens_per_second", "tokens/s (median)", ",.0f"),
-    Column("peak_mib", "memory (MiB)", ",.0f", 2),
-    Column("train_loss", "train loss (last 5 %)", ".4f", 2),
-    Column("val_loss", "val loss", ".4f", 0),
-    Column("best_val_loss", "best val loss", ".4f", 3),
+    Column("loss_at_shortest", "val loss at end of shortest run", ".4f"),
     Column("bits_per_byte", "bits per byte", ".4f", 2),
     Column("accuracy", "val accuracy", ".4f", 2),
-    Column("loss_at_shortest", "loss at end of shortest run", ".4f"),
+    Column("train_loss", "train loss (last 5 %)", ".4f", 2),
+    Column("tokens", "tokens", ",.0f", 3),
+    Column("peak_mib", "memory (MiB)", ",.0f", 2),
+    Column("context", "context", ",.0f", 3),
+    Column("parameters", "parameters", ",.0f", 4),
 )
 
 
@@ -48,13 +48,11 @@ class Row:
 
     name: str
     attention: str
-    """The attention and its implementation."""
+    """The attention, with its implementation where runs differ in it."""
     figures: dict[str, float | None]
     """Values by the columns' keys; None where unknown."""
     spread: dict[str, float] = field(default_factory=dict)
     """Standard deviation over the seeds."""
-    split: str = "val"
-    """Split of ``loss_at_shortest``."""
     seeds: int = 1
     """Number of averaged runs."""
 
@@ -66,8 +64,6 @@ class Row:
             text = "–" if value is None else format(value, column.style)
             if value is not None and self.spread.get(column.key):
                 text += f" ±\N{NO-BREAK SPACE}{self.spread[column.key]:{column.style}}"
-            if column.key == "loss_at_shortest" and value is not None and self.split == "train":
-                text += " (train)"
             texts[column.heading] = text
         return texts
 
@@ -132,17 +128,17 @@ def _key(level: float) -> str:
 
 def rows(runs: Sequence[Run], setups: Sequence[Setup], times: TimesToLoss | None) -> list[Row]:
     """The table: one row a run, and for each set-up of several seeds a row of means."""
-    end, table = shortest(runs, "train_seconds"), []
+    end, table, shown = shortest(runs, "train_seconds"), [], shown_labels(runs)
     for setup in setups:
-        of_runs = [Row(run.name, run.label, figures(run, end, times), split=run.split) for run in setup.runs]
+        label = shown[setup.runs[0].label]
+        of_runs = [Row(run.name, label, figures(run, end, times)) for run in setup.runs]
         table += of_runs
         if len(of_runs) > 1:
             means, spread = {}, {}
             for key in of_runs[0].figures:
                 known = [value for row in of_runs if (value := row.figures[key]) is not None]
                 means[key], spread[key] = mean_and_spread(known) if len(known) == len(of_runs) else (None, 0.0)
-            split = "val" if all(row.split == "val" for row in of_runs) else "train"
-            table.append(Row(f"mean of {len(of_runs)} seeds", setup.runs[0].label, means, spread, split, len(of_runs)))
+            table.append(Row(f"mean of {len(of_runs)} seeds", label, means, spread, len(of_runs)))
     return table
 
 
@@ -174,7 +170,7 @@ def figures(run: Run, end_of_shortest: float | None, times: TimesToLoss | None) 
         "bits_per_byte": run.final("bits_per_byte"),
         "accuracy": run.final("accuracy"),
         "loss_at_shortest": None if end_of_shortest is None else run.loss_at(
-            "train_seconds", end_of_shortest, run.split),
+            "train_seconds", end_of_shortest, "val"),
     } | ({} if times is None else dict(zip(map(_key, times.levels), times.seconds[run.name], strict=True)))
 
 
@@ -205,8 +201,7 @@ def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    # Lines for other programs are not wrapped.
-    console = Console(width=None if sys.stdout.isatty() else 400)
+    console = Console()  # the width of the terminal, or COLUMNS
 
     def made(columns: Sequence[Column], *, across: bool) -> Table:
         lines = [headings(columns), *(list(row.cells(columns).values()) for row in rows)]

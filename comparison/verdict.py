@@ -1,6 +1,7 @@
 """The summary on top of the page: which set-ups have the lower loss, as far as the runs show it."""
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,9 @@ PLACES = {  # name, and long and short format of a place on the axis
     "step": ("steps", "{:,.0f} steps", "{:,.0f} steps"),
     "train_seconds": ("training time", "{:,.1f} s of training", "{:,.1f} s"),
 }
+FEWER = {"step": "fewer steps", "train_seconds": "less training time"}
+BOUNDS = {"step": "--train.steps", "train_seconds": "--train.minutes, with --train.steps None"}
+"""Flags with which runs have equal learning rates at equal places of an axis."""
 LASTING_SEED, LASTING_SETUP = 0.9, 0.5
 """Minimum length of a run relative to the longest seed of its set-up, and of a set-up relative to the median set-up, to
 count for the place of comparison."""
@@ -26,7 +30,8 @@ count for the place of comparison."""
 def verdict(setups: Sequence[Setup]) -> list[str]:
     """Compares val losses at equal steps and at equal training time, and names crossings of the curves.
 
-    Set-ups of different contexts and sizes are compared separately. Empty for a single set-up.
+    Set-ups of different contexts and sizes are compared separately. Empty for a single set-up. Runs without val loss
+    are not compared: see :mod:`comparison.remarks`.
 
     A difference between means over seeds is significant if its 95 % confidence interval (Welch's, by Student's t)
     excludes zero. With more than two set-ups, the lowest is compared with each of the others, corrected for multiple
@@ -41,7 +46,7 @@ def verdict(setups: Sequence[Setup]) -> list[str]:
     not reach the place of comparison; the summary names them. A run in progress counts with its current length.
     """
     runs = [run for setup in setups for run in setup.runs]
-    measured, unmeasured = [run for run in runs if run.val], [run.name for run in runs if not run.val]
+    measured = [run for run in runs if run.val]
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in measured:
         groups.setdefault((f"size {run.size}", f"context {run.context}"), []).append(run)
@@ -54,8 +59,6 @@ def verdict(setups: Sequence[Setup]) -> list[str]:
             sentences += [f"With {' and '.join(of_which)}: {' '.join(said)}"] if of_which else said
     if not sentences and len(group(measured)) > 1:
         sentences.append("No comparison: no two set-ups have the same size and context.")
-    if unmeasured and len(setups) > 1:
-        sentences.append(f"Not compared, without val loss: {listed(unmeasured)}.")
     return sentences
 
 
@@ -73,13 +76,16 @@ def _of_group(setups: Sequence[Setup]) -> list[str]:
         axes = [axis for axis in PLACES if axis == "step" or not devices_differ(runs)]
         counted = {axis: _counted(axis, known) for axis in axes}
         sentences = [_at_equal(axis, *counted[axis], quantity) for axis in axes]
+        sentences += _evaluated_too_late(counted, quantity)
         sentences += _left_out(known, {axis: of_axis for axis, (of_axis, _) in counted.items()})
         sentences += paired_sentences(known)
         single = list(dict.fromkeys(setup.label for of_axis, _ in counted.values() for setup in of_axis
                                     if len(setup.runs) == 1))
         if single:
             if len(single) == len(counted["step"][0]):
-                sentences.append("With one seed each, there are no intervals.")
+                unused = next(seed for seed in count(1) if seed not in [run.seed for run in runs])
+                sentences.append("With one seed each, there are no confidence intervals: train more seeds, such as "
+                                 f"with --train.seed {unused}.")
             else:
                 sentences.append(f"Only one seed of {listed(single)}: its variance is assumed to be that of the set-up "
                                  "compared with. Two set-ups of one seed have no interval.")
@@ -122,6 +128,31 @@ def _left_out(setups: Sequence[Setup], counted: Mapping[str, Sequence[Setup]]) -
     return sentences
 
 
+def _evaluated_too_late(counted: Mapping[str, tuple[Sequence[Setup], float]], quantity: str) -> list[str]:
+    """Where runs are first evaluated after the place of comparison: the last losses, whether one is lower with fewer
+    steps and less time, and how to get a comparison. ``counted``: the set-ups and the place, by axis."""
+    reached = [np.interp(where, *run.curve(axis, "train", "step")) for axis, (setups, where) in counted.items()
+               for setup in setups for run in setup.runs
+               if run.curve(axis, "val", quantity)[0][0] > where and len(run.curve(axis, "train", "step")[0])]
+    if not reached:
+        return []
+    setups, _ = counted["step"]
+    best, *others = sorted((Losses(setup, tuple(float(run.curve("step", "val", quantity)[1][-1]) for run in setup.runs))
+                            for setup in setups), key=lambda losses: losses.mean)
+    ends = {losses.setup.label: {axis: float(np.mean([run.end(axis) for run in losses.setup.runs])) for axis in PLACES}
+            for losses in (best, *others)}
+    told = [f"{losses.told} ({', '.join(style.format(ends[losses.setup.label][axis])
+                                        for axis, (_, _, style) in PLACES.items())})" for losses in (best, *others)]
+    text = f"Last val {'losses' if quantity == 'loss' else 'bits per byte'}: {listed(told)}."
+    confidence = 1 - (1 - CONFIDENCE) / len(others)
+    beaten = [other.setup.label for other in others if _is_lower(best, other, confidence) and all(
+        ends[best.setup.label][axis] < ends[other.setup.label][axis] for axis in counted)]
+    if beaten:
+        fewer = " and ".join(FEWER[axis] for axis in counted)
+        text += f" {best.setup.label} is lower than {listed(beaten)} after {fewer}."
+    return [text, f"Evaluate more often, such as with --train.eval-every {max(1, int(min(reached)) // 2)}."]
+
+
 def _seed_of(setup: Setup, run: Run) -> str:
     return run.name if run.seed is None else f"seed {run.seed} of {setup.label}"
 
@@ -134,7 +165,8 @@ def _at_equal(axis: str, setups: Sequence[Setup], where: float, quantity: str) -
     losses = {run.name: run.loss_at(axis, where, "val", quantity) for setup in setups for run in setup.runs}
     none = [name for name, loss in losses.items() if loss is None]
     if none:
-        return f"No comparison at equal {name}: no {what} of {listed(none)} at {place}."
+        has = "has" if len(none) == 1 else "have"
+        return f"No comparison at equal {name}: {listed(none)} {has} no {what} at {place}."
     best, *others = sorted((Losses(setup, tuple(loss for run in setup.runs if (loss := losses[run.name]) is not None))
                             for setup in setups), key=lambda losses: losses.mean)
     crossings = [_crossing(axis, where, best.setup, other.setup, quantity) for other in others]
@@ -144,18 +176,28 @@ def _at_equal(axis: str, setups: Sequence[Setup], where: float, quantity: str) -
 
 
 def _schedules(axis: str, where: float, setups: Sequence[Setup]) -> str:
-    """A sentence about learning rates that have decayed further in some runs, which lowers the loss; or nothing."""
+    """A sentence about learning rates that have decayed further in some runs, which lowers the loss; or nothing. Runs
+    still in their warm-up are not mentioned."""
     shares = {}
     for setup in setups:
         x, rate = setup.runs[0].curve(axis, "train", "learning_rate")
         peak = setup.runs[0].config.get("optimizer", {}).get("learning_rate")
-        if len(x) and peak:
+        if len(x) and peak and x[np.argmax(rate)] < where:
             shares[setup.label] = float(np.interp(where, x, rate)) / peak
     if not shares or max(shares.values()) - min(shares.values()) <= SCHEDULES_ALIKE:
         return ""
     low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
     return (f" At this point, the learning rate of {low} is at {100 * shares[low]:.0f} % of its peak, that of {high} "
-            f"at {100 * shares[high]:.0f} %.")
+            f"at {100 * shares[high]:.0f} %, so this comparison favours {low}"
+            + ("." if _is_bounded_alike(axis, setups) else f"; bound the runs by the same {BOUNDS[axis]}."))
+
+
+def _is_bounded_alike(axis: str, setups: Sequence[Setup]) -> bool:
+    """Whether the learning rates follow this axis, with the same end."""
+    train = [run.config["train"] for setup in setups for run in setup.runs]
+    by_time = all(of_run.get("steps") is None for of_run in train)
+    end = "minutes" if by_time else "steps"
+    return by_time == (axis == "train_seconds") and len({of_run.get(end) for of_run in train}) == 1
 
 
 class Losses(NamedTuple):
@@ -190,7 +232,9 @@ class Crossing(NamedTuple):
 def _of_two(best: Losses, other: Losses, what: str, place: str, crossing: Crossing | None, style: str) -> str:
     """The comparison of two set-ups at ``place``; ``style`` formats the crossing."""
     interval = welch_interval(other.values, best.values, CONFIDENCE)
-    told = interval and f"{interval_text(interval)} over {len(best.values)} and {len(other.values)} seeds"
+    seeds = (f"{len(best.values)} seeds each" if len(best.values) == len(other.values)
+             else f"{len(best.values)} and {len(other.values)} seeds")
+    told = interval and f"{interval_text(interval)} over {seeds}"
     shown = _is_lower(best, other, CONFIDENCE)
     if crossing is None or not shown:
         return of_two(f"After {place}", what, best.told, other.told, shown=shown, interval=told)

@@ -39,7 +39,7 @@ def test_command_as_a_user_runs_it(two, tmp_path):
                            out / "report.json", "--title", "A title & more", "--note", "Mine."],
                           cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    assert all(cell in done.stdout for cell in ("softmax (blockwise)", "1.0000", "After 100 steps", "report.html"))
+    assert all(cell in done.stdout for cell in ("softmax", "1.0000", "After 100 steps", "report.html"))
     page = (out / "report.html").read_text()
     assert "A title &amp; more" in page
     assert "Mine." in page
@@ -61,10 +61,10 @@ def test_what_is_wrong_with_lines_is_reported_and_counted(two, tmp_path, capsys)
         "softmax: 5 train line(s) repeat the step of a later line, which is used.",
         "softmax: the steps of the train lines decrease 1 time(s); the lines are sorted.",
         "softmax: the val loss is not finite from step 100 on (1 of 5 points).",
-        "never has no val points: its train loss is used, averaged over 2 % of the run."]
+        "never is not compared: it has no val loss. The plot shows its train loss."]
     found = figures(tmp_path / "page.json")
     assert (found["softmax"]["val_loss"], found["softmax"]["best_val_loss"]) == (None, 1.2)
-    assert "(train)" in output.out
+    assert found["never"]["loss_at_shortest"] is None
 
 
 @pytest.mark.parametrize("break_it", [
@@ -154,6 +154,7 @@ def test_what_is_no_study_is_refused(study, tmp_path, capsys):
 
     assert "are mutually exclusive" in refused(2, study / "softmax-0.001", "--study", study)
     assert "not the folder of a study" in refused(2, "--study", tmp_path)
+    assert "none: no such folder" in refused(2, "--study", tmp_path / "none")
     (tmp_path / "study.py").write_text(STUDY.replace("optimizer.learning_rate", "optimizer.learning_rte"))
     assert "no run has a field optimizer.learning_rte" in refused(2, "--study", study)
 
@@ -247,8 +248,7 @@ def test_a_run_that_was_only_evaluated_is_on_the_page(two, tmp_path, capsys):
     assert compare.main([*map(str, (*two, evaluated)), *arguments]) == 0
     assert figures(tmp_path / "page.json")["published"]["val_loss"] is None
     output = capsys.readouterr()
-    assert output.err == "published has no curves: it has an evaluation, but no training log.\n"
-    assert "Not compared, without val loss: published." in output.out
+    assert output.err == "published is not compared: it has an evaluation, but no training log.\n"
     assert compare.main([str(evaluated), *arguments]) == 0
     assert list(figures(tmp_path / "page.json")) == ["published"]
     assert compare.main([str(evaluated), *arguments, "--png", str(tmp_path / "picture.png")]) == 1

@@ -10,7 +10,7 @@ from comparison.reading import Reader
 from comparison.remarks import remarks
 from comparison.runs import differences, group, load_run, name_runs
 from support.errors import ConfigError, RunError
-from tests.comparison.made import read_lines, write_lines, write_run
+from tests.comparison.made import read_lines, set_fields, write_lines, write_run
 from training.accounting import flops_per_token
 
 pytestmark = pytest.mark.fast
@@ -27,6 +27,29 @@ def test_runs_that_differ_in_what_changes_no_loss_are_seeds_of_one_setup(tmp_pat
     assert [setup.label for setup in group(runs)] == ["softmax, learning_rate 0.001", "softmax, learning_rate 0.25"]
     assert differences(runs) == {"optimizer.learning_rate": [0.001, 0.001, 0.25], "train.seed": [0, 1, 0],
                                  "checkpoint.every_steps": [500, 7, 500]}
+
+
+def test_options_are_compared_by_name_across_modes(tmp_path):
+    options = {"softmax": {"short_conv": 0, "qk_norm": "none", "forget_gate": False},
+               "gated": {"short_conv": 4, "qk_norm": "none"}}
+    runs = [load_run(set_fields(write_run(tmp_path / ",".join(modes), modes[0]), {
+        "model.attention": modes, "model.modes": {mode: options[mode] for mode in modes}}))
+        for modes in (["softmax"], ["gated"], ["gated", "softmax"])]
+    assert differences(runs[:2]) == {"model.attention": [["softmax"], ["gated"]], "short_conv": [0, 4],
+                                     "qk_activation": ["none", "silu"], "output_norm": ["none", "rms"],
+                                     "output_gate": ["none", "sigmoid"], "forget_gate": [False, None],
+                                     "decay": [None, "input"], "rotary": [None, False]}
+    found = differences(runs)
+    assert found["short_conv"] == [0, 4, "gated 4, softmax 0"]
+    assert found["forget_gate"] == [False, None, False]
+    assert "qk_norm" not in found
+
+
+def test_labels_have_the_implementation_where_it_differs(tmp_path):
+    runs = [load_run(write_run(tmp_path / name, mode, form=form)) for name, mode, form in (
+        ("a", "softmax", "blockwise"), ("b", "softmax", "cudnn"), ("c", "gated", "chunked"))]
+    assert [setup.label for setup in group(runs)] == ["softmax (blockwise)", "softmax (cudnn)", "gated"]
+    assert [setup.label for setup in group(runs[1:])] == ["softmax", "gated"]
 
 
 def test_a_copy_is_no_second_seed_and_an_older_config_no_other_setup(tmp_path):
@@ -109,5 +132,7 @@ def test_a_run_that_has_just_begun_says_so(tmp_path):
     (path / "evaluation.json").write_text('{"evaluations": []}')
     with pytest.raises(RunError, match="no steps yet"):
         load_run(path)
-    with pytest.raises(ConfigError, match="no such folder"):
-        load_run(Path("nowhere"))
+    for name, mode in (("nowhere", "softmax"), ("quickstart-gated", "gated")):
+        with pytest.raises(ConfigError, match=f"{name}: no such folder; create one with: python train.py "
+                                              f"configs/quickstart.py --attention {mode} --run-dir runs/{name}$"):
+            load_run(Path("runs") / name)

@@ -9,7 +9,7 @@ import pytest
 import comparison
 from comparison.picture import picture
 from comparison.runs import load_run
-from comparison.table import as_csv, table_note
+from comparison.table import as_csv, print_table, table_note
 from support.errors import RunError
 from tests.comparison.made import write_evaluated, write_run
 
@@ -30,13 +30,25 @@ def test_table_has_the_final_figures(two):
     found = compared(*two)
     softmax, chunked = (row.cells(found.columns) for row in found.rows)
     assert softmax == {
-        "run": "softmax", "attention": "softmax (blockwise)", "context": "32", "parameters": "1,234", "steps": "100",
+        "run": "softmax", "attention": "softmax", "context": "32", "parameters": "1,234", "steps": "100",
         "tokens": "6,400", "training seconds": "100.0", "tokens/s (median)": "64", "train loss (last 5 %)": "0.5200",
-        "val loss": "1.0000", "best val loss": "1.0000", "bits per byte": "1.4427",
-        "loss at end of shortest run": "1.0000",
+        "last val loss": "1.0000", "best val loss": "1.0000", "bits per byte": "1.4427",
+        "val loss at end of shortest run": "1.0000",
         "seconds to val loss 1.16": "84.0", "seconds to val loss 1": "100.0", "seconds to val loss 0.75": "–"}
+    assert list(softmax)[:7] == ["run", "attention", "best val loss", "last val loss", "steps", "training seconds",
+                                 "tokens/s (median)"]
     assert chunked["attention"] == "chunked"
     assert chunked["seconds to val loss 0.75"] == "84.4"
+
+
+def test_the_table_fits_the_width(two, capsys, monkeypatch):
+    found = compared(*two)
+    for width in (60, 120, 400):
+        monkeypatch.setenv("COLUMNS", str(width))
+        print_table(found.rows, found.columns)
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= width
+        assert any("run" in line and "chunked" in line for line in lines) == (width < 400)  # runs become columns
 
 
 def test_times_to_losses_where_all_end_alike_or_nothing_fell(tmp_path, two):
@@ -50,6 +62,8 @@ def test_times_to_losses_where_all_end_alike_or_nothing_fell(tmp_path, two):
 def test_loss_at_the_end_of_the_shortest_run_is_interpolated_in_time(tmp_path):
     short = write_run(tmp_path / "short", steps=50, every=50)
     rows = compared(short, write_run(tmp_path / "long", "chunked", every=40, seconds=2.0)).rows
+    # No train loss either.
+    assert compared(short, write_run(tmp_path / "never", every=0)).rows[1].figures["loss_at_shortest"] is None
     # At 50 s the long run was at step 25, before its first evaluation at step 40: no loss is made up.
     assert [row.figures["loss_at_shortest"] for row in rows] == [pytest.approx(1.5), None]
     rows = compared(short, write_run(tmp_path / "often", "chunked", seconds=2.0)).rows
@@ -57,13 +71,13 @@ def test_loss_at_the_end_of_the_shortest_run_is_interpolated_in_time(tmp_path):
 
 
 def test_a_run_of_which_there_is_an_evaluation_alone_has_dashes(tmp_path, two):
-    evaluated = write_evaluated(tmp_path / "evaluated", source="elsewhere")
+    evaluated = write_evaluated(tmp_path / "evaluated", "linear", source="elsewhere")
     found = compared(*two, evaluated)
     alone = found.rows[-1].cells(found.columns)
     assert {name for name, cell in alone.items() if cell != "–"} == {"run", "attention", "context", "parameters"}
     # The others' figures, place of comparison and warnings are as without it.
     assert found.rows[:2] == compared(*two).rows
-    assert found.remarks == ("evaluated has no curves: it has an evaluation, but no training log.",)
+    assert found.remarks == ("evaluated is not compared: it has an evaluation, but no training log.",)
     assert table_note(found.rows, found.runs) == "The shortest run ended after 100.0 s of training."
     assert picture(found, "svg") == picture(compared(*two), "svg")
     lone = compared(evaluated)
@@ -78,7 +92,7 @@ def test_seeds_of_one_setup_are_averaged_in_every_form(tmp_path):
     assert [row.name for row in found.rows] == ["softmax-0", "softmax-1", "softmax-2", "mean of 3 seeds",
                                                 "chunked-0", "chunked-1", "chunked-2", "mean of 3 seeds"]
     cells = found.rows[3].cells(found.columns)
-    assert cells["val loss"] == "1.1000 ±\N{NO-BREAK SPACE}0.1000"
+    assert cells["last val loss"] == "1.1000 ±\N{NO-BREAK SPACE}0.1000"
     assert cells["steps"] == "100"
     lines = list(csv.DictReader(as_csv(found.rows, found.columns).splitlines()))
     assert [line["seeds"] for line in lines] == ["1", "1", "1", "3"] * 2

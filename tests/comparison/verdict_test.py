@@ -2,9 +2,10 @@
 
 import pytest
 
+from comparison.remarks import remarks
 from comparison.runs import group, load_run
 from comparison.verdict import verdict
-from tests.comparison.made import write_evaluated, write_run
+from tests.comparison.made import read_lines, set_fields, write_evaluated, write_lines, write_run
 
 pytestmark = pytest.mark.fast
 
@@ -19,13 +20,13 @@ def test_lower_at_equal_steps_and_at_equal_time_and_where_curves_cross(tmp_path)
     chunked = write_run(tmp_path / "chunked", "chunked", steps=400, seconds=0.25, loss=2.1, slope=0.004)
     # 2 - 0.01 s = 2.1 - 0.016 s where s is 16.7, but softmax was first evaluated at 20 s: no crossing is known.
     assert said(softmax, chunked) == [
-        "After 100 steps, softmax (blockwise) has the lower val loss: 1.0000, versus 1.7000 for chunked.",
-        "After 100.0 s of training, chunked has the lower val loss: 0.5000, versus 1.0000 for softmax (blockwise).",
-        "With one seed each, there are no intervals."]
+        "After 100 steps, softmax has the lower val loss: 1.0000, versus 1.7000 for chunked.",
+        "After 100.0 s of training, chunked has the lower val loss: 0.5000, versus 1.0000 for softmax.",
+        "With one seed each, there are no confidence intervals: train more seeds, such as with --train.seed 1."]
     later = write_run(tmp_path / "later", "chunked", steps=400, seconds=0.25, loss=2.3, slope=0.004)
     assert said(softmax, later)[1] == (
-        "chunked passes softmax (blockwise) after 50.0 s of training and is 0.3000 lower at 100.0 s of training: "
-        "val loss 0.7000, versus 1.0000 for softmax (blockwise).")
+        "chunked passes softmax after 50.0 s of training and is 0.3000 lower at 100.0 s of training: "
+        "val loss 0.7000, versus 1.0000 for softmax.")
     assert said(softmax) == []
 
 
@@ -39,12 +40,12 @@ def test_seeds_have_an_interval_and_no_difference_is_shown_where_it_covers_zero(
     alike = seeds(tmp_path, "chunked", [2.05, 2.15, 2.25])
     assert said(*softmax, *alike)[0] == (
         "After 100 steps, val loss does not differ significantly: 1.1000 for softmax and 1.1500 for chunked; the 95 % "
-        "interval of the difference, −0.1767 to 0.2767 over 3 and 3 seeds, includes zero.")
+        "interval of the difference, −0.1767 to 0.2767 over 3 seeds each, includes zero.")
     assert len(said(*softmax, *alike)) == 2
     higher = seeds(tmp_path, "linear", [3.0, 3.1, 3.2])
     assert said(*softmax, *higher)[0] == (
         "After 100 steps, softmax has the lower val loss: 1.1000, versus 2.1000 for linear (95 % interval of the "
-        "difference: 0.7733 to 1.2267 over 3 and 3 seeds).")
+        "difference: 0.7733 to 1.2267 over 3 seeds each).")
     assert said(*softmax, *higher, *alike)[0] == (
         "After 100 steps, the lowest val loss is 1.1000 for softmax, versus 2.1000 for linear; no significant "
         "difference from 1.1500 for chunked.")
@@ -82,7 +83,7 @@ def test_seeds_of_one_length_all_count_however_fast_they_were(tmp_path):
     assert found[0].startswith("After 100 steps, softmax")
     assert found[1].startswith("After 100.0 s of training, softmax")
     assert len(found) == 2
-    assert all("over 3 and 3 seeds" in text for text in found)
+    assert all("over 3 seeds each" in text for text in found)
 
 
 def test_a_setup_that_ended_far_before_the_others_does_not_hold_them_back(tmp_path):
@@ -93,7 +94,7 @@ def test_a_setup_that_ended_far_before_the_others_does_not_hold_them_back(tmp_pa
         "After 100 steps, softmax has the lower val loss: 1.0000, versus 1.5000 for chunked.",
         "After 100.0 s of training, softmax has the lower val loss: 1.0000, versus 1.5000 for chunked.",
         "Left out, as other runs are longer: linear (last evaluated at step 40).",
-        "With one seed each, there are no intervals."]
+        "With one seed each, there are no confidence intervals: train more seeds, such as with --train.seed 2."]
     # Two that ended early leave the other two; with only two, none is left out.
     another = write_run(tmp_path / "local", "local", steps=20)
     found = said(*runs, died[1], another)
@@ -130,16 +131,18 @@ def test_of_many_it_is_told_whom_the_lowest_passed_and_where(tmp_path):
 def test_nothing_is_claimed_that_the_data_do_not_carry(tmp_path):
     softmax = write_run(tmp_path / "softmax", corpus_checksum="a")
     never = write_run(tmp_path / "never", "chunked", every=0, corpus_checksum="a")
-    assert said(softmax, never) == ["Not compared, without val loss: never."]
+    assert said(softmax, never) == []
+    assert remarks([load_run(never)]) == ["never is not compared: it has no val loss. The plot shows its train loss."]
     evaluated = write_evaluated(tmp_path / "evaluated", "chunked", source="elsewhere")
-    assert said(softmax, evaluated) == ["Not compared, without val loss: evaluated."]
+    assert said(softmax, evaluated) == []
+    assert remarks([load_run(evaluated)]) == [
+        "evaluated is not compared: it has an evaluation, but no training log."]
     higher = write_run(tmp_path / "higher", "chunked", loss=3.0, corpus_checksum="a")
     assert said(softmax, higher, evaluated)[::3] == [
-        "After 100 steps, softmax has the lower val loss: 1.0000, versus 2.0000 for chunked.",
-        "Not compared, without val loss: evaluated."]
+        "After 100 steps, softmax has the lower val loss: 1.0000, versus 2.0000 for chunked."]
     late = write_run(tmp_path / "late", "chunked", every=100, steps=100, seconds=2.0, corpus_checksum="a")
     assert said(softmax, late)[1] == (
-        "No comparison at equal training time: no val loss of late at 100.0 s of training.")
+        "No comparison at equal training time: late has no val loss at 100.0 s of training.")
     other = write_run(tmp_path / "other", "chunked", corpus_checksum="b")
     assert said(softmax, other) == ["No comparison: these runs have different data."]
     device = write_run(tmp_path / "device", "chunked", corpus_checksum="a", devices=["cuda:0"], slope=0.005)
@@ -147,11 +150,35 @@ def test_nothing_is_claimed_that_the_data_do_not_carry(tmp_path):
         "After 100 steps", "With one seed each"]
 
 
+def test_without_a_comparison_the_last_losses_and_a_remedy_are_told(tmp_path):
+    slow = write_run(tmp_path / "slow", steps=12, seconds=1.0, every=12, loss=5.0)
+    for loss, better in ((4.0, ""), (6.0, " softmax is lower than gated after fewer steps and less training time.")):
+        late = write_run(tmp_path / f"late-{loss}", "gated", steps=40, seconds=0.5, every=40, loss=loss)
+        found = said(slow, late)
+        assert found[0] == f"No comparison at equal steps: late-{loss} has no val loss at 12 steps."
+        assert found[1] == f"No comparison at equal training time: late-{loss} has no val loss at 12.0 s of training."
+        told = ["4.8800 for softmax (12 steps, 12.0 s)", f"{loss - 0.4:.4f} for gated (40 steps, 20.0 s)"]
+        assert found[2] == f"Last val losses: {' and '.join(told if better else told[::-1])}.{better}"
+        assert found[3] == "Evaluate more often, such as with --train.eval-every 6."
+        assert found[4].endswith("train more seeds, such as with --train.seed 1.")
+    # A comparison at equal steps needs no remedy.
+    assert not [text for text in said(slow, write_run(tmp_path / "often", "gated", steps=40, every=5))
+                if "eval-every" in text]
+
+
 def test_a_schedule_that_has_come_further_down_is_mentioned(tmp_path):
     short = write_run(tmp_path / "short", decay_steps=110)
     long = write_run(tmp_path / "long", "chunked", steps=200, slope=0.005, decay_steps=200)
     steps, _, _ = said(short, long)
-    assert steps.endswith("At this point, the learning rate of softmax is at 9 % of its peak, that of chunked at 50 %.")
+    assert steps.endswith(
+        "At this point, the learning rate of softmax is at 9 % of its peak, that of chunked at 50 %, so this "
+        "comparison favours softmax; bound the runs by the same --train.steps.")
+    warming_up = write_run(tmp_path / "warming-up", "gated", slope=0.005)
+    write_lines(warming_up, [line | {"learning_rate": 1e-5 * line["step"] / 2} for line in read_lines(warming_up)])
+    assert "learning rate" not in " ".join(said(warming_up, write_run(tmp_path / "constant")))
+    alike_in_time = {"train.steps": None, "train.minutes": 5.0}
+    assert said(*(set_fields(run, alike_in_time) for run in (short, long)))[1].endswith("so this comparison favours "
+                                                                                       "softmax.")
     alike = write_run(tmp_path / "alike", "chunked", slope=0.005, decay_steps=112)
     assert "learning rate" not in " ".join(said(short, alike))
 

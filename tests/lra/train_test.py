@@ -305,7 +305,7 @@ def test_runs_of_two_modes_are_compared(finished, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert err == ""
     assert "val accuracy" in out
-    assert "After 6 steps, softmax (blockwise) has the lower val loss" in out
+    assert "After 6 steps, softmax has the lower val loss" in out
     rows = read(files["json"])["rows"]
     assert [row["tokens"] for row in rows] == [STEPS * 8 * 16] * 2
     assert rows[0]["accuracy"] == tiny.lines(finished, "val")[-1]["accuracy"]
