@@ -132,44 +132,41 @@
                                                     line: { color: setup.colour, width: 1 } })] : [];
   }
 
-  /** The runs of a set-up as one line, with a band if there are several. */
-  function line(setup, members, key, smoothing, quantity) {
-    const curves = members.map((run) => curveOf(run, "means", key, smoothing));
+  /** The runs of a set-up as one line of their train ("means") or val curves, with a band if there are several. A
+      faint line is behind another and has no band. */
+  function line(kind, setup, members, key, { smoothing = 0, quantity, isFaint = false }) {
+    const curves = members.map((run) => curveOf(run, kind === "val" ? "val" : "means", key, smoothing));
     const [known, of] = [curves.filter(Boolean), members.filter((_run, i) => curves[i])];
     if (!known.length) return [];
     const curve = known.length > 1 ? average(known) : known[0];
-    return [...(known.length > 1 ? [band(setup, of, curve)] : []),
-            trace("train", setup, of, curve, { mode: "lines", line: { color: setup.colour, dash: setup.dash, width: 2 },
-                                               ...hover(curve, title(setup, of), quantity) })];
+    const look = kind === "val"
+      ? { mode: "lines+markers", marker: { color: setup.colour, symbol: setup.symbol, size: 7,
+                                           line: { color: "white", width: 1 } } }
+      : { mode: "lines", opacity: isFaint ? 0.35 : 1 };
+    return [...(known.length > 1 && !isFaint ? [band(setup, of, curve)] : []),
+            trace(kind, setup, of, curve, {
+              ...look, line: { color: setup.colour, dash: setup.dash, width: isFaint ? 1.2 : 2 },
+              ...hover(curve, title(setup, of), quantity) })];
   }
 
   function band(setup, members, { x, y, spread }) {
     const at = Array.from(x.keys()).filter((i) => Number.isFinite(spread[i]));
     const back = at.toReversed();
     const edge = { x: [...at, ...back].map((i) => x[i]),
-                   y: [...at.map((i) => y[i] + spread[i]), ...back.map((i) => y[i] - spread[i])] };
+                   y: [...at.map((i) => y[i] + spread[i]), ...back.map((i) => Math.max(0, y[i] - spread[i]))] };
     return trace("band", setup, members, edge, { mode: "lines", line: { width: 0 }, fill: "toself",
                                                  fillcolor: faded(setup.colour, 0.16) });
-  }
-
-  function points(setup, members) {
-    const curves = members.map((run) => curveOf(run, "val", state.metric));
-    const [known, of] = [curves.filter(Boolean), members.filter((_run, i) => curves[i])];
-    if (!known.length) return [];
-    const several = known.length > 1;
-    const curve = several ? average(known) : known[0];
-    const bars = { type: "data", array: curve.spread, thickness: 1, width: 3, color: setup.colour };
-    const marker = { color: setup.colour, symbol: setup.symbol, size: 7, line: { color: "white", width: 1 } };
-    return [trace("val", setup, of, curve, { mode: "markers", marker, ...(several && { error_y: bars }),
-                                             ...hover(curve, title(setup, of), "val " + quantityText()) })];
   }
 
   const metricName = () => METRICS.find(({ key }) => key === state.metric).name;
   const quantityText = () => `${metricName()} %{y:.4f}`;
 
+  /** The set-up's label, with the run's name unless the label already has it. */
   function title(setup, members) {
-    return setup.label + (members.length > 1 ? `, mean of ${members.length} seeds`
-      : members[0].name === setup.label ? "" : ` · ${members[0].name}`);
+    if (members.length > 1) return `${setup.label}, mean of ${members.length} seeds`;
+    const { name } = members[0];
+    const isTold = setup.label.split(/ \(|, /).includes(name) || setup.label.endsWith(`, ${name}`);
+    return isTold ? setup.label : `${setup.label} · ${name}`;
   }
 
   // --- Figures -----------------------------------------------------------------------------------------------------
@@ -199,13 +196,17 @@
 
   function drawLoss() {
     if (!runs.some(hasCurve)) return;
-    const text = { loss: `loss (nats per ${payload.scored})`, accuracy: "val accuracy" }[state.metric] ?? metricName();
     const drawn = shownSetups();
+    const has = (members, curve) => members.some((run) => column(run, curve, state.metric));
+    const split = drawn.every(([, of]) => has(of, "val") || !has(of, "means")) ? "val "
+      : drawn.some(([, of]) => has(of, "val")) ? "" : "train ";
+    const text = split + metricName() + (state.metric === "loss" ? ` (nats per ${payload.scored})` : "");
     const traces = [
       ...drawn.flatMap(([setup, members]) => members.flatMap((run) => faint(setup, run, state.metric))),
-      ...drawn.flatMap(([setup, members]) => line(setup, members, state.metric, state.smoothing,
-                                                   "train " + quantityText())),
-      ...drawn.flatMap(([setup, members]) => points(setup, members)),
+      ...drawn.flatMap(([setup, members]) => line("train", setup, members, state.metric, {
+        smoothing: state.smoothing, quantity: "train " + quantityText(), isFaint: has(members, "val") })),
+      ...drawn.flatMap(([setup, members]) => line("val", setup, members, state.metric, {
+        quantity: "val " + quantityText() })),
     ];
     const range = state.y === "linear" && state.metric !== "accuracy" ? lossRange(traces) : null;
     const [xaxis, yaxis] = [xAxis(), { type: state.y, title: { text }, ...(range ? { range } : { autorange: true }) }];
@@ -228,10 +229,12 @@
       runs do not compress the other curves. */
   function lossRange(traces) {
     const curves = traces.filter(({ meta }) => meta.kind === "train" || meta.kind === "val")
-      .map(({ y }) => Array.from(y).filter(Number.isFinite)).filter((y) => y.length);
+      .map(({ y, meta }) => ({ y: Array.from(y).filter(Number.isFinite), first: meta.kind === "train" ? 1 : 0 }))
+      .filter(({ y }) => y.length);
     if (!curves.length) return null;
-    const low = Math.min(...curves.map((y) => Math.min(...y)));
-    const high = Math.max(...curves.map((y) => y[Math.min(Math.floor(y.length / 33) + 1, y.length - 1)]));
+    const low = Math.min(...curves.map(({ y }) => Math.min(...y)));
+    const early = ({ y, first }) => y[Math.min(Math.floor(y.length / 33) + first, y.length - 1)];
+    const high = Math.max(...curves.map(early));
     const margin = 0.05 * (high - low) || 0.05;
     return [low - margin, high + margin];
   }
@@ -241,10 +244,9 @@
     const lacking = (key) => runs.filter((run) => shown(run) && hasCurve(run) && !known(run, key)).map((run) => run.name).join(", ");
     const [axis, metric] = [lacking(state.axis), lacking(state.metric)];
     const { title: text } = AXES.find(({ key }) => key === state.axis);
-    return [state.metric === "accuracy" ? "Points: val accuracy."
-              : "Lines: smoothed train loss; faint: single steps. Points: val loss.",
-            shownSetups().some(([, of]) => of.length > 1) &&
-              "Bands and bars: ± one standard deviation over the seeds.",
+    return [state.metric === "accuracy" ? "Lines with markers: val accuracy."
+              : "Lines with markers: val loss. Faint lines: train loss, smoothed and of single steps.",
+            shownSetups().some(([, of]) => of.length > 1) && "Bands: ± one standard deviation over the seeds.",
             state.y === "linear" && state.metric !== "accuracy" &&
               "The first steps are above the figure: double-click it, or choose the logarithmic scale, to show all.",
             state.metric === "bits" && "Train loss is converted with the bytes per token of the val split.",
@@ -258,7 +260,8 @@
     const drawn = shownSetups();
     const traces = [
       ...(raw ? drawn.flatMap(([setup, members]) => members.flatMap((run) => faint(setup, run, key))) : []),
-      ...drawn.flatMap(([setup, members]) => line(setup, members, key, smoothing, `${text} %{y:.3~g}`)),
+      ...drawn.flatMap(([setup, members]) => line("train", setup, members, key, {
+        smoothing, quantity: `${text} %{y:.3~g}` })),
     ];
     plot(key, traces, xAxis(), { type: "linear", title: { text }, rangemode: "tozero" });
   }

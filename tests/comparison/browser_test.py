@@ -22,7 +22,7 @@ from comparison.figures import Axis, Figure, Line, Point
 from comparison.page import page
 from comparison.runs import load_run
 from tests import tiny
-from tests.comparison.made import write_evaluated
+from tests.comparison.made import read_lines, write_evaluated, write_lines, write_run
 
 pytestmark = pytest.mark.thorough
 
@@ -260,7 +260,7 @@ def test_scales_and_bits_per_byte(browser, runs):
     mean = browser.drawn("val")["chunked-0,chunked-1"]
     assert mean["y"] == pytest.approx(np.mean([column(run, "loss") for run in seeds], axis=0), rel=1e-6)
     browser.choose("metric", "Bits per byte")
-    assert browser.value("document.querySelector('#loss .ytitle').textContent") == "bits per byte"
+    assert browser.value("document.querySelector('#loss .ytitle').textContent") == "val bits per byte"
     mean = browser.drawn("val")["chunked-0,chunked-1"]
     assert mean["y"] == pytest.approx(np.mean([column(run, "bits_per_byte") for run in seeds], axis=0), rel=1e-6)
     assert list(browser.drawn("train")) == ["chunked-0,chunked-1"]
@@ -390,6 +390,32 @@ def test_a_page_that_is_watched_reloads_itself_and_keeps_the_view(browser, runs,
         assert view()["chosen"]["axis"] == "Training time"  # opened anew it is as it was made
     finally:
         browser.send("Page.removeScriptToEvaluateOnNewDocument", identifier=hook)
+
+
+def test_val_loss_is_in_front_and_bands_end_at_zero(browser, tmp_path):
+    paths = [write_run(tmp_path / "softmax", form="blockwise"), write_run(tmp_path / "cudnn", form="cudnn"),
+             write_run(tmp_path / "seed-1", form="cudnn", seed=1), write_run(tmp_path / "never", "chunked", every=0)]
+    write_lines(paths[1], [line | {"gradient_norm": 9.0} for line in read_lines(paths[1])])
+    path = tmp_path / "page.html"
+
+    def show(*paths: Path) -> str:
+        path.write_text(page(compare([load_run(run) for run in paths])))
+        browser.open(path)
+        return browser.value("document.querySelector('#loss .ytitle').textContent")
+
+    assert show(*paths[:3]) == "val loss (nats per token)"
+    looks = browser.value("document.getElementById('loss').data.map(t => [t.meta.kind, t.mode, t.opacity ?? 1])")
+    assert [look for look in looks if look[0] != "raw"] == [
+        ["train", "lines", 0.35]] * 2 + [["val", "lines+markers", 1], ["band", "lines", 1], ["val", "lines+markers", 1]]
+    assert browser.value("document.getElementById('loss').layout.yaxis.range[1]") > 1.8  # the first val loss is in it
+    band = browser.drawn("band", "gradient_norm")["cudnn,seed-1"]["y"]
+    assert (min(band), max(band)) == (0, pytest.approx(5 + 8 / 2**0.5))
+    assert browser.value("[...document.querySelectorAll('#legend .setup > :first-child')].map(e => e.textContent)") == [
+        "softmax (blockwise)", "softmax (cudnn), 2 seeds"]
+    assert show(paths[0], paths[3]) == "loss (nats per token)"
+    assert show(paths[3]) == "train loss (nats per token)"
+    assert browser.value("document.getElementById('loss').data.map(t => t.opacity ?? 1)") == [0.2, 1]
+    keep(browser, tmp_path, "train-loss")
 
 
 def test_a_run_that_was_only_evaluated_is_drawn_by_position_alone(browser, runs, tmp_path):
