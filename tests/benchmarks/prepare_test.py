@@ -8,16 +8,14 @@ import sys
 import pytest
 
 from benchmarks import prepare
-from data import sources
 
 
 def test_rows_of_the_file_and_the_table(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("some words to repeat " * 50 + "\n")
     path = tmp_path / "prepare.json"
     assert prepare.main(["--text", str(tmp_path), "--megabytes", "1", "--tokenizer", "bytes", "--rounds", "2",
-                         "--workers", "1", "--folder", str(tmp_path), "--json", str(path), "--rows", "jsonl"]) == 0
+                         "--workers", "1", "--folder", str(tmp_path), "--json", str(path)]) == 0
     contents = json.loads(path.read_text())
-    assert contents["rows"] == "jsonl"
     assert [row["ratio"] for row in contents["rounds"]] == [
         row["tiktoken_seconds"] / row["seconds"] for row in contents["rounds"]]
     assert contents["peak_bytes"] > 10e6
@@ -31,15 +29,6 @@ def test_text_is_repeated_to_the_byte(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"cd")
     prepare.repeat_text(tmp_path, tmp_path / "out", 12)
     assert (tmp_path / "out").read_bytes() == b"ab\ncdab\ncdab"
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_rows_are_the_text(tmp_path, kind):
-    (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(500)))
-    prepare.write_rows(tmp_path / "a.txt", tmp_path / f"a.{kind}")
-    found = [document.text for document in sources.open_source(str(tmp_path / f"a.{kind}")).documents()]
-    assert b"".join(found) == (tmp_path / "a.txt").read_bytes()
-    assert 400 < len(found[0]) < 500
 
 
 def test_memory_is_that_of_all_processes():
