@@ -306,6 +306,11 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for line in (headings, *rows))
 
 
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table with the same alignment."""
+    return ["| " + " | ".join(line) + " |" for line in (headings, ["---", *["---:"] * (len(headings) - 1)], *rows)]
+
+
 def origin(module: str, options: Namespace, more: Sequence[str] = ()) -> dict[str, Any]:
     """What numbers need beside them: ``device``, ``versions``, ``commit`` (of :func:`git_commit`) and ``command``.
 
@@ -334,8 +339,10 @@ def flag(meaning: str, default: Any = None, type: Callable[[str], Any] | None = 
         meaning: its help; the default is added.
         default: False makes a switch.
         type: parses its value; None: values are like the default.
-        more: further arguments of ``add_argument``.
+        more: further arguments of ``add_argument``; the ``choices`` of a tuple are those of its words.
     """
+    if isinstance(default, tuple) and "choices" in more:
+        type = names_of(more.pop("choices"))
     if default is False:
         return {"action": "store_true", "help": meaning}
     if type is None:
@@ -568,6 +575,17 @@ def positives(text: str) -> tuple[int, ...]:
 def names(text: str) -> tuple[str, ...]:
     """A flag's value: words with commas between, each of them once."""
     return tuple(dict.fromkeys(text.split(",")))
+
+
+def names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """The type of a flag whose words are among the known ones."""
+    def parse(text: str) -> tuple[str, ...]:
+        for name in names(text):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name}: expected {', '.join(known)}, or several with commas between")
+        return names(text)
+
+    return parse
 
 
 # What argparse calls them in its messages.
