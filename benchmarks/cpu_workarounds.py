@@ -33,7 +33,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import report
-from benchmarks.train_step import Size, Step, lowered_step, model_config
+from benchmarks.train_step import Size, Step, model_config, step_and_shapes
 from configs.schema import Config, ModelConfig, TrainConfig
 from kernels import cpu, device
 from models.gpt import GPT
@@ -108,8 +108,11 @@ def time_programs(program: Callable[[], str], run: Callable[[], Callable[[], Any
 
 def measure_steps(config: Config, rounds: int) -> dict[str, list[float]]:
     """Seconds of a training step."""
-    return time_programs(lambda: lowered_step(config, VOCABULARY).as_text(), lambda: Step(config, VOCABULARY), rounds,
-                         sample_seconds=0)
+    def program() -> str:
+        step, arguments = step_and_shapes(config, VOCABULARY)
+        return step.lower(*arguments).as_text()
+
+    return time_programs(program, lambda: Step(config, VOCABULARY), rounds, sample_seconds=0)
 
 
 def measure_tokens(config: ModelConfig, sampling: Sampling, rounds: int) -> dict[str, list[float]]:

@@ -1,19 +1,18 @@
-"""What a training step, a token or a kernel would take on a GPU, without one: it is compiled for the card and read.
+"""Estimates the time of a training step, a token or a kernel on a GPU, without one: it is compiled and not run.
 
     python -m benchmarks.estimate configs/gpt2_124m.py --attention chunked --model.context 65536
     python -m benchmarks.estimate configs/gpt2_124m.py --attention chunked --sampling
     python -m benchmarks.estimate --kernel linear_attention:1,8192,96,128
 
-Every launch of the compiled program takes the longest of what its bytes, its operations and a launch itself take, by
-the constants of the card (``CARDS``), and one comes after the other. The constants are from data sheets and what
-others have measured, and were never checked against this code on a card: ratios of two estimates say more than either.
-An estimate knows nothing of waits inside a kernel, of its waves, or of what stays in the cache from one launch to the
-next.
+A launch takes the longest of the times for its bytes, its operations and the launch itself, by the constants of the
+card (``CARDS``). Launches do not overlap. The constants are from data sheets and from measurements by others, and were
+never checked on a card with this code: the ratio of two estimates says more than either. An estimate does not include
+waits inside a kernel, waves of its programs, or what stays in the cache between launches.
 
-Recipe and further flags are those of ``train.py``, for one device; it is compiled as ``make gpu-check`` does, in an
-environment that this has built. ``limit`` is what no program can go below: of a step parameters, optimizer state and
-batch read and written once, and the operations that ``metrics.jsonl`` counts; of a token, at the end of the context,
-parameters in two bytes each and what is kept of the tokens before it.
+Recipe and further flags are those of ``train.py``, for one device. The program is compiled in an environment that
+``make gpu-check`` builds. ``limit`` is a lower bound for any program. Of a step it is the time to read and write
+parameters, optimizer state and batch once, or for the operations that ``metrics.jsonl`` counts. Of a token at the end
+of the context it is the time to read the parameters in two bytes each and the state of the tokens before.
 """
 
 from support import interrupts
@@ -21,13 +20,13 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
-import argparse
-import json
+import functools
 import math
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,18 +36,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks import gpu_check, memory, report, target
-from benchmarks.launches import Launch, Work, launches, pallas_kernels, read_graphed
+from benchmarks.launches import Launch, launches, pallas_kernels, read_graphed
 from benchmarks.program import read_program
 from configs.schema import Config
 from kernels import cases as op_cases
-from models import gpt
 from support.command import status
 from support.errors import BenchmarkError, ConfigError
-from support.files import write_json
 from training import accounting
 from training.step import abstract_model
 
-HEADINGS = ("launches", "count", "MB", "GFLOP", "ms", "share")
+MODULE = "benchmarks.estimate"
 ROWS = 20
 """Groups of launches that are printed."""
 BASELINE = "softmax"
@@ -94,72 +91,39 @@ CARDS = {
 """By the name of the description in ``targets``."""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Of one program."""
-
-    launches: tuple[Launch, ...]
-    argument_bytes: int
-    output_bytes: int
-    peak_bytes: int
-    """Memory, as the compiler plans it."""
-
-    def seconds(self, card: Card) -> float:
-        """All launches, one after the other."""
-        return sum(launch.count * card.seconds(launch) for launch in self.launches)
-
-    @property
-    def count(self) -> int:
-        """Of launches."""
-        return sum(launch.count for launch in self.launches)
-
-    @property
-    def memory_bytes(self) -> int:
-        """That are read and written."""
-        return sum(launch.count * launch.work.memory for launch in self.launches)
-
-    @property
-    def operations(self) -> int:
-        """Of products."""
-        return sum(launch.count * sum(launch.work.operations.values()) for launch in self.launches)
-
-
-def estimate_elsewhere(case: Mapping[str, Any], python: str) -> Estimate:
-    """The estimate of a program, compiled in a process of its own by a Python that can.
-
-    Raises:
-        BenchmarkError: it cannot be compiled; the message says why.
-    """
-    found = report.in_process("benchmarks.estimate", case, python=python)
-    if "error" in found:
-        raise BenchmarkError(f"it cannot be compiled: {found['error']}")
-    read = [Launch(**launch | {"work": Work(**launch["work"])}) for launch in found.pop("launches")]
-    return Estimate(tuple(read), **found)
-
-
-def estimate_here(case: Mapping[str, Any]) -> Estimate:
-    """The same in this process."""
-    gpu = target.Target(case["card"])
+def answer(case: Mapping[str, Any]) -> dict[str, Any]:
+    """What a process for a case answers: the estimate of its program, with the launches in groups."""
+    gpu, card = target.Target(case["card"]), CARDS[case["card"]]
     traced = trace(gpu, case)
     with tempfile.TemporaryDirectory() as folder:
         compiled = gpu.compile(traced, Path(folder))
         graphed = read_graphed(Path(folder))
     text, planned = compiled.as_text(), compiled.memory_analysis()
     if text is None or planned is None:
-        raise BenchmarkError("the compiler does not say what it made")
-    return Estimate(tuple(launches(read_program(text), pallas_kernels(traced.jaxpr), graphed)),
-                    planned.argument_size_in_bytes, planned.output_size_in_bytes,
-                    planned.argument_size_in_bytes + planned.output_size_in_bytes - planned.alias_size_in_bytes
-                    + planned.temp_size_in_bytes)
+        raise BenchmarkError("the compiler does not report the program")
+    rows = grouped(launches(read_program(text), pallas_kernels(traced.jaxpr), graphed), card)
+    return {"ms": sum(row["ms"] for row in rows), "launches": sum(row["count"] for row in rows),
+            "bytes": sum(row["bytes"] for row in rows), "operations": sum(row["operations"] for row in rows),
+            "peak_bytes": report.peak_bytes(compiled), "rows": rows,
+            "argument_bytes": planned.argument_size_in_bytes, "output_bytes": planned.output_size_in_bytes}
+
+
+def grouped(found: Iterable[Launch], card: Card) -> list[dict[str, Any]]:
+    """Sums over the launches of each group, the longest first."""
+    groups: dict[str, dict[str, Any]] = {}
+    for launch in found:
+        row = groups.setdefault(launch.group, {"group": launch.group, "count": 0, "bytes": 0, "operations": 0, "ms": 0})
+        for name, of_one in (("count", 1), ("bytes", launch.work.memory),
+                             ("operations", sum(launch.work.operations.values())), ("ms", 1e3 * card.seconds(launch))):
+            row[name] += launch.count * of_one
+    return sorted(groups.values(), key=lambda row: -row["ms"])
 
 
 def trace(gpu: target.Target, case: Mapping[str, Any]) -> jax.stages.Traced:
     """The program of a case: a kernel, a token or a training step."""
     if "kernel" in case:
         return trace_call(gpu, parse_call(case["kernel"]))
-    config = Config.from_dict(case["config"])
-    with gpu.tracing():
-        config = replace(config, model=gpt.resolve_config(config.model))
+    config = gpu.load_config(case["config"])
     if case["sampling"]:
         return gpu_check.trace_token(gpu, config.model, case["vocabulary"])
     return gpu.trace_step(config, case["vocabulary"])
@@ -207,10 +171,15 @@ def trace_call(gpu: target.Target, call: Call) -> jax.stages.Traced:
     return gpu.trace(passes, *[jax.ShapeDtypeStruct(call.shape, jnp.bfloat16)] * 4)
 
 
-def check_fits(found: Estimate, card: str, config: Config, *, sampling: bool = False) -> None:
-    """Raises :class:`ConfigError` where a program needs more memory than a card has."""
-    has = memory.MOST_SHARE * memory.CARDS[card] * 2**20
-    if found.peak_bytes <= has:
+def missing_bytes(peak: int, card: str) -> float:
+    """By how much a program exceeds the memory of a card; negative if it fits."""
+    return peak - memory.MOST_SHARE * memory.CARDS[card] * 2**20
+
+
+def check_fits(peak: int, card: str, config: Config, *, sampling: bool = False) -> None:
+    """Raises :class:`ConfigError` if a program needs more memory than a card has."""
+    missing = missing_bytes(peak, card)
+    if missing <= 0:
         return
     flags = []
     if config.train.batch_size > config.train.accumulate and not sampling:
@@ -219,118 +188,38 @@ def check_fits(found: Estimate, card: str, config: Config, *, sampling: bool = F
         less = "names" if config.train.remat == "none" else "block"
         flags.append(f"--train.remat {less} keeps less of each layer")
     raise ConfigError(
-        f"it needs {found.peak_bytes / 2**30:,.1f} GiB, and of a card {card} a program may take {has / 2**30:,.1f}: "
-        f"{(found.peak_bytes - has) / 2**30:,.1f} GiB are missing; "
+        f"the program needs {peak / 2**30:,.1f} GiB, and may take {(peak - missing) / 2**30:,.1f} on a card {card}: "
+        f"{missing / 2**30:,.1f} GiB are missing; "
         + (", ".join(flags) or "a shorter --model.context or a smaller model needs less"))
 
 
-def grouped(found: Estimate, card: Card) -> list[tuple[str, int, int, int, float]]:
-    """Group, launches, bytes, operations and seconds, those that take longest first."""
-    groups: dict[str, tuple[str, int, int, int, float]] = {}
-    for launch in found.launches:
-        name, count, moved, operations, seconds = groups.get(launch.group, (launch.group, 0, 0, 0, 0.0))
-        groups[launch.group] = (name, count + launch.count, moved + launch.count * launch.work.memory,
-                                operations + launch.count * sum(launch.work.operations.values()),
-                                seconds + launch.count * card.seconds(launch))
-    return sorted(groups.values(), key=lambda group: -group[-1])
+def describe_call(call: Call, found: Mapping[str, Any], card: Card) -> tuple[list[str], dict[str, Any]]:
+    """Lines about the estimate of a call, and what the file has beside it."""
+    passes, least = found["bytes"] / call.q_bytes, LEAST_PASSES * call.q_bytes / card.memory * 1e3
+    return [f"bfloat16: {found['ms']:,.3f} ms, {found['launches']:,} launches, {passes:.1f} passes over memory, each "
+            f"of {call.q_bytes / 1e6:,.1f} MB, the size of q", f"limit: {least:,.3f} ms, {LEAST_PASSES} passes"
+            ], {"passes": passes, "limit": {"bytes": LEAST_PASSES * call.q_bytes, "ms": least}}
 
 
-def print_table(found: Estimate, card: Card) -> None:
-    """The groups of launches that take longest, and the others in one row."""
-    groups, whole = grouped(found, card), found.seconds(card)
-    rest = groups[ROWS:]
-    if rest:
-        _, counts, moved, operations, seconds = zip(*rest, strict=True)
-        groups[ROWS:] = [(f"{len(rest)} others", sum(counts), sum(moved), sum(operations), sum(seconds))]
-    print(report.table(HEADINGS, [
-        [name, f"{count:,}", f"{moved / 1e6:,.1f}", f"{operations / 1e9:,.1f}", f"{seconds * 1e3:,.3f}",
-         f"{seconds / whole:.1%}"] for name, count, moved, operations, seconds in groups]))
-
-
-def command(arguments: Sequence[str]) -> int:
-    """Compiles what the flags say, and prints what it would take."""
-    options, more = _options(arguments)
-    if options.case is not None:
-        # One line of JSON is the last of what this prints.
-        print(json.dumps(asdict(estimate_here(json.loads(options.case)))))
-        return 0
-    gpu = target.Target(options.card)
-    if options.card not in CARDS:
-        raise ConfigError(f"--card {options.card}: benchmarks/estimate.py has no constants for it; it has those of "
-                          + ", ".join(CARDS))
-    report.check_output(options.json)
-    # What cannot be run is told before the environment that may be missing.
-    config = None if options.kernel is not None else memory.parse(more, gpu)
-    call = None if options.kernel is None else parse_call(options.kernel)
-    python = target.find_python()
-    version = jax.__version__ if python == sys.executable else Path(python).parents[1].name
-    print(f"an estimate, no measurement: {gpu.kind} at {CARDS[options.card]}; jax {version}, "
-          f"XLA_FLAGS {os.environ.get('XLA_FLAGS') or 'none'}", flush=True)
-    if call is not None:
-        found, more_told = estimate_call(call, options, python)
-    else:
-        assert config is not None
-        found, more_told = estimate_program(config, gpu, options, python)
-    print_table(found, CARDS[options.card])
-    if options.json is not None:
-        card = CARDS[options.card]
-        write_json(options.json, report.origin("benchmarks.estimate", options, more) | {
-            "card": options.card, "constants": asdict(card), "jax": version, "ms": found.seconds(card) * 1e3,
-            "launches": found.count, "bytes": found.memory_bytes, "operations": found.operations,
-            "peak_bytes": found.peak_bytes, **more_told,
-            "rows": [{"group": group, "count": count, "bytes": moved, "operations": operations, "ms": seconds * 1e3}
-                     for group, count, moved, operations, seconds in grouped(found, card)]})
-    return 0
-
-
-def estimate_call(call: Call, options: argparse.Namespace, python: str) -> tuple[Estimate, dict[str, Any]]:
-    """The estimate of a call, printed, and what the file has beside it."""
+def describe_program(config: Config, found: Mapping[str, Any], gpu: target.Target, options: Namespace,
+                     vocabulary: int) -> tuple[list[str], dict[str, Any]]:
+    """The same for a step or a token."""
     card = CARDS[options.card]
-    status("compiling …")
-    found = estimate_elsewhere({"card": options.card, "kernel": options.kernel}, python)
-    passes, least = found.memory_bytes / call.q_bytes, LEAST_PASSES * call.q_bytes / card.memory
-    print(f"{options.kernel}, bfloat16: {found.seconds(card) * 1e3:,.3f} ms, {found.count:,} launches, {passes:.1f} "
-          f"passes over memory, each of {call.q_bytes / 1e6:,.1f} MB, the size of q")
-    print(f"limit: {least * 1e3:,.3f} ms, {LEAST_PASSES} passes")
-    return found, {"passes": passes, "limit": {"bytes": LEAST_PASSES * call.q_bytes, "ms": least * 1e3}}
-
-
-def estimate_program(config: Config, gpu: target.Target, options: argparse.Namespace,
-                     python: str) -> tuple[Estimate, dict[str, Any]]:
-    """The estimate of a step or a token, printed with that of softmax, and what the file has beside it.
-
-    Raises:
-        ConfigError: it does not fit the card.
-    """
-    card = CARDS[options.card]
-    vocabulary = options.vocabulary or memory.vocabulary_size(config)
-    case = {"card": options.card, "sampling": options.sampling, "config": config.to_dict(), "vocabulary": vocabulary}
-    status("compiling …")
-    found = estimate_elsewhere(case, python)
-    check_fits(found, options.card, config, sampling=options.sampling)
     what = "a token of one sample" if options.sampling else (
         f"a step of {config.train.batch_size} × {config.model.context:,} tokens, remat {config.train.remat}")
-    print(f"{','.join(config.model.attention)} attention, {config.model.dtype}, {what}: "
-          f"{found.seconds(card) * 1e3:,.3f} ms, {found.count:,} launches, {found.memory_bytes / 1e9:,.2f} GB, "
-          f"{found.operations / 1e12:,.3f} TFLOP")
     parameters, cache_bytes = count_parameters(gpu, config, vocabulary)
-    least = (2 * parameters + cache_bytes) if options.sampling else found.argument_bytes + found.output_bytes
-    needed = 2.0 * parameters if options.sampling else config.train.batch_size * config.model.context * (
-        accounting.flops_per_token(config.to_dict(), {"parameters": parameters}) or 0.0)
-    limit = max(least / card.memory, needed / card.operations["bf16"])
-    print(f"limit: {limit * 1e3:,.3f} ms: {least / 1e9:,.2f} GB, {needed / 1e12:,.3f} TFLOP")
-    told: dict[str, Any] = {"model": config.to_dict()["model"], "train": config.to_dict()["train"],
-                            "limit": {"bytes": least, "operations": needed, "ms": limit * 1e3}}
-    if config.model.attention != (BASELINE,):
-        status(f"compiling {BASELINE} …")
-        other_model = replace(config.model, attention=(BASELINE,), modes={})
-        other = estimate_elsewhere(case | {"config": replace(config, model=other_model).to_dict()}, python)
-        seconds = other.seconds(card)
-        short = other.peak_bytes - memory.MOST_SHARE * memory.CARDS[options.card] * 2**20
-        print(f"{BASELINE}: {seconds * 1e3:,.3f} ms, {seconds / found.seconds(card):.2f} times as long"
-              + (f", if it fitted: {short / 2**30:,.1f} GiB are missing" if short > 0 else ""))
-        told[BASELINE] = {"ms": seconds * 1e3, "launches": other.count, "peak_bytes": other.peak_bytes}
-    return found, told
+    if options.sampling:
+        least, needed = 2 * parameters + cache_bytes, 2.0 * parameters
+    else:
+        least = found["argument_bytes"] + found["output_bytes"]
+        needed = config.train.batch_size * config.model.context * (
+            accounting.flops_per_token(config.to_dict(), {"parameters": parameters}) or 0.0)
+    limit = 1e3 * max(least / card.memory, needed / card.operations["bf16"])
+    return [f"{','.join(config.model.attention)} attention, {config.model.dtype}, {what}: {found['ms']:,.3f} ms, "
+            f"{found['launches']:,} launches, {found['bytes'] / 1e9:,.2f} GB, {found['operations'] / 1e12:,.3f} TFLOP",
+            f"limit: {limit:,.3f} ms: {least / 1e9:,.2f} GB, {needed / 1e12:,.3f} TFLOP"], {
+        "model": config.to_dict()["model"], "train": config.to_dict()["train"],
+        "limit": {"bytes": least, "operations": needed, "ms": limit}}
 
 
 def count_parameters(gpu: target.Target, config: Config, vocabulary: int) -> tuple[int, int]:
@@ -342,30 +231,59 @@ def count_parameters(gpu: target.Target, config: Config, vocabulary: int) -> tup
             sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)))
 
 
-def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.estimate", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="python -m benchmarks.estimate RECIPE [flags below] [flags of train.py]\n"
-              "       python -m benchmarks.estimate --kernel OP:B,T,H,D [flags below]")
-    parser.add_argument("--card", default="h200", help="card with a description in benchmarks/targets (%(default)s)")
-    parser.add_argument("--kernel", metavar="OP:B,T,H,D", help="one call of an op, such as linear_attention")
-    parser.add_argument("--sampling", action="store_true", help="one token of one sample")
-    parser.add_argument("--vocabulary", type=report.positive,
-                        help="tokens in the vocabulary (the token files', else the tokenizer's)")
-    parser.add_argument("--json", type=Path, help="file to write")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    options, more = parser.parse_known_args(arguments)
-    if options.case is None and options.kernel is None and (not more or more[0].startswith("-")):
-        parser.error("which recipe? It comes before the flags of train.py")
-    if options.kernel is not None and (more or options.sampling):
-        parser.error("--kernel is of one call: it takes neither a recipe nor --sampling")
-    return options, more
+def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The groups of launches that take longest, and the others in one line."""
+    whole, rest = sum(row["ms"] for row in rows), rows[ROWS:]
+    others: list[dict[str, Any]] = [{"group": f"{len(rest)} others"} | {
+        name: sum(row[name] for row in rest) for name in ("count", "bytes", "operations", "ms")}] * bool(rest)
+    return [[row["group"], f"{row['count']:,}", f"{row['bytes'] / 1e6:,.1f}", f"{row['operations'] / 1e9:,.1f}",
+             f"{row['ms']:,.3f}", f"{row['ms'] / whole:.1%}"] for row in (*rows[:ROWS], *others)]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`benchmarks.report.run_benchmark`."""
-    return report.run_benchmark("benchmarks.estimate", command, arguments)
+@functools.partial(
+    report.Benchmark, module=MODULE, passes_on=True, answer=answer, tables=report.Table(
+        ("launches", "count", "MB", "GFLOP", "ms", "share"), lines),
+    flags={"card": report.flag("card with a description in benchmarks/targets", "h200", choices=tuple(CARDS)),
+           "kernel": report.flag("one call of an op, in place of a recipe", metavar="OP:B,T,H,D"),
+           "sampling": report.flag("one token of one sample", False), "vocabulary": target.VOCABULARY_FLAG})
+def main(options: Namespace, results: report.Results) -> None:
+    """Compiles a program and estimates its time."""
+    gpu, card = target.Target(options.card), CARDS[options.card]
+    call = config = None
+    if options.kernel is not None:
+        if options.words or options.sampling:
+            raise ConfigError("--kernel estimates one call of an op: it takes neither a recipe nor --sampling")
+        call = parse_call(options.kernel)
+    else:
+        config = target.parse_recipe(options.words, gpu)
+    python = target.find_python()
+    version = jax.__version__ if python == sys.executable else Path(python).parents[1].name
+    told = [f"an estimate, no measurement: {gpu.kind} at {card}; jax {version}, "
+            f"XLA_FLAGS {os.environ.get('XLA_FLAGS') or 'none'}"]
+    case: dict[str, Any] = {"card": options.card}
+    status("compiling …")
+    if call is not None:
+        found = target.compile_elsewhere(MODULE, case | {"kernel": options.kernel})
+        text, more = describe_call(call, found, card)
+    else:
+        assert config is not None
+        vocabulary = options.vocabulary or target.vocabulary_size(config)
+        case |= {"sampling": options.sampling, "vocabulary": vocabulary}
+        found = target.compile_elsewhere(MODULE, case | {"config": config.to_dict()})
+        check_fits(found["peak_bytes"], options.card, config, sampling=options.sampling)
+        text, more = describe_program(config, found, gpu, options, vocabulary)
+        if config.model.attention != (BASELINE,):
+            status(f"compiling {BASELINE} …")
+            model = replace(config.model, attention=(BASELINE,), modes={})
+            other = target.compile_elsewhere(MODULE, case | {"config": replace(config, model=model).to_dict()})
+            missing = missing_bytes(other["peak_bytes"], options.card)
+            text.append(f"{BASELINE}: {other['ms']:,.3f} ms, {other['ms'] / found['ms']:.2f} times as long"
+                        + (f", if it fitted: {missing / 2**30:,.1f} GiB are missing" if missing > 0 else ""))
+            more[BASELINE] = {name: other[name] for name in ("ms", "launches", "peak_bytes")}
+    results.heading = "\n".join([*told, *text])
+    results.more = {"card": options.card, "constants": asdict(card), "jax": version, **more} | {
+        name: value for name, value in found.items() if name != "rows"}
+    results.add(*found["rows"])
 
 
 if __name__ == "__main__":

@@ -391,7 +391,9 @@ class Results:
         self.remarks: list[str] = []
         """Lines below the tables."""
         self.model = ""
-        """What is named behind the device, such as the number format."""
+        """What is named behind the device, such as the dtype."""
+        self.heading = ""
+        """What is printed above the tables in place of the device."""
         self.text = ""
         """What is printed in place of tables."""
         self._module, self._options, self._positional = module, options, positional
@@ -500,10 +502,10 @@ class Benchmark:
             group: [row for row in first if getattr(row, self.by) == group]
             for group in dict.fromkeys(getattr(row, self.by) for row in first)}
         title = f"{', '.join(filter(None, (self.title, results.model)))} on {device}"
-        print(results.text or "; ".join(filter(None, (device, results.model))))
+        print(results.text or results.heading or "; ".join(filter(None, (device, results.model))))
         told, *more = tables.values()
         for group, rows in groups.items():
-            if not results.text:
+            if rows and not results.text:
                 print(f"\n{group}\n" * bool(group) + table(told.headings, told.lines(rows)))
             if picture is not None and self.panels is not None and has_matplotlib():
                 path = picture if len(groups) == 1 else picture.with_stem(f"{picture.stem}-{group}")

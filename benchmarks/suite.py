@@ -186,8 +186,8 @@ def summarize(out: Path, outcomes: Mapping[str, Outcome], quick: bool = False) -
                               "–" if target.published is None else f"{target.published:.4g}"])
     headings = ("figure (milliseconds; over fla: ratio)", "measured", "target", "met", "published")
     text = [f"# {origin['device']}", "",
-            f"jax {origin['versions'].get('jax', '?')}, commit {git_commit()}. Targets are for an H200, published times "
-            "from an H100. Times are medians; the JSON files have every sample.", "",
+            f"jax {origin['versions'].get('jax', '?')}, commit {git_commit()}. Targets are for an H200, published "
+            "times from an H100. Times are medians; the JSON files have every sample.", "",
             *(("Tiny sizes (`--quick`): the figures say nothing about speed.", "") if quick else ()),
             *report.markdown(headings, lines), "",
             *report.markdown(("step", "seconds", "ended"), [
@@ -226,6 +226,7 @@ def main(options: Namespace, _: report.Results) -> int:
     wanted = [step for step in STEPS.values() if step.name in options.only
               and not (options.quick and step.module == "tune")]
     outcomes: dict[str, Outcome] = {}
+    table = ""
     for i, step in enumerate(wanted):
         left = 60 * options.minutes - (time.monotonic() - start)
         share = left * step.weight / sum(later.weight for later in wanted[i:])

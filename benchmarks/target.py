@@ -1,4 +1,4 @@
-"""Compiling for a GPU that is not there: what ``make gpu-check`` and ``benchmarks.memory`` are made of.
+"""Compiling for a GPU on a machine without one, for ``gpu_check``, ``memory`` and ``estimate``.
 
 XLA needs no driver and no card to compile for one, only its description (``targets/NAME.txtpb``), jax's CUDA plug-in
 and NVIDIA's assembler, which ``scripts/gpu_check.sh`` installs into environments of their own, ``.venv-gpu/VERSION``.
@@ -7,46 +7,39 @@ and NVIDIA's assembler, which ``scripts/gpu_check.sh`` installs into environment
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
+from benchmarks import report
+from benchmarks.train_step import step_and_shapes
 from configs.schema import Config
-from data.loader import Batch
-from support.errors import ConfigError
-from training.optimizer import decay_mask, make_optimizer
-from training.step import abstract_model, initial_state, jit_step, make_train_step
+from models import gpt
+from support.errors import BenchmarkError, ConfigError, DataError
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".venv-gpu"
 TARGETS = Path(__file__).parent / "targets"
 PLUGIN = "jax_plugins.xla_cuda13"
+VOCABULARIES = {"gpt2": 50_257, "bytes": 257}
+"""Sizes of the tokenizers whose files may be missing."""
+VOCABULARY_FLAG = report.flag("tokens in the vocabulary (those of the token files or of the tokenizer)",
+                              type=report.positive)
 REMEDY = "`make gpu-check` builds an environment that can"
 
 
 class Target:
-    """A GPU that programs are compiled for.
-
-    Args:
-        name: of a file in ``targets``.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
+    """A GPU that programs are compiled for; ``name`` is that of a file in ``targets``."""
 
     def __init__(self, name: str = "h200"):
-        path = TARGETS / f"{name}.txtpb"
-        if not path.exists():
-            names = ", ".join(sorted(path.stem for path in TARGETS.glob("*.txtpb")))
-            raise ConfigError(f"there is no description of a GPU {name!r}; there are: {names}")
-        self.description = path.read_text()
+        self.description = (TARGETS / f"{name}.txtpb").read_text()
         # Otherwise the plug-in looks for a card and its driver as soon as jax is used.
         jax.config.update("jax_platforms", "cpu")
 
@@ -85,16 +78,17 @@ class Target:
         with self.tracing():
             return function.trace(*arguments)
 
+    def load_config(self, values: dict[str, Any]) -> Config:
+        """A config from its dictionary, with the defaults of this GPU."""
+        config = Config.from_dict(values)
+        with self.tracing():
+            return replace(config, model=gpt.resolve_config(config.model))
+
     def trace_step(self, config: Config, vocabulary_size: int) -> jax.stages.Traced:
         """The training step of a config on one device, as ``train.py`` makes it, yet to be compiled."""
         with self.tracing():
-            model = abstract_model(config, vocabulary_size)
-            transform = make_optimizer(config.optimizer, decay_mask(model))
-            state = jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform))
-            step = jit_step(make_train_step(model, config, transform), model, deterministic=config.train.deterministic)
-        tokens_BT = jax.ShapeDtypeStruct((config.train.batch_size, config.model.context), jnp.int32)
-        return self.trace(step, state, Batch(tokens_BT, tokens_BT),  # pyright: ignore[reportArgumentType]
-                          jax.ShapeDtypeStruct((), jnp.float32))
+            step, arguments = step_and_shapes(config, vocabulary_size)
+        return self.trace(step, *arguments)
 
     def compile(self, traced: jax.stages.Traced, dump: Path | None = None, **flags: bool) -> jax.stages.Compiled:
         """What :meth:`trace` gave, compiled.
@@ -160,6 +154,54 @@ def find_python() -> str:
                           f"{REMEDY}, after it the same command works")
     best = max(built, key=lambda folder: (folder.name == jax.__version__, _numbers(folder.name)))
     return str(best / "bin" / "python")
+
+
+def compile_elsewhere(module: str, case: Mapping[str, Any]) -> dict[str, Any]:
+    """What a benchmark answers for a case, in a process of its own with the Python of :func:`find_python`.
+
+    Raises:
+        BenchmarkError: the program cannot be compiled; the message says why.
+    """
+    found = report.in_process(module, case, python=find_python())
+    if "error" in found:
+        raise BenchmarkError(f"the program cannot be compiled: {found['error']}")
+    return found
+
+
+def parse_recipe(words: Sequence[str], gpu: Target) -> Config:
+    """The config of train.py's command line, validated for a GPU.
+
+    Raises:
+        ConfigError: the command line is wrong, or asks for more than one device.
+    """
+    import train  # requires packages that the environments for compiling lack
+
+    with gpu.tracing():
+        config = train.parse(words).config
+    for axis in ("data", "fsdp", "tensor", "context"):
+        if getattr(config.mesh, axis) not in ((1, -1) if axis == "data" else (1,)):
+            raise ConfigError(f"mesh.{axis} is {getattr(config.mesh, axis)}; expected 1: the program is compiled for "
+                              "one device, so give it the share of the batch of one device")
+    return config
+
+
+def vocabulary_size(config: Config) -> int:
+    """The vocabulary size of the token files if they are prepared, else of the tokenizer.
+
+    Raises:
+        ConfigError: the tokenizer does not exist or cannot be read.
+    """
+    from data import tokenizers
+    from data.token_files import TokenFiles
+
+    if config.data.dir is not None and Path(config.data.dir, "meta.json").exists():
+        return TokenFiles.open(Path(config.data.dir)).vocabulary_size
+    name = config.data.tokenizer
+    try:
+        return VOCABULARIES[name] if name in VOCABULARIES else tokenizers.load(name).n_vocab
+    except DataError as error:
+        raise ConfigError(f"the tokenizer {name} is not on this machine; give its vocabulary size: "
+                          "--vocabulary N") from error
 
 
 def _numbers(version: str) -> tuple[int, ...]:

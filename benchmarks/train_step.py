@@ -141,7 +141,8 @@ class Step:
         tokens = np.random.default_rng(0).integers(0, vocabulary_size, shape, dtype=np.int32)
         self._batch = Batch(*jax.device_put(tuple(tokens)))
         self._learning_rate = jnp.float32(config.optimizer.learning_rate)
-        lowered = lowered_step(config, vocabulary_size)
+        step, arguments = step_and_shapes(config, vocabulary_size)
+        lowered = step.lower(*arguments)
         start = time.monotonic()
         self._compiled = lowered.compile()
         self.compile_seconds = time.monotonic() - start
@@ -150,7 +151,7 @@ class Step:
         limit = report.device_memory()
         if self.peak_bytes is not None and limit is not None and self.peak_bytes > limit:
             raise MemoryError(f"needs {self.peak_bytes / 2**30:.1f} GiB, the device has {limit / 2**30:.1f}")
-        self._state = like_new(initial_shapes(config, vocabulary_size))
+        self._state = like_new(arguments[0])
 
     def __call__(self) -> StepMetrics:
         """Starts one update; its metrics."""
@@ -158,20 +159,14 @@ class Step:
         return metrics
 
 
-def lowered_step(config: Config, vocabulary_size: int) -> jax.stages.Lowered:
-    """The training step of a config, before it is compiled."""
-    shape = config.train.batch_size, config.model.context
-    batch = jax.eval_shape(lambda: Batch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32)))
+def step_and_shapes(config: Config, vocabulary_size: int) -> tuple[jax.stages.Wrapped, tuple[TrainState, Batch, Any]]:
+    """The training step of a config under ``jax.jit``, and the shapes of its arguments."""
     model = abstract_model(config, vocabulary_size)
-    step = make_train_step(model, config, make_optimizer(config.optimizer, decay_mask(model)))
-    return jit_step(step, model, deterministic=config.train.deterministic).lower(
-        initial_shapes(config, vocabulary_size), batch, jax.ShapeDtypeStruct((), jnp.float32))
-
-
-def initial_shapes(config: Config, vocabulary_size: int) -> TrainState:
-    """The shapes of what a run begins with."""
-    transform = make_optimizer(config.optimizer, decay_mask(abstract_model(config, vocabulary_size)))
-    return jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform))
+    transform = make_optimizer(config.optimizer, decay_mask(model))
+    step = jit_step(make_train_step(model, config, transform), model, deterministic=config.train.deterministic)
+    tokens_BT: Any = jax.ShapeDtypeStruct((config.train.batch_size, config.model.context), jnp.int32)
+    state = jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform))
+    return step, (state, Batch(tokens_BT, tokens_BT), jax.ShapeDtypeStruct((), jnp.float32))
 
 
 def like_new(shapes: TrainState) -> TrainState:

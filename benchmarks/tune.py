@@ -376,8 +376,9 @@ def main(options: Namespace, results: report.Results) -> None:
         raise ConfigError(f"{MODULE} requires a GPU: on a {device.platform()} the kernel is interpreted, and its time "
                           "is meaningless")
     report.check_output(out, "--out")
-    wanted = [tuning.default_row(device.kind(), *map(int, widths.split("x")), dtype, length)
-              for dtype in options.dtypes for length in options.lengths for widths in options.widths]
+    wanted = [tuning.default_row(device.kind(), int(M), int(D), dtype, length)
+              for dtype in options.dtypes for length in options.lengths
+              for M, D in (widths.split("x") for widths in options.widths)]
     table = {row[:5]: row for row in _read(out)}
     origin = {name: results.origin[name] for name in ("versions", "commit", "command")}
     for i, default in enumerate(wanted):
