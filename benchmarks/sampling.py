@@ -1,26 +1,23 @@
-"""Time to draw one token after a short and a long text: does sampling slow down as it goes?
+"""Time to draw a token after a short and after a long text.
 
     python -m benchmarks.sampling --positions 1024,8192 --modes softmax,chunked --json sampling.json
     python -m benchmarks.sampling --sizes 124M,1558M --positions 1024,16384,65536,524288 --batches 1,32 --picture s.png
     python -m benchmarks.sampling --recipe configs/quickstart.py --batches 1,16 --prompt 16384 --peer transformers
 
-Through the sampler that ``sample.py`` uses, from models without positions, which go on for ever. What decoding keeps of
-the text before is filled with random numbers: no text is read. Every sample is of the same 128 tokens, from the
-position on. A size is one of GPT-2's, with softplus features; without ``--sizes`` the model is that of ``--width``,
-``--layers``, ``--heads`` and ``--vocabulary``, or that of ``--recipe``, with its own positions. The modes take turns,
-and so do positions where they all fit into memory; figures are medians.
+The sampler is that of ``sample.py``. The models have no positions, so that no text is too long. The cache is filled
+with random numbers, and no text is read. Every sample is of the same 128 tokens after the position. A size is one of
+GPT-2's, with softplus features. Without ``--sizes`` the model is that of ``--width``, ``--layers``, ``--heads`` and
+``--vocabulary``, or that of ``--recipe``, with its own positions. The modes take turns, and so do the positions if all
+fit into memory together. Figures are medians.
 
-``bandwidth`` is the share of the memory's bandwidth, by data sheet, that reading what a token needs takes: every
-parameter once, in the number format of the products, and the state, or the keys and values that are filled, of each
-sequence. ``× first position`` is the time at a position over that of the same mode at the first position named: 1 where
-the cost does not grow with what was drawn before; ``× first batch`` the tokens a second over those of the same mode at
+``bandwidth`` is the share of the memory bandwidth, by data sheet, that a token needs for reading every parameter once,
+in the dtype of the products, and the state or the filled keys and values of each sequence. ``× first position`` is the
+time over that of the same mode at the first position named. ``× first batch`` is the tokens per second over those at
 the first batch named. A case that does not fit into memory is a row with ``error``.
 
-``--prompt N`` adds, for each mode, the time to read N tokens, against that to draw as many, which go through the model
-one by one; and on a CPU what the host adds to a token. A call draws ``TOKENS_PER_CALL`` tokens: by how much it takes
-longer than a call that draws one is the time of the steps alone, and the rest of it the host's. ``--peer transformers``
-times softmax GPT-2 of the same size as the package ``transformers`` samples from it, in this Python or, with
-``--peer-python``, in another that has it and torch.
+``--prompt N`` adds, for each mode, the time to read N tokens against that to draw as many. ``--peer transformers``
+times softmax GPT-2 of the same size in the package ``transformers``, in this Python or, with ``--peer-python``, in
+another one that has it and torch.
 """
 
 from support import interrupts
@@ -47,7 +44,6 @@ from flax import nnx
 from benchmarks import picture, report
 from benchmarks.train_step import CASE_SECONDS, SIZE_FLAGS, model_config, sizes
 from configs.schema import ModelConfig, load_recipe
-from kernels import device
 from models import gpt
 from models.gpt import GPT
 from sampling.sampler import TOKENS_PER_CALL, Memory, Sampler, Sampling
@@ -92,7 +88,7 @@ class Row(report.Row):
 
 @dataclass
 class PromptRow:
-    """One mode reading a prompt, and what the host adds to the tokens drawn after one."""
+    """One mode reading a prompt."""
 
     mode: str
     tokens: int
@@ -103,12 +99,6 @@ class PromptRow:
     """To draw as many."""
     ratio: float | None = None
     """How many times as fast the chunks are."""
-    step_milliseconds: float | None = None
-    """Of one token on the device, after a short prompt; of a CPU alone, as the host's."""
-    host_milliseconds: float | None = None
-    """Of one token beside."""
-    host_share: float | None = None
-    """The host's time over that of the step."""
     error: str | None = None
 
     @property
@@ -126,9 +116,7 @@ TABLES = {
         ("× first position", "ratio", ".2f"), ("× first batch", "batch_ratio", ".2f")),
     "prompts": report.columns(
         SIZE, ("mode", "mode", ""), ("prompt", "tokens", ","), ("s", "seconds", ".3f"),
-        ("s one by one", "one_by_one_seconds", ".2f"), ("times as fast", "ratio", ".1f"),
-        ("ms/step", "step_milliseconds", ".3f"), ("host's ms", "host_milliseconds", ".3f"),
-        ("share", "host_share", ".1%"))}
+        ("s one by one", "one_by_one_seconds", ".2f"), ("times as fast", "ratio", ".1f"))}
 
 
 def bytes_read(model: GPT, position: int, batch: int) -> int:
@@ -233,43 +221,26 @@ def measure(samplers: Mapping[str, Sampler], positions: Sequence[int], batch: in
         yield [row for row, _ in cases.values()]
 
 
-def measure_prompt(sampler: Sampler, mode: str, tokens: int, repeats: int, *, size: str | None = None) -> PromptRow:
-    """Reading a prompt of so many tokens, and the host's part of drawing."""
+def measure_prompt(sampler: Sampler, mode: str, tokens: int, *, size: str | None = None) -> PromptRow:
+    """Reading a prompt of so many tokens."""
     row = PromptRow(mode, tokens, size)
-    if device.platform() == "cpu":  # elsewhere a call for one token draws as many as the others
-        step, host = _step_and_host(sampler, repeats)
-        row.step_milliseconds, row.host_milliseconds, row.host_share = 1e3 * step, 1e3 * host, host / step
     try:
         prompt_T = np.random.default_rng(0).integers(sampler.model.vocab_size, size=tokens)
         row.seconds = median(report.time_by_turns({mode: lambda: sampler.encode(prompt_T, reserve=1)},
                                                   report.LEAST_SAMPLES, sample_seconds=0)[mode])
         sampler.warm_up(1, tokens)
-        row.one_by_one_seconds = sum(_timed(sampler, prompt_T[:1], tokens))
+        row.one_by_one_seconds = _draw_seconds(sampler, tokens)
         row.ratio = row.one_by_one_seconds / row.seconds
     except (ConfigError, MemoryError, jax.errors.JaxRuntimeError) as error:
         row.error = report.reason(error)
     return row
 
 
-def _step_and_host(sampler: Sampler, repeats: int) -> tuple[float, float]:
-    """Seconds of a token on the device, and those that the host adds to it, from calls of one token and of many."""
-    prompt_T = np.zeros(1, np.int64)
-    one, many = [], []
-    for _ in range(repeats + 1):
-        _, *whole, last = _timed(sampler, prompt_T, CALLS_PER_SAMPLE * TOKENS_PER_CALL + 1)
-        many.append(median(whole))
-        one.append(last)
-    step = (median(many[1:]) - median(one[1:])) / (TOKENS_PER_CALL - 1)
-    return step, max(0.0, median(many[1:]) / TOKENS_PER_CALL - step)
-
-
-def _timed(sampler: Sampler, prompt_T: np.ndarray, tokens: int) -> Iterator[float]:
-    """Seconds until the tokens of each call are there; the first one has the prompt too."""
-    generation, start = sampler.generate(prompt_T, Sampling(), max_new_tokens=tokens), time.perf_counter()
-    for _ in generation:
-        now = time.perf_counter()
-        yield now - start
-        start = time.perf_counter()
+def _draw_seconds(sampler: Sampler, tokens: int) -> float:
+    start = time.perf_counter()
+    for _ in sampler.generate(np.zeros(1, np.int64), Sampling(), max_new_tokens=tokens):
+        pass
+    return time.perf_counter() - start
 
 
 def measure_peer(config: ModelConfig, vocabulary: int, positions: Sequence[int], batch: int, samples: int, *,
@@ -345,8 +316,7 @@ def make_configs(options: Namespace) -> dict[tuple[str | None, int], dict[str, M
         "recipe": report.flag("recipe whose model is taken, such as configs/quickstart.py", type=Path),
         "positions": report.flag("how many tokens there are before, with commas between", (128, 8192)),
         "batches": report.flag("sequences at once, with commas between", (1,)),
-        "prompt": report.flag("time to read a prompt of so many tokens too, and on a CPU the host's share of a token",
-                              type=report.positive, metavar="TOKENS"),
+        "prompt": report.flag("time to read a prompt of so many tokens too", type=report.positive, metavar="TOKENS"),
         "peer": report.flag("transformers: time its GPT-2 too")})
 def main(options: Namespace, results: report.Results) -> None:
     """Modes and positions take turns, batch by batch."""
@@ -375,7 +345,7 @@ def main(options: Namespace, results: report.Results) -> None:
                 add(rows)
         for mode, sampler in samplers.items() if options.prompt else ():
             status(f"{mode}, a prompt of {options.prompt:,} tokens …")
-            results.add(measure_prompt(sampler, mode, options.prompt, options.repeats, size=size), table="prompts")
+            results.add(measure_prompt(sampler, mode, options.prompt, size=size), table="prompts")
 
 
 if __name__ == "__main__":

@@ -48,16 +48,7 @@ def test_rows_of_the_file_and_the_table(tmp_path, capsys):
     (prompt,) = contents["prompts"]
     assert (prompt["mode"], prompt["tokens"], prompt["error"]) == ("chunked", 40, None)
     assert prompt["ratio"] == pytest.approx(prompt["one_by_one_seconds"] / prompt["seconds"])
-    assert prompt["host_share"] == pytest.approx(prompt["host_milliseconds"] / prompt["step_milliseconds"])
     assert len(capsys.readouterr().out.splitlines()) == 8
-
-
-def test_the_host_is_what_a_call_takes_beside_its_steps(monkeypatch):
-    # Of a device that takes 3 ms a token, and a host that takes 8 ms a call.
-    monkeypatch.setattr(sampling, "_timed", lambda sampler, prompt_T, tokens: iter(
-        [9.0, *[0.008 + 0.003 * TOKENS_PER_CALL] * (tokens // TOKENS_PER_CALL - 1), 0.008 + 0.003]))
-    step, host = sampling._step_and_host(None, 3)
-    assert (step, host) == (pytest.approx(0.003), pytest.approx(0.008 / TOKENS_PER_CALL))
 
 
 @pytest.mark.thorough
@@ -67,13 +58,12 @@ def test_nothing_is_compiled_while_tokens_are_drawn_one_by_one(mode, monkeypatch
     sampler = sampling.Sampler(GPT(resolve_config(config), 11, rngs=nnx.Rngs(0)))
     compiled = []
 
-    def timed(sampler, prompt_T, tokens):
+    def timed(sampler, tokens):
         compiled.append(sampler._decode._cache_size())
-        return iter([1.0, 1.0])
+        return 2.0
 
-    monkeypatch.setattr(sampling, "_step_and_host", lambda sampler, repeats: (1.0, 1.0))
-    monkeypatch.setattr(sampling, "_timed", timed)
-    row = sampling.measure_prompt(sampler, mode, 1500, 1)
+    monkeypatch.setattr(sampling, "_draw_seconds", timed)
+    row = sampling.measure_prompt(sampler, mode, 1500)
     assert row.one_by_one_seconds == 2
     sampler.warm_up(1, 1500)
     assert compiled == [sampler._decode._cache_size()]
