@@ -1,19 +1,18 @@
-"""Time and memory of one attention call, form against form: forward, and forward + backward.
+"""Time and memory of one attention call, implementation against implementation: forward, and forward + backward.
 
     python -m benchmarks.attention contexts --contexts 512,1024,2048 --modes softmax:blockwise,chunked:chunked
     python -m benchmarks.attention --json attention.json --picture attention.png
 
-Parts, all of them unless named: ``contexts``, every form against context; ``chunks``, time against chunk length, beside
-the length that is picked; ``noncausal``, the sizes that figures are quoted for elsewhere; ``kernel``, the shapes of the
-published kernel figures. What is timed is the call alone, on random positive features: no projections, no feature map.
-``fla`` is flash-linear-attention, where it and torch are installed, on the same tensors in the same process, recorded
-into a CUDA graph where torch can; ``fla:unnormalised`` does without the normaliser, which it computes outside its
-kernels. "of fla" is against the faster of the two.
+The parts are ``contexts``, time against context; ``chunks``, time against chunk length, relative to that of the default
+one ("of default"); ``noncausal``, the sizes of published figures without a mask; ``kernel``, the shapes of published
+kernel times. Without a part all are run. Only the call is timed, on random positive features, without projections and
+feature maps. ``fla`` is flash-linear-attention, if it and torch are installed, on the same tensors in the same process,
+as a CUDA graph if torch can capture it. ``fla:unnormalised`` leaves out the normaliser, which fla computes outside its
+kernels. "of fla" is relative to the faster of the two.
 
-The cases of one shape take turns, in a process of their own unless --one-process is given; figures are medians.
-"planned" is the memory that the compiler plans for arguments, outputs and temporaries. A case that does not fit, is not
-supported, or takes too long is a row with ``error`` and no time, and where the reason holds for larger cases too, they
-are not tried; what is only too slow is still compiled, for its memory.
+The cases of one shape take turns. Figures are medians. "planned" is the memory that the compiler plans for arguments,
+outputs and temporaries. A case that does not fit, is not supported or takes too long is a row with ``error`` and no
+time; larger cases for which the reason holds too are not tried.
 """
 
 from support import interrupts
@@ -26,8 +25,8 @@ import importlib.util
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -40,51 +39,50 @@ from kernels.cases import TimedAttention, find_attentions
 from support.command import status
 from support.errors import ConfigError
 
-MODULE = "benchmarks.attention"
 PARTS = ("contexts", "chunks", "noncausal", "kernel")
-PASSES = ("forward", "both")
-"""Forward; forward and backward."""
+PASSES = {"forward": "forward", "both": "forward + backward"}
 BASELINE = "softmax"
-"""The attention that the others' times are compared with; it comes first."""
+"""The attention to which others are compared."""
 FLA = ("fla", "fla:unnormalised")
-START_SECONDS = 120
-"""Allowed to a process for starting and for each compilation, above the time for its calls."""
 DISTINCT_TOKENS = 4096
 WARM_UP_CALLS = 4
-"""Of fla, before it is recorded."""
+"""Of fla, before it is captured."""
 
 
 @dataclass
 class Row(report.Row):
-    """One call of one form, and what was measured of it."""
+    """One call of one implementation, with its measurement."""
 
     part: str
     mode: str
-    """As it is named on the command line: ``NAME`` or ``NAME:FORM`` of :func:`attentions`, or one of ``FLA``."""
+    """As on the command line: ``NAME`` or ``NAME:FORM`` of :func:`attentions`, or one of ``FLA``."""
     context: int
     passes: str
+    """A key of ``PASSES``."""
     batch: int = 1
     heads: int = 12
     head_width: int = 64
     dtype: str = "float32"
     causal: bool = True
     chunk_size: int | None = None
-    """None leaves the choice to the implementation."""
+    """None: the default of the implementation."""
     implementation: str | None = None
-    """The form that the mode takes; None where softmax's is not named. Of ``fla`` how it is called."""
+    """What the mode picks; None if it does not say. Of ``fla``, how it is called."""
     picked_chunk_size: int | None = None
-    """What ``chunk_size`` None comes to; None too where forward and backward pass have different ones."""
+    """The default chunk size; None if those of the two passes differ."""
     ratio: float | None = None
-    """Time of the fastest softmax form on the same shape over this one's."""
+    """Time of the fastest softmax on the same shape over this time."""
     times_fla: float | None = None
-    """This time over that of ``fla`` on the same shape, in the faster of its forms."""
+    """This time over that of the faster ``fla`` on the same shape."""
+    times_default: float | None = None
+    """This time over that of the default chunk size."""
     peak_bytes: int | None = None
     """Arguments, outputs and temporaries, as the compiler plans them."""
 
     def __post_init__(self) -> None:
         if self.implementation is None:
-            self.implementation = report.form(form_of(self))
-            self.picked_chunk_size = None if self.chunk_size else picked_chunk_size(self)
+            self.implementation = report.form(self._picked_form())
+            self.picked_chunk_size = None if self.chunk_size else self._picked_chunk_size()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -92,18 +90,23 @@ class Row(report.Row):
         return self.batch, self.context, self.heads, self.head_width
 
     @property
+    def inputs(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of each input."""
+        return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
+
+    @property
     def shape_name(self) -> str:
-        """As ``published.json`` writes the shape."""
+        """The shape as in ``published.json``."""
         return "B{} T{} H{} D{}".format(*self.shape)
 
     @property
     def group_name(self) -> str:
-        """The shape, in lines, of a group of bars."""
+        """Label of a group of bars."""
         return self.shape_name.replace(" ", "\n")
 
     @property
     def name(self) -> str:
-        """Of the case."""
+        """Name of the case."""
         return f"{self.mode} at {self.shape_name}, {self.passes}"
 
     @property
@@ -113,7 +116,7 @@ class Row(report.Row):
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """Cases in which this agrees take turns: the same call, computed in different ways."""
+        """Cases with equal groups take turns: they are the same call."""
         return self.part, self.passes, *self.shape, self.dtype, self.causal
 
     @property
@@ -123,52 +126,40 @@ class Row(report.Row):
 
     @property
     def work(self) -> int:
-        """In which the time of a series is about linear."""
+        """The time of a series is about linear in this."""
         return self.batch * self.heads * self.context ** (2 if is_quadratic(self.mode) else 1)
+
+    def _picked_form(self) -> str | None:
+        name, _, form = self.mode.partition(":")
+        if name == "fla":
+            return None
+        pick = attentions()[name].pick
+        return form or (pick and pick(self.inputs, causal=self.causal, chunk_size=self.chunk_size)) or None
+
+    def _picked_chunk_size(self) -> int | None:
+        form = self._picked_form() if self.part == "chunks" else None
+        pick = attentions()[self.mode.partition(":")[0]].pick_chunk_sizes if form is not None else None
+        forward, backward = (pick and pick(form, self.inputs)) or (None, None)
+        return forward if self.passes == "forward" or forward == backward else None
 
 
 def attentions() -> dict[str, TimedAttention]:
-    """Those of all ops by name, the one that the others are compared with first."""
+    """The attentions of all ops by name, the baseline first."""
     return dict(sorted(find_attentions().items(), key=lambda item: item[0] != BASELINE))
 
 
 def is_quadratic(mode: str) -> bool:
-    """Whether a mode, or any of its forms where none is named, is quadratic in the context."""
+    """Whether a mode, or any of its forms if none is named, is quadratic in the context."""
     name, _, form = mode.partition(":")
     forms = attentions()[name].forms if name in attentions() else {}
     return any(told.quadratic for told in ([forms[form]] if form in forms else forms.values()))
 
 
-def shape_of(row: Row) -> jax.ShapeDtypeStruct:
-    """Of each of a case's inputs."""
-    return jax.ShapeDtypeStruct(row.shape, jnp.dtype(row.dtype))
-
-
-def form_of(row: Row) -> str | None:
-    """The form that a case takes here; None where softmax's is not named, and of ``fla``, which its call tells."""
-    name, _, form = row.mode.partition(":")
-    if name == "fla":
-        return None
-    pick = attentions()[name].pick
-    return form or None if form or pick is None else pick(shape_of(row), causal=row.causal, chunk_size=row.chunk_size)
-
-
-def picked_chunk_size(row: Row) -> int | None:
-    """C that a form picks in the part ``chunks``; None where forward and backward pass have different ones."""
-    form = form_of(row) if row.part == "chunks" else None
-    pick = attentions()[row.mode.partition(":")[0]].pick_chunk_sizes if form is not None else None
-    sizes = pick(form, shape_of(row)) if pick is not None else None
-    if sizes is None:
-        return None
-    forward, backward = sizes
-    return forward if row.passes == "forward" or forward == backward else None
-
-
 @functools.lru_cache(maxsize=1)
 def tensors(shape: tuple[int, int, int, int], dtype: str, passes: str) -> tuple[jax.Array, ...]:
-    """Random φ(q) and φ(k), positive, v and, for the backward pass, ∂y, all (B, T, H, D).
+    """Random φ(q) and φ(k), which are positive, v and, for the backward pass, ∂y, all (B, T, H, D).
 
-    They repeat every ``DISTINCT_TOKENS`` tokens: half a billion random numbers take longer to draw than to attend to.
+    They repeat every ``DISTINCT_TOKENS`` tokens, because long ones take longer to draw than to attend to.
     """
     B, T, H, D = shape
     generator = np.random.default_rng(0)
@@ -187,12 +178,17 @@ def attention(row: Row) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array
     return lambda q, k, v: call(q, k, v, causal=row.causal, chunk_size=row.chunk_size, implementation=form or None)
 
 
-def compile_call(row: Row) -> jax.stages.Compiled:
-    """The call of a case; its row has what the compiler plans.
+def prepare(row: Row) -> Callable[[], Any]:
+    """The call of a case on its inputs, compiled; the row gets the planned memory.
 
     Raises:
-        NotImplementedError: a form that this device or input does not have.
+        NotImplementedError: the device or the input does not support the form.
+        MemoryError: there is too little memory.
     """
+    if row.mode in FLA:
+        call = _fla(row)
+        row.implementation = call.implementation
+        return call
     attend = attention(row)
 
     def both(q, k, v, dy):
@@ -200,23 +196,8 @@ def compile_call(row: Row) -> jax.stages.Compiled:
         return y, backward(dy)
 
     function, inputs = (attend, 3) if row.passes == "forward" else (both, 4)
-    compiled = jax.jit(function).lower(*[shape_of(row)] * inputs).compile()
+    compiled = jax.jit(function).lower(*[row.inputs] * inputs).compile()
     row.peak_bytes = report.peak_bytes(compiled)
-    return compiled
-
-
-def prepare(row: Row) -> Callable[[], Any]:
-    """The call of a case on its inputs.
-
-    Raises:
-        NotImplementedError: as :func:`compile_call`.
-        MemoryError: there is too little memory.
-    """
-    if row.mode in FLA:
-        call = _fla(row)
-        row.implementation = call.implementation
-        return call
-    compiled = compile_call(row)
     report.check_memory(row.peak_bytes)
     arguments = tensors(row.shape, row.dtype, row.passes)
     return lambda: compiled(*arguments)
@@ -290,45 +271,15 @@ class _Torch:
         return _Cuda()
 
 
-def measure(rows: Sequence[Row], repeats: int, *, seconds: float) -> list[Row]:
-    """Fills in the rows of one shape, in turns; one with an error is left out, and where it is too slow compiled.
-
-    Args:
-        rows: of one group.
-        repeats: samples of each.
-        seconds: about how long the samples of a case may take.
-    """
-    for row in rows:
-        if row.error is not None and row.error.startswith("too slow") and row.mode not in FLA:
-            compile_call(row)
-    report.time_cases({n: (row, functools.partial(prepare, row)) for n, row in enumerate(rows)}, repeats,
-                      seconds=seconds)
-    tensors.cache_clear()
-    return compared(rows)
-
-
-def measure_apart(rows: Sequence[Row], repeats: int, *, seconds: float) -> list[Row]:
-    """The same in a process of their own; where that ends without a result, in one for each."""
-    allowed = len(rows) * (START_SECONDS + (report.WARM_UPS + report.LEAST_SAMPLES) * seconds)
-    request = {"rows": list(map(asdict, rows)), "repeats": repeats, "seconds": seconds}
-    found = report.in_process(MODULE, request, allowed)
-    if "rows" in found:
-        return [Row(**row) for row in found["rows"]]
-    if len(rows) == 1:
-        return [replace(row, error=row.error or found["error"]) for row in rows]
-    return compared([done for row in rows for done in measure_apart([row], repeats, seconds=seconds)])
-
-
-def measure_all(rows: Iterable[Row], repeats: int, *, seconds: float, minutes: float | None = None,
-                one_process: bool = True) -> Iterable[list[Row]]:
-    """The rows, one shape after the other.
+def measure_all(rows: Iterable[Row], repeats: int, *, seconds: float,
+                minutes: float | None = None) -> Iterator[list[Row]]:
+    """Fills in the rows, shape after shape.
 
     Args:
         rows: small ones before large ones.
         repeats: samples of each.
         seconds: about how long the samples of a case may take; a case whose call takes longer is not run.
         minutes: no case is begun after that; None, no limit.
-        one_process: whether this one measures.
     """
     outlook, groups = report.Outlook(seconds, minutes), {}
     for row in rows:
@@ -336,46 +287,32 @@ def measure_all(rows: Iterable[Row], repeats: int, *, seconds: float, minutes: f
     for group in groups.values():
         for row in group:
             row.error = outlook.refusal(row.series, row.work)
-        left = all(row.error is not None and not row.error.startswith("too slow") for row in group)
-        done = group if left else (measure if one_process else measure_apart)(group, repeats, seconds=seconds)
-        for row in done:
+        report.time_cases({n: (row, functools.partial(prepare, row)) for n, row in enumerate(group)}, repeats,
+                          seconds=seconds)
+        tensors.cache_clear()
+        compare(group)
+        for row in group:
             outlook.learn(row.series, row.work, row.shape_name, row)
-        yield done
+        yield group
 
 
-def compared(rows: Sequence[Row]) -> list[Row]:
-    """The rows of one shape with their times over those of softmax and of fla."""
-    times = [(row.mode, row.milliseconds) for row in rows if row.milliseconds is not None]
-    softmax = min((time for mode, time in times if mode.startswith(BASELINE)), default=None)
-    fla = min((time for mode, time in times if mode in FLA), default=None)
-    return [row if row.milliseconds is None else replace(
-        row, ratio=softmax and softmax / row.milliseconds, times_fla=fla and row.milliseconds / fla) for row in rows]
-
-
-def picked(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """For every sweep of chunk lengths: the fastest, the picked one among them, and the picked one's time over its."""
-    found = []
-    sweeps: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        if row.part == "chunks" and row.milliseconds is not None:
-            sweeps.setdefault((row.mode, *row.group), []).append(row)
-    for sweep in sweeps.values():
-        ours = next((row for row in sweep if row.chunk_size is None), None)
-        if ours is not None and ours.milliseconds is not None and len(sweep) > 1:
-            fastest = min(sweep, key=lambda row: row.milliseconds or math.inf)
-            found.append({"mode": ours.label, "context": ours.context, "passes": ours.passes,
-                          "picked_chunk_size": ours.picked_chunk_size, "milliseconds": ours.milliseconds,
-                          "fastest_chunk_size": fastest.chunk_size or fastest.picked_chunk_size,
-                          "fastest_milliseconds": fastest.milliseconds,
-                          "ratio": ours.milliseconds / (fastest.milliseconds or math.inf)})
-    return found
+def compare(rows: Sequence[Row]) -> None:
+    """Fills in the times of one shape relative to softmax, fla and the default chunk size."""
+    timed = [(row, row.milliseconds) for row in rows if row.milliseconds is not None]
+    softmax = min((time for row, time in timed if row.mode.startswith(BASELINE)), default=None)
+    fla = min((time for row, time in timed if row.mode in FLA), default=None)
+    default = {row.mode: time for row, time in timed if row.part == "chunks" and row.chunk_size is None}
+    for row, time in timed:
+        row.ratio = softmax and softmax / time
+        row.times_fla = fla and time / fla
+        row.times_default = time / default[row.mode] if row.mode in default else None
 
 
 def cases_of(part: str, options: Namespace) -> list[Row]:
-    """The cases of a part, by the flags.
+    """The cases of a part.
 
     Raises:
-        ConfigError: none of the modes has the part's meaning.
+        ConfigError: no mode has chunks.
     """
     gpu = jax.default_backend() == "gpu"
     modes = options.modes or default_modes(part, gpu)
@@ -389,14 +326,12 @@ def cases_of(part: str, options: Namespace) -> list[Row]:
         chunked = [name for name, attention in attentions().items() if attention.pick_chunk_sizes is not None]
         modes = [mode for mode in modes if mode.partition(":")[0] in chunked]
         if not modes:
-            raise ConfigError(f"--modes {','.join(options.modes)}: the part chunks takes {', '.join(chunked)} and its "
-                              "forms")
+            raise ConfigError(f"--modes {','.join(options.modes)}: the part chunks requires {', '.join(chunked)}")
         contexts = options.contexts or (1024, 4096, 16384, *((65536,) if gpu else ()))
-        picking = [Row(part, mode, context, passes, **sizes)
-                   for context in sorted(contexts) for passes in options.passes for mode in modes]
-        # The picked length is measured once.
-        return [replace(case, chunk_size=C, implementation=None) for case in picking
-                for C in (None, *(C for C in sorted(options.chunks) if case.context >= C != case.picked_chunk_size))]
+        defaults = [Row(part, mode, context, passes, **sizes)
+                    for context in sorted(contexts) for passes in options.passes for mode in modes]
+        return [replace(row, chunk_size=C, implementation=None) for row in defaults
+                for C in (None, *(C for C in sorted(options.chunks) if row.context >= C != row.picked_chunk_size))]
     if part == "noncausal":
         # The sizes are those of published.json: one head in float32, forward.
         quoted = published("non_causal")
@@ -411,50 +346,27 @@ def cases_of(part: str, options: Namespace) -> list[Row]:
 
 
 def default_modes(part: str, gpu: bool) -> list[str]:
-    """What is measured where nothing is named: all that makes sense on this kind of device."""
+    """The modes that are measured if none is named."""
     ours = [f"{name}:{form}" for name, attention in attentions().items() for form, told in attention.forms.items()
             if part in told.parts and (gpu or not told.gpu_only)]
     return ours + (list(FLA) if part in ("contexts", "kernel") and gpu and fla_installed() else [])
 
 
 def check_mode(mode: str) -> None:
-    """Whether a name of ``--modes`` stands for something.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Raises :class:`ConfigError` for an unknown name in ``--modes``."""
     name, colon, form = mode.partition(":")
     known = attentions()
     if mode in FLA or (not colon and name in known and known[name].pick is not None):
         return
     if name not in known:
-        raise ConfigError(f"--modes {mode}: there is no {mode!r}; there are {', '.join((*known, *FLA))}")
+        raise ConfigError(f"--modes {mode}: expected {', '.join((*known, *FLA))}")
     if form not in known[name].forms:
         raise ConfigError(f"--modes {mode}: {name} has no form {form!r}; it has {', '.join(known[name].forms)}")
 
 
-def _lines(rows: Sequence[Row]) -> list[list[str]]:
-    """Ours, and the published figures below."""
-    part, blank = rows[0].part, ["–"] * 5
-    if part == "kernel":
-        quoted = [[shape, f"{name} (published)", passes, f"{time:.3f}", *blank[1:]]
-                  for shape, names in published("kernel", "shapes").items() for name, times in names.items()
-                  for passes, time in times.items()]
-    elif part == "noncausal":
-        figures = published("non_causal")
-        timed, memory = figures["time"], figures["memory"]
-        quoted = [[f"B1 T{timed['tokens']} H1 D{timed['width']}", f"{name} (published)", "forward",
-                   f"{timed[name]:.3f}", *blank[1:]] for name in ("softmax", "linear")]
-        quoted += [[f"B1 T{tokens} H1 D{memory['width']}", f"{name} (published)", "forward", "–", "–", f"{size:,.1f}",
-                    "–", "–"] for name in ("softmax", "linear") for tokens, size in memory[name].items()]
-    else:
-        quoted = []
-    return COLUMNS.lines(rows) + quoted
-
-
 def _case(row: Row) -> str:
     chunk = "" if row.part != "chunks" else f" C{row.chunk_size}" if row.chunk_size else (
-        f" C{row.picked_chunk_size or ''} picked")
+        f" C{row.picked_chunk_size or ''} default")
     return row.shape_name + chunk
 
 
@@ -465,36 +377,35 @@ def _mebibytes(row: Row) -> float | None:
 COLUMNS = report.columns(
     ("case", _case, ""), ("mode", "label", ""), ("passes", "passes", ""), ("ms", "milliseconds", ",.3f"),
     ("fastest", "fastest", ",.3f"), ("planned MiB", _mebibytes, ",.1f"), ("× softmax", "ratio", ".2f"),
-    ("of fla", "times_fla", ".2f"))
+    ("of fla", "times_fla", ".2f"), ("of default", "times_default", ".2f"))
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """The picture of a part."""
-    part, called = rows[0].part, {"forward": "forward", "both": "forward + backward"}
-    by_passes = {called[name]: [row for row in rows if row.passes == name] for name in PASSES
-                 if any(row.passes == name for row in rows)}
+    part = rows[0].part
+    by_passes = {passes: of_passes for passes in PASSES if (of_passes := [row for row in rows if row.passes == passes])}
     if part == "contexts":
-        contexts, labels = {row.context for row in rows}, {row.label for row in rows}
-        steps = {_published_mode(name, rows): {T: time for T, time in curve.items() if T in contexts}
+        contexts = {row.context for row in rows}
+        # The published file has one ``chunked``: it is compared with the first of ours.
+        chunked = next((row.label for row in rows if row.mode.startswith("chunked")), "chunked")
+        steps = {chunked if name == "chunked" else name: {T: time for T, time in curve.items() if T in contexts}
                  for name, curve in published("training_step", "models", "124M").items()}
-        shown = {name: curve for name, curve in steps.items() if name in labels}
+        shown = {name: curve for name, curve in steps.items() if name in {row.label for row in rows}}
         # There are no published times of the call alone: the slopes can be compared, the heights cannot.
-        return [Panel(curves(of_passes, "label", "context", "milliseconds"), name, "context", "milliseconds",
-                      shown if name == called["both"] else None, "a 124M training step, published")
-                for name, of_passes in by_passes.items()] + [
-            Panel(curves(of_passes, "label", "context", _mebibytes), f"memory, {name}", "context", "MiB")
-            for name, of_passes in by_passes.items()]
+        return [Panel(curves(found, "label", "context", "milliseconds"), PASSES[passes], "context", "milliseconds",
+                      shown if passes == "both" else None, "a 124M training step, published")
+                for passes, found in by_passes.items()] + [
+            Panel(curves(found, "label", "context", _mebibytes), f"memory, {PASSES[passes]}", "context", "MiB")
+            for passes, found in by_passes.items()]
     if part == "chunks":
         def curve(row: Row) -> str:
             return f"{row.label} at {row.context:,}"
 
-        sized = [replace(row, chunk_size=row.chunk_size or row.picked_chunk_size) for row in rows]
-        marked = {(row.passes, curve(row)): row.picked_chunk_size for row in rows if row.chunk_size is None}
-        return [Panel(curves([row for row in sized if called[row.passes] == name and row.chunk_size is not None],
-                             curve, "chunk_size", "milliseconds"),
-                      name, "chunk length (ring: the one that is picked)", "milliseconds",
-                      marked={label: size for (passes, label), size in marked.items()
-                              if called[passes] == name and size is not None}) for name in by_passes]
+        sized = [(row.passes, replace(row, chunk_size=row.chunk_size or row.picked_chunk_size)) for row in rows]
+        return [Panel(curves([row for other, row in sized if other == passes and row.chunk_size], curve, "chunk_size",
+                             "milliseconds"), PASSES[passes], "chunk length (ring: the default)", "milliseconds",
+                      marked={curve(row): row.picked_chunk_size for row in found if row.picked_chunk_size})
+                for passes, found in by_passes.items()]
     if part == "noncausal":
         quoted = published("non_causal")
         timed, memory = quoted["time"], quoted["memory"]
@@ -507,57 +418,34 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
                   f"memory, not causal, {narrow}", "tokens", "MiB",
                   {name: memory[name] for name in ("softmax", "linear")})]
     quoted = {shape.replace(" ", "\n"): names for shape, names in published("kernel", "shapes").items()}
-    return [Panel(curves(of_passes, "label", "group_name", "milliseconds"), name, y="milliseconds", bars=True,
+    return [Panel(curves(found, "label", "group_name", "milliseconds"), PASSES[passes], y="milliseconds", bars=True,
                   label="H100, published, no normaliser",
-                  published={theirs: {shape: names[theirs][of_passes[0].passes] for shape, names in quoted.items()}
-                             for theirs in ("fla", "helion")}) for name, of_passes in by_passes.items()]
-
-
-def _published_mode(name: str, rows: Sequence[Row]) -> str:
-    """The published file has one ``chunked``: it goes with the first of ours."""
-    return next((row.label for row in rows if row.mode.startswith("chunked")), name) if name == "chunked" else name
-
-
-def _passes(text: str) -> tuple[str, ...]:
-    """A flag's value: ``forward``, ``both``, or the two with a comma between."""
-    if not set(text.split(",")) <= set(PASSES):
-        raise ValueError(text)
-    return tuple(dict.fromkeys(text.split(",")))
-
-
-_passes.__name__ = "list of forward and both"  # what argparse calls it
-
-
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """What a process started by :func:`measure_apart` says."""
-    report.use_whole_device()
-    rows = [Row(**row) for row in request["rows"]]
-    return {"rows": list(map(asdict, measure(rows, request["repeats"], seconds=request["seconds"])))}
+                  published={theirs: {shape: names[theirs][passes] for shape, names in quoted.items()}
+                             for theirs in ("fla", "helion")}) for passes, found in by_passes.items()]
 
 
 @functools.partial(
-    report.Benchmark, module=MODULE, tables=report.Table(COLUMNS.headings, _lines), panels=panels, by="part",
-    title="One attention call", answer=answer, flags={
-        "PARTS": {"nargs": "*", "metavar": "PART", "help": f"of {', '.join(PARTS)} (all)"},
+    report.Benchmark, module="benchmarks.attention", tables=COLUMNS, panels=panels, by="part",
+    title="One attention call", flags={
+        "PARTS": {"nargs": "*", "metavar": "PART", "help": f"{', '.join(PARTS)} (all)"},
         "contexts": report.flag(
-            "sequence lengths of contexts and chunks (contexts: 512 doubled to 524288 on a GPU, to 16384 elsewhere; "
-            "chunks: 1024,4096,16384, on a GPU 65536 too)", type=report.positives),
+            "sequence lengths of contexts and chunks (contexts: powers of two from 512 to 524288 on a GPU, to 16384 "
+            "elsewhere; chunks: 1024,4096,16384, on a GPU 65536 too)", type=report.positives),
         "chunks": report.flag("chunk lengths", (16, 32, 64, 128, 256, 512)),
         "modes": report.flag(f"MODE or MODE:FORM, with commas between, of {', '.join([*attentions(), *FLA])} (all that "
-                             "this kind of device has)", type=report.names),
-        "passes": report.flag("forward, both", PASSES, _passes), "batch": report.flag("sequences", 1),
-        "heads": report.flag("heads", 12), "head-width": report.flag("D and M", 64),
-        "repeats": report.flag("samples of each case", 20),
-        "dtype": report.flag("number format (bfloat16 on a GPU and in kernel, float32 elsewhere and in noncausal)",
+                             "the device supports)", type=report.names),
+        "passes": report.flag("passes to time", tuple(PASSES), choices=tuple(PASSES)),
+        "batch": report.flag("sequences", 1), "heads": report.flag("heads", 12),
+        "head-width": report.flag("D and M", 64), "repeats": report.flag("samples of each case", 20),
+        "dtype": report.flag("dtype (bfloat16 on a GPU and in kernel, float32 elsewhere and in noncausal)",
                              choices=("float32", "bfloat16", "float16")),
         "seconds-per-case": report.flag("about how long the samples of a case may take", 60.0),
-        "minutes": report.flag("nothing is begun after so long (no limit)", type=report.above_zero),
-        "one-process": report.flag("start no processes", False)})
+        "minutes": report.flag("no case is begun after that (no limit)", type=report.above_zero),
+        "one-process": report.flag("has no effect: all cases are in one process", False)})
 def main(options: Namespace, results: report.Results) -> None:
     """The forms take turns at every shape."""
     report.use_whole_device()
-    # Unless it measures, the device's memory is for the processes that do; if it measures, some of it is for fla.
-    if not options.one_process or fla_installed():
+    if fla_installed():
         report.share_device()
     for part in options.parts:
         if part not in PARTS:
@@ -567,18 +455,9 @@ def main(options: Namespace, results: report.Results) -> None:
     options.parts = tuple(dict.fromkeys(options.parts)) or PARTS
     rows = [row for part in options.parts for row in cases_of(part, options)]
     results.model = ", ".join(dict.fromkeys(row.dtype for row in rows))
-    for done in measure_all(rows, options.repeats, seconds=options.seconds_per_case, minutes=options.minutes,
-                            one_process=options.one_process):
+    for done in measure_all(rows, options.repeats, seconds=options.seconds_per_case, minutes=options.minutes):
         status(f"{done[0].part}: {done[0].shape_name}, {done[0].passes}")
-        results.more["picked"] = picked([*results.rows["rows"], *done])
         results.add(*done)
-    for sweep in results.more["picked"]:
-        size, fastest = sweep["picked_chunk_size"], sweep["fastest_chunk_size"]
-        results.remarks.append(
-            f"{sweep['mode']} at {sweep['context']:,}, {sweep['passes']}: the picked chunk length"
-            f"{'' if size is None else f', {size} tokens,'} "
-            + ("is the fastest" if sweep["ratio"] == 1 else
-               f"takes {sweep['ratio']:.2f} times the fastest, {fastest} tokens"))
 
 
 if __name__ == "__main__":

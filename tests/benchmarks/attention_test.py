@@ -31,23 +31,8 @@ def measured(cases, repeats=2, seconds=60.0, **options):
 
 
 
-@pytest.fixture
-def same_process(monkeypatch):
-    """What other processes would answer, without starting them; the requests go through JSON all the same."""
-    requests = []
-
-    def answer(module, case, seconds=None):
-        requests.append(case)
-        return json.loads(json.dumps(attention.answer(json.loads(json.dumps(case)))))
-
-    monkeypatch.setattr(report, "in_process", answer)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    return requests
-
-
 @pytest.mark.thorough
-def test_rows_of_the_file_the_table_and_the_picture(same_process, tmp_path, capsys):
+def test_rows_of_the_file_the_table_and_the_picture(tmp_path, capsys):
     path, picture = tmp_path / "attention.json", tmp_path / "attention.svg"
     assert attention.main(["contexts", "chunks", *TINY, "--contexts", "64", "--chunks", "16,128", "--modes",
                            "softmax:materialised,chunked:chunked", "--json", str(path), "--picture",
@@ -70,22 +55,12 @@ def test_rows_of_the_file_the_table_and_the_picture(same_process, tmp_path, caps
         assert min(row["samples"]) <= row["milliseconds"] <= max(row["samples"])
         assert row["peak_bytes"] >= (4 if row["passes"] == "forward" else 8) * 4 * row["context"] * 2 * 16
     assert rows[1]["ratio"] == pytest.approx(rows[0]["milliseconds"] / rows[1]["milliseconds"])
-    assert [(sweep["passes"], sweep["picked_chunk_size"]) for sweep in contents["picked"]] == [
-        ("forward", 64), ("both", 64)]
-    assert all(sweep["ratio"] >= 1 for sweep in contents["picked"])
-    printed = capsys.readouterr().out
-    assert "B1 T64 H2 D16 C64 picked" in printed
-    assert "chunked:chunked at 64, both: the picked chunk length, 64 tokens, " in printed
-    for part, text in (("contexts", "forward + backward"), ("chunks", "chunk length (ring: the one that is picked)")):
+    default, shorter = rows[-2:]
+    assert (default["picked_chunk_size"], default["times_default"]) == (64, 1)
+    assert shorter["times_default"] == pytest.approx(shorter["milliseconds"] / default["milliseconds"])
+    assert "B1 T64 H2 D16 C64 default" in capsys.readouterr().out
+    for part, text in (("contexts", "forward + backward"), ("chunks", "chunk length (ring: the default)")):
         assert f"<!-- {text} -->" in (tmp_path / f"attention-{part}.svg").read_text()
-
-
-@pytest.mark.thorough
-def test_a_process_of_its_own_tells_memory_and_times():
-    [row] = attention.measure_apart([case()], 2, seconds=60)
-    assert row.error is None
-    assert len(row.samples) == 2
-    assert row.peak_bytes
 
 
 @pytest.mark.parametrize("mode", ["softmax:blockwise", "linear:parallel", "chunked:chunked"])
@@ -113,25 +88,10 @@ def test_tensors_are_as_long_as_asked_and_positive_where_they_are_features():
     assert (v < 0).any()
 
 
-def test_in_one_process_the_planned_memory_is_told(monkeypatch, tmp_path):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    monkeypatch.setattr(report, "in_process", lambda *_: pytest.fail("started a process"))
-    path = tmp_path / "contexts.json"
-    assert attention.main(["contexts", *TINY, "--one-process", "--contexts", "32", "--passes", "forward", "--modes",
-                           "chunked", "--json", str(path)]) == 0
-    contents = json.loads(path.read_text())
-    assert " --one-process " in contents["command"]
-    [row] = contents["rows"]
-    assert row["peak_bytes"]
-    assert row["milliseconds"]
-
-
-@pytest.mark.parametrize("one_process", [True, False])
-def test_what_needs_too_much_memory_is_a_row_and_longer_contexts_are_not_tried(one_process, same_process, monkeypatch):
+def test_what_needs_too_much_memory_is_a_row_and_longer_contexts_are_not_tried(monkeypatch):
     monkeypatch.setattr(report, "peak_bytes", lambda compiled: 2**60)
     cases = [case(context=context, mode=mode) for context in (32, 64) for mode in ("chunked:chunked", "softmax:cudnn")]
-    large, cudnn, larger, cudnn_too = measured(cases, one_process=one_process)
-    assert len(same_process) == (not one_process)
+    large, cudnn, larger, cudnn_too = measured(cases)
     assert str(large.error).startswith("out of memory: needs 1073741824.0 GiB, ")
     assert large.milliseconds is None
     assert large.peak_bytes == 2**60
@@ -140,36 +100,21 @@ def test_what_needs_too_much_memory_is_a_row_and_longer_contexts_are_not_tried(o
     assert cudnn_too.error == f"not tried: at B1 T32 H2 D16, {cudnn.error}"
 
 
-def test_what_ends_its_process_is_a_row_and_the_others_are_measured_without_it(monkeypatch):
-    def in_process(module, request, seconds):
-        if any(row["mode"] == "linear:cumsum" for row in request["rows"]):
-            return {"error": "killed: out of memory"}
-        return {"rows": [row | {"milliseconds": 1.0} for row in request["rows"]]}
-
-    monkeypatch.setattr(report, "in_process", in_process)
-    cases = [case(context=context, mode=mode) for context in (64, 128) for mode in ("linear:cumsum", "chunked:chunked")]
-    row, other, longer, other_too = measured(cases, one_process=False)
-    assert row.error == "killed: out of memory"
-    assert longer.error == "not tried: at B1 T64 H2 D16, killed: out of memory"
-    assert (other.error, other.milliseconds) == (None, 1.0)
-    assert other_too.error is None
-
-
-def test_a_kernel_that_does_not_compile_is_a_row_and_longer_contexts_are_tried(same_process, monkeypatch):
+def test_a_kernel_that_does_not_compile_is_a_row_and_longer_contexts_are_tried(monkeypatch):
     def broken(*_, **__):
         raise ValueError("block of 3\nmore")
 
     monkeypatch.setattr(attention, "attention", broken)
-    assert [row.error for row in measured([case(), case(context=128)], one_process=False)] == [
+    assert [row.error for row in measured([case(), case(context=128)])] == [
         "ValueError: block of 3"] * 2
 
 
-def test_what_is_too_slow_is_not_run_but_tells_its_memory(same_process, monkeypatch):
+def test_what_is_too_slow_is_not_run(monkeypatch):
     monkeypatch.setattr(report, "time_by_turns", lambda runs, *_: {name: [1.0] for name in runs})
-    rows = measured([case(context=context) for context in (64, 512, 8192)], seconds=10, one_process=False)
+    rows = measured([case(context=context) for context in (64, 512, 8192)], seconds=10)
     assert [row.error for row in rows] == [
         None, None, "too slow: a call would take about 16 s by that at B1 T512 H2 D16, and all have 10 s"]
-    assert all(row.peak_bytes for row in rows)
+    assert rows[0].peak_bytes
     assert not rows[2].samples
 
 
@@ -185,20 +130,9 @@ def test_quadratic_forms_are_expected_to_slow_down_with_the_square_of_the_contex
         assert outlook.refusal(replace(longer, passes="forward").series, longer.work) is None
 
 
-def test_nothing_is_begun_when_the_time_is_over(same_process):
-    [row] = measured([case()], minutes=-1, one_process=False)
+def test_nothing_is_begun_when_the_time_is_over():
+    [row] = measured([case()], minutes=-1)
     assert row.error == "not tried: the time for all cases is over"
-    assert not same_process
-
-
-def test_the_picked_chunk_length_is_held_against_the_fastest():
-    rows = [case(part="chunks", chunk_size=C, milliseconds=time) for C, time in ((None, 3.3), (32, 4.0), (64, 3.0))]
-    [sweep] = attention.picked(rows)
-    assert (sweep["fastest_chunk_size"], sweep["fastest_milliseconds"]) == (64, 3.0)
-    assert sweep["ratio"] == pytest.approx(1.1)
-    [sweep] = attention.picked([replace(rows[0], context=128, milliseconds=2.0), replace(rows[1], context=128)])
-    assert (sweep["ratio"], sweep["fastest_milliseconds"]) == (1, 2.0)
-    assert sweep["fastest_chunk_size"] == sweep["picked_chunk_size"]
 
 
 def test_an_interpreted_kernel_is_marked_wherever_its_time_is_shown(tmp_path):
@@ -228,8 +162,8 @@ def test_interrupted_it_says_what_was_kept(monkeypatch, tmp_path, capsys):
 def test_times_are_held_against_the_fastest_softmax_and_fla():
     times = {"softmax:materialised": 9.0, "softmax:blockwise": 6.0, "chunked:chunked": 2.0, "fla": 5.0,
              "fla:unnormalised": 4.0}
-    rows = {row.mode: row for row in attention.compared([
-        case(mode=mode, milliseconds=time) for mode, time in times.items()])}
+    rows = {mode: case(mode=mode, milliseconds=time) for mode, time in times.items()}
+    attention.compare(list(rows.values()))
     assert rows["chunked:chunked"].ratio == 3
     assert rows["chunked:chunked"].times_fla == 0.5
     assert rows["fla"].times_fla == 1.25
@@ -307,13 +241,12 @@ def test_fla_is_recorded_where_torch_can_and_called_where_not(mode, recordable, 
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["--modes", "softmax,sotfmax"], "--modes sotfmax: there is no 'sotfmax'; there are softmax, delta_rule, linear, "
-     "chunked, power, fla"),
+    (["--modes", "softmax,sotfmax"], "--modes sotfmax: expected softmax, delta_rule, linear, chunked, power, fla"),
     (["--modes", "softmax:flash"], "--modes softmax:flash: softmax has no form 'flash'; it has materialised, "),
     (["--modes", "linear"], "--modes linear: linear has no form ''; it has parallel, rowwise"),
-    (["chunks", "--modes", "linear:parallel"], "--modes linear:parallel: the part chunks takes chunked and its forms"),
+    (["chunks", "--modes", "linear:parallel"], "--modes linear:parallel: the part chunks requires chunked"),
     (["contexst"], "PART contexst: expected one of contexts, chunks, noncausal, kernel"),
-    (["--passes", "backward"], "--passes: invalid list of forward and both value: 'backward'"),
+    (["--passes", "backward"], "--passes: backward: expected forward, both, or several"),
     (["--contexts", "32,x"], "--contexts: invalid list of positive numbers value: '32,x'"),
     (["--json", "nowhere/x.json"], "--json nowhere/x.json: cannot be written"),
     (["--picture", "nowhere/x.png"], "--picture nowhere/x.png: cannot be written"),
