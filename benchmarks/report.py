@@ -1,7 +1,7 @@
-"""The harness of the benchmarks: command line, cases that take turns, processes, JSON file, table and picture.
+"""The harness of the benchmarks: command line, timing in turns, child processes, JSON file, table and picture.
 
 A benchmark is a function that measures, decorated by :class:`Benchmark` with its flags, tables and panels. It adds rows
-to :class:`Results`; the harness writes them as they come, and prints and draws them at the end.
+to :class:`Results`. The harness writes the rows as they come, and prints and draws them at the end.
 """
 
 import argparse
@@ -37,54 +37,55 @@ from training.environment import git_commit
 from training.environment import peak_bytes as peak_bytes
 
 SAMPLE_SECONDS = 0.05
-"""A sample is at least about so long: the clock and the wait for the device then do not count."""
+"""A sample takes at least about so long, so that the clock and the wait for the device do not count."""
 WARM_UPS = 3
 """Calls of a case before its first sample."""
 LEAST_SAMPLES = 3
-"""Samples of a case that is so long that it has to do with few."""
+"""Samples of a case that takes long."""
 OUT_OF_MEMORY, NOT_SUPPORTED = "out of memory", "not supported"
-LASTING = (OUT_OF_MEMORY, NOT_SUPPORTED, "killed", "not done after")
-"""How errors begin that more of the same would meet too."""
+"""How errors begin that larger cases would meet too."""
 OWN_FLAGS = {"--run-dir": "--out", "--attention": "--modes", "model.layers": "--layers", "model.heads": "--heads",
              "model.width": "--width", "model.context": "--context", "optimizer.learning_rate": "--learning-rate",
              "train.batch_size": "--batch", "train.minutes": "--minutes", "train.seed": "--seed"}
-"""What the benchmarks call the flags and fields of ``train.py``."""
+"""The benchmarks' names for flags and fields of ``train.py``."""
+FILE_FLAGS = ("json", "picture", "text", "out", "words")
+"""Flags that the ``command`` in a file leaves out, because they name files."""
 
 _kept: dict[Path, str] = {}
 
 
 def device_memory() -> int | None:
-    """Bytes that a program may use on the first device; None where it does not say."""
+    """Bytes that a program may use on the first device; None if unknown."""
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def use_whole_device() -> None:
-    """Lets jax take nine tenths of a GPU's memory, not three quarters, and sets up a CPU; call it before anything runs
-    there."""
+    """Lets jax use nine tenths of a GPU's memory in place of three quarters, and configures a CPU. Call it before
+    anything runs on the device."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     cpu.configure_process()
 
 
 def share_device() -> None:
-    """Leaves a GPU's memory that this process does not need to the processes that it starts, or to another library;
-    call it before anything runs there."""
+    """Leaves the GPU memory that this process does not use to other processes and libraries. Call it before anything
+    runs on the device."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def time_by_turns[Name](runs: Mapping[Name, Callable[[], Any]], repeats: int, sample_seconds: float = SAMPLE_SECONDS,
                         seconds: float | None = None,
                         clock: Callable[[], float] = time.perf_counter) -> dict[Name, list[float]]:
-    """Seconds that a call of each run takes, ``repeats`` samples each.
+    """Seconds per call of each run, ``repeats`` samples each.
 
-    The runs take turns, so that the noise of a shared machine hits all alike. A sample is as many calls in a row as
-    fill ``sample_seconds``, waited for on the device at the end. ``WARM_UPS`` calls come before the first sample.
+    The runs take turns, so that noise on a shared machine affects all alike. A sample is as many consecutive calls as
+    take ``sample_seconds``, with one wait for the device at the end.
 
     Args:
         runs: by name; each starts its work on the device and returns arrays to wait for.
         repeats: samples of each run.
         sample_seconds: 0 makes every call a sample.
-        seconds: about how long all samples of a run may take: a long one has fewer, ``LEAST_SAMPLES`` at least.
-        clock: what times are read from.
+        seconds: about how long all samples of a run may take. A slow run has fewer samples, ``LEAST_SAMPLES`` at least.
+        clock: returns the time.
     """
     calls: dict[Name, int] = {}
     turns: dict[Name, int] = {}
@@ -112,43 +113,43 @@ def _seconds(run: Callable[[], Any], calls: int, clock: Callable[[], float]) -> 
 
 @dataclass(kw_only=True)
 class Row:
-    """What was measured of a case, as the JSON file has it; a benchmark adds fields that say which case it is."""
+    """A measured case, as in the JSON file; a benchmark adds fields that identify the case."""
 
     milliseconds: float | None = None
     """Median of the samples."""
     samples: list[float] = field(default_factory=list)
     """Milliseconds."""
     alone: bool = False
-    """Timed by itself, not in turns: beside the others there was not enough memory."""
+    """Whether it was timed alone, because there was too little memory for the others beside it."""
     error: str | None = None
     """Why there are no times."""
 
     def fill(self, seconds: Sequence[float]) -> None:
-        """Takes in the samples."""
+        """Sets the samples."""
         self.samples = [1e3 * sample for sample in seconds]
         self.milliseconds = median(self.samples)
 
     @property
     def fastest(self) -> float | None:
-        """Of the samples, in milliseconds."""
+        """The fastest sample in milliseconds."""
         return min(self.samples, default=None)
 
     @property
     def count(self) -> int | None:
-        """Of the samples."""
+        """Number of samples."""
         return len(self.samples) or None
 
 
 def time_cases[Name](cases: Mapping[Name, tuple[Row, Callable[[], Callable[[], Any]]]], repeats: int, *,
                      sample_seconds: float = SAMPLE_SECONDS, seconds: float | None = None) -> None:
-    """Times cases in turns and fills in their rows; a case that fails has the reason in its row.
+    """Times cases in turns and fills in their rows; a case that fails gets an error in its row.
 
-    A case for which there is not enough memory beside the others is timed alone.
+    A case for which there is too little memory beside the others is timed alone.
 
     Args:
-        cases: the row of each, and what compiles and allocates and returns the call to time; a row with an error is
-            left as it is.
-        repeats: as in :func:`time_by_turns`, like the others.
+        cases: the row of each, and a function that compiles, allocates and returns the call to time. A row with an
+            error is skipped.
+        repeats, sample_seconds, seconds: as in :func:`time_by_turns`.
     """
     runs: dict[Name, Callable[[], Any]] = {}
     crowded: list[Name] = []
@@ -176,7 +177,7 @@ def time_cases[Name](cases: Mapping[Name, tuple[Row, Callable[[], Callable[[], A
 
 
 def reason(error: BaseException) -> str:
-    """Why a case has no times, in one line."""
+    """The error of a row, in one line."""
     text = message(error).partition("\n")[0]
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
         return f"{OUT_OF_MEMORY}: {text}"
@@ -186,10 +187,10 @@ def reason(error: BaseException) -> str:
 
 
 class Outlook:
-    """Which cases are worth a try, by what smaller ones of the same series showed.
+    """Predicts from smaller cases of a series which cases are too slow or fail.
 
     Args:
-        seconds: a case is not run where a single call would take longer.
+        seconds: most that a call may take.
         minutes: no case is begun after that; None, no limit.
     """
 
@@ -198,11 +199,11 @@ class Outlook:
         self._seen: dict[Hashable, tuple[str, float, Row]] = {}
 
     def refusal(self, series: Hashable, work: float) -> str | None:
-        """Why a case is not to be run; None: it is.
+        """Why a case is not run; None: it is.
 
         Args:
             series: what stays the same while the work grows.
-            work: in which the time of a series is about linear.
+            work: the time of a series is about linear in this.
         """
         if time.monotonic() > self._end:
             return "not tried: the time for all cases is over"
@@ -210,23 +211,22 @@ class Outlook:
         if work < before:
             return None
         if row.milliseconds is None:
-            lasting = row.error is not None and row.error.startswith(LASTING)
-            return f"not tried: at {where}, {row.error}" if lasting else None
+            return f"not tried: at {where}, {row.error}"
         call = row.milliseconds / 1e3 * work / before
         return None if call <= self._limit else (
             f"too slow: a call would take about {call:,.2g} s by that at {where}, and all have {self._limit:g} s")
 
     def learn(self, series: Hashable, work: float, where: str, row: Row) -> None:
-        """Takes in what came of a case."""
-        if row.milliseconds is not None or (row.error or "").startswith(LASTING):
+        """Adds a measured case."""
+        if row.milliseconds is not None or (row.error or "").startswith((OUT_OF_MEMORY, NOT_SUPPORTED)):
             self._seen[series] = where, work, row
 
 
 def check_memory(needed: int | None) -> None:
-    """Stops what would not fit into a CPU's memory: Linux would kill the process, where a GPU raises an error.
+    """Checks the memory of a CPU before it is used up: Linux would kill the process, where a GPU raises an error.
 
     Raises:
-        MemoryError: more bytes are needed than there are.
+        MemoryError: more bytes are needed than available.
     """
     meminfo = Path("/proc/meminfo")
     if needed is None or jax.default_backend() != "cpu" or not meminfo.exists():
@@ -239,18 +239,18 @@ def check_memory(needed: int | None) -> None:
 
 def in_process(module: str, case: Mapping[str, Any], seconds: float | None = None,
                python: str | None = None) -> dict[str, Any]:
-    """A case in a process of its own, for memory and crashes that are nobody else's.
+    """Runs a case in a process of its own, which isolates memory and crashes.
 
-    The module is run as ``python -m MODULE --case JSON`` and prints its result as a last line of JSON.
+    The process is ``python -m MODULE --case JSON``; its last line of output is the result as JSON.
 
     Args:
-        module: name of the benchmark's module.
+        module: the benchmark's module.
         case: what is measured; goes through JSON.
-        seconds: limit; None, no limit.
-        python: runs it; None, this one.
+        seconds: time limit; None, no limit.
+        python: Python executable; None, this one.
 
     Returns:
-        the result, or ``{"error": …}`` where the process ended without one: out of memory is a result.
+        the result, or ``{"error": …}`` if the process failed.
     """
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [python or sys.executable, "-m", module, "--case", json.dumps(case)]
@@ -270,9 +270,9 @@ def in_process(module: str, case: Mapping[str, Any], seconds: float | None = Non
 
 def run_benchmark(module: str, command: Callable[[Sequence[str]], int | None],
                   arguments: Sequence[str] | None = None, *, fields: bool = True) -> int:
-    """:func:`support.command.run_command` for a benchmark: errors name its own flags, and Ctrl-C says what was kept.
+    """:func:`support.command.run_command` for a benchmark: Ctrl-C reports the files that were written.
 
-    ``fields``: whether it has flags of its own in place of those of the config's fields.
+    ``fields``: whether the benchmark has its own flags in place of those of ``train.py``; errors then name its flags.
     """
     _kept.clear()
     return run_command(module, command, arguments, describe=functools.partial(message, fields=fields),
@@ -281,24 +281,24 @@ def run_benchmark(module: str, command: Callable[[Sequence[str]], int | None],
 
 
 def kept(path: Path, what: str) -> None:
-    """Notes for an interrupt that ``path`` holds something, such as ``12 rows``."""
+    """Records for Ctrl-C that ``path`` has something, such as ``12 rows``."""
     _kept[path] = what
 
 
 def message(error: BaseException, *, fields: bool = True) -> str:
-    """An error in the words of the benchmarks, whose flags are not those of ``train.py``."""
+    """The text of an error with the benchmarks' names for flags of ``train.py``."""
     names = [re.escape(name) for name in OWN_FLAGS if fields or name.startswith("--")]
     return re.sub(rf"({'|'.join(names)})\b", lambda found: OWN_FLAGS[found[0]], error_message(error))
 
 
 def form(implementation: str | None) -> str | None:
-    """How tables and files name an implementation: times of a kernel for GPUs that is interpreted say nothing of it."""
+    """The name of an implementation in tables and files, which says if a GPU kernel is interpreted."""
     interpreted = (implementation or "").startswith("pallas_gpu") and device.platform() != "gpu"
     return f"{implementation}, interpreted" if interpreted else implementation
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lines of a text table: the first column flush left, the others flush right."""
+    """A text table; the first column is aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     return "\n".join(
         "  ".join(cell.rjust(width) if i else cell.ljust(width)
@@ -311,35 +311,14 @@ def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
     return ["| " + " | ".join(line) + " |" for line in (headings, ["---", *["---:"] * (len(headings) - 1)], *rows)]
 
 
-def origin(module: str, options: Namespace, more: Sequence[str] = ()) -> dict[str, Any]:
-    """What numbers need beside them: ``device``, ``versions``, ``commit`` (of :func:`git_commit`) and ``command``.
-
-    Args:
-        module: name of the benchmark's module, and of its subcommand where it has some.
-        options: its parsed flags; those that name the files to write are left out, for they say nothing about numbers,
-            and those that are None.
-        more: words of the command line that were passed on as they are.
-    """
-    flags = [word for name, value in vars(options).items()
-             if name not in ("json", "picture", "text", "out", "words") and value is not None and value is not False
-             for word in ("--" + name.replace("_", "-"), *(() if value is True else (_flag(value),)))]
-    return {
-        "device": _device(),
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
-        "commit": git_commit(),
-        "command": shlex.join(["python", "-m", *module.split(), *flags, *more]),
-    }
-
-
 def flag(meaning: str, default: Any = None, type: Callable[[str], Any] | None = None, **more: Any) -> dict[str, Any]:
-    """A flag, as ``ArgumentParser.add_argument`` takes it.
+    """The arguments of ``ArgumentParser.add_argument`` for a flag.
 
     Args:
-        meaning: its help; the default is added.
+        meaning: its help, to which the default is added.
         default: False makes a switch.
-        type: parses its value; None: values are like the default.
-        more: further arguments of ``add_argument``; the ``choices`` of a tuple are those of its words.
+        type: parses the value; None: that of the default.
+        more: further arguments; ``choices`` of a tuple are those of its words.
     """
     if isinstance(default, tuple) and "choices" in more:
         type = names_of(more.pop("choices"))
@@ -352,15 +331,6 @@ def flag(meaning: str, default: Any = None, type: Callable[[str], Any] | None = 
             "help": meaning if default in (None, (), "") else f"{meaning} ({_flag(default)})"} | more
 
 
-def model_flags() -> dict[str, dict[str, Any]]:
-    """The flags of the benchmarks that make a model of their own."""
-    return {"modes": flag("modes, or MODE:FORM, with commas between", ("softmax", "chunked")),
-            "dtype": flag("number format of the products", "auto", choices=("auto", "float32", "bfloat16")),
-            "width": flag("width of the model", 256), "layers": flag("transformer blocks", 4),
-            "heads": flag("attention heads", 4), "vocabulary": flag("tokens in the vocabulary", 257),
-            "repeats": flag("samples of each case", 20)}
-
-
 @dataclass(frozen=True)
 class Table:
     """A table that is printed."""
@@ -371,7 +341,11 @@ class Table:
 
 
 def columns(*told: tuple[str, str | Callable[[Any], Any], str]) -> Table:
-    """A table with a line a row: of each column the heading, attribute, key or function of the row, and format."""
+    """A table with a line for each row.
+
+    Args:
+        told: heading, value and format of each column; the value is an attribute, a key or a function of the row.
+    """
     def cell(row: Any, value: str | Callable[[Any], Any], form: str) -> str:
         found = (value(row) if not isinstance(value, str) else row[value] if isinstance(row, dict) else
                  getattr(row, value))
@@ -382,41 +356,51 @@ def columns(*told: tuple[str, str | Callable[[Any], Any], str]) -> Table:
 
 
 class Results:
-    """What was measured so far: in the JSON file at once, in tables and a picture at the end."""
+    """The measurements so far, which are written to the JSON file at once."""
 
     def __init__(self, module: str, options: Namespace, positional: Sequence[str], tables: Sequence[str]):
         self.rows: dict[str, list[Any]] = {name: [] for name in tables}
         self.more: dict[str, Any] = {}
-        """What else the file has."""
+        """Further contents of the file."""
         self.remarks: list[str] = []
         """Lines below the tables."""
         self.model = ""
-        """What is named behind the device, such as the dtype."""
+        """Printed after the device, such as the dtype."""
         self.heading = ""
-        """What is printed above the tables in place of the device."""
+        """Printed above the tables in place of the device."""
         self.text = ""
-        """What is printed in place of tables."""
+        """Printed in place of the tables."""
         self._module, self._options, self._positional = module, options, positional
 
     @functools.cached_property
     def origin(self) -> dict[str, Any]:
-        """See :func:`origin`; not before the flags are checked, for it starts the device."""
-        flags = vars(self._options).copy()
-        words = [str(word) for name in self._positional for word in flags.pop(name)]
-        return origin(self._module, Namespace(**flags), [*words, *self._options.words])
+        """``device``, ``versions``, ``commit`` and ``command``. Use it after the flags are checked, because it starts
+        the device."""
+        flags, words = vars(self._options).copy(), list(self._options.words)
+        words[:0] = [str(word) for name in self._positional for word in flags.pop(name)]
+        given = [word for name, value in flags.items()
+                 if name not in FILE_FLAGS and value is not None and value is not False
+                 for word in ("--" + name.replace("_", "-"), *(() if value is True else (_flag(value),)))]
+        return {
+            "device": _device(),
+            "versions": {"python": platform.python_version()}
+            | {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
+            "commit": git_commit(),
+            "command": shlex.join(["python", "-m", *self._module.split(), *given, *words]),
+        }
 
     def add(self, *rows: Any, table: str = "rows") -> None:
-        """Takes in rows, and keeps them."""
+        """Adds rows and writes the file."""
         self.rows[table] += rows
         self.keep()
 
     def write_text(self, text: str) -> None:
-        """Takes in what is printed in place of tables, and writes it to NAME.md."""
+        """Sets the text that is printed in place of the tables, and writes it to NAME.md."""
         self.text = text
         write_text(self._options.text, text)
 
     def keep(self) -> None:
-        """Writes the file, where one was named."""
+        """Writes the file, if one is named."""
         path = vars(self._options).get("json")
         if path is not None:
             write_json(path, self.origin | self.more | {
@@ -430,27 +414,27 @@ class Results:
 class Benchmark:
     """A command: called with the arguments of the command line, or those of the process, it returns the exit code.
 
-    That is 1 where no row of the first table is without an error, or what ``measure`` returns.
+    The exit code is what ``measure`` returns. If that is None, it is 1 if every row of the first table has an error.
     """
 
     measure: Callable[[Namespace, Results], int | None]
-    """Takes the flags, and adds rows."""
+    """Measures by the flags, and adds rows."""
     module: str
-    """Behind ``python -m``; its docstring is the help."""
+    """Its name after ``python -m``; its docstring is the help."""
     flags: Mapping[str, dict[str, Any]]
-    """By their names, without dashes; a name in capitals stands for an argument without a flag."""
+    """By name, without dashes; a name in capitals is a positional argument."""
     tables: Table | Mapping[str, Table] | None = None
-    """One of ``rows``, or several by their names in the file."""
+    """The table of ``rows``, or several by their names in the file."""
     panels: Callable[..., list[Panel]] | None = None
-    """What is drawn; takes the rows of each table."""
+    """The panels of the picture, from the rows of each table."""
     title: str = ""
     """Of the picture, before the device."""
     by: str = ""
-    """Attribute of a row; each of its values has a table and a picture of its own."""
+    """An attribute of the rows; each of its values has a table and a picture."""
     answer: Callable[[dict[str, Any]], Any] | None = None
-    """What a process of one case, by :func:`in_process`, says."""
+    """The result of a process that :func:`in_process` starts."""
     json: bool = True
-    """Whether there is a file to name."""
+    """Whether it has ``--json``."""
     files: bool = False
     """Whether ``--out NAME`` names all files: NAME.json, NAME.md and NAME.png."""
     passes_on: bool = False
@@ -481,7 +465,7 @@ class Benchmark:
 
     def _command(self, arguments: Sequence[str]) -> int:
         if self.answer is not None and arguments[:1] == ["--case"]:
-            print(json.dumps(self.answer(json.loads(arguments[1]))))  # one line of JSON is the last of what this prints
+            print(json.dumps(self.answer(json.loads(arguments[1]))))
             return 0
         options = self.parse(arguments)
         if self.files:
@@ -521,22 +505,22 @@ class Benchmark:
 
 
 def check_output(path: Path | None, flag: str = "--json") -> None:
-    """Before anything is measured: whether a file can be written to.
+    """Checks before a measurement that a file can be written.
 
     Raises:
-        ConfigError: it cannot, or is to be a picture and no PNG or SVG.
+        ConfigError: it cannot, or is a picture and no PNG or SVG.
     """
     if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise ConfigError(f"{flag} {path}: cannot be written; name a file in a folder that can be written to")
+        raise ConfigError(f"{flag} {path}: cannot be written; choose a file in a writable folder")
     if path is not None and flag == "--picture" and path.suffix.lower() not in (".png", ".svg"):
-        raise ConfigError(f"{flag} {path}: expected a name that ends in .png or .svg")
+        raise ConfigError(f"{flag} {path}: expected a .png or .svg file")
 
 
 def make_folder(path: Path, flag: str = "--out") -> None:
-    """Makes a folder to write to.
+    """Makes a folder.
 
     Raises:
-        ConfigError: it cannot be made, or not be written to.
+        ConfigError: it cannot be made or written to.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -548,7 +532,7 @@ def make_folder(path: Path, flag: str = "--out") -> None:
 
 
 def has_matplotlib() -> bool:
-    """Whether pictures can be drawn; says so where not."""
+    """Whether pictures can be drawn; prints a note if not."""
     found = importlib.util.find_spec("matplotlib") is not None
     if not found:
         note("no picture: matplotlib is not installed")
@@ -590,7 +574,7 @@ def names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
-# What argparse calls them in its messages.
+# Their names in the messages of argparse.
 positive.__name__, above_zero.__name__ = "positive number", "number above 0"
 positives.__name__, names.__name__ = "list of positive numbers", "list of names"
 

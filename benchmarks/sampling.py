@@ -16,8 +16,7 @@ time over that of the same mode at the first position named. ``× first batch`` 
 the first batch named. A case that does not fit into memory is a row with ``error``.
 
 ``--prompt N`` adds, for each mode, the time to read N tokens against that to draw as many. ``--peer transformers``
-times softmax GPT-2 of the same size in the package ``transformers``, in this Python or, with ``--peer-python``, in
-another one that has it and torch.
+times softmax GPT-2 of the same size in the package ``transformers``, which has to be installed with torch.
 """
 
 from support import interrupts
@@ -244,7 +243,7 @@ def _draw_seconds(sampler: Sampler, tokens: int) -> float:
 
 
 def measure_peer(config: ModelConfig, vocabulary: int, positions: Sequence[int], batch: int, samples: int, *,
-                 size: str | None, python: str | None) -> tuple[list[Row], dict[str, str]]:
+                 size: str | None) -> tuple[list[Row], dict[str, str]]:
     """The rows of ``transformers``' GPT-2 of the sizes of a model, and the versions behind them."""
     rows, versions = [], {}
     for position in positions:
@@ -252,7 +251,7 @@ def measure_peer(config: ModelConfig, vocabulary: int, positions: Sequence[int],
         row = Row("transformers", position, batch, size)
         found = report.in_process("benchmarks.transformers_gpt2", {
             "layers": config.layers, "heads": config.heads, "width": config.width, "vocabulary": vocabulary,
-            "position": position, "batch": batch, "samples": samples}, python=python)
+            "position": position, "batch": batch, "samples": samples})
         row.error, versions = found.get("error"), versions | found.get("versions", {})
         _fill(row, [sample / 1e3 for sample in found.get("samples", ())])
         rows.append(row)
@@ -295,12 +294,10 @@ def make_configs(options: Namespace) -> dict[tuple[str | None, int], dict[str, M
     """The models by name of the size and vocabulary, and by mode.
 
     Raises:
-        ConfigError: a mode or size that is unknown, or flags that do not go together.
+        ConfigError: an unknown mode, or flags that contradict each other.
     """
-    if options.peer not in (None, "transformers"):
-        raise ConfigError(f"--peer {options.peer}: expected transformers")
     if options.recipe is not None:
-        if options.sizes is not None:
+        if options.sizes:
             raise ConfigError("--recipe and --sizes: expected one of them")
         return {(options.recipe.stem, options.vocabulary): {
             mode: gpt.resolve_config(replace(load_recipe(options.recipe, mode).model, dtype=options.dtype))
@@ -317,13 +314,12 @@ def make_configs(options: Namespace) -> dict[tuple[str | None, int], dict[str, M
         "positions": report.flag("how many tokens there are before, with commas between", (128, 8192)),
         "batches": report.flag("sequences at once, with commas between", (1,)),
         "prompt": report.flag("time to read a prompt of so many tokens too", type=report.positive, metavar="TOKENS"),
-        "peer": report.flag("transformers: time its GPT-2 too")})
+        "peer": report.flag("time its GPT-2 too", choices=("transformers",))})
 def main(options: Namespace, results: report.Results) -> None:
     """Modes and positions take turns, batch by batch."""
     report.use_whole_device()
     if options.peer:
         report.share_device()
-    python, options.peer_python = options.peer_python, None  # where it lies says nothing about numbers
     configs = make_configs(options)
     results.model = next(iter(configs.values()))[options.modes[0]].dtype
 
@@ -340,7 +336,7 @@ def main(options: Namespace, results: report.Results) -> None:
                 add(rows)
             if options.peer:
                 rows, versions = measure_peer(next(iter(modes.values())), vocabulary, options.positions, batch,
-                                              options.repeats, size=size, python=python)
+                                              options.repeats, size=size)
                 results.origin["versions"] |= versions
                 add(rows)
         for mode, sampler in samplers.items() if options.prompt else ():

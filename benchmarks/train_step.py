@@ -1,20 +1,19 @@
-"""Time and memory of a training step, mode against mode: forward, backward and AdamW update, as ``train.py`` makes it.
+"""Time and memory of a training step of each mode: forward pass, backward pass and AdamW update, as in ``train.py``.
 
     python -m benchmarks.train_step --contexts 512,1024,2048,4096,8192 --modes softmax,chunked --json step.json
     python -m benchmarks.train_step --sizes 124M,355M,774M,1558M --contexts 1024,8192,65536,524288 --picture step.png
     python -m benchmarks.train_step --sizes 124M --contexts 1024 --tokens 524288 --accumulate 16
 
-A mode may carry its form: ``softmax:materialised``, ``chunked:pallas_gpu``, ``linear:recurrent``. The modes take turns
-at each context, but for one that does not fit into memory beside the others ("alone"); figures are medians. A size is
-one of GPT-2's, with softplus features; without ``--sizes`` the model is that of ``--width``, ``--layers``, ``--heads``
-and ``--vocabulary``. ``--peer nanogpt=PATH`` times nanoGPT's own step beside ours, in this Python or, with
-``--peer-python``, in another that has torch; PATH is its ``model.py``, or the folder that has it.
+A mode may name its form: ``softmax:materialised``, ``chunked:pallas_gpu``, ``linear:recurrent``. The modes take turns
+at each context; one that does not fit into memory beside the others is timed alone. Figures are medians. A size is one
+of GPT-2's, with softplus features. Without ``--sizes`` the model is that of ``--width``, ``--layers``, ``--heads`` and
+``--vocabulary``. ``--peer nanogpt=PATH`` adds nanoGPT's training step on torch, which has to be installed; PATH is its
+``model.py`` or the folder of it.
 
-Utilisation is the model's floating-point operations, 6 a parameter and token and three times those of the attention's
-forward pass, over what the device could do at most by its data sheet; recomputed ones do not count. The last column
-says how many times as fast as the first softmax mode a mode is. The file has the table's rows with every sample, and
-the device, versions, commit and command that they come from. A case that does not fit into memory, that this device
-does not support, or that would take too long, is a row with ``error`` and without times.
+Utilisation is the model's floating-point operations over the peak of the device by its data sheet: 6 per parameter and
+token, and three times those of the attention's forward pass. Recomputed ones do not count. "× softmax" is the time of
+the first softmax mode over that of a mode. A case that does not fit into memory, is not supported or would take too
+long is a row with ``error`` and without times.
 """
 
 from support import interrupts
@@ -22,7 +21,6 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
-import contextlib
 import functools
 import itertools
 import sys
@@ -49,13 +47,13 @@ from training.optimizer import decay_mask, make_optimizer
 from training.step import StepMetrics, TrainState, abstract_model, initial_state, jit_step, make_train_step
 
 FORM_OPTIONS = ("form", "kernel")
-"""What modes call the option that names how they are computed."""
+"""Names of the option of a mode that chooses its implementation."""
 CASE_SECONDS = 60.0
-"""How long the samples of a case may take, unless a flag says otherwise."""
+"""Default of ``--seconds-per-case``."""
 
 
 class Size(NamedTuple):
-    """What a model's speed depends on beside its context and its attention."""
+    """Sizes of a model."""
 
     layers: int
     heads: int
@@ -64,14 +62,14 @@ class Size(NamedTuple):
 
 
 GPT2_VOCABULARY = 50_304
-"""50,257 tokens, filled up to a multiple of 64 for the device's products."""
+"""50,257 tokens, padded to a multiple of 64."""
 SIZES = {
     "124M": Size(12, 12, 768, GPT2_VOCABULARY),
     "355M": Size(24, 16, 1024, GPT2_VOCABULARY),
     "774M": Size(36, 20, 1280, GPT2_VOCABULARY),
     "1558M": Size(48, 25, 1600, GPT2_VOCABULARY),
 }
-"""GPT-2's, by name."""
+"""Those of GPT-2, by name."""
 
 
 @dataclass
@@ -79,42 +77,42 @@ class Row(report.Row):
     """One mode at one context; times are of a step."""
 
     mode: str
-    """As it was named on the command line."""
+    """As on the command line."""
     implementation: str | None
     context: int
     batch: int
     """Sequences in a step."""
     size: str | None = None
-    """Name in ``SIZES``; None: the flags'."""
+    """Key of ``SIZES``; None: by the flags."""
     accumulate: int = 1
-    """Parts that the batch was taken in."""
+    """Parts of the batch."""
     remat: str | None = None
-    """As ``train.remat``: what the backward pass recomputes to save memory."""
+    """As ``train.remat``."""
     flops: float | None = None
-    """Floating-point operations of a step that the model asks for."""
+    """Floating-point operations of a step."""
     tokens_per_second: float | None = None
     utilisation: float | None = None
-    """Share of what one device could do in the model's number format; None where its peak is not known."""
+    """Share of the peak of one device in the compute dtype; None if the peak is unknown."""
     ratio: float | None = None
-    """Time of the first softmax mode at this context over the time of this one."""
+    """Time of the first softmax mode at this context over this time."""
     peak_bytes: int | None = None
-    """Arguments, outputs and temporaries of the step, as the compiler plans them."""
+    """Arguments, outputs and temporaries, as the compiler plans them."""
     compile_seconds: float | None = None
-    """On a GPU with the choice of products (autotuning), unless that is cached."""
+    """On a GPU with autotuning, unless it is cached."""
 
     @property
     def name(self) -> str:
-        """Of the case."""
+        """Name of the case."""
         return f"{self.mode} at {self.context:,}"
 
     @property
     def label(self) -> str:
-        """Of a curve."""
+        """Label of the curve."""
         return self.mode + ", interpreted" * (self.implementation or "").endswith(", interpreted")
 
     @property
     def form(self) -> str:
-        """How the mode was computed."""
+        """The implementation, rematerialisation, and whether it was timed alone."""
         remat = f", remat {self.remat}" * (self.remat in ("block", "names"))
         return (self.implementation or "") + remat + ", alone" * self.alone
 
@@ -131,9 +129,8 @@ class Step:
     """The training step of a config, compiled, on random tokens.
 
     Raises:
-        NotImplementedError: an implementation that this device or input does not have.
-        MemoryError: more memory is needed than the device has.
-        jax.errors.JaxRuntimeError: the same on other devices.
+        NotImplementedError: the device does not support the implementation.
+        MemoryError, jax.errors.JaxRuntimeError: the device has too little memory.
     """
 
     def __init__(self, config: Config, vocabulary_size: int):
@@ -170,31 +167,28 @@ def step_and_shapes(config: Config, vocabulary_size: int) -> tuple[jax.stages.Wr
 
 
 def like_new(shapes: TrainState) -> TrainState:
-    """A state like one at the beginning of training, drawn array by array.
-
-    As one program it would take XLA long to compile, and the time of a step hardly depends on the numbers.
-    """
+    """A state like an initial one, drawn array by array, because XLA takes long to compile that as one program."""
     keys = (jax.random.fold_in(jax.random.key(0), number) for number in itertools.count())
 
-    def drawn(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
-        if jax.tree_util.keystr(path[-1:], simple=True) == "scale":  # a LayerNorm's
-            return jnp.ones(x.shape, x.dtype)
-        return INITIAL_SCALE * jax.random.normal(next(keys), x.shape, x.dtype)
+    def normal(x: jax.ShapeDtypeStruct, scale: float) -> jax.Array:
+        return scale * jax.random.normal(next(keys), x.shape, x.dtype)
 
-    def random(x: jax.ShapeDtypeStruct) -> jax.Array:
-        """What a mode draws for itself, and its counts."""
-        return (jax.random.normal(next(keys), x.shape, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else
-                jnp.zeros(x.shape, x.dtype))
+    def parameter(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
+        is_norm = jax.tree_util.keystr(path[-1:], simple=True) == "scale"
+        return jnp.ones(x.shape, x.dtype) if is_norm else normal(x, INITIAL_SCALE)
 
-    return TrainState(jax.tree.map_with_path(drawn, shapes.parameters), jax.tree.map(random, shapes.variables),
+    def variable(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return normal(x, 1) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape, x.dtype)
+
+    return TrainState(jax.tree.map_with_path(parameter, shapes.parameters), jax.tree.map(variable, shapes.variables),
                       jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.optimizer))
 
 
 def mode_config(text: str) -> tuple[str, Any]:
-    """The mode and its ``Config`` that ``NAME`` or ``NAME:FORM`` stands for.
+    """The mode and the ``Config`` of ``NAME`` or ``NAME:FORM``.
 
     Raises:
-        ConfigError: no such mode, or no such form of it.
+        ConfigError: there is no such mode or form.
     """
     name, colon, form = text.partition(":")
     if name not in attention.modes():
@@ -215,31 +209,24 @@ def _names(hint: Any) -> list[str]:
 
 
 def sizes(options: Namespace) -> dict[str | None, Size]:
-    """The sizes that the flags name, by name.
-
-    Raises:
-        ConfigError: a name that is not in ``SIZES``.
-    """
-    for name in options.sizes or ():
-        if name not in SIZES:
-            raise ConfigError(f"--sizes {name}: expected one of {', '.join(SIZES)}")
-    if options.sizes is None:
-        return {None: Size(options.layers, options.heads, options.width, options.vocabulary)}
-    return {name: SIZES[name] for name in options.sizes}
+    """The sizes that the flags give, by name."""
+    if options.sizes:
+        return {name: SIZES[name] for name in options.sizes}
+    return {None: Size(options.layers, options.heads, options.width, options.vocabulary)}
 
 
 def model_config(mode: str, context: int, size: Size, *, dtype: Any, features: str | None = None) -> ModelConfig:
     """The model of a mode and a size.
 
     Args:
-        mode: as it is named on the command line.
+        mode: ``NAME`` or ``NAME:FORM``.
         context: of the model.
         size: of the model.
         dtype: as in :class:`ModelConfig`.
-        features: feature map, of a mode that has one; None, the mode's own choice.
+        features: feature map, for modes that have one; None, the mode's default.
 
     Raises:
-        ConfigError: sizes that do not go together, or an unknown mode.
+        ConfigError: an unknown mode, or the sizes do not match.
     """
     name, mode_options = mode_config(mode)
     if features is not None and hasattr(mode_options, "feature_map"):
@@ -259,7 +246,7 @@ def model_flops(config: Config, vocabulary_size: int) -> float:
 
 
 def implementation(config: Config, vocabulary_size: int) -> str | None:
-    """Which form the first layer's attention takes on this device; None where its mode has only one."""
+    """The implementation of the first layer's attention on this device; None if the mode has only one."""
     model = abstract_model(config, vocabulary_size)
     return model.blocks[0].attention.implementation(jnp.dtype(model.config.dtype))
 
@@ -270,14 +257,14 @@ def measure(configs: Mapping[str, Config], vocabulary_size: int, repeats: int, *
     """The rows of one context: the steps of all modes, timed in turns.
 
     Args:
-        configs: by mode, as it was named.
+        configs: by mode, as on the command line.
         vocabulary_size: V.
         repeats: samples of each.
-        seconds: about how long the samples of a mode may take: a long step has fewer.
+        seconds: about how long the samples of a mode may take.
         remat: as ``train.remat``, or ``auto``: the first of ``none``, ``names`` and ``block`` that fits.
         size: name of the size.
-        outlook: what shorter contexts showed.
-        peers: what makes other people's steps, by name; they are timed beside ours.
+        outlook: has the shorter contexts.
+        peers: functions that make the steps of other projects, by name.
     """
     outlook = outlook or report.Outlook(seconds)
     cases: dict[str, tuple[Row, Callable[[], Callable[[], Any]]]] = {}
@@ -308,7 +295,7 @@ def measure(configs: Mapping[str, Config], vocabulary_size: int, repeats: int, *
 
 
 def _prepare(config: Config, vocabulary_size: int, row: Row, choices: Sequence[str], crowded: bool) -> Step:
-    """A step that ran once, with the first choice of what to recompute that fits.
+    """A step that ran once, with the first rematerialisation that fits.
 
     Raises:
         as :class:`Step`.
@@ -328,7 +315,7 @@ def _prepare(config: Config, vocabulary_size: int, row: Row, choices: Sequence[s
 
 
 def panels(rows: Sequence[Row]) -> list[picture.Panel]:
-    """Time of a step against context, a panel a size, with what was published of the same attention."""
+    """Time of a step against context, a panel for each size, with published times of the same attention."""
     found = []
     for size in dict.fromkeys(row.size for row in rows):
         others: dict[str, picture.Curve] = {}
@@ -349,7 +336,7 @@ def make_config(mode: str, context: int, size: Size, options: Namespace) -> Conf
     """The run whose step is timed.
 
     Raises:
-        ConfigError: an unknown mode, or flags that do not go together.
+        ConfigError: an unknown mode, or flags that contradict each other.
     """
     tokens = options.tokens or (context if options.sizes else 4096)
     batch = options.batch or max(context, tokens) // context
@@ -360,22 +347,26 @@ def make_config(mode: str, context: int, size: Size, options: Namespace) -> Conf
                   train=TrainConfig(batch_size=batch, accumulate=options.accumulate))
 
 
-SIZE_FLAGS = report.model_flags() | {
-    "sizes": report.flag(f"GPT-2's, with commas between, of {','.join(SIZES)}", type=report.names),
-    "seconds-per-case": report.flag("about how long the samples of a case may take", CASE_SECONDS),
-    "peer-python": report.flag("the Python that has the packages of --peer (this one)")}
-"""Those of ``benchmarks.sampling`` too."""
+SIZE_FLAGS = {
+    "modes": report.flag("modes, or MODE:FORM, with commas between", ("softmax", "chunked")),
+    "dtype": report.flag("compute dtype", "auto", choices=("auto", "float32", "bfloat16")),
+    "width": report.flag("width of the model", 256), "layers": report.flag("transformer blocks", 4),
+    "heads": report.flag("attention heads", 4), "vocabulary": report.flag("tokens in the vocabulary", 257),
+    "repeats": report.flag("samples of each case", 20),
+    "sizes": report.flag(f"sizes of GPT-2, in place of those flags: {','.join(SIZES)}", (), choices=tuple(SIZES)),
+    "seconds-per-case": report.flag("about how long the samples of a case may take", CASE_SECONDS)}
+"""Also the flags of ``benchmarks.sampling``."""
 
 
 @functools.partial(
     report.Benchmark, module="benchmarks.train_step", tables=TABLE, panels=panels, title="A training step",
     flags=SIZE_FLAGS | {
         "contexts": report.flag("sequence lengths, with commas between", (512, 1024, 2048, 4096, 8192)),
-        "tokens": report.flag("tokens in a step, where the context is not longer (4096; with --sizes one sequence)",
+        "tokens": report.flag("tokens in a step, at least one sequence (4096; with --sizes one sequence)",
                               type=report.positive),
         "batch": report.flag("sequences in a step, in place of --tokens", type=report.positive),
-        "accumulate": report.flag("parts that the batch is taken in, one after the other", 1),
-        "remat": report.flag("as train.remat: what to recompute in the backward pass; auto: what the memory asks for",
+        "accumulate": report.flag("parts of the batch, one after the other", 1),
+        "remat": report.flag("as train.remat: what the backward pass recomputes; auto: the least that fits",
                              "auto", choices=("none", "names", "block", "auto")),
         "peer": report.flag("nanogpt=PATH: time nanoGPT's step too")})
 def main(options: Namespace, results: report.Results) -> None:
@@ -383,24 +374,20 @@ def main(options: Namespace, results: report.Results) -> None:
     report.use_whole_device()
     if options.peer:
         report.share_device()
-    model = nanogpt.find(options.peer) if options.peer else None
-    configs = {(size, context): {mode: make_config(mode, context, sizes(options)[size], options)
-                                 for mode in options.modes}
-               for size in sizes(options) for context in options.contexts}
-    python = options.peer_python or sys.executable
-    if model is not None:
-        # Where things lie says nothing about numbers.
-        options.peer, options.peer_python = f"nanogpt={model.name}", None
+    peer = nanogpt.find(options.peer) if options.peer else None
+    configs = {(name, context): {mode: make_config(mode, context, size, options) for mode in options.modes}
+               for name, size in sizes(options).items() for context in options.contexts}
+    if peer is not None:
+        options.peer = f"nanogpt={peer.name}"  # without its folder, which does not affect the figures
     results.model = next(iter(configs.values()))[options.modes[0]].model.dtype
     outlook = report.Outlook(options.seconds_per_case)
-    for (size, context), modes in configs.items():
-        status(f"{size or 'model'} at context {context:,} …")
-        vocabulary_size = sizes(options)[size].vocabulary
-        with contextlib.nullcontext() if model is None else nanogpt.Peer(
-                model, modes[options.modes[0]], vocabulary_size, python) as peer:
-            results.add(*measure(
-                modes, vocabulary_size, options.repeats, seconds=options.seconds_per_case, remat=options.remat,
-                size=size, outlook=outlook, peers={} if peer is None else {"nanogpt": peer.start}))
+    for (name, context), modes in configs.items():
+        status(f"{name or 'model'} at context {context:,} …")
+        vocabulary_size = sizes(options)[name].vocabulary
+        peers = {} if peer is None else {
+            "nanogpt": functools.partial(nanogpt.make_step, peer, modes[options.modes[0]], vocabulary_size)}
+        results.add(*measure(modes, vocabulary_size, options.repeats, seconds=options.seconds_per_case,
+                             remat=options.remat, size=name, outlook=outlook, peers=peers))
 
 
 if __name__ == "__main__":
