@@ -1,14 +1,14 @@
-"""Compiles the GPU kernels, and training steps with them, for an H200 on a machine without one, and looks at the code.
+"""Compiles the GPU kernels and training steps for an H200, on a machine without one, and checks the machine code.
 
     make gpu-check                                              in the environments of two versions of jax
     .venv-gpu/VERSION/bin/python -m benchmarks.gpu_check --only "T8192 "    in one, the cases with that in their name
 
-Prints registers, spilled bytes, shared memory and warps of each of our kernels, and how many launches draw a token.
-Fails where a kernel spills registers, has its wgmma instructions serialised, wants more shared memory than a block may
-have, or cannot be compiled at all, where a token takes more launches than it did, and where a training step of chunked,
-linear or softmax adds floating-point numbers up by atomic additions, for two runs would then differ. Of the kernels
-that XLA writes itself those that spill or serialise, and other programs with atomic additions, are listed, and do not
-fail. What cuDNN does inside its own kernels is not seen.
+Prints registers, spilled bytes, shared memory and warps of each of our kernels, and the number of launches for a token.
+The check fails if one of our kernels spills registers, has serialised wgmma instructions, needs more shared memory than
+a block may have, or does not compile. It also fails if a token takes more launches than before, or if the training step
+of chunked, linear or softmax has atomic additions of floating-point numbers, with which two runs would differ. Kernels
+of the compiler that spill or serialise, and other programs with atomic additions, are listed and do not fail. The
+inside of cuDNN's kernels is not checked.
 """
 
 from support import interrupts
@@ -16,7 +16,6 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
-import contextlib
 import functools
 import re
 import subprocess
@@ -24,7 +23,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,19 +42,18 @@ from support.command import status
 from support.errors import BenchmarkError, ConfigError
 
 PROJECTION = "projection_decode"
-"""How the names of the kernels begin that are the projections of a single sample's token."""
+"""Prefix of the kernels that compute the projections for a token of a single sample."""
 RECIPE = ROOT / "configs" / "gpt2_124m.py"
 VOCABULARY = 50_257
 CONTROL = ("kSequential", "kWhile", "kConditional")
-"""What XLA lists beside launches: it holds them."""
+"""What XLA lists beside launches: these contain launches."""
 ATOMIC_ADDITION = re.compile(r"\b(atom|red)\.(?=[\w.:]*\badd\b)(?=[\w.:]*\bb?f(16|32|64))")
 DETERMINISTIC = ("chunked", "linear", "softmax")
-"""The modes whose training steps have to give the same bits each time."""
-HEADINGS = ("case", "kernel", "registers", "spilled bytes", "shared bytes", "warps", "")
+"""The modes whose training steps have to be deterministic."""
 
 
 class Token(NamedTuple):
-    """Drawing one token, up to its logits: a layer of each mode."""
+    """Computing the logits of one token, with a layer of each mode."""
 
     recipe: str
     modes: tuple[str, ...]
@@ -64,18 +62,18 @@ class Token(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As the table shows it."""
+        """As in the table."""
         return f"token B{self.B} {self.recipe} {','.join(self.modes)} {self.dtype}"
 
     @property
     def ours(self) -> tuple[str, ...]:
-        """Kernels of ours that draw it; of several samples, XLA makes the projections."""
+        """Prefixes of our kernels in it; for several samples, XLA computes the projections."""
         return (*(name for mode in self.modes for name in attention.load(mode).Attention.decode_kernels),
                 *((PROJECTION,) if self.B == 1 else ()))
 
 
 COMPARED = ("chunked", "softmax")
-"""The modes of the tokens that are drawn at every size. At the least one every mode draws one."""
+"""The modes of the tokens at every size. The smallest size has a token of every mode."""
 TOKENS = (
     *(Token(recipe, COMPARED) for recipe in ("gpt2_124m", "gpt2_355m", "gpt2_774m", "gpt2_1558m")),
     Token("gpt2_124m", COMPARED, B=32),
@@ -91,40 +89,40 @@ MOST_LAUNCHES = {
         "performer": 15, "power": 15, "reformer": 34, "softmax": 17, "sparse": 31, "synthesizer": 17,
         "window": 18}.items()},
 }
-"""Launches of the tokens that have a bound: as many as they have had, in the version of jax that takes more. A launch
-costs a microsecond or two, which is what decoding with little batch is made of."""
+"""Most launches of tokens: those of the version of jax that takes more. A launch costs a microsecond or two, which is
+most of the time of decoding small batches."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the assembler says of a kernel, and how it is launched."""
+    """A kernel in machine code, from the output of the assembler."""
 
     name: str
     registers: int
-    """Of a thread."""
+    """Per thread."""
     spilled_bytes: int
-    """Of a thread, stores and loads."""
+    """Per thread, stores and loads."""
     shared_bytes: int
-    """Of a block."""
+    """Per block."""
     threads: int | None = None
-    """Of a block."""
+    """Per block."""
     serialised: str | None = None
-    """Why its wgmma instructions wait for each other."""
+    """Why its wgmma instructions are serialised."""
 
     @property
     def ours(self) -> bool:
-        """Whether this project wrote it, and not the compiler."""
+        """Whether it is of this project and not of the compiler."""
         return self.name.startswith(our_kernels())
 
     def faults(self, shared_limit: int) -> list[str]:
-        """What makes it slow, or impossible to launch."""
+        """Why it is slow or cannot be launched."""
         found = []
         if self.spilled_bytes:
             found.append(f"spills registers, {self.spilled_bytes:,} bytes")
         if self.serialised is not None:
             found.append(f"serialises wgmma, due to {self.serialised}")
         if self.shared_bytes > shared_limit:
-            found.append(f"wants {self.shared_bytes:,} bytes of shared memory, of which a block has {shared_limit:,}")
+            found.append(f"needs {self.shared_bytes:,} bytes of shared memory, but a block has {shared_limit:,}")
         return found
 
 
@@ -134,28 +132,28 @@ class Case(NamedTuple):
     name: str
     trace: Callable[[], jax.stages.Traced]
     ours: tuple[str, ...]
-    """How the names of our kernels begin that have to be in it."""
+    """Prefixes of our kernels that it must have."""
     token: bool = False
-    """Its launches are counted."""
+    """Whether its launches are counted."""
     deterministic: bool = False
-    """Two runs of it have to give the same bits."""
+    """Whether two runs have to be equal to the bit."""
 
 
 class Program(NamedTuple):
-    """What a dump says of a compiled program."""
+    """A compiled program, from its dump."""
 
     kernels: list[Kernel]
     launches: int
-    """Kernels, copies and library calls that a run starts; those in a loop count once."""
+    """Kernels, copies and library calls; those in a loop count once."""
     atomics: tuple[str, ...] = ()
-    """Kernels that add floating-point numbers up by atomic additions: in an order that changes from run to run."""
+    """Kernels with atomic additions of floating-point numbers, whose order changes from run to run."""
 
 
 def read_assembler(text: str) -> list[Kernel]:
-    """The kernels of what ``ptxas -v`` prints.
+    """The kernels in the output of ``ptxas -v``.
 
     Raises:
-        ValueError: it says nothing of a kernel's registers.
+        ValueError: the registers of a kernel are missing.
     """
     serialised = {name: reason for reason, name in re.findall(
         r"wgmma\.mma_async instructions are serialized due to (.*?) (?:in|for) (?:the )?function '([^']+)'", text)}
@@ -164,7 +162,7 @@ def read_assembler(text: str) -> list[Kernel]:
     for name, part in zip(parts[1::2], parts[2::2], strict=True):
         registers = re.search(r"Used (\d+) registers", part)
         if registers is None:
-            raise ValueError(f"ptxas says nothing of the registers of {name}")
+            raise ValueError(f"ptxas does not report the registers of {name}")
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", part)))
         shared = re.search(r"(\d+) bytes smem", part)
         kernels.append(Kernel(name, int(registers[1]), spilled, int(shared[1]) if shared else 0,
@@ -219,7 +217,7 @@ def find_atomics(text: str) -> tuple[str, ...]:
 
 
 def cases(target: Target) -> Iterator[Case]:
-    """All that is compiled."""
+    """All programs that are compiled."""
     found = {}
     for case in op_cases.find_cases("gpu-check"):
         for computed in case.implementations if case.device_kind in (None, target.kind) else ():
@@ -240,12 +238,12 @@ def cases(target: Target) -> Iterator[Case]:
 
 @functools.cache
 def our_kernels() -> tuple[str, ...]:
-    """How the names of the kernels of all ops begin."""
+    """Prefixes of the kernels of all ops."""
     return tuple(dict.fromkeys(name for case in op_cases.find_cases("gpu-check") for name in case.gpu_kernels))
 
 
 def trace_op(target: Target, case: op_cases.Case, computed: str | None) -> jax.stages.Traced:
-    """Forward pass of a call, and where it is differentiated backward pass, by an implementation."""
+    """The forward pass of a call and, if it is differentiated, the backward pass, by an implementation."""
     shapes = case.make_shapes()
     with target.tracing():
         outputs = jax.eval_shape(lambda inputs: case.call(computed, **inputs), shapes)
@@ -253,14 +251,14 @@ def trace_op(target: Target, case: op_cases.Case, computed: str | None) -> jax.s
 
 
 def model_of(target: Target, token: Token) -> ModelConfig:
-    """The model that draws a token."""
+    """The model of a token."""
     with target.tracing():
         config = load_recipe(RECIPE.with_stem(token.recipe), token.modes[0]).model
         return gpt.resolve_config(replace(config, attention=token.modes, layers=len(token.modes), dtype=token.dtype))
 
 
 def trace_token(target: Target, config: ModelConfig, vocabulary_size: int, B: int = 1) -> jax.stages.Traced:
-    """What a sampler does between one token of B samples and the next, but for the draw."""
+    """The step of a sampler for a token of B samples, without the draw."""
     with target.tracing():
         model = nnx.eval_shape(lambda: with_product_weights(gpt.GPT(config, vocabulary_size, rngs=nnx.Rngs(0))))
         cache = jax.eval_shape(lambda: model.init_cache(B, config.context))
@@ -276,7 +274,7 @@ def trace_token(target: Target, config: ModelConfig, vocabulary_size: int, B: in
 
 
 def trace_step(target: Target, mode: str) -> jax.stages.Traced:
-    """A training step of the recipe on one sequence, of two layers: they tell as much as twelve, and compile sooner."""
+    """A training step of the recipe on one sequence, with two layers, which compile sooner than twelve."""
     with target.tracing():
         config = load_recipe(RECIPE, mode)
         model = gpt.resolve_config(replace(config.model, layers=2))
@@ -284,7 +282,7 @@ def trace_step(target: Target, mode: str) -> jax.stages.Traced:
 
 
 def trace_encoder(target: Target, mode: str) -> jax.stages.Traced:
-    """Forward and backward pass of a classifier of byte text, 8 sequences with padding."""
+    """The forward and backward pass of a classifier of 8 padded byte sequences."""
     with target.tracing():
         config = EncoderConfig(width=512, heads=8, mlp_width=2048, context=4096, dtype="bfloat16", attention=(mode,))
         graph, state = nnx.split(nnx.eval_shape(lambda: Classifier(resolve_config(config), 257, rngs=nnx.Rngs(0))))
@@ -298,7 +296,7 @@ def trace_encoder(target: Target, mode: str) -> jax.stages.Traced:
 
 
 def check(case: Case, target: Target) -> tuple[Program, list[str]]:
-    """The program of a case, and what is wrong with it beside its kernels."""
+    """The program of a case, and its problems other than those of its kernels."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             target.compile(case.trace(), Path(folder))
@@ -306,8 +304,8 @@ def check(case: Case, target: Target) -> tuple[Program, list[str]]:
         except (RuntimeError, NotImplementedError, ValueError) as error:
             return Program([], 0), [f"cannot be compiled: {str(error).strip().partition(chr(10))[0]}"]
     if not program.kernels:
-        return program, ["there is no kernel in it"]
-    problems = [f"there is no kernel of ours, {prefix}…, in it" for prefix in case.ours
+        return program, ["it has no kernel"]
+    problems = [f"our kernel {prefix}… is missing" for prefix in case.ours
                 if not any(kernel.name.startswith(prefix) for kernel in program.kernels)]
     if case.deterministic:
         problems += [f"adds floating-point numbers atomically, in {name}" for name in program.atomics]
@@ -317,67 +315,69 @@ def check(case: Case, target: Target) -> tuple[Program, list[str]]:
     return program, problems
 
 
-def rows(case: str, kernels: Sequence[Kernel], shared_limit: int) -> Iterator[list[str]]:
-    """Lines of the tables: our kernels, then the compiler's that are slow; equal ones once."""
+def rows(case: str, kernels: Sequence[Kernel], shared_limit: int) -> Iterator[dict[str, Any]]:
+    """Rows of the tables: our kernels, then those of the compiler that are slow; equal ones once."""
     seen = set()
     for kernel in sorted(kernels, key=lambda kernel: not kernel.ours):
         faults = kernel.faults(shared_limit)
         same = replace(kernel, name=re.sub(r"(_+\d+)+$", "", kernel.name))
-        if same in seen or not (kernel.ours or faults):
-            continue
-        seen.add(same)
-        warps = "–" if kernel.threads is None else str(kernel.threads // 32)
-        yield [case, same.name, str(kernel.registers), f"{kernel.spilled_bytes:,}", f"{kernel.shared_bytes:,}", warps,
-               "; ".join(faults) or "ok"]
+        if same not in seen and (kernel.ours or faults):
+            seen.add(same)
+            yield asdict(same) | {"case": case, "ours": kernel.ours, "faults": "; ".join(faults)}
 
 
-def run(chosen: Sequence[Case], target: Target) -> int:
-    """Compiles, prints both tables and, as a last line, the verdict; returns the exit code."""
-    lines, others, counted, atomic, failures, compiled, own = [], [], [], [], [], 0, 0
+def run(chosen: Sequence[Case], target: Target, results: report.Results) -> None:
+    """Compiles the cases and adds their rows; the last remark is the verdict."""
+    failures, compiled, own = [], 0, 0
     for n, case in enumerate(chosen, 1):
         status(f"jax {jax.__version__}: {n}/{len(chosen)} {case.name} …")
         program, problems = check(case, target)
-        kernels = program.kernels
         if case.token:
-            counted.append([case.name, str(program.launches), str(MOST_LAUNCHES.get(case.name, "–"))])
-        atomic += [] if case.deterministic else [[case.name, name] for name in program.atomics]
+            results.add({"case": case.name, "launches": program.launches, "most": MOST_LAUNCHES.get(case.name)},
+                        table="launches")
+        if not case.deterministic:
+            results.add(*({"case": case.name, "kernel": name} for name in program.atomics), table="atomics")
+        compiled, own = compiled + len(program.kernels), own + sum(kernel.ours for kernel in program.kernels)
+        found = list(rows(case.name, program.kernels, target.shared_bytes))
+        for row in found:
+            results.add(row, table="kernels" if row["ours"] else "others")
         failures += [f"{case.name}: {problem}" for problem in problems]
-        compiled, own = compiled + len(kernels), own + sum(kernel.ours for kernel in kernels)
-        for line in rows(case.name, kernels, target.shared_bytes):
-            ours = line[1].startswith(our_kernels())
-            (lines if ours else others).append(line)
-            if ours and line[-1] != "ok":
-                failures.append(f"{case.name}: {line[1]} {line[-1]}")
-    print(f"{target.kind}, {target.architecture}, jax {jax.__version__}")
-    # A pipe that is closed early, as by `head`, is no failure of the check.
-    with contextlib.suppress(BrokenPipeError):
-        print(report.table(HEADINGS, lines))
-        if others:
-            print(f"\nThe compiler's own that spill or serialise; they do not count\n{report.table(HEADINGS, others)}")
-        if counted:
-            print(f"\nLaunches of a drawn token\n{report.table(('case', 'launches', 'at most'), counted)}")
-        if atomic:
-            print(f"\nAtomic additions, where two runs may differ\n{report.table(('case', 'kernel'), atomic)}")
-        print(flush=True)
+        failures += [f"{case.name}: {row['name']} {row['faults']}" for row in found if row["ours"] and row["faults"]]
     for failure in failures:
         status(f"gpu-check: jax {jax.__version__}: {failure}")
-    print(f"jax {jax.__version__}: {compiled} kernels in {len(chosen)} programs, {own} of them ours: "
-          + (f"{len(failures)} failures" if failures else "no spill, no serialised wgmma, no overrun in ours"))
-    return 1 if failures else 0
+    results.failed = bool(failures)
+    results.heading = f"{target.kind}, {target.architecture}, jax {jax.__version__}"
+    results.remarks = ["", f"jax {jax.__version__}: {compiled} kernels in {len(chosen)} programs, {own} of them ours: "
+                       + (f"{len(failures)} failures" if failures else
+                          "no spill, no serialised wgmma, no overrun in ours")]
 
 
-@functools.partial(report.Benchmark, module="benchmarks.gpu_check", json=False, flags={
-    "only": report.flag("compile only cases with this in their name", default="", metavar="TEXT")})
-def main(options: Namespace, _: report.Results) -> int:
-    """Compiles the cases that the flags name; returns 1 where a kernel of ours is at fault."""
+KERNEL_COLUMNS = (
+    ("case", "case", ""), ("kernel", "name", ""), ("registers", "registers", ""),
+    ("spilled bytes", "spilled_bytes", ","), ("shared bytes", "shared_bytes", ","),
+    ("warps", lambda row: row["threads"] and row["threads"] // 32, ""), ("", lambda row: row["faults"] or "ok", ""))
+
+
+@functools.partial(
+    report.Benchmark, module="benchmarks.gpu_check", json=False, tables={
+        "kernels": report.columns(*KERNEL_COLUMNS),
+        "others": report.columns(*KERNEL_COLUMNS,
+                                 title="Kernels of the compiler that spill or serialise; they do not fail"),
+        "launches": report.columns(("case", "case", ""), ("launches", "launches", ""), ("at most", "most", ""),
+                                   title="Launches for a token"),
+        "atomics": report.columns(("case", "case", ""), ("kernel", "kernel", ""),
+                                  title="Atomic additions, with which two runs may differ")},
+    flags={"only": report.flag("compile only the cases with this in their name", default="", metavar="TEXT")})
+def main(options: Namespace, results: report.Results) -> None:
+    """Compiles the cases."""
     if not can_compile():
         raise ConfigError(f"this Python ({sys.executable}) lacks jax's CUDA plug-in; {REMEDY}")
     target = Target()
     chosen = [case for case in cases(target) if options.only in case.name]
     if not chosen:
-        raise ConfigError(f"--only {options.only}: no case has this in its name; there are "
+        raise ConfigError(f"--only {options.only}: no case has this in its name; the cases are "
                           + ", ".join(case.name for case in cases(target)))
-    return run(chosen, target)
+    run(chosen, target, results)
 
 
 if __name__ == "__main__":

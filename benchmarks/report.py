@@ -338,9 +338,11 @@ class Table:
     headings: Sequence[str]
     lines: Callable[[Sequence[Any]], list[list[str]]]
     """From the rows."""
+    title: str = ""
+    """Printed above it, unless it is the first table."""
 
 
-def columns(*told: tuple[str, str | Callable[[Any], Any], str]) -> Table:
+def columns(*told: tuple[str, str | Callable[[Any], Any], str], title: str = "") -> Table:
     """A table with a line for each row.
 
     Args:
@@ -352,7 +354,7 @@ def columns(*told: tuple[str, str | Callable[[Any], Any], str]) -> Table:
         return "–" if found is None else format(found, form)
 
     return Table([heading for heading, _, _ in told],
-                 lambda rows: [[cell(row, value, form) for _, value, form in told] for row in rows])
+                 lambda rows: [[cell(row, value, form) for _, value, form in told] for row in rows], title)
 
 
 class Results:
@@ -370,6 +372,8 @@ class Results:
         """Printed above the tables in place of the device."""
         self.text = ""
         """Printed in place of the tables."""
+        self.failed = False
+        """Whether the exit code is 1, whatever the rows."""
         self._module, self._options, self._positional = module, options, positional
 
     @functools.cached_property
@@ -414,7 +418,8 @@ class Results:
 class Benchmark:
     """A command: called with the arguments of the command line, or those of the process, it returns the exit code.
 
-    The exit code is what ``measure`` returns. If that is None, it is 1 if every row of the first table has an error.
+    The exit code is what ``measure`` returns. If that is None, it is 1 if every row of the first table has an error,
+    or :class:`Results` has ``failed``.
     """
 
     measure: Callable[[Namespace, Results], int | None]
@@ -478,7 +483,8 @@ class Benchmark:
         if not tables or code is not None:
             return code or 0
         self._show(results, tables, vars(options).get("picture"))
-        return 0 if any(getattr(row, "error", None) is None for row in results.rows[next(iter(tables))]) else 1
+        measured = any(getattr(row, "error", None) is None for row in results.rows[next(iter(tables))])
+        return 0 if measured and not results.failed else 1
 
     def _show(self, results: Results, tables: Mapping[str, Table], picture: Path | None) -> None:
         device, (first, *others) = results.origin["device"], results.rows.values()
@@ -496,7 +502,7 @@ class Benchmark:
                 draw_panels(path, self.panels(rows, *others), title=title)
         for told, rows in zip(more, others, strict=True):
             if rows:
-                print(table(told.headings, told.lines(rows)))
+                print(f"\n{told.title}\n" * bool(told.title) + table(told.headings, told.lines(rows)))
         for remark in results.remarks:
             print(remark)
         for row in itertools.chain(first, *others):

@@ -90,9 +90,9 @@ def test_more_launches_than_there_were_fail(most, code, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "inspect", lambda *_: gpu_check.Program(gpu_check.read_assembler(CLEAN), 3))
     monkeypatch.setattr(gpu_check, "MOST_LAUNCHES", {"a token": most})
     case = gpu_check.Case("a token", lambda: "traced", ("linear_attention_",), token=True)
-    assert gpu_check.run([case], _Target()) == code
+    assert run(case, monkeypatch) == code
     printed = capsys.readouterr()
-    assert "Launches of a drawn token\ncase " in printed.out
+    assert "Launches for a token\ncase " in printed.out
     assert ("a token: has 3 launches, more than 2" in printed.err) == bool(code)
 
 
@@ -101,10 +101,18 @@ def test_more_launches_than_there_were_fail(most, code, monkeypatch, capsys):
     (gpu_check.Kernel("linear_attention_dk", 255, 24, 0), ["spills registers, 24 bytes"]),
     (gpu_check.Kernel("linear_attention_dk", 255, 0, 0, serialised="a wait"), ["serialises wgmma, due to a wait"]),
     (gpu_check.Kernel("linear_attention_dk", 255, 0, LIMIT + 1),
-     ["wants 232,449 bytes of shared memory, of which a block has 232,448"]),
+     ["needs 232,449 bytes of shared memory, but a block has 232,448"]),
 ])
 def test_faults(kernel, faults):
     assert kernel.faults(LIMIT) == faults
+
+
+def run(case: gpu_check.Case, monkeypatch) -> int:
+    """The exit code of the command for one case."""
+    monkeypatch.setattr(gpu_check, "can_compile", lambda: True)
+    monkeypatch.setattr(gpu_check, "Target", _Target)
+    monkeypatch.setattr(gpu_check, "cases", lambda _: [case])
+    return gpu_check.main([])
 
 
 class _Target(target.Target):
@@ -117,15 +125,15 @@ class _Target(target.Target):
 
 @pytest.mark.parametrize(("kernels", "code", "said"), [
     (CLEAN, 0, "no spill, no serialised wgmma, no overrun in ours"),
-    (CLEAN + COMPILERS, 0, "The compiler's own that spill or serialise; they do not count\ncase "),
+    (CLEAN + COMPILERS, 0, "Kernels of the compiler that spill or serialise; they do not fail\ncase "),
     (CLEAN + COMPILERS, 0, "  spills registers, 120 bytes\n"),
     (CLEAN + SPILLING, 1, "a case: linear_attention_dq spills registers, 1,436 bytes; serialises wgmma"),
-    (COMPILERS, 1, "a case: there is no kernel of ours, linear_attention_…, in it"),
-    ("", 1, "a case: there is no kernel in it"),
+    (COMPILERS, 1, "a case: our kernel linear_attention_… is missing"),
+    ("", 1, "a case: it has no kernel"),
 ])
 def test_fails_on_faults_of_ours_alone(kernels, code, said, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "inspect", lambda *_: gpu_check.Program(gpu_check.read_assembler(kernels), 3))
-    assert gpu_check.run([gpu_check.Case("a case", lambda: "traced", ("linear_attention_",))], _Target()) == code
+    assert run(gpu_check.Case("a case", lambda: "traced", ("linear_attention_",)), monkeypatch) == code
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
     assert printed.out.splitlines()[-1].startswith(f"jax {jax.__version__}: ")  # scripts/gpu_check.sh looks for it
@@ -148,14 +156,14 @@ def test_atomic_additions_fail_where_two_runs_have_to_be_equal(deterministic, mo
     assert found == ("input_scatter_fusion", "reduce_1")
     monkeypatch.setattr(gpu_check, "inspect", lambda *_: gpu_check.Program(gpu_check.read_assembler(CLEAN), 3, found))
     case = gpu_check.Case("a step", lambda: "traced", (), deterministic=deterministic)
-    assert gpu_check.run([case], _Target()) == int(deterministic)
+    assert run(case, monkeypatch) == int(deterministic)
     printed = capsys.readouterr()
     assert ("a step: adds floating-point numbers atomically, in input_scatter_fusion" in printed.err) is deterministic
-    assert ("Atomic additions, where two runs may differ" in printed.out) is not deterministic
+    assert ("Atomic additions, with which two runs may differ" in printed.out) is not deterministic
 
 
-def test_what_cannot_be_compiled_fails_with_the_first_line(capsys):
-    assert gpu_check.run([gpu_check.Case("a case", lambda: None, ())], _Target()) == 1
+def test_what_cannot_be_compiled_fails_with_the_first_line(monkeypatch, capsys):
+    assert run(gpu_check.Case("a case", lambda: None, ()), monkeypatch) == 1
     said = "a case: cannot be compiled: INTERNAL: shared memory 300000 exceeds 232448\n"
     assert f"gpu-check: jax {jax.__version__}: {said}" in capsys.readouterr().err
 
