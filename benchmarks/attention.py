@@ -385,18 +385,9 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
     part = rows[0].part
     by_passes = {passes: of_passes for passes in PASSES if (of_passes := [row for row in rows if row.passes == passes])}
     if part == "contexts":
-        contexts = {row.context for row in rows}
-        # The published file has one ``chunked``: it is compared with the first of ours.
-        chunked = next((row.label for row in rows if row.mode.startswith("chunked")), "chunked")
-        steps = {chunked if name == "chunked" else name: {T: time for T, time in curve.items() if T in contexts}
-                 for name, curve in published("training_step", "models", "124M").items()}
-        shown = {name: curve for name, curve in steps.items() if name in {row.label for row in rows}}
-        # There are no published times of the call alone: the slopes can be compared, the heights cannot.
-        return [Panel(curves(found, "label", "context", "milliseconds"), PASSES[passes], "context", "milliseconds",
-                      shown if passes == "both" else None, "a 124M training step, published")
-                for passes, found in by_passes.items()] + [
-            Panel(curves(found, "label", "context", _mebibytes), f"memory, {PASSES[passes]}", "context", "MiB")
-            for passes, found in by_passes.items()]
+        return [Panel(curves(found, "label", "context", value), f"{title}{PASSES[passes]}", "context", unit)
+                for value, title, unit in (("milliseconds", "", "milliseconds"), (_mebibytes, "memory, ", "MiB"))
+                for passes, found in by_passes.items()]
     if part == "chunks":
         def curve(row: Row) -> str:
             return f"{row.label} at {row.context:,}"

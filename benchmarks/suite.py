@@ -32,7 +32,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from benchmarks import report
 from benchmarks.picture import published
@@ -48,7 +47,6 @@ LEAST_SECONDS = 10.0
 """A step with less time is left out: starting a process takes seconds."""
 MARGIN = 15.0
 """Seconds that a step with ``--minutes`` may run past them, for a compilation under way."""
-TEST_RESULTS = "correctness.xml"
 TUNED = "tuning.json"
 TINY_MODEL = "--width 16 --layers 1 --heads 2 --repeats 3"
 QUICK = {"attention": "contexts --contexts 32 --heads 2 --head-width 16 --dtype bfloat16 --repeats 3 --passes both",
@@ -135,8 +133,8 @@ def command_of(step: Step, out: Path, seconds: float, seconds_per_case: float, q
     if step.module == "pytest":
         marks = "gpu and not thorough" if quick else "gpu"
         workers = ["-n", str(TEST_PROCESSES), "--dist", "loadgroup"] if importlib.util.find_spec("xdist") else []
-        return [*python, "pytest", "-q", "-m", marks, *(str(ROOT / path) for path in TESTS), "--junitxml",
-                str(out / TEST_RESULTS), *workers]
+        return [*python, "pytest", "-q", "-m", marks, *workers,
+                *(str(ROOT / path) for path in TESTS)]
     command = [*python, f"benchmarks.{step.module}", *(QUICK[step.module] if quick else step.flags).split(),
                "--json", str(out / f"{step.name}.json")]
     if step.module in ("attention", "tune"):
@@ -174,8 +172,7 @@ def summarize(out: Path, outcomes: Mapping[str, Outcome], quick: bool = False) -
     files = {name: json.loads(path.read_text()) for name in STEPS if (path := out / f"{name}.json").exists()}
     origin = next(iter(files.values()), {"device": "unknown device", "versions": {}})
     on_target = "H200" in origin["device"]
-    lines = [[f"tests that fail, of {ran}, {skipped} skipped", str(failed), "0", "no" if failed else "yes", "–"]
-             for ran, skipped, failed in [count_tests(out / TEST_RESULTS)] if ran]
+    lines = []
     for target in targets():
         for row in files.get(target.step, {}).get("rows", ()):
             value = row.get(target.field)
@@ -200,16 +197,6 @@ def summarize(out: Path, outcomes: Mapping[str, Outcome], quick: bool = False) -
     return report.table(headings, lines)
 
 
-def count_tests(path: Path) -> tuple[int, int, int]:
-    """How many tests ran, were skipped and failed, from pytest's XML file."""
-    results = ElementTree.parse(path).getroot().find("testsuite") if path.exists() else None
-    if results is None:
-        return 0, 0, 0
-    tests, failures, errors, skipped = (int(results.get(name, "0"))
-                                        for name in ("tests", "failures", "errors", "skipped"))
-    return tests - skipped, skipped, failures + errors
-
-
 @functools.partial(report.Benchmark, module="benchmarks.suite", json=False, flags={
     "out": report.flag("folder for the files", type=Path, required=True),
     "minutes": report.flag("time for all steps", 9.0),
@@ -221,7 +208,7 @@ def main(options: Namespace, _: report.Results) -> int:
     start, out = time.monotonic(), options.out
     report.make_folder(out)
     files = (f"{step}.{suffix}" for step in STEPS for suffix in ("json", "png", "txt", "log"))
-    for name in (*files, TEST_RESULTS, TUNED):
+    for name in (*files, TUNED):
         (out / name).unlink(missing_ok=True)  # from an earlier run
     wanted = [step for step in STEPS.values() if step.name in options.only
               and not (options.quick and step.module == "tune")]

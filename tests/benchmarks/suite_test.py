@@ -1,6 +1,7 @@
 """The suite runs the tests for a GPU, measures within its time, and records what fails."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +20,7 @@ def test_steps_leave_files_and_a_summary(tmp_path):
     assert "Tiny sizes (`--quick`)" in summary
     assert "## utilisation" in summary
     assert "× softmax" in summary
-    assert suite.count_tests(out / "correctness.xml")[0] == 0
-    assert suite.count_tests(out / "correctness.xml")[1] > 100
+    assert re.search(r"## correctness\n\n```\n.*\d{3} skipped", summary, re.DOTALL)
 
 
 def test_interrupted_the_summary_has_the_steps_so_far(tmp_path, monkeypatch, capsys):
@@ -54,7 +54,6 @@ def test_the_time_plan_gives_tuning_the_rest_and_another_file_than_the_kernels_t
     assert all(command[command.index("--seconds-per-case") + 1] == "7" for command in timed)
     tests, *_, tune = started
     assert tests[2:6] == ["pytest", "-q", "-m", "gpu"]
-    assert tests[tests.index("--junitxml") + 1] == str(tmp_path / "correctness.xml")
     assert tune[2] == "benchmarks.tune"
     assert tune[tune.index("--out") + 1] == str(tmp_path / "tuning.json")
     assert 8 < float(tune[tune.index("--minutes") + 1]) < 9  # the others have used nothing
@@ -98,13 +97,6 @@ def test_the_summary_compares_the_kernel_with_fla(tmp_path):
     lines = [line for line in (tmp_path / "summary.md").read_text().splitlines() if line.startswith("| kernel")]
     assert lines == ["| kernel: 1, 8192, 96, 128, chunked:pallas_gpu, both | 1 | 1.3 | yes | 2.01 |",
                      "| kernel: 1, 8192, 96, 128, chunked:pallas_gpu, both over fla | 0.8 | 0.6 | no | – |"]
-
-
-def test_the_summary_counts_tests_that_fail(tmp_path):
-    (tmp_path / "correctness.xml").write_text(
-        '<testsuites><testsuite tests="7" failures="1" errors="1" skipped="2"/></testsuites>')
-    suite.summarize(tmp_path, {})
-    assert "| tests that fail, of 5, 2 skipped | 2 | 0 | no | – |" in (tmp_path / "summary.md").read_text()
 
 
 @pytest.mark.parametrize(("flags", "message"), [
