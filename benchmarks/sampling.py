@@ -25,12 +25,14 @@ if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
 import functools
+import importlib.util
 import sys
 import time
 import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,7 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import picture, report
+from benchmarks import picture, report, transformers_gpt2
 from benchmarks.train_step import CASE_SECONDS, SIZE_FLAGS, model_config, sizes
 from configs.schema import ModelConfig, load_recipe
 from models import gpt
@@ -51,9 +53,9 @@ from support.errors import ConfigError
 from training import accounting
 
 CALLS_PER_SAMPLE = 4
-"""Calls in a sample, made one after the other without a wait between; the next sample begins where it did."""
+"""Calls in a sample, without a wait between them; every sample begins at the same position."""
 TOGETHER_BYTES = 2**30
-"""All positions take turns where what they keep is no more than this."""
+"""All positions take turns if their caches are no larger together."""
 
 
 @dataclass
@@ -61,27 +63,27 @@ class Row(report.Row):
     """One mode at one position; times are of a token of every sequence."""
 
     mode: str
-    """As it was named on the command line."""
+    """As on the command line."""
     position: int
     """Tokens before the first one drawn."""
     batch: int = 1
     """Sequences at once."""
     size: str | None = None
-    """Name in ``SIZES``, or the recipe's; None: the flags'."""
+    """Key of ``SIZES`` or name of the recipe; None: by the flags."""
     tokens_per_second: float | None = None
     """Of all sequences together."""
     bytes_read: int | None = None
-    """Parameters and what decoding keeps, read for a token of every sequence."""
+    """Parameters and caches, read for a token of every sequence."""
     bandwidth: float | None = None
-    """Share of the device's; None where it is not known."""
+    """Share of the peak of the device; None if that is unknown."""
     ratio: float | None = None
-    """Time over that of the mode at the first position."""
+    """Time over that of the mode at the first position, with the same batch."""
     batch_ratio: float | None = None
-    """Tokens a second over those of the mode with the first batch."""
+    """Tokens per second over those of the mode with the first batch, at the same position."""
 
     @property
     def name(self) -> str:
-        """Of the case."""
+        """Name of the case."""
         return f"{self.mode} at {self.position:,}, batch {self.batch}"
 
 
@@ -97,12 +99,12 @@ class PromptRow:
     one_by_one_seconds: float | None = None
     """To draw as many."""
     ratio: float | None = None
-    """How many times as fast the chunks are."""
+    """Speed of the chunks relative to drawing."""
     error: str | None = None
 
     @property
     def name(self) -> str:
-        """Of the case."""
+        """Name of the case."""
         return f"{self.mode}, a prompt of {self.tokens:,} tokens"
 
 
@@ -119,7 +121,7 @@ TABLES = {
 
 
 def bytes_read(model: GPT, position: int, batch: int) -> int:
-    """What has to be read for a token of each of ``batch`` sequences that have seen ``position`` tokens."""
+    """Bytes read for a token of each of ``batch`` sequences after ``position`` tokens."""
     products = jnp.dtype(model.config.dtype).itemsize
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     layers = jax.eval_shape(lambda: model.init_cache(1, 1)).layers
@@ -132,15 +134,15 @@ def bytes_read(model: GPT, position: int, batch: int) -> int:
 
 
 def continuation(sampler: Sampler, position: int, *, calls: int, samples: int = 1) -> Callable[[], jax.Array]:
-    """Draw as if ``position`` tokens stood before, without reading any.
+    """Draws after ``position`` tokens without reading any.
 
-    What decoding keeps is filled with random numbers from 0 to 1, its counts of tokens with ``position``; a cache that
-    grows has room for what is drawn and no more. The tokens mean nothing, the time they take does.
+    The cache is filled with random numbers from 0 to 1, and its counts of tokens with ``position``. A growing cache has
+    room for the drawn tokens and no more.
 
     Args:
         sampler: of the model.
         position: tokens before, the same in every row.
-        calls: of what is returned, after which the next one is at ``position`` again.
+        calls: of the returned function, after which it starts at ``position`` again.
         samples: B.
 
     Returns:
@@ -190,10 +192,10 @@ def continuation(sampler: Sampler, position: int, *, calls: int, samples: int = 
 
 def measure(samplers: Mapping[str, Sampler], positions: Sequence[int], batch: int, repeats: int, *,
             seconds: float = CASE_SECONDS, size: str | None = None) -> Iterator[list[Row]]:
-    """The rows of a batch: every sampler at every position, in turns; those that take turns at once.
+    """The rows of a batch, in groups that take turns.
 
     Args:
-        samplers: by mode, as it was named.
+        samplers: by mode, as on the command line.
         positions: tokens that stand before.
         batch: sequences at once.
         repeats: samples of each.
@@ -215,8 +217,6 @@ def measure(samplers: Mapping[str, Sampler], positions: Sequence[int], batch: in
         report.time_cases(cases, repeats, sample_seconds=0, seconds=seconds)
         for row, _ in cases.values():
             _fill(row, [sample / CALLS_PER_SAMPLE / TOKENS_PER_CALL for sample in row.samples])
-            first = rows[row.mode, positions[0]].milliseconds
-            row.ratio = row.milliseconds and first and row.milliseconds / first
         yield [row for row, _ in cases.values()]
 
 
@@ -243,20 +243,16 @@ def _draw_seconds(sampler: Sampler, tokens: int) -> float:
 
 
 def measure_peer(config: ModelConfig, vocabulary: int, positions: Sequence[int], batch: int, samples: int, *,
-                 size: str | None) -> tuple[list[Row], dict[str, str]]:
-    """The rows of ``transformers``' GPT-2 of the sizes of a model, and the versions behind them."""
-    rows, versions = [], {}
-    for position in positions:
-        status(f"transformers at {position:,}, batch {batch} …")
-        row = Row("transformers", position, batch, size)
-        found = report.in_process("benchmarks.transformers_gpt2", {
-            "layers": config.layers, "heads": config.heads, "width": config.width, "vocabulary": vocabulary,
-            "position": position, "batch": batch, "samples": samples})
-        row.error, versions = found.get("error"), versions | found.get("versions", {})
-        _fill(row, [sample / 1e3 for sample in found.get("samples", ())])
-        rows.append(row)
-        row.ratio = row.milliseconds and rows[0].milliseconds and row.milliseconds / rows[0].milliseconds
-    return rows, versions
+                 size: str | None) -> list[Row]:
+    """The rows of GPT-2 in ``transformers`` with the sizes of a model."""
+    rows = [Row("transformers", position, batch, size) for position in positions]
+    for row in rows:
+        status(f"{row.name} …")
+        try:
+            _fill(row, transformers_gpt2.measure(config, vocabulary, row.position, batch, samples))
+        except Exception as error:  # from another project
+            row.error = report.reason(error)
+    return rows
 
 
 def _fill(row: Row, seconds: Sequence[float]) -> None:
@@ -269,16 +265,19 @@ def _fill(row: Row, seconds: Sequence[float]) -> None:
         row.bandwidth = row.bytes_read / token / peak.bandwidth
 
 
-def compare_batches(rows: Sequence[Row]) -> None:
-    """Fills in the tokens a second over those with the first batch."""
-    first = {(row.size, row.mode, row.position): row.tokens_per_second for row in reversed(rows)}
+def compare(rows: Sequence[Row]) -> None:
+    """Fills in the figures relative to the first position and the first batch."""
+    firsts: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        before = first[row.size, row.mode, row.position]
-        row.batch_ratio = row.tokens_per_second / before if row.tokens_per_second and before else None
+        at_first = firsts.setdefault((row.size, row.mode, row.batch, "position"), row)
+        row.ratio = row.milliseconds and at_first.milliseconds and row.milliseconds / at_first.milliseconds
+        of_first = firsts.setdefault((row.size, row.mode, row.position, "batch"), row)
+        row.batch_ratio = (row.tokens_per_second and of_first.tokens_per_second
+                           and row.tokens_per_second / of_first.tokens_per_second)
 
 
 def panels(rows: Sequence[Row], _: Sequence[PromptRow]) -> list[picture.Panel]:
-    """Time of a token against position, a panel a size and batch, with what was published at batch 1."""
+    """Time of a token against position, a panel for each size and batch, with published times at batch 1."""
     found = []
     for size, batch in dict.fromkeys((row.size, row.batch) for row in rows):
         curves = picture.curves([row for row in rows if (row.size, row.batch) == (size, batch)], "mode", "position",
@@ -320,11 +319,13 @@ def main(options: Namespace, results: report.Results) -> None:
     report.use_whole_device()
     if options.peer:
         report.share_device()
+        results.origin["versions"] |= {name: version(name) for name in transformers_gpt2.PACKAGES
+                                       if importlib.util.find_spec(name) is not None}
     configs = make_configs(options)
     results.model = next(iter(configs.values()))[options.modes[0]].dtype
 
     def add(rows: Sequence[Row]) -> None:
-        compare_batches([*results.rows["rows"], *rows])
+        compare([*results.rows["rows"], *rows])
         results.add(*rows)
 
     for (size, vocabulary), modes in configs.items():
@@ -335,10 +336,8 @@ def main(options: Namespace, results: report.Results) -> None:
                                 seconds=options.seconds_per_case, size=size):
                 add(rows)
             if options.peer:
-                rows, versions = measure_peer(next(iter(modes.values())), vocabulary, options.positions, batch,
-                                              options.repeats, size=size)
-                results.origin["versions"] |= versions
-                add(rows)
+                add(measure_peer(next(iter(modes.values())), vocabulary, options.positions, batch, options.repeats,
+                                 size=size))
         for mode, sampler in samplers.items() if options.prompt else ():
             status(f"{mode}, a prompt of {options.prompt:,} tokens …")
             results.add(measure_prompt(sampler, mode, options.prompt, size=size), table="prompts")

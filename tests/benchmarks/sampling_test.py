@@ -77,21 +77,19 @@ def test_the_model_of_a_recipe_is_the_recipes(tmp_path):
     assert {(config.width, config.positions) for config in modes.values()} == {(16, "rotary")}
 
 
-def test_the_peer_is_timed_at_the_same_sizes_or_a_row_with_the_reason(tmp_path, monkeypatch):
+def test_the_peer_is_timed_at_the_same_sizes_or_a_row_with_the_reason(monkeypatch):
     cases = []
 
-    def in_process(module, case):
-        assert module == "benchmarks.transformers_gpt2"
+    def measure(*case):
         cases.append(case)
-        return ({"error": "ModuleNotFoundError: No module named 'torch'"} if case["position"] == 8 else
-                {"samples": [4.0, 2.0, 3.0], "versions": {"torch": "9"}})
+        if case[2] == 8:
+            raise ModuleNotFoundError("No module named 'torch'")
+        return [4e-3, 2e-3, 3e-3]
 
-    monkeypatch.setattr(report, "in_process", in_process)
+    monkeypatch.setattr(sampling.transformers_gpt2, "measure", measure)
     config = ModelConfig(layers=1, heads=2, width=16)
-    rows, versions = sampling.measure_peer(config, 257, [4, 8], 2, 3, size=None)
-    assert cases[0] == {"layers": 1, "heads": 2, "width": 16, "vocabulary": 257, "position": 4, "batch": 2,
-                        "samples": 3}
-    assert versions == {"torch": "9"}
+    rows = sampling.measure_peer(config, 257, [4, 8], 2, 3, size=None)
+    assert cases == [(config, 257, 4, 2, 3), (config, 257, 8, 2, 3)]
     assert (rows[0].mode, rows[0].milliseconds, rows[0].tokens_per_second) == ("transformers", 3.0, 2 / 3e-3)
     assert rows[1].error == "ModuleNotFoundError: No module named 'torch'"
 
@@ -155,6 +153,7 @@ def test_each_group_of_positions_is_kept_when_it_is_there(monkeypatch):
     sampler = sampling.Sampler(GPT(resolve_config(config), 11, rngs=nnx.Rngs(0)))
     groups = list(sampling.measure({"chunked": sampler}, [8, 16], 1, 1))
     assert [len(rows) for rows in groups] == [1, 1]
+    sampling.compare([row for rows in groups for row in rows])
     assert [row.ratio for rows in groups for row in rows] == [1, 1]
 
 
