@@ -1,18 +1,17 @@
-"""Floating-point operations of a training step, counted from shapes, against the products in the compiled program.
+"""Compares the floating-point operations that are counted from shapes with those of the compiled training step.
 
     python -m benchmarks.count_operations
     python -m benchmarks.count_operations --modes softmax:materialised,linear:cumsum --context 512
 
-"counted" is what ``metrics.jsonl`` and utilisation go by (training/accounting.py): 6 a parameter and token, and three
-times the attention's forward pass. "found" is of the program that XLA made of loss and gradient, without optimizer, for
-this device: two operations for each multiplication of a product (``dot``, ``convolution``), of a fusion or a call as
-often as it is called, of a loop's body as often as it runs (XLA's own cost analysis takes a body once). A product
-made of elementwise multiplications is found too: an outer product, and one whose terms are summed in the same fusion.
+"counted" is the number of ``metrics.jsonl`` and of utilisation (training/accounting.py): 6 per parameter and token, and
+three times the attention's forward pass. "found" is the number in XLA's program of the loss and its gradient for this
+device: two for each multiplication of a product. The body of a loop counts as often as it runs, where XLA's own cost
+analysis counts it once. Products made of elementwise multiplications are found if they are outer products or are summed
+in the same fusion.
 
-The program computes what the count leaves out: pairs above the diagonal, logits and blocks computed again in the
-backward pass. It does not compute all that is counted: biases and norms are no products. Not found are the sums of
-elementwise operations, and what a kernel of its own does; "calls" says how many of such the program has, and "loops"
-how many loops of which the compiler does not know how often they run, whose body then counts once.
+The program also computes pairs above the diagonal, and recomputes blocks in the backward pass. It has no products for
+biases and norms. Other elementwise sums and the inside of custom calls are not found. "calls" is the number of custom
+calls, "loops" that of loops with an unknown trip count, whose body counts once.
 """
 
 from support import interrupts
@@ -44,43 +43,43 @@ from support.errors import ConfigError
 from training import accounting
 
 CHECKED = (("softmax:materialised", False), ("linear:cumsum", True))
-"""Forms that compute what is counted and no more, and whether with a causal mask."""
+"""Forms whose program has exactly the counted operations, and whether they have a causal mask."""
 
 
 @dataclass
 class Row:
-    """One mode, as the JSON file has it; operations are of a step's forward and backward pass."""
+    """One mode, as in the JSON file; operations are of the forward and backward pass of a step."""
 
     mode: str
-    """As it was named on the command line."""
+    """As on the command line."""
     causal: bool
-    """Whether with a causal mask; else an encoder's."""
+    """Whether it has a causal mask; else it is an encoder."""
     counted: float
     """From shapes."""
     found: int
     """In the compiled program."""
     ratio: float
-    """The latter over the former."""
+    """Found over counted."""
     calls: int
-    """Custom calls, whose operations were not found."""
+    """Custom calls."""
     loops: int
-    """Loops whose body counts once, for how often it runs is not known."""
+    """Loops with an unknown trip count."""
 
 
 def count(mode: str, size: Size, *, context: int, batch: int, dtype: Any = "float32", causal: bool = True) -> Row:
-    """A mode's operations, both ways.
+    """Counts the operations of a mode both ways.
 
     Args:
         mode: ``NAME`` or ``NAME:FORM``.
         size: of the model.
         context: T.
         batch: B.
-        dtype: number format.
-        causal: False: a classifier on an encoder, which has no mask.
+        dtype: compute dtype.
+        causal: False: a classifier on an encoder, without a mask.
 
     Raises:
-        NotImplementedError: a form that this device does not have, or that has not this mask.
-        ConfigError: sizes that do not go together, or an unknown mode.
+        NotImplementedError: the device or the mask is not supported.
+        ConfigError: an unknown mode, or the sizes do not match.
     """
     name, options = mode_config(mode)
     sizes: dict[str, Any] = {"layers": size.layers, "heads": size.heads, "width": size.width, "context": context,
@@ -119,17 +118,17 @@ def count(mode: str, size: Size, *, context: int, batch: int, dtype: Any = "floa
         ("calls", "calls", ""), ("loops", "loops", "")),
     flags={"modes": report.flag("modes, or MODE:FORM, with commas between (all, and the two forms that are checked)",
                                 type=report.names),
-           "dtype": report.flag("number format of the products", "float32", choices=("float32", "bfloat16")),
+           "dtype": report.flag("compute dtype", "float32", choices=("float32", "bfloat16")),
            "width": report.flag("width of the model", 256), "layers": report.flag("transformer blocks", 2),
            "heads": report.flag("attention heads", 4), "vocabulary": report.flag("tokens in the vocabulary", 512),
            "context": report.flag("length of a sequence", 256), "batch": report.flag("sequences in a step", 2)})
 def main(options: Namespace, results: report.Results) -> None:
-    """Every mode with both masks, where it has them."""
+    """Every mode with each mask that it supports."""
     report.use_whole_device()
     size = Size(options.layers, options.heads, options.width, options.vocabulary)
     modes = options.modes or tuple(dict.fromkeys((*(mode for mode, _ in CHECKED), *attention.modes())))
     for mode in modes:
-        mode_config(mode)  # one that there is not stops before any work
+        mode_config(mode)  # unknown ones stop before any work
     for mode, causal in itertools.product(modes, (True, False)):
         try:
             results.add(count(mode, size, context=options.context, batch=options.batch, dtype=options.dtype,

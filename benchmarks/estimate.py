@@ -62,7 +62,7 @@ class Card:
     cache: float
     """Bytes a second from the second-level cache, where several programs of a kernel read the same."""
     operations: Mapping[str, float]
-    """Operations a second in products, by number format."""
+    """Operations per second of products, by dtype."""
     launch: float
     """Seconds from one launch to the next at least."""
     graph_launch: float

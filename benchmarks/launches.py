@@ -1,8 +1,8 @@
-"""What a program for a GPU launches: the bytes and the operations of each kernel, copy and library call.
+"""The launches of a program compiled for a GPU: bytes and operations of each kernel, copy and library call.
 
-Fusions are opened: what they slice counts as read, and of what they update in place the update. The body of a loop
-counts as often as it runs. What a Pallas kernel moves and multiplies is not in the compiled program; it is read from
-the traced one, by its grid and its blocks.
+A fusion counts by its inside: of a slice the bytes that are read, of an update in place those that are written. The
+body of a loop counts as often as it runs. The compiled program does not describe Pallas kernels. They are read from the
+traced program, by grid and blocks.
 """
 
 import math
@@ -21,29 +21,28 @@ from benchmarks.program import Computation, Instruction, Program, Shape, users
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
         "opt-barrier", "copy-done", "async-done", "fusion-done", "call-done"}
 """Instructions that launch nothing."""
-FORMATS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int32": "s32", "uint32": "u32",
+DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int32": "s32", "uint32": "u32",
            "int8": "s8", "uint8": "u8", "bool": "pred"}
-"""The program's names of number formats, by jax's."""
+"""XLA's names of dtypes, by those of jax."""
 PALLAS = "__gpu$xla.gpu.triton"
 CUDNN_ATTENTION = "__cudnn$fmha"
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one launch moves and multiplies."""
+    """Memory traffic and operations of a launch."""
 
     read: int = 0
-    """Bytes of memory, each once."""
+    """Bytes, each counted once."""
     written: int = 0
     moved: int = 0
-    """Bytes that all programs of a kernel read and write, by its blocks; what several of them read comes from the
-    cache."""
+    """Bytes that all programs of a kernel read and write by its blocks; repeated ones come from the cache."""
     operations: Mapping[str, int] = field(default_factory=dict)
-    """Of products, by number format; ``f32x3``: of float32 in three products of TF32."""
+    """Of products by dtype; ``f32x3`` is float32 in three products of TF32."""
 
     @property
     def memory(self) -> int:
-        """Bytes of memory, read and written."""
+        """Bytes read and written."""
         return self.read + self.written
 
 
@@ -52,26 +51,26 @@ class Launch:
     """A kernel, copy or library call."""
 
     name: str
-    """Of the instruction."""
+    """Name of the instruction."""
     group: str
-    """What it is, in words that launches of one kind share."""
+    """Description that similar launches share."""
     count: int
-    """How often it is launched."""
+    """Number of launches."""
     work: Work
-    """Of each."""
+    """Of each launch."""
     in_graph: bool
-    """Whether a CUDA graph launches it."""
+    """Whether it is in a CUDA graph."""
 
 
 class PallasCall(NamedTuple):
-    """What tells the calls of Pallas kernels apart."""
+    """Key of a call of a Pallas kernel."""
 
     name: str
     operands: tuple[Shape, ...]
 
 
 def launches(program: Program, kernels: Mapping[PallasCall, Work], graphed: set[str]) -> list[Launch]:
-    """Of a whole program.
+    """The launches of a program.
 
     Args:
         program: for a GPU.
@@ -90,7 +89,7 @@ def _walk(program: Program, name: str, times: int, kernels: Mapping[PallasCall, 
         if instruction.opcode == "while":
             body, = re.findall(r"body=%?([\w.\-]+)", instruction.attributes)
             yield from _walk(program, body, times * (instruction.trips or 1), kernels, graphed)
-        elif instruction.opcode == "conditional":  # one branch runs: the one that moves the most counts
+        elif instruction.opcode == "conditional":  # the branch with the most bytes counts
             branches = [list(_walk(program, branch, times, kernels, graphed))
                         for branch in instruction.branches or instruction.called]
             yield from max(branches, key=lambda found: sum(
@@ -105,7 +104,7 @@ def _walk(program: Program, name: str, times: int, kernels: Mapping[PallasCall, 
 
 def _work(program: Program, instruction: Instruction, here: Computation,
           kernels: Mapping[PallasCall, Work]) -> tuple[str, Work]:
-    """What an instruction is, and what it takes."""
+    """Group and work of an instruction."""
     where = _where(instruction)
     operands = {name: here[name].bytes for name in instruction.operands if name in here}
     plain = f"{re.sub(r'[._]*[0-9]+', '', instruction.name)}: {where}"
@@ -114,7 +113,7 @@ def _work(program: Program, instruction: Instruction, here: Computation,
         read = sum(max(_read(program, called, i, operands[name])
                        for i, other in enumerate(instruction.operands) if other == name) for name in operands)
         written = _written(program, called)
-        return plain, Work(read, written, read + written, dict(program.products_of(called).by_format))
+        return plain, Work(read, written, read + written, dict(program.products_of(called).by_dtype))
     if instruction.opcode == "custom-call" and PALLAS in instruction.attributes:
         shapes = tuple(here[name].shape for name in instruction.operands)
         for call, work in kernels.items():
@@ -125,7 +124,7 @@ def _work(program: Program, instruction: Instruction, here: Computation,
     if instruction.opcode == "custom-call" and CUDNN_ATTENTION in instruction.attributes:
         plain, operations = _cudnn_attention(instruction, here)
     elif instruction.opcode == "custom-call" and "gemm" in instruction.attributes:
-        written, operations = instruction.shape.bytes, _gemm(instruction, here)  # what follows is room to work in
+        written, operations = instruction.shape.bytes, _gemm(instruction, here)  # the other outputs are workspace
     elif instruction.opcode == "dot":
         operations = program.operations_of(instruction, here)
     elif instruction.opcode in ("dynamic-slice", "slice", "gather"):
@@ -136,7 +135,7 @@ def _work(program: Program, instruction: Instruction, here: Computation,
 
 
 def _where(instruction: Instruction) -> str:
-    """What of the source an instruction comes from: the end of its path, and whether it is of the backward pass."""
+    """The end of the path of an instruction in the source, and whether it is in the backward pass."""
     found = re.search(r'op_name="([^"]*)"', instruction.attributes)
     if found is None:
         return "of the compiler"
@@ -190,13 +189,13 @@ def _written(program: Program, name: str) -> int:
 
 
 def _cudnn_attention(instruction: Instruction, here: Computation) -> tuple[str, Counter[str]]:
-    """cuDNN's attention: two products of T × T scores in the forward pass, five in the backward pass; with a causal
-    mask half of each."""
+    """cuDNN's attention: two products of T × S scores in the forward pass, five in the backward pass, and half of each
+    with a causal mask."""
     (B, T, H, D), S = here[instruction.operands[0]].shape.dimensions, here[instruction.operands[1]].shape.dimensions[1]
     is_backward, is_causal = "Backward" in instruction.attributes, '"CAUSAL"' in instruction.attributes
     operations = 2 * (5 if is_backward else 2) * B * H * T * S * D // (2 if is_causal else 1)
     return (f"cuDNN's attention{', backward' if is_backward else ''}",
-            Counter({here[instruction.operands[0]].shape.format: operations}))
+            Counter({here[instruction.operands[0]].shape.dtype: operations}))
 
 
 def _gemm(instruction: Instruction, here: Computation) -> Counter[str]:
@@ -204,11 +203,11 @@ def _gemm(instruction: Instruction, here: Computation) -> Counter[str]:
     left = here[instruction.operands[0]].shape
     axes = re.search(r'lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)
     terms = math.prod(left.dimensions[int(axis)] for axis in re.findall(r"\d+", axes[1] if axes else ""))
-    return Counter({left.format: 2 * instruction.shape.elements * terms})
+    return Counter({left.dtype: 2 * instruction.shape.elements * terms})
 
 
 def pallas_kernels(traced: Any) -> dict[PallasCall, Work]:
-    """The Pallas kernels of a program that was traced: ``jax.jit(function).trace(…).jaxpr``."""
+    """The Pallas kernels of a traced program, ``jax.jit(function).trace(…).jaxpr``."""
     found: dict[PallasCall, Work] = {}
     for equation in _equations(traced):
         if equation.primitive.name == "pallas_call":
@@ -218,7 +217,7 @@ def pallas_kernels(traced: Any) -> dict[PallasCall, Work]:
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
-    """Those of a jaxpr and of all that it calls."""
+    """The equations of a jaxpr and of those that it calls, without the inside of kernels."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation
         if equation.primitive.name != "pallas_call":
@@ -234,7 +233,7 @@ def _called(equation: Any) -> Iterator[Any]:
 
 
 def _pallas_work(equation: Any) -> Work:
-    """Every program reads and writes the whole of its blocks."""
+    """The work of a kernel whose programs read and write whole blocks."""
     mapping = equation.params["grid_mapping"]
     programs = math.prod(mapping.grid)
     arrays = [*(_shape(x.aval) for x in equation.invars), *(_shape(x.aval) for x in equation.outvars)]
@@ -249,17 +248,17 @@ def _pallas_work(equation: Any) -> Work:
 
 
 def _sizes(block_shape: Any) -> list[int]:
-    """Of a block: one along an axis that it lacks."""
+    """Sizes of a block, 1 along squeezed axes."""
     return [size if isinstance(size, int) else getattr(size, "block_size", 1) for size in block_shape]
 
 
 def _add_operations(jaxpr: Any, times: int, operations: Counter[str]) -> None:
-    """Those of a kernel's products. A loop whose length is known when it runs only counts once."""
+    """Adds the operations of a kernel's products. A loop of unknown length counts once."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "dot_general":
             left, out = (x.aval for x in (equation.invars[0], equation.outvars[0]))
             (axes, _), _ = equation.params["dimension_numbers"]
-            name = FORMATS.get(jnp.dtype(left.dtype).name, "")
+            name = DTYPES.get(jnp.dtype(left.dtype).name, "")
             if equation.params["precision"] == jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3:
                 name = "f32x3"
             operations[name] += 2 * times * math.prod(out.shape) * math.prod(left.shape[axis] for axis in axes)
@@ -269,11 +268,11 @@ def _add_operations(jaxpr: Any, times: int, operations: Counter[str]) -> None:
 
 def _shape(aval: Any) -> Shape:
     name = jnp.dtype(aval.dtype).name
-    return Shape(FORMATS.get(name, name), tuple(aval.shape))
+    return Shape(DTYPES.get(name, name), tuple(aval.shape))
 
 
 def read_graphed(dump: Path) -> set[str]:
-    """Names of the instructions that CUDA graphs launch, from a dump of the compiler's; see
+    """Names of the instructions in CUDA graphs, from a dump of the compiler; see
     :meth:`benchmarks.target.Target.compile`."""
     names: dict[int, str] = {}
     for path in dump.glob("*thunk_metadata.txt"):

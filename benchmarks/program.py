@@ -1,4 +1,4 @@
-"""Reads a compiled program's text, as ``jax.stages.Compiled.as_text`` gives it: its instructions and its products."""
+"""Parses the text of a compiled program, from ``jax.stages.Compiled.as_text``, and counts its products."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4,
          "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8, "c128": 16}
-"""Of an element, by number format. Tokens and the like take none."""
+"""Of an element, by XLA's name of the dtype. Tokens and opaque values have no size."""
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -22,21 +22,21 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 class Shape(NamedTuple):
-    """Of an array."""
+    """Shape and dtype of an array."""
 
-    format: str
-    """Number format, such as ``bf16``."""
+    dtype: str
+    """XLA's name, such as ``bf16``."""
     dimensions: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """Number of elements."""
         return math.prod(self.dimensions)
 
     @property
     def bytes(self) -> int:
-        """That they take."""
-        return self.elements * BYTES.get(self.format, 0)
+        """Size in bytes."""
+        return self.elements * BYTES.get(self.dtype, 0)
 
 
 @dataclass(frozen=True)
@@ -46,49 +46,49 @@ class Instruction:
     name: str
     opcode: str
     outputs: tuple[Shape, ...]
-    """Of an instruction that returns a tuple, its parts."""
+    """The parts of a tuple, or one shape."""
     operands: tuple[str, ...]
-    """Names of the instructions they come from."""
+    """Names of instructions."""
     inside: str
-    """What stands in the parentheses; of a parameter its number."""
+    """The text in the parentheses; for a parameter its number."""
     attributes: str
-    """What stands behind them."""
+    """The text after the parentheses."""
     is_root: bool
 
     @property
     def shape(self) -> Shape:
-        """Of its output, or the first."""
+        """The first output."""
         return self.outputs[0] if self.outputs else Shape("", ())
 
     @property
     def bytes(self) -> int:
-        """Of its outputs."""
+        """Size of the outputs."""
         return sum(shape.bytes for shape in self.outputs)
 
     @cached_property
     def called(self) -> list[str]:
-        """The computations that it calls, each of them: all but the branches of a conditional."""
+        """The computations that it calls, without the branches of a conditional."""
         return _CALLED.findall(self.attributes)
 
     @cached_property
     def branches(self) -> list[str]:
-        """The computations of which it calls one."""
+        """The branches of a conditional."""
         return [name.strip().lstrip("%") for names in _BRANCHES.findall(self.attributes) for name in names.split(",")]
 
     @property
     def trips(self) -> int | None:
-        """How often a loop runs; None where the compiler does not know."""
+        """Trip count of a loop; None if unknown."""
         found = _TRIPS.search(self.attributes)
         return int(found[1]) if found else None
 
     def dimensions(self, attribute: str) -> tuple[int, ...]:
-        """The numbers of an attribute such as ``lhs_contracting_dims``; none where it has it not."""
+        """The numbers of an attribute such as ``lhs_contracting_dims``; empty if it is missing."""
         found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
         return _numbers(found[1]) if found else ()
 
 
 Computation = dict[str, Instruction]
-"""Its instructions by name, in their order."""
+"""Its instructions by name, in order."""
 
 
 @dataclass(frozen=True)
@@ -97,22 +97,22 @@ class Program:
 
     computations: dict[str, Computation]
     entry: str
-    """Name of the computation that runs."""
+    """Name of the entry computation."""
     _products: dict[str, "Products"] = field(default_factory=dict, repr=False)
 
     @property
     def products(self) -> "Products":
-        """What its products come to."""
+        """The products of the whole program."""
         return self.products_of(self.entry)
 
     def products_of(self, name: str) -> "Products":
-        """What the products of a computation come to, those of the computations that it calls included."""
+        """The products of a computation and of those that it calls."""
         if name in self._products:
             return self._products[name]
         counted = Products()
         here = self.computations[name]
         for instruction in here.values():
-            counted.by_format += self.operations_of(instruction, here)
+            counted.by_dtype += self.operations_of(instruction, here)
             counted.calls += instruction.opcode == "custom-call"
             if instruction.branches:  # one of them runs
                 counted.add(max(map(self.products_of, instruction.branches), key=lambda branch: branch.operations))
@@ -124,30 +124,30 @@ class Program:
         return counted
 
     def operations_of(self, instruction: Instruction, here: Computation) -> Counter[str]:
-        """Those of one instruction's products by number format, without those of the computations that it calls.
+        """Operations of an instruction's products by dtype, without those of the computations that it calls.
 
         Args:
             instruction: any.
-            here: the computation that it is of.
+            here: its computation.
         """
         size = instruction.shape.elements
         if instruction.opcode == "dot":
             left = here[instruction.operands[0]].shape
             terms = math.prod(left.dimensions[axis] for axis in instruction.dimensions("lhs_contracting_dims"))
-            return Counter({left.format: 2 * size * terms})
+            return Counter({left.dtype: 2 * size * terms})
         if instruction.opcode == "convolution":
-            # The kernel's shape, but for the axis of output features, is what each output is a sum over.
+            # Each output is a sum over all axes of the kernel but that of output features.
             kernel = here[instruction.operands[1]].shape
             labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
             assert labels is not None
             terms = math.prod(n for n, label in zip(kernel.dimensions, labels[1], strict=True) if label != "o")
-            return Counter({kernel.format: 2 * size * terms})
+            return Counter({kernel.dtype: 2 * size * terms})
         if instruction.opcode == "multiply" and _is_outer(instruction, here):
-            return Counter({instruction.shape.format: 2 * size})
+            return Counter({instruction.shape.dtype: 2 * size})
         if instruction.opcode == "reduce" and self._adds(instruction):
             factor = _source(instruction.operands[0], here)
             if factor is not None and factor.opcode == "multiply" and not _is_outer(factor, here):
-                return Counter({factor.shape.format: 2 * factor.shape.elements})
+                return Counter({factor.shape.dtype: 2 * factor.shape.elements})
         return Counter()
 
     def _adds(self, instruction: Instruction) -> bool:
@@ -157,31 +157,31 @@ class Program:
 
 @dataclass
 class Products:
-    """What the products of a program come to: ``dot``, ``convolution``, and those made of elementwise multiplications,
-    which are outer products, or summed in the same fusion."""
+    """The products of a program: ``dot``, ``convolution``, and elementwise multiplications that are outer products or
+    are summed in the same fusion."""
 
-    by_format: Counter[str] = field(default_factory=Counter)
-    """Operations by the number format of what is multiplied: two for each multiplication."""
+    by_dtype: Counter[str] = field(default_factory=Counter)
+    """Operations by dtype of the operands: two for each multiplication."""
     calls: int = 0
-    """Custom calls, whose operations are not known."""
+    """Custom calls, whose operations are unknown."""
     unbounded_loops: int = 0
-    """Loops whose trip count is not known; the body counts once."""
+    """Loops with an unknown trip count; the body counts once."""
 
     @property
     def operations(self) -> int:
-        """Of all number formats."""
-        return self.by_format.total()
+        """Of all dtypes."""
+        return self.by_dtype.total()
 
     def add(self, other: "Products", times: int = 1) -> None:
-        """``other`` so many times over."""
-        for name, operations in other.by_format.items():
-            self.by_format[name] += times * operations
+        """Adds ``other`` a number of times."""
+        for name, operations in other.by_dtype.items():
+            self.by_dtype[name] += times * operations
         self.calls += times * other.calls
         self.unbounded_loops += other.unbounded_loops
 
 
 def read_program(text: str) -> Program:
-    """Reads the text of a compiled program.
+    """Parses the text of a compiled program.
 
     Raises:
         ValueError: it has no entry computation.
@@ -208,13 +208,13 @@ def _parsed(name: str, text: str, *, is_root: bool) -> Instruction | None:
         return None
     end = _closing(text, opcode.end())
     inside = text[opcode.end():end]
-    shapes = tuple(Shape(format, _numbers(sizes)) for format, sizes in _SHAPE.findall(text[:opcode.start() + 1]))
+    shapes = tuple(Shape(dtype, _numbers(sizes)) for dtype, sizes in _SHAPE.findall(text[:opcode.start() + 1]))
     return Instruction(name, opcode[1], shapes, tuple(re.findall(r"%([\w.\-]+)", inside)), inside, text[end + 1:],
                        is_root)
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that was opened before ``start`` closes."""
+    """Position of the parenthesis that closes the one before ``start``."""
     depth = 1
     for place in re.finditer(r"[()]", text[start:]):
         depth += 1 if place[0] == "(" else -1
@@ -228,13 +228,13 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _is_outer(instruction: Instruction, here: Computation) -> bool:
-    """Whether a multiplication is one of two arrays, each of which lacks a dimension that the other has."""
+    """Whether each operand of a multiplication varies along a dimension that the other does not."""
     kept = [_dimensions_kept(name, here, len(instruction.shape.dimensions)) for name in instruction.operands]
     return len(kept) == 2 and not kept[0] <= kept[1] and not kept[1] <= kept[0]
 
 
 def _dimensions_kept(name: str, here: Computation, count: int) -> set[int]:
-    """Along which of its dimensions an operand varies."""
+    """The dimensions along which an operand varies."""
     source = _source(name, here)
     if source is None or source.opcode != "broadcast" or "dimensions={" not in source.attributes:
         return set(range(count))
@@ -242,7 +242,7 @@ def _dimensions_kept(name: str, here: Computation, count: int) -> set[int]:
 
 
 def _source(name: str, here: Computation) -> Instruction | None:
-    """What an operand is, before its number format or layout is changed."""
+    """The source of an operand, before conversions of dtype or layout."""
     source = here.get(name)
     while source is not None and source.opcode in ("convert", "copy") and source.operands:
         source = here.get(source.operands[0])
@@ -250,5 +250,5 @@ def _source(name: str, here: Computation) -> Instruction | None:
 
 
 def users(name: str, here: Computation) -> Sequence[Instruction]:
-    """The instructions that take the result of one."""
+    """The instructions with an operand of this name."""
     return [instruction for instruction in here.values() if name in instruction.operands]
