@@ -3,12 +3,11 @@
     python -m benchmarks.tune --minutes 8
     python -m benchmarks.tune --widths 128x128 --lengths long --minutes 3 --out tuning.json --json chosen.json
 
-The table has a row for each pair of widths, dtype and class of lengths. The search for a row begins at the defaults and
-at the row that the table has. It changes one setting at a time and keeps what is faster: first the settings of the
-forward pass, by the time of the forward pass, then the others, by the time of both passes. A candidate that does not
-compile, does not run or is not accurate enough is left out, and the log says why. At the end the best candidate and the
-defaults are timed in turns. The defaults stay unless the best is 3 % faster. Rows of other devices, widths, dtypes and
-lengths stay as they are.
+The table has a row for each pair of widths, dtype and class of lengths. The search for a row begins at the defaults
+and at the row that the table has. It changes one setting at a time and keeps what makes forward and backward pass
+faster. A candidate that does not compile, does not run or is not accurate enough is left out, and the log says why. At
+the end the best candidate and the defaults are timed in turns. The defaults stay unless the best is 3 % faster. Rows of
+other devices, widths, dtypes and lengths stay as they are.
 """
 
 from support import interrupts
@@ -46,8 +45,6 @@ from support.errors import ConfigError
 from support.files import write_json
 
 MODULE = "benchmarks.tune"
-PASSES = ("forward", "both")
-"""Forward; forward and backward."""
 CHUNKS = (32, 64, 128)
 SMALL_CHUNK = 16
 """Tried too in float32, whose operands are in registers."""
@@ -57,11 +54,9 @@ WARPS = (4, 8)
 STAGES = (1, 2, 3)
 PROGRAMS = (None, 0, 1, 2, 4)
 """See ``programs_per_core`` in :class:`kernels.linear_attention.tuning.Row`."""
-SETTINGS = {"forward": ("programs_per_core", "chunk", "tile", "stages"),
-            "both": ("chunk", "tile", "stages", "queries", "programs_per_core")}
+SETTINGS = ("programs_per_core", *(f"{passes} {name}" for passes in ("forward", "backward")
+                                   for name in ("chunk", "tile", "stages")), "queries")
 """What is changed, in this order."""
-FORWARD_SHARE = 0.4
-"""Most of the time for a row that may go to the settings of the forward pass."""
 STEP = 0.01
 """A change is kept if it is so much faster: less is noise."""
 GAIN = 0.03
@@ -94,7 +89,6 @@ class Trial:
     """A candidate and its time."""
 
     row: Row
-    passes: str
     milliseconds: tuple[float, ...] = ()
     """Medians by shape."""
     score: float = math.inf
@@ -105,7 +99,7 @@ class Trial:
         result = f"left out, {self.error}" if self.error else (
             f"{', '.join(f'{time:.3f}' for time in self.milliseconds)} ms, {self.score:.3f} times the defaults'")
         row = self.row
-        return (f"{self.passes}: {', '.join(f'{name} {tiles_text(getattr(row, name))}' for name in tuning.TILED)}, "
+        return (f"{', '.join(f'{name} {tiles_text(getattr(row, name))}' for name in tuning.TILED)}, "
                 f"programs a core {row.programs_per_core}: {result}")
 
 
@@ -120,7 +114,7 @@ def shapes_of(row: Row) -> tuple[Shape, ...]:
     return found or (Shape(1, TOKENS[row.length], max(1, MODEL_WIDTH // max(row.M, row.D))),)
 
 
-def changed(row: Row, passes: str, setting: str) -> list[Row]:
+def changed(row: Row, setting: str) -> list[Row]:
     """The rows that differ in one setting; tile and warps count as one, because they depend on each other."""
     if setting == "programs_per_core":
         return [row._replace(programs_per_core=n) for n in PROGRAMS if n != row.programs_per_core]
@@ -128,19 +122,19 @@ def changed(row: Row, passes: str, setting: str) -> list[Row]:
         # All columns in one program, or as in the rest of the backward pass.
         whole = [Tiles(chunk, row.M, 8, stages) for chunk in (32, 64) for stages in (1, 3)] if row.M <= 128 else []
         return [row._replace(queries=tiles) for tiles in (None, *whole) if tiles != row.queries]
-    name = "forward" if passes == "forward" else "backward"
-    tiles: Tiles = getattr(row, name)
-    widest = row.D if passes == "forward" else max(row.M, row.D)
-    if setting == "chunk":
+    passes, name = setting.split()
+    tiles: Tiles = getattr(row, passes)
+    if name == "chunk":
         lengths = CHUNKS if row.dtype == "bfloat16" else (SMALL_CHUNK, *CHUNKS)
         # With fewer warps the longest do not fit into registers.
         others = [tiles._replace(chunk=C, warps=max(tiles.warps, 8 if C >= 128 else 0)) for C in lengths]
-    elif setting == "tile":
+    elif name == "tile":
+        widest = row.D if passes == "forward" else max(row.M, row.D)
         columns = [tile for tile in TILES if tile <= widest] or [widest]
         others = [tiles._replace(tile=tile, warps=warps) for tile in reversed(columns) for warps in WARPS]
     else:
         others = [tiles._replace(stages=stages) for stages in STAGES]
-    return [row._replace(**{name: other}) for other in others if other != tiles]
+    return [row._replace(**{passes: other}) for other in others if other != tiles]
 
 
 class Bench:
@@ -164,7 +158,7 @@ class Bench:
         Raises:
             WrongDefaultError: the defaults fail or are not accurate enough.
         """
-        plain = jax.jit(_call("both", lambda q, k, v: linear_attention(q, k, v, implementation="chunked")[0]))
+        plain = jax.jit(_both(lambda q, k, v: linear_attention(q, k, v, implementation="chunked")[0]))
         most = DEVICE_TOLERANCES[self.default.dtype]
         for i, (shape, inputs) in enumerate(zip(self.shapes, self._inputs, strict=True)):
             with jax.default_matmul_precision("highest"):
@@ -172,7 +166,7 @@ class Bench:
                 rounding = errors(plain(*inputs), expected)
             allowed = [max(DEVICE_TOLERANCES["float32"], WORSE_THAN_PLAIN * error) for error in rounding]
             try:
-                found = errors(self._compile(self.default, "both", i)(), expected)
+                found = errors(self._compile(self.default, i)(), expected)
             except Exception as error:  # from the compiler or the device
                 raise WrongDefaultError(f"the defaults fail at {shape}: {report.reason(error)}") from error
             wrong = _wrong(found, [max(one, most) for one in allowed])
@@ -182,28 +176,26 @@ class Bench:
             # No candidate has to be more accurate than the defaults.
             self._allowed.append([max(pair) for pair in zip(allowed, found, strict=True)])
 
-    def try_out(self, rows: Sequence[Row], passes: str) -> list[Trial]:
+    def try_out(self, rows: Sequence[Row]) -> list[Trial]:
         """Times rows, and those that launch the same kernels once."""
-        new = {key: row for row in rows if (key := self._key(row, passes)) not in self.trials}
+        new = {key: row for row in rows if (key := self._key(row)) not in self.trials}
         # Compiled side by side, on half of the cores: XLA has threads of its own.
         with ThreadPoolExecutor(max(1, min(8, len(os.sched_getaffinity(0)) // 2))) as pool:
-            compiled = {key: [pool.submit(self._compile, row, passes, i) for i in range(len(self.shapes))]
+            compiled = {key: [pool.submit(self._compile, row, i) for i in range(len(self.shapes))]
                         for key, row in new.items()}
         for key, row in new.items():
-            self.trials[key] = self._time(row, passes, [future.result for future in compiled[key]])
+            self.trials[key] = self._time(row, [future.result for future in compiled[key]])
             status(str(self.trials[key]))
-        return [replace(self.trials[self._key(row, passes)], row=row) for row in rows]
+        return [replace(self.trials[self._key(row)], row=row) for row in rows]
 
     def compare(self, best: Row) -> list[dict[str, Any]]:
-        """Median milliseconds of the best candidate and of the defaults, in turns, for each shape and pass."""
+        """Median milliseconds of the best candidate and of the defaults, in turns, for each shape."""
         found = []
         for i, shape in enumerate(self.shapes):
-            runs = {(passes, name): self._compile(row, passes, i)
-                    for passes in PASSES for name, row in (("default", self.default), ("best", best))}
+            runs = {name: self._compile(row, i) for name, row in (("default", self.default), ("best", best))}
             samples = report.time_by_turns(runs, FINAL_REPEATS, FINAL_SAMPLE_SECONDS)
-            found.append({"shape": f"{shape} M{self.default.M} D{self.default.D}", **{
-                passes: {name: 1e3 * median(samples[passes, name]) for name in ("default", "best")}
-                for passes in PASSES}})
+            found.append({"shape": f"{shape} M{self.default.M} D{self.default.D}"}
+                         | {name: 1e3 * median(seconds) for name, seconds in samples.items()})
         return found
 
     def _draw(self, shape: Shape) -> tuple[jax.Array, ...]:
@@ -214,45 +206,38 @@ class Bench:
                        for key, width in zip(keys, (M, M, D, D), strict=True))
         return tuple(x.astype(self.default.dtype) for x in (jax.nn.softplus(q), jax.nn.softplus(k), v, dy))
 
-    def _key(self, row: Row, passes: str) -> tuple[Any, ...]:
+    def _key(self, row: Row) -> tuple[tuning.Plan, ...]:
         """What the launched kernels depend on."""
-        plans = [tuning.plan(*shape, row.M, row.D, row.dtype, row=row) for shape in self.shapes]
-        return passes, *(plan._replace(backward=plan.forward, queries=plan.forward) if passes == "forward" else plan
-                         for plan in plans)
+        return tuple(tuning.plan(*shape, row.M, row.D, row.dtype, row=row) for shape in self.shapes)
 
-    def _compile(self, row: Row, passes: str, i: int) -> Callable[[], Any]:
+    def _compile(self, row: Row, i: int) -> Callable[[], Any]:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             state = zero_state(self.shapes[i].B, self.shapes[i].H, row.M, row.D)
             return pallas_gpu.attend(q, k, v, state, None, True, partial(tuning.plan, row=row))[0]
 
-        inputs = self._inputs[i][:3 if passes == "forward" else 4]
-        compiled = jax.jit(_call(passes, attend)).lower(*inputs).compile()
-        return lambda: compiled(*inputs)
+        compiled = jax.jit(_both(attend)).lower(*self._inputs[i]).compile()
+        return lambda: compiled(*self._inputs[i])
 
-    def _time(self, row: Row, passes: str, compiled: Sequence[Callable[[], Callable[[], Any]]]) -> Trial:
+    def _time(self, row: Row, compiled: Sequence[Callable[[], Callable[[], Any]]]) -> Trial:
         milliseconds = []
         for shape, call, expected, allowed in zip(self.shapes, compiled, self._expected, self._allowed, strict=True):
             try:
                 run = call()
-                results = run() if passes == "both" else (run(),)
-                wrong = _wrong(errors(results, expected[:len(results)]), allowed)
+                wrong = _wrong(errors(run(), expected), allowed)
                 if wrong is not None:
-                    return Trial(row, passes, error=f"{shape}: {wrong}")
+                    return Trial(row, error=f"{shape}: {wrong}")
                 (seconds,) = report.time_by_turns({"": run}, REPEATS, SAMPLE_SECONDS).values()
             except Exception as error:  # such as too many registers or too little memory
-                return Trial(row, passes, error=f"{shape}: {report.reason(error)}")
+                return Trial(row, error=f"{shape}: {report.reason(error)}")
             milliseconds.append(1e3 * median(seconds))
-        default = self.trials.get(self._key(self.default, passes))
+        default = self.trials.get(self._key(self.default))
         times = default.milliseconds if default else milliseconds
         score = geometric_mean(mine / other for mine, other in zip(milliseconds, times, strict=True))
-        return Trial(row, passes, tuple(milliseconds), score)
+        return Trial(row, tuple(milliseconds), score)
 
 
-def _call(passes: str, attend: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """What is timed: (q, k, v) ↦ y, or (q, k, v, ∂y) ↦ (y, ∂q, ∂k, ∂v)."""
-    if passes == "forward":
-        return attend
-
+def _both(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """What is timed: (q, k, v, ∂y) ↦ (y, ∂q, ∂k, ∂v)."""
     def both(q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
         y, backward = jax.vjp(attend, q, k, v)
         return y, *backward(dy.astype(y.dtype))
@@ -272,7 +257,7 @@ def _error(found: jax.Array, expected: jax.Array) -> jax.Array:
 
 def _wrong(found: Sequence[float], allowed: Sequence[float]) -> str | None:
     """The first error that is larger than allowed; that of y comes first, then those of the gradients."""
-    for name, error, most in zip(("y", "dq", "dk", "dv"), found, allowed, strict=False):
+    for name, error, most in zip(("y", "dq", "dk", "dv"), found, allowed, strict=True):
         if not error <= most:
             return f"error of {name} is {error:.1e}, more than {most:.1e}"
     return None
@@ -286,22 +271,18 @@ def search(bench: Bench, starts: Sequence[Row], until: float) -> Row:
         starts: rows to begin with, beside the defaults.
         until: on the clock of ``time.monotonic``.
     """
-    best = bench.default
-    for passes, share in (("forward", FORWARD_SHARE), ("both", 1.0)):
-        limit = time.monotonic() + share * (until - time.monotonic())
-        trials = bench.try_out([bench.default], passes)  # first, because scores are relative to it
-        if trials[0].error is not None:
-            raise WrongDefaultError(f"the defaults fail: {trials[0].error}")
-        leader = min(trials + bench.try_out([best, *starts], passes), key=lambda trial: trial.score)
-        settings, settled = itertools.cycle(SETTINGS[passes]), 0
-        while settled < len(SETTINGS[passes]) and time.monotonic() < limit:
-            trials = bench.try_out(changed(leader.row, passes, next(settings)), passes)
-            fastest = min(trials, key=lambda trial: trial.score, default=leader)
-            if fastest.score < (1 - STEP) * leader.score:
-                leader, settled = fastest, 0
-            settled += 1
-        best = leader.row
-    return best
+    (default,) = bench.try_out([bench.default])  # first, because scores are relative to it
+    if default.error is not None:
+        raise WrongDefaultError(f"the defaults fail: {default.error}")
+    leader = min([default, *bench.try_out(starts)], key=lambda trial: trial.score)
+    settings, settled = itertools.cycle(SETTINGS), 0
+    while settled < len(SETTINGS) and time.monotonic() < until:
+        trials = bench.try_out(changed(leader.row, next(settings)))
+        fastest = min(trials, key=lambda trial: trial.score, default=leader)
+        if fastest.score < (1 - STEP) * leader.score:
+            leader, settled = fastest, 0
+        settled += 1
+    return leader.row
 
 
 def tune(default: Row, present: Row | None, until: float, origin: dict[str, Any]) -> Row:
@@ -320,7 +301,7 @@ def tune(default: Row, present: Row | None, until: float, origin: dict[str, Any]
     bench.start()
     best = search(bench, [] if present is None else [present._replace(measured=None)], until - FINAL_SECONDS)
     compared = bench.compare(best)
-    stays = geometric_mean(times["both"]["best"] / times["both"]["default"] for times in compared) > 1 - GAIN
+    stays = geometric_mean(times["best"] / times["default"] for times in compared) > 1 - GAIN
     trials = bench.trials.values()
     return (default if stays else best)._replace(measured={
         "shapes": compared, "chosen": "default" if stays else "best", "samples": FINAL_REPEATS, "tried": len(trials),
@@ -340,7 +321,7 @@ def name_of(row: Row) -> str:
 
 
 def _times(row: dict[str, Any], name: str) -> str:
-    return " / ".join(f"{shape['both'][name]:.3f}" for shape in row["measured"]["shapes"])
+    return " / ".join(f"{shape[name]:.3f}" for shape in row["measured"]["shapes"])
 
 
 def _read(path: Path) -> list[Row]:

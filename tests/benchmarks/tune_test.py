@@ -25,15 +25,14 @@ class SyntheticBench:
     def start(self):
         pass
 
-    def try_out(self, rows, passes):
-        found = [tune.Trial(row, passes, error="too many registers") if row.forward.chunk == 128 else
-                 tune.Trial(row, passes, (self.faster(row),), self.faster(row)) for row in rows]
-        self.trials |= {(trial.row, passes): trial for trial in found}
+    def try_out(self, rows):
+        found = [tune.Trial(row, error="too many registers") if row.forward.chunk == 128 else
+                 tune.Trial(row, (self.faster(row),), self.faster(row)) for row in rows]
+        self.trials |= {trial.row: trial for trial in found}
         return found
 
     def compare(self, best):
-        return [{"shape": "B1 T16384 H12 M64 D64", "forward": {"default": 1.0, "best": 1.0},
-                 "both": {"default": 1.0, "best": self.faster(best)}}]
+        return [{"shape": "B1 T16384 H12 M64 D64", "default": 1.0, "best": self.faster(best)}]
 
 
 def soon():
@@ -62,14 +61,13 @@ def test_the_search_starts_at_the_present_row_too_and_stops_in_time():
     present = DEFAULT._replace(backward=Tiles(32, 32, 8, 1), measured={"samples": 20})
     bench = SyntheticBench(DEFAULT, (), lambda row: 0.5 if row.backward == present.backward else 1.0)
     assert tune.search(bench, [present._replace(measured=None)], time.monotonic() - 1).backward == present.backward
-    assert {row for row, _ in bench.trials} == {DEFAULT, present._replace(measured=None)}  # nothing else was tried
+    assert set(bench.trials) == {DEFAULT, present._replace(measured=None)}  # nothing else was tried
 
 
 @pytest.mark.parametrize(("M", "D", "dtype"), [(16, 16, "bfloat16"), (64, 128, "bfloat16"), (256, 256, "float32")])
 def test_what_is_tried_is_legal_and_differs_in_one_thing(M, D, dtype):
     default = tuning.default_row("H200", M, D, dtype, "short")
-    rows = [row for passes in tune.PASSES for setting in tune.SETTINGS[passes]
-            for row in tune.changed(default, passes, setting)]
+    rows = [row for setting in tune.SETTINGS for row in tune.changed(default, setting)]
     assert len(rows) > 15
     for row in rows:
         assert sum(getattr(row, name) != getattr(default, name) for name in tuning.TILED) <= 1
@@ -104,20 +102,20 @@ def test_a_candidate_that_is_wrong_or_fails_is_left_out(bench, monkeypatch):
 
     monkeypatch.setattr(pallas_gpu, "attend", attend)
     bench.start()
-    found = bench.try_out([default, other, broken], "both")
+    found = bench.try_out([default, other, broken])
     assert [trial.row for trial in found] == [default, other, broken]
     assert found[0].error is None
     assert found[0].score == 1
     assert "B1 T40 H1: error of y is 1.0e-01, more than " in found[1].error
     assert "shared memory exhausted" in found[2].error
     assert found[1].score == found[2].score == math.inf
-    # Forward alone, the stages of the backward pass do not matter.
-    alike = bench.try_out([default, default._replace(backward=Tiles(32, 16, 4, 1))], "forward")
+    # Rows with the same plan are timed once.
+    alike = bench.try_out([default, default._replace(queries=default.backward)])
     assert alike[0].milliseconds == alike[1].milliseconds
     compared = bench.compare(default)
+    assert compared[0].keys() == {"shape", "default", "best"}
     assert compared[0]["shape"] == "B1 T40 H1 M16 D16"
-    assert compared[0].keys() == {"shape", "forward", "both"}
-    assert compared[0]["both"]["default"] > 0
+    assert compared[0]["default"] > 0
 
 
 def test_wrong_defaults_are_no_measure(bench, monkeypatch):
@@ -153,7 +151,8 @@ def test_the_row_is_written_with_its_measurement_and_the_others_stay(tmp_path, m
     assert row[:5] == DEFAULT[:5]
     assert row.backward.tile == (32 if chosen == "best" else 64)
     assert row.measured["chosen"] == chosen
-    assert row.measured["shapes"][0]["both"] == {"default": 1.0, "best": time_of_small_tiles}
+    assert row.measured["shapes"] == [
+        {"shape": "B1 T16384 H12 M64 D64", "default": 1.0, "best": time_of_small_tiles}]
     assert row.measured.keys() >= {"samples", "tried", "left_out", "versions", "commit", "command"}
     assert row.measured["command"].endswith("--widths 64x64 --dtypes bfloat16 --lengths long --minutes 8.0")
     (written,) = json.loads(tried.read_text())["rows"]
