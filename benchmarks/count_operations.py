@@ -42,6 +42,7 @@ from support.command import status
 from support.errors import ConfigError
 from training import accounting
 
+SIZE = Size(layers=2, heads=4, width=256, vocabulary=512)
 CHECKED = (("softmax:materialised", False), ("linear:cumsum", True))
 """Forms whose program has exactly the counted operations, and whether they have a causal mask."""
 
@@ -66,7 +67,7 @@ class Row:
     """Loops with an unknown trip count."""
 
 
-def count(mode: str, size: Size, *, context: int, batch: int, dtype: Any = "float32", causal: bool = True) -> Row:
+def count(mode: str, size: Size, *, context: int, batch: int, causal: bool = True) -> Row:
     """Counts the operations of a mode both ways.
 
     Args:
@@ -74,7 +75,6 @@ def count(mode: str, size: Size, *, context: int, batch: int, dtype: Any = "floa
         size: of the model.
         context: T.
         batch: B.
-        dtype: compute dtype.
         causal: False: a classifier on an encoder, without a mask.
 
     Raises:
@@ -83,7 +83,7 @@ def count(mode: str, size: Size, *, context: int, batch: int, dtype: Any = "floa
     """
     name, options = mode_config(mode)
     sizes: dict[str, Any] = {"layers": size.layers, "heads": size.heads, "width": size.width, "context": context,
-                             "dtype": dtype, "attention": (name,), "modes": {name: options}}
+                             "dtype": "float32", "attention": (name,), "modes": {name: options}}
     config: Any = (gpt.resolve_config(ModelConfig(**sizes)) if causal else
                    encoder.resolve_config(EncoderConfig(**sizes, mlp_width=4 * size.width, pooling="mean")))
     kind: Any = GPT if causal else Classifier
@@ -118,21 +118,16 @@ def count(mode: str, size: Size, *, context: int, batch: int, dtype: Any = "floa
         ("calls", "calls", ""), ("loops", "loops", "")),
     flags={"modes": report.flag("modes, or MODE:FORM, with commas between (all, and the two forms that are checked)",
                                 type=report.names),
-           "dtype": report.flag("compute dtype", "float32", choices=("float32", "bfloat16")),
-           "width": report.flag("width of the model", 256), "layers": report.flag("transformer blocks", 2),
-           "heads": report.flag("attention heads", 4), "vocabulary": report.flag("tokens in the vocabulary", 512),
-           "context": report.flag("length of a sequence", 256), "batch": report.flag("sequences in a step", 2)})
+           "context": report.flag("length of a sequence", 256)})
 def main(options: Namespace, results: report.Results) -> None:
     """Every mode with each mask that it supports."""
     report.use_whole_device()
-    size = Size(options.layers, options.heads, options.width, options.vocabulary)
     modes = options.modes or tuple(dict.fromkeys((*(mode for mode, _ in CHECKED), *attention.modes())))
     for mode in modes:
         mode_config(mode)  # unknown ones stop before any work
     for mode, causal in itertools.product(modes, (True, False)):
         try:
-            results.add(count(mode, size, context=options.context, batch=options.batch, dtype=options.dtype,
-                              causal=causal))
+            results.add(count(mode, SIZE, context=options.context, batch=2, causal=causal))
         except (ConfigError, NotImplementedError) as error:
             status(f"{mode}, {'causal' if causal else 'no mask'}: {error}")
 

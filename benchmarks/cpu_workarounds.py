@@ -1,16 +1,15 @@
-"""What each workaround of ``kernels/cpu.py`` gains: the time without it over the time with all of them.
+"""The gain of each workaround of ``kernels/cpu.py``: the time without it over the time with all of them.
 
     python -m benchmarks.cpu_workarounds --json workarounds.json
     python -m benchmarks.cpu_workarounds --measure steps --modes chunked --contexts 4096
 
-``steps`` are whole training steps and ``tokens`` drawn tokens of GPT-2's vocabulary, greedy and among the likeliest.
-The program with all workarounds and those with one left out take turns; a workaround that leaves a program as it is has
-no row. What a workaround sets up for the whole ``process`` is measured in processes of their own, also by turns, with
-the training step of the last mode and context.
+``steps`` are whole training steps. ``tokens`` are drawn with GPT-2's vocabulary, greedily and with top-k. The program
+with all workarounds and those without one of them take turns. A workaround that does not change the program has no row.
+``process`` are the workarounds that configure a process: processes take turns with the training step of the last mode
+and context.
 
-Times are the processor's, of all threads: on a machine with other work, those of the clock would measure that work too.
-The ratio is one of medians, and its 95 % interval is from rounds drawn again at random (Efron, "Bootstrap Methods",
-1979).
+Times are those of the processor, of all threads, which other work on the machine does not affect. The ratio is one of
+medians. Its 95 % interval is by bootstrap over the rounds (Efron, "Bootstrap Methods", 1979).
 """
 
 from support import interrupts
@@ -44,17 +43,17 @@ from support.errors import BenchmarkError, ConfigError
 MEASURES = ("steps", "tokens", "process")
 VOCABULARY, GPT2_VOCABULARY = 257, 50_257
 STEP_TOKENS = 4096
-"""Tokens of a training step, where the context is not longer."""
+"""Tokens of a training step, or one sequence if that is longer."""
 STEPS_OF_A_PROCESS = 5
 DRAWS = {"greedy": Sampling(temperature=0.0), "top-k 40": Sampling(top_k=40)}
 ALL = "all"
-"""Names the program that has every workaround."""
+"""Name of the program with every workaround."""
 RESAMPLES = 2000
 
 
 @dataclass
 class Row:
-    """A workaround in one case, as the JSON file has it; times are the processor's, in milliseconds."""
+    """A workaround in one case, as in the JSON file; times are milliseconds of the processor."""
 
     workaround: str
     """Name of the function in ``kernels/cpu.py``."""
@@ -62,18 +61,18 @@ class Row:
     """One of ``MEASURES``."""
     case: str
     with_milliseconds: float
-    """Median of a step, or of a call for tokens."""
+    """Median per step, or per call for tokens."""
     without_milliseconds: float
     ratio: float
     """Without over with."""
     interval: tuple[float, float]
-    """95 %, of the ratio."""
+    """95 % interval of the ratio."""
     with_samples: list[float] = field(default_factory=list)
     without_samples: list[float] = field(default_factory=list)
 
 
 def compare(measure: str, case: str, samples: Mapping[str, Sequence[float]]) -> list[Row]:
-    """The rows of one case, from the seconds of each program by the name of what it lacks, and those of ``ALL``."""
+    """The rows of one case, from the seconds of each program by the name of the missing workaround, or ``ALL``."""
     rounds = np.random.default_rng(0).integers(0, len(samples[ALL]), (RESAMPLES, len(samples[ALL])))
     base = 1e3 * np.asarray(samples[ALL])
     rows = []
@@ -90,11 +89,11 @@ def compare(measure: str, case: str, samples: Mapping[str, Sequence[float]]) -> 
 
 def time_programs(program: Callable[[], str], run: Callable[[], Callable[[], Any]], rounds: int,
                   **timing: Any) -> dict[str, list[float]]:
-    """Seconds of a call of the program with every workaround, and of those that lacking one of them changes.
+    """Seconds per call of the program with every workaround, and of each different program without one of them.
 
     Args:
-        program: lowers it, anew each time.
-        run: compiles it, and returns the call.
+        program: lowers it anew and returns its text.
+        run: compiles it and returns the call.
         rounds: samples of each.
         timing: as in :func:`benchmarks.report.time_by_turns`.
     """
@@ -120,7 +119,7 @@ def measure_tokens(config: ModelConfig, sampling: Sampling, rounds: int) -> dict
     model = GPT(config, GPT2_VOCABULARY, rngs=nnx.Rngs(0))
 
     def program() -> str:
-        """Of what draws a token from its logits; as a new function, or what was traced before would be found."""
+        """The draw of a token from its logits, as a new function, which jax traces anew."""
         logits_BV, keys_B = jnp.zeros((1, GPT2_VOCABULARY)), jax.random.split(jax.random.key(0), 1)
         settings = Settings(*map(jnp.asarray, (0.0, 0, 1.0, 0.0, 1.0)))
         return jax.jit(lambda: draw(logits_BV, logits_BV > 0, keys_B, settings)).lower().as_text()
@@ -137,7 +136,7 @@ def measure_process(case: Mapping[str, Any], rounds: int) -> dict[str, list[floa
     """Seconds of a training step, each the median of a process of its own.
 
     Raises:
-        BenchmarkError: a process ended without a result; the message says why.
+        BenchmarkError: a process failed.
     """
     names = [workaround.__name__ for workaround in cpu.PROCESS_WORKAROUNDS
              if device.has_fast_bfloat16() or workaround is not cpu.use_widest_vectors]
@@ -163,7 +162,7 @@ def make_config(mode: str, context: int, layers: int, width: int, dtype: Any) ->
 
 
 def answer(case: Mapping[str, Any]) -> dict[str, float]:
-    """What a process of :func:`measure_process` measures."""
+    """What a process of :func:`measure_process` answers."""
     off = [workaround for workaround in cpu.PROCESS_WORKAROUNDS if workaround.__name__ == case["without"]]
     with cpu.without(*off):
         cpu.configure_process()
@@ -178,17 +177,17 @@ def answer(case: Mapping[str, Any]) -> dict[str, float]:
         ("with (ms)", "with_milliseconds", ",.1f"), ("without (ms)", "without_milliseconds", ",.1f"),
         ("rounds", lambda row: len(row.with_samples), ""), ("ratio", "ratio", ".3f"),
         ("95 % interval", lambda row: "{:.3f} to {:.3f}".format(*row.interval), "")),
-    flags={"measure": report.flag("what to measure, with commas between", MEASURES),
+    flags={"measure": report.flag("what to measure", MEASURES, choices=MEASURES),
            "modes": report.flag("modes, with commas between", ("softmax", "chunked")),
            "contexts": report.flag("sequence lengths, with commas between", (1024, 4096)),
            "width": report.flag("width of the model", 128), "layers": report.flag("transformer blocks", 2),
            "repeats": report.flag("rounds of steps and tokens", 20),
            "processes": report.flag("rounds of processes", 5)})
 def main(options: Namespace, results: report.Results) -> None:
-    """The program with all workarounds and those without one take turns, case by case."""
+    """Compares case by case."""
     report.use_whole_device()
     if device.platform() != "cpu":
-        raise ConfigError(f"needs a CPU: this device is a {device.platform()}")
+        raise ConfigError(f"requires a CPU: this device is a {device.platform()}")
     dtypes = ("float32", "bfloat16") if device.has_fast_bfloat16() else ("float32",)
     cases = {f"{mode}, context {context}, {dtype}": {"mode": mode, "context": context, "layers": options.layers,
                                                      "width": options.width, "dtype": dtype}

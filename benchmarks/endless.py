@@ -1,17 +1,16 @@
-"""Sampling far past the training context: time and memory stay what they are, and the text stays as good or does not.
+"""Samples far beyond the training context: time per token, memory, and the loss of trained runs by position.
 
     python -m benchmarks.endless --tokens 100000 --json endless.json --picture endless.png
     python -m benchmarks.endless --tokens 100000 --runs runs/rotary runs/none --context 65536 --picture endless.png
 
-Draws so many tokens from the model of a recipe, untrained, through the sampler that ``sample.py`` uses, each mode with
-each kind of positions in a process of its own, and notes the time of a token and the resident memory of the process (on
-a GPU that of the device) as it goes. A mode whose cache grows (softmax) draws ``--growing-tokens`` at most, from the
-start for each point, with a cache for no more. ``late/early`` is the median of the last fifth of the windows over that
-of the second fifth, for the first one warms up: 1 where neither time nor memory grows. Of a growing mode it is the last
-point over the first.
+The untrained model of a recipe draws tokens through the sampler of ``sample.py``. Each mode with each kind of positions
+is a process of its own, which records the time per token and its resident memory, or the memory in use of a GPU. A mode
+with a growing cache (softmax) draws ``--growing-tokens`` at most. For each of its points it starts anew, with a cache
+for no more tokens. ``late/early`` is the median of the last fifth of the windows over that of the second fifth, because
+the first one warms up. For a growing mode it is the last point over the first.
 
-``--runs`` adds the loss of trained runs by position, on the val split of their corpus, at a context that may be many
-times that of training; a ring marks the bin that ends at the context of training.
+``--runs`` adds the loss of trained runs by position, on the val split of their corpus, at a context that may be longer
+than that of training. A ring marks the bin that ends at the training context.
 """
 
 from support import interrupts
@@ -43,33 +42,33 @@ from support.command import status
 from support.errors import ConfigError
 
 WINDOWS = 50
-"""Of a mode with a state of constant size: as many points of its curve."""
+"""Points of the curve of a mode with a state of constant size."""
 LEAST_GROWING = 1024
-"""Tokens of the first point of a growing mode, whose points are powers of two."""
+"""Tokens of the first point of a growing mode; each further one has twice as many."""
 
 
 @dataclass
 class Row:
-    """A mode at a position, as the JSON file has it."""
+    """A mode at a position, as in the JSON file."""
 
     mode: str
     positions: str
     position: int | None = None
-    """Tokens drawn before and up to here."""
+    """Tokens drawn so far."""
     milliseconds: float | None = None
-    """Of a token, on average since the row before; of a growing mode over the last eighth."""
+    """Mean per token since the row before; for a growing mode over the last eighth."""
     resident_bytes: int | None = None
-    """Of the whole process; on a GPU what is in use of its memory."""
+    """Memory of the process, or the memory in use of a GPU."""
     error: str | None = None
 
     @property
     def name(self) -> str:
-        """Of the mode."""
+        """Name of the case."""
         return f"{self.mode}, {self.positions} positions"
 
 
 def draw_tokens(case: dict[str, Any]) -> dict[str, Any]:
-    """What a process does: draw ``tokens`` tokens; position, milliseconds a token and resident bytes of each window.
+    """What a process answers: position, milliseconds per token and resident bytes of each window.
 
     Args:
         case: ``model``, the fields of a :class:`ModelConfig`, ``vocabulary``, ``tokens`` and ``windows``.
@@ -90,7 +89,7 @@ def draw_tokens(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def resident_bytes() -> int | None:
-    """Of this process, on a GPU in the device's memory; None where neither says."""
+    """Memory of this process, or the memory in use of a GPU; None if unknown."""
     if (stats := jax.devices()[0].memory_stats()) is not None:
         return stats.get("bytes_in_use")
     status = Path("/proc/self/status")
@@ -99,7 +98,7 @@ def resident_bytes() -> int | None:
 
 
 def measure(config: ModelConfig, vocabulary: int, tokens: int, growing_tokens: int) -> list[Row]:
-    """The rows of a mode with a kind of positions."""
+    """The rows of a mode with one kind of positions."""
     (mode,) = config.attention
     if attention.abstract(mode, config.modes[mode], head_width=config.width // config.heads, width=config.width,
                           max_length=config.context).decode_state != "growing":
@@ -126,14 +125,14 @@ def losses(run_dir: Path, context: int | None, windows: int) -> dict[str, Any]:
 
     Args:
         run_dir: the run.
-        context: tokens that the model sees at once; None, sixteen times those of training.
-        windows: so many of them.
+        context: context length; None, sixteen times that of training.
+        windows: number of windows of that length.
 
     Raises:
-        ConfigError: no such run, or one that has no positions for the context.
+        ConfigError: there is no such run, or it has no positions for the context.
         RunError, CheckpointError, DataError: the run or its corpus cannot be read.
     """
-    # Here, not above: the rest does without the packages that they need.
+    # Here, because they require packages that a GPU machine may lack.
     from data.loader import open_corpora
     from training import evaluation
     from training.run import load_model
@@ -152,13 +151,13 @@ def losses(run_dir: Path, context: int | None, windows: int) -> dict[str, Any]:
 
 
 def growth(values: Sequence[float]) -> tuple[float, float]:
-    """Medians of the second fifth and of the last fifth; of few values, which are of a growing mode, first and last."""
+    """Medians of the second and of the last fifth; of few values, of a growing mode, the first and the last."""
     fifth = len(values) // 5
     return (median(values[fifth:2 * fifth]), median(values[-fifth:])) if fifth > 1 else (values[0], values[-1])
 
 
 def lines(rows: Sequence[Row]) -> list[list[str]]:
-    """Of the table, one for each mode and kind of positions."""
+    """Lines of the table, one for each mode and kind of positions."""
     found = []
     for curve in _curves(rows):
         times, memory = growth([row.milliseconds for row in curve]), growth([row.resident_bytes or 0 for row in curve])
@@ -179,7 +178,7 @@ TABLES = {
 
 
 def panels(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> list[picture.Panel]:
-    """Time of a token and resident memory against position, and the loss of the runs."""
+    """Time per token and resident memory against position, and the loss of the runs."""
     curves = {f"{curve[0].mode}, {curve[0].positions}": curve for curve in _curves(rows)}
     x = "tokens drawn"
     found = [
@@ -207,7 +206,7 @@ def _curves(rows: Sequence[Row]) -> list[list[Any]]:
 
 
 def _by_power(points: dict[int, float]) -> picture.Curve:
-    """The medians of the points up to each power of two, which is what the axis shows."""
+    """The medians of the points up to each power of two."""
     groups: dict[int, list[float]] = {}
     for x, y in points.items():
         groups.setdefault(1 << (x - 1).bit_length(), []).append(y)
@@ -218,22 +217,22 @@ def _by_power(points: dict[int, float]) -> picture.Curve:
 @functools.partial(
     report.Benchmark, module="benchmarks.endless", tables=TABLES, panels=panels, title="Sampling without end",
     answer=draw_tokens, flags={
-        "recipe": report.flag("recipe whose model is drawn from", Path("configs/quickstart.py"), Path),
+        "recipe": report.flag("recipe of the model", Path("configs/quickstart.py"), Path),
         "modes": report.flag("modes, with commas between", ("chunked", "softmax")),
         "positions": report.flag("kinds of positions, with commas between", ("rotary", "none")),
         "tokens": report.flag("tokens to draw", 100_000),
-        "growing-tokens": report.flag("tokens to draw where the cache grows", 16_384),
+        "growing-tokens": report.flag("tokens to draw with a growing cache", 16_384),
         "vocabulary": report.flag("tokens in the vocabulary", 257),
         "runs": report.flag("trained runs", (), Path, nargs="+", metavar="RUN"),
-        "context": report.flag("tokens that they see at once (16 times training's)", type=report.positive),
-        "windows": report.flag("windows of so many tokens that they are evaluated on", 4)})
+        "context": report.flag("context of the runs (16 times that of training)", type=report.positive),
+        "windows": report.flag("windows of that length to evaluate", 4)})
 def main(options: Namespace, results: report.Results) -> None:
     """The losses of the runs, then every mode with each kind of positions."""
     cpu.configure_process()
     report.share_device()
     for positions in options.positions:
         if positions not in ("rotary", "none"):
-            raise ConfigError(f"--positions {positions}: expected rotary or none, which go on without end")
+            raise ConfigError(f"--positions {positions}: expected rotary or none, which have no last position")
     configs = [gpt.resolve_config(replace(load_recipe(options.recipe, mode).model, positions=positions))
                for mode in options.modes for positions in options.positions]
     results.model = configs[0].dtype

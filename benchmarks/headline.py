@@ -1,11 +1,11 @@
-"""The claim as one experiment: train softmax and chunked equally long on this device. Which has the lower loss?
+"""Trains softmax and chunked for the same time on this device, and compares their losses.
 
     python -m benchmarks.headline --minutes 4 --context 16384 --out runs/headline
 
-Both models are the quickstart's but for their size, on the Python standard library as bytes; on a GPU they are as
-large as GPT-2 small. ``train.py`` trains them and ``compare.py`` draws them. Minutes are of training, each run's own,
-without compilation, evaluation and checkpoints. Further flags are those of ``train.py``, such as ``--model.width 64``.
-The folder keeps the runs, the page (``headline.html``) and its picture and figures (``.png``, ``.json``).
+The models are those of the quickstart, on the Python standard library as bytes. On a GPU they have the size of GPT-2
+small. ``train.py`` trains them and ``compare.py`` draws them. Minutes are the training time of each run, without
+compilation, evaluation and checkpoints. Further flags are those of ``train.py``, such as ``--model.width 64``. The
+folder has the runs, the page (``headline.html``), and its picture and figures (``.png``, ``.json``).
 """
 
 from support import interrupts
@@ -25,7 +25,7 @@ from support.errors import ConfigError
 from training.environment import configure_jax
 
 NEEDED = ("datasets", "grain", "orbax", "orjson", "plotly", "rich", "tiktoken", "tyro")
-"""Packages that ``train.py`` and ``compare.py`` need beside the bare machine's."""
+"""Packages of ``train.py`` and ``compare.py`` that a GPU machine may lack."""
 RECIPE = Path(__file__).parents[1] / "configs" / "quickstart.py"
 GPU_FLAGS = ("--model.layers", "12", "--model.heads", "12", "--model.width", "768", "--optimizer.learning-rate", "6e-4",
              "--train.eval-every", "200")
@@ -37,10 +37,10 @@ GPU_FLAGS = ("--model.layers", "12", "--model.heads", "12", "--model.width", "76
     "modes": report.flag("modes, with commas between", ("softmax", "chunked")),
     "out": report.flag("folder of the runs", Path("runs/headline"), Path)})
 def main(options: Namespace, results: report.Results) -> int:
-    """Trains, compares and draws; returns the exit code of what failed."""
+    """Trains and compares; returns the exit code of the first failure."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"it needs packages that are not installed: {', '.join(missing)}")
+        raise ConfigError(f"requires packages that are not installed: {', '.join(missing)}")
     report.use_whole_device()
     configure_jax()
     import compare
@@ -50,7 +50,7 @@ def main(options: Namespace, results: report.Results) -> int:
     flags = [*(GPU_FLAGS if device.platform() != "cpu" else ()), "--model.context", str(options.context),
              "--train.batch-size", str(options.batch), "--train.minutes", str(options.minutes),
              "--checkpoint.every-steps", str(10**9), *options.words]  # one, at the end
-    # What is wrong with any is told before the first is trained.
+    # All command lines are checked before the first run is trained.
     lines = [train.parse([str(RECIPE), "--attention", mode, "--run-dir", str(run), *flags])
              for mode, run in runs.items()]
     report.make_folder(options.out)

@@ -1,10 +1,10 @@
-"""What share of the bare step's speed the loop of ``train.py`` reaches, with its data, metrics and progress bar.
+"""The speed of the loop of ``train.py``, with its data, metrics and progress bar, relative to that of the bare step.
 
     python -m benchmarks.loop --recipe configs/quickstart.py --attention chunked --steps 200 --json loop.json
 
-Trains in a temporary folder and compares the tokens per second between two lines of ``metrics.jsonl``, so many steps
-apart and with no evaluation or checkpoint between them, with those of the same step called in a bare loop just before
-and just after. Further flags are those of ``train.py``, such as ``--model.context 1024``.
+Trains in a temporary folder. The loop's tokens per second are those between two lines of ``metrics.jsonl`` without an
+evaluation or a checkpoint between them. The same step is called in a bare loop just before and just after. Further
+flags are those of ``train.py``, such as ``--model.context 1024``.
 """
 
 from support import interrupts
@@ -19,7 +19,6 @@ import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
-from statistics import median
 
 import jax
 
@@ -28,11 +27,11 @@ from benchmarks.train_step import Step
 from support.errors import INTERRUPTED
 
 WARM_UP_STEPS = 10
-"""Steps of the run before the first line that counts."""
+"""Steps before the first line that counts."""
 
 
 def bare_seconds(step: Step, steps: int) -> float:
-    """Time of so many steps in a row, waited for at the end."""
+    """Seconds of consecutive steps, with one wait at the end."""
     metrics = jax.block_until_ready(step())
     start = time.perf_counter()
     for _ in range(steps):
@@ -42,7 +41,7 @@ def bare_seconds(step: Step, steps: int) -> float:
 
 
 def rates(metrics: Path) -> dict[str, float]:
-    """Tokens per second of a run after its warm-up, by its training clock and by its wall clock."""
+    """Tokens per second of a run after its warm-up, by training time and by wall time."""
     lines = [line for line in map(json.loads, metrics.read_text().splitlines()) if line["split"] == "train"]
     first, last = lines[WARM_UP_STEPS - 1], lines[-1]
     tokens = last["tokens"] - first["tokens"]
@@ -57,11 +56,11 @@ def rates(metrics: Path) -> dict[str, float]:
         ("bare tokens/s", "bare_tokens_per_second", ",.0f"), ("ratio", "ratio", ".3f"),
         ("by wall clock", "wall_ratio", ".3f")),
     flags={"recipe": report.flag("of the run", "configs/quickstart.py"), "attention": report.flag("mode", "chunked"),
-           "steps": report.flag("steps that count", 200), "rounds": report.flag("comparisons", 1)})
+           "steps": report.flag("steps that count", 200)})
 def main(options: Namespace, results: report.Results) -> int | None:
-    """Rounds of the bare step, the loop and the bare step again; the exit code of ``train.py`` where it fails."""
+    """Times the bare step, the loop and the bare step again; returns the exit code of ``train.py`` if it fails."""
     report.use_whole_device()
-    # Here, not above: the other benchmarks do without the packages that train.py needs.
+    # Here, because they require packages that a GPU machine may lack.
     import train
     from data.prepare import ensure
     from data.token_files import TokenFiles
@@ -74,23 +73,21 @@ def main(options: Namespace, results: report.Results) -> int | None:
     half = -(-options.steps // 2)
     tokens = 2 * half * config.train.batch_size * config.model.context
     step = Step(config, TokenFiles.open(ensure(config.data)).vocabulary_size)
-    ratios = []
-    for _ in range(options.rounds):
-        before = bare_seconds(step, half)
-        with tempfile.TemporaryDirectory() as directory:
-            code = train.main([*flags, "--run-dir", f"{directory}/run"])
-            if code == INTERRUPTED:
-                raise KeyboardInterrupt
-            if code:
-                return code
-            row = rates(Path(directory, "run", "metrics.jsonl"))
-        bare = tokens / (before + bare_seconds(step, half))
-        ratios.append(row["tokens_per_second"] / bare)
-        results.more |= {"model": config.to_dict()["model"], "ratio": median(ratios)}
-        results.add(row | {"bare_tokens_per_second": bare, "ratio": ratios[-1],
-                           "wall_ratio": row["wall_tokens_per_second"] / bare})
+    before = bare_seconds(step, half)
+    with tempfile.TemporaryDirectory() as directory:
+        code = train.main([*flags, "--run-dir", f"{directory}/run"])
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        if code:
+            return code
+        row = rates(Path(directory, "run", "metrics.jsonl"))
+    bare = tokens / (before + bare_seconds(step, half))
+    ratio = row["tokens_per_second"] / bare
+    results.more = {"model": config.to_dict()["model"], "ratio": ratio}
+    results.add(row | {"bare_tokens_per_second": bare, "ratio": ratio,
+                       "wall_ratio": row["wall_tokens_per_second"] / bare})
     results.model = f"{options.attention}, context {config.model.context:,}, {config.model.dtype}"
-    results.remarks.append(f"the loop reaches {median(ratios):.1%} of the bare step's speed")
+    results.remarks.append(f"the loop reaches {ratio:.1%} of the bare step's speed")
     return None
 
 

@@ -1,7 +1,6 @@
 """Whether a training step fits the memory of a GPU, without one: the step is compiled for the card and not run.
 
     python -m benchmarks.memory configs/gpt2_124m.py --attention chunked --model.context 65536 --card h100-80gb
-    python -m benchmarks.memory configs/gpt2_124m.py --model.context 65536 --find-batch
 
 Recipe and further flags are those of ``train.py``. On a card the compiler measures which matrix products are faster,
 its own or those of cuBLAS. It cannot do that here, so the step is compiled with each, and the truth lies near the two.
@@ -20,7 +19,6 @@ import functools
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from benchmarks import report, target
@@ -74,39 +72,19 @@ def plan(config: Config, vocabulary: int) -> list[dict[str, Any]]:
         for name, flags in PRODUCTS.items()]
 
 
-def find_batch(config: Config, vocabulary: int, card_bytes: int) -> int:
-    """The largest power of two of sequences at once that fits, 0 if none does."""
-    parts = min(config.train.accumulate, 2)  # the sum of gradients takes the same memory for any number above one
-    rows = 1
-    while True:
-        status(f"{rows} at once …")
-        train = replace(config.train, batch_size=rows * parts, accumulate=parts)
-        peak = max(row["peak"] for row in plan(replace(config, train=train), vocabulary))
-        print(f"{rows} at once: {peak / 2**30:,.2f} GiB, {verdict(peak, card_bytes)}")
-        if peak > MOST_SHARE * card_bytes:
-            return rows // 2
-        rows *= 2
-
-
 @functools.partial(
     report.Benchmark, module=MODULE, passes_on=True, answer=answer, tables=report.columns(
         ("products", "products", ""), *((f"{name} GiB", lambda row, name=name: row[name] / 2**30, ",.2f")
                                         for name in ("arguments", "outputs", "temporaries", "peak"))),
     flags={"card": report.flag("card to fit", "h200", choices=tuple(CARDS)),
-           "find-batch": report.flag("find the most sequences at once that fit, among powers of two", False),
            "vocabulary": target.VOCABULARY_FLAG})
-def main(options: Namespace, results: report.Results) -> int | None:
+def main(options: Namespace, results: report.Results) -> None:
     """Compiles the step and says whether it fits."""
     config = target.parse_recipe(options.words, target.Target())
     target.find_python()
     vocabulary = options.vocabulary or target.vocabulary_size(config)
     card_bytes = CARDS[options.card] * 2**20
     card = f"{options.card} of {card_bytes / 2**30:,.1f} GiB"
-    if options.find_batch:
-        most = find_batch(config, vocabulary, card_bytes)
-        print(f"{card}: " + (f"{most} sequences at once fit: set --train.accumulate to --train.batch-size / {most} or "
-                             "more" if most else "not even one sequence at once fits"))
-        return 0
     status("compiling …")
     rows = plan(config, vocabulary)
     least, most = (verdict(choose(row["peak"] for row in rows), card_bytes) for choose in (min, max))
@@ -119,7 +97,6 @@ def main(options: Namespace, results: report.Results) -> int | None:
     results.more = {"target": target.Target().kind, "model": config.to_dict()["model"],
                     "train": config.to_dict()["train"], "card_bytes": card_bytes, "verdicts": [least, most]}
     results.add(*rows)
-    return None
 
 
 if __name__ == "__main__":

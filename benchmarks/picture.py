@@ -1,4 +1,4 @@
-"""The pictures of the benchmarks: curves on logarithmic axes, the published ones dashed beside ours."""
+"""The pictures of the benchmarks: curves on logarithmic axes, with published ones dashed."""
 
 import json
 import math
@@ -10,12 +10,12 @@ from typing import Any
 PUBLISHED = Path(__file__).parent / "published.json"
 
 COLOURS = (*(f"C{i}" for i in range(10)), "black", "navy", "maroon", "gold", "lime")
-"""The ten of matplotlib, and more for benchmarks of many forms."""
+"""The ten colours of matplotlib, and more for many curves."""
 LEAST_RANGE = 1.5
-"""Highest over lowest of a vertical axis, at least, so that noise does not look like a difference."""
+"""Least ratio of the ends of a vertical axis, so that noise does not look like a difference."""
 
 type Curve = Mapping[Any, float | None]
-"""y by x; None, where there was not enough memory, is left out. In bars x is the name of a group."""
+"""y by x; None is left out. For bars, x is the name of a group."""
 
 
 @dataclass(frozen=True)
@@ -23,25 +23,25 @@ class Panel:
     """One pair of axes."""
 
     curves: Mapping[str, Curve]
-    """By the name in the legend; those that share a name with a published one share its colour."""
+    """By the name in the legend; a published curve of the same name has the same colour."""
     title: str = ""
     x: str = ""
     """Label of the horizontal axis."""
     y: str = ""
     """Label of the vertical axis, with its unit."""
     published: Mapping[str, Curve] | None = None
-    """Curves of others, dashed."""
+    """Published curves, dashed."""
     label: str = "published"
-    """What stands behind a published name in the legend."""
+    """Text after a published name in the legend."""
     bars: bool = False
-    """Groups of bars in place of curves."""
+    """Whether to draw groups of bars in place of curves."""
     marked: Mapping[str, float] = field(default_factory=dict)
-    """x of the point of a curve that has a ring around it."""
+    """x of a point with a ring, by curve."""
 
 
 def curves(rows: Iterable[Any], name: str | Callable[[Any], str], x: str,
            y: str | Callable[[Any], float | None]) -> dict[str, dict[Any, float | None]]:
-    """Curves of rows: what names the curve, x and y are attributes, or functions of the row."""
+    """Curves from rows; name, x and y are attributes, or functions of the row."""
     found: dict[str, dict[Any, float | None]] = {}
     for row in rows:
         key: Any = name(row) if callable(name) else getattr(row, name)
@@ -54,8 +54,8 @@ def draw_panels(path: Path, panels: Sequence[Panel], *, title: str) -> None:
 
     Args:
         path: file to write.
-        panels: from left to right, two in a row.
-        title: one line above them all; name the device here.
+        panels: two in a row.
+        title: line above all panels, with the device.
     """
     import matplotlib
 
@@ -73,7 +73,7 @@ def draw_panels(path: Path, panels: Sequence[Panel], *, title: str) -> None:
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
         axes.grid(alpha=0.3)
         entries = len(_series(panel))
-        if entries > 6 or (entries and panel.bars):  # beside the axes, where it hides nothing
+        if entries > 6 or (entries and panel.bars):  # beside the axes
             axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
         elif entries:
             axes.legend(fontsize="small", frameon=False)
@@ -85,7 +85,7 @@ def draw_panels(path: Path, panels: Sequence[Panel], *, title: str) -> None:
 
 
 def _series(panel: Panel) -> list[tuple[str, str, dict[Any, float], bool]]:
-    """Label, colour, points and whether it is published, of what has points; the published first, to lie below."""
+    """Label, colour, points and whether it is published; published ones first, so that ours are drawn over them."""
     published = panel.published or {}
     names = list(dict.fromkeys([*panel.curves, *published]))
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
@@ -122,7 +122,7 @@ def _bars(axes: Any, panel: Panel) -> None:
 
 
 def _scale(axes: Any) -> None:
-    """A logarithmic vertical axis of plain numbers, round ones, and of no less than ``LEAST_RANGE``."""
+    """Sets a logarithmic vertical axis with plain round numbers and at least ``LEAST_RANGE``."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_yscale("log")
@@ -140,10 +140,10 @@ def _scale(axes: Any) -> None:
 
 
 def published(*keys: str) -> Any:
-    """What ``published.json`` holds under a path of keys; curves have numbers as keys.
+    """The contents of ``published.json`` at a path of keys; curves have numbers as keys.
 
     Raises:
-        KeyError: nothing stands there.
+        KeyError: the path does not exist.
     """
     found = json.loads(PUBLISHED.read_text())
     for key in keys:

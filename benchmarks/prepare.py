@@ -7,7 +7,7 @@ file. ``tiktoken`` tokenizes it in memory, in as many threads as the command has
 first ratio is to its batch call, the second to its call that returns arrays, which is faster.
 
 The command then runs once more on a corpus of a quarter of the size. Peak memory is the resident memory of the command
-and its processes, where shared memory counts once per process. Figures are medians over the rounds.
+and its processes, where shared memory counts once per process.
 """
 
 from support import interrupts
@@ -26,7 +26,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmarks import report
@@ -125,10 +124,10 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
     flags={"text": report.flag("text file, or folder of .txt files, to repeat", type=Path, required=True),
            "megabytes": report.flag("size of the corpus", 1000),
            "tokenizer": report.flag("as in data.prepare", "gpt2"),
-           "workers": report.flag("processes, and threads", CORES), "rounds": report.flag("comparisons", 1),
+           "workers": report.flag("processes, and threads", CORES),
            "folder": report.flag("where the corpus is put meanwhile (the system's)", type=Path)})
 def main(options: Namespace, results: report.Results) -> None:
-    """Rounds of the command and tiktoken, and the command once more on a quarter of the corpus."""
+    """Times the command and tiktoken, and the memory of the command on a quarter of the corpus."""
     from data import tokenizers
 
     encoding = tokenizers.load(options.tokenizer)
@@ -138,22 +137,19 @@ def main(options: Namespace, results: report.Results) -> None:
         repeat_text(options.text, quarter, options.megabytes * 10**6 // 4)
         results.more = {"cores": os.cpu_count(), "load_before": os.getloadavg()[0], "megabytes": options.megabytes,
                         "workers": options.workers}
-        rounds = []
-        for _ in range(options.rounds):
-            seconds, peak = command_seconds(whole, options.tokenizer, options.workers)
-            alone, arrays = (tiktoken_seconds(whole, encoding, options.workers, arrays=arrays)
-                             for arrays in (False, True))
-            rounds.append({"megabytes": options.megabytes, "seconds": seconds, "tiktoken_seconds": alone,
-                           "tiktoken_arrays_seconds": arrays, "ratio": alone / seconds,
-                           "arrays_ratio": arrays / seconds, "peak_bytes": peak})
+        seconds, peak = command_seconds(whole, options.tokenizer, options.workers)
+        alone, arrays = (tiktoken_seconds(whole, encoding, options.workers, arrays=arrays) for arrays in (False, True))
         small = command_seconds(quarter, options.tokenizer, options.workers)[1]
-    results.more |= {name: median(row[name] for row in rounds) for name in ("ratio", "arrays_ratio", "peak_bytes")}
+    row = {"megabytes": options.megabytes, "seconds": seconds, "tiktoken_seconds": alone,
+           "tiktoken_arrays_seconds": arrays, "ratio": alone / seconds, "arrays_ratio": arrays / seconds,
+           "peak_bytes": peak}
+    results.more |= {name: row[name] for name in ("ratio", "arrays_ratio", "peak_bytes")}
     results.more["peak_bytes_of_a_quarter"] = small
     results.model = (f"{options.megabytes:,} MB of text, {options.workers} processes, load "
                      f"{results.more['load_before']:.1f} before")
     results.remarks.append(f"data.prepare reaches {results.more['ratio']:.1%} of tiktoken's speed; at a quarter of the "
                            f"corpus its peak memory is {small / 1e6:,.0f} MB")
-    results.add(*rounds, table="rounds")
+    results.add(row, table="rounds")
 
 
 if __name__ == "__main__":

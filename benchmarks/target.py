@@ -40,7 +40,7 @@ class Target:
 
     def __init__(self, name: str = "h200"):
         self.description = (TARGETS / f"{name}.txtpb").read_text()
-        # Otherwise the plug-in looks for a card and its driver as soon as jax is used.
+        # Otherwise the plug-in looks for a card and its driver.
         jax.config.update("jax_platforms", "cpu")
 
     @property
@@ -61,18 +61,18 @@ class Target:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Inside, ``kernels.device`` answers with this GPU, and Pallas kernels are lowered for it."""
+        """Context in which ``kernels.device`` is this GPU, and Pallas kernels are lowered for it."""
         device = AbstractDevice(device_kind=self.kind, platform="gpu",
                                 num_cores=int(self._field(r"\bcore_count: (\d+)")))
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             yield
 
     def trace(self, function: jax.stages.Wrapped, *arguments: Any) -> jax.stages.Traced:
-        """A function for this GPU, traced and yet to be compiled.
+        """A function traced for this GPU.
 
         Args:
-            function: under ``jax.jit``; is traced under :meth:`tracing`.
-            arguments: trees of what has a shape and a dtype.
+            function: under ``jax.jit``.
+            arguments: trees of arrays or of shapes with dtypes.
         """
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), arguments)
         with self.tracing():
@@ -85,21 +85,21 @@ class Target:
             return replace(config, model=gpt.resolve_config(config.model))
 
     def trace_step(self, config: Config, vocabulary_size: int) -> jax.stages.Traced:
-        """The training step of a config on one device, as ``train.py`` makes it, yet to be compiled."""
+        """The training step of a config on one device, traced."""
         with self.tracing():
             step, arguments = step_and_shapes(config, vocabulary_size)
         return self.trace(step, *arguments)
 
     def compile(self, traced: jax.stages.Traced, dump: Path | None = None, **flags: bool) -> jax.stages.Compiled:
-        """What :meth:`trace` gave, compiled.
+        """Compiles a function from :meth:`trace`.
 
         Args:
             traced: the function.
             dump: empty folder for the assembly (``*.ptx``) and the lists of launches (``*thunk_*.txt``).
-            flags: further ones of XLA.
+            flags: further options of XLA.
 
         Raises:
-            jax.errors.JaxRuntimeError: it cannot be compiled, as where a kernel wants too much shared memory.
+            jax.errors.JaxRuntimeError: it cannot be compiled, such as a kernel with too much shared memory.
         """
         with self.tracing():
             lowered = traced.lower()
@@ -122,14 +122,14 @@ class Target:
 
 
 def can_compile() -> bool:
-    """Whether this Python has what compiling for a GPU takes."""
-    # Where no plug-in is installed the package that holds them is missing too, and find_spec raises.
+    """Whether this Python can compile for a GPU."""
+    # Without any plug-in their package is missing too, and find_spec raises.
     has_plugins = importlib.util.find_spec(PLUGIN.partition(".")[0]) is not None
     return has_plugins and importlib.util.find_spec(PLUGIN) is not None and cuda_folder() is not None
 
 
 def cuda_folder() -> Path | None:
-    """Where the package of NVIDIA's assembler lies, with ``bin/ptxas``; None where it is not installed."""
+    """The folder of NVIDIA's assembler, with ``bin/ptxas``; None if it is not installed."""
     if importlib.util.find_spec("nvidia") is None:
         return None
     spec = importlib.util.find_spec("nvidia.cu13")
@@ -138,9 +138,9 @@ def cuda_folder() -> Path | None:
 
 
 def find_python() -> str:
-    """The Python to compile with: this one, else that of an environment of ``make gpu-check``.
+    """The Python to compile with: this one, or that of an environment of ``make gpu-check``.
 
-    One with this Python's version of jax comes first, then the newest.
+    An environment with the same version of jax comes first, then the newest.
 
     Raises:
         ConfigError: there is none.
@@ -151,7 +151,7 @@ def find_python() -> str:
     built = [stamp.parent for stamp in ENVIRONMENTS.glob("*/.complete")]
     if not built:
         raise ConfigError(f"this Python ({sys.executable}) cannot compile for a GPU: it lacks jax's CUDA plug-in; "
-                          f"{REMEDY}, after it the same command works")
+                          f"{REMEDY}; then repeat the command")
     best = max(built, key=lambda folder: (folder.name == jax.__version__, _numbers(folder.name)))
     return str(best / "bin" / "python")
 

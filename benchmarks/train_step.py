@@ -339,7 +339,7 @@ def make_config(mode: str, context: int, size: Size, options: Namespace) -> Conf
         ConfigError: an unknown mode, or flags that contradict each other.
     """
     tokens = options.tokens or (context if options.sizes else 4096)
-    batch = options.batch or max(context, tokens) // context
+    batch = max(context, tokens) // context
     if batch % options.accumulate:
         raise ConfigError(f"--accumulate {options.accumulate}: does not divide the batch, {batch} at context {context}")
     features = "softplus" if options.sizes else None  # as published for linear GPT-2
@@ -364,7 +364,6 @@ SIZE_FLAGS = {
         "contexts": report.flag("sequence lengths, with commas between", (512, 1024, 2048, 4096, 8192)),
         "tokens": report.flag("tokens in a step, at least one sequence (4096; with --sizes one sequence)",
                               type=report.positive),
-        "batch": report.flag("sequences in a step, in place of --tokens", type=report.positive),
         "accumulate": report.flag("parts of the batch, one after the other", 1),
         "remat": report.flag("as train.remat: what the backward pass recomputes; auto: the least that fits",
                              "auto", choices=("none", "names", "block", "auto")),

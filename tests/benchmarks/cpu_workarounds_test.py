@@ -50,4 +50,4 @@ def test_a_process_that_fails_is_named(monkeypatch, capsys):
 def test_other_devices_are_refused(monkeypatch, capsys):
     monkeypatch.setattr(device, "platform", lambda: "gpu")
     assert cpu_workarounds.main([]) == 2
-    assert "needs a CPU: this device is a gpu" in capsys.readouterr().err
+    assert "requires a CPU: this device is a gpu" in capsys.readouterr().err

@@ -262,15 +262,6 @@ def test_the_answer_and_its_file(monkeypatch, tmp_path, capsys):
     assert contents["command"].startswith("python -m benchmarks.memory ")
 
 
-def test_find_batch(monkeypatch, capsys):
-    monkeypatch.setattr(target, "find_python", lambda: "python")
-    command = ["configs/gpt2_124m.py", "--vocabulary", "257", "--card", "a100-40gb", "--find-batch"]
-    for per_row, answer in ((5 * 2**30, "4 sequences at once fit"), (50 * 2**30, "not even one sequence")):
-        monkeypatch.setattr(target, "compile_elsewhere", _fake(per_row))
-        assert memory.main(command) == 0
-        assert answer in capsys.readouterr().out
-
-
 @pytest.fixture
 def python() -> str:
     """A Python that can compile for a GPU."""

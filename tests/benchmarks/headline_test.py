@@ -49,7 +49,7 @@ def test_missing_packages_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(headline, "NEEDED", ("tyro", "package_that_nobody_has", "nor_this"))
     assert headline.main(["--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == (
-        "benchmarks.headline: it needs packages that are not installed: package_that_nobody_has, nor_this\n")
+        "benchmarks.headline: requires packages that are not installed: package_that_nobody_has, nor_this\n")
     assert not (tmp_path / "out").exists()
 
 
