@@ -186,9 +186,8 @@ def prepare(row: Row) -> Callable[[], Any]:
         MemoryError: there is too little memory.
     """
     if row.mode in FLA:
-        call = _fla(row)
-        row.implementation = call.implementation
-        return call
+        call, row.implementation = _captured(_fla(row))
+        return lambda: (call(), _Cuda())[1]
     attend = attention(row)
 
     def both(q, k, v, dy):
@@ -204,7 +203,7 @@ def prepare(row: Row) -> Callable[[], Any]:
 
 
 class _Cuda:
-    """What the clock waits for after a call of torch."""
+    """What :func:`jax.block_until_ready` waits for after a call of torch."""
 
     def block_until_ready(self) -> None:
         import torch  # pyright: ignore[reportMissingImports]
@@ -213,18 +212,18 @@ class _Cuda:
 
 
 def fla_installed() -> bool:
-    """Whether flash-linear-attention and torch are."""
+    """Whether flash-linear-attention and torch are installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("torch", "fla"))
 
 
-def _fla(row: Row) -> "_Torch":
+def _fla(row: Row) -> Callable[[], None]:
     """``chunk_linear_attn`` of flash-linear-attention on the memory of our tensors."""
     if not fla_installed():
-        raise NotImplementedError("fla: it needs the packages flash-linear-attention and torch")
+        raise NotImplementedError("fla: it requires the packages flash-linear-attention and torch")
     import torch  # pyright: ignore[reportMissingImports]
 
     if not torch.cuda.is_available() or jax.default_backend() != "gpu":
-        raise NotImplementedError("fla: it needs an NVIDIA GPU that both torch and jax see")
+        raise NotImplementedError("fla: it requires an NVIDIA GPU that torch and jax see")
     if not row.causal:
         raise NotImplementedError("fla: it is causal")
     from fla.ops.linear_attn import chunk_linear_attn  # pyright: ignore[reportMissingImports]
@@ -241,34 +240,26 @@ def _fla(row: Row) -> "_Torch":
         y, _ = chunk_linear_attn(*differentiated, scale=1.0, normalize=normalize)
         torch.autograd.grad(y, differentiated, dy[0])
 
-    return _Torch(forward if row.passes == "forward" else both)
+    return forward if row.passes == "forward" else both
 
 
-class _Torch:
-    """A call of torch, recorded: of a short one Python would otherwise take longer than the device, while ours is one
-    program. What cannot be recorded is called as it is; ``implementation`` tells."""
+def _captured(call: Callable[[], None]) -> tuple[Callable[[], None], str]:
+    """A call of torch as a CUDA graph, without the overhead of Python, or as it is if torch cannot capture it."""
+    import torch  # pyright: ignore[reportMissingImports]
 
-    def __init__(self, call: Callable[[], None]):
-        import torch  # pyright: ignore[reportMissingImports]
-
-        beside = torch.cuda.Stream()  # torch wants warm-up and recording on another stream than the default one
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            for _ in range(WARM_UP_CALLS):
-                call()
-        torch.cuda.current_stream().wait_stream(beside)
-        try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                call()
-        except RuntimeError:
-            self._call, self.implementation = call, "call by call"
-        else:
-            self._call, self.implementation = graph.replay, "CUDA graph"
-
-    def __call__(self) -> _Cuda:
-        self._call()
-        return _Cuda()
+    side = torch.cuda.Stream()  # torch requires warm-up and capture on another stream than the default one
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP_CALLS):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        return call, "call by call"
+    return graph.replay, "CUDA graph"
 
 
 def measure_all(rows: Iterable[Row], repeats: int, *, seconds: float,

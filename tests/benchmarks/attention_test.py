@@ -204,7 +204,7 @@ def test_every_part_has_a_picture_with_the_published_figures(part, tmp_path):
 def test_fla_without_its_packages_is_a_row(monkeypatch):
     monkeypatch.setattr(attention, "fla_installed", lambda: False)
     [row] = measured([case(mode="fla")])
-    assert row.error == "not supported: fla: it needs the packages flash-linear-attention and torch"
+    assert row.error == "not supported: fla: it requires the packages flash-linear-attention and torch"
     assert "fla" not in attention.default_modes("kernel", gpu=True)
 
 
