@@ -176,21 +176,14 @@ def missing_bytes(peak: int, card: str) -> float:
     return peak - memory.MOST_SHARE * memory.CARDS[card] * 2**20
 
 
-def check_fits(peak: int, card: str, config: Config, *, sampling: bool = False) -> None:
+def check_fits(peak: int, card: str) -> None:
     """Raises :class:`ConfigError` if a program needs more memory than a card has."""
     missing = missing_bytes(peak, card)
-    if missing <= 0:
-        return
-    flags = []
-    if config.train.batch_size > config.train.accumulate and not sampling:
-        flags.append(f"--train.accumulate {2 * config.train.accumulate} takes fewer sequences at once")
-    if config.train.remat != "block" and not sampling:
-        less = "names" if config.train.remat == "none" else "block"
-        flags.append(f"--train.remat {less} keeps less of each layer")
-    raise ConfigError(
-        f"the program needs {peak / 2**30:,.1f} GiB, and may take {(peak - missing) / 2**30:,.1f} on a card {card}: "
-        f"{missing / 2**30:,.1f} GiB are missing; "
-        + (", ".join(flags) or "a shorter --model.context or a smaller model needs less"))
+    if missing > 0:
+        raise ConfigError(
+            f"the program needs {peak / 2**30:,.1f} GiB, and may take {(peak - missing) / 2**30:,.1f} on a {card}: "
+            f"{missing / 2**30:,.1f} GiB are missing; a larger --train.accumulate, --train.remat names or block, or a "
+            "shorter --model.context needs less")
 
 
 def describe_call(call: Call, found: Mapping[str, Any], card: Card) -> tuple[list[str], dict[str, Any]]:
@@ -270,7 +263,7 @@ def main(options: Namespace, results: report.Results) -> None:
         vocabulary = options.vocabulary or target.vocabulary_size(config)
         case |= {"sampling": options.sampling, "vocabulary": vocabulary}
         found = target.compile_elsewhere(MODULE, case | {"config": config.to_dict()})
-        check_fits(found["peak_bytes"], options.card, config, sampling=options.sampling)
+        check_fits(found["peak_bytes"], options.card)
         text, more = describe_program(config, found, gpu, options, vocabulary)
         if config.model.attention != (BASELINE,):
             status(f"compiling {BASELINE} …")

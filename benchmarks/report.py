@@ -494,10 +494,11 @@ class Benchmark:
         title = f"{', '.join(filter(None, (self.title, results.model)))} on {device}"
         print(results.text or results.heading or "; ".join(filter(None, (device, results.model))))
         told, *more = tables.values()
+        picture = picture if picture is not None and has_matplotlib() else None
         for group, rows in groups.items():
             if rows and not results.text:
                 print(f"\n{group}\n" * bool(group) + table(told.headings, told.lines(rows)))
-            if picture is not None and self.panels is not None and has_matplotlib():
+            if picture is not None and self.panels is not None:
                 path = picture if len(groups) == 1 else picture.with_stem(f"{picture.stem}-{group}")
                 draw_panels(path, self.panels(rows, *others), title=title)
         for told, rows in zip(more, others, strict=True):

@@ -1,6 +1,5 @@
 """The estimate reads launches, bytes and operations right, by numbers worked out by hand, and says what it lacks."""
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -198,15 +197,11 @@ def test_usage_errors(flags: list[str], told: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_does_not_fit_says_how_much_is_missing_and_what_helps():
-    config = Config(train=TrainConfig(batch_size=8, accumulate=2))
     has = memory.MOST_SHARE * memory.CARDS["h200"] / 2**10
     with pytest.raises(ConfigError, match=rf"needs 200.0 GiB, .* may take {has:.1f} .*: {200 - has:.1f} GiB are missing"
-                                          r"; --train.accumulate 4 .*, --train.remat names"):
-        estimate.check_fits(200 * 2**30, "h200", config)
-    alone = dataclasses.replace(config, train=TrainConfig(batch_size=1, remat="block"))
-    with pytest.raises(ConfigError, match=r"a shorter --model.context"):
-        estimate.check_fits(200 * 2**30, "h200", alone)
-    estimate.check_fits(2**30, "h200", config)
+                                          r"; a larger --train.accumulate"):
+        estimate.check_fits(200 * 2**30, "h200")
+    estimate.check_fits(2**30, "h200")
 
 
 @pytest.mark.thorough
