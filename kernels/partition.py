@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 TOKEN_AXES = ("data", "fsdp"), ("context", "tensor")
 """The mesh axes that split the rows of a batch, and their tokens, where no computation involves two tokens."""
+HEAD_AXIS = "tensor"
+"""The mesh axis that splits heads."""
 
 
 def by_tokens(function: Callable[..., Sequence[Array]], *, summed: Sequence[bool]) -> Callable[..., Sequence[Array]]:
@@ -50,12 +52,21 @@ def by_tokens(function: Callable[..., Sequence[Array]], *, summed: Sequence[bool
     return computed
 
 
+def split_of_heads(B: int, H: int) -> tuple[tuple[str, ...], str | None]:
+    """The mesh axes that split B rows and H heads under ``jax.shard_map``; none if they do not divide."""
+    mesh = jax.sharding.get_abstract_mesh()
+    rows = tuple(axis for axis in TOKEN_AXES[0] if axis in mesh.axis_names)
+    if B % math.prod(mesh.shape[axis] for axis in rows):
+        rows = ()
+    return rows, HEAD_AXIS if HEAD_AXIS in mesh.axis_names and H % mesh.shape[HEAD_AXIS] == 0 else None
+
+
 def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequence[str],
                        outputs: Sequence[str]) -> Callable[..., Sequence[Array]]:
     """A function that each device computes for its own sequences and heads.
 
-    With one device it is the function itself. In a process with several devices, the result cannot be vmapped, needs
-    ``check_vma=False`` under ``jax.shard_map``, and requires Auto mesh axes.
+    With one device, and under ``jax.shard_map``, it is the function itself. Otherwise the result cannot be vmapped, and
+    requires Auto mesh axes.
 
     Args:
         function: takes and returns arrays; no element of a result depends on another sequence or head.
@@ -63,7 +74,7 @@ def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequenc
             argument has both, and its sharding decides.
         outputs: the letters of each result's dimensions.
     """
-    if jax.device_count() == 1:
+    if jax.device_count() == 1 or jax.sharding.get_abstract_mesh().manual_axes:
         return function
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:

@@ -11,6 +11,7 @@ from kernels.linear_attention import decode, pallas_gpu
 from kernels.linear_attention.blockwise import blockwise
 from kernels.linear_attention.chunk_size import pick_chunk_sizes
 from kernels.linear_attention.chunked import chunked
+from kernels.linear_attention.context import devices_of, over_context
 from kernels.linear_attention.recurrent import cumsum, recurrent
 from kernels.linear_attention.reference import parallel, rowwise
 from kernels.linear_attention.state import EPSILON, State, sum_dtype, zero_state
@@ -103,7 +104,7 @@ def linear_attention(
         NotImplementedError: the named implementation does not support the call.
     """
     _check(q_BTHM, k_BTHM, v_BTHD, initial_state, segment_ids_BT, log_decay_BTH, chunk_size)
-    B, _, H, M = q_BTHM.shape
+    B, T, H, M = q_BTHM.shape
     dtype = sum_dtype(q_BTHM, k_BTHM, v_BTHD)
     options: dict[str, Any] = {"causal": causal, "chunk_size": chunk_size, "segments": segment_ids_BT is not None,
                                "log_decay": log_decay_BTH is not None}
@@ -117,11 +118,19 @@ def linear_attention(
     state = zero_state(B, H, M, v_BTHD.shape[3], dtype) if initial_state is None else \
         State(initial_state.s_BHMD.astype(dtype), initial_state.z_BHM.astype(dtype))
     runs_BT = None if segment_ids_BT is None else runs_of(segment_ids_BT)
-    chunk_sizes = pick_chunk_sizes(name, q_BTHM, k_BTHM, v_BTHD, chunk_size, segments=runs_BT is not None)
-    extras: dict[str, Any] = {} if chunk_sizes is None else {"chunk_sizes": chunk_sizes}
     if log_decay_BTH is not None:
-        extras["log_decay_BTH"] = decay.prepare(log_decay_BTH, dtype, None if runs_BT is None else runs_BT < 0)
-    return form.compute(q_BTHM, k_BTHM, v_BTHD, state, runs_BT, causal=causal, normalize=normalize, **extras)
+        log_decay_BTH = decay.prepare(log_decay_BTH, dtype, None if runs_BT is None else runs_BT < 0)
+
+    def compute(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, state: State, runs_BT: Array | None,
+                log_decay_BTH: Array | None) -> tuple[Array, State]:
+        chunk_sizes = pick_chunk_sizes(name, q_BTHM, k_BTHM, v_BTHD, chunk_size, segments=runs_BT is not None)
+        extras: dict[str, Any] = {} if chunk_sizes is None else {"chunk_sizes": chunk_sizes}
+        if log_decay_BTH is not None:
+            extras["log_decay_BTH"] = log_decay_BTH
+        return form.compute(q_BTHM, k_BTHM, v_BTHD, state, runs_BT, causal=causal, normalize=normalize, **extras)
+
+    arguments = q_BTHM, k_BTHM, v_BTHD, state, runs_BT, log_decay_BTH
+    return over_context(compute, *arguments) if causal and devices_of(T) > 1 else compute(*arguments)
 
 
 def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,

@@ -102,6 +102,15 @@ def recurrent_runs():
     return train_on_each_mesh(RECURRENT)
 
 
+def assert_same_updates(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The losses of all updates, and the gradient norm of the first: Adam magnifies the rounding of later gradients
+    where they are near zero."""
+    assert found["devices"] == 2
+    (losses, norms), wanted = np.transpose(found["metrics"]), np.transpose(expected["metrics"])
+    np.testing.assert_allclose(losses, wanted[0], rtol=2e-6)
+    np.testing.assert_allclose(norms[0], wanted[1][0], rtol=2e-6)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in MESHES if name != "one"])
 def test_a_run_on_two_devices_has_the_losses_of_one(runs, name):
@@ -113,8 +122,7 @@ def test_a_run_on_two_devices_has_the_losses_of_one(runs, name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in MESHES if name != "one"])
 def test_modes_with_layer_options_have_the_losses_of_one_device(recurrent_runs, name):
-    assert recurrent_runs[name]["devices"] == 2
-    np.testing.assert_allclose(recurrent_runs[name]["metrics"], recurrent_runs["one"]["metrics"], rtol=2e-4)
+    assert_same_updates(recurrent_runs[name], recurrent_runs["one"])
 
 
 @pytest.mark.thorough
