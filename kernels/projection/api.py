@@ -13,26 +13,28 @@ from kernels.mixed_precision import product
 from kernels.projection.decode import projection_decode
 
 
-def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Float[Array, " F"], *,
+def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Float[Array, " F"] | None, *,
             onto_BTF: Float[Array, "B T F"] | None = None) -> Float[Array, "B T F"]:
-    """x w + bias in x's dtype, summed in float32 or better, and rounded before and after the bias.
+    """x w + bias in x's dtype, summed in float32 or better, and rounded before and after the bias. None: no bias.
 
     With ``onto_BTF`` the result is added to it, in its dtype. One token on a GPU then takes a single launch, which is
     not differentiable, rounds once and reads wᵀ: where w is a transposed array, XLA copies nothing.
     """
     if onto_BTF is not None:
-        if _alone_on_gpu(x_BTE):
+        if bias_F is not None and _alone_on_gpu(x_BTE):
             return projection_decode(x_BTE, [w_EF.T], [bias_F], onto_BTF=onto_BTF)[0]
         return onto_BTF + project(x_BTE, w_EF, bias_F).astype(onto_BTF.dtype)
     # It flattens rows and tokens, which several devices may have split.
-    if cpu.applies(cpu.project) and jax.device_count() == 1 and x_BTE.dtype in (jnp.bfloat16, jnp.float32):
+    if (bias_F is not None and cpu.applies(cpu.project) and jax.device_count() == 1
+            and x_BTE.dtype in (jnp.bfloat16, jnp.float32)):
         return cpu.project(x_BTE, w_EF, bias_F)
     B, T = x_BTE.shape[:2]
     if _alone_on_gpu(x_BTE):
         # XLA treats a product of one row as a multiplication and a sum, and writes every term to memory: three times
         # the weight's traffic.
         x_BTE = jnp.pad(x_BTE, ((0, 0), (0, 1), (0, 0)))
-    return (x_BTE @ w_EF.astype(x_BTE.dtype))[:B, :T] + bias_F[None, None].astype(x_BTE.dtype)
+    y_BTF = (x_BTE @ w_EF.astype(x_BTE.dtype))[:B, :T]
+    return y_BTF if bias_F is None else y_BTF + bias_F[None, None].astype(y_BTF.dtype)
 
 
 def project_wide(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array, Array]]
@@ -45,15 +47,16 @@ def project_wide(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array,
     return [product("bte,ef->btf", x_BTE, w_EF.astype(x_BTE.dtype)) + bias_F[None, None] for w_EF, bias_F in parameters]
 
 
-def project_each(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array, Array]], *, norm: Norm | None = None,
-                 activation: Callable[[Array], Array] | None = None, wide: Sequence[tuple[Array, Array]] = (),
+def project_each(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array, Array | None]], *,
+                 norm: Norm | None = None, activation: Callable[[Array], Array] | None = None,
+                 wide: Sequence[tuple[Array, Array]] = (),
                  ) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"], list[Array]]:
     """x for a residual connection, norm(x), and ``activation(norm(x) w + bias)`` for each weight w, (E, F), and bias,
     (F,), of ``parameters``, then :func:`project_wide` of norm(x) and ``wide``, without the activation.
 
-    Without a norm, norm(x) is x. For one token on a GPU the products take a single launch, which is not differentiable
-    and rounds once; norm(x) is computed separately if it is used. Everything else uses :func:`layer_norm_and_input`
-    once, and :func:`project`, which also round in between.
+    Without a norm, norm(x) is x. For one token on a GPU the products take a single launch, which is not differentiable,
+    rounds once and needs every bias; norm(x) is computed separately if it is used. Everything else uses
+    :func:`layer_norm_and_input` once, and :func:`project`, which also round in between.
 
     Raises:
         ValueError: both an activation and ``wide`` are given.

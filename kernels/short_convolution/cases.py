@@ -61,7 +61,7 @@ class ShortConvolutionCase(Case):
 
 @dataclass(frozen=True)
 class HeadsCase(Case):
-    """A call of ``convolve_heads``, with SiLU and a norm of each head."""
+    """A call of ``convolve_heads``, with a bias, SiLU and a norm of each head."""
 
     B: int
     T: int
@@ -75,15 +75,17 @@ class HeadsCase(Case):
 
     def make_shapes(self) -> Arrays:
         F = self.H * self.D
+        parameters = jnp.promote_types(jnp.float32, self.dtype)
         return {"x": jax.ShapeDtypeStruct((self.B, self.T, F), self.dtype),
-                "taps": jax.ShapeDtypeStruct((self.K, F), jnp.promote_types(jnp.float32, self.dtype))}
+                "bias": jax.ShapeDtypeStruct((F,), parameters), "taps": jax.ShapeDtypeStruct((self.K, F), parameters)}
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
-        x_BTF, taps_KF = inputs["x"], inputs["taps"]
+        x_BTF, bias_F, taps_KF = inputs["x"], inputs["bias"], inputs["taps"]
         if implementation == REFERENCE:
-            y_BTF = short_convolution_reference(x_BTF, taps_KF, None, None)
-            return {"y": _silu_and_norm(y_BTF.reshape(*x_BTF.shape[:2], self.H, self.D)).reshape(x_BTF.shape)}
-        return {"y": convolve_heads(x_BTF, taps_KF, self.H, _silu_and_norm)}
+            y_BTF = short_convolution_reference(wide(x_BTF) + bias_F[None, None], taps_KF, None, None)
+            y_BTHD = _silu_and_norm(y_BTF.reshape(*x_BTF.shape[:2], self.H, self.D))
+            return {"y": y_BTHD.reshape(x_BTF.shape).astype(x_BTF.dtype)}
+        return {"y": convolve_heads(x_BTF, bias_F, taps_KF, self.H, _silu_and_norm)}
 
 
 def _silu_and_norm(x: jax.Array) -> jax.Array:
@@ -149,7 +151,7 @@ CASES: tuple[Case, ...] = (
     _case(200, 16, 4, segments=True, dtype="bfloat16", tolerance=3e-3),
     ShortConvolutionCase(1, 8192, 2304, 4, dtype="bfloat16", tolerance=3e-3, used_by=("gpu-check",)),
     # Several tiles, the last one partial; a width that is not a power of two; more taps than tokens.
-    *(_heads(2, 29, 2, D, 4, dtype, constants=(("kernels.short_convolution.pallas_gpu.TILE", 64),))
+    *(_heads(2, 29, 2, D, 4, dtype, constants=(("kernels.head_tiles.TILE", 64),))
       for D in (8, 6) for dtype in ("float32", "bfloat16")),
     _heads(1, 3, 2, 8, 5, "float32"),
     *(_heads(1, 4096, 12, D, 4, "bfloat16", used_by=("gpu-check", "gpu")) for D in (64, 128)),

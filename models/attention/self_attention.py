@@ -291,8 +291,13 @@ class SelfAttention(nnx.Module):
                       and has_kernel(x_BTE, self.head_width, self.head_width, self.parts.short_conv))
         gates = [self.gate] if self.parts.output_gate != "none" else []
         linears = *self.projections, *gates
+        convolves = (self.parts.short_conv > 0 and cache is None and segment_ids_BT is None
+                     and has_sequence_kernel(x_BTE, self._taps[0]))
+        # The kernel adds the biases of what it reads, which XLA would write to memory for it.
+        adds_bias = [*[convolves] * len(self.projections), *[False] * len(gates)]
         residual_BTE, x_BTE, projected = project_each(
-            x_BTE, [linear.parameters for linear in linears], norm=norm,
+            x_BTE, [(linear.parameters[0], None) if of_kernel else linear.parameters
+                    for linear, of_kernel in zip(linears, adds_bias, strict=True)], norm=norm,
             wide=[gate.parameters for gate in self.step_gates] if takes_step else ())
         onto_BTE = residual_BTE if residual else None
         projected, step_gates = projected[:len(linears)], projected[len(linears):]
@@ -301,7 +306,11 @@ class SelfAttention(nnx.Module):
             y_BTHD, cache = self._step(projected, gate_BTF, cache, step_gates)
             return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1), onto_BTE), cache
         inputs_BPF: tuple[Array, ...] | None = None
-        if self.parts.short_conv:
+        if convolves:
+            projected = [convolve_heads(x_BTF, linear.parameters[1], taps_KF, self.heads, finish)
+                         for x_BTF, linear, taps_KF, finish in zip(projected, self.projections, self._taps,
+                                                                   self._finish, strict=True)]
+        elif self.parts.short_conv:
             past = cache.inputs_BPF if cache is not None else None
             projected, inputs_BPF = self._convolve(projected, past, segment_ids_BT, lengths_B)
             cache = None if cache is None else cache.mode
@@ -364,19 +373,20 @@ class SelfAttention(nnx.Module):
         """Convolution, activation and norm of each projection and, where there is a past, the last inputs of it that
         count."""
         taps = self._taps
-        finish = [self._activate_head(*of_projection) for of_projection in self._activations]
-        if past is None and segment_ids_BT is None and has_sequence_kernel(projected[0], taps[0]):
-            return [convolve_heads(x_BTF, taps_KF, self.heads, finish_projection)
-                    for x_BTF, taps_KF, finish_projection in zip(projected, taps, finish, strict=True)], None
         if past is None:
             return self._activate([short_convolution(x_BTF, taps_KF, segment_ids_BT=segment_ids_BT)
                                    for x_BTF, taps_KF in zip(projected, taps, strict=True)]), None
         if lengths_B is None and has_token_kernel(projected[0], taps[0]):
-            return convolve_token(projected, taps, past, heads=self.heads, finish=finish)
+            return convolve_token(projected, taps, past, heads=self.heads, finish=self._finish)
         convolved = [short_convolution(x_BTF, taps_KF, before_BPF=before_BPF)
                      for x_BTF, taps_KF, before_BPF in zip(projected, taps, past, strict=True)]
         return self._activate(convolved), tuple(_last(before_BPF, x_BTF, lengths_B)
                                                 for before_BPF, x_BTF in zip(past, projected, strict=True))
+
+    @property
+    def _finish(self) -> list[Callable[[Array], Array]]:
+        """Activation and norm of a head of queries, keys and values, in float32."""
+        return [self._activate_head(*of_projection) for of_projection in self._activations]
 
     @property
     def _activations(self) -> tuple[tuple[str, str], ...]:

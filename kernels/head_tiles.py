@@ -1,0 +1,137 @@
+"""Tiles of a few tokens of one head: what a program of a GPU kernel holds where heads are computed one by one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from kernels import device
+
+WARPS = 8
+TILE = 4096
+"""Numbers of each array that a program holds: 16 to a thread."""
+
+
+def has_tiles(x_BTE: Any) -> bool:
+    """Whether kernels with tiles are for such arrays on the device that is traced for.
+
+    One token is less than a tile. On several devices the compiler would gather what it cannot look into.
+    """
+    return (device.platform() == "gpu" and jax.device_count() == 1 and x_BTE.dtype.itemsize <= 4
+            and x_BTE.shape[1] > 1)
+
+
+class HeadTiles(NamedTuple):
+    """The tiles of arrays (B, T, H, D), one for each program of a launch."""
+
+    B: int
+    T: int
+    H: int
+    D: int
+    rows: int
+    """R: tokens of a tile."""
+
+    @classmethod
+    def of(cls, B: int, T: int, H: int, D: int, *, least: int = 1) -> "HeadTiles":
+        """With at least ``least`` tokens each."""
+        return cls(B, T, H, D, max(TILE // pl.next_power_of_2(D), pl.next_power_of_2(least)))
+
+    @property
+    def number(self) -> int:
+        """N: tiles of a sequence."""
+        return -(-self.T // self.rows)
+
+    def launch(self, kernel: Callable[[dict[str, Any]], None], name: str, *, tokens: Mapping[str, Array],
+               vectors: Mapping[str, Array], outputs: Sequence[str], sums: Sequence[str] = (),
+               before: Mapping[str, Array] = MappingProxyType({})) -> dict[str, Array]:
+        """Runs a kernel on every tile. Without a GPU in interpret mode, which is for tests.
+
+        Args:
+            kernel: takes references to inputs and outputs by name.
+            name: of the kernel.
+            tokens: arrays of the size of (B, T, H, D), of one dtype.
+            vectors: parameters of the size of (K, H, D).
+            before: P tokens before each tile, of the size of (B, N, P, H, D).
+            outputs: names of arrays (B, T, H, D) that it writes, in the dtype of the tokens.
+            sums: names of vectors. Each program writes a sum for each of them, as ``dNAME``.
+
+        Returns:
+            By name the outputs and, float32, the sums over all programs, (K, H, D).
+        """
+        (B, T, H, D, _), N = self, self.number
+        width = pl.next_power_of_2(D)
+        of_tokens = pl.BlockSpec((None, self.rows, None, width), lambda h, b, n: (b, n, h, 0))
+
+        def of_vectors(K: int) -> pl.BlockSpec:
+            return pl.BlockSpec((K, None, width), lambda h, b, n: (0, h, 0))
+
+        def of_tile(K: int) -> pl.BlockSpec:
+            return pl.BlockSpec((None, None, K, None, width), lambda h, b, n: (b, n, 0, h, 0))
+
+        inputs = {key: (x.reshape(B, T, H, D), of_tokens) for key, x in tokens.items()}
+        for key, x in vectors.items():
+            x_KHD = x.reshape(-1, H, D)
+            inputs[key] = x_KHD, of_vectors(len(x_KHD))
+        for key, x in before.items():
+            x_BNPHD = x.reshape(B, N, -1, H, D)
+            inputs[key] = x_BNPHD, of_tile(x_BNPHD.shape[2])
+        dtype = next(iter(tokens.values())).dtype
+        written = {key: (jax.ShapeDtypeStruct((B, T, H, D), dtype), of_tokens) for key in outputs}
+        for key in sums:
+            K = len(inputs[key][0])
+            written[f"d{key}"] = jax.ShapeDtypeStruct((B, N, K, H, D), jnp.float32), of_tile(K)
+        results = pl.pallas_call(
+            lambda *refs: kernel(dict(zip([*inputs, *written], refs, strict=True))),
+            grid=(H, B, N),
+            in_specs=[spec for _, spec in inputs.values()],
+            out_specs=[spec for _, spec in written.values()],
+            out_shape=[array for array, _ in written.values()],
+            compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
+            interpret=device.interprets_kernels(),
+            name=name,
+        )(*(array for array, _ in inputs.values()))
+        return {key: x if key in outputs else x.sum(axis=(0, 1)) for key, x in zip(written, results, strict=True)}
+
+
+class Tile(NamedTuple):
+    """The tile of a program: a token a row, a channel a column, filled up to powers of two."""
+
+    row_RD: Array
+    """Of each place, like the two that follow."""
+    column_RD: Array
+    among_RD: Array
+    """Whether it is one of a token and a channel."""
+    first: Array
+    """The tile's first token in its sequence."""
+    D: int
+
+    @classmethod
+    def of(cls, ref: Any, tiles: HeadTiles) -> "Tile":
+        """That of a reference to tokens."""
+        rows, columns = (lax.broadcasted_iota(jnp.int32, ref.shape, axis) for axis in (0, 1))
+        first = pl.program_id(2) * tiles.rows
+        return cls(rows, columns, (first + rows < tiles.T) & (columns < tiles.D), first, tiles.D)
+
+    def load(self, ref: Any) -> Array:
+        """Tokens, float32; 0 where there are none."""
+        return triton.load(ref.at[self.row_RD, self.column_RD], mask=self.among_RD, other=0.0).astype(jnp.float32)
+
+    def store(self, ref: Any, x_RD: Array) -> None:
+        """Tokens, rounded."""
+        triton.store(ref.at[self.row_RD, self.column_RD], x_RD.astype(ref.dtype), mask=self.among_RD)
+
+    def load_vector(self, ref: Any, k: int = 0) -> Array:
+        """A vector of those of a parameter, (1, D), float32."""
+        columns = lax.iota(jnp.int32, ref.shape[1])
+        x_D = triton.load(ref.at[jnp.int32(k), :], mask=columns < self.D, other=0.0)
+        return x_D.astype(jnp.float32)[None]
+
+    def store_sum(self, ref: Any, x_RD: Array, k: int = 0) -> None:
+        """The sum over the tile's tokens."""
+        columns = lax.iota(jnp.int32, ref.shape[1])
+        triton.store(ref.at[jnp.int32(k), :], jnp.sum(x_RD, axis=0), mask=columns < self.D)
