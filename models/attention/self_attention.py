@@ -13,6 +13,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from kernels import cpu
+from kernels.gated_norm import gated_norm, gated_norm_wide, rms_norm
+from kernels.head_tiles import has_tiles
 from kernels.layer_norm import Norm
 from kernels.mixed_precision import wide
 from kernels.projection import project, project_each
@@ -34,8 +36,6 @@ DecodeState = Literal["none", "constant", "window", "growing"]
 
 FIRST_BIAS = {"sigmoid": 0.0, "silu": 1.2784645}
 """Initial bias of an output gate, at which it is 1: 2 sigmoid(0), silu(1.278…)."""
-EPSILON = 1e-6
-"""Added to the mean or sum of squares in normalisations."""
 
 
 class Linear(nnx.Linear):
@@ -293,8 +293,8 @@ class SelfAttention(nnx.Module):
         linears = *self.projections, *gates
         convolves = (self.parts.short_conv > 0 and cache is None and segment_ids_BT is None
                      and has_sequence_kernel(x_BTE, self._taps[0]))
-        # The kernel adds the biases of what it reads, which XLA would write to memory for it.
-        adds_bias = [*[convolves] * len(self.projections), *[False] * len(gates)]
+        # Kernels add the biases of what they read, which XLA would write to memory for them.
+        adds_bias = [*[convolves] * len(self.projections), *[has_tiles(x_BTE)] * len(gates)]
         residual_BTE, x_BTE, projected = project_each(
             x_BTE, [(linear.parameters[0], None) if of_kernel else linear.parameters
                     for linear, of_kernel in zip(linears, adds_bias, strict=True)], norm=norm,
@@ -322,8 +322,9 @@ class SelfAttention(nnx.Module):
         if inputs_BPF is not None:
             cache = LayerCache(cache, inputs_BPF)
         if self._has_output_parts:
-            y_BTHD = _gated(y_BTHD, self._output_scale, None if gate_BTF is None else self.split_heads(gate_BTF),
-                            self.parts.output_gate)
+            bias_F = self.gate.parameters[1] if gates and adds_bias[-1] else None
+            gate_BTHD, bias_HD = (None if x is None else self.split_heads(x) for x in (gate_BTF, bias_F))
+            y_BTHD = gated_norm(y_BTHD, self._output_scale, gate_BTHD, bias_HD, activation=self.parts.output_gate)
         return self.output(y_BTHD.reshape(*x_BTE.shape[:2], -1), onto_BTE), cache
 
     def _step(self, projected: Sequence[Array], gate_BTF: Array | None, cache: Any,
@@ -338,7 +339,8 @@ class SelfAttention(nnx.Module):
                        for x, taps_KF, before_BPF in zip((q, k, v), self._taps, cache.inputs_BPF, strict=True))
         output = None
         if self._has_output_parts:
-            output = Computed(functools.partial(_gated_wide, kind=self.parts.output_gate, width=self.head_width),
+            output = Computed(functools.partial(gated_norm_wide, activation=self.parts.output_gate,
+                                                width=self.head_width),
                               (self._output_scale, None if gate_BTF is None else self.split_heads(gate_BTF)))
         step, of_mode = self.step(q, k, v, of_mode, step_gates, output)
         if self.parts.short_conv:
@@ -414,24 +416,10 @@ class SelfAttention(nnx.Module):
                                       "one segment per row, followed by padding")
 
 
-def _normed(x: Array, norm: str, width: int) -> Array:
-    """L2 or RMS normalisation of vectors, over ``width`` elements."""
-    square = jnp.sum(x * x, axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(square / (width if norm == "rms" else 1) + EPSILON)
-
-
 def _activated_wide(x: Array, *, activation: str, norm: str, width: int) -> Array:
     """Activation and norm of heads, (…, D) or zero-padded, in float32 or better."""
     x = jax.nn.silu(x) if activation == "silu" else x
-    return x if norm == "none" else _normed(x, norm, width)
-
-
-def _gated_wide(y: Array, scale: Array | None, gate: Array | None, *, kind: str, width: int) -> Array:
-    """Norm and gate of heads, (…, D) or filled up with zeros, in float32 or better."""
-    y = y if scale is None else _normed(y, "rms", width) * scale
-    if gate is None:
-        return y
-    return y * (2 * jax.nn.sigmoid(gate) if kind == "sigmoid" else jax.nn.silu(gate))
+    return x if norm == "none" else rms_norm(x, width if norm == "rms" else 1)
 
 
 # Elementwise, in float32 or better: the backward pass computes them again rather than keep what is between.
@@ -440,14 +428,6 @@ def _activated(x_BTHD: Array, activation: str, norm: str) -> Array:
     """Queries, keys or values after activation and norm."""
     x = _activated_wide(wide(x_BTHD), activation=activation, norm=norm, width=x_BTHD.shape[-1])
     return cpu.compute_once(x.astype(x_BTHD.dtype))
-
-
-@functools.partial(jax.checkpoint, static_argnums=(3,))
-def _gated(y_BTHD: Array, scale_HD: Array | None, gate_BTHD: Array | None, kind: str) -> Array:
-    """What the heads come to, normed where there is a scale, times the gate where there is one."""
-    scale, gate = None if scale_HD is None else scale_HD[None, None], None if gate_BTHD is None else wide(gate_BTHD)
-    y = _gated_wide(wide(y_BTHD), scale, gate, kind=kind, width=y_BTHD.shape[-1])
-    return cpu.compute_once(y.astype(y_BTHD.dtype))
 
 
 def _last(before_BPF: Array, x_BTF: Array, lengths_B: Array | None) -> Array:

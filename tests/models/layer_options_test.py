@@ -12,6 +12,7 @@ from flax import nnx
 
 from configs.schema import EncoderConfig, ModelConfig
 from kernels import device
+from kernels.gated_norm import api
 from kernels.recurrent_step import has_kernel, recurrent_step
 from kernels.recurrent_step.api import IMPLEMENTATIONS
 from kernels.short_convolution import convolve_token
@@ -212,6 +213,22 @@ def test_the_kernel_of_one_step_does_what_the_plain_forms_do(mode, options, monk
     monkeypatch.setitem(IMPLEMENTATIONS, "reference", IMPLEMENTATIONS["decode"])
     found = layer.forward(X_BTE[:, :1], cache)
     assert len(called) == 1
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("mode", "options"), [
+    ("gated", {}), ("gated_delta", {"output_norm": "none"}), ("chunked", {"output_gate": "sigmoid"})])
+def test_the_kernels_of_a_sequence_do_what_the_plain_forms_do(mode, options, monkeypatch):
+    """Interpreted, with heads that do not fill a tile."""
+    layer = build(mode, head_width=6, **options)
+    _, expected = drawn(layer), layer.forward(X_BTE)
+    called = [count(monkeypatch, f"kernels.gated_norm.api.{form}", getattr(api, form))
+              for form in ("gated_norm_tiles", "_elementwise")]
+    monkeypatch.setattr(self_attention, "has_tiles", lambda x_BTE: True)
+    monkeypatch.setattr(self_attention, "has_sequence_kernel", lambda x_BTE, taps_KF: True)
+    monkeypatch.setattr(api, "has_tiles", lambda y_BTHD: True)
+    found = layer.forward(X_BTE)
+    assert [len(calls) for calls in called] == [1, 0]
     assert_close(found, expected)
 
 
