@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
@@ -58,10 +59,10 @@ class HeadTiles(NamedTuple):
             vectors: parameters of the size of (K, H, D).
             before: P tokens before each tile, of the size of (B, N, P, H, D).
             outputs: names of arrays (B, T, H, D) that it writes, in the dtype of the tokens.
-            sums: names of vectors. Each program writes a sum for each of them, as ``dNAME``.
+            sums: names of vectors. Each program writes a sum for each of them to ``sums``, in this order.
 
         Returns:
-            By name the outputs and, float32, the sums over all programs, (K, H, D).
+            By name the outputs and, as ``dNAME``, float32, the sums over all programs, (K, H, D).
         """
         (B, T, H, D, _), N = self, self.number
         width = pl.next_power_of_2(D)
@@ -82,9 +83,10 @@ class HeadTiles(NamedTuple):
             inputs[key] = x_BNPHD, of_tile(x_BNPHD.shape[2])
         dtype = next(iter(tokens.values())).dtype
         written = {key: (jax.ShapeDtypeStruct((B, T, H, D), dtype), of_tokens) for key in outputs}
-        for key in sums:
-            K = len(inputs[key][0])
-            written[f"d{key}"] = jax.ShapeDtypeStruct((B, N, K, H, D), jnp.float32), of_tile(K)
+        lengths = [len(inputs[key][0]) for key in sums]
+        if sums:
+            K = sum(lengths)
+            written["sums"] = jax.ShapeDtypeStruct((B, N, K, H, D), jnp.float32), of_tile(K)
         results = pl.pallas_call(
             lambda *refs: kernel(dict(zip([*inputs, *written], refs, strict=True))),
             grid=(H, B, N),
@@ -95,7 +97,11 @@ class HeadTiles(NamedTuple):
             interpret=device.interprets_kernels(),
             name=name,
         )(*(array for array, _ in inputs.values()))
-        return {key: x if key in outputs else x.sum(axis=(0, 1)) for key, x in zip(written, results, strict=True)}
+        found = dict(zip(written, results, strict=True))
+        if sums:
+            parts = jnp.split(found.pop("sums").sum(axis=(0, 1)), np.cumsum(lengths)[:-1])
+            found |= {f"d{key}": part_KHD for key, part_KHD in zip(sums, parts, strict=True)}
+        return found
 
 
 class Tile(NamedTuple):

@@ -67,8 +67,11 @@ def _gradient_kernel(refs: dict[str, Any], *, tiles: HeadTiles, activation: str)
     """The same of the gradients."""
     tile, compute = Tile.of(refs["y"], tiles), functools.partial(_computed, activation=activation, width=tiles.D)
     (gradients,) = jax.vjp(compute, _load(tile, refs))[1](tile.load(refs["dout"]))
-    for name, gradient in gradients.items():
-        (tile.store if name in TOKENS else tile.store_sum)(refs[f"d{name}"], gradient)
+    for name in TOKENS:
+        if name in gradients:
+            tile.store(refs[f"d{name}"], gradients[name])
+    for k, name in enumerate(name for name in VECTORS if name in gradients):
+        tile.store_sum(refs["sums"], gradients[name], k)
 
 
 def _load(tile: Tile, refs: dict[str, Any]) -> Given:

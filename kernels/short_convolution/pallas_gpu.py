@@ -52,7 +52,7 @@ def _forward(x_BTF, bias_F, taps_KF, heads, finish):
 def _backward(heads, finish, saved, dy_BTF):
     x_BTF, bias_F, taps_KF = saved
     found = _launch(_gradient_kernel, "short_convolution_gradient", x_BTF, bias_F, taps_KF, heads, finish, dy=dy_BTF,
-                    outputs=["dconvolved"], sums=["bias", "taps"])
+                    outputs=["dconvolved"], sums=["taps", "bias"])
     return (gradient_of_input(found["dconvolved"].reshape(x_BTF.shape), taps_KF),
             found["dbias"].reshape(bias_F.shape).astype(bias_F.dtype),
             found["dtaps"].reshape(taps_KF.shape).astype(taps_KF.dtype))
@@ -88,10 +88,10 @@ def _gradient_kernel(refs: dict[str, Any], *, tiles: HeadTiles, finish: Callable
     tile.store(refs["dconvolved"], dconvolved_RD)
     dbiased_RD = jnp.zeros_like(dconvolved_RD)
     for k, x_RD in enumerate(read):
-        tile.store_sum(refs["dtaps"], dconvolved_RD * x_RD, k)
+        tile.store_sum(refs["sums"], dconvolved_RD * x_RD, k)
         dread_RD = dconvolved_RD * tile.load_vector(refs["taps"], k)
         dbiased_RD += jnp.where(_exists(tile, len(read) - 1 - k), dread_RD, 0)
-    tile.store_sum(refs["dbias"], dbiased_RD)
+    tile.store_sum(refs["sums"], dbiased_RD, len(read))
 
 
 def _convolved(tile: Tile, read: list[Array], refs: dict[str, Any]) -> Array:
