@@ -20,6 +20,13 @@ from training.optimizer import global_norm
 
 _OF_LOSS = 2**32 - 1
 """Random stream of the loss, distinct from the numbers of the modules."""
+MERGING_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 8}
+"""Largest products of one array that XLA merges: megabytes of operands and result.
+
+A larger one fills a GPU by itself. Its share of a merged result would be copied for a kernel that reads it.
+"""
+SCATTER_OPTIONS = {"xla_gpu_enable_scatter_determinism_expander": True}
+"""Options that make gradients of gathers deterministic, on several devices that of the embedding too."""
 CUDNN_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 """Options that make cuDNN's backward pass deterministic.
 
@@ -142,19 +149,18 @@ def jit_step(step: Callable[..., Any], model: GPT | Classifier, *, deterministic
         segments: whether its batches have segments.
         options: other options of ``jax.jit``.
     """
-    in_order = _compiler_options(model, segments) if deterministic else None
-    return jax.jit(step, donate_argnums=0, compiler_options=in_order, **options)
+    told = _compiler_options(model, deterministic, segments) if device.platform() == "gpu" else None
+    return jax.jit(step, donate_argnums=0, compiler_options=told, **options)
 
 
-def _compiler_options(model: GPT | Classifier, segments: bool) -> dict[str, bool] | None:
-    """Options that make XLA's sums deterministic; docs/gpu.md has their cost."""
-    if device.platform() != "gpu":
-        return None
+def _compiler_options(model: GPT | Classifier, deterministic: bool, segments: bool) -> dict[str, bool | int]:
+    """Options of XLA for a GPU; docs/gpu.md has the cost of deterministic sums."""
+    if not deterministic:
+        return MERGING_OPTIONS
     dtype, blocks = jnp.dtype(model.config.dtype), (model if isinstance(model, GPT) else model.encoder).blocks
     forms = {block.attention.implementation(dtype, causal=isinstance(model, GPT), segments=segments)
              for block in blocks}
-    # Atomic additions would sum the gradients of gathers, on several devices that of the embedding too.
-    return {"xla_gpu_enable_scatter_determinism_expander": True} | (CUDNN_OPTIONS if "cudnn" in forms else {})
+    return MERGING_OPTIONS | SCATTER_OPTIONS | (CUDNN_OPTIONS if "cudnn" in forms else {})
 
 
 def make_eval_step(model: GPT, *, accuracy: bool = False) -> Callable[[Any, Any, Batch], tuple[Array, ...]]:

@@ -18,6 +18,8 @@ from models.gpt import resolve_config
 from training.optimizer import decay_mask, make_optimizer
 from training.step import (
     CUDNN_OPTIONS,
+    MERGING_OPTIONS,
+    SCATTER_OPTIONS,
     TrainState,
     abstract_model,
     build,
@@ -108,16 +110,17 @@ def test_loss_and_gradient_norm_of_the_first_updates_are_what_they_were(attentio
         "faster kernel or a refactoring must not."))
 
 
-SCATTER = {"xla_gpu_enable_scatter_determinism_expander": True}
+IN_ORDER = MERGING_OPTIONS | SCATTER_OPTIONS
 
 
 @pytest.mark.parametrize(("attention", "dtype", "expected"), [
-    (("chunked",), "bfloat16", SCATTER), (("linear",), "bfloat16", SCATTER),
-    (("softmax",), "float32", SCATTER),  # blockwise
-    (("softmax",), "bfloat16", SCATTER | CUDNN_OPTIONS), (("chunked", "softmax"), "bfloat16", SCATTER | CUDNN_OPTIONS),
+    (("chunked",), "bfloat16", IN_ORDER), (("linear",), "bfloat16", IN_ORDER),
+    (("softmax",), "float32", IN_ORDER),  # blockwise
+    (("softmax",), "bfloat16", IN_ORDER | CUDNN_OPTIONS),
+    (("chunked", "softmax"), "bfloat16", IN_ORDER | CUDNN_OPTIONS),
 ])
 def test_a_gpu_is_told_to_add_up_in_one_order(attention, dtype, expected, monkeypatch):
-    def told(**asked: bool) -> dict[str, bool] | None:
+    def told(**asked: bool) -> dict[str, bool | int] | None:
         """The compiler options; no CPU compiler shows their effect."""
         with monkeypatch.context() as patch:
             patch.setattr("training.step.jax.jit", lambda step, *, compiler_options, **_: compiler_options)
@@ -128,8 +131,8 @@ def test_a_gpu_is_told_to_add_up_in_one_order(attention, dtype, expected, monkey
     assert told() is None
     monkeypatch.setattr("kernels.device.platform", lambda: "gpu")
     assert told() == expected
-    assert told(deterministic=False) is None
-    assert told(segments=True) == SCATTER  # cuDNN's attention has none
+    assert told(deterministic=False) == MERGING_OPTIONS
+    assert told(segments=True) == IN_ORDER  # cuDNN's attention has none
 
 
 @pytest.mark.thorough
