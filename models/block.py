@@ -11,7 +11,7 @@ from jax import Array
 from configs.schema import EncoderConfig, ModelConfig, Remat
 from kernels import device
 from kernels.gelu import gelu
-from kernels.layer_norm import Norm, layer_norm
+from kernels.layer_norm import Norm, Sum, layer_norm, total
 from kernels.projection import project_each
 from kernels.remat import policy
 from models import attention as attentions
@@ -28,7 +28,7 @@ class LayerNorm(nnx.LayerNorm):
         super().__init__(width, epsilon=1e-5, dtype=jnp.dtype(dtype), scale_metadata=declared, bias_metadata=declared,
                          rngs=rngs)
 
-    def __call__(self, x_BTE: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __call__(self, x_BTE: Array | Sum) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         return layer_norm(x_BTE, *self.parameters)
 
     @property
@@ -46,7 +46,7 @@ class MLP(nnx.Module):
         self.hidden = Linear(width, mlp_width, axes=("width", "mlp"), rngs=rngs)
         self.output = Linear(mlp_width, width, axes=("mlp", "width"), rngs=rngs)
 
-    def forward(self, x_BTE: Array, *, norm: Norm | None = None, residual: bool = False) -> Array:
+    def forward(self, x_BTE: Array | Sum, *, norm: Norm | None = None, residual: bool = False) -> Array | Sum:
         """MLP(norm(x)), or MLP(x) without a norm; with ``residual`` added to x."""
         x_BTE, _, (hidden_BTF,) = project_each(x_BTE, [self.hidden.parameters], norm=norm, activation=gelu)
         return self.output(hidden_BTF, x_BTE if residual else None)
@@ -76,10 +76,13 @@ class Block(nnx.Module):
         self.mlp_norm = LayerNorm(width, dtype, rngs=rngs)
         self.mlp = MLP(width, mlp_width, rngs=rngs)
 
-    def forward(self, x_BTE: Array, cache: Any = None, *, positions_BT: Array | None = None,
+    def forward(self, x_BTE: Array | Sum, cache: Any = None, *, positions_BT: Array | None = None,
                 segment_ids_BT: Array | None = None, lengths_B: Array | None = None, causal: bool = True,
-                drop: Callable[[Array], Array] | None = None, remat: Remat = "none") -> tuple[Array, Any]:
+                drop: Callable[[Array], Array] | None = None, remat: Remat = "none") -> tuple[Array | Sum, Any]:
         """The residual stream after the block, and the cache with the new tokens, or None.
+
+        On a GPU the next LayerNorm may be left to add up the stream, see :class:`kernels.layer_norm.Sum`. Blocks that
+        are recomputed return an array, the least to keep.
 
         Args:
             x_BTE: the residual stream.
@@ -92,13 +95,17 @@ class Block(nnx.Module):
                    "lengths_B": lengths_B}
         if remat != "none":
             graph, state = nnx.split(self)
-            return jax.checkpoint(lambda state, x_BTE: nnx.merge(graph, state).forward(
-                x_BTE, cache, drop=drop, **options), policy=policy if remat == "names" else None)(state, x_BTE)
+
+            def recomputed(state: Any, x_BTE: Array) -> tuple[Array, Any]:
+                y_BTE, after = nnx.merge(graph, state).forward(x_BTE, cache, drop=drop, **options)
+                return total(y_BTE), after
+
+            return jax.checkpoint(recomputed, policy=policy if remat == "names" else None)(state, total(x_BTE))
         y_BTE, cache = self.attention.forward(x_BTE, cache, norm=self.attention_norm.parameters,
                                               residual=drop is None, **options)
-        x_BTE = y_BTE if drop is None else x_BTE + drop(y_BTE)
+        x_BTE = y_BTE if drop is None else total(x_BTE) + drop(total(y_BTE))
         y_BTE = self.mlp.forward(x_BTE, norm=self.mlp_norm.parameters, residual=drop is None)
-        return y_BTE if drop is None else x_BTE + drop(y_BTE), cache
+        return y_BTE if drop is None else total(x_BTE) + drop(total(y_BTE)), cache
 
 
 def layer_modes(config: ModelConfig | EncoderConfig) -> Sequence[str]:

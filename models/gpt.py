@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import ModelConfig, Remat
 from kernels.embedding import embed
+from kernels.layer_norm import total
 from kernels.projection import unembed
 from kernels.segments import positions_of
 from models import attention as attentions
@@ -108,6 +109,7 @@ class GPT(nnx.Module):
             x_BTE, layer_cache = block.forward(x_BTE, layer_cache, positions_BT=rotations_BT,
                                                segment_ids_BT=segment_ids_BT, lengths_B=lengths_B, remat=remat)
             layers.append(layer_cache)
+        x_BTE = total(x_BTE)
         if cache is None:
             return x_BTE, None
         return x_BTE, Cache(cache.position_B + (T if lengths_B is None else lengths_B), tuple(layers))

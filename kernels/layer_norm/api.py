@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kernels import cpu, device
-from kernels.layer_norm.pallas_gpu import layer_norm_gradient
+from kernels.layer_norm.pallas_gpu import layer_norm_gradient, layer_norm_of_sum
 from kernels.mixed_precision import rounded, wide
 
 
@@ -22,7 +22,39 @@ class Norm(NamedTuple):
     dtype: Any
 
 
-def layer_norm(x_BTE: Float[Array, "B T E"], scale_E: Float[Array, " E"], bias_E: Float[Array, " E"],
+class Sum(NamedTuple):
+    """x + y + bias, as long as nothing but a LayerNorm has read it: y and bias of a projection, x a residual connection
+    beside it. Shape and dtype are those of x."""
+
+    x_BTE: Float[Array, "B T E"]
+    y_BTE: Float[Array, "B T E"]
+    bias_E: Float[Array, " E"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x_BTE.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.x_BTE.dtype
+
+
+def total(x: Float[Array, "B T E"] | Sum) -> Float[Array, "B T E"]:
+    """An array, of a sum too."""
+    return x.x_BTE + wide(x.y_BTE).astype(x.dtype) + x.bias_E[None, None].astype(x.dtype) if isinstance(x, Sum) else x
+
+
+def has_sum_kernel(x_BTE: Any) -> bool:
+    """Whether LayerNorm of a :class:`Sum` is one kernel each way on the device that is traced for.
+
+    One token has a kernel of its own, with the projection. On several devices the sums over tokens are the compiler's
+    to split.
+    """
+    return (device.platform() == "gpu" and jax.device_count() == 1 and x_BTE.dtype == jnp.float32
+            and x_BTE.shape[1] > 1)
+
+
+def layer_norm(x_BTE: Float[Array, "B T E"] | Sum, scale_E: Float[Array, " E"], bias_E: Float[Array, " E"],
                epsilon: float, dtype: Any) -> Float[Array, "B T E"]:
     """(x − mean) / √(variance + ε) · scale + bias over the last axis, computed in float32 or better, left in ``dtype``.
 
@@ -32,26 +64,39 @@ def layer_norm(x_BTE: Float[Array, "B T E"], scale_E: Float[Array, " E"], bias_E
     return layer_norm_and_input(x_BTE, scale_E, bias_E, epsilon, dtype)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def layer_norm_and_input(x_BTE: Float[Array, "B T E"], scale_E: Float[Array, " E"], bias_E: Float[Array, " E"],
+def layer_norm_and_input(x_BTE: Float[Array, "B T E"] | Sum, scale_E: Float[Array, " E"], bias_E: Float[Array, " E"],
                          epsilon: float, dtype: Any) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"]]:
     """:func:`layer_norm` of x, and x: where a residual connection reads it here, the backward pass adds up both
-    gradients while it computes the first."""
+    gradients while it computes the first. A sum is computed on the way."""
+    return _norm_and_input(x_BTE, scale_E, bias_E, epsilon, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _norm_and_input(x_BTE, scale_E, bias_E, epsilon, dtype):
     return _forward(x_BTE, scale_E, bias_E, epsilon, dtype)[0]
 
 
 def _forward(x_BTE, scale_E, bias_E, epsilon, dtype):
+    if isinstance(x_BTE, Sum):
+        normed_BTE, sum_BTE, mean, rate = layer_norm_of_sum(*x_BTE, scale_E, bias_E, epsilon, dtype)
+        of_sum = Sum(*(jnp.zeros((), x.dtype) for x in x_BTE))  # their dtypes
+        return (normed_BTE, sum_BTE), (sum_BTE, mean, rate, scale_E, bias_E, of_sum)
     x = wide(x_BTE)
     mean = x.mean(axis=2, keepdims=True)
     variance = jnp.maximum((x * x).mean(axis=2, keepdims=True) - mean * mean, 0)
     rate = lax.rsqrt(variance + epsilon)
     y = (x - mean) * rate * scale_E[None, None] + bias_E[None, None]
-    return (rounded(y, dtype), x_BTE), (x_BTE, mean, rate, scale_E, bias_E)
+    return (rounded(y, dtype), x_BTE), (x_BTE, mean, rate, scale_E, bias_E, None)
 
 
 def _backward(epsilon, dtype, saved, gradients):
-    x_BTE, mean, rate, scale_E, bias_E = saved
+    x_BTE, mean, rate, scale_E, bias_E, of_sum = saved
     dy_BTE, dx_BTE = gradients
+    if of_sum is not None:
+        dx_BTE, dscale, dbias, dadded_BTE, dadded_E = layer_norm_gradient(
+            x_BTE, mean, rate, scale_E, dy_BTE, dx_BTE, of_sum.y_BTE.dtype)
+        return (Sum(dx_BTE, dadded_BTE, dadded_E.astype(of_sum.bias_E.dtype)), dscale.astype(scale_E.dtype),
+                dbias.astype(bias_E.dtype))
     # On several devices the sums over tokens are the compiler's to split.
     if device.platform() == "gpu" and mean.dtype == jnp.float32 and jax.device_count() == 1:
         dx_BTE, dscale, dbias = layer_norm_gradient(x_BTE, mean, rate, scale_E, dy_BTE, dx_BTE)
@@ -72,4 +117,4 @@ def _weighted_sum(x_BTE: Array, scale_E: Array) -> Array:
     return (x_BTE * scale_E[None, None]).sum(axis=2, keepdims=True)
 
 
-layer_norm_and_input.defvjp(_forward, _backward)
+_norm_and_input.defvjp(_forward, _backward)

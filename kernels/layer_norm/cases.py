@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.cases import REFERENCE, Arrays, Case
-from kernels.layer_norm.api import layer_norm_and_input
+from kernels.layer_norm.api import Sum, layer_norm_and_input
 from kernels.layer_norm.reference import reference
 
 
@@ -41,6 +41,29 @@ class LayerNormCase(Case):
         return {"y": y_BTE, "x": x_BTE}
 
 
+@dataclass(frozen=True)
+class SumCase(LayerNormCase):
+    """The same of a sum of float32 and of numbers in ``dtype``."""
+
+    @property
+    def sizes(self) -> str:
+        return f"of a sum, {super().sizes}"
+
+    def make_shapes(self) -> Arrays:
+        shapes = super().make_shapes()
+        return shapes | {"x": jax.ShapeDtypeStruct(shapes["x"].shape, shapes["scale"].dtype), "y": shapes["x"],
+                         "added": shapes["bias"]}
+
+    def call(self, implementation: str | None, **inputs: Any) -> Arrays:
+        x_BTE, y_BTE, added_E = inputs["x"], inputs["y"], inputs["added"]
+        arguments = inputs["scale"], inputs["bias"], 1e-5, y_BTE.dtype
+        if implementation == REFERENCE:
+            x_BTE += y_BTE + added_E[None, None]
+            return {"normed": reference(x_BTE, *arguments), "sum": x_BTE}
+        normed_BTE, x_BTE = layer_norm_and_input(Sum(x_BTE, y_BTE, added_E), *arguments)
+        return {"normed": normed_BTE, "sum": x_BTE}
+
+
 _AS_ON_A_GPU: tuple[tuple[str, Any], ...] = (
     ("kernels.device.platform", lambda: "gpu"), ("kernels.device.interprets_kernels", lambda: True),
     ("kernels.device.cores", lambda: 2), ("kernels.layer_norm.pallas_gpu.TILE", 16))
@@ -50,9 +73,13 @@ CASES = (
     *(LayerNormCase(2, 5, 8, dtype=dtype, tolerance=tolerance, title=f"on a CPU, {dtype}")
       for dtype, tolerance in _TOLERANCES.items()),
     # Spans of several tiles, the last ones short; one tile for a program; a width that is no power of two.
-    *(LayerNormCase(B, T, E, dtype=dtype, tolerance=tolerance, title=f"as on a GPU, B{B} T{T} E{E} {dtype}",
-                    constants=_AS_ON_A_GPU)
-      for dtype, tolerance in _TOLERANCES.items() for B, T, E in ((2, 5, 8), (1, 1, 8), (3, 11, 6))),
+    *(kind(B, T, E, dtype=dtype, tolerance=tolerance, constants=_AS_ON_A_GPU,
+           title=f"as on a GPU, {'of a sum, ' if kind is SumCase else ''}B{B} T{T} E{E} {dtype}")
+      for kind in (LayerNormCase, SumCase) for dtype, tolerance in _TOLERANCES.items()
+      for B, T, E in ((2, 5, 8), (1, 1, 8), (3, 11, 6))),
     *(LayerNormCase(1, 4096, E, dtype=dtype, tolerance=_TOLERANCES[dtype], used_by=("gpu-check", "gpu"),
                     gpu_kernels=("layer_norm_gradient",)) for E, dtype in ((768, "float32"), (1600, "bfloat16"))),
+    *(SumCase(1, 4096, E, dtype=dtype, tolerance=_TOLERANCES[dtype], used_by=("gpu-check", "gpu"),
+              gpu_kernels=("layer_norm_of_sum", "layer_norm_gradient"))
+      for E, dtype in ((768, "bfloat16"), (768, "float32"), (1600, "bfloat16"))),
 )

@@ -1,12 +1,13 @@
-"""The gradient of LayerNorm on a GPU: a Pallas kernel that reads x and both gradients once.
+"""LayerNorm of a sum and the gradient of LayerNorm on a GPU: Pallas kernels that read their inputs once.
 
-XLA reads them three times: for the gradient of x, for that of the scale and for that of the bias. Here a program walks
-over a span of tokens, keeps its sums for scale and bias in registers and writes them at its end. No atomics: two runs
-give the same bits.
+XLA reads x twice in the forward pass, once for mean and variance. It reads x and both gradients three times in the
+backward pass: for the gradient of x, for that of the scale and for that of the bias. Here a program of the gradient
+walks over a span of tokens, keeps its sums for scale and bias in registers and writes them at its end. No atomics: two
+runs give the same bits.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,86 @@ from jaxtyping import Float
 from kernels import device
 
 WARPS = 8
-TILE = 4096
-"""Numbers of each array that a program holds at a time: 16 to a thread."""
+TILE = 2048
+"""Numbers of each array that a program holds at a time: 8 to a thread. Of 16 the registers hold one program only."""
 PROGRAMS_PER_CORE = 2
 """As many as run on a multiprocessor at a time."""
+
+
+class Tile(NamedTuple):
+    """Tokens that a program holds at a time."""
+
+    these: Any
+    """Their places in the program's span."""
+    among_r: Array
+    """Whether each place is one of a token."""
+    mask_re: Array
+    """Whether each place is one of a token and a channel."""
+
+    def load(self, ref: Any) -> Array:
+        """Their channels, float32."""
+        return triton.load(ref.at[self.these, :], mask=self.mask_re, other=0.0).astype(jnp.float32)
+
+    def load_numbers(self, ref: Any) -> Array:
+        """A number of each."""
+        return triton.load(ref.at[self.these], mask=self.among_r, other=0.0)
+
+    def store(self, ref: Any, x_re: Array) -> None:
+        """Their channels, rounded."""
+        triton.store(ref.at[self.these, :], x_re.astype(ref.dtype), mask=self.mask_re)
+
+
+class Walk(NamedTuple):
+    """How the programs of a launch walk over N tokens of E channels, each over a span."""
+
+    N: int
+    E: int
+    width: int
+    """E up to a power of two."""
+    rows: int
+    """Tokens at a time."""
+    steps: int
+    programs: int
+
+    @classmethod
+    def of(cls, x_BTE: Array) -> "Walk":
+        """That over the tokens of an array."""
+        B, T, E = x_BTE.shape
+        N, width = B * T, pl.next_power_of_2(E)
+        rows = max(1, TILE // width)
+        steps = -(-N // (rows * min(PROGRAMS_PER_CORE * device.cores(), -(-N // rows))))
+        return cls(N, E, width, rows, steps, -(-N // (rows * steps)))
+
+    @property
+    def of_tokens(self) -> pl.BlockSpec:
+        """Blocks of (N, E)."""
+        return pl.BlockSpec((self.rows * self.steps, self.width), lambda p: (p, 0))
+
+    @property
+    def of_token(self) -> pl.BlockSpec:
+        """Blocks of (N,)."""
+        return pl.BlockSpec((self.rows * self.steps,), lambda p: (p,))
+
+    @property
+    def whole(self) -> pl.BlockSpec:
+        """The block of (E,)."""
+        return pl.BlockSpec((self.width,), lambda p: (0,))
+
+    @property
+    def of_width_e(self) -> Array:
+        """Inside a kernel, whether each place is one of a channel."""
+        return lax.iota(jnp.int32, self.width) < self.E
+
+    def load_whole(self, ref: Any) -> Array:
+        """Inside a kernel, (E,), float32."""
+        return triton.load(ref.at[:], mask=self.of_width_e, other=0.0).astype(jnp.float32)
+
+    def tile(self, program: Any, i: Any) -> Tile:
+        """Inside a kernel, the tokens of a program's step. Interpret mode knows the program only outside of a loop."""
+        first, shape = (program * self.steps + i) * self.rows, (self.rows, self.width)
+        among_r = first + lax.iota(jnp.int32, self.rows) < self.N
+        mask_re = jnp.broadcast_to(among_r[:, None], shape) & jnp.broadcast_to(self.of_width_e[None], shape)
+        return Tile(pl.ds(i * self.rows, self.rows), among_r, mask_re)
 
 
 def layer_norm_gradient(
@@ -31,8 +108,10 @@ def layer_norm_gradient(
     scale_E: Float[Array, " E"],
     dy_BTE: Float[Array, "B T E"],
     dx_BTE: Float[Array, "B T E"],
-) -> tuple[Float[Array, "B T E"], Float[Array, " E"], Float[Array, " E"]]:
-    """``dx_BTE`` plus the gradient of x, and those of scale and bias, float32.
+    dtype: Any = None,
+) -> list[Array]:
+    """``dx_BTE`` plus the gradient of x, (B, T, E), and those of scale and bias, (E,), float32. With a ``dtype`` also
+    the first in that dtype, (B, T, E), and its sum over all tokens, (E,), float32.
 
     Without a GPU in interpret mode, which is for tests.
 
@@ -43,58 +122,100 @@ def layer_norm_gradient(
         scale_E: the scale.
         dy_BTE: the gradient of the result.
         dx_BTE: a gradient of x from elsewhere, in x's dtype; the result has it too.
+        dtype: that of what was added to x.
     """
-    (B, T, E), N = x_BTE.shape, x_BTE.shape[0] * x_BTE.shape[1]
-    width = pl.next_power_of_2(E)
-    rows = max(1, TILE // width)
-    programs = min(PROGRAMS_PER_CORE * device.cores(), -(-N // rows))
-    span = -(-N // programs)
-    span += -span % rows
-    programs = -(-N // span)
-    of_tokens = pl.BlockSpec((span, width), lambda p: (p, 0))
-    of_token, whole = pl.BlockSpec((span,), lambda p: (p,)), pl.BlockSpec((width,), lambda p: (0,))
-    sums = pl.BlockSpec((None, width), lambda p: (p, 0))
-    dx_NE, dscale_PE, dbias_PE = pl.pallas_call(
-        functools.partial(_kernel, N=N, E=E, rows=rows),
-        grid=(programs,),
+    walk = Walk.of(x_BTE)
+    (B, T, E), N, of_tokens, of_token, whole = x_BTE.shape, walk.N, walk.of_tokens, walk.of_token, walk.whole
+    sums = pl.BlockSpec((None, walk.width), lambda p: (p, 0))
+    rounded = [] if dtype is None else [jax.ShapeDtypeStruct((N, E), dtype)]
+    sums_PE = [jax.ShapeDtypeStruct((walk.programs, E), jnp.float32)] * (2 + len(rounded))
+    dx_NE, *found = pl.pallas_call(
+        functools.partial(_gradient_kernel, walk=walk),
+        grid=(walk.programs,),
         in_specs=[of_tokens, of_token, of_token, whole, of_tokens, of_tokens],
-        out_specs=(of_tokens, sums, sums),
-        out_shape=(jax.ShapeDtypeStruct((N, E), x_BTE.dtype), *[jax.ShapeDtypeStruct((programs, E), jnp.float32)] * 2),
+        out_specs=[of_tokens, *[sums] * len(sums_PE), *[of_tokens] * len(rounded)],
+        out_shape=[jax.ShapeDtypeStruct((N, E), x_BTE.dtype), *sums_PE, *rounded],
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=device.interprets_kernels(),
         name="layer_norm_gradient",
     )(x_BTE.reshape(N, E), mean_BT1.reshape(N), rate_BT1.reshape(N), scale_E, dy_BTE.reshape(N, E),
       dx_BTE.reshape(N, E))
-    return dx_NE.reshape(B, T, E), dscale_PE.sum(axis=0), dbias_PE.sum(axis=0)
+    dscale_E, dbias_E, *added_E = [sum_PE.sum(axis=0) for sum_PE in found[:len(sums_PE)]]
+    return [dx_NE.reshape(B, T, E), dscale_E, dbias_E, *(x.reshape(B, T, E) for x in found[len(sums_PE):]), *added_E]
 
 
-def _kernel(x_ref: Any, mean_ref: Any, rate_ref: Any, scale_ref: Any, dy_ref: Any, dx_ref: Any, out_ref: Any,
-            dscale_ref: Any, dbias_ref: Any, *, N: int, E: int, rows: int) -> None:
-    """A program: its span of tokens, ``rows`` at a time."""
-    span, width = x_ref.shape
-    of_width_e = lax.iota(jnp.int32, width) < E
-    scale_e = triton.load(scale_ref.at[:], mask=of_width_e, other=0.0).astype(jnp.float32)
-    first = pl.program_id(0) * span
+def _gradient_kernel(x_ref: Any, mean_ref: Any, rate_ref: Any, scale_ref: Any, dy_ref: Any, dx_ref: Any, out_ref: Any,
+                     dscale_ref: Any, dbias_ref: Any, *rest: Any, walk: Walk) -> None:
+    """A program: its span of tokens, some at a time."""
+    dadded_ref, rounded_ref = rest or (None, None)
+    program, scale_e = pl.program_id(0), walk.load_whole(scale_ref)
 
-    def step(i: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        these = pl.ds(i * rows, rows)
-        among_r = first + i * rows + lax.iota(jnp.int32, rows) < N
-        mask_re = jnp.broadcast_to(among_r[:, None], (rows, width)) & jnp.broadcast_to(of_width_e[None], (rows, width))
-
-        def load(ref: Any) -> Array:
-            return triton.load(ref.at[these, :], mask=mask_re, other=0.0).astype(jnp.float32)
-
-        x_re, dy_re, dx_re = load(x_ref), load(dy_ref), load(dx_ref)
-        mean_r, rate_r = (triton.load(ref.at[these], mask=among_r, other=0.0) for ref in (mean_ref, rate_ref))
-        normal_re = jnp.where(mask_re, (x_re - mean_r[:, None]) * rate_r[:, None], 0)
+    def step(i: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        tile = walk.tile(program, i)
+        x_re, dy_re, dx_re = map(tile.load, (x_ref, dy_ref, dx_ref))
+        mean_r, rate_r = map(tile.load_numbers, (mean_ref, rate_ref))
+        normal_re = jnp.where(tile.mask_re, (x_re - mean_r[:, None]) * rate_r[:, None], 0)
         dnormal_re = dy_re * scale_e[None]
-        along_r, mean_r = jnp.sum(dnormal_re * normal_re, axis=1) / E, jnp.sum(dnormal_re, axis=1) / E
+        along_r, mean_r = jnp.sum(dnormal_re * normal_re, axis=1) / walk.E, jnp.sum(dnormal_re, axis=1) / walk.E
         dx_re += rate_r[:, None] * (dnormal_re - mean_r[:, None] - normal_re * along_r[:, None])
-        triton.store(out_ref.at[these, :], dx_re.astype(out_ref.dtype), mask=mask_re)
-        dscale_e, dbias_e = sums
-        return dscale_e + jnp.sum(dy_re * normal_re, axis=0), dbias_e + jnp.sum(dy_re, axis=0)
+        tile.store(out_ref, dx_re)
+        terms = dy_re * normal_re, dy_re
+        if rounded_ref is not None:
+            tile.store(rounded_ref, dx_re)
+            terms = *terms, jnp.where(tile.mask_re, dx_re, 0)
+        return tuple(sum_e + jnp.sum(term_re, axis=0) for sum_e, term_re in zip(sums, terms, strict=True))
 
-    zero_e = jnp.zeros(width, jnp.float32)
-    dscale_e, dbias_e = lax.fori_loop(0, span // rows, step, (zero_e, zero_e))
-    triton.store(dscale_ref.at[:], dscale_e, mask=of_width_e)
-    triton.store(dbias_ref.at[:], dbias_e, mask=of_width_e)
+    refs = [ref for ref in (dscale_ref, dbias_ref, dadded_ref) if ref is not None]
+    sums = lax.fori_loop(0, walk.steps, step, (jnp.zeros(walk.width, jnp.float32),) * len(refs))
+    for ref, sum_e in zip(refs, sums, strict=True):
+        triton.store(ref.at[:], sum_e, mask=walk.of_width_e)
+
+
+def layer_norm_of_sum(
+    x_BTE: Float[Array, "B T E"],
+    y_BTE: Float[Array, "B T E"],
+    added_E: Float[Array, " E"],
+    scale_E: Float[Array, " E"],
+    bias_E: Float[Array, " E"],
+    epsilon: float,
+    dtype: Any,
+) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"], Float[Array, "B T 1"], Float[Array, "B T 1"]]:
+    """LayerNorm of x + y + added in ``dtype``; the sum in x's dtype; its mean over E and 1 / √(variance + ε), float32.
+
+    Without a GPU in interpret mode, which is for tests.
+    """
+    walk = Walk.of(x_BTE)
+    (B, T, E), N, of_tokens, of_token, whole = x_BTE.shape, walk.N, walk.of_tokens, walk.of_token, walk.whole
+    numbers = jax.ShapeDtypeStruct((N,), jnp.float32)
+    normed_NE, sum_NE, mean_N, rate_N = pl.pallas_call(
+        functools.partial(_sum_kernel, walk=walk, epsilon=epsilon),
+        grid=(walk.programs,),
+        in_specs=[of_tokens, of_tokens, whole, whole, whole],
+        out_specs=[of_tokens, of_tokens, of_token, of_token],
+        out_shape=[jax.ShapeDtypeStruct((N, E), dtype), jax.ShapeDtypeStruct((N, E), x_BTE.dtype), numbers, numbers],
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=device.interprets_kernels(),
+        name="layer_norm_of_sum",
+    )(x_BTE.reshape(N, E), y_BTE.reshape(N, E), added_E, scale_E, bias_E)
+    return (normed_NE.reshape(B, T, E), sum_NE.reshape(B, T, E), mean_N.reshape(B, T, 1), rate_N.reshape(B, T, 1))
+
+
+def _sum_kernel(x_ref: Any, y_ref: Any, added_ref: Any, scale_ref: Any, bias_ref: Any, normed_ref: Any, sum_ref: Any,
+                mean_ref: Any, rate_ref: Any, *, walk: Walk, epsilon: float) -> None:
+    """A program: its span of tokens, some at a time."""
+    program = pl.program_id(0)
+    added_e, scale_e, bias_e = map(walk.load_whole, (added_ref, scale_ref, bias_ref))
+
+    def step(i: Any, nothing: None) -> None:
+        del nothing
+        tile = walk.tile(program, i)
+        sum_re = tile.load(x_ref) + tile.load(y_ref) + added_e[None]
+        tile.store(sum_ref, sum_re)
+        mean_r = jnp.sum(sum_re, axis=1) / walk.E
+        centred_re = jnp.where(tile.mask_re, sum_re - mean_r[:, None], 0)
+        rate_r = lax.rsqrt(jnp.sum(centred_re * centred_re, axis=1) / walk.E + epsilon)
+        tile.store(normed_ref, centred_re * rate_r[:, None] * scale_e[None] + bias_e[None])
+        for ref, numbers_r in ((mean_ref, mean_r), (rate_ref, rate_r)):
+            triton.store(ref.at[tile.these], numbers_r, mask=tile.among_r)
+
+    lax.fori_loop(0, walk.steps, step, None)

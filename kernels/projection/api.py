@@ -8,21 +8,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels import cpu, device
-from kernels.layer_norm import Norm, layer_norm, layer_norm_and_input
+from kernels.layer_norm import Norm, Sum, has_sum_kernel, layer_norm, layer_norm_and_input, total
 from kernels.mixed_precision import product
 from kernels.projection.decode import projection_decode
 
 
 def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Float[Array, " F"] | None, *,
-            onto_BTF: Float[Array, "B T F"] | None = None) -> Float[Array, "B T F"]:
+            onto_BTF: Float[Array, "B T F"] | None = None) -> Any:
     """x w + bias in x's dtype, summed in float32 or better, and rounded before and after the bias. None: no bias.
 
     With ``onto_BTF`` the result is added to it, in its dtype. One token on a GPU then takes a single launch, which is
-    not differentiable, rounds once and reads wᵀ: where w is a transposed array, XLA copies nothing.
+    not differentiable, rounds once and reads wᵀ: where w is a transposed array, XLA copies nothing. More tokens on a GPU
+    give a ``Sum``, which the next LayerNorm adds up.
     """
     if onto_BTF is not None:
-        if bias_F is not None and _alone_on_gpu(x_BTE):
+        assert bias_F is not None
+        if _alone_on_gpu(x_BTE):
             return projection_decode(x_BTE, [w_EF.T], [bias_F], onto_BTF=onto_BTF)[0]
+        if has_sum_kernel(onto_BTF):
+            return Sum(onto_BTF, project(x_BTE, w_EF, None), bias_F)
         return onto_BTF + project(x_BTE, w_EF, bias_F).astype(onto_BTF.dtype)
     # It flattens rows and tokens, which several devices may have split.
     if (bias_F is not None and cpu.applies(cpu.project) and jax.device_count() == 1
@@ -47,7 +51,7 @@ def project_wide(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array,
     return [product("bte,ef->btf", x_BTE, w_EF.astype(x_BTE.dtype)) + bias_F[None, None] for w_EF, bias_F in parameters]
 
 
-def project_each(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array, Array | None]], *,
+def project_each(x_BTE: Float[Array, "B T E"] | Sum, parameters: Sequence[tuple[Array, Array | None]], *,
                  norm: Norm | None = None, activation: Callable[[Array], Array] | None = None,
                  wide: Sequence[tuple[Array, Array]] = (),
                  ) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"], list[Array]]:
@@ -63,7 +67,7 @@ def project_each(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array,
     """
     if wide and activation is not None:
         raise ValueError("an activation is given, and wide too; expected one of them")
-    normed_BTE, x_BTE = (x_BTE, x_BTE) if norm is None else layer_norm_and_input(x_BTE, *norm)
+    normed_BTE, x_BTE = (total(x_BTE),) * 2 if norm is None else layer_norm_and_input(x_BTE, *norm)
     if _alone_on_gpu(x_BTE):
         weights, biases = zip(*parameters, *wide, strict=True)
         dtypes = [*[normed_BTE.dtype] * len(parameters), *[jnp.float32] * len(wide)]

@@ -2,8 +2,8 @@
 
 XLA writes the intermediates between bias, convolution, activation and norm to memory, in the backward pass in float32.
 Here a program takes a tile of tokens of one head; the few previous tokens that it reads are first copied to another
-array. The backward pass recomputes everything from the input, and writes the gradient of the convolution's result, which
-XLA then convolves backwards. No atomics: results are deterministic.
+array. The backward pass recomputes everything from the input, and writes the gradient of the convolution's result,
+which XLA then convolves backwards. No atomics: results are deterministic.
 """
 
 import functools

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from kernels import cpu
 from kernels.gated_norm import gated_norm, gated_norm_wide, rms_norm
 from kernels.head_tiles import has_tiles
-from kernels.layer_norm import Norm
+from kernels.layer_norm import Norm, Sum
 from kernels.mixed_precision import wide
 from kernels.projection import project, project_each
 from kernels.recurrent_step import Computed, Input, Step, has_kernel
@@ -51,7 +51,7 @@ class Linear(nnx.Linear):
                          kernel_metadata=declare(*axes, decays=True, shared=shared),
                          bias_metadata=declare(axes[1], decays=False, shared=shared))
 
-    def __call__(self, x: Array, onto_BTF: Array | None = None) -> Array:
+    def __call__(self, x: Array, onto_BTF: Array | None = None) -> Any:
         return project(x, *self.parameters, onto_BTF=onto_BTF)
 
     @property
@@ -253,10 +253,10 @@ class SelfAttention(nnx.Module):
         """Name of the mode and of its file."""
         return type(self).__module__.rpartition(".")[2]
 
-    def forward(self, x_BTE: Float[Array, "B T E"], cache: Any = None, *, norm: Norm | None = None,
+    def forward(self, x_BTE: Float[Array, "B T E"] | Sum, cache: Any = None, *, norm: Norm | None = None,
                 residual: bool = False, causal: bool = True,
                 positions_BT: Int[Array, "B T"] | None = None, segment_ids_BT: Int[Array, "B T"] | None = None,
-                lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"], Any]:
+                lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"] | Sum, Any]:
         """Attention over whole sequences or, with a cache, over T more tokens.
 
         Includes LayerNorm and residual sum, so that one token needs few launches on a GPU.
@@ -272,7 +272,8 @@ class SelfAttention(nnx.Module):
             lengths_B: with a cache, number of new tokens of each row that enter it; None: all.
 
         Returns:
-            The result, and the cache with the new tokens, or None.
+            The result, on a GPU perhaps to be added up by the next LayerNorm, and the cache with the new tokens, or
+            None.
 
         Raises:
             NotImplementedError: the mode does not support the mask, a cache, or several segments per row.
