@@ -18,8 +18,8 @@ def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Flo
     """x w + bias in x's dtype, summed in float32 or better, and rounded before and after the bias. None: no bias.
 
     With ``onto_BTF`` the result is added to it, in its dtype. One token on a GPU then takes a single launch, which is
-    not differentiable, rounds once and reads wᵀ: where w is a transposed array, XLA copies nothing. More tokens on a GPU
-    give a ``Sum``, which the next LayerNorm adds up.
+    not differentiable, rounds once and reads wᵀ: where w is a transposed array, XLA copies nothing. More tokens on a
+    GPU give a ``Sum``, which the next LayerNorm adds up.
     """
     if onto_BTF is not None:
         assert bias_F is not None
