@@ -422,8 +422,7 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
         "dtype": report.flag("dtype (bfloat16 on a GPU and in kernel, float32 elsewhere and in noncausal)",
                              choices=("float32", "bfloat16", "float16")),
         "seconds-per-case": report.flag("about how long the samples of a case may take", 60.0),
-        "minutes": report.flag("no case is begun after that (no limit)", type=report.above_zero),
-        "one-process": report.flag("has no effect: all cases are in one process", False)})
+        "minutes": report.flag("no case is begun after that (no limit)", type=report.above_zero)})
 def main(options: Namespace, results: report.Results) -> None:
     """The forms take turns at every shape."""
     report.use_whole_device()
