@@ -352,13 +352,14 @@ def run(chosen: Sequence[Case], target: Target, results: report.Results) -> None
             ("", lambda row: row["faults"] or "ok", "")),
         "launches": report.columns(("case", "case", ""), ("launches", "launches", ""), ("at most", "most", ""),
                                    title="Launches for a token")},
-    flags={"only": report.flag("compile only the cases with this in their name", default="", metavar="TEXT")})
+    flags={"only": report.flag("compile only the cases with this in their name", default="", metavar="TEXT"),
+           "ours": report.flag("compile only the cases that have a kernel of ours", False)})
 def main(options: Namespace, results: report.Results) -> None:
     """Compiles the cases."""
     if not can_compile():
         raise ConfigError(f"this Python ({sys.executable}) lacks jax's CUDA plug-in; {REMEDY}")
     target = Target()
-    chosen = [case for case in cases(target) if options.only in case.name]
+    chosen = [case for case in cases(target) if options.only in case.name and (case.ours or not options.ours)]
     if not chosen:
         raise ConfigError(f"--only {options.only}: no case has this in its name; the cases are "
                           + ", ".join(case.name for case in cases(target)))
