@@ -1,9 +1,10 @@
 """Sums of log decays, the same way for every kernel.
 
 Token t multiplies the state before it with exp(g_t), g_t ≤ 0. What token j has added is exp(g_{j+1} + … + g_i) of
-itself when token i reads it. Each such sum is added up from its own terms, never as a difference of two running sums:
+itself when token i reads it. Each such sum is added up from its own terms, not as a difference of two running sums:
 behind one g of −1e4 float32 has steps of 1e-3 left for the small ones that follow. Sums of terms of one sign lose
-nothing, and no exponential is of a number above 0.
+nothing, and no exponential is of a number above 0. Gradients of g in the blockwise forms of softmax and power attention
+are differences of running sums, with larger errors.
 """
 
 from typing import NamedTuple

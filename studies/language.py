@@ -8,9 +8,9 @@
 The quickstart's model of width 128, for 200 steps of 4,096 tokens. On WikiText, four rows of 1,024 tokens, each mode
 has three learning rates a factor of two apart, with one seed. On the quickstart's corpus, one row of 4,096 tokens, it
 has the rate that was best on WikiText. At that rate the contenders have three seeds on prose and five on code. Softmax
-appears as published, with the layer options of its rivals, and with those and a forget gate; linear attention as
-published and with the options. Then come decays, the delta rule, powers, and hybrids of three recurrent layers and one
-other. Steps bound all runs, so that each schedule ends.
+appears as published, with the layer options that help it, and with all of ``gated_delta``, each with and without a
+forget gate; linear attention as published and with the options. Then come decays, the delta rule, powers, and hybrids
+of three recurrent layers and one other. Steps bound all runs, so that each schedule ends.
 
 The quick form has only the quickstart's corpus, at a context of 1,024 and one rate, for 100 steps.
 """
@@ -29,11 +29,15 @@ RATES = (2e-3, 4e-3, 8e-3)
 PARTS = {"short_conv": 4, "output_gate": "sigmoid"}
 """Layer options that help softmax; its weights need no norm of the output."""
 NORMED = PARTS | {"output_norm": "rms"}
+ALL_PARTS = NORMED | {"qk_activation": "silu", "qk_norm": "rms", "output_gate": "silu"}
+"""The layer options of ``gated_delta``, with an RMS normalisation of queries and keys."""
 
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax": ("softmax", {}),
     "softmax-parts": ("softmax", PARTS),
     "softmax-forget": ("softmax", PARTS | {"forget_gate": True}),
+    "softmax-all": ("softmax", ALL_PARTS),
+    "softmax-all-forget": ("softmax", ALL_PARTS | {"forget_gate": True}),
     "chunked": ("chunked", {}),
     "chunked-parts": ("chunked", NORMED),
     "gated": ("gated", {}),
@@ -43,7 +47,8 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid-window": ("gated_delta,gated_delta,gated_delta,window", {"window": 256}),
 }
 """Attention and options of its mode (of a hybrid, the last), by the name of the run."""
-CONTENDERS = ("softmax-parts", "softmax-forget", "gated", "gated_delta", "hybrid-softmax")
+CONTENDERS = ("softmax-parts", "softmax-forget", "softmax-all", "softmax-all-forget", "gated", "gated_delta",
+              "hybrid-softmax")
 BASELINES = ("gated", "gated_delta", "hybrid-softmax")
 BEST_RATES = dict.fromkeys(ARMS, 4e-3) | {"chunked-parts": 8e-3, "hybrid-softmax": 8e-3}
 """Best rates on WikiText."""

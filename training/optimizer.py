@@ -42,6 +42,8 @@ def global_norm(tree: Any) -> jax.Array:
     Naively, a GPU needs one or two launches per array. Here it needs one for the rows of each large array, and a few
     for all of their sums and all small arrays. The barrier prevents XLA from undoing this.
     """
+    if jax.sharding.get_abstract_mesh().size > 1:  # arrays of several shardings do not concatenate without traffic
+        return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)))
     squares = [jnp.square(x) if x.size <= _SMALL else jnp.sum(jnp.square(x), axis=-1) for x in jax.tree.leaves(tree)]
     return jnp.sqrt(jnp.sum(lax.optimization_barrier(jnp.concatenate([x.ravel() for x in squares]))))
 

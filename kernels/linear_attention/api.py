@@ -73,7 +73,7 @@ def linear_attention(
 
         S_t = S₀ + Σ φ(k_j) v_jᵀ      z_t = z₀ + Σ φ(k_j)      y_t = φ(q_t)ᵀ S_t / (φ(q_t)ᵀ z_t + ε)
 
-    With a decay g_t, which scales the rows of the masked product,
+    With a decay the weight of token j at token t is multiplied by exp(g_{j+1} + … + g_t):
 
         S_t = exp(g_t) S_{t−1} + φ(k_t) v_tᵀ      z_t = exp(g_t) z_{t−1} + φ(k_t)
 

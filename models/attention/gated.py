@@ -1,9 +1,10 @@
 """``gated``: linear attention with a decay of the state for each head and token.
 
-    S_t = exp(g_t) S_{t−1} + k_t v_tᵀ      y_t = S_tᵀ q_t      g_t = −exp(A) softplus(a(x_t) + b)
+    S_t = exp(g_t) S_{t−1} + k_t v_tᵀ      y_t = S_tᵀ q_t      g_t = −exp(A_log) softplus(a(x_t) + b)
 
-Dao, Gu: "Transformers are SSMs", 2024 (the recurrence of Mamba-2). With ``decay fixed``, one constant per head: Sun et
-al., "Retentive Network", 2023. Convolution, norms and output gate are those of ``LayerOptions``.
+The decay of Mamba-2 (Dao, Gu: "Transformers are SSMs", 2024) without its factor Δ_t on the write; Simple GLA in
+flash-linear-attention. With ``decay fixed``, one constant per head: Sun et al., "Retentive Network", 2023. Convolution,
+norms and output gate are those of ``LayerOptions``.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from models.attention.layer_options import LayerOptions
 
 @dataclass(frozen=True)
 class Config(RecurrentOptions):
-    """Options of gated linear attention."""
+    """Options of linear attention with a decay."""
 
     decay: Literal["input", "fixed"] = "input"
     """Decay of the state. input: computed from each token; fixed: one constant per head."""
