@@ -1,9 +1,14 @@
 """The README and the pages in docs: code runs, links exist, every mode is listed."""
 
 import re
+import sys
+import types
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 
 from models.attention import modes
 
@@ -39,3 +44,18 @@ def test_the_readme_is_short():
     lines = PAGES[0].read_text().splitlines()
     assert len(lines) <= 130
     assert max(map(len, lines)) <= 120
+
+
+def test_the_mode_of_adding_a_mode_decodes_what_it_mixes(monkeypatch):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adding_a_mode.md").read_text(), re.DOTALL)
+    mean = types.ModuleType("models.attention.mean")
+    monkeypatch.setitem(sys.modules, mean.__name__, mean)
+    exec(code, mean.__dict__)
+    layer = mean.Attention(mean.Config(scale=2.0), heads=2, head_width=4, width=8, max_length=9, rngs=nnx.Rngs(0))
+    v_BTHD = jax.random.normal(jax.random.key(0), (3, 9, 2, 4))
+    expected = np.cumsum(v_BTHD, axis=1) * 2 / np.arange(1, 10)[None, :, None, None]
+    whole = layer.mix(v_BTHD, v_BTHD, v_BTHD, x_BTE=None, causal=True, segment_ids_BT=None)
+    first, cache = layer.extend(*[v_BTHD[:, :5]] * 3, layer.init_cache(3, 9, np.float32), x_BTE=None)
+    rest, _ = layer.extend(*[v_BTHD[:, 5:]] * 3, cache, x_BTE=None)
+    np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.concatenate([first, rest], axis=1), expected, rtol=1e-5, atol=1e-6)
