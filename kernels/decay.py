@@ -1,10 +1,10 @@
 """Sums of log decays, the same way for every kernel.
 
-Token t multiplies the state before it with exp(g_t), g_t ≤ 0. What token j has added is exp(g_{j+1} + … + g_i) of
-itself when token i reads it. Each such sum is added up from its own terms, not as a difference of two running sums:
-behind one g of −1e4 float32 has steps of 1e-3 left for the small ones that follow. Sums of terms of one sign lose
-nothing, and no exponential is of a number above 0. Gradients of g in the blockwise forms of softmax and power attention
-are differences of running sums, with larger errors.
+Token t multiplies the previous state by exp(g_t), g_t ≤ 0. Token i reads what token j has added multiplied by
+exp(g_{j+1} + … + g_i). Each such sum has its own terms only. A difference of two running sums would lose precision:
+after one g of −1e4 the spacing of float32 is 1e-3. Sums of terms of one sign do not cancel, and no exponent is above 0.
+The gradients of g in the blockwise forms of softmax and power attention are running sums of differences, with larger
+errors.
 """
 
 from typing import NamedTuple

@@ -21,7 +21,7 @@ def by_tokens(function: Callable[..., Sequence[Array]], *, summed: Sequence[bool
     """A function that each device of the mesh that is set (``jax.set_mesh``) computes for its own tokens.
 
     Without such a mesh, or with one device, it is the function itself. The result is not differentiable. Rows or tokens
-    that the devices do not divide are filled up.
+    that the devices do not divide are padded.
 
     Args:
         function: of x (B, T, E), targets (B, T), of which −1 has no part in any result, and arrays that every device

@@ -81,8 +81,8 @@ class Block(nnx.Module):
                 drop: Callable[[Array], Array] | None = None, remat: Remat = "none") -> tuple[Array | Sum, Any]:
         """The residual stream after the block, and the cache with the new tokens, or None.
 
-        On a GPU the next LayerNorm may be left to add up the stream, see :class:`kernels.layer_norm.Sum`. Blocks that
-        are recomputed return an array, the least to keep.
+        On a GPU the result may be a :class:`kernels.layer_norm.Sum`, which the next LayerNorm adds. Blocks that are
+        recomputed return an array.
 
         Args:
             x_BTE: the residual stream.

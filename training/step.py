@@ -149,8 +149,8 @@ def jit_step(step: Callable[..., Any], model: GPT | Classifier, *, deterministic
         segments: whether its batches have segments.
         options: other options of ``jax.jit``.
     """
-    told = _compiler_options(model, deterministic, segments) if device.platform() == "gpu" else None
-    return jax.jit(step, donate_argnums=0, compiler_options=told, **options)
+    of_compiler = _compiler_options(model, deterministic, segments) if device.platform() == "gpu" else None
+    return jax.jit(step, donate_argnums=0, compiler_options=of_compiler, **options)
 
 
 def _compiler_options(model: GPT | Classifier, deterministic: bool, segments: bool) -> dict[str, bool | int]:

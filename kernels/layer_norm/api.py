@@ -23,8 +23,10 @@ class Norm(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """x + y + bias, as long as nothing but a LayerNorm has read it: y and bias of a projection, x a residual connection
-    beside it. Shape and dtype are those of x."""
+    """x + y + bias, not yet added: a residual connection x, and the result y of a projection without its bias.
+
+    The next LayerNorm adds them in its kernel; :func:`total` adds them elsewhere. Shape and dtype are those of x.
+    """
 
     x_BTE: Float[Array, "B T E"]
     y_BTE: Float[Array, "B T E"]
@@ -40,7 +42,7 @@ class Sum(NamedTuple):
 
 
 def total(x: Float[Array, "B T E"] | Sum) -> Float[Array, "B T E"]:
-    """An array, of a sum too."""
+    """x as one array."""
     return x.x_BTE + wide(x.y_BTE).astype(x.dtype) + x.bias_E[None, None].astype(x.dtype) if isinstance(x, Sum) else x
 
 
@@ -58,16 +60,18 @@ def layer_norm(x_BTE: Float[Array, "B T E"] | Sum, scale_E: Float[Array, " E"], 
                epsilon: float, dtype: Any) -> Float[Array, "B T E"]:
     """(x − mean) / √(variance + ε) · scale + bias over the last axis, computed in float32 or better, left in ``dtype``.
 
-    Saved for the backward pass are x and two numbers a token; autodiff would keep what lies between, and the scale
-    spread over all tokens.
+    The backward pass saves x and two numbers per token. Autodiff would also save the intermediates, and the scale
+    broadcast to all tokens.
     """
     return layer_norm_and_input(x_BTE, scale_E, bias_E, epsilon, dtype)[0]
 
 
 def layer_norm_and_input(x_BTE: Float[Array, "B T E"] | Sum, scale_E: Float[Array, " E"], bias_E: Float[Array, " E"],
                          epsilon: float, dtype: Any) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"]]:
-    """:func:`layer_norm` of x, and x: where a residual connection reads it here, the backward pass adds up both
-    gradients while it computes the first. A sum is computed on the way."""
+    """:func:`layer_norm` of x, and x as one array.
+
+    A residual connection should read this x: the backward pass then adds both gradients in one kernel.
+    """
     return _norm_and_input(x_BTE, scale_E, bias_E, epsilon, dtype)
 
 

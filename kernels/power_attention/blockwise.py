@@ -40,7 +40,7 @@ def weighted_sums(q_BHTD: Array, k_BHTD: Array, v_BHTD: Array, log_decay_BHT: Ar
 
 
 class _Factors(NamedTuple):
-    """The factors of decays on the weights, by blocks."""
+    """The factors of the decay on the weights, by blocks of tokens."""
 
     through_NBHt: Array
     """From the first token of a block through each."""
@@ -48,19 +48,21 @@ class _Factors(NamedTuple):
     """Over the blocks between two."""
     after_NBHs: Array
     """From each token to the end of its block."""
-    inside_NBHts: Array
-    """Between the tokens of a block."""
+    log_decay_NBHt: Array
 
     @classmethod
     def of(cls, log_decay_BHT: Array, block: int) -> "_Factors":
         parts = sums_over_parts(log_decay_BHT, block)
-        inside_BHNts = sums_between(log_decay_BHT.reshape(*log_decay_BHT.shape[:2], -1, block))
-        through, after, inside = (jnp.moveaxis(jnp.exp(x), 2, 0)
-                                  for x in (parts.through_NP, parts.after_NP, inside_BHNts))
-        return cls(through, jnp.exp(parts.whole_NM).transpose(2, 3, 0, 1), after, inside)
+        through, after = (jnp.moveaxis(jnp.exp(x), 2, 0) for x in (parts.through_NP, parts.after_NP))
+        log_decay_NBHt = jnp.moveaxis(log_decay_BHT.reshape(parts.through_NP.shape), 2, 0)
+        return cls(through, jnp.exp(parts.whole_NM).transpose(2, 3, 0, 1), after, log_decay_NBHt)
+
+    def inside(self, i: Array) -> Array:
+        """The factors within block i."""
+        return jnp.exp(sums_between(self.log_decay_NBHt[i]))
 
     def between(self, i: Array, j: Array) -> Array:
-        """Of the queries of block i and the keys of block j, which is an earlier one."""
+        """The factors of the queries of block i and the keys of an earlier block j."""
         rows_BHt = self.through_NBHt[i] * self.whole_NMBH[i, j][..., None]
         return rows_BHt[..., None] * self.after_NBHs[j][..., None, :]
 
@@ -76,7 +78,7 @@ def _make_decay(log_decay_BHT: Array | None, runs_BT: Array | None, block: int) 
     def decay(diagonal: bool, i: Array, j: Array) -> Array | None:
         factor_BHts = None
         if factors is not None:
-            factor_BHts = factors.inside_NBHts[i] if diagonal else factors.between(i, j)
+            factor_BHts = factors.inside(i) if diagonal else factors.between(i, j)
         seen = jnp.tril(jnp.ones((block, block), bool))[None, None] if diagonal else None
         if runs_BT is not None:
             meet = visible(*(lax.dynamic_slice_in_dim(runs_BT, n * block, block, 1) for n in (i, j)))[:, None]

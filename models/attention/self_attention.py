@@ -272,7 +272,7 @@ class SelfAttention(nnx.Module):
             lengths_B: with a cache, number of new tokens of each row that enter it; None: all.
 
         Returns:
-            The result, on a GPU perhaps to be added up by the next LayerNorm, and the cache with the new tokens, or
+            The result, on a GPU possibly a ``Sum`` that the next LayerNorm adds, and the cache with the new tokens, or
             None.
 
         Raises:
