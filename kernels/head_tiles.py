@@ -1,4 +1,4 @@
-"""Tiles of a few tokens of one head: what a program of a GPU kernel holds where heads are computed one by one."""
+"""Tiles for GPU kernels that compute each head on its own: a program holds a few tokens of one head."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -15,13 +15,13 @@ from kernels import device
 
 WARPS = 8
 TILE = 4096
-"""Numbers of each array that a program holds: 16 to a thread."""
+"""Elements of each array per program: 16 per thread."""
 
 
 def has_tiles(x_BTE: Any) -> bool:
-    """Whether kernels with tiles are for such arrays on the device that is traced for.
+    """Whether kernels with tiles support these arrays on the device that is traced for.
 
-    One token is less than a tile. On several devices the compiler would gather what it cannot look into.
+    They need more than one token, and one device: the compiler would gather the inputs of a kernel.
     """
     return (device.platform() == "gpu" and jax.device_count() == 1 and x_BTE.dtype.itemsize <= 4
             and x_BTE.shape[1] > 1)
@@ -39,7 +39,7 @@ class HeadTiles(NamedTuple):
 
     @classmethod
     def of(cls, B: int, T: int, H: int, D: int, *, least: int = 1) -> "HeadTiles":
-        """With at least ``least`` tokens each."""
+        """Tiles of at least ``least`` tokens."""
         return cls(B, T, H, D, max(TILE // pl.next_power_of_2(D), pl.next_power_of_2(least)))
 
     @property
@@ -50,7 +50,7 @@ class HeadTiles(NamedTuple):
     def launch(self, kernel: Callable[[dict[str, Any]], None], name: str, *, tokens: Mapping[str, Array],
                vectors: Mapping[str, Array], outputs: Sequence[str], sums: Sequence[str] = (),
                before: Mapping[str, Array] = MappingProxyType({})) -> dict[str, Array]:
-        """Runs a kernel on every tile. Without a GPU in interpret mode, which is for tests.
+        """Runs a kernel on every tile. Without a GPU the kernel is interpreted, for tests.
 
         Args:
             kernel: takes references to inputs and outputs by name.

@@ -29,14 +29,14 @@ def gated_norm(
     *,
     activation: Activation,
 ) -> Float[Array, "B T H D"]:
-    """Norm and gate, computed in float32 or better, in y's dtype. The backward pass computes all of it again.
+    """Norm and gate in y's dtype, computed in float32 or better. The backward pass recomputes them.
 
     Args:
         y_BTHD: the output of the heads.
         scale_HD: the scale of the norm; None: no norm.
         gate_BTHD: the gate before its activation; None: no gate.
-        bias_HD: added to the gate, if any.
-        activation: of the gate. ``sigmoid`` is scaled by 2; ``none`` is without a gate.
+        bias_HD: bias of the gate.
+        activation: activation of the gate; ``sigmoid`` is multiplied by 2.
 
     Raises:
         ValueError: shapes that do not agree.
@@ -49,7 +49,7 @@ def gated_norm(
     return form(y_BTHD, scale_HD, gate_BTHD, bias_HD, activation)
 
 
-# The backward pass computes it again rather than keep what is between.
+# The backward pass recomputes it instead of saving the intermediates.
 @functools.partial(jax.checkpoint, static_argnums=(4,))
 def _elementwise(y_BTHD: Array, scale_HD: Array | None, gate_BTHD: Array | None, bias_HD: Array | None,
                  activation: str) -> Array:

@@ -1,8 +1,8 @@
 """Norm and gate on a GPU: Pallas kernels that read y and the gate once in each pass.
 
-XLA takes two passes for the gradient, one of them for sums over each head. Here a program takes some tokens of one
-head. In the backward pass it leaves sums over these tokens for the gradients of scale and bias. No atomics: two runs
-give the same bits.
+XLA takes two passes for the gradient, one of them for the sums over each head. Here a program has a tile of tokens of
+one head. In the backward pass it also writes its sums over tokens for the gradients of scale and bias. No atomics:
+results are deterministic.
 """
 
 import functools
@@ -25,7 +25,7 @@ Given = dict[str, Array]
 def gated_norm_tiles(y_BTHD: Float[Array, "B T H D"], scale_HD: Float[Array, "H D"] | None,
                      gate_BTHD: Float[Array, "B T H D"] | None, bias_HD: Float[Array, "H D"] | None,
                      activation: str) -> Float[Array, "B T H D"]:
-    """:func:`gated_norm` by the kernels. Without a GPU in interpret mode, which is for tests."""
+    """:func:`gated_norm` by the kernels. Without a GPU they are interpreted, for tests."""
     arguments = {"y": y_BTHD, "scale": scale_HD, "gate": gate_BTHD, "bias": bias_HD}
     return _by_tiles({name: x for name, x in arguments.items() if x is not None}, activation)
 
