@@ -3,16 +3,21 @@
     python -m benchmarks.estimate configs/gpt2_124m.py --attention chunked --model.context 65536
     python -m benchmarks.estimate configs/gpt2_124m.py --attention chunked --sampling
     python -m benchmarks.estimate --kernel linear_attention:1,8192,96,128
+    python -m benchmarks.estimate configs/gpt2_124m.py --devices 8 --mesh.context 8 --mesh.data 1 --train.batch-size 1
 
 A launch takes the longest of the times for its bytes, its operations and the launch itself, by the constants of the
 card (``CARDS``). Launches do not overlap. The constants are from data sheets and from measurements by others, and were
 never checked on a card with this code: the ratio of two estimates says more than either. An estimate does not include
 waits inside a kernel, waves of its programs, or what stays in the cache between launches.
 
-Recipe and further flags are those of ``train.py``, for one device. The program is compiled in an environment that
-``make gpu-check`` builds. ``limit`` is a lower bound for any program. Of a step it is the time to read and write
-parameters, optimizer state and batch once, or for the operations that ``metrics.jsonl`` counts. Of a token at the end
-of the context it is the time to read the parameters in two bytes each and the state of the tokens before.
+With ``--devices`` it tells, in place of the time, the operations of products on each device, the bytes that a device
+exchanges by kind of collective, and its memory; ``--card cpu`` compiles for this machine's CPU.
+
+Recipe and further flags are those of ``train.py``; without ``--devices`` the mesh is one device. The program is
+compiled in an environment that ``make gpu-check`` builds. ``limit`` is a lower bound for any program. Of a step it is
+the time to read and write parameters, optimizer state and batch once, or for the operations that ``metrics.jsonl``
+counts. Of a token at the end of the context it is the time to read the parameters in two bytes each and the state of
+the tokens before.
 """
 
 from support import interrupts
@@ -35,7 +40,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import gpu_check, memory, report, target
+from benchmarks import devices, gpu_check, memory, report, target
 from benchmarks.launches import Launch, launches, pallas_kernels, read_graphed
 from benchmarks.program import read_program
 from configs.schema import Config
@@ -93,6 +98,8 @@ CARDS = {
 
 def answer(case: Mapping[str, Any]) -> dict[str, Any]:
     """What a process for a case answers: the estimate of its program, with the launches in groups."""
+    if "devices" in case:
+        return devices.measure_step(case)
     gpu, card = target.Target(case["card"]), CARDS[case["card"]]
     traced = trace(gpu, case)
     with tempfile.TemporaryDirectory() as folder:
@@ -236,11 +243,21 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 @functools.partial(
     report.Benchmark, module=MODULE, passes_on=True, answer=answer, tables=report.Table(
         ("launches", "count", "MB", "GFLOP", "ms", "share"), lines),
-    flags={"card": report.flag("card with a description in benchmarks/targets", "h200", choices=tuple(CARDS)),
+    flags={"card": report.flag("card with a description in benchmarks/targets; cpu: only with --devices", "h200",
+                               choices=(*CARDS, devices.CPU)),
+           "devices": report.flag("devices of the mesh: what each computes, exchanges and keeps, without the time",
+                                  type=report.positive),
            "kernel": report.flag("one call of an op, in place of a recipe", metavar="OP:B,T,H,D"),
            "sampling": report.flag("one token of one sample", False), "vocabulary": target.VOCABULARY_FLAG})
-def main(options: Namespace, results: report.Results) -> None:
+def main(options: Namespace, results: report.Results) -> int | None:
     """Compiles a program and estimates its time."""
+    if options.devices is not None:
+        if options.kernel is not None or options.sampling:
+            raise ConfigError("--devices estimates a training step: it takes neither --kernel nor --sampling")
+        devices.tell(options, results, MODULE)
+        return 0
+    if options.card == devices.CPU:
+        raise ConfigError("--card cpu: there is no estimate of the time on a CPU; give --devices, or another card")
     gpu, card = target.Target(options.card), CARDS[options.card]
     call = config = None
     if options.kernel is not None:
@@ -277,6 +294,7 @@ def main(options: Namespace, results: report.Results) -> None:
     results.more = {"card": options.card, "constants": asdict(card), "jax": version, **more} | {
         name: value for name, value in found.items() if name != "rows"}
     results.add(*found["rows"])
+    return None
 
 
 if __name__ == "__main__":

@@ -12,6 +12,11 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16
          "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8, "c128": 16}
 """Of an element, by XLA's name of the dtype. Tokens and opaque values have no size."""
 
+COLLECTIVES = ("all-gather", "all-reduce", "collective-permute", "all-to-all", "collective-broadcast")
+"""The bytes of their results count."""
+REDUCE_SCATTER = "reduce-scatter"
+"""The bytes of its operands count."""
+
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
@@ -121,6 +126,26 @@ class Program:
             for other in instruction.called:
                 counted.add(self.products_of(other), (instruction.trips or 1) if is_loop else 1)
         self._products[name] = counted
+        return counted
+
+    @property
+    def collectives(self) -> Counter[str]:
+        """Bytes that a device exchanges, by kind of collective."""
+        return self._collectives_of(self.entry)
+
+    def _collectives_of(self, name: str) -> Counter[str]:
+        counted = Counter[str]()
+        here = self.computations[name]
+        for instruction in here.values():
+            if instruction.opcode.removesuffix("-start") == REDUCE_SCATTER:
+                counted[REDUCE_SCATTER] += sum(here[name].bytes for name in instruction.operands)
+            elif instruction.opcode.removesuffix("-done") in COLLECTIVES:
+                counted[instruction.opcode.removesuffix("-done")] += instruction.bytes
+            called = [] if instruction.opcode in ("async-update", "async-done") else instruction.called
+            for found in [*map(self._collectives_of, called),
+                          max(map(self._collectives_of, instruction.branches), key=Counter.total, default=Counter())]:
+                times = (instruction.trips or 1) if instruction.opcode == "while" else 1
+                counted.update({kind: times * size for kind, size in found.items()})
         return counted
 
     def operations_of(self, instruction: Instruction, here: Computation) -> Counter[str]:

@@ -8,7 +8,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -59,6 +59,11 @@ class Target:
         """Shared memory that a block of threads may have at most."""
         return int(self._field(r"shared_memory_per_block_optin: (\d+)"))
 
+    def devices(self, number: int) -> Sequence[Any]:
+        """Such GPUs in one host."""
+        return topologies.get_topology_desc(platform="cuda", target_config=self.description,
+                                            topology=f"1x1x{number}").devices
+
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Context in which ``kernels.device`` is this GPU, and Pallas kernels are lowered for it."""
@@ -101,9 +106,12 @@ class Target:
         Raises:
             jax.errors.JaxRuntimeError: it cannot be compiled, such as a kernel with too much shared memory.
         """
-        with self.tracing():
+        if jax.sharding.get_abstract_mesh().empty:
+            with self.tracing():
+                lowered = traced.lower()
+        else:
             lowered = traced.lower()
-            options: dict[str, Any] = {"xla_gpu_cuda_data_dir": str(cuda_folder()), **flags}
+        options: dict[str, Any] = {"xla_gpu_cuda_data_dir": str(cuda_folder()), **flags}
         if dump is not None:
             # An expression that names no pass keeps the many texts of the passes out of the folder.
             options |= {"xla_dump_to": str(dump), "xla_dump_emitter_re": "^(ptx|asm).*"}
@@ -111,8 +119,7 @@ class Target:
 
     @cached_property
     def _sharding(self) -> SingleDeviceSharding:
-        topology = topologies.get_topology_desc(platform="cuda", target_config=self.description, topology="1x1x1")
-        return SingleDeviceSharding(topology.devices[0])
+        return SingleDeviceSharding(self.devices(1)[0])
 
     def _field(self, pattern: str) -> str:
         found = re.search(pattern, self.description, re.MULTILINE)
@@ -156,13 +163,18 @@ def find_python() -> str:
     return str(best / "bin" / "python")
 
 
-def compile_elsewhere(module: str, case: Mapping[str, Any]) -> dict[str, Any]:
-    """What a benchmark answers for a case, in a process of its own with the Python of :func:`find_python`.
+def compile_elsewhere(module: str, case: Mapping[str, Any], python: str | None = None) -> dict[str, Any]:
+    """What a benchmark answers for a case, in a process of its own.
+
+    Args:
+        module: the benchmark's module.
+        case: goes through JSON.
+        python: Python executable; None: that of :func:`find_python`.
 
     Raises:
         BenchmarkError: the program cannot be compiled; the message says why.
     """
-    found = report.in_process(module, case, python=find_python())
+    found = report.in_process(module, case, python=python or find_python())
     if "error" in found:
         raise BenchmarkError(f"the program cannot be compiled: {found['error']}")
     return found
@@ -174,15 +186,24 @@ def parse_recipe(words: Sequence[str], gpu: Target) -> Config:
     Raises:
         ConfigError: the command line is wrong, or asks for more than one device.
     """
-    import train  # requires packages that the environments for compiling lack
-
-    with gpu.tracing():
-        config = train.parse(words).config
+    config = parse_words(words, gpu)
     for axis in ("data", "fsdp", "tensor", "context"):
         if getattr(config.mesh, axis) not in ((1, -1) if axis == "data" else (1,)):
             raise ConfigError(f"mesh.{axis} is {getattr(config.mesh, axis)}; expected 1: the program is compiled for "
                               "one device, so give it the share of the batch of one device")
     return config
+
+
+def parse_words(words: Sequence[str], gpu: Target | None) -> Config:
+    """The config of train.py's command line, validated for a GPU, or for this machine's devices.
+
+    Raises:
+        ConfigError: the command line is wrong.
+    """
+    import train  # requires packages that the environments for compiling lack
+
+    with nullcontext() if gpu is None else gpu.tracing():
+        return train.parse(words).config
 
 
 def vocabulary_size(config: Config) -> int:

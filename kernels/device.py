@@ -5,6 +5,7 @@ the target, which is the abstract device of the current mesh.
 """
 
 import functools
+import math
 import warnings
 from pathlib import Path
 
@@ -41,6 +42,15 @@ def cores() -> int:
     target = jax.sharding.get_abstract_mesh().abstract_device
     found = getattr(jax.devices()[0], "core_count", None) if target is None else target.num_cores
     return (found or 1) if platform() == "gpu" else 1
+
+
+def count() -> int:
+    """Devices that arrays may be split over: those of the mesh that is set, or else all; 1 where each device computes
+    its own share, under ``jax.shard_map``."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() if mesh.abstract_device is None else 1
+    return math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
 
 
 def has_fast_bfloat16() -> bool:

@@ -26,7 +26,7 @@ ROWS = 128
 def embed(tokens_BT: Int[Array, "B T"], embedding_VE: Float[Array, "V E"]) -> Float[Array, "B T E"]:
     """``embedding_VE[tokens_BT]``, for tokens from 0 to V − 1."""
     # On several devices the sort would gather the positions of all.
-    if device.platform() == "gpu" and jax.device_count() == 1:
+    if device.platform() == "gpu" and device.count() == 1:
         return _embed(tokens_BT, embedding_VE)
     return jnp.take(embedding_VE, tokens_BT, axis=0)
 

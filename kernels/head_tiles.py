@@ -23,7 +23,7 @@ def has_tiles(x_BTE: Any) -> bool:
 
     They need more than one token, and one device: the compiler would gather the inputs of a kernel.
     """
-    return (device.platform() == "gpu" and jax.device_count() == 1 and x_BTE.dtype.itemsize <= 4
+    return (device.platform() == "gpu" and device.count() == 1 and x_BTE.dtype.itemsize <= 4
             and x_BTE.shape[1] > 1)
 
 

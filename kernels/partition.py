@@ -11,6 +11,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kernels import device
+
 TOKEN_AXES = ("data", "fsdp"), ("context", "tensor")
 """The mesh axes that split the rows of a batch, and their tokens, where no computation involves two tokens."""
 HEAD_AXIS = "tensor"
@@ -74,7 +76,7 @@ def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequenc
             argument has both, and its sharding decides.
         outputs: the letters of each result's dimensions.
     """
-    if jax.device_count() == 1 or jax.sharding.get_abstract_mesh().manual_axes:
+    if device.count() == 1:
         return function
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:

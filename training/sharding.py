@@ -63,6 +63,17 @@ def make_mesh(config: Config | LraConfig, devices: Sequence[Any] | None = None) 
         ConfigError: the sizes do not fit the devices, the batch, the context or the heads, or leave devices idle.
     """
     devices = jax.devices() if devices is None else devices
+    sizes = mesh_sizes(config, len(devices))
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES),
+                         devices=devices[:math.prod(sizes.values())])
+
+
+def mesh_sizes(config: Config | LraConfig, devices: int) -> dict[str, int]:
+    """The size of each axis of :func:`make_mesh`, with this number of devices.
+
+    Raises:
+        ConfigError: as :func:`make_mesh`.
+    """
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     rest = [axis for axis, size in sizes.items() if size == -1]
     named = " × ".join(f"mesh.{axis}" for axis in AXES if axis not in rest)
@@ -70,8 +81,8 @@ def make_mesh(config: Config | LraConfig, devices: Sequence[Any] | None = None) 
         raise ConfigError(f"mesh.{rest[0]} and mesh.{rest[1]} are both -1, the devices that remain; expected one such "
                           f"axis: give --mesh.{rest[0]} a size")
     given = math.prod(size for axis, size in sizes.items() if axis not in rest)
-    if min(size for axis, size in sizes.items() if axis not in rest) < 1 or given > len(devices):
-        raise ConfigError(f"{named} is {given}; expected 1 to {len(devices)}, the number of devices")
+    if min(size for axis, size in sizes.items() if axis not in rest) < 1 or given > devices:
+        raise ConfigError(f"{named} is {given}; expected 1 to {devices}, the number of devices")
     rows = config.train.batch_size // config.train.accumulate
     splits = {"data": rows, "fsdp": rows, "tensor": config.model.heads, "context": config.model.context}
     if rest:
@@ -79,10 +90,10 @@ def make_mesh(config: Config | LraConfig, devices: Sequence[Any] | None = None) 
         limit = splits[axis]
         if axis in ("data", "fsdp"):
             limit //= sizes["fsdp" if axis == "data" else "data"]
-        sizes[axis] = math.gcd(limit or 1, len(devices) // given)
+        sizes[axis] = math.gcd(limit or 1, devices // given)
     used = math.prod(sizes.values())
-    if not rest and used < len(devices):
-        raise ConfigError(f"{named} is {used}, which leaves {len(devices) - used} of {len(devices)} devices idle; give "
+    if not rest and used < devices:
+        raise ConfigError(f"{named} is {used}, which leaves {devices - used} of {devices} devices idle; give "
                           "an axis the size -1, or hide devices from jax, as CUDA_VISIBLE_DEVICES does")
     if config.model.context % sizes["context"]:
         raise ConfigError(f"mesh.context is {sizes['context']}, which does not divide model.context, "
@@ -92,7 +103,7 @@ def make_mesh(config: Config | LraConfig, devices: Sequence[Any] | None = None) 
     if rows % (sizes["data"] * sizes["fsdp"]):
         raise ConfigError(f"train.batch_size / train.accumulate is {rows}, which mesh.data × mesh.fsdp, "
                           f"{sizes['data'] * sizes['fsdp']}, does not divide")
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:used])
+    return sizes
 
 
 def report_mesh(mesh: Mesh, rows: int) -> None:

@@ -52,7 +52,7 @@ def has_sum_kernel(x_BTE: Any) -> bool:
     One token has a kernel of its own, with the projection. On several devices the sums over tokens are the compiler's
     to split.
     """
-    return (device.platform() == "gpu" and jax.device_count() == 1 and x_BTE.dtype == jnp.float32
+    return (device.platform() == "gpu" and device.count() == 1 and x_BTE.dtype == jnp.float32
             and x_BTE.shape[1] > 1)
 
 
@@ -102,7 +102,7 @@ def _backward(epsilon, dtype, saved, gradients):
         return (Sum(dx_BTE, dadded_BTE, dadded_E.astype(of_sum.bias_E.dtype)), dscale.astype(scale_E.dtype),
                 dbias.astype(bias_E.dtype))
     # On several devices the sums over tokens are the compiler's to split.
-    if device.platform() == "gpu" and mean.dtype == jnp.float32 and jax.device_count() == 1:
+    if device.platform() == "gpu" and mean.dtype == jnp.float32 and device.count() == 1:
         dx_BTE, dscale, dbias = layer_norm_gradient(x_BTE, mean, rate, scale_E, dy_BTE, dx_BTE)
         return dx_BTE, dscale.astype(scale_E.dtype), dbias.astype(bias_E.dtype)
     E, dy = x_BTE.shape[2], dy_BTE.astype(mean.dtype)

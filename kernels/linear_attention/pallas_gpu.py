@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from kernels import device
 from kernels.linear_attention import gpu_kernels
 from kernels.linear_attention.gpu_kernels import DecayWrites
 from kernels.linear_attention.gpu_launch import Grid, links_of, split_chunks
@@ -172,7 +173,7 @@ def _chosen(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, make_plan: MakePlan) -> Plan:
     """One plan for all devices, as if each had its share of sequences and heads, so that the sums of spans saved by the
     forward pass have one shape."""
     B, T, H, M = q_BTHM.shape
-    return make_plan(-(-B * H // jax.device_count()), T, 1, block_width(M), block_width(v_BTHD.shape[3]),
+    return make_plan(-(-B * H // device.count()), T, 1, block_width(M), block_width(v_BTHD.shape[3]),
                      operand_dtype(q_BTHM, k_BTHM, v_BTHD))
 
 

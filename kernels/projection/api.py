@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -29,7 +28,7 @@ def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Flo
             return Sum(onto_BTF, project(x_BTE, w_EF, None), bias_F)
         return onto_BTF + project(x_BTE, w_EF, bias_F).astype(onto_BTF.dtype)
     # It flattens rows and tokens, which several devices may have split.
-    if (bias_F is not None and cpu.applies(cpu.project) and jax.device_count() == 1
+    if (bias_F is not None and cpu.applies(cpu.project) and device.count() == 1
             and x_BTE.dtype in (jnp.bfloat16, jnp.float32)):
         return cpu.project(x_BTE, w_EF, bias_F)
     B, T = x_BTE.shape[:2]
