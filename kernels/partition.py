@@ -1,4 +1,8 @@
-"""Ops on several devices: each device computes its own share, where the compiler would gather all inputs."""
+"""Ops on several devices: each device computes its own share, where the compiler would gather all inputs.
+
+A share is what the mesh that is set (``jax.set_mesh``) gives a device. Without such a mesh, or with one device, each
+function here returns the function that it is given.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,33 +11,63 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels import device
 
-TOKEN_AXES = ("data", "fsdp"), ("context", "tensor")
-"""The mesh axes that split the rows of a batch, and their tokens, where no computation involves two tokens."""
+ROW_AXES = ("data", "fsdp")
+"""The mesh axes that split the rows of a batch."""
+TOKEN_AXES = ("context", "tensor")
+"""The mesh axes that split the tokens of a row where no computation involves two tokens."""
 HEAD_AXIS = "tensor"
 """The mesh axis that splits heads."""
 
 
-def by_tokens(function: Callable[..., Sequence[Array]], *, summed: Sequence[bool]) -> Callable[..., Sequence[Array]]:
-    """A function that each device of the mesh that is set (``jax.set_mesh``) computes for its own tokens.
+def present(axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of the axes that the mesh which is set has, and that an enclosing ``jax.shard_map`` has not split yet."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in axes if axis in mesh.axis_names and axis not in mesh.manual_axes)
 
-    Without such a mesh, or with one device, it is the function itself. The result is not differentiable. Rows or tokens
-    that the devices do not divide are padded.
+
+def size_of(axes: Sequence[str]) -> int:
+    """The number of devices along axes of the mesh that is set."""
+    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
+
+
+def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """``jax.shard_map`` over all axes of the mesh that is set."""
+    # Kernels do not say over which axes their results vary, hence check_vma=False.
+    axes = set(present(jax.sharding.get_abstract_mesh().axis_names))
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+
+
+def sum_over_data(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that each device computes for its own rows of the batch; the results are summed once.
+
+    Only if the mesh has no other axis than ``data``: XLA cannot partition the axes that such a function leaves to it.
+
+    Args:
+        function: ``function(parameters, variables, batch, key)``; its results are sums over the rows of the batch.
+    """
+    axes = present(ROW_AXES[:1])
+    if size_of(axes) == 1 or size_of(axes) < device.count():
+        return function
+    return on_each_device(lambda *arguments: lax.psum(function(*arguments), axes), (P(), P(), P(axes), P()), P())
+
+
+def by_tokens(function: Callable[..., Sequence[Array]], *, summed: Sequence[bool]) -> Callable[..., Sequence[Array]]:
+    """A function that each device computes for its own tokens.
+
+    It is not differentiable. Rows or tokens that the devices do not divide are padded.
 
     Args:
         function: of x (B, T, E), targets (B, T), of which −1 has no part in any result, and arrays that every device
             has whole.
         summed: for each result whether it is a sum over tokens; the others have the dimensions (B, T, …).
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if device.count() == 1 or jax.sharding.get_abstract_mesh().empty:
         return function
-    rows, tokens = (tuple(axis for axis in axes if axis in mesh.axis_names) for axes in TOKEN_AXES)
+    rows, tokens = present(ROW_AXES), present(TOKEN_AXES)
     split = P(rows, tokens)
 
     def local(*arguments: Array) -> tuple[Array, ...]:
@@ -42,12 +76,10 @@ def by_tokens(function: Callable[..., Sequence[Array]], *, summed: Sequence[bool
 
     def computed(x_BTE: Array, targets_BT: Array, *whole: Array) -> tuple[Array, ...]:
         B, T = targets_BT.shape
-        padding = [(0, -size % math.prod(mesh.shape[axis] for axis in axes))
-                   for size, axes in ((B, rows), (T, tokens))]
+        padding = [(0, -size % size_of(axes)) for size, axes in ((B, rows), (T, tokens))]
         x_BTE = jnp.pad(x_BTE, [*padding, (0, 0)])
         targets_BT = jnp.pad(targets_BT, padding, constant_values=-1)
-        # Kernels do not say over which axes their results vary, hence check_vma=False.
-        results = jax.shard_map(local, in_specs=(split, split, *[P()] * len(whole)), check_vma=False, out_specs=tuple(
+        results = on_each_device(local, (split, split, *[P()] * len(whole)), tuple(
             P() if is_sum else split for is_sum in summed))(x_BTE, targets_BT, *whole)
         return tuple(x if is_sum else x[:B, :T] for x, is_sum in zip(results, summed, strict=True))
 
@@ -56,42 +88,31 @@ def by_tokens(function: Callable[..., Sequence[Array]], *, summed: Sequence[bool
 
 def split_of_heads(B: int, H: int) -> tuple[tuple[str, ...], str | None]:
     """The mesh axes that split B rows and H heads under ``jax.shard_map``; none if they do not divide."""
-    mesh = jax.sharding.get_abstract_mesh()
-    rows = tuple(axis for axis in TOKEN_AXES[0] if axis in mesh.axis_names)
-    if B % math.prod(mesh.shape[axis] for axis in rows):
-        rows = ()
-    return rows, HEAD_AXIS if HEAD_AXIS in mesh.axis_names and H % mesh.shape[HEAD_AXIS] == 0 else None
+    rows, heads = present(ROW_AXES), present([HEAD_AXIS])
+    return rows if B % size_of(rows) == 0 else (), HEAD_AXIS if heads and H % size_of(heads) == 0 else None
 
 
 def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequence[str],
                        outputs: Sequence[str]) -> Callable[..., Sequence[Array]]:
     """A function that each device computes for its own sequences and heads.
 
-    With one device, and under ``jax.shard_map``, it is the function itself. Otherwise the result cannot be vmapped, and
-    requires Auto mesh axes.
-
     Args:
         function: takes and returns arrays; no element of a result depends on another sequence or head.
         inputs: the letters of each argument's dimensions, such as ``bthm``; ``b`` and ``h`` may be sharded. The first
-            argument has both, and its sharding decides.
+            argument has both, or only ``b``.
         outputs: the letters of each result's dimensions.
     """
-    if device.count() == 1:
+    if device.count() == 1 or jax.sharding.get_abstract_mesh().empty:
         return function
 
-    def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        del results
-        split = dict(zip(inputs[0], arguments[0].sharding.spec, strict=False))
+    def computed(*arguments: Array) -> Sequence[Array]:
+        sizes = dict(zip(inputs[0], arguments[0].shape, strict=True))
+        rows, heads = split_of_heads(sizes["b"], sizes.get("h", 1))
+        axes = {"b": rows, "h": heads}
 
-        def shardings(letters: Sequence[str]) -> tuple[NamedSharding, ...]:
-            return tuple(NamedSharding(mesh, P(*(split.get(x) if x in "bh" else None for x in name)))
-                         for name in letters)
+        def specs(names: Sequence[str]) -> tuple[P, ...]:
+            return tuple(P(*(axes.get(x) for x in name)) for name in names)
 
-        return mesh, function, shardings(outputs), shardings(inputs)
+        return on_each_device(function, specs(inputs), specs(outputs))(*arguments)
 
-    split = custom_partitioning(function)
-    rule = ", ".join(" ".join(name) for name in inputs) + " -> " + ", ".join(" ".join(name) for name in outputs)
-    # In order of appearance, as the compiler numbers them.
-    whole = tuple(x for x in dict.fromkeys("".join([*inputs, *outputs])) if x not in "bh")
-    split.def_partition(partition, sharding_rule=rule, need_replication_factors=whole)
-    return split
+    return computed

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from data.loader import Batch, Corpora, fixed_batches
 from data.token_files import TokenFiles
-from kernels.cross_entropy import BLOCK_LOGITS
+from kernels.cross_entropy import score
 from models.gpt import GPT
 from support.errors import ConfigError, DataError
 from training.window_losses import WindowLosses, windows_checksum
@@ -212,24 +211,9 @@ def _scorer(model: GPT, tokens_at_once: int) -> Scorer:
         model = nnx.merge(graph, state)
         segment_ids_BT = None if batch.segment_ids_BT is None else jnp.asarray(batch.segment_ids_BT)
         x_BTE, _ = model.forward(jnp.asarray(batch.inputs_BT), segment_ids_BT=segment_ids_BT)
-        targets_N = jnp.asarray(batch.targets_BT).reshape(-1)
-        block = min(len(targets_N), max(1, BLOCK_LOGITS // model.vocab_size))
-        padding = -len(targets_N) % block
-        x_NE = jnp.pad(x_BTE.reshape(len(targets_N), -1), ((0, padding), (0, 0)))
+        return score(*model.head_operands(x_BTE), jnp.asarray(batch.targets_BT))
 
-        def score(part: tuple[Array, Array]) -> tuple[Array, Array]:
-            x_CE, targets_C = part
-            logits_CV = model.logits(x_CE[None])[0]
-            of_target_C = jnp.take_along_axis(logits_CV, jnp.maximum(targets_C, 0)[:, None], axis=1)[:, 0]
-            return jax.nn.logsumexp(logits_CV, axis=1) - of_target_C, jnp.argmax(logits_CV, axis=1) == targets_C
-
-        targets_NC = jnp.pad(targets_N, (0, padding), constant_values=-1).reshape(-1, block)
-        loss_NC, right_NC = lax.map(score, (x_NE.reshape(len(targets_NC), block, -1), targets_NC))
-        shape = batch.targets_BT.shape
-        return (jnp.where(targets_NC >= 0, loss_NC, 0).reshape(-1)[: len(targets_N)].reshape(shape),
-                right_NC.reshape(-1)[: len(targets_N)].reshape(shape))
-
-    def score(batch: Batch) -> Scores:
+    def score_batch(batch: Batch) -> Scores:
         B, T = batch.inputs_BT.shape
         rows = min(B, max(1, tokens_at_once // T))
         found = []
@@ -242,7 +226,7 @@ def _scorer(model: GPT, tokens_at_once: int) -> Scorer:
         loss_BT, right_BT = (np.concatenate(parts) for parts in zip(*found, strict=True))
         return Scores(loss_BT.astype(np.float64), right_BT)
 
-    return score
+    return score_batch
 
 
 def _figures(files: TokenFiles, scores: Scores, chosen_BT: Bool[np.ndarray, "B T"]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class ShardingRules:
     """How a mesh splits parameters."""
 
     axes: Mapping[Axis, str] = field(default_factory=lambda: MappingProxyType(
-        {"heads": "tensor", "mlp": "tensor", "vocabulary": "tensor"}))
+        {"heads": "tensor", "mlp": "tensor", "vocabulary": "tensor", "positions": "context"}))
     """The mesh axis that splits a logical dimension."""
     largest: str = "fsdp"
     """The mesh axis that splits, of the remaining dimensions that it divides, the largest."""

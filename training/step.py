@@ -14,6 +14,7 @@ from configs.schema import Config, Remat
 from data.loader import Batch
 from kernels import device
 from kernels.cross_entropy import count_right, cross_entropy
+from kernels.partition import sum_over_data
 from models.encoder import Classifier
 from models.gpt import GPT
 from training.optimizer import global_norm
@@ -88,11 +89,12 @@ def make_train_step(model: GPT, config: Config, transform: optax.GradientTransfo
         operands = _head_operands(model, batch, remat=config.train.remat)
         return cross_entropy(*operands, targets_BT), jnp.sum(targets_BT >= 0)
 
-    return make_update(model, loss_sum, transform, parts=config.train.accumulate, seed=config.train.seed)
+    return make_update(model, loss_sum, transform, parts=config.train.accumulate, seed=config.train.seed,
+                       draws=False)
 
 
 def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[Array, Array]],
-                transform: optax.GradientTransformationExtraArgs, *, seed: int, parts: int = 1,
+                transform: optax.GradientTransformationExtraArgs, *, seed: int, parts: int = 1, draws: bool = True,
                 ) -> Callable[[TrainState, Any, Array], tuple[TrainState, StepMetrics]]:
     """``step(state, batch, learning_rate)``: one update, for :func:`jit_step`.
 
@@ -105,30 +107,37 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
         transform: the optimizer, without the learning rate.
         seed: random seed, combined with the step.
         parts: number of micro-batches.
+        draws: whether ``loss_sum`` draws random numbers. If not, each device of a mesh with only the axis ``data``
+            computes the gradients of its own rows by itself, and they are summed once an update.
     """
 
     def loss_of(parameters: Any, variables: Any, batch: Any, key: Array) -> tuple[Array, Array]:
         return loss_sum(build(model, parameters, variables), batch, key)
+
+    differentiate = jax.value_and_grad(loss_of, has_aux=True)
+
+    def sums(parameters: Any, variables: Any, batch: Any, key: Array) -> tuple[tuple[Array, Array], Any]:
+        """The sum of losses, their number, and the gradients of the sum."""
+        if parts == 1:
+            return differentiate(parameters, variables, batch, key)
+        # A part has every parts-th row, so that it is sharded like the batch.
+        split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
+
+        def add(carry: Any, part: Any) -> tuple[Any, None]:
+            number, batch = part
+            found = differentiate(parameters, variables, batch, jax.random.fold_in(key, number))
+            return jax.tree.map(jnp.add, carry, found), None
+
+        nothing = ((jnp.zeros(()), jnp.zeros((), jnp.int32)), jax.tree.map(jnp.zeros_like, parameters))
+        return lax.scan(add, nothing, (jnp.arange(parts), split))[0]
 
     def step(state: TrainState, batch: Any, learning_rate: Array) -> tuple[TrainState, StepMetrics]:
         count = optax.tree.get(state.optimizer, "count")
         key = jax.random.fold_in(jax.random.key(seed), count)
         state = state._replace(variables=_resampled(model, state, count, key))
         key = jax.random.fold_in(key, _OF_LOSS)
-        differentiate = jax.value_and_grad(loss_of, has_aux=True)
-        if parts == 1:
-            (total, scored), gradients = differentiate(state.parameters, state.variables, batch, key)
-        else:
-            # A part has every parts-th row, so that it is sharded like the batch.
-            split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
-
-            def add(carry: Any, part: Any) -> tuple[Any, None]:
-                number, batch = part
-                found = differentiate(state.parameters, state.variables, batch, jax.random.fold_in(key, number))
-                return jax.tree.map(jnp.add, carry, found), None
-
-            nothing = ((jnp.zeros(()), jnp.zeros((), jnp.int32)), jax.tree.map(jnp.zeros_like, state.parameters))
-            ((total, scored), gradients), _ = lax.scan(add, nothing, (jnp.arange(parts), split))
+        (total, scored), gradients = (sums if draws else sum_over_data(sums))(
+            state.parameters, state.variables, batch, key)
         scale = 1 / jnp.maximum(scored, 1)  # sums to means
         updates, optimizer = transform.update(gradients, state.optimizer, state.parameters, scale=scale)
         parameters = jax.tree.map(lambda x, update: x - learning_rate * update, state.parameters, updates)

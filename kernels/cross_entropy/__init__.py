@@ -1,6 +1,5 @@
-"""Head and cross-entropy in one, by blocks of tokens: :func:`cross_entropy` and :func:`count_right`."""
+"""Head and cross-entropy in one, by blocks of tokens: :func:`cross_entropy`, :func:`count_right` and :func:`score`."""
 
-from kernels.cross_entropy.api import count_right, cross_entropy
-from kernels.cross_entropy.blocks import BLOCK_LOGITS
+from kernels.cross_entropy.api import count_right, cross_entropy, score
 
-__all__ = ["BLOCK_LOGITS", "count_right", "cross_entropy"]
+__all__ = ["count_right", "cross_entropy", "score"]

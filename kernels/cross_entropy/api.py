@@ -7,7 +7,7 @@ On several devices each computes its own tokens, and losses and gradients of the
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kernels.cross_entropy.blocks import Blocks
 from kernels.mixed_precision import product
@@ -36,6 +36,18 @@ def count_right(
     Ties go to the lowest id. Not differentiable.
     """
     return by_tokens(_count_right, summed=(True,))(x_BTE, targets_BT, embedding_VE)[0]
+
+
+def score(
+    x_BTE: Float[Array, "B T E"],
+    embedding_VE: Float[Array, "V E"],
+    targets_BT: Int[Array, "B T"],
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Of each target its loss as in :func:`cross_entropy`, and whether it counts in :func:`count_right`; 0 and False
+    below 0. Not differentiable.
+    """
+    loss_BT, right_BT = by_tokens(_score, summed=(False, False))(x_BTE, targets_BT, embedding_VE)
+    return loss_BT, right_BT
 
 
 @jax.custom_vjp
@@ -88,8 +100,12 @@ def _count_right(x_BTE, targets_BT, embedding_VE):
     blocks = Blocks.of(x_BTE, embedding_VE, targets_BT)
 
     def add(right, i):
-        _, targets, logits = blocks.logits(i)
-        best = jnp.argmax(logits[:, :blocks.vocabulary], axis=1)
-        return right + jnp.sum(best == targets, dtype=jnp.int32), None
+        return right + jnp.sum(blocks.score(i)[1], dtype=jnp.int32), None
 
     return lax.scan(add, jnp.zeros((), jnp.int32), jnp.arange(blocks.number))[:1]
+
+
+def _score(x_BTE, targets_BT, embedding_VE):
+    blocks = Blocks.of(x_BTE, embedding_VE, targets_BT)
+    scores = lax.map(blocks.score, jnp.arange(blocks.number))
+    return tuple(x.reshape(-1)[:targets_BT.size].reshape(targets_BT.shape) for x in scores)

@@ -69,7 +69,13 @@ class Blocks(NamedTuple):
         _, targets, logits = self.logits(i)
         if _has_kernel(logits):
             return jnp.sum(softmax_loss(logits, targets, vocabulary=self.vocabulary)[0])
-        return self._loss(targets, logits)[0]
+        return jnp.sum(self._losses(targets, logits)[0])
+
+    def score(self, i: Array) -> tuple[Array, Array]:
+        """The loss of each token of a block, and whether its target has the highest logit."""
+        _, targets, logits = self.logits(i)
+        best = jnp.argmax(logits[:, :self.vocabulary], axis=1)
+        return self._losses(targets, logits)[0], best == targets
 
     def loss_and_gradient(self, i: Array) -> tuple[Array, Array, Array]:
         """A block's loss, its x, and the gradient of its logits."""
@@ -78,19 +84,19 @@ class Blocks(NamedTuple):
             losses, dlogits = softmax_loss(logits, targets, vocabulary=self.vocabulary, dtype=x.dtype)
             assert dlogits is not None
             return jnp.sum(losses), x, dlogits
-        loss, logsumexp = self._loss(targets, logits)
+        losses, logsumexp = self._losses(targets, logits)
         columns = jnp.arange(logits.shape[1])[None]
         counts = (targets >= 0)[:, None]
         if logits.shape[1] > self.vocabulary:  # exp(0 − logsumexp) of the padding may be infinite, and times zero NaN
             counts &= columns < self.vocabulary
         dlogits = jnp.where(counts, jnp.exp(logits - logsumexp) - (columns == targets[:, None]), 0)
-        return loss, x, rounded(dlogits, x.dtype)
+        return jnp.sum(losses), x, rounded(dlogits, x.dtype)
 
-    def _loss(self, targets: Array, logits: Array) -> tuple[Array, Array]:
-        """A block's loss, and log Σ exp of each row of logits."""
+    def _losses(self, targets: Array, logits: Array) -> tuple[Array, Array]:
+        """The loss of each token, and log Σ exp of each row of logits."""
         logsumexp = jax.nn.logsumexp(logits[:, :self.vocabulary], axis=1, keepdims=True)
         at_target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)
-        return jnp.sum(jnp.where((targets >= 0)[:, None], logsumexp - at_target, 0)), logsumexp
+        return jnp.where((targets >= 0)[:, None], logsumexp - at_target, 0)[:, 0], logsumexp
 
 
 def _has_kernel(logits: Array) -> bool:

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from kernels.linear_attention.state import State, final_state, zero_state
-from kernels.partition import split_of_heads
+from kernels.partition import on_each_device, present, size_of, split_of_heads
 
 AXIS = "context"
 """The mesh axis that splits sequences."""
@@ -30,10 +30,8 @@ class _Share(NamedTuple):
 
 def devices_of(tokens: int) -> int:
     """The number of devices of the mesh that is set which share the tokens of a sequence; 1 if they do not divide."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or AXIS not in mesh.axis_names or AXIS in mesh.manual_axes or tokens % mesh.shape[AXIS]:
-        return 1
-    return mesh.shape[AXIS]
+    devices = size_of(present([AXIS]))
+    return devices if tokens % devices == 0 else 1
 
 
 def over_context(compute: Callable[..., tuple[Array, State]], q_BTHM: Array, k_BTHM: Array, v_BTHD: Array,
@@ -61,8 +59,7 @@ def over_context(compute: Callable[..., tuple[Array, State]], q_BTHM: Array, k_B
 
     tokens, whole = P(rows, AXIS, heads), P(rows, heads)
     of_rows = P(rows, AXIS)
-    return jax.shard_map(local, in_specs=(tokens, tokens, tokens, whole, of_rows, of_rows, tokens),
-                         out_specs=(tokens, whole), check_vma=False)(
+    return on_each_device(local, (tokens, tokens, tokens, whole, of_rows, of_rows, tokens), (tokens, whole))(
         q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, incoming_BT, log_decay_BTH)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from kernels.cross_entropy import count_right, cross_entropy
+from kernels.cross_entropy import count_right, cross_entropy, score
 from kernels.cross_entropy.cases import CASES
 
 B, T, E, V = 2, 7, 5, 11
@@ -87,6 +87,17 @@ def test_right_targets_are_counted():
     mixed = np.where(np.arange(T)[None, :] % 3 == 0, best, targets)
     for given in (targets, mixed, best, np.full_like(best, -1)):
         assert jax.jit(count_right)(x, embedding, given) == (given == best).sum()
+
+
+@pytest.mark.fast
+@pytest.mark.usefixtures("_blocks")
+def test_the_scores_of_targets():
+    x, embedding, targets = make_inputs("float32")
+    losses_BT, right_BT = jax.jit(score)(x, embedding, targets)
+    logits = x @ embedding.T
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
+    np.testing.assert_allclose(losses_BT, np.where(targets >= 0, expected, 0), rtol=1e-5)
+    np.testing.assert_array_equal(right_BT, np.argmax(logits, axis=-1) == targets)
 
 
 @pytest.mark.fast

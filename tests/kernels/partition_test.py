@@ -34,8 +34,9 @@ def gradients(implementation, normalize, segments):
 
 found = []
 for implementation, normalize, segments in (("pallas_gpu_serial", True, False), ("pallas_gpu_parallel", False, True)):
-    compiled = gradients(implementation, normalize, segments).lower(*arguments).compile()
-    actual = jax.tree.leaves(compiled(*arguments))
+    with jax.set_mesh(mesh):
+        compiled = gradients(implementation, normalize, segments).lower(*arguments).compile()
+        actual = jax.tree.leaves(compiled(*arguments))
     expected = jax.tree.leaves(gradients("reference", normalize, segments)(q, k, v, state))
     errors = [float(np.abs(np.asarray(a) - b).max() / np.abs(b).max()) for a, b in zip(actual, expected)]
     own = [x.addressable_shards[0].data.size * 4 == x.size for x in actual]

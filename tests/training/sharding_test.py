@@ -134,7 +134,8 @@ def test_an_evaluation_batch_that_does_not_split_is_evaluated_whole(runs):
 def test_each_axis_splits_what_it_is_for(runs):
     assert runs["one"]["devices"] == 1
     assert {name: runs[name]["rows"] for name in MESHES} == {"one": 4, "all": 2, "fsdp": 2, "tensor": 4, "context": 4}
-    assert runs["all"]["share"] == runs["one"]["share"] == runs["context"]["share"] == 1
+    assert runs["all"]["share"] == runs["one"]["share"] == 1
+    assert 0.9 < runs["context"]["share"] < 1  # the position embedding
     assert runs["fsdp"]["share"] < 0.6  # except biases and norms, a large part of so small a model
     assert runs["tensor"]["share"] < 0.65  # nor the position embedding
 
