@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels import checks, decay, device
+from kernels.context import devices_of, over_context
 from kernels.delta_rule import decode, pallas_gpu
 from kernels.delta_rule.chunked import chunked
 from kernels.delta_rule.reference import recurrent
+from kernels.mixed_precision import product
 from kernels.segments import runs_of
 
 CHUNK = 64
@@ -92,10 +94,34 @@ def delta_rule(
         runs_BT = runs_of(segment_ids_BT)
         padding_BT = runs_BT < 0
         beta_BTH = jnp.where(padding_BT[..., None], 0, beta_BTH)
-    extras: dict[str, Any] = {"chunk_size": min(T, chunk_size or pick_chunk_size(M, D))} if name == "chunked" else {}
     if log_decay_BTH is not None:
-        extras["log_decay_BTH"] = decay.prepare(log_decay_BTH, dtype, padding_BT)
-    return IMPLEMENTATIONS[name](q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, **extras)
+        log_decay_BTH = decay.prepare(log_decay_BTH, dtype, padding_BT)
+
+    def compute(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, log_decay_BTH: Array | None,
+                initial_BHMD: Array, runs_BT: Array | None, name: str = name) -> tuple[Array, Array]:
+        extras: dict[str, Any] = {} if log_decay_BTH is None else {"log_decay_BTH": log_decay_BTH}
+        if name == "chunked":
+            extras["chunk_size"] = min(q_BTHM.shape[1], chunk_size or pick_chunk_size(M, D))
+        return IMPLEMENTATIONS[name](q_BTHM, k_BTHM, v_BTHD, beta_BTH, initial_BHMD, runs_BT, **extras)
+
+    def share_of(_: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, log_decay_BTH: Array | None,
+                 runs_BT: Array | None) -> Array:
+        """The tokens map the state S before them to A S + U: [U A], (B, H, M, D + M), is their state from [0 1]."""
+        nothing_BTHM = jnp.zeros((*v_BTHD.shape[:3], M), v_BTHD.dtype)
+        wide_BTHE = jnp.concatenate([v_BTHD, nothing_BTHM], axis=-1)
+        unit_BHMM = jnp.broadcast_to(jnp.eye(M, dtype=dtype), (len(v_BTHD), v_BTHD.shape[2], M, M))
+        start_BHME = jnp.concatenate([jnp.zeros((*unit_BHMM.shape[:3], D), dtype), unit_BHMM], axis=-1)
+        fits = pallas_gpu.refuses(k_BTHM, k_BTHM, wide_BTHE, chunk_size=chunk_size) is None
+        return compute(k_BTHM, k_BTHM, wide_BTHE, beta_BTH, log_decay_BTH, start_BHME, runs_BT,
+                       name="chunked" if name == "pallas_gpu" and not fits else name)[1]
+
+    def after(share_BHME: Array, state_BHMD: Array) -> Array:
+        return share_BHME[..., :D] + product("bhml,bhld->bhmd", share_BHME[..., D:], state_BHMD, exact=True)
+
+    inputs = q_BTHM, k_BTHM, v_BTHD, beta_BTH, log_decay_BTH
+    if devices_of(T) == 1:
+        return compute(*inputs, initial_BHMD, runs_BT)
+    return over_context(compute, share_of, after, inputs, initial_BHMD, runs_BT)
 
 
 def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: int | None = None,

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Float, Int
 
 from kernels import checks, decay, device
+from kernels.context import devices_of, over_context
 from kernels.linear_attention import decode, pallas_gpu
 from kernels.linear_attention.blockwise import blockwise
 from kernels.linear_attention.chunk_size import pick_chunk_sizes
 from kernels.linear_attention.chunked import chunked
-from kernels.linear_attention.context import devices_of, over_context
 from kernels.linear_attention.recurrent import cumsum, recurrent
 from kernels.linear_attention.reference import parallel, rowwise
-from kernels.linear_attention.state import EPSILON, State, sum_dtype, zero_state
+from kernels.linear_attention.state import EPSILON, Share, State, final_state, sum_dtype, zero_state
 from kernels.segments import runs_of
 
 __all__ = ["EPSILON", "IMPLEMENTATIONS", "State", "linear_attention", "pick_implementation"]
@@ -121,16 +121,24 @@ def linear_attention(
     if log_decay_BTH is not None:
         log_decay_BTH = decay.prepare(log_decay_BTH, dtype, None if runs_BT is None else runs_BT < 0)
 
-    def compute(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, state: State, runs_BT: Array | None,
-                log_decay_BTH: Array | None) -> tuple[Array, State]:
+    def compute(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, log_decay_BTH: Array | None, state: State,
+                runs_BT: Array | None) -> tuple[Array, State]:
         chunk_sizes = pick_chunk_sizes(name, q_BTHM, k_BTHM, v_BTHD, chunk_size, segments=runs_BT is not None)
         extras: dict[str, Any] = {} if chunk_sizes is None else {"chunk_sizes": chunk_sizes}
         if log_decay_BTH is not None:
             extras["log_decay_BTH"] = log_decay_BTH
         return form.compute(q_BTHM, k_BTHM, v_BTHD, state, runs_BT, causal=causal, normalize=normalize, **extras)
 
-    arguments = q_BTHM, k_BTHM, v_BTHD, state, runs_BT, log_decay_BTH
-    return over_context(compute, *arguments) if causal and devices_of(T) > 1 else compute(*arguments)
+    inputs = q_BTHM, k_BTHM, v_BTHD, log_decay_BTH
+    if not causal or devices_of(T) == 1:
+        return compute(*inputs, state, runs_BT)
+
+    def share_of(_: Array, k_BTHM: Array, v_BTHD: Array, log_decay_BTH: Array | None, runs_BT: Array | None) -> Share:
+        B, _, H, M = k_BTHM.shape
+        zero = zero_state(B, H, M, v_BTHD.shape[3], dtype)
+        return Share.of(final_state(k_BTHM, v_BTHD, zero, runs_BT, log_decay_BTH), runs_BT, log_decay_BTH)
+
+    return over_context(compute, share_of, Share.after, inputs, state, runs_BT)
 
 
 def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,

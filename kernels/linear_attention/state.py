@@ -26,6 +26,29 @@ class State(NamedTuple):
     """Sum of φ(k)."""
 
 
+class Share(NamedTuple):
+    """What some tokens do to the state; see ``kernels/context.py``."""
+
+    state: State
+    """The state after them from a state of zero."""
+    keeps_BH: Array
+    """The factor on the state before them."""
+
+    @classmethod
+    def of(cls, state: State, runs_BT: Array | None, log_decay_BTH: Array | None) -> "Share":
+        """The share with this state; an initial state belongs to run 0."""
+        keeps_BH = (jnp.ones_like(state.z_BHM[..., 0]) if log_decay_BTH is None else
+                    jnp.exp(log_decay_BTH.sum(axis=1)))
+        if runs_BT is not None:
+            keeps_BH = jnp.where((runs_BT.max(axis=1) <= 0)[:, None], keeps_BH, 0)
+        return cls(state, keeps_BH)
+
+    def after(self, state: State) -> State:
+        """The state after the tokens."""
+        before = decayed(state, self.keeps_BH)
+        return State(before.s_BHMD + self.state.s_BHMD, before.z_BHM + self.state.z_BHM)
+
+
 def sum_dtype(*arrays: Any) -> jnp.dtype:
     """The dtype of states and sums: float32, or float64 for float64 inputs."""
     return jnp.promote_types(jnp.float32, jnp.result_type(*(array.dtype for array in arrays)))

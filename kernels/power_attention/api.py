@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels import checks, decay
-from kernels.linear_attention.state import State, sum_dtype, zero_state
-from kernels.power_attention.chunked import chunked, pick_chunk_size
+from kernels.context import devices_of, over_context
+from kernels.linear_attention.state import Share, State, sum_dtype, zero_state
+from kernels.power_attention.chunked import chunked, final_state, pick_chunk_size
 from kernels.power_attention.features import MOST_FEATURES, count_features
 from kernels.power_attention.reference import materialised, recurrent
 from kernels.segments import runs_of
@@ -74,12 +75,27 @@ def power_attention(
         raise ValueError(f"implementation={name!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
     features = count_features(D, degree)
     state = None if initial_state is None else State(*(x.astype(dtype) for x in initial_state))
-    options: dict[str, Any] = {"degree": degree, "normalize": normalize}
-    if name == "chunked":
-        options |= {"chunk_size": pick_chunk_size(T, chunk_size), "features": features}
-    elif state is None:
-        state = zero_state(B, H, features, D, dtype)
-    y_BTHD, end = IMPLEMENTATIONS[name](q_BTHD, k_BTHD, v_BTHD, state, runs_BT, log_decay_BTH, **options)
+
+    def compute(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, log_decay_BTH: Array | None, state: State | None,
+                runs_BT: Array | None) -> tuple[Array, State]:
+        options: dict[str, Any] = {"degree": degree, "normalize": normalize}
+        if name == "chunked":
+            options |= {"chunk_size": pick_chunk_size(q_BTHD.shape[1], chunk_size), "features": features}
+        elif state is None:
+            state = zero_state(B, H, features, D, dtype)
+        return IMPLEMENTATIONS[name](q_BTHD, k_BTHD, v_BTHD, state, runs_BT, log_decay_BTH, **options)
+
+    def share_of(_: Array, k_BTHD: Array, v_BTHD: Array, log_decay_BTH: Array | None, runs_BT: Array | None) -> Share:
+        own = final_state(k_BTHD, v_BTHD, runs_BT, log_decay_BTH, degree=degree, features=features,
+                          chunk_size=pick_chunk_size(k_BTHD.shape[1], chunk_size))
+        return Share.of(own, runs_BT, log_decay_BTH)
+
+    inputs = q_BTHD, k_BTHD, v_BTHD, log_decay_BTH
+    if devices_of(T) == 1:
+        y_BTHD, end = compute(*inputs, state, runs_BT)
+    else:
+        before = zero_state(B, H, features, D, dtype) if state is None else state
+        y_BTHD, end = over_context(compute, share_of, Share.after, inputs, before, runs_BT)
     return y_BTHD if runs_BT is None else jnp.where((runs_BT >= 0)[:, :, None, None], y_BTHD, 0), end
 
 

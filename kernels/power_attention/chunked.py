@@ -78,11 +78,7 @@ def chunked(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, initial: State | None, 
     def read(state_BHMV: Array, q_BHCD: Array) -> Array:
         return product("bhcm,bhmv->bhcv", expand(q_BHCD, degree).astype(dtype), state_BHMV.astype(dtype))
 
-    @jax.checkpoint
-    def advance(state_BHMV: Array, chunk: _Chunk) -> Array:
-        if chunk.keeps_BH is not None:
-            state_BHMV = state_BHMV * chunk.keeps_BH[..., None, None]
-        return state_BHMV + product("bhcm,bhcv->bhmv", expand(chunk.k_BHCD, degree).astype(dtype), chunk.v_BHCV)
+    advance = jax.checkpoint(functools.partial(_advance, degree=degree))
 
     def step(state: Array, pair: tuple[_Chunk, Array]) -> tuple[Array, Array]:
         before, q_BHCD = pair
@@ -99,6 +95,27 @@ def chunked(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, initial: State | None, 
     y = kept(y)  # all that the backward pass needs of the forward pass
     y = divide(y[..., :-1], y[..., -1] if normalize else None)
     return join(y, T).astype(v_BTHD.dtype), State(state[..., :-1], state[..., -1])
+
+
+def final_state(k_BTHD: Array, v_BTHD: Array, runs_BT: Array | None, log_decay_BTH: Array | None, *, degree: int,
+                chunk_size: int, features: int) -> State:
+    """The state after the last token of :func:`chunked`, from a state of zero."""
+    (B, _, H, D), C = k_BTHD.shape, chunk_size
+    k, v = (split(x, C) for x in (k_BTHD, v_BTHD))
+    meets = Chunks() if runs_BT is None else Chunks.of(split(runs_BT, C, fill=-1))
+    chunks = _for_state(k, k, v, None if log_decay_BTH is None else split(log_decay_BTH, C), meets, degree)
+    advance = jax.checkpoint(functools.partial(_advance, degree=degree))
+    state, _ = lax.scan(lambda state, chunk: (advance(state, chunk), None),
+                        jnp.zeros((B, H, features, D + 1), chunks.v_BHCV.dtype), chunks)
+    return State(state[..., :-1], state[..., -1])
+
+
+def _advance(state_BHMV: Array, chunk: _Chunk, *, degree: int) -> Array:
+    """The state after a chunk."""
+    if chunk.keeps_BH is not None:
+        state_BHMV = state_BHMV * chunk.keeps_BH[..., None, None]
+    k_BHCM = expand(chunk.k_BHCD, degree).astype(chunk.k_BHCD.dtype)
+    return state_BHMV + product("bhcm,bhcv->bhmv", k_BHCM, chunk.v_BHCV)
 
 
 def _for_state(q: Array, k: Array, v: Array, log_decay: Array | None, meets: Chunks, degree: int) -> _Chunk:

@@ -12,10 +12,14 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as spec
 from jaxtyping import Array, Float, Int
 
 from kernels import checks
+from kernels.context import AXIS, devices_of, with_tokens_before
 from kernels.mixed_precision import rounded, wide
+from kernels.partition import on_each_device, split_of_heads
 from kernels.segments import runs_of
 
 
@@ -39,7 +43,7 @@ def short_convolution(
         ValueError: shapes do not agree, or both previous tokens and segments are given.
         TypeError: segment ids are not integers.
     """
-    (B, _, F), K = x_BTF.shape, taps_KF.shape[0]
+    (B, T, F), K = x_BTF.shape, taps_KF.shape[0]
     expected: dict[str, tuple[Array, tuple[int, ...]]] = {"taps_KF": (taps_KF, (K, F))}
     if before_BPF is not None:
         expected["before_BPF"] = (before_BPF, (B, K - 1, F))
@@ -47,14 +51,54 @@ def short_convolution(
     checks.check_segments(segment_ids_BT, "x_BTF", x_BTF.shape)
     if segment_ids_BT is not None and before_BPF is not None:
         raise ValueError("before_BPF and segment_ids_BT are mutually exclusive")
+    runs_BT = None if segment_ids_BT is None else runs_of(segment_ids_BT)
+    if before_BPF is None and devices_of(T) > 1 and T // devices_of(T) >= K - 1:
+        return _over_context(x_BTF, taps_KF, runs_BT)
     before_BPF = jnp.zeros((B, K - 1, F), x_BTF.dtype) if before_BPF is None else before_BPF.astype(x_BTF.dtype)
-    if segment_ids_BT is None:
+    if runs_BT is None:
         return _convolve(x_BTF, taps_KF, before_BPF, None)
-    runs_BT = runs_of(segment_ids_BT)
     places_BT, tokens_BT = _places(runs_BT)
     runs_BT = jnp.take_along_axis(runs_BT, tokens_BT, axis=1)
-    y_BTF = _convolve(_moved(x_BTF, tokens_BT, places_BT), taps_KF, before_BPF, runs_BT)
+    runs_BS = jnp.pad(runs_BT, ((0, 0), (K - 1, 0)), constant_values=NO_RUN)
+    y_BTF = _convolve(_moved(x_BTF, tokens_BT, places_BT), taps_KF, before_BPF, runs_BS)
     return _moved(y_BTF, places_BT, tokens_BT)
+
+
+NO_RUN = -2
+"""Run of the tokens before a row, where it has runs and they are not given."""
+
+
+def _over_context(x_BTF: Array, taps_KF: Array, runs_BT: Array | None) -> Array:
+    """The convolution with each device computing its own tokens."""
+    P = taps_KF.shape[0] - 1
+    rows, channels = split_of_heads(len(x_BTF), x_BTF.shape[2])
+
+    def local(x_BTF: Array, taps_KF: Array, runs_BT: Array | None) -> Array:
+        if runs_BT is None:
+            return _convolve(x_BTF, taps_KF, with_tokens_before(x_BTF, P)[:, :P], None)
+        T = x_BTF.shape[1]
+        places_BT, tokens_BT = _places(runs_BT)
+        runs_BT = jnp.take_along_axis(runs_BT, tokens_BT, axis=1)
+        x_BTF = _moved(x_BTF, tokens_BT, places_BT)
+        # The last P tokens before, without padding, may be of several devices.
+        first_B = jnp.maximum((runs_BT >= 0).sum(axis=1) - P, 0)
+        last_BP = jnp.minimum(first_B[:, None] + jnp.arange(P)[None], T - 1)
+        every = lax.all_gather((_rows(runs_BT, last_BP), _rows(x_BTF, last_BP)), AXIS, axis=1, tiled=True)
+        runs_BN, x_BNF = every
+        is_before_N = jnp.arange(runs_BN.shape[1]) < P * lax.axis_index(AXIS)
+        runs_BN = jnp.where(is_before_N[None] & (runs_BN >= 0), runs_BN, NO_RUN)
+        last_BP = jnp.argsort(runs_BN >= 0, axis=1)[:, runs_BN.shape[1] - P:]  # stable
+        before_BPF, runs_BP = _rows(x_BNF, last_BP), _rows(runs_BN, last_BP)
+        y_BTF = _convolve(x_BTF, taps_KF, before_BPF, jnp.concatenate([runs_BP, runs_BT], axis=1))
+        return _moved(y_BTF, places_BT, tokens_BT)
+
+    tokens = spec(rows, AXIS, channels)
+    return on_each_device(local, (tokens, spec(None, channels), spec(rows, AXIS)), tokens)(x_BTF, taps_KF, runs_BT)
+
+
+def _rows(x_BTF: Array, tokens_BP: Array) -> Array:
+    """The given tokens of each row."""
+    return jax.vmap(lambda x_TF, tokens_P: x_TF[tokens_P])(x_BTF, tokens_BP)
 
 
 def _total(terms: Iterable[Array]) -> Array:
@@ -65,35 +109,37 @@ def _shifted(padded_BSF: Array, first: int, tokens: int) -> Array:
     return wide(padded_BSF[:, first:first + tokens])
 
 
-def _same_run(x_BTF: Array, runs_BT: Array | None, back: int) -> Array:
+def _same_run(x_BTF: Array, runs_BS: Array | None, back: int) -> Array:
     """x where the token ``back`` earlier is in the same run, else 0."""
-    if runs_BT is None:
+    if runs_BS is None:
         return x_BTF
-    earlier_BT = jnp.pad(runs_BT, ((0, 0), (back, 0)), constant_values=-2)[:, :runs_BT.shape[1]]
-    return jnp.where((earlier_BT == runs_BT)[..., None], x_BTF, 0)
+    T = x_BTF.shape[1]
+    P = runs_BS.shape[1] - T
+    return jnp.where((runs_BS[:, P - back:P - back + T] == runs_BS[:, P:])[..., None], x_BTF, 0)
 
 
 @jax.custom_vjp
-def _convolve(x_BTF: Array, taps_KF: Array, before_BPF: Array, runs_BT: Array | None) -> Array:
-    """The convolution of each row as it is; with runs, all padding must come last."""
+def _convolve(x_BTF: Array, taps_KF: Array, before_BPF: Array, runs_BS: Array | None) -> Array:
+    """The convolution of each row as it is; with runs, those of the P tokens before included, all padding must come
+    last."""
     T, K = x_BTF.shape[1], taps_KF.shape[0]
     padded_BSF = jnp.concatenate([before_BPF, x_BTF], axis=1)
-    y_BTF = _total(_same_run(_shifted(padded_BSF, k, T), runs_BT, K - 1 - k) * taps_KF[k][None, None] for k in range(K))
+    y_BTF = _total(_same_run(_shifted(padded_BSF, k, T), runs_BS, K - 1 - k) * taps_KF[k][None, None] for k in range(K))
     return rounded(y_BTF, x_BTF.dtype)
 
 
-def _convolve_forward(x_BTF, taps_KF, before_BPF, runs_BT):
-    return _convolve(x_BTF, taps_KF, before_BPF, runs_BT), (x_BTF, taps_KF, before_BPF, runs_BT)
+def _convolve_forward(x_BTF, taps_KF, before_BPF, runs_BS):
+    return _convolve(x_BTF, taps_KF, before_BPF, runs_BS), (x_BTF, taps_KF, before_BPF, runs_BS)
 
 
 def _convolve_backward(saved, dy_BTF):
-    x_BTF, taps_KF, before_BPF, runs_BT = saved
+    x_BTF, taps_KF, before_BPF, runs_BS = saved
     T, K = x_BTF.shape[1], taps_KF.shape[0]
     padded_BSF = jnp.concatenate([before_BPF, x_BTF], axis=1)
     dx, dtaps = [], []
     for k in range(K):
         back = K - 1 - k
-        read_BTF = _same_run(dy_BTF, runs_BT, back)
+        read_BTF = _same_run(dy_BTF, runs_BS, back)
         dtaps.append(jnp.sum(_shifted(padded_BSF, k, T) * wide(read_BTF), axis=(0, 1)))
         dx.append(_read_back(read_BTF, back, K) * taps_KF[k][None, None])
     dx_BSF = rounded(_total(dx), x_BTF.dtype)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels import checks, decay, device
+from kernels.context import devices_of, over_windows
 from kernels.segments import runs_of
 from kernels.softmax_attention import cached, cudnn, decode
 from kernels.softmax_attention.blockwise import blockwise
@@ -77,12 +78,22 @@ def softmax_attention(
         refusal = cudnn.refuses(q_BTHD.dtype, q_BTHD.shape[3], segments, log_decay)
         if refusal is not None:
             raise NotImplementedError(f"implementation='cudnn': {refusal}")
-        return cudnn.cudnn(q_BTHD, k_BTHD, v_BTHD, causal, window)
     runs_BT = None if segment_ids_BT is None else runs_of(segment_ids_BT)
     if log_decay_BTH is not None:
         dtype = jnp.promote_types(jnp.float32, q_BTHD.dtype)
         log_decay_BTH = decay.prepare(log_decay_BTH, dtype, None if runs_BT is None else runs_BT < 0)
-    y_BTHD = IMPLEMENTATIONS[name](q_BTHD, k_BTHD, v_BTHD, runs_BT, causal, window, log_decay_BTH)
+
+    def compute(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, log_decay_BTH: Array | None,
+                runs_BT: Array | None) -> Array:
+        if name == "cudnn":
+            return cudnn.cudnn(q_BTHD, k_BTHD, v_BTHD, causal, window)
+        return IMPLEMENTATIONS[name](q_BTHD, k_BTHD, v_BTHD, runs_BT, causal, window, log_decay_BTH)
+
+    inputs = q_BTHD, k_BTHD, v_BTHD, log_decay_BTH
+    if window is not None and window <= q_BTHD.shape[1] and devices_of(q_BTHD.shape[1]) > 1:
+        y_BTHD = over_windows(compute, inputs, runs_BT, window - 1)
+    else:
+        y_BTHD = compute(*inputs, runs_BT)
     return y_BTHD if runs_BT is None else jnp.where((runs_BT >= 0)[:, :, None, None], y_BTHD, 0)
 
 

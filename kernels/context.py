@@ -1,0 +1,108 @@
+"""Sequences that are split over devices, in the order of the devices of the mesh axis ``context``.
+
+An op with a state of constant size folds the tokens of a device into what they do to the state, its share. The shares
+are exchanged once, and each device applies those before its own to the initial state: the traffic does not grow with
+the context. An op that sees a few tokens back takes these from the devices before.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from kernels.partition import on_each_device, present, size_of, split_of_heads
+
+AXIS = "context"
+"""The mesh axis that splits sequences."""
+
+
+def devices_of(tokens: int) -> int:
+    """The number of devices of the mesh that is set which share the tokens of a sequence; 1 if they do not divide."""
+    devices = size_of(present([AXIS]))
+    return devices if tokens % devices == 0 else 1
+
+
+def over_context(compute: Callable[..., tuple[Array, Any]], share_of: Callable[..., Any],
+                 after: Callable[[Any, Any], Any], inputs: Sequence[Array | None], initial: Any,
+                 runs_BT: Array | None) -> tuple[Array, Any]:
+    """A causal op with each device computing its own tokens: y and the final state.
+
+    Args:
+        compute: ``compute(*inputs, initial, runs_BT)``: y_BTHD and the final state.
+        share_of: ``share_of(*inputs, runs_BT)``: what the tokens do to the state, a pytree of arrays (B, H, …).
+        after: ``after(share, state)``: the state after these tokens.
+        inputs: arrays (B, T, H, …), or None; the first is one.
+        initial: the state before the first token, a pytree of arrays (B, H, …).
+        runs_BT: runs of the tokens; None: each row is one run. A state belongs to the run that goes on.
+    """
+    assert inputs[0] is not None
+    rows, heads = split_of_heads(*inputs[0].shape[::2])
+    incoming_BT = None
+    if runs_BT is not None:  # the run that the state before each token belongs to
+        latest_BT = jnp.maximum(lax.cummax(runs_BT, axis=1), 0)
+        incoming_BT = jnp.concatenate([jnp.zeros_like(latest_BT[:, :1]), latest_BT[:, :-1]], axis=1)
+
+    def local(inputs, initial, runs_BT, incoming_BT):
+        if runs_BT is not None:  # numbered from the run that goes on here
+            runs_BT = jnp.where(runs_BT < 0, -1, runs_BT - incoming_BT[:, :1])
+        shares = lax.all_gather(share_of(*inputs, runs_BT), AXIS)
+        mine, final = lax.axis_index(AXIS), initial
+        for n in range(lax.axis_size(AXIS)):
+            final = after(jax.tree.map(lambda x, n=n: x[n], shares), final)
+            initial = jax.tree.map(lambda x, y, n=n: jnp.where(n < mine, y, x), initial, final)
+        return compute(*inputs, initial, runs_BT)[0], final
+
+    tokens, whole, of_rows = P(rows, AXIS, heads), P(rows, heads), P(rows, AXIS)
+    return on_each_device(local, (tokens, whole, of_rows, of_rows), (tokens, whole))(
+        tuple(inputs), initial, runs_BT, incoming_BT)
+
+
+def with_tokens_before(x: Array, count: int) -> Array:
+    """x (B, T, …) of this device after the ``count`` tokens before it, zeros before the first token of the sequence.
+
+    Under ``jax.shard_map``. Takes as many exchanges as there are devices with these tokens.
+    """
+    T, devices = x.shape[1], lax.axis_size(AXIS)
+    parts, missing = [x], count
+    for hop in range(1, devices):
+        if missing <= 0:
+            break
+        last = x[:, max(0, T - missing):]
+        parts.insert(0, lax.ppermute(last, AXIS, [(n, n + hop) for n in range(devices - hop)]))
+        missing -= T
+    if missing > 0:
+        parts.insert(0, jnp.zeros((x.shape[0], missing, *x.shape[2:]), x.dtype))
+    return jnp.concatenate(parts, axis=1) if count else x
+
+
+def over_windows(compute: Callable[..., Array], inputs: Sequence[Array | None], runs_BT: Array | None,
+                 before: int) -> Array:
+    """A causal op of which no token sees more than ``before`` tokens before it, with each device computing its own.
+
+    The tokens before are computed again.
+
+    Args:
+        compute: ``compute(*inputs, runs_BT)``: y_BTHD.
+        inputs: arrays (B, T, H, …), or None; the first is one.
+        runs_BT: runs of the tokens; None: each row is one run.
+        before: less than T.
+    """
+    assert inputs[0] is not None
+    rows, heads = split_of_heads(*inputs[0].shape[::2])
+
+    def local(inputs, runs_BT):
+        T = inputs[0].shape[1]
+        # Tokens that do not exist go behind the last, where no token sees them.
+        exist = jnp.minimum(lax.axis_index(AXIS) * T, before)
+
+        def extended(x: Array) -> Array:
+            return jnp.roll(with_tokens_before(x, before), exist - before, axis=1)
+
+        y = compute(*jax.tree.map(extended, inputs), None if runs_BT is None else extended(runs_BT))
+        return lax.dynamic_slice_in_dim(y, exist, T, axis=1)
+
+    tokens, of_rows = P(rows, AXIS, heads), P(rows, AXIS)
+    return on_each_device(local, (tokens, of_rows), tokens)(tuple(inputs), runs_BT)
