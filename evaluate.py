@@ -26,6 +26,7 @@ if __name__ == "__main__":  # before any other import, which takes seconds, or f
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from support.files import write_json
 from training import evaluation
 from training.environment import PUBLISHED, configure_jax, environment
 from training.run import LoadedRun, load_model
+from training.sharding import inference_mesh
 from training.window_losses import FILE as WINDOW_LOSSES
 from training.window_losses import write_window_losses
 
@@ -74,6 +76,8 @@ class Options:
     """Number of validation batches. None: the run's train.eval_batches."""
     step: int | None = None
     """Step of the checkpoint. None: the latest."""
+    devices: int = 1
+    """Number of devices that share the parameters and the rows of a batch."""
     data: Data = field(default_factory=Data)
 
 
@@ -89,7 +93,8 @@ def evaluate(options: Options) -> None:
     if options.batches is not None and options.batches < 1:
         raise ConfigError(f"--batches is {options.batches}; expected at least 1")
     with warnings_as_notes():
-        run = load_model(options.run, options.step)
+        mesh = inference_mesh(options.devices)
+        run = load_model(options.run, options.step, mesh)
     contexts = contexts or [run.config.model.context]
     corpora = open_corpora(data_config(run, options.run, options.data))
     if corpora.vocabulary_size > run.model.vocab_size:
@@ -103,10 +108,11 @@ def evaluate(options: Options) -> None:
     tokens = batches * train.batch_size * run.config.model.context
     if contexts != [run.config.model.context]:  # otherwise the loss equals that of the val lines
         tokens = max(tokens, LEAST_WINDOWS * max(contexts))
-    found = evaluation.evaluate(
-        run.model, corpora, contexts=contexts, windows=windows, tokens=tokens,
-        tokens_at_once=train.batch_size // train.accumulate * run.config.model.context,
-        packing=run.config.data.packing, progress=status)
+    with nullcontext() if mesh is None else jax.set_mesh(mesh):
+        found = evaluation.evaluate(
+            run.model, corpora, contexts=contexts, windows=windows, tokens=tokens,
+            tokens_at_once=train.batch_size // train.accumulate * run.config.model.context,
+            packing=run.config.data.packing, progress=status)
     made_with = environment(run.model, parameters=sum(x.size for x in jax.tree.leaves(run.model)),
                             tokenizer=corpora.tokenizer, checksum=corpora.checksum,
                             segments=run.config.data.packing == "documents")

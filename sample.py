@@ -21,10 +21,13 @@ import os
 import stat
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import tyro
+from jax.sharding import Mesh
 
 from data import tokenizers
 from sampling import state_file
@@ -33,7 +36,8 @@ from sampling.terminal import SampleWriter, converse
 from support.command import run_command, status, warnings_as_notes
 from support.errors import ConfigError, RunError
 from training.environment import configure_jax
-from training.run import load_model
+from training.run import LoadedRun, load_model
+from training.sharding import inference_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,8 @@ class Options(Sampling):
     """Continue from a file of --save-state; a prompt is appended to its text."""
     step: int | None = None
     """Step of the checkpoint. None: the latest."""
+    devices: int = 1
+    """Number of devices that share the parameters."""
 
     def check(self) -> None:
         """Raises :class:`ConfigError` for values out of range and conflicting options."""
@@ -105,13 +111,24 @@ def sample(options: Options) -> None:
     options.check()
     prompt = read_prompt(options)
     with warnings_as_notes():
-        run = load_model(options.run, options.step)
+        mesh = inference_mesh(options.devices)
+        run = load_model(options.run, options.step, mesh)
+    with nullcontext() if mesh is None else jax.set_mesh(mesh):
+        write(run, prompt, options, mesh)
+
+
+def write(run: LoadedRun, prompt: bytes, options: Options, mesh: Mesh | None) -> None:
+    """Stream the samples of a loaded run.
+
+    Raises:
+        ConfigError, RunError, DataError, StateError, OSError: as :func:`sample`.
+    """
     encoding = tokenizers.load(run.config.data.tokenizer)
     end_of_text = tokenizers.end_of_text(encoding)
     if end_of_text >= run.model.vocab_size:
         raise RunError(f"{options.run}: the model's vocabulary of {run.model.vocab_size} tokens is too small for the "
                        f"tokenizer {encoding.name} in config.json")
-    sampler = Sampler(run.model, end_of_text=end_of_text)
+    sampler = Sampler(run.model, end_of_text=end_of_text, mesh=mesh)
     memory = None if options.load_state is None else state_file.load(options.load_state, run.model)
     writer = SampleWriter(
         sampler, encoding, options, max_new_tokens=options.max_new_tokens, stop=options.stop,

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 from flax import nnx
+from jax.sharding import Mesh
 
 from configs.schema import Config, load_recipe
 from data.loader import Corpora, open_corpora
@@ -41,7 +42,7 @@ from training.checkpoint import Checkpoints
 from training.environment import configure_jax, environment
 from training.initial_weights import InitialWeights, read_initial_weights, save_initial_checkpoint
 from training.objectives import LanguageModelling
-from training.sharding import check_shards, make_mesh
+from training.sharding import check_shards, make_mesh, report_gathers
 from training.step import abstract_model
 
 
@@ -86,7 +87,7 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
         reset: which parameters to initialise randomly instead.
     """
     corpora, model = check_data_and_devices(config, run_dir)
-    initial = initial_weights(run_dir, model, corpora.tokenizer, init_from, reset)
+    initial = initial_weights(run_dir, model, corpora.tokenizer, init_from, reset, make_mesh(config))
     with runs.locked(run_dir):
         before = runs.check_folder(config, run_dir)  # again: another process may have started the run since
         newest, finished = runs.newest_step(config, run_dir)
@@ -136,6 +137,7 @@ def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT]
     mesh = make_mesh(config)
     model = abstract_model(config, corpora.vocabulary_size)
     check_shards(mesh, model)
+    report_gathers(mesh, model)
     samples.check(config.train, model)
     check_packing(config.data.packing, model)
     # Tracing raises the errors of kernels that do not support the config.
@@ -156,8 +158,8 @@ def check_packing(packing: str, model: GPT) -> None:
 
 
 def initial_weights(run_dir: Path, model: GPT, tokenizer: str, init_from: Path | None,
-                    reset: str | None) -> InitialWeights | None:
-    """The initial weights of ``run_dir`` from ``init_from``; None if it has checkpoints already.
+                    reset: str | None, mesh: Mesh) -> InitialWeights | None:
+    """The initial weights of ``run_dir`` from ``init_from``, sharded over a mesh; None if it has checkpoints already.
 
     Raises:
         ConfigError: the models differ, or ``init_from`` is not a run.
@@ -168,7 +170,7 @@ def initial_weights(run_dir: Path, model: GPT, tokenizer: str, init_from: Path |
         if checkpoints.steps():
             note(f"--init-from {init_from} is ignored: {run_dir} resumes from its own checkpoint")
             return None
-    taken = read_initial_weights(init_from, model, tokenizer, reset=reset)
+    taken = read_initial_weights(init_from, model, tokenizer, reset=reset, mesh=mesh)
     note(f"--init-from {init_from}, step {taken.step:,}: {taken.summary}")
     return taken
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from kernels import cpu, device
@@ -125,7 +126,7 @@ class Generation(Iterator[Int[np.ndarray, "B N"]]):
 
 
 class Sampler:
-    """Samples tokens from a model, on the first device.
+    """Samples tokens from a model, on the first device, or on those of a mesh.
 
     Reading prompts is compiled once, decoding once for each number of samples. The size of a ``growing`` cache
     (softmax) is rounded up; each size is compiled once.
@@ -133,19 +134,21 @@ class Sampler:
     Args:
         model: the model; later changes take effect only with :meth:`update`.
         end_of_text: the token that ends a sample, if any.
+        mesh: the mesh that the model's arrays are sharded over. Set it (``jax.set_mesh``) for all calls.
 
     Raises:
         NotImplementedError: an attention mode of the model has no cached decode.
     """
 
-    def __init__(self, model: GPT, *, end_of_text: int | None = None):
+    def __init__(self, model: GPT, *, end_of_text: int | None = None, mesh: Mesh | None = None):
         jax.eval_shape(lambda: model.init_cache(1, 1))
         self.end_of_text = end_of_text
         self.max_length = model.max_length
         """Maximum number of tokens, including the prompt; None: no limit."""
-        # All inputs of the compiled functions are committed to one device: uncommitted arrays would cause a second
-        # compilation for their outputs.
-        self._device = jax.local_devices()[0]
+        # All inputs of the compiled functions are committed: uncommitted arrays would cause a second compilation for
+        # their outputs.
+        self._is_sharded = mesh is not None
+        self._device = jax.local_devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._graph, state = nnx.split(with_product_weights(model))
         structure = jax.tree.structure(state)
         self.update(model)
@@ -208,7 +211,8 @@ class Sampler:
             raise ValueError("expected the same model with other parameters")
         self._model = model
         # A list, since Flax traverses a state in Python at every call.
-        self._leaves = jax.device_put(jax.tree.leaves(state), self._device)
+        leaves = jax.tree.leaves(state)
+        self._leaves = leaves if self._is_sharded else jax.device_put(leaves, self._device)
 
     @property
     def model(self) -> GPT:

@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -108,6 +111,21 @@ def test_the_loss_is_that_of_the_val_lines(folder, capsys):
     assert windows.tokens_N.tolist() == [32] * entry["windows"]
     assert len(set(windows.loss_N.tolist())) == entry["windows"]
     assert windows.loss_N.sum() / windows.tokens_N.sum() == pytest.approx(entry["loss"])
+
+
+@pytest.mark.thorough
+def test_devices_that_share_rows_and_parameters_score_as_one(folder):
+    flags = [sys.executable, "evaluate.py", str(folder / "none"), "--windows", "8"]
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    losses = []
+    for devices in "12":
+        done = subprocess.run([*flags, "--devices", devices], cwd=Path(__file__).parents[1], env=environment,
+                              capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        (entry,) = found(folder / "none")["evaluations"]
+        losses.append([entry["loss"], entry["short_context"][0]["loss_window"],
+                       *(part["loss"] for part in entry["positions"])])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-6)
 
 
 @nnx.jit

@@ -334,3 +334,30 @@ def test_an_interrupt_ends_it_quietly(runs, monkeypatch, capsys):
     monkeypatch.setattr(terminal, "write", interrupted)
     assert run(runs / "chunked", "--max-new-tokens", 3) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_devices_that_share_the_parameters_sample_the_text_of_one(runs):
+    """No device reads more than its shards."""
+    script = """
+import sys
+from pathlib import Path
+import jax
+import sample
+from training.run import load_model
+from training.sharding import inference_mesh
+
+model = load_model(Path(sys.argv[1]), mesh=inference_mesh(2)).model
+leaves = [x for x in jax.tree.leaves(model) if x.ndim > 1 and any(n % 2 == 0 for n in x.shape)]
+assert leaves and all(2 * x.addressable_shards[0].data.size == x.size for x in leaves)
+sys.exit(sample.main([*sys.argv[1:], "--prompt", "abc", "--max-new-tokens", "20", "--seed", "3"]))
+"""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    one, two = (subprocess.run([sys.executable, "-c", script, str(runs / "chunked"), "--devices", devices], check=False,
+                               cwd=Path(__file__).parents[1], env=environment, capture_output=True) for devices in "12")
+    assert (one.returncode, two.returncode) == (0, 0), two.stderr.decode()
+    assert one.stdout == two.stdout != b""
+
+
+def test_more_devices_than_there_are(runs, capsys):
+    assert "--devices is 99; expected 1 to" in refused(capsys, 2, runs / "chunked", "--devices", "99")

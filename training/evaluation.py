@@ -15,6 +15,8 @@ from data.token_files import TokenFiles
 from kernels.cross_entropy import score
 from models.gpt import GPT
 from support.errors import ConfigError, DataError
+from training.objectives import put
+from training.sharding import batch_sharding
 from training.window_losses import WindowLosses, windows_checksum
 
 
@@ -205,6 +207,7 @@ def _batches(files: TokenFiles, contexts: Sequence[int], tokens: int, packing: s
 def _scorer(model: GPT, tokens_at_once: int) -> Scorer:
     """``score(batch)``: scores the targets of a batch in host memory, with ``tokens_at_once`` tokens per pass."""
     graph, state = nnx.split(model)
+    mesh = jax.sharding.get_mesh()
 
     @jax.jit
     def score_rows(state: Any, batch: Batch) -> tuple[Array, Array]:
@@ -221,6 +224,8 @@ def _scorer(model: GPT, tokens_at_once: int) -> Scorer:
             # If fewer rows are left, repeat the last ones to avoid another compilation.
             stop = min(start + rows, B)
             part: Batch = jax.tree.map(lambda x, stop=stop: x[stop - rows : stop], batch)
+            if not mesh.empty:
+                part = put(part, batch_sharding(mesh))
             found.append(jax.tree.map(lambda x, skip=start - (stop - rows): np.asarray(x)[skip:],
                                       score_rows(state, part)))
         loss_BT, right_BT = (np.concatenate(parts) for parts in zip(*found, strict=True))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from configs.schema import Config
 from models.block import head_width
@@ -32,7 +33,8 @@ class InitialWeights(NamedTuple):
     """Summary of the parameters that are loaded, new and left out."""
 
 
-def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | None = None) -> InitialWeights:
+def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | None = None,
+                         mesh: Mesh | None = None) -> InitialWeights:
     """Reads the initial parameters of a new run from the newest intact checkpoint of another.
 
     Names and shapes must agree, except for parameters of attention modes: those that only ``model`` has, or has in
@@ -43,12 +45,13 @@ def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | 
         model: the new model; may be abstract.
         tokenizer: tokenizer of the new run.
         reset: "attention": load no parameters of attention layers.
+        mesh: as for :func:`load_model`.
 
     Raises:
         ConfigError: the models differ, or the run does not exist.
         RunError, CheckpointError, OSError: as :func:`load_model`.
     """
-    source = load_model(run)
+    source = load_model(run, mesh=mesh)
     theirs, ours = source.model.config, model.config
     there, here = (
         {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(m, nnx.Param))}

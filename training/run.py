@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from configs.schema import Config, LraConfig, config_class
 from models import attention as attentions
@@ -19,6 +21,7 @@ from support.files import read_json
 from training import loop
 from training.checkpoint import Checkpoints
 from training.environment import PUBLISHED
+from training.sharding import parameter_shardings
 
 SWEEP_RECORD = "run.json"
 """File that identifies a run of a study; sweep.py writes it before the run starts."""
@@ -159,10 +162,11 @@ def newest_step(config: Config | LraConfig, run_dir: Path) -> tuple[int | None, 
     return newest[0], finished
 
 
-def load_model(directory: Path, step: int | None = None) -> LoadedRun:
-    """Loads the model of a run's newest intact checkpoint, or of that at ``step``, on the first device.
+def load_model(directory: Path, step: int | None = None, mesh: Mesh | None = None) -> LoadedRun:
+    """Loads the model of a run's newest intact checkpoint, or of that at ``step``.
 
-    Damaged checkpoints are skipped with a warning.
+    Damaged checkpoints are skipped with a warning. Each device of ``mesh`` reads only its own shards, as in training;
+    without one, the model is on the first device.
 
     Raises:
         ConfigError: the folder does not exist or is not a run, has no checkpoint at ``step``, or an unknown field.
@@ -186,9 +190,13 @@ def load_model(directory: Path, step: int | None = None) -> LoadedRun:
         raise ConfigError(f"{directory} is a classifier run of {config.COMMAND}; expected a language-model run of "
                           f"{Config.COMMAND}")
     config = dataclasses.replace(config, model=gpt.resolve_config(config.model))
-    graph, parameters, variables = nnx.split(
-        nnx.eval_shape(lambda: GPT(config.model, vocabulary_size, rngs=nnx.Rngs(0))), nnx.Param, ...)
+    model = nnx.eval_shape(lambda: GPT(config.model, vocabulary_size, rngs=nnx.Rngs(0)))
+    graph, parameters, variables = nnx.split(model, nnx.Param, ...)
     abstract = {"parameters": nnx.to_pure_dict(parameters), "variables": nnx.to_pure_dict(variables)}
+    if mesh is not None:
+        abstract = {name: jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                                       abstract[name], shardings)
+                    for name, shardings in zip(abstract, parameter_shardings(mesh, model), strict=True)}
     with Checkpoints(directory / "checkpoints") as checkpoints:
         steps = checkpoints.steps()
         if not steps:

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from configs.schema import Config, LraConfig
+from models.gpt import GPT
 from models.parameters import Axis, Declaration, declarations
 from support.command import note, status
 from support.errors import ConfigError
@@ -106,6 +107,20 @@ def mesh_sizes(config: Config | LraConfig, devices: int) -> dict[str, int]:
     return sizes
 
 
+def inference_mesh(devices: int) -> Mesh | None:
+    """The mesh that splits the parameters of a trained model over devices; None for one device.
+
+    Raises:
+        ConfigError: there are fewer devices.
+    """
+    if devices == 1:
+        return None
+    if not 1 <= devices <= jax.device_count():
+        raise ConfigError(f"--devices is {devices}; expected 1 to {jax.device_count()}, the number of devices")
+    return jax.make_mesh((1, devices, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES),
+                         devices=jax.devices()[:devices])
+
+
 def report_mesh(mesh: Mesh, rows: int) -> None:
     """Prints the axes of a mesh and how many devices it uses, if there are several.
 
@@ -122,6 +137,14 @@ def report_mesh(mesh: Mesh, rows: int) -> None:
         wanted = devices // (mesh.shape["tensor"] * mesh.shape["context"])
         note(f"{devices - mesh.size} of {devices} devices are idle: train.batch_size / train.accumulate is {rows}; to "
              f"use all, make it a multiple of {wanted}, or split each sequence with --mesh.context")
+
+
+def report_gathers(mesh: Mesh, model: GPT) -> None:
+    """Names the modes whose devices gather the sequences that they share, if any."""
+    gathering = sorted({block.attention.name for block in model.blocks if not block.attention.splits_context})
+    if mesh.shape["context"] > 1 and gathering:
+        note(f"mesh.context is {mesh.shape['context']}: {', '.join(gathering)} gathers the sequence on each device, in "
+             "every layer")
 
 
 def check_shards(mesh: Mesh, model: nnx.Module) -> None:

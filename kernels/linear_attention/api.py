@@ -134,8 +134,7 @@ def linear_attention(
         return compute(*inputs, state, runs_BT)
 
     def share_of(_: Array, k_BTHM: Array, v_BTHD: Array, log_decay_BTH: Array | None, runs_BT: Array | None) -> Share:
-        B, _, H, M = k_BTHM.shape
-        zero = zero_state(B, H, M, v_BTHD.shape[3], dtype)
+        zero = zero_state(len(k_BTHM), k_BTHM.shape[2], M, v_BTHD.shape[3], dtype)
         return Share.of(final_state(k_BTHM, v_BTHD, zero, runs_BT, log_decay_BTH), runs_BT, log_decay_BTH)
 
     return over_context(compute, share_of, Share.after, inputs, state, runs_BT)

@@ -41,6 +41,7 @@ class Attention(SelfAttention):
     implementation_fields = ("chunk_size",)
     step_kernels = ("delta_rule_",)
     decode_state = "constant"
+    splits_context = True
     decode_kernels = ("recurrent_step",)
     recurrent = True
 

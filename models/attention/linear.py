@@ -42,6 +42,7 @@ class Attention(SelfAttention):
 
     implementation_fields = ("form",)
     decode_state = "constant"
+    splits_context = True
     decode_kernels = ("recurrent_step",)
 
     def __init__(self, config: FeatureOptions, *, heads: int, head_width: int, width: int, max_length: int,

@@ -51,6 +51,7 @@ class Attention(SelfAttention):
     length_fields = ("chunk_size",)
     implementation_fields = ("chunk_size",)
     decode_state = "constant"
+    splits_context = True
 
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)

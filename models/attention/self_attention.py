@@ -107,6 +107,9 @@ class SelfAttention(nnx.Module):
     """Whether the mode has parameters for exactly ``max_length`` tokens."""
     packs_with: str | None = None
     """Flags of ``train.py`` that enable packing, if the present options do not support it."""
+    splits_context: bool = False
+    """Whether devices that share a sequence (``mesh.context``) exchange as much at any context, if causal. Otherwise
+    they gather the sequence in each layer."""
     step_kernels: tuple[str, ...] = ()
     """Name prefixes of the GPU kernels in a training step, for ``make gpu-check``."""
     decode_kernels: tuple[str, ...] = ()

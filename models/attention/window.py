@@ -35,6 +35,7 @@ class Attention(SelfAttention):
     length_fields = ("window",)
     implementation_fields = ("form",)
     decode_state = "window"
+    splits_context = True
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
