@@ -1,6 +1,7 @@
 """The contract of every attention mode in the folder."""
 
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -416,3 +417,45 @@ def test_a_file_dropped_into_the_folder_is_a_mode(tmp_path):
     done = subprocess.run([sys.executable, "-c", USE_IT], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+TRAFFIC = """
+import json, sys
+import jax, jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from benchmarks.program import read_program
+from models import attention
+
+def moved(name, options, T):
+    module = attention.modes()[name]
+    layer = module.Attention(module.Config(**options), heads=2, head_width=4, width=8, max_length=T, rngs=nnx.Rngs(0))
+    graph, *state = nnx.split(layer, nnx.Param, ...)
+    mesh = jax.make_mesh((1, 1, 1, 4), ("data", "fsdp", "tensor", "context"), axis_types=(AxisType.Auto,) * 4)
+    split = NamedSharding(mesh, P(None, "context"))
+    x_BTE = jax.ShapeDtypeStruct((2, T, 8), jnp.float32, sharding=split)
+    loss = lambda parameters, rest, x_BTE: jnp.sum(nnx.merge(graph, parameters, rest).forward(x_BTE)[0] ** 2)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(jax.grad(loss, (0, 2)), out_shardings=(None, split)).lower(*state, x_BTE)
+        found = read_program(lowered.compile().as_text()).collectives
+    found.pop("all-reduce", None)  # the gradients of parameters, which every device has
+    return found.total()
+
+print(json.dumps({mode: [moved(mode.partition("+")[0], options, T) for T in (128, 512)]
+                  for mode, options in json.loads(sys.argv[1]).items()}))
+"""
+
+
+@pytest.mark.thorough
+def test_devices_that_share_a_sequence_exchange_as_much_at_any_context():
+    """In the modes that say so, also with a short convolution."""
+    modes = {mode: VARIANTS.get(mode, {}) for mode in MODES
+             if attention.modes()[name_of(mode)].Attention.splits_context}
+    modes |= {"window": {"window": 32}}
+    assert {"chunked", "chunked+parts", "gated", "gated_delta", "linear", "performer", "power", "window"} <= set(modes)
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", TRAFFIC, json.dumps(modes)], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for mode, (short, long) in json.loads(done.stdout).items():
+        assert 0 < short == long, mode
