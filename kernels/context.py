@@ -18,6 +18,9 @@ from kernels.partition import on_each_device, present, size_of, split_of_heads
 AXIS = "context"
 """The mesh axis that splits sequences."""
 
+MULTIPLE = 64
+"""Of which the tokens of a device and those before them are: cuDNN does not support every length."""
+
 
 def devices_of(tokens: int) -> int:
     """The number of devices of the mesh that is set which share the tokens of a sequence; 1 if they do not divide."""
@@ -79,8 +82,8 @@ def with_tokens_before(x: Array, count: int) -> Array:
 
 
 def over_windows(compute: Callable[..., Array], inputs: Sequence[Array | None], runs_BT: Array | None,
-                 before: int) -> Array:
-    """A causal op of which no token sees more than ``before`` tokens before it, with each device computing its own.
+                 least: int) -> Array:
+    """A causal op of which no token sees more than ``least`` tokens before it, with each device computing its own.
 
     The tokens before are computed again.
 
@@ -88,13 +91,14 @@ def over_windows(compute: Callable[..., Array], inputs: Sequence[Array | None], 
         compute: ``compute(*inputs, runs_BT)``: y_BTHD.
         inputs: arrays (B, T, H, …), or None; the first is one.
         runs_BT: runs of the tokens; None: each row is one run.
-        before: less than T.
+        least: less than T.
     """
     assert inputs[0] is not None
     rows, heads = split_of_heads(*inputs[0].shape[::2])
 
     def local(inputs, runs_BT):
         T = inputs[0].shape[1]
+        before = least + -(least + T) % MULTIPLE
         # Tokens that do not exist go behind the last, where no token sees them.
         exist = jnp.minimum(lax.axis_index(AXIS) * T, before)
 

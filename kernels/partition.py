@@ -96,6 +96,9 @@ def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequenc
                        outputs: Sequence[str]) -> Callable[..., Sequence[Array]]:
     """A function that each device computes for its own sequences and heads.
 
+    Devices that share sequences (the mesh axis ``context``) exchange tokens for heads, if the heads divide; else they
+    gather the sequences.
+
     Args:
         function: takes and returns arrays; no element of a result depends on another sequence or head.
         inputs: the letters of each argument's dimensions, such as ``bthm``; ``b`` and ``h`` may be sharded. The first
@@ -107,7 +110,9 @@ def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequenc
 
     def computed(*arguments: Array) -> Sequence[Array]:
         sizes = dict(zip(inputs[0], arguments[0].shape, strict=True))
-        rows, heads = split_of_heads(sizes["b"], sizes.get("h", 1))
+        rows, _ = split_of_heads(sizes["b"], 1)
+        choices = present([HEAD_AXIS, "context"]), present([HEAD_AXIS])
+        heads = next((axes for axes in choices if sizes.get("h", 1) % size_of(axes) == 0), ())
         axes = {"b": rows, "h": heads}
 
         def specs(names: Sequence[str]) -> tuple[P, ...]:

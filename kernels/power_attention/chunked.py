@@ -17,7 +17,7 @@ from jax import Array, lax
 from kernels import device, mixed_precision
 from kernels.chunks import Chunks, join, only, rows, split
 from kernels.decay import sums_after, sums_through
-from kernels.linear_attention.state import State, divide
+from kernels.linear_attention.state import State, divide, sum_dtype
 from kernels.power_attention.blockwise import weighted_sums
 from kernels.power_attention.features import expand
 from kernels.power_attention.reference import scaled
@@ -106,7 +106,7 @@ def final_state(k_BTHD: Array, v_BTHD: Array, runs_BT: Array | None, log_decay_B
     chunks = _for_state(k, k, v, None if log_decay_BTH is None else split(log_decay_BTH, C), meets, degree)
     advance = jax.checkpoint(functools.partial(_advance, degree=degree))
     state, _ = lax.scan(lambda state, chunk: (advance(state, chunk), None),
-                        jnp.zeros((B, H, features, D + 1), chunks.v_BHCV.dtype), chunks)
+                        jnp.zeros((B, H, features, D + 1), sum_dtype(k_BTHD, v_BTHD)), chunks)
     return State(state[..., :-1], state[..., -1])
 
 

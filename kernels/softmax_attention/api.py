@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels import checks, decay, device
 from kernels.context import devices_of, over_windows
+from kernels.partition import by_batch_and_heads
 from kernels.segments import runs_of
 from kernels.softmax_attention import cached, cudnn, decode
 from kernels.softmax_attention.blockwise import blockwise
@@ -84,16 +85,16 @@ def softmax_attention(
         log_decay_BTH = decay.prepare(log_decay_BTH, dtype, None if runs_BT is None else runs_BT < 0)
 
     def compute(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, log_decay_BTH: Array | None,
-                runs_BT: Array | None) -> Array:
+                runs_BT: Array | None) -> tuple[Array]:
         if name == "cudnn":
-            return cudnn.cudnn(q_BTHD, k_BTHD, v_BTHD, causal, window)
-        return IMPLEMENTATIONS[name](q_BTHD, k_BTHD, v_BTHD, runs_BT, causal, window, log_decay_BTH)
+            return (cudnn.cudnn(q_BTHD, k_BTHD, v_BTHD, causal, window),)
+        return (IMPLEMENTATIONS[name](q_BTHD, k_BTHD, v_BTHD, runs_BT, causal, window, log_decay_BTH),)
 
     inputs = q_BTHD, k_BTHD, v_BTHD, log_decay_BTH
     if window is not None and window <= q_BTHD.shape[1] and devices_of(q_BTHD.shape[1]) > 1:
-        y_BTHD = over_windows(compute, inputs, runs_BT, window - 1)
+        y_BTHD = over_windows(lambda *arguments: compute(*arguments)[0], inputs, runs_BT, window - 1)
     else:
-        y_BTHD = compute(*inputs, runs_BT)
+        y_BTHD, = by_batch_and_heads(compute, ["bthd", "bthd", "bthd", "bth", "bt"], ["bthd"])(*inputs, runs_BT)
     return y_BTHD if runs_BT is None else jnp.where((runs_BT >= 0)[:, :, None, None], y_BTHD, 0)
 
 

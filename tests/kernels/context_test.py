@@ -106,5 +106,5 @@ def test_outputs_states_and_gradients_are_those_of_one_device(op, segments, deca
 @pytest.mark.parametrize("op", [
     op if op == "linear" else pytest.param(op, marks=pytest.mark.thorough) for op in OPS if op != "window40"])
 def test_the_traffic_does_not_grow_with_the_context(op):
-    short, long = compute((MESHES[0], op, 64, False, False), (MESHES[0], op, 512, False, False))
+    short, long = compute((MESHES[0], op, 256, False, False), (MESHES[0], op, 1024, False, False))
     assert 0 < long["moved"] == short["moved"]

@@ -441,7 +441,7 @@ def moved(name, options, T):
     found.pop("all-reduce", None)  # the gradients of parameters, which every device has
     return found.total()
 
-print(json.dumps({mode: [moved(mode.partition("+")[0], options, T) for T in (128, 512)]
+print(json.dumps({mode: [moved(mode.partition("+")[0], options, T) for T in (256, 512)]
                   for mode, options in json.loads(sys.argv[1]).items()}))
 """
 
