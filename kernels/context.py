@@ -13,10 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from kernels.partition import on_each_device, present, size_of, split_of_heads
-
-AXIS = "context"
-"""The mesh axis that splits sequences."""
+from kernels.partition import CONTEXT_AXIS, on_each_device, present, size_of, split_of_heads
 
 MULTIPLE = 64
 """Of which the tokens of a device and those before them are: cuDNN does not support every length."""
@@ -24,7 +21,7 @@ MULTIPLE = 64
 
 def devices_of(tokens: int) -> int:
     """The number of devices of the mesh that is set which share the tokens of a sequence; 1 if they do not divide."""
-    devices = size_of(present([AXIS]))
+    devices = size_of(present([CONTEXT_AXIS]))
     return devices if tokens % devices == 0 else 1
 
 
@@ -51,14 +48,14 @@ def over_context(compute: Callable[..., tuple[Array, Any]], share_of: Callable[.
     def local(inputs, initial, runs_BT, incoming_BT):
         if runs_BT is not None:  # numbered from the run that goes on here
             runs_BT = jnp.where(runs_BT < 0, -1, runs_BT - incoming_BT[:, :1])
-        shares = lax.all_gather(share_of(*inputs, runs_BT), AXIS)
-        mine, final = lax.axis_index(AXIS), initial
-        for n in range(lax.axis_size(AXIS)):
+        shares = lax.all_gather(share_of(*inputs, runs_BT), CONTEXT_AXIS)
+        mine, final = lax.axis_index(CONTEXT_AXIS), initial
+        for n in range(lax.axis_size(CONTEXT_AXIS)):
             final = after(jax.tree.map(lambda x, n=n: x[n], shares), final)
             initial = jax.tree.map(lambda x, y, n=n: jnp.where(n < mine, y, x), initial, final)
         return compute(*inputs, initial, runs_BT)[0], final
 
-    tokens, whole, of_rows = P(rows, AXIS, heads), P(rows, heads), P(rows, AXIS)
+    tokens, whole, of_rows = P(rows, CONTEXT_AXIS, heads), P(rows, heads), P(rows, CONTEXT_AXIS)
     return on_each_device(local, (tokens, whole, of_rows, of_rows), (tokens, whole))(
         tuple(inputs), initial, runs_BT, incoming_BT)
 
@@ -68,13 +65,13 @@ def with_tokens_before(x: Array, count: int) -> Array:
 
     Under ``jax.shard_map``. Takes as many exchanges as there are devices with these tokens.
     """
-    T, devices = x.shape[1], lax.axis_size(AXIS)
+    T, devices = x.shape[1], lax.axis_size(CONTEXT_AXIS)
     parts, missing = [x], count
     for hop in range(1, devices):
         if missing <= 0:
             break
         last = x[:, max(0, T - missing):]
-        parts.insert(0, lax.ppermute(last, AXIS, [(n, n + hop) for n in range(devices - hop)]))
+        parts.insert(0, lax.ppermute(last, CONTEXT_AXIS, [(n, n + hop) for n in range(devices - hop)]))
         missing -= T
     if missing > 0:
         parts.insert(0, jnp.zeros((x.shape[0], missing, *x.shape[2:]), x.dtype))
@@ -100,7 +97,7 @@ def over_windows(compute: Callable[..., Array], inputs: Sequence[Array | None], 
         T = inputs[0].shape[1]
         before = least + -(least + T) % MULTIPLE
         # Tokens that do not exist go behind the last, where no token sees them.
-        exist = jnp.minimum(lax.axis_index(AXIS) * T, before)
+        exist = jnp.minimum(lax.axis_index(CONTEXT_AXIS) * T, before)
 
         def extended(x: Array) -> Array:
             return jnp.roll(with_tokens_before(x, before), exist - before, axis=1)
@@ -108,5 +105,5 @@ def over_windows(compute: Callable[..., Array], inputs: Sequence[Array | None], 
         y = compute(*jax.tree.map(extended, inputs), None if runs_BT is None else extended(runs_BT))
         return lax.dynamic_slice_in_dim(y, exist, T, axis=1)
 
-    tokens, of_rows = P(rows, AXIS, heads), P(rows, AXIS)
+    tokens, of_rows = P(rows, CONTEXT_AXIS, heads), P(rows, CONTEXT_AXIS)
     return on_each_device(local, (tokens, of_rows), tokens)(tuple(inputs), runs_BT)

@@ -21,6 +21,8 @@ TOKEN_AXES = ("context", "tensor")
 """The mesh axes that split the tokens of a row where no computation involves two tokens."""
 HEAD_AXIS = "tensor"
 """The mesh axis that splits heads."""
+CONTEXT_AXIS = "context"
+"""The mesh axis that splits sequences."""
 
 
 def present(axes: Sequence[str]) -> tuple[str, ...]:
@@ -101,23 +103,39 @@ def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequenc
 
     Args:
         function: takes and returns arrays; no element of a result depends on another sequence or head.
-        inputs: the letters of each argument's dimensions, such as ``bthm``; ``b`` and ``h`` may be sharded. The first
-            argument has both, or only ``b``.
+        inputs: the letters of each argument's dimensions, such as ``bthm``: ``b`` rows, ``t`` tokens, ``h`` heads. The
+            first argument has all three, or only ``b``.
         outputs: the letters of each result's dimensions.
     """
     if device.count() == 1 or jax.sharding.get_abstract_mesh().empty:
         return function
 
     def computed(*arguments: Array) -> Sequence[Array]:
-        sizes = dict(zip(inputs[0], arguments[0].shape, strict=True))
-        rows, _ = split_of_heads(sizes["b"], 1)
-        choices = present([HEAD_AXIS, "context"]), present([HEAD_AXIS])
-        heads = next((axes for axes in choices if sizes.get("h", 1) % size_of(axes) == 0), ())
-        axes = {"b": rows, "h": heads}
+        sizes = {"h": 1, "t": 1} | dict(zip(inputs[0], arguments[0].shape, strict=True))
+        rows, heads = split_of_heads(sizes["b"], sizes["h"])
+        shared = present([CONTEXT_AXIS])
+        exchanges = (size_of(shared) > 1 and sizes["t"] % size_of(shared) == 0
+                     and sizes["h"] % (size_of(shared) * (size_of([heads]) if heads else 1)) == 0)
 
         def specs(names: Sequence[str]) -> tuple[P, ...]:
-            return tuple(P(*(axes.get(x) for x in name)) for name in names)
+            def axes(letter: str, name: str) -> Any:
+                if letter == "t" and exchanges and "h" in name:
+                    return shared
+                if letter == "h" and exchanges and "t" not in name:
+                    return (*([heads] if heads else []), *shared)
+                return {"b": rows, "h": heads}.get(letter)
 
-        return on_each_device(function, specs(inputs), specs(outputs))(*arguments)
+            return tuple(P(*(axes(letter, name) for letter in name)) for name in names)
+
+        def exchanged(x: Any, name: str, split: str, joined: str) -> Any:
+            if not exchanges or x is None or not {"t", "h"} <= set(name):
+                return x
+            return lax.all_to_all(x, shared, name.index(split), name.index(joined), tiled=True)
+
+        def local(*arguments: Array) -> tuple[Array, ...]:
+            results = function(*(exchanged(x, name, "h", "t") for x, name in zip(arguments, inputs, strict=True)))
+            return tuple(exchanged(x, name, "t", "h") for x, name in zip(results, outputs, strict=True))
+
+        return on_each_device(local, specs(inputs), specs(outputs))(*arguments)
 
     return computed

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as spec
 from jaxtyping import Array, Float, Int
 
 from kernels import checks
-from kernels.context import AXIS, devices_of, with_tokens_before
+from kernels.context import devices_of, with_tokens_before
 from kernels.mixed_precision import rounded, wide
-from kernels.partition import on_each_device, split_of_heads
+from kernels.partition import CONTEXT_AXIS, on_each_device, split_of_heads
 from kernels.segments import runs_of
 
 
@@ -83,17 +83,17 @@ def _over_context(x_BTF: Array, taps_KF: Array, runs_BT: Array | None) -> Array:
         # The last P tokens before, without padding, may be of several devices.
         first_B = jnp.maximum((runs_BT >= 0).sum(axis=1) - P, 0)
         last_BP = jnp.minimum(first_B[:, None] + jnp.arange(P)[None], T - 1)
-        every = lax.all_gather((_rows(runs_BT, last_BP), _rows(x_BTF, last_BP)), AXIS, axis=1, tiled=True)
+        every = lax.all_gather((_rows(runs_BT, last_BP), _rows(x_BTF, last_BP)), CONTEXT_AXIS, axis=1, tiled=True)
         runs_BN, x_BNF = every
-        is_before_N = jnp.arange(runs_BN.shape[1]) < P * lax.axis_index(AXIS)
+        is_before_N = jnp.arange(runs_BN.shape[1]) < P * lax.axis_index(CONTEXT_AXIS)
         runs_BN = jnp.where(is_before_N[None] & (runs_BN >= 0), runs_BN, NO_RUN)
         last_BP = jnp.argsort(runs_BN >= 0, axis=1)[:, runs_BN.shape[1] - P:]  # stable
         before_BPF, runs_BP = _rows(x_BNF, last_BP), _rows(runs_BN, last_BP)
         y_BTF = _convolve(x_BTF, taps_KF, before_BPF, jnp.concatenate([runs_BP, runs_BT], axis=1))
         return _moved(y_BTF, places_BT, tokens_BT)
 
-    tokens = spec(rows, AXIS, channels)
-    return on_each_device(local, (tokens, spec(None, channels), spec(rows, AXIS)), tokens)(x_BTF, taps_KF, runs_BT)
+    tokens = spec(rows, CONTEXT_AXIS, channels)
+    return on_each_device(local, (tokens, spec(None, channels), spec(rows, CONTEXT_AXIS)), tokens)(x_BTF, taps_KF, runs_BT)
 
 
 def _rows(x_BTF: Array, tokens_BP: Array) -> Array:

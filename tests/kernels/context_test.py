@@ -48,6 +48,10 @@ def case(op, T, ids, decays):
         tokens |= {"q": draw(0, B, T, H, M), "k": draw(1, B, T, H, M), "v": draw(2, B, T, H, M)}
         call = lambda q, k, v, g=None: power_attention(q, k, v, log_decay_BTH=g, chunk_size=8, **options)
         return call, tokens, {}
+    if op == "softmax":
+        tokens |= {"q": draw(0, B, T, H, M), "k": draw(1, B, T, H, M), "v": draw(2, B, T, H, M)}
+        call = lambda q, k, v, g=None: softmax_attention(q, k, v, log_decay_BTH=g, **options)
+        return call, tokens, {}
     if op.startswith("window"):
         tokens = {"q": draw(0, B, T, H, M), "k": draw(1, B, T, H, M), "v": draw(2, B, T, H, M)}
         call = lambda q, k, v: softmax_attention(q, k, v, window=int(op[6:]), **options)
@@ -79,7 +83,8 @@ print(json.dumps([compute(*case) for case in json.loads(sys.argv[1])]))
 
 ONE = (1, 1, 1, 1)
 MESHES = ((1, 1, 1, 4), (1, 1, 2, 2), (2, 1, 1, 2))
-OPS = ("linear", "delta", "power", "window7", "window40", "convolution")
+OPS = ("linear", "delta", "power", "softmax", "window7", "window40", "convolution")
+"""The last mesh splits the two heads of softmax attention; the others gather them."""
 
 
 def compute(*cases: tuple) -> list[dict]:
@@ -104,7 +109,8 @@ def test_outputs_states_and_gradients_are_those_of_one_device(op, segments, deca
 
 
 @pytest.mark.parametrize("op", [
-    op if op == "linear" else pytest.param(op, marks=pytest.mark.thorough) for op in OPS if op != "window40"])
+    op if op == "linear" else pytest.param(op, marks=pytest.mark.thorough)
+    for op in OPS if op not in ("softmax", "window40")])
 def test_the_traffic_does_not_grow_with_the_context(op):
     short, long = compute((MESHES[0], op, 256, False, False), (MESHES[0], op, 1024, False, False))
     assert 0 < long["moved"] == short["moved"]
