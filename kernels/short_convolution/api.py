@@ -92,8 +92,8 @@ def _over_context(x_BTF: Array, taps_KF: Array, runs_BT: Array | None) -> Array:
         y_BTF = _convolve(x_BTF, taps_KF, before_BPF, jnp.concatenate([runs_BP, runs_BT], axis=1))
         return _moved(y_BTF, places_BT, tokens_BT)
 
-    tokens = spec(rows, CONTEXT_AXIS, channels)
-    return on_each_device(local, (tokens, spec(None, channels), spec(rows, CONTEXT_AXIS)), tokens)(x_BTF, taps_KF, runs_BT)
+    tokens, of_rows = spec(rows, CONTEXT_AXIS, channels), spec(rows, CONTEXT_AXIS)
+    return on_each_device(local, (tokens, spec(None, channels), of_rows), tokens)(x_BTF, taps_KF, runs_BT)
 
 
 def _rows(x_BTF: Array, tokens_BP: Array) -> Array:
