@@ -18,9 +18,9 @@ if __name__ == "__main__":  # before any other import, which takes seconds, or f
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,15 +33,16 @@ from data.loader import Corpora, open_corpora
 from data.verification import Verification
 from models.gpt import GPT
 from sampling import samples
-from support.command import note, run_command, status
+from support.command import note, status
 from support.errors import ConfigError
 from support.files import write_json
-from training import cli, logging, loop
+from training import cli, logging, loop, processes
 from training import run as runs
 from training.checkpoint import Checkpoints
 from training.environment import configure_jax, environment
 from training.initial_weights import InitialWeights, read_initial_weights, save_initial_checkpoint
 from training.objectives import LanguageModelling
+from training.processes import Distributed
 from training.sharding import check_shards, make_mesh, report_gathers
 from training.step import abstract_model
 
@@ -63,9 +64,10 @@ for example: python train.py configs/quickstart.py --attention softmax
 all fields:  python train.py configs/quickstart.py --help"""
 
 
-def parse(arguments: Sequence[str]) -> cli.CommandLine[Config, RunFlags]:
-    """The command line, its config validated."""
-    return cli.parse_command_line(arguments, RunFlags, load, prog="train.py", usage=USAGE, own_flags=(
+def parse(arguments: Sequence[str], join: Callable[[Distributed], None] | None = None,
+          ) -> cli.CommandLine[Config, RunFlags]:
+    """The command line, its config validated; see :func:`training.cli.parse_command_line`."""
+    return cli.parse_command_line(arguments, RunFlags, load, prog="train.py", usage=USAGE, join=join, own_flags=(
         "--init-from RUN: initialise a new run with the parameters of another; with --init-from.reset attention, with "
         "all but those of the attention layers."))
 
@@ -77,7 +79,8 @@ def load(recipe: Path, flags: RunFlags) -> Config:
     return load_recipe(recipe, flags.attention)
 
 
-def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: str | None = None) -> int:
+def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: str | None = None, *,
+          stall_seconds: float | None = None) -> int:
     """Check the inputs, write the run's config and environment, train, and report; returns the exit code.
 
     Args:
@@ -85,38 +88,65 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
         run_dir: run folder.
         init_from: run whose parameters initialise a new run.
         reset: which parameters to initialise randomly instead.
+        stall_seconds: see :class:`training.processes.Distributed`.
     """
-    corpora, model = check_data_and_devices(config, run_dir)
+    with processes.first_then_rest():  # the first prepares the corpus if needed
+        corpora, model = check_data_and_devices(config, run_dir)
+    runs.check_processes_agree(config, run_dir, corpora.checksum)
     initial = initial_weights(run_dir, model, corpora.tokenizer, init_from, reset, make_mesh(config))
+    begun_with = None if initial is None else {"run": str(initial.run), "step": initial.step, "reset": reset}
     with runs.locked(run_dir):
-        before = runs.check_folder(config, run_dir)  # again: another process may have started the run since
-        newest, finished = runs.newest_step(config, run_dir)
+        newest, finished = processes.from_first(lambda: begin(config, run_dir, corpora, model, begun_with))
         if finished:
             return 0
-        begun_with = before.get("init_from") if initial is None else {
-            "run": str(initial.run), "step": initial.step, "reset": reset}
-        if initial is None and newest is None and begun_with is not None:
+        verification = Verification(corpora) if config.data.verify and newest is None else None
+        if initial is not None:
+            save_initial_checkpoint(config, corpora.vocabulary_size, run_dir, initial)
+            newest = 0
+        outcome = loop.train(config, LanguageModelling(config, corpora), run_dir, started=_STARTED, step=newest,
+                             verification=verification, stall_seconds=stall_seconds)
+    return cli.report_outcome(run_dir, outcome)
+
+
+def begin(config: Config, run_dir: Path, corpora: Corpora, model: GPT, begun_with: dict[str, Any] | None,
+          ) -> tuple[int | None, bool]:
+    """Write the run's config and environment, unless it is finished.
+
+    Args:
+        config: validated config.
+        run_dir: run folder.
+        corpora: the data.
+        model: the abstract model.
+        begun_with: the run that initialises this one, its step, and what is reset.
+
+    Returns:
+        as :func:`training.run.newest_step`.
+
+    Raises:
+        ConfigError: the run was started with other flags, or is another one.
+    """
+    before = runs.check_folder(config, run_dir)  # again: another process may have started the run since
+    newest, finished = runs.newest_step(config, run_dir)
+    if finished:
+        return newest, finished
+    if begun_with is None:
+        begun_with = before.get("init_from")
+        if newest is None and begun_with is not None:
             # Without the flag it would differ from its environment.json.
             raise ConfigError(f"{run_dir} was started with --init-from {begun_with['run']} and has no intact "
                               "checkpoint; repeat the flag or choose another --run-dir")
-        parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-        write_json(run_dir / "config.json", config.to_dict())
-        write_json(run_dir / "environment.json", environment(
-            model, parameters=parameters, tokenizer=corpora.tokenizer, checksum=corpora.checksum,
-            segments=config.data.packing == "documents")
-            | ({} if begun_with is None else {"init_from": begun_with}))
-        status(f"{run_dir}: {parameters:,} parameters, {','.join(config.model.attention)} attention, context "
-               f"{config.model.context:,}, {config.model.dtype}, {corpora.tokens('train'):,} tokens")
-        if config.data.packing == "documents":
-            padding = corpora.padding("train", config.model.context, config.data.packing)
-            note(f"data.packing documents: {padding:.2%} of the training positions are padding")
-        if initial is not None:
-            save_initial_checkpoint(config, corpora.vocabulary_size, run_dir, initial)
-        # Once, for it reads every shard.
-        verification = Verification(corpora) if config.data.verify and newest is None else None
-        outcome = loop.train(config, LanguageModelling(config, corpora), run_dir, started=_STARTED,
-                             verification=verification)
-    return cli.report_outcome(run_dir, outcome)
+    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    write_json(run_dir / "config.json", config.to_dict())
+    write_json(run_dir / "environment.json", environment(
+        model, parameters=parameters, tokenizer=corpora.tokenizer, checksum=corpora.checksum,
+        segments=config.data.packing == "documents")
+        | ({} if begun_with is None else {"init_from": begun_with}))
+    status(f"{run_dir}: {parameters:,} parameters, {','.join(config.model.attention)} attention, context "
+           f"{config.model.context:,}, {config.model.dtype}, {corpora.tokens('train'):,} tokens")
+    if config.data.packing == "documents":
+        padding = corpora.padding("train", config.model.context, config.data.packing)
+        note(f"data.packing documents: {padding:.2%} of the training positions are padding")
+    return newest, finished
 
 
 def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT]:
@@ -178,13 +208,14 @@ def initial_weights(run_dir: Path, model: GPT, tokenizer: str, init_from: Path |
 def command(arguments: Sequence[str]) -> int:
     """Train from a command line; returns the exit code."""
     configure_jax()
-    line = parse(arguments)
-    return train(line.config, line.run_dir, line.flags.init_from, line.flags.init_from_reset)
+    line = parse(arguments, processes.join)
+    return train(line.config, line.run_dir, line.flags.init_from, line.flags.init_from_reset,
+                 stall_seconds=line.distributed.stall_seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`support.command.run_command`."""
-    return run_command("train.py", command, arguments)
+    """The command; see :func:`training.processes.run_together`."""
+    return processes.run_together("train.py", command, arguments)
 
 
 if __name__ == "__main__":

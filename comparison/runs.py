@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from comparison.curves import Columns, Curve, read_curves, smooth
-from configs.schema import LraConfig, check_format, config_class
+from configs.schema import LraConfig, check_format, config_class, flatten
 from support.errors import ConfigError, RunError
 from support.files import read_json
 from training.accounting import flops_per_token
@@ -330,14 +330,6 @@ def newest_sample(folder: Path) -> tuple[int | None, str | None]:
 def scored(runs: Sequence[Run]) -> str:
     """What a loss is normalised by: a token, or an example of a task."""
     return " or ".join(sorted({"example" if config_class(run.config) is LraConfig else "token" for run in runs}))
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested dicts by their dotted names."""
-    flat = {}
-    for name, value in config.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
 
 
 def is_of(name: str, parts: Sequence[str]) -> bool:

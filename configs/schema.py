@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import inspect
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -352,3 +353,11 @@ def load_recipe[C: (Config, LraConfig)](path: str | Path, attention: str | None 
         raise ConfigError(f"{path}: not a recipe of {kind.COMMAND}, "
                           + (f"but of {command}" if command else f"whose get_config must return a {kind.__name__}"))
     return config
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested dicts by their dotted names."""
+    flat = {}
+    for name, value in config.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat

@@ -19,6 +19,8 @@ from lra.tasks import Dataset, Split
 from models.encoder import Classifier
 from support.errors import ConfigError
 from training import step as steps
+from training.objectives import Evaluator, evaluate_each
+from training.sharding import put
 
 WHOLE_SPLIT = 2000
 """Largest val split that is always evaluated whole."""
@@ -94,33 +96,42 @@ class Classification:
         yield (self._put(self._take(train, rows_B), sharding) for rows_B in order(
             len(train.labels), self._config.train.batch_size, self._config.train.seed, start=start))
 
-    def evaluator(self, sharding: NamedSharding) -> Callable[[steps.TrainState], dict[str, float]]:
+    def evaluator(self, sharding: NamedSharding) -> Evaluator:
         val, train = self._dataset.splits["val"], self._config.train
         count = len(val.labels)
         if count > WHOLE_SPLIT:
             count = min(count, train.eval_batches * train.batch_size)
         rows_N = np.arange(count) * len(val.labels) // count
-        return lambda state: self._figures(state.parameters, state.variables, val, rows_N, sharding)
+        return lambda state, stops=lambda: False: self._figures(
+            state.parameters, state.variables, val, rows_N, sharding, stops)
 
     def test(self, parameters: Any, variables: Any, sharding: NamedSharding) -> dict[str, float]:
         """``loss`` and ``accuracy`` on the whole test split."""
         test = self._dataset.splits["test"]
-        return self._figures(parameters, variables, test, np.arange(len(test.labels)), sharding)
+        figures = self._figures(parameters, variables, test, np.arange(len(test.labels)), sharding, lambda: False)
+        assert figures is not None  # nothing stops it
+        return figures
 
     def samples(self, folder: Path, *, keep_through: int) -> None:
         """Not supported."""
 
     def _figures(self, parameters: Any, variables: Any, split: Split, rows_N: np.ndarray,
-                 sharding: NamedSharding) -> dict[str, float]:
+                 sharding: NamedSharding, stops: Callable[[], bool]) -> dict[str, float] | None:
         train = self._config.train
         # The batch size of training, to fit into memory.
-        size, sums = train.batch_size // train.accumulate, []
-        for first in range(0, len(rows_N), size):
+        size = train.batch_size // train.accumulate
+
+        def batch_from(first: int) -> Examples:
             rows_B = rows_N[first : first + size]
             batch = self._take(split, np.resize(rows_B, size))
             batch = batch._replace(labels_B=np.where(np.arange(size) < len(rows_B), batch.labels_B, -1))
-            sums.append(self._evaluate(parameters, variables, self._put(batch, sharding)))
-        loss, right = np.sum(jax.device_get(sums), axis=0, dtype=np.float64) / len(rows_N)
+            return self._put(batch, sharding)
+
+        sums = evaluate_each(lambda batch: self._evaluate(parameters, variables, batch),
+                             map(batch_from, range(0, len(rows_N), size)), stops)
+        if sums is None:
+            return None
+        loss, right = np.sum(sums, axis=0, dtype=np.float64) / len(rows_N)
         return {"loss": float(loss), "accuracy": float(right)}
 
     @functools.cached_property
@@ -142,8 +153,8 @@ class Classification:
                                           for valid_BT, padded in zip(batch.valid, self._padded, strict=True)))
 
     def _put(self, batch: Examples, sharding: NamedSharding) -> Examples:
-        tokens, valid = jax.device_put((batch.tokens, batch.valid), sharding)
-        return Examples(tokens, valid, jax.device_put(batch.labels_B, _of_rows(sharding)))
+        tokens, valid = put((batch.tokens, batch.valid), sharding)
+        return Examples(tokens, valid, put(batch.labels_B, _of_rows(sharding)))
 
 
 def check_data(config: LraConfig, dataset: Dataset) -> None:

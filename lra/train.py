@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before any other import, which takes seconds, or f
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -32,13 +32,14 @@ from configs.schema import LraConfig, load_recipe
 from lra import tasks
 from lra.classification import Classification
 from models.encoder import Classifier
-from support.command import note, run_command, status
+from support.command import note, status
 from support.errors import ConfigError, RunError
 from support.files import read_json, write_json
-from training import cli, logging, loop
+from training import cli, logging, loop, processes
 from training import run as runs
 from training.checkpoint import Checkpoints
 from training.environment import configure_jax, environment
+from training.processes import Distributed
 from training.sharding import batch_sharding, check_shards, make_mesh, parameter_shardings
 
 DATA_SEED = 0
@@ -62,10 +63,11 @@ for example: python -m lra.train configs/lra/listops.py --attention performer --
 all fields:  python -m lra.train configs/lra/listops.py --help"""
 
 
-def parse(arguments: Sequence[str]) -> cli.CommandLine[LraConfig, RunFlags]:
-    """The command line, its config validated."""
+def parse(arguments: Sequence[str], join: Callable[[Distributed], None] | None = None,
+          ) -> cli.CommandLine[LraConfig, RunFlags]:
+    """The command line, its config validated; see :func:`training.cli.parse_command_line`."""
     return cli.parse_command_line(
-        arguments, RunFlags, load, prog="python -m lra.train", usage=USAGE, amend=fit_context, own_flags=(
+        arguments, RunFlags, load, prog="python -m lra.train", usage=USAGE, amend=fit_context, join=join, own_flags=(
             "--preset paper, released or tuned, and --data-dir DIR, the folder of the task's files"))
 
 
@@ -91,35 +93,53 @@ def fit_context(config: LraConfig, recipe: LraConfig) -> LraConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, context=length))
 
 
-def train(config: LraConfig, run_dir: Path, command_line: Sequence[str]) -> int:
+def train(config: LraConfig, run_dir: Path, command_line: Sequence[str], *, stall_seconds: float | None = None) -> int:
     """Check the inputs, write the run's config and environment, train, score, and report; returns the exit code.
 
     Args:
         config: validated config.
         run_dir: run folder.
         command_line: the command line, for ``environment.json``.
+        stall_seconds: see :class:`training.processes.Distributed`.
     """
-    dataset, objective, model = check_data_and_devices(config, run_dir)
+    with processes.first_then_rest():  # the first generates the data if needed
+        dataset, objective, model = check_data_and_devices(config, run_dir)
+    runs.check_processes_agree(config, run_dir, dataset.checksum)
     with runs.locked(run_dir):
-        runs.check_folder(config, run_dir)  # again: another process may have started the run since
-        newest, finished = runs.newest_step(config, run_dir)
-        if finished and _scored_step(run_dir) == newest:
+        newest, finished, scored = processes.from_first(
+            lambda: begin(config, run_dir, dataset, objective, model, command_line))
+        if scored:
             return 0
         if not finished:
-            (run_dir / "test.json").unlink(missing_ok=True)  # of an earlier end of the run
-            parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-            write_json(run_dir / "config.json", config.to_dict())
-            write_json(run_dir / "environment.json", environment(
-                model.encoder, parameters=parameters, tokenizer=None, checksum=dataset.checksum,
-                command=command_line, segments=objective.padded))
-            status(f"{run_dir}: {config.data.task}, {parameters:,} parameters, {','.join(config.model.attention)} "
-                   f"attention, context {config.model.context:,}, {config.model.dtype}, "
-                   f"{len(dataset.splits['train'].labels):,} examples")
-            outcome = loop.train(config, objective, run_dir, started=_STARTED)
+            outcome = loop.train(config, objective, run_dir, started=_STARTED, step=newest,
+                                 stall_seconds=stall_seconds)
             if code := cli.report_outcome(run_dir, outcome):
                 return code
         score(config, objective, dataset, run_dir)
     return 0
+
+
+def begin(config: LraConfig, run_dir: Path, dataset: tasks.Dataset, objective: Classification, model: Classifier,
+          command_line: Sequence[str]) -> tuple[int | None, bool, bool]:
+    """Write the run's config and environment, unless it is finished; see :func:`train`.
+
+    Returns:
+        the step of the newest checkpoint, whether the run is finished, and whether it is scored, too.
+    """
+    runs.check_folder(config, run_dir)  # again: another process may have started the run since
+    newest, finished = runs.newest_step(config, run_dir)
+    if finished:
+        return newest, finished, _scored_step(run_dir) == newest
+    (run_dir / "test.json").unlink(missing_ok=True)  # of an earlier end of the run
+    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    write_json(run_dir / "config.json", config.to_dict())
+    write_json(run_dir / "environment.json", environment(
+        model.encoder, parameters=parameters, tokenizer=None, checksum=dataset.checksum,
+        command=command_line, segments=objective.padded))
+    status(f"{run_dir}: {config.data.task}, {parameters:,} parameters, {','.join(config.model.attention)} "
+           f"attention, context {config.model.context:,}, {config.model.dtype}, "
+           f"{len(dataset.splits['train'].labels):,} examples")
+    return newest, finished, False
 
 
 def check_data_and_devices(config: LraConfig, run_dir: Path) -> tuple[tasks.Dataset, Classification, Classifier]:
@@ -177,11 +197,13 @@ def score(config: LraConfig, objective: Classification, dataset: tasks.Dataset, 
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         tuple(map(nnx.to_pure_dict, states)), parameter_shardings(mesh, objective.model))
     with Checkpoints(run_dir / "checkpoints") as checkpoints:
-        last, restored = checkpoints.steps()[-1], checkpoints.restore(
-            {"parameters": parameters, "variables": variables}, checkpoints.best())
+        last, best = processes.from_first(lambda: (checkpoints.steps()[-1], checkpoints.best()))
+        restored = checkpoints.restore({"parameters": parameters, "variables": variables}, best)
     assert restored is not None  # a finished run has a checkpoint
     step, items = restored
     figures = objective.test(items["parameters"], items["variables"], batch_sharding(mesh))
+    if not processes.is_first():
+        return
     chosen = "last" if step == last else "best by val loss"
     made_with = read_json(run_dir / "environment.json", RunError)
     write_json(run_dir / "test.json", {
@@ -207,13 +229,14 @@ def _scored_step(run_dir: Path) -> int | None:
 def command(arguments: Sequence[str]) -> int:
     """Train from a command line; returns the exit code."""
     configure_jax()
-    line = parse(arguments)
-    return train(line.config, line.run_dir, ["python", "-m", "lra.train", *arguments])
+    line = parse(arguments, processes.join)
+    return train(line.config, line.run_dir, ["python", "-m", "lra.train", *arguments],
+                 stall_seconds=line.distributed.stall_seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`support.command.run_command`."""
-    return run_command("lra.train", command, arguments)
+    """The command; see :func:`training.processes.run_together`."""
+    return processes.run_together("lra.train", command, arguments)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,26 @@ from contextlib import contextmanager
 from support import interrupts
 from support.errors import FAILURE, INTERRUPTED, USAGE, ConfigError, LineargptError
 
+_only_errors_of: str | None = None
+
+
+def print_only_errors(name: str) -> None:
+    """From now on :func:`status`, :func:`note` and warnings print nothing in this process, and errors start with
+    ``name``: of several processes that do the same, one reports."""
+    global _only_errors_of
+    _only_errors_of = name
+    warnings.simplefilter("ignore")
+
 
 def status(text: str) -> None:
     """Prints a line on standard error and flushes it."""
-    print(text, file=sys.stderr, flush=True)
+    if _only_errors_of is None:
+        report_error(text)
+
+
+def report_error(text: str) -> None:
+    """Prints a line on standard error, in each of several processes."""
+    print(text if _only_errors_of is None else f"{_only_errors_of}: {text}", file=sys.stderr, flush=True)
 
 
 def note(text: str) -> None:
@@ -56,29 +72,30 @@ def run_command(prog: str, command: Callable[[Sequence[str]], int | None], argum
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return command(sys.argv[1:] if arguments is None else arguments) or 0
     except (ConfigError, NotImplementedError) as error:
-        status(f"{prog}: {describe(error)}")
+        report_error(f"{prog}: {describe(error)}")
         return USAGE
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if not package or importlib.util.find_spec(package) is not None:
             raise
-        status(f"{prog}: this Python ({sys.executable}) lacks {package}; run `make setup`, then `. .venv/bin/activate`")
+        report_error(f"{prog}: this Python ({sys.executable}) lacks {package}; run `make setup`, then "
+                     "`. .venv/bin/activate`")
         return USAGE
     except LineargptError as error:
-        status(f"{prog}: {describe(error)}")
+        report_error(f"{prog}: {describe(error)}")
         return FAILURE
     except OSError as error:
         remedy = "; free disk space and repeat the command to resume" if error.errno == errno.ENOSPC else ""
-        status(f"{prog}: {describe(error)}{remedy}")
+        report_error(f"{prog}: {describe(error)}{remedy}")
         return FAILURE
     except Exception as error:
         if not _is_out_of_memory(error):
             raise
         said = str(error).partition("\n")[0]
-        status(f"{prog}: out of memory{f' ({said})' if said else ''}; {memory_hint}")
+        report_error(f"{prog}: out of memory{f' ({said})' if said else ''}; {memory_hint}")
         return FAILURE
     except KeyboardInterrupt:
-        status(f"interrupted{interrupted()}")
+        report_error(f"interrupted{interrupted()}")
         return INTERRUPTED
     finally:
         warnings.formatwarning = formats

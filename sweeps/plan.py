@@ -13,9 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from comparison.runs import NOT_OF_SETUP, flatten, is_of
+from comparison.runs import NOT_OF_SETUP, is_of
 from comparison.study import ROOT, Study, Variation
-from configs.schema import Config, LraConfig
+from configs.schema import Config, LraConfig, flatten
 from support.errors import ConfigError
 
 RESULT = "result.json"

@@ -1,6 +1,7 @@
 """A run small enough to train in a test, in this process or in its own."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -77,6 +78,20 @@ def start(*arguments: object, root: Path = ROOT, under: tuple[str, ...] = (), **
     command = [*under, sys.executable, str(root / "train.py"), *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             env=os.environ | environment)
+
+
+def start_together(*arguments: object, of_each: tuple[tuple[object, ...], ...] = ((), ()), devices: int = 2,
+                   ) -> list[subprocess.Popen]:
+    """A run of several processes of several devices each; ``of_each``: the flags that only one has."""
+    with socket.create_server(("127.0.0.1", 0)) as server:  # a free port
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    return [start(*arguments, *own, "--distributed.coordinator", address, "--distributed.processes", len(of_each),
+                  "--distributed.process", index, **on_devices(devices)) for index, own in enumerate(of_each)]
+
+
+def on_devices(count: int) -> dict[str, str]:
+    """The environment of a process with several devices."""
+    return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"}
 
 
 def lines(run_dir: Path, split: str | None = None) -> list[dict]:

@@ -128,32 +128,33 @@ class Timing:
     ``RUN/timing.json`` has the seconds of each part, over all starts of the run.
     """
 
-    path: Path
+    path: Path | None
+    """None: write no file."""
     began: float
     """``time.perf_counter()`` at the start of the command."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     starts: int = 1
-    _part: str = "other"
+    part: str = "other"
 
     @classmethod
     def of_run(cls, run_dir: Path, began: float) -> "Timing":
         """Continues the ``timing.json`` of earlier starts, if any; a damaged one is replaced, with a note."""
-        timing = cls(run_dir / "timing.json", began)
-        if timing.path.exists():
+        timing = cls(path := run_dir / "timing.json", began)
+        if path.exists():
             try:
-                before = read_json(timing.path, RunError)
+                before = read_json(path, RunError)
                 seconds = {part: float(before["seconds"][part]) for part in PARTS}
                 timing.starts += int(before["starts"])
                 timing.seconds = seconds
             except (RunError, KeyError, TypeError, ValueError):
-                note(f"{timing.path} is damaged: earlier times are lost, and counting starts again")
+                note(f"{path} is damaged: earlier times are lost, and counting starts again")
         return timing
 
     def enter(self, part: str) -> None:
         """Count time for this part from now on."""
         now = time.perf_counter()
-        self.seconds[self._part] += now - self.began
-        self.began, self._part = now, part
+        self.seconds[self.part] += now - self.began
+        self.began, self.part = now, part
 
     def __enter__(self) -> Self:
         return self
@@ -165,7 +166,9 @@ class Timing:
 
     def write(self) -> None:
         """Write ``timing.json``."""
-        self.enter(self._part)
+        self.enter(self.part)
+        if self.path is None:
+            return
         write_json(self.path, {"seconds": self.seconds, "wall_seconds": self.wall_seconds, "starts": self.starts})
 
     @property

@@ -19,7 +19,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +33,8 @@ CHECKSUMS = "SHA256SUMS"
 LOSS = "loss.json"
 UNFINISHED = "unfinished"
 JSON_ITEM = "position"
+JSON_FILE = "data.json"
+"""The file of that item, as Orbax names it."""
 OPTIMIZER = "optimizer"
 LEAF_NAMES = {"parameters": "parameter", "variables": "variable", "optimizer": "optimizer state"}
 
@@ -42,7 +44,7 @@ class Checkpoints:
 
     Use it as a context manager or call :meth:`close`; otherwise a pending save is lost at the end of the process.
     Reading does not modify the folder, so that checkpoints of a running process can be read. With several JAX
-    processes, all call the same methods.
+    processes, all save and load arrays together, in a folder that they share; process 0 makes a checkpoint complete.
 
     Args:
         directory: ``RUN/checkpoints``; created at the first save.
@@ -119,6 +121,11 @@ class Checkpoints:
         self._pending = None
         return error
 
+    def forget_failure(self) -> None:
+        """Waits for a pending save, and ignores its error: for the other processes when process 0 saves again."""
+        with suppress(CheckpointError):
+            self.wait()
+
     def close(self) -> None:
         """Wait for a pending save and end the background thread; raises like :meth:`wait`."""
         try:
@@ -170,6 +177,17 @@ class Checkpoints:
             warnings.warn(f"skipping the damaged checkpoint {folder}: {damage}", stacklevel=2)
             self._damaged.add(remaining[-1])
         return None
+
+    def load(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
+        """The items of the newest intact checkpoint, at the step that :meth:`resume` has returned before.
+
+        Their files are not read a second time to verify them. Later checkpoints count as damaged.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model.
+        """
+        self._damaged = {other for other in self.steps() if other > step}
+        return _load(self.directory / str(step), abstract)
 
     def resume(self, abstract: dict[str, Any], *, verify: Iterable[str] = ()) -> tuple[int, dict[str, Any]] | None:
         """:meth:`restore` for a run that resumes; None only if it has no checkpoint yet.
@@ -256,7 +274,8 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError, RuntimeError) as error:  # TensorStore reports a full disk as a ValueError
-            shutil.rmtree(self._unfinished, ignore_errors=True)  # frees the space of the partial checkpoint
+            if jax.process_index() == 0:
+                shutil.rmtree(self._unfinished, ignore_errors=True)  # frees the space of the partial checkpoint
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise CheckpointError(f"the checkpoint of step {step} could not be written to {self.directory}; check its "
                                   f"free space and permissions. Earlier checkpoints are intact. ({reason})"
@@ -284,6 +303,11 @@ def _without_orbax_tracebacks(record: logging.LogRecord) -> bool:
 
 
 def _load(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:
+    loaded: dict[str, Any] = {}
+    if JSON_ITEM in abstract:  # one process may read it alone, and Orbax waits for all
+        loaded[JSON_ITEM] = orjson.loads((folder / JSON_ITEM / JSON_FILE).read_bytes())
+    if abstract.keys() <= loaded.keys():
+        return loaded
     ocp, context = _orbax()
     wanted: dict[str, Any] = {}
     place = folder.absolute()  # Orbax requires absolute paths
@@ -291,7 +315,6 @@ def _load(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:
         # Parameters first, so that the message about another model names one of them.
         for name, tree in sorted(abstract.items(), key=lambda item: item[0] != "parameters"):
             if name == JSON_ITEM:
-                wanted[name] = None
                 continue
             if name == OPTIMIZER and jax.tree.leaves(tree):
                 _check_optimizer_state(folder)
@@ -300,7 +323,7 @@ def _load(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:
                 raise CheckpointError(f"{folder} is a checkpoint of another model: {difference}")
             if jax.tree.leaves(tree):
                 wanted[name] = jax.tree.map(_with_sharding, tree)
-        loaded = ocp.load_checkpointables(place, wanted) if wanted else {}
+        loaded |= ocp.load_checkpointables(place, wanted) if wanted else {}
     return {name: loaded.get(name, tree) for name, tree in abstract.items()}
 
 

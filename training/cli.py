@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
@@ -13,6 +13,7 @@ from support.command import status
 from support.errors import ConfigError
 from training.config_validation import validate_config
 from training.loop import Outcome
+from training.processes import Distributed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +38,22 @@ class CommandLine[C: (Config, LraConfig), F: RunFlags](NamedTuple):
     """Run folder."""
     asked: C
     """The config before validation."""
+    distributed: Distributed
+    """Flags of the processes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fields[C: (Config, LraConfig)]:
+    """Flags with a group: the fields of the config and those of the processes."""
+
+    config: Annotated[C, tyro.conf.arg(name="")]
+    distributed: Distributed
 
 
 def parse_command_line[C: (Config, LraConfig), F: RunFlags](
         arguments: Sequence[str], kind: type[F], load: Callable[[Path, F], C], *, prog: str, usage: str,
-        own_flags: str, amend: Callable[[C, C], C] | None = None) -> CommandLine[C, F]:
+        own_flags: str, amend: Callable[[C, C], C] | None = None,
+        join: Callable[[Distributed], None] | None = None) -> CommandLine[C, F]:
     """Parses ``RECIPE [flags]``: first the flags that are not fields, then every field of the recipe's config.
 
     Args:
@@ -52,6 +64,7 @@ def parse_command_line[C: (Config, LraConfig), F: RunFlags](
         usage: printed if no recipe is given.
         own_flags: description of the flags of this command alone, for its help.
         amend: takes the config of the command line and that of the recipe, and returns the one to validate.
+        join: called before the config is validated, which asks jax for its devices.
 
     Raises:
         ConfigError: no recipe is given, or the config cannot be run.
@@ -79,11 +92,14 @@ def parse_command_line[C: (Config, LraConfig), F: RunFlags](
         f"--attention MODE[,MODE…]: one or more of {', '.join(attentions.modes())}. The options below are those of "
         "the modes given here.\n"
         f"--run-dir DIR: run folder. Default: runs/{recipe.stem}-ATTENTION.\n{own_flags}")
-    config = tyro.cli(type(default), default=default, args=fields, prog=f"{prog} {recipe}", description=description)
-    asked = config if amend is None else amend(config, default)
+    parsed = tyro.cli(_Fields[type(default)], default=_Fields(default, Distributed()), args=fields,
+                      prog=f"{prog} {recipe}", description=description)
+    asked = parsed.config if amend is None else amend(parsed.config, default)
+    if join is not None:
+        join(parsed.distributed)
     config = validate_config(asked)
     run_dir = flags.run_dir or Path("runs") / f"{recipe.stem}-{'-'.join(config.model.attention)}"
-    return CommandLine(recipe, flags, config, run_dir, asked)
+    return CommandLine(recipe, flags, config, run_dir, asked, parsed.distributed)
 
 
 def report_outcome(run_dir: Path, outcome: Outcome) -> int:

@@ -20,7 +20,7 @@ from data.verification import Verification
 from support.command import note, status
 from support.errors import RunError, TrainingError
 from support.files import read_json
-from training import autotuning
+from training import autotuning, processes
 from training import step as steps
 from training.accounting import Timing, flops_per_token, peak_flops
 from training.checkpoint import Checkpoints
@@ -29,7 +29,8 @@ from training.logging import Logs
 from training.metrics import MetricsWriter
 from training.objectives import Objective, Samples
 from training.optimizer import decay_mask, global_norm, learning_rate, make_optimizer
-from training.sharding import batch_sharding, make_mesh, report_mesh, state_shardings
+from training.sharding import batch_sharding, make_mesh, on_one_device, report_mesh, state_shardings
+from training.stall import StallWatch
 
 
 @dataclass
@@ -43,6 +44,8 @@ class Position:
     """Time spent on updates, excluding compilation, evaluation and checkpoints."""
     wall_seconds: float = 0.0
     """Total time."""
+    evaluation_due: bool = False
+    """Whether a signal ended the evaluation of this step; a resumed run begins with it."""
 
 
 class Outcome(NamedTuple):
@@ -64,6 +67,18 @@ class _Pending(NamedTuple):
     learning_rate: float
 
 
+class _Decision(NamedTuple):
+    """What happens next; process 0 decides for all."""
+
+    finished: bool
+    signal: int | None
+    """The signal that stops the run, if any."""
+    learning_rate: float
+    """Of the next step."""
+    saves_again: bool
+    """Whether to save after the next step, as the last save has failed."""
+
+
 @dataclass
 class _Clock:
     """Wall and training clock; the latter runs from :meth:`resume` to the last :meth:`split`."""
@@ -79,10 +94,12 @@ class _Clock:
     def resume(self) -> None:
         self._mark = time.perf_counter()
 
-    def split(self) -> float:
+    def split(self, *, trains: bool = True) -> float:
+        """Seconds since the last split; not of training if the process was stopped meanwhile."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
-        self.position.train_seconds += seconds
+        if trains:
+            self.position.train_seconds += seconds
         self.read()
         return seconds
 
@@ -91,21 +108,26 @@ class _Clock:
 
 
 def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, started: float,
-          quiet: bool = False, verification: Verification | None = None) -> Outcome:
-    """Train in ``run_dir`` from its newest intact checkpoint, or from the start, to the end set by the config.
+          step: int | None = None, quiet: bool = False, verification: Verification | None = None,
+          stall_seconds: float | None = None) -> Outcome:
+    """Train in ``run_dir`` from a checkpoint, or from the start, to the end set by the config.
+
+    With several processes, all call it with the same arguments. Process 0 decides what happens next, and writes.
 
     Args:
         config: validated config.
         objective: model and data, such as :class:`training.objectives.LanguageModelling`.
         run_dir: run folder.
         started: ``time.perf_counter()`` at the start of the command, for the wall clock.
+        step: of the checkpoint to resume from, known to be intact; None: from the start.
         quiet: no progress bar.
         verification: of the data; the run ends with its error, without another checkpoint.
+        stall_seconds: see :class:`training.processes.Distributed`.
 
     Raises:
         ConfigError: the config does not fit the data or devices.
         DataError: the data are damaged.
-        CheckpointError: the checkpoints are of another model, or all damaged.
+        CheckpointError: the checkpoint is of another model, or one could not be written.
         TrainingError: a loss, gradient or parameter is not finite.
         OSError: the disk is full or cannot be written.
         RunError: ``environment.json`` is damaged.
@@ -119,13 +141,14 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
 
     shapes = jax.eval_shape(initial)
     shardings = state_shardings(mesh, objective.model, shapes)
-    timing = Timing.of_run(run_dir, started)
+    first = processes.is_first()
+    timing = Timing.of_run(run_dir, started) if first else Timing(None, started)
     with ExitStack() as stack:
         stack.enter_context(timing)  # writes last, also on an error
         stack.enter_context(jax.set_mesh(mesh))
         timing.enter("checkpoint")
         checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep))
-        restored = _restore(checkpoints, shapes, shardings)
+        restored = None if step is None else _restore(checkpoints, step, shapes, shardings)
         timing.enter("compile")
         autotuning.restore(run_dir)
         if restored is None:
@@ -133,9 +156,11 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         else:
             state, position = restored
         timing.enter("other")
-        logs = stack.enter_context(Logs(config, run_dir, step=position.step))
-        writer = stack.enter_context(MetricsWriter(run_dir / "metrics.jsonl", keep_through=position.step))
-        samples = objective.samples(run_dir / "samples", keep_through=position.step)
+        logs = writer = samples = None
+        if first:
+            logs = stack.enter_context(Logs(config, run_dir, step=position.step))
+            writer = stack.enter_context(MetricsWriter(run_dir / "metrics.jsonl", keep_through=position.step))
+            samples = objective.samples(run_dir / "samples", keep_through=position.step)
         clock = _Clock(position, started)
         data_sharding = batch_sharding(mesh)
         data = stack.enter_context(objective.batches(start=position.batches, sharding=data_sharding))
@@ -145,59 +170,69 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
                                 segments=isinstance(config, Config) and config.data.packing == "documents",
                                 out_shardings=(shardings, None))
         update = update.lower(state, objective.batch_shape(data_sharding), jnp.float32(0)).compile()
-        autotuning.keep(run_dir)
         timing.enter("other")
         peak = peak_flops(config.model.dtype, mesh.size)
-        add_to_environment(run_dir, step_bytes=peak_bytes(update), peak_flops=peak, mesh=dict(mesh.shape))
+        if first:
+            autotuning.keep(run_dir)
+            add_to_environment(run_dir, step_bytes=peak_bytes(update), peak_flops=peak, mesh=dict(mesh.shape))
         per_token = flops_per_token(config.to_dict(), read_json(run_dir / "environment.json", RunError))
-        stop = stack.enter_context(_stop_signals())
-        bar = stack.enter_context(_progress(config, position, quiet))
-        run = _Run(config, objective.model, clock, timing, per_token, peak, writer, logs, samples, checkpoints,
-                   evaluate, jax.jit(global_norm), bar, verification)
+        signals = stack.enter_context(_signals())
+        bar = stack.enter_context(_progress(config, position, quiet or not first))
+        watch = StallWatch(timing, stall_seconds, processes.fail)
+        if processes.several() or stall_seconds is not None:
+            stack.enter_context(watch)
+        run = _Run(config, objective.model, mesh, clock, timing, per_token, peak, writer, logs, samples, checkpoints,
+                   evaluate, jax.jit(global_norm), bar, verification, signals, watch)
 
+        if position.evaluation_due:  # it was ended by a signal
+            run.evaluate(state)
+            if config.train.sample_every and position.step % config.train.sample_every == 0:
+                run.sample(state)
         pending: _Pending | None = None
-        clock.resume()
-        timing.enter("step")
-        while not _finished(config, position) and not stop:
-            by_steps = config.train.steps is not None
-            rate = learning_rate(config.optimizer, position.step, _share(config, position), by_steps=by_steps)
+        run.resume()
+        while True:
+            decision = run.decide()
+            if decision.finished or decision.signal is not None:
+                break
             timing.enter("input")
             batch = next(data)
             timing.enter("step")
-            state, metrics = update(state, batch, jnp.float32(rate))
+            state, metrics = update(state, batch, jnp.float32(decision.learning_rate))
             position.step += 1
             position.batches += 1
             if pending is not None:  # write the previous step while the device computes this one
                 run.record(pending, position.step - 1)
-            pending = _Pending(metrics, rate)
+            pending = _Pending(metrics, decision.learning_rate)
             evaluates, samples_text, saves = (every > 0 and position.step % every == 0 for every in (
                 config.train.eval_every, config.train.sample_every, config.checkpoint.every_steps))
             # Not at the next save, which may be hundreds of updates away.
-            saves = run.must_save_again() or saves
+            saves = decision.saves_again or saves
             if evaluates or samples_text or saves:
                 run.record(pending, position.step)
                 pending = None
                 # Before the save, so that a run with its last checkpoint also has its last val line and sample.
-                if evaluates or _finished(config, position):
+                finished = processes.from_first(lambda: _finished(config, position))
+                if evaluates or finished:
                     run.evaluate(state)
-                if samples_text or _finished(config, position):
+                if samples_text or finished:
                     run.sample(state)
                 if saves:
                     run.save(state)
-                clock.resume()
-                timing.enter("step")
+                run.resume()
         if pending is not None:
             run.record(pending, position.step)
-        if not stop or _finished(config, position):
+        finished, stopped = processes.from_first(lambda: (_finished(config, position), signals.first is not None))
+        if finished or not stopped:
             run.evaluate(state)
             run.sample(state)
-        if verification is not None and not stop:
+        timing.enter("other")
+        if verification is not None and not stopped:
             verification.check(wait=True)
         run.save(state)
         timing.enter("checkpoint")
         checkpoints.wait()  # while only a second signal ends the process
         timing.enter("other")
-        return Outcome(position, run.val_loss, stop[0] if stop else None, timing)
+        return Outcome(position, run.val_loss, run.stop_signal(), timing)
 
 
 @dataclass
@@ -207,27 +242,61 @@ class _Run:
     config: Config | LraConfig
     model: Any
     """The abstract model."""
+    mesh: jax.sharding.Mesh
     clock: _Clock
     timing: Timing
     flops_per_token: float | None
     """Of forward and backward pass; None if unknown."""
     peak_flops: float | None
     """Peak of all devices of the mesh, per second; None if unknown."""
-    writer: MetricsWriter
-    logs: Logs
+    writer: MetricsWriter | None
+    """None on processes that do not write, like the next two."""
+    logs: Logs | None
     samples: Samples | None
     checkpoints: Checkpoints
-    figures: Callable[[steps.TrainState], dict[str, float]]
-    """Computes the figures of a val line."""
+    figures: Callable[[steps.TrainState, Callable[[], bool]], dict[str, float] | None]
+    """Computes the figures of a val line, unless it is to stop."""
     parameter_norm: Any
     bar: Any
     verification: Verification | None
+    signals: "_Signals"
+    watch: StallWatch
     val_loss: float | None = None
     evaluated_at: int = -1
     sampled_at: int = -1
     saved_at: int = -1
     saved_again_at: int = -2
     """Step of the last second attempt to save."""
+
+    def decide(self) -> _Decision:
+        """What happens next, the same on all processes.
+
+        Raises:
+            CheckpointError: a save has failed twice.
+        """
+        decision = _Decision(*processes.from_first(self._decision))
+        if decision.saves_again:
+            self.checkpoints.forget_failure()
+        return decision
+
+    def _decision(self) -> _Decision:
+        config, position = self.config, self.clock.position
+        finished, stopped = _finished(config, position), self.signals.first
+        if finished or stopped is not None:
+            return _Decision(finished, stopped, 0.0, False)
+        rate = learning_rate(config.optimizer, position.step, _share(config, position),
+                             by_steps=config.train.steps is not None)
+        return _Decision(finished, stopped, rate, self._must_save_again())
+
+    def stop_signal(self) -> int | None:
+        """The signal that has stopped the run, if any, the same on all processes."""
+        return processes.from_first(lambda: self.signals.first)
+
+    def resume(self) -> None:
+        """Go on with steps: from now on, time is of training."""
+        self.signals.was_continued()
+        self.clock.resume()
+        self.timing.enter("step")
 
     def record(self, pending: _Pending, step: int) -> None:
         """Wait for a step and write its line.
@@ -236,7 +305,13 @@ class _Run:
             TrainingError: its loss or gradient is not finite.
         """
         loss, norm = (float(x) for x in jax.device_get(pending.metrics))
-        seconds = self.clock.split()
+        was_continued = self.signals.was_continued()
+        seconds = self.clock.split(trains=not was_continued)
+        if was_continued:
+            note(f"step {step}: the process was stopped and continued; its {seconds:.1f} s count as wall time, not as "
+                 "training time")
+        else:
+            self.watch.step(seconds)
         tokens = self.config.train.batch_size * self.config.model.context
         utilisation = {} if self.flops_per_token is None or self.peak_flops is None else {
             "mfu": tokens * self.flops_per_token / seconds / self.peak_flops}
@@ -246,11 +321,14 @@ class _Run:
         self.bar.update(step, loss, tokens / seconds, self.clock.position)
 
     def evaluate(self, state: steps.TrainState) -> None:
-        """Write the val line of the current step, unless it exists."""
+        """Write the val line of the current step, unless it exists, or a signal arrives."""
         if self.evaluated_at == self.clock.position.step:
             return
         self.timing.enter("evaluation")
-        values = self.figures(state)
+        values = self.figures(state, self._evaluation_stops)
+        self.clock.position.evaluation_due = values is None
+        if values is None:
+            return
         self.val_loss = values["loss"]
         self.evaluated_at = self.clock.position.step
         self.clock.read()
@@ -259,12 +337,21 @@ class _Run:
         self.bar.evaluated(self.clock.position, self.val_loss)
         self.timing.enter("other")
 
+    def _evaluation_stops(self) -> bool:
+        """Between two batches of an evaluation: whether it ends here, the same on all processes."""
+        self.watch.evaluated()
+        return self.stop_signal() is not None
+
     def sample(self, state: steps.TrainState) -> None:
-        """Write a text sample at the current step, if configured, unless it exists."""
-        step = self.clock.position.step
-        if self.samples is not None and self.config.train.sample_every and self.sampled_at != step:
-            self.samples.write(step, steps.build(self.model, state.parameters, state.variables))
-            self.sampled_at = step
+        """Write a text sample at the current step, if configured, unless it exists, or the evaluation is still due."""
+        position = self.clock.position
+        if not self.config.train.sample_every or self.sampled_at == position.step or position.evaluation_due:
+            return
+        with on_one_device(self.mesh, (state.parameters, state.variables)) as (parameters, variables):
+            if self.samples is not None:
+                self.samples.write(position.step, steps.build(self.model, parameters, variables))
+        self.sampled_at = position.step
+        processes.from_first(lambda: None)  # wait for process 0
 
     def save(self, state: steps.TrainState) -> None:
         """Save a checkpoint of the current step, unless it exists.
@@ -280,7 +367,8 @@ class _Run:
             self.verification.check()
         self.timing.enter("checkpoint")
         self._check(position.step, **{"parameters' norm": float(self.parameter_norm(state.parameters))})
-        self.logs.flush()
+        if self.logs is not None:
+            self.logs.flush()
         self.clock.read()
         self.checkpoints.save(position.step, {
             "parameters": state.parameters, "variables": state.variables, "optimizer": state.optimizer,
@@ -289,7 +377,7 @@ class _Run:
         self.saved_at = position.step
         self.timing.enter("other")
 
-    def must_save_again(self) -> bool:
+    def _must_save_again(self) -> bool:
         """Whether the last save has failed; prints its error.
 
         Raises:
@@ -300,7 +388,7 @@ class _Run:
             return False
         if self.saved_at == self.saved_again_at:
             raise error
-        self.saved_again_at = self.clock.position.step
+        self.saved_again_at = self.clock.position.step + 1
         note(f"{error} Trying once more.")
         return True
 
@@ -316,6 +404,8 @@ class _Run:
                   "in a new --run-dir")
 
     def _write(self, step: int, **values: Any) -> None:
+        if self.writer is None or self.logs is None:
+            return
         position = self.clock.position
         tokens = step * self.config.train.batch_size * self.config.model.context
         flops = {} if self.flops_per_token is None else {"flops": tokens * self.flops_per_token}
@@ -325,21 +415,19 @@ class _Run:
         self.logs.write(record)
 
 
-def _restore(checkpoints: Checkpoints, shapes: Any, shardings: Any) -> tuple[Any, Position] | None:
+def _restore(checkpoints: Checkpoints, step: int, shapes: Any, shardings: Any) -> tuple[Any, Position]:
     abstract = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes,
                             shardings)
-    found = checkpoints.resume({"parameters": abstract.parameters, "variables": abstract.variables,
-                                "optimizer": abstract.optimizer, "position": None})
-    if found is None:
-        return None
-    _, items = found
+    items = checkpoints.load(step, {"parameters": abstract.parameters, "variables": abstract.variables,
+                                    "optimizer": abstract.optimizer, "position": None})
     return (steps.TrainState(items["parameters"], items["variables"], items["optimizer"]),
             Position(**items["position"]))
 
 
 def is_finished(config: Config | LraConfig, position: dict[str, Any]) -> bool:
     """Whether a run at this position is complete."""
-    return _finished(config, Position(**position))
+    at = Position(**position)
+    return _finished(config, at) and not at.evaluation_due
 
 
 def _finished(config: Config | LraConfig, position: Position) -> bool:
@@ -355,19 +443,49 @@ def _share(config: Config | LraConfig, position: Position) -> float:
     return position.train_seconds / (60 * config.train.minutes)
 
 
+@dataclass
+class _Signals:
+    """The signals that a run has received: this process's, and on process 0 those of all."""
+
+    stops: list[int] = field(default_factory=list)
+    """SIGTERM and Ctrl-C."""
+    continued: bool = False
+    """Whether SIGCONT has arrived."""
+
+    def receive(self, number: int) -> None:
+        """Takes note of a signal."""
+        if number == signal.SIGCONT:
+            self.continued = True
+        else:
+            self.stops.append(number)
+
+    def was_continued(self) -> bool:
+        """Whether a process was continued since the last call."""
+        for number in processes.signals_of_others():
+            self.receive(number)
+        continued, self.continued = self.continued, False
+        return continued
+
+    @property
+    def first(self) -> int | None:
+        """The first signal that stops the run, if any."""
+        return self.stops[0] if self.stops else None
+
+
 @contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collects the first SIGTERM or Ctrl-C in a list, at which the loop stops; a second one acts immediately."""
-    received: list[int] = []
+def _signals() -> Iterator[_Signals]:
+    """Collects signals. The first SIGTERM or Ctrl-C stops the loop; a second one acts immediately."""
+    received = _Signals()
     before: dict[int, Any] = {}
 
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
+    def on_stop(number: int, _frame: FrameType | None) -> None:
+        received.receive(number)
         signal.signal(number, before[number])
         os.write(2, b"\nStopping after this step; saving.\n")  # print could fail inside a print it interrupts
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, on_signal)
+        before[number] = signal.signal(number, on_stop)
+    before[signal.SIGCONT] = signal.signal(signal.SIGCONT, lambda number, _: received.receive(number))
     try:
         yield received
     finally:

@@ -1,7 +1,8 @@
 """Objectives: model, data and evaluation, for the training loop. :class:`LanguageModelling` is a GPT on corpora."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,13 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from configs.schema import Config
 from data.loader import Batch, Corpora, batches, fixed_batches
 from data.token_files import TokenFiles
 from sampling.samples import Samples
 from training import step as steps
+from training.sharding import put
+
+
+class Evaluator(Protocol):
+    """An evaluation of a state; None if ``stops`` says so between two batches."""
+
+    def __call__(self, state: steps.TrainState, stops: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+        ...
 
 
 class Objective(Protocol):
@@ -43,7 +52,7 @@ class Objective(Protocol):
         """Infinite batches from number ``start`` on; batch n depends only on seed and n."""
         ...
 
-    def evaluator(self, sharding: NamedSharding) -> Callable[[steps.TrainState], dict[str, float]]:
+    def evaluator(self, sharding: NamedSharding) -> Evaluator:
         """Computes the figures of a val line, including ``loss``."""
         ...
 
@@ -75,7 +84,7 @@ class LanguageModelling:
         return batches(self._corpora, "train", context=config.model.context, batch_size=config.train.batch_size,
                        seed=config.train.seed, start=start, sharding=sharding, packing=config.data.packing)
 
-    def evaluator(self, sharding: NamedSharding) -> Callable[[steps.TrainState], dict[str, float]]:
+    def evaluator(self, sharding: NamedSharding) -> Evaluator:
         train, corpora = self._config.train, self._corpora
         # As many sequences at once as in training, so that they fit into memory.
         val = [[put(batch, sharding) for batch in fixed_batches(
@@ -84,9 +93,14 @@ class LanguageModelling:
             for files in corpora.files]
         evaluate = jax.jit(steps.make_eval_step(self.model, accuracy=corpora.weighted))
 
-        def figures(state: steps.TrainState) -> dict[str, float]:
-            sums = [[evaluate(state.parameters, state.variables, batch) for batch in of_corpus] for of_corpus in val]
-            each = [_figures(files, found) for files, found in zip(corpora.files, jax.device_get(sums), strict=True)]
+        def figures(state: steps.TrainState, stops: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+            sums = evaluate_each(lambda batch: evaluate(state.parameters, state.variables, batch),
+                                 itertools.chain(*val), stops)
+            if sums is None:
+                return None
+            of_corpus = iter(sums)
+            each = [_figures(files, list(itertools.islice(of_corpus, len(batches_of))))
+                    for files, batches_of in zip(corpora.files, val, strict=True)]
             values = {"loss": corpora.mean([figures["loss"] for figures in each])}
             if corpora.weighted:
                 values["accuracy"] = corpora.mean([figures["accuracy"] for figures in each])
@@ -116,10 +130,17 @@ def _figures(files: TokenFiles, sums: Sequence[tuple[np.ndarray, ...]]) -> dict[
     return figures
 
 
-def put(batch: Batch, sharding: NamedSharding) -> Batch:
-    """A batch on the devices, sharded if possible, or replicated if it is too small."""
-    mesh = sharding.mesh
-    rows = mesh.shape["data"] * mesh.shape["fsdp"]
-    if len(batch.inputs_BT) % rows:
-        sharding = NamedSharding(mesh, PartitionSpec())
-    return jax.device_put(batch, sharding)
+def evaluate_each(evaluate: Callable[[Any], Any], batches: Iterable[Any], stops: Callable[[], bool],
+                  ) -> list[Any] | None:
+    """The results of ``evaluate`` on each batch, on the host; None if ``stops`` says so between two batches.
+
+    The device always has a next batch, but no more, so that little is left to do when it stops.
+    """
+    found: list[Any] = []
+    for batch in batches:
+        if found:
+            jax.block_until_ready(found[-2:-1])
+            if stops():
+                return None
+        found.append(evaluate(batch))
+    return jax.device_get(found)

@@ -11,16 +11,16 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from configs.schema import Config, LraConfig, config_class
+from configs.schema import Config, LraConfig, config_class, flatten
 from models import attention as attentions
 from models import gpt
 from models.gpt import GPT
 from support.command import note, status
 from support.errors import CheckpointError, ConfigError, RunError, TrainingError
 from support.files import read_json
-from training import loop
+from training import loop, processes
 from training.checkpoint import Checkpoints
-from training.environment import PUBLISHED
+from training.environment import PUBLISHED, git_commit
 from training.sharding import parameter_shardings
 
 SWEEP_RECORD = "run.json"
@@ -103,13 +103,38 @@ def check_corpus(environment: dict[str, Any], checksum: str, corpus: object, run
         raise ConfigError(f"{run_dir} was trained on another corpus than {corpus}; give another --run-dir")
 
 
-@contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Holds the lock of a run folder, which is created if missing.
+def check_processes_agree(config: Config | LraConfig, run_dir: Path, checksum: str) -> None:
+    """Checks that all processes of the run train the same.
+
+    Args:
+        config: validated config.
+        run_dir: run folder.
+        checksum: checksum of the data.
 
     Raises:
-        TrainingError: the folder is not writable, or another process trains in it.
+        ConfigError: on all processes; the message has each field that differs, and its values.
     """
+    if not processes.several():
+        return
+    with Checkpoints(run_dir / "checkpoints") as checkpoints:
+        steps = checkpoints.steps()
+    processes.check_equal(flatten(config.to_dict()) | {
+        "the newest checkpoint": steps[-1] if steps else None,
+        "the commit": git_commit(), "the version of jax": jax.__version__, "the checksum of the data": checksum})
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Holds the lock of a run folder, which is created if missing; of several processes of the run, process 0 does.
+
+    Raises:
+        TrainingError: the folder is not writable, or another run trains in it.
+        ConfigError: the processes of the run do not share the folder.
+    """
+    if not processes.is_first():
+        processes.check_shared(run_dir)
+        yield
+        return
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")
@@ -120,6 +145,7 @@ def locked(run_dir: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise TrainingError(f"{run_dir}: another process is training in it") from None
+        processes.check_shared(run_dir)
         yield
 
 

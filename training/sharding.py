@@ -1,13 +1,15 @@
 """Sharding: one mesh with the axes data, fsdp, tensor and context, and the dimensions that they split."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -174,6 +176,35 @@ MOST_WHOLE = 0.02
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of tokens (B, T)."""
     return NamedSharding(mesh, P(("data", "fsdp"), "context"))
+
+
+def put(tree: Any, sharding: NamedSharding) -> Any:
+    """Batches in host memory, the same on all processes, on the devices; each process transfers its part.
+
+    They are sharded if their rows can be split, else replicated.
+    """
+    mesh = sharding.mesh
+    if any(len(x) % (mesh.shape["data"] * mesh.shape["fsdp"]) for x in jax.tree.leaves(tree)):
+        sharding = NamedSharding(mesh, P())
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), tree)
+
+
+@contextmanager
+def on_one_device(mesh: Mesh, tree: Any) -> Iterator[Any]:
+    """Arrays of a mesh, whole on the first device of each process, for work on it alone. All processes enter it.
+
+    With one device, they are yielded as they are.
+    """
+    if mesh.size == 1:
+        yield tree
+        return
+    device = jax.local_devices()[0]
+    whole = tree if jax.process_count() == 1 else multihost_utils.process_allgather(tree, tiled=True)
+    alone = jax.make_mesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=[device])
+    with jax.set_mesh(alone):
+        yield jax.device_put(whole, device)
 
 
 def parameter_shardings(mesh: Mesh, model: nnx.Module) -> tuple[Any, Any]:

@@ -117,7 +117,7 @@ def test_a_large_val_split_is_evaluated_in_evenly_spaced_examples(monkeypatch):
     monkeypatch.setattr("lra.classification.WHOLE_SPLIT", 50)
     objective = Classification(config(eval_batches=4), dataset)
     monkeypatch.setattr(objective, "_figures",
-                        lambda parameters, variables, split, rows_N, sharding: seen.append(rows_N))
+                        lambda parameters, variables, split, rows_N, sharding, stops: seen.append(rows_N))
     objective.evaluator(sharding(config()))(make_state())
     assert len(seen[0]) == 32
     assert set(np.diff(seen[0])) == {3, 4}

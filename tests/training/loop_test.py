@@ -125,18 +125,23 @@ def test_a_signal_saves_and_the_same_command_goes_on(recipe, straight, tmp_path,
     assert tiny.lines(folder, "train")[last]["wall_seconds"] > wall_seconds
 
 
-def test_a_signal_during_the_last_step_does_not_cost_the_last_evaluation(recipe, tmp_path, monkeypatch):
-    record = loop._Run.record
+def test_a_signal_ends_an_evaluation_and_the_same_command_makes_up_for_it(recipe, tmp_path, monkeypatch):
+    record, folder = loop._Run.record, tmp_path / "run"
 
     def interrupted(self, pending, step):
         if step == 1:  # logged while step 2, the last, is running
             signal.raise_signal(signal.SIGTERM)
         record(self, pending, step)
 
-    monkeypatch.setattr(loop._Run, "record", interrupted)
-    assert tiny.run(recipe, "--run-dir", tmp_path / "run") == 128 + signal.SIGTERM
-    assert [line["step"] for line in tiny.lines(tmp_path / "run", "val")] == [2]
-    assert tiny.saved_steps(tmp_path / "run") == [2]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "record", interrupted)
+        assert tiny.run(recipe, "--run-dir", folder) == 128 + signal.SIGTERM
+    assert tiny.lines(folder, "val") == []
+    assert tiny.saved_steps(folder) == [2]
+    assert tiny.run(recipe, "--run-dir", folder) == 0
+    assert [line["step"] for line in tiny.lines(folder, "val")] == [2]
+    assert tiny.run(recipe, "--run-dir", folder) == 0  # now it is finished
+    assert len(tiny.lines(folder)) == 3
 
 
 @pytest.mark.parametrize("failures", [1, 2])

@@ -41,9 +41,8 @@ from configs.schema import Config, MeshConfig, ModelConfig, OptimizerConfig, Tra
 from data.loader import Batch
 from models.gpt import resolve_config
 from training import step as steps
-from training.objectives import put
 from training.optimizer import decay_mask, make_optimizer
-from training.sharding import batch_sharding, make_mesh, state_shardings
+from training.sharding import batch_sharding, make_mesh, put, state_shardings
 
 CONTEXT = 32
 found, folder = {}, Path(sys.argv[3])

@@ -1,0 +1,228 @@
+"""Runs of several processes: that they train as one, and how they end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from support.errors import ConfigError
+from tests import tiny
+from training import processes
+from training.processes import Distributed
+from training.run import load_model
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    return tiny.make(tmp_path_factory.mktemp("tiny"))
+
+
+def ended(*started: subprocess.Popen) -> list[str]:
+    """The errors of processes that end with 0."""
+    said = [process.communicate(timeout=240)[1] for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), said
+    return said
+
+
+@pytest.mark.thorough
+def test_two_processes_train_save_and_resume_as_one(recipe, tmp_path):
+    # A constant rate, as the number of steps changes when a run resumes.
+    flags = ("--optimizer.final-fraction", 1, "--train.eval-every", 2, "--train.sample-every", STEPS, "--mesh.fsdp", 2)
+    one, two = tmp_path / "one", tmp_path / "two"
+    straight = tiny.start(recipe, "--run-dir", one, "--train.steps", STEPS, *flags, **tiny.on_devices(4))
+    first, second = ended(*tiny.start_together(recipe, "--run-dir", two, "--train.steps", 2, *flags))
+    assert "mesh axes: data 2 × fsdp 2; 4 of 4 devices" in first
+    # Process 0 alone reports; XLA may print warnings in each.
+    assert f"{two}: 2 steps in " in first
+    assert not re.search(rf"^({two}|step \d|mesh axes|note)", second, re.MULTILINE)
+    ended(tiny.start(recipe, "--run-dir", two, "--train.steps", 4, *flags, **tiny.on_devices(4)))
+    ended(straight, *tiny.start_together(recipe, "--run-dir", two, "--train.steps", STEPS, *flags))
+
+    expected, found = tiny.lines(one), tiny.lines(two)
+    # Each start of the second run ended with an evaluation.
+    assert [line["step"] for line in found if line["split"] == "train"] == [1, 2, 3, 4, 5]
+    losses = {(line["step"], line["split"]): line["loss"] for line in expected}
+    for line in found:
+        assert line["loss"] == pytest.approx(losses[line["step"], line["split"]], rel=2e-6)
+    expected, found = (nnx.to_flat_state(nnx.state(load_model(run).model, nnx.Param)) for run in (one, two))
+    for (name, wanted), (_, value) in zip(expected, found, strict=True):
+        np.testing.assert_allclose(value[...], wanted[...], atol=1e-4, err_msg=str(name))
+    sample = f"samples/{STEPS:08}.txt"
+    assert (two / sample).read_bytes() == (one / sample).read_bytes()
+    assert json.loads((two / "environment.json").read_text())["mesh"]["fsdp"] == 2
+    assert sorted(path.name for path in two.iterdir()) == sorted(path.name for path in one.iterdir())
+
+
+class End(NamedTuple):
+    """How the processes of a run ended."""
+
+    codes: tuple[int, ...]
+    errors: tuple[str, ...]
+    seconds: tuple[float, ...]
+    """From the fault to the end of each."""
+
+
+@pytest.fixture(scope="module")
+def ends(recipe, tmp_path_factory) -> dict[str, End]:
+    """Runs with a fault each, at once."""
+    folder = tmp_path_factory.mktemp("faults")
+    endless = ("--train.steps", "None", "--train.minutes", 60)
+    evaluates = (*endless, "--train.eval-every", 1, "--train.eval-batches", 50)
+
+    def start(name: str, *flags: object, **options) -> list[subprocess.Popen]:
+        return tiny.start_together(recipe, "--run-dir", folder / name, *flags, **options)
+
+    pairs = {
+        "killed worker": start("killed worker", *endless),
+        "killed first": start("killed first", *endless),
+        "frozen worker": start("frozen worker", *endless),
+        "stopped worker": start("stopped worker", *evaluates),
+        "other rates": start("other rates", *endless, of_each=((), ("--optimizer.learning-rate", 0.5))),
+        "other folder": tiny.start_together(recipe, *endless, of_each=tuple(
+            ("--run-dir", folder / f"folder of {index}") for index in range(2))),
+    }
+    faults: dict[str, Callable[[], None]] = {
+        "killed worker": pairs["killed worker"][1].kill,
+        "killed first": pairs["killed first"][0].kill,
+        "frozen worker": lambda: pairs["frozen worker"][1].send_signal(signal.SIGSTOP),
+        "stopped worker": lambda: pairs["stopped worker"][1].send_signal(signal.SIGTERM),
+    }
+    began, waiting = dict.fromkeys(pairs, time.monotonic()), dict(faults)
+    while waiting:
+        for name in list(waiting):
+            assert all(process.poll() is None for process in pairs[name]), pairs[name][0].communicate()
+            if len(tiny.lines(folder / name, "train")) >= 3:
+                waiting.pop(name)()
+                began[name] = time.monotonic()
+        time.sleep(0.01)
+    last: dict[tuple[str, int], float] = {}
+    while len(last) < 2 * len(pairs):
+        for name, pair in pairs.items():
+            for index, process in enumerate(pair):
+                if process.poll() is not None:
+                    last.setdefault((name, index), time.monotonic() - began[name])
+                elif index == 1 and name == "frozen worker" and (name, 0) in last:
+                    process.kill()
+                assert time.monotonic() - began[name] < 200
+        time.sleep(0.01)
+    return {name: End(tuple(process.returncode for process in pair),
+                      tuple(process.communicate()[1] for process in pair),
+                      tuple(last[name, index] for index in range(2)))
+            for name, pair in pairs.items()} | {"folder": folder}  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "survivor", "said"), [
+    ("killed worker", 0, r"stopped sending heartbeats\):\n1\n"),
+    ("killed first", 1, "leader task was preempted/died|process 0 is lost"),
+    ("frozen worker", 0, r"stopped sending heartbeats\):\n1\n")])
+def test_a_process_that_is_lost_ends_the_others(ends, name, survivor, said):
+    end = ends[name]
+    assert end.seconds[survivor] < 60
+    assert end.codes[survivor] in (1, -signal.SIGABRT)
+    assert re.search(said, end.errors[survivor])
+
+
+@pytest.mark.thorough
+def test_sigterm_to_any_process_saves_the_same_step_and_ends_all(ends):
+    end = ends["stopped worker"]
+    assert end.codes == (143, 143), end.errors
+    assert max(end.seconds) < 30
+    folder = ends["folder"] / "stopped worker"
+    last = tiny.lines(folder, "train")[-1]["step"]
+    assert tiny.saved_steps(folder)[-1] == last
+    assert f"stopped and saved at step {last}; repeat the command to resume" in end.errors[0]
+
+
+@pytest.mark.thorough
+def test_processes_that_differ_do_not_train(ends):
+    end = ends["other rates"]
+    assert end.codes == (2, 2)
+    for said in end.errors:
+        assert "optimizer.learning_rate is 0.01 on process 0 and 0.5 on process 1" in said
+    assert max(end.seconds) < 60
+    assert not (ends["folder"] / "other rates").exists()
+
+
+@pytest.mark.thorough
+def test_a_run_folder_that_is_not_shared_is_refused(ends):
+    end = ends["other folder"]
+    assert end.codes == (2, 2), end.errors
+    assert "on process 1 is not the folder of process 0; expected a --run-dir that all processes share" in end.errors[0]
+
+
+@pytest.mark.fast
+def test_only_fields_that_differ_are_named_with_their_values_and_processes():
+    same = {"a": 1, "b": [1, 2]}
+    assert processes.differences([same, dict(same)]) == []
+    assert processes.differences([same, {"a": 2, "b": [1, 2]}, same]) == ["a is 1 on processes 0, 2 and 2 on process 1"]
+    assert processes.differences([same, {"a": 1}]) == ["b is [1, 2] on process 0 and not set on process 1"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("flags", "said"), [
+    (Distributed(coordinator="a:1"), r"--distributed.coordinator also requires --distributed.processes and "
+                                     r"--distributed.process$"),
+    (Distributed(process=0), "--distributed.process also requires"),
+    (Distributed("a", 2, 0), "--distributed.coordinator is a; expected HOST:PORT"),
+    (Distributed("a:70000", 2, 0), "--distributed.coordinator is a:70000; expected HOST:PORT"),
+    (Distributed("a:1", 2, 2), "--distributed.process is 2; expected 0 to 1: there are 2 processes"),
+    (Distributed("a:1", 0, 0), "--distributed.processes is 0; expected at least 1"),
+    (Distributed(wait_seconds=0), "--distributed.wait-seconds is 0; expected more than 0"),
+    (Distributed(stall_seconds=-1), "--distributed.stall-seconds is -1; expected more than 0")])
+def test_flags_of_processes_that_do_not_fit_are_refused(flags, said):
+    with pytest.raises(ConfigError, match=said):
+        processes.join(flags)
+
+
+SLURM = {"SLURM_JOB_ID": "4096", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",
+         "SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
+         "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+OPEN_MPI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "OMPI_VERSION": "4.1.0"}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("environment", "expected"), [
+    ({}, None),
+    (SLURM, ("node07:61440", 2, 1, None)),  # a task a host has all of its devices
+    (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_LOCALID": "1"}, ("node07:61440", 2, 1, [1])),
+    (SLURM | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}, None),
+    (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # an interactive step of a job of two tasks
+    ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}, None),  # outside srun
+    (OPEN_MPI, ("10.96.0.1:62624", 4, 3, [1])),
+    ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None)])
+def test_the_launcher_says_which_processes_there_are(monkeypatch, environment, expected):
+    for variable in list(os.environ):
+        if variable.startswith(("SLURM_", "OMPI_", "KUBERNETES_", "JOB_COMPLETION")):
+            monkeypatch.delenv(variable)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    place = processes._place(Distributed())
+    assert place == (None if expected is None else processes._Place(*expected))
+    assert processes._place(Distributed(processes=1)) is None
+    if environment:
+        assert processes._place(Distributed("host:1", 3, 2)) == processes._Place("host:1", 3, 2)
+
+
+@pytest.mark.fast
+def test_one_process_exchanges_nothing():
+    assert processes.is_first()
+    assert not processes.several()
+    assert processes.from_first(lambda: (1, "a")) == (1, "a")
+    assert processes.signals_of_others() == []
+    with processes.first_then_rest():
+        processes.check_equal({"a": 1})
+    assert processes.run_together("prog", lambda _: 3, []) == 3

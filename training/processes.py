@@ -1,0 +1,418 @@
+"""The processes of a run: how they join, agree and end.
+
+    srun python train.py configs/gpt2_124m.py --run-dir runs/124m
+    python train.py configs/gpt2_124m.py --distributed.coordinator HOST:PORT --distributed.processes 2
+        --distributed.process 0
+
+Every process runs the same command. Process 0 decides and writes, the others follow. They exchange a few values through
+JAX's coordination service, which also watches that all are alive. With one process, nothing is exchanged.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from support.command import message, print_only_errors, report_error, run_command
+from support.errors import FAILURE, ConfigError
+from training.roll_call import call_roll, name
+
+HEARTBEAT_SECONDS = 15
+"""A process that has not been heard of for so long is lost."""
+SHUTDOWN_SECONDS = 10
+POLL_SECONDS = 1.0
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGCONT)
+"""Signals that process 0 hears of."""
+KEPT_VALUES = 1000
+"""Values of process 0 that are kept for processes that lag behind; collectives keep these within a few."""
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """Flags of the processes of a run. They are no fields of the config: a run resumes on any number of processes."""
+
+    coordinator: str | None = None
+    """Address HOST:PORT of process 0. None: found by SLURM, Open MPI, Kubernetes or the TPU, if there are several."""
+    processes: int | None = None
+    """Number of processes. 1: do not join others."""
+    process: int | None = None
+    """Number of this process, from 0."""
+    wait_seconds: float = 300.0
+    """How long to wait at the start for processes that have not come."""
+    stall_seconds: float | None = None
+    """Print all stacks and exit if no step ends for so long. None: 20 median steps, at least 300 s, and no limit with
+    one process."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """This process among all."""
+
+    coordinator: str
+    count: int
+    index: int
+    local_device_ids: list[int] | None = None
+    """None: all devices of the machine."""
+
+
+@dataclass
+class _Team:
+    """The joined processes."""
+
+    place: _Place
+    client: Any
+    woken: socket.socket
+    """Receives a byte for each signal, while the main thread may be waiting."""
+    wakes: socket.socket
+    """Sends it, from the C-level handler."""
+    watch: threading.Thread | None = None
+    leaves: bool = False
+    """Whether this process is ending, so that the end of another must not end it first."""
+    _values: int = 0
+
+    def key(self, *parts: object) -> str:
+        return "/".join(["lineargpt", *map(str, parts)])
+
+    def set(self, key: str, value: Any) -> None:
+        self.client.key_value_set_bytes(key, json.dumps(value).encode(), allow_overwrite=True)
+
+    def get(self, key: str) -> Any:
+        """The value of a key, once there is one."""
+        while True:
+            try:
+                return json.loads(self.client.blocking_key_value_get_bytes(key, int(1000 * POLL_SECONDS)))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise  # Python handles signals in between
+
+    def all(self, *parts: object) -> dict[str, Any]:
+        """The values below a key, by the rest of their keys."""
+        prefix = self.key(*parts) + "/"
+        return {key.removeprefix(prefix): json.loads(value)
+                for key, value in self.client.key_value_dir_get_bytes(prefix)}
+
+    def next_key(self) -> tuple[str, int]:
+        self._values += 1
+        return self.key("values", self._values), self._values
+
+
+_team: _Team | None = None
+
+
+def join(flags: Distributed) -> None:
+    """Joins the processes of the run, before any device is used. Does nothing if there is only one.
+
+    Raises:
+        ConfigError: flags are missing or do not fit together, or the launcher does not say who the others are.
+        TrainingError: a process did not come within ``wait_seconds``.
+    """
+    global _team
+    place = _place(flags)
+    if place is None:
+        return
+    call_roll(place.coordinator, place.count, place.index, flags.wait_seconds)
+    # JAX's service for preemptions handles SIGTERM, and the loop does.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        place.coordinator, place.count, place.index, place.local_device_ids, cluster_detection_method="deactivate",
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS)
+    from jax._src import distributed  # its store of keys and values has no public name
+
+    woken, wakes = socket.socketpair()
+    wakes.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+    _team = _Team(place, distributed.global_state.client, woken, wakes)
+    if place.index > 0:
+        print_only_errors(f"process {place.index}")
+    _team.watch = threading.Thread(target=_watch, args=(_team,), name="processes", daemon=True)
+    _team.watch.start()
+    jax.devices()  # exchanges the devices of all processes
+
+
+def _place(flags: Distributed) -> _Place | None:
+    given = {f"--distributed.{name}": getattr(flags, name) for name in ("coordinator", "processes", "process")}
+    if flags.wait_seconds <= 0:
+        raise ConfigError(f"--distributed.wait-seconds is {flags.wait_seconds:g}; expected more than 0")
+    if flags.stall_seconds is not None and flags.stall_seconds <= 0:
+        raise ConfigError(f"--distributed.stall-seconds is {flags.stall_seconds:g}; expected more than 0")
+    if flags.processes == 1:
+        return None
+    if all(value is None for value in given.values()):
+        return _place_by_launcher()
+    if missing := [flag for flag, value in given.items() if value is None]:
+        raise ConfigError(f"{', '.join(flag for flag in given if flag not in missing)} also requires "
+                          f"{' and '.join(missing)}")
+    coordinator, count, index = given.values()
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--distributed.coordinator is {coordinator}; expected HOST:PORT, such as node1:12345")
+    if count < 1:
+        raise ConfigError(f"--distributed.processes is {count}; expected at least 1")
+    if not 0 <= index < count:
+        raise ConfigError(f"--distributed.process is {index}; expected 0 to {count - 1}: there are {count} "
+                          "processes")
+    return _Place(coordinator, count, index)
+
+
+def _place_by_launcher() -> _Place | None:
+    """What the launcher says, as jax reads it; None if it started one process, or there is none."""
+    from jax._src import clusters
+
+    for kind in clusters.ClusterEnv._cluster_types:
+        # Only indexed jobs have processes that belong together; and jax warns without its extra k8s.
+        if kind.__name__ == "K8sCluster" and "JOB_COMPLETION_INDEX" not in os.environ:
+            continue
+        try:
+            if kind.opt_in_only_method or not kind.is_env_present():
+                continue
+            count = _slurm_tasks() if kind.name == "slurm" else kind.get_process_count()
+            if count < 2:
+                return None
+            address = kind.get_coordinator_address(
+                timeout_secs=300, override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT"))
+            # jax gives each of several processes of a machine one device.
+            local = kind.get_local_process_id() if _shares_machine() else None
+            return _Place(address, count, kind.get_process_id(), None if local is None else [local])
+        except (RuntimeError, KeyError, ValueError) as error:
+            raise ConfigError(f"{kind.__name__.removesuffix('Cluster')} does not say which processes belong to the "
+                              f"run ({error}); give --distributed.coordinator, --distributed.processes and "
+                              "--distributed.process, or --distributed.processes 1 to train alone") from error
+    return None
+
+
+def _slurm_tasks() -> int:
+    """Tasks of the job step: an interactive step in a job of several tasks has one."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ["SLURM_NTASKS"]))
+
+
+def _shares_machine() -> bool:
+    """Whether the launcher started several processes on a machine."""
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
+    return any(int(part.partition("(")[0]) > 1 for part in tasks.split(","))  # such as 2(x3),1
+
+
+def several() -> bool:
+    """Whether the run has several processes."""
+    return _team is not None
+
+
+def is_first() -> bool:
+    """Whether this process decides and writes."""
+    return _team is None or _team.place.index == 0
+
+
+def from_first[T](value: Callable[[], T]) -> T:
+    """Process 0's ``value()``, on all processes, which must call this in the same order. Tuples become lists."""
+    if _team is None:
+        return value()
+    key, number = _team.next_key()
+    if not is_first():
+        return _team.get(key)
+    found = value()
+    _team.set(key, found)
+    if number > KEPT_VALUES:
+        _team.client.key_value_delete(_team.key("values", number - KEPT_VALUES))
+    return found
+
+
+def _from_all(value: Any) -> list[Any]:
+    """The value of each process, on all."""
+    if _team is None:
+        return [value]
+    key, _ = _team.next_key()
+    _team.set(f"{key}/{_team.place.index}", value)
+    return [_team.get(f"{key}/{index}") for index in range(_team.place.count)]
+
+
+@contextmanager
+def first_then_rest() -> Iterator[None]:
+    """Process 0 runs the block before the others do."""
+    if not is_first():
+        from_first(lambda: None)
+    yield
+    if is_first():
+        from_first(lambda: None)
+
+
+def check_equal(fields: Mapping[str, Any]) -> None:
+    """Checks that the processes agree.
+
+    Args:
+        fields: values for JSON, by their name in the message.
+
+    Raises:
+        ConfigError: on all processes, if they do not.
+    """
+    if differing := differences(_from_all(dict(fields))):
+        raise ConfigError(f"the processes of the run differ: {'; '.join(differing)}. Start all with the same command, "
+                          "code and data")
+
+
+def differences(everywhere: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fields that differ, each with its values and where they are; from the fields of each process."""
+    found = []
+    for key in {key: None for fields in everywhere for key in fields}:
+        held: dict[str, list[int]] = {}
+        for index, fields in enumerate(everywhere):
+            held.setdefault(json.dumps(fields[key]) if key in fields else "not set", []).append(index)
+        if len(held) > 1:
+            found.append(f"{key} is " + " and ".join(f"{value} on {name(where)}" for value, where in held.items()))
+    return found
+
+
+def check_shared(folder: Path) -> None:
+    """Checks that all processes see the same folder, which must exist on process 0.
+
+    Raises:
+        ConfigError: on all processes, if one does not.
+    """
+    if _team is None:
+        return
+    marker = Path(folder) / from_first(lambda: f".shared-{uuid.uuid4().hex}")
+    if is_first():
+        marker.touch()
+    from_first(lambda: None)
+    blind = [index for index, sees in enumerate(_from_all(_appears(marker))) if not sees]
+    if is_first():
+        marker.unlink()
+    if blind:
+        raise ConfigError(f"{folder} on {name(blind)} is not the folder of process 0; expected a --run-dir that all "
+                          "processes share")
+
+
+def _appears(path: Path, seconds: float = 10.0) -> bool:
+    """Whether a file appears; a network's file system may take seconds to show it."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+        if path.parent.is_dir():
+            os.listdir(path.parent)
+    return True
+
+
+def signals_of_others() -> list[int]:
+    """The signals that other processes have received since the last call; process 0 only."""
+    if _team is None or not is_first():
+        return []
+    found = _team.all("signals")
+    for rest in found:
+        _team.client.key_value_delete(_team.key("signals", rest))
+    return list(found.values())
+
+
+def run_together(prog: str, command: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | None = None,
+                 ) -> int:
+    """:func:`support.command.run_command` for a command that calls :func:`join`.
+
+    All processes end together: with the exit code that the command returns, or with that of the first failure.
+    """
+    said: list[str] = []
+    together: list[int] = []
+
+    def describe(error: BaseException) -> str:
+        said.append(message(error))
+        return said[-1]
+
+    def agreed(arguments: Sequence[str]) -> int:
+        together.append(command(arguments) or 0)
+        return together[-1]
+
+    try:
+        code = run_command(prog, agreed, arguments, describe=describe)
+    except BaseException as error:
+        if _team is None:
+            raise
+        traceback.print_exc()
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            report_error("an exchange with another process failed; the coordination service tells whether one is lost")
+            time.sleep(2 * HEARTBEAT_SECONDS)  # it ends this process, as the end of another does
+        said.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+        code = FAILURE
+    if _team is not None:
+        if not together:
+            _fail(_team, code, said[-1] if said else "see its output")
+        _leave(_team)
+    return code
+
+
+def _leave(team: _Team) -> None:
+    """Ends together with the others."""
+    key, _ = team.next_key()
+    team.set(f"{key}/{team.place.index}", True)
+    for index in range(team.place.count):  # a long wait: process 0 may still be writing a checkpoint
+        team.get(f"{key}/{index}")
+    team.leaves = True
+    signal.set_wakeup_fd(-1)
+    team.wakes.send(b"\0")
+    if team.watch is not None:
+        team.watch.join()  # it uses the client
+    jax.distributed.shutdown()
+
+
+def _fail(team: _Team, code: int, text: str) -> None:
+    """Ends this process with an exit code, and the others through :func:`_watch`."""
+    team.leaves = True
+    with suppress(jax.errors.JaxRuntimeError):  # process 0 is lost
+        team.set(team.key("failed", team.place.index), [code, text])
+        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        # Process 0 ends last: without its service the others abort.
+        while is_first() and time.monotonic() < deadline:
+            if len({*team.all("failed"), *team.all("ended")}) == team.place.count:
+                time.sleep(POLL_SECONDS)
+                break
+            time.sleep(0.1)
+    _exit(code)
+
+
+def fail(text: str) -> None:
+    """Ends all processes of the run at once, from any thread."""
+    if _team is not None:
+        _fail(_team, FAILURE, text)
+    _exit(FAILURE)
+
+
+def _watch(team: _Team) -> None:
+    """On a thread: tells process 0 of signals, and ends this process when another fails."""
+    index, sent = team.place.index, 0
+    while not team.leaves:
+        failed: dict[int, Any] = {}
+        ready, *_ = select.select([team.woken], [], [], POLL_SECONDS)
+        try:
+            for number in team.woken.recv(4096) if ready else b"":
+                if index > 0 and number in FORWARDED:
+                    sent += 1
+                    team.set(team.key("signals", f"{index}-{sent}"), number)
+            failed = {int(other): how for other, how in team.all("failed").items() if int(other) != index}
+            if failed:
+                team.set(team.key("ended", index), True)
+        except jax.errors.JaxRuntimeError:
+            if team.leaves:
+                return
+            report_error("process 0 is lost: its coordination service does not answer")
+            _exit(FAILURE)
+        if failed and not team.leaves:
+            other, (code, text) = next(iter(failed.items()))
+            report_error(f"process {other} ended with exit code {code}: {text}")
+            _exit(code)
+
+
+def _exit(code: int) -> None:
+    """Ends the process at once: JAX's end waits for all others."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
