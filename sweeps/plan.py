@@ -57,8 +57,9 @@ class PlannedRun:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of ``python``."""
-        where = ["--json", str(self.folder / RESULT)] if self.config is None else ["--run-dir", str(self.folder)]
+        """Arguments of ``python``. A run does not join those that a launcher may have started beside it."""
+        where = (["--json", str(self.folder / RESULT)] if self.config is None else
+                 ["--run-dir", str(self.folder), "--distributed.processes", "1"])
         return [*program(self.variation.command), *self.variation.flags(), *where]
 
 

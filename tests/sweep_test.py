@@ -293,6 +293,11 @@ def test_no_such_study(capsys: pytest.CaptureFixture[str]):
     assert f"expected one of {', '.join(f'studies/{name}.py' for name in STUDIES)}" in said
 
 
+def test_a_run_joins_no_others_that_a_launcher_started_beside_it(made: Made):
+    (run, *_) = plan.plan(load_study(made.path), made.out, quick=False)
+    assert run.arguments[-2:] == ["--distributed.processes", "1"]
+
+
 def test_benchmarks_are_runs_too(made: Made, capsys: pytest.CaptureFixture[str]):
     made.change("return grid(", 'return [Variation("step", command="benchmarks.train_step", '
                                 'fields={"contexts": "128"})] or grid(')

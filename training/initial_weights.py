@@ -17,7 +17,7 @@ from training.checkpoint import Checkpoints
 from training.loop import Position
 from training.optimizer import decay_mask, make_optimizer
 from training.run import load_model
-from training.sharding import make_mesh, state_shardings
+from training.sharding import make_mesh, place, state_shardings
 from training.step import abstract_model, initial_state
 
 
@@ -115,7 +115,7 @@ def save_initial_checkpoint(config: Config, vocabulary_size: int, run_dir: Path,
 
     def chosen(path: Any, leaf: jax.Array) -> jax.Array:
         value = taken.parameters.get(jax.tree_util.keystr(path, simple=True, separator="."))
-        return leaf if value is None else jax.device_put(value, leaf.sharding)
+        return leaf if value is None else place(value, leaf.sharding)
 
     parameters = jax.tree_util.tree_map_with_path(chosen, parameters)
     optimizer = jax.jit(transform.init, out_shardings=shardings[2])(parameters)

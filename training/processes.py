@@ -34,6 +34,8 @@ HEARTBEAT_SECONDS = 15
 """A process that has not been heard of for so long is lost."""
 SHUTDOWN_SECONDS = 10
 POLL_SECONDS = 1.0
+ANSWER_SECONDS = 3 * POLL_SECONDS
+"""How long process 0, when it fails, waits for the others to end first."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGCONT)
 """Signals that process 0 hears of."""
 KEPT_VALUES = 1000
@@ -369,7 +371,7 @@ def _fail(team: _Team, code: int, text: str) -> None:
     team.leaves = True
     with suppress(jax.errors.JaxRuntimeError):  # process 0 is lost
         team.set(team.key("failed", team.place.index), [code, text])
-        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        deadline = time.monotonic() + ANSWER_SECONDS
         # Process 0 ends last: without its service the others abort.
         while is_first() and time.monotonic() < deadline:
             if len({*team.all("failed"), *team.all("ended")}) == team.place.count:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -67,8 +68,14 @@ def make_mesh(config: Config | LraConfig, devices: Sequence[Any] | None = None) 
     """
     devices = jax.devices() if devices is None else devices
     sizes = mesh_sizes(config, len(devices))
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES),
-                         devices=devices[:math.prod(sizes.values())])
+    used = math.prod(sizes.values())
+    if unused := sorted({device.process_index for device in devices} - {d.process_index for d in devices[:used]}):
+        given = math.prod(size for axis, size in sizes.items() if getattr(config.mesh, axis) != -1)
+        raise ConfigError(f"the mesh has {used} of {len(devices)} devices, and none of process "
+                          f"{', '.join(map(str, unused))}: train.batch_size / train.accumulate is "
+                          f"{config.train.batch_size // config.train.accumulate}; make it a multiple of "
+                          f"{len(devices) // given}, or start fewer processes")
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:used])
 
 
 def mesh_sizes(config: Config | LraConfig, devices: int) -> dict[str, int]:
@@ -186,9 +193,14 @@ def put(tree: Any, sharding: NamedSharding) -> Any:
     mesh = sharding.mesh
     if any(len(x) % (mesh.shape["data"] * mesh.shape["fsdp"]) for x in jax.tree.leaves(tree)):
         sharding = NamedSharding(mesh, P())
+    return jax.tree.map(lambda x: place(x, sharding), tree)
+
+
+def place(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array that each process has whole, on the devices of a sharding; each process transfers its part."""
     if sharding.is_fully_addressable:
-        return jax.device_put(tree, sharding)
-    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), tree)
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_callback(x.shape, sharding, np.asarray(x).__getitem__)
 
 
 @contextmanager

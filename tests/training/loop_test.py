@@ -23,7 +23,7 @@ from sampling.samples import SAMPLE_TOKENS, check
 from sampling.text_stream import TextStream
 from support.errors import CheckpointError, ConfigError
 from tests import tiny
-from training import loop, objectives
+from training import checkpoint, loop, objectives
 from training.checkpoint import Checkpoints
 from training.run import load_model
 
@@ -142,6 +142,32 @@ def test_a_signal_ends_an_evaluation_and_the_same_command_makes_up_for_it(recipe
     assert [line["step"] for line in tiny.lines(folder, "val")] == [2]
     assert tiny.run(recipe, "--run-dir", folder) == 0  # now it is finished
     assert len(tiny.lines(folder)) == 3
+
+
+def test_a_step_in_which_the_process_was_stopped_is_not_training_time(recipe, tmp_path, capsys, monkeypatch):
+    record, folder = loop._Run.record, tmp_path / "run"
+
+    def continued(self, pending, step):
+        if step == 2:
+            signal.raise_signal(signal.SIGCONT)
+        record(self, pending, step)
+
+    monkeypatch.setattr(loop._Run, "record", continued)
+    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", 3) == 0
+    times = [line["train_seconds"] for line in tiny.lines(folder, "train")]
+    assert times[0] == times[1] < times[2]
+    assert re.search(r"note: step 2: the process was stopped and continued; its \d+\.\d s count as wall time, not as "
+                     "training time", capsys.readouterr().err)
+
+
+def test_a_start_reads_each_file_of_a_checkpoint_once_to_verify_it(recipe, tmp_path, monkeypatch):
+    assert tiny.run(recipe, "--run-dir", tmp_path / "run") == 0
+    read, checksum = [], checkpoint._sha256
+    monkeypatch.setattr(checkpoint, "_sha256", lambda path: (read.append(path), checksum(path))[1])
+    assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--train.steps", 3) == 0
+    before = [path for path in read if "2" in path.relative_to(tmp_path / "run" / "checkpoints").parts]
+    assert before
+    assert len(before) == len(set(before))
 
 
 @pytest.mark.parametrize("failures", [1, 2])
