@@ -4,9 +4,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from support.errors import ConfigError
+from support.errors import ConfigError, DataError
 from tests import tiny
 from training import processes
 from training.processes import Distributed
@@ -236,3 +237,83 @@ def test_one_process_exchanges_nothing():
     with processes.first_then_rest():
         processes.check_equal({"a": 1})
     assert processes.run_together("prog", lambda _: 3, []) == 3
+
+
+class Store:
+    """The part of jax's client that processes use, in memory."""
+
+    def __init__(self):
+        self.values: dict[str, bytes] = {}
+
+    def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool) -> None:
+        self.values[key] = value
+
+    def key_value_dir_get_bytes(self, prefix: str) -> list[tuple[str, bytes]]:
+        return [(key, value) for key, value in list(self.values.items()) if key.startswith(prefix)]
+
+    def key_value_delete(self, key: str) -> None:
+        del self.values[key]
+
+
+@pytest.fixture
+def join_fake(monkeypatch) -> Iterator[Callable[[int], processes._Team]]:
+    """Makes this process one of two, whose end is an exception."""
+    teams: list[processes._Team] = []
+
+    def exits(code: int) -> None:
+        raise SystemExit(code)
+
+    def join(index: int) -> processes._Team:
+        team = processes._Team(processes._Place("host:1", 2, index), Store(), *socket.socketpair())
+        monkeypatch.setattr(processes, "_team", team)
+        monkeypatch.setattr(processes, "_exit", exits)
+        teams.append(team)
+        return team
+
+    yield join
+    for team in teams:
+        team.woken.close()
+        team.wakes.close()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("no such field"), 2), (DataError("a shard is damaged"), 1),
+                                             (ZeroDivisionError("a bug"), 1)])
+def test_a_failure_ends_this_process_and_is_told_to_the_others(join_fake, capsys, error, code):
+    team = join_fake(1)
+
+    def command(_):
+        raise error
+
+    with pytest.raises(SystemExit) as ending:
+        processes.run_together("prog", command, [])
+    assert ending.value.code == code
+    (told,) = team.all("failed").values()
+    assert told[0] == code
+    assert str(error) in told[1]
+    assert str(error) in capsys.readouterr().err
+
+
+@pytest.mark.fast
+def test_the_failure_of_another_process_ends_this_one_with_its_code(join_fake, capsys):
+    team = join_fake(0)
+    team.set(team.key("failed", 1), [2, "no such field"])
+    with pytest.raises(SystemExit) as ending:
+        processes._watch(team)
+    assert ending.value.code == 2
+    assert "process 1 ended with exit code 2: no such field" in capsys.readouterr().err
+    assert team.all("ended") == {"0": True}
+
+
+@pytest.mark.fast
+def test_process_0_hears_of_each_signal_once(join_fake):
+    team = join_fake(1)
+    team.wakes.send(bytes([signal.SIGCONT, signal.SIGWINCH, signal.SIGTERM]))
+    team.set(team.key("failed", 0), [1, "so that the watch ends"])
+    with pytest.raises(SystemExit):
+        processes._watch(team)
+    assert processes.signals_of_others() == []
+    store, first = team.client, join_fake(0)
+    first.client = store
+    assert processes.signals_of_others() == [signal.SIGCONT, signal.SIGTERM]
+    assert processes.signals_of_others() == []

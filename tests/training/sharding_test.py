@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def test_the_moments_lie_as_the_parameters_do_and_counts_everywhere():
     assert specs.optimizer == optax.ScaleByAdamState(P(), specs.parameters, specs.parameters)
 
 
-DEVICES: Any = [f"device {n}" for n in range(8)]
+DEVICES: Any = [types.SimpleNamespace(process_index=0)] * 8
 
 
 @pytest.fixture
@@ -211,6 +212,15 @@ def config_of(mesh: MeshConfig, *, context: int = 1024, **train: Any) -> Config:
 def test_a_mesh_that_does_not_fit_is_refused(mesh, train, message):
     with pytest.raises(ConfigError, match=message):
         make_mesh(config_of(mesh, **train), DEVICES)
+
+
+@pytest.mark.usefixtures("_meshes_are_shapes")
+def test_a_mesh_without_devices_of_a_process_is_refused():
+    devices: Any = [types.SimpleNamespace(process_index=n // 2) for n in range(8)]
+    with pytest.raises(ConfigError, match=r"the mesh has 4 of 8 devices, and none of process 2, 3: train.batch_size / "
+                                          r"train.accumulate is 4; make it a multiple of 8, or start fewer processes"):
+        make_mesh(config_of(MeshConfig(), batch_size=4), devices)
+    assert make_mesh(config_of(MeshConfig(), batch_size=8), devices)
 
 
 @pytest.mark.usefixtures("_meshes_are_shapes")
