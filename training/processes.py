@@ -339,11 +339,11 @@ def run_together(prog: str, command: Callable[[Sequence[str]], int | None], argu
     except BaseException as error:
         if _team is None:
             raise
-        traceback.print_exc()
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            report_error("an exchange with another process failed; the coordination service tells whether one is lost")
-            time.sleep(2 * HEARTBEAT_SECONDS)  # it ends this process, as the end of another does
         said.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            report_error(f"{said[-1]}. If another process is lost, the coordination service names it and ends this one")
+            time.sleep(2 * HEARTBEAT_SECONDS)
+        traceback.print_exc()
         code = FAILURE
     if _team is not None:
         if not together:

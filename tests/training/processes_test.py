@@ -74,10 +74,8 @@ class End(NamedTuple):
     """From the fault to the end of each."""
 
 
-@pytest.fixture(scope="module")
-def ends(recipe, tmp_path_factory) -> dict[str, End]:
+def ends_of(recipe: Path, folder: Path) -> dict[str, End]:
     """Runs with a fault each, at once."""
-    folder = tmp_path_factory.mktemp("faults")
     endless = ("--train.steps", "None", "--train.minutes", 60)
     evaluates = (*endless, "--train.eval-every", 1, "--train.eval-batches", 50)
 
@@ -91,6 +89,7 @@ def ends(recipe, tmp_path_factory) -> dict[str, End]:
         # Sooner than its heartbeat is missed.
         "stuck worker": start("stuck worker", *endless, "--distributed.stall-seconds", 5),
         "stopped worker": start("stopped worker", *evaluates),
+        "timed": start("timed", "--train.steps", "None", "--train.minutes", 0.02),
         "other rates": start("other rates", *endless, of_each=((), ("--optimizer.learning-rate", 0.5))),
         "other folder": tiny.start_together(recipe, *endless, of_each=tuple(
             ("--run-dir", folder / f"folder of {index}") for index in range(2))),
@@ -122,52 +121,49 @@ def ends(recipe, tmp_path_factory) -> dict[str, End]:
     return {name: End(tuple(process.returncode for process in pair),
                       tuple(process.communicate()[1] for process in pair),
                       tuple(last[name, index] for index in range(2)))
-            for name, pair in pairs.items()} | {"folder": folder}  # pyright: ignore[reportReturnType]
+            for name, pair in pairs.items()}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "survivor", "said"), [
-    ("killed worker", 0, r"stopped sending heartbeats\):\n1\n"),
-    ("killed first", 1, "leader task was preempted/died|process 0 is lost"),
-    ("frozen worker", 0, r"stopped sending heartbeats\):\n1\n")])
-def test_a_process_that_is_lost_ends_the_others(ends, name, survivor, said):
-    end = ends[name]
-    assert end.seconds[survivor] < 60
-    assert end.codes[survivor] in (1, -signal.SIGABRT)
-    assert re.search(said, end.errors[survivor])
+def test_a_fault_of_one_process_ends_all_and_is_named(recipe, tmp_path):
+    """All faults in one test, because their processes wait most of the time."""
+    ends = ends_of(recipe, tmp_path)
 
+    def last_step(name: str) -> int:
+        return tiny.lines(tmp_path / name, "train")[-1]["step"]
 
-@pytest.mark.thorough
-def test_a_run_whose_steps_no_longer_end_prints_all_stacks_and_fails(ends):
+    for name, survivor, said in (
+            ("killed worker", 0, r"stopped sending heartbeats\):\n1\n"),
+            ("killed first", 1, "leader task was preempted/died|process 0 is lost"),
+            ("frozen worker", 0, r"stopped sending heartbeats\):\n1\n")):
+        assert ends[name].codes[survivor] in (1, -signal.SIGABRT), name
+        assert ends[name].seconds[survivor] < 60, name
+        assert re.search(said, ends[name].errors[survivor]), name
+
     end = ends["stuck worker"]
     assert end.codes[0] == 1
     assert end.seconds[0] < 60
     assert "no step has ended for 5 s (--distributed.stall-seconds). The stacks of all threads:" in end.errors[0]
     assert "in record" in end.errors[0]  # where process 0 waits for the step
 
-
-@pytest.mark.thorough
-def test_sigterm_to_any_process_saves_the_same_step_and_ends_all(ends):
     end = ends["stopped worker"]
     assert end.codes == (143, 143), end.errors
     assert max(end.seconds) < 30
-    folder = ends["folder"] / "stopped worker"
-    last = tiny.lines(folder, "train")[-1]["step"]
-    assert tiny.saved_steps(folder)[-1] == last
-    assert f"stopped and saved at step {last}; repeat the command to resume" in end.errors[0]
+    assert tiny.saved_steps(tmp_path / "stopped worker")[-1] == last_step("stopped worker")
+    assert f"saved at step {last_step('stopped worker')}; repeat the command to resume" in end.errors[0]
 
+    # The clock of process 0 ends all at the same step.
+    end = ends["timed"]
+    assert end.codes == (0, 0), end.errors
+    assert tiny.lines(tmp_path / "timed", "train")[-1]["train_seconds"] >= 1.2
+    assert tiny.saved_steps(tmp_path / "timed")[-1] == last_step("timed")
 
-@pytest.mark.thorough
-def test_processes_that_differ_do_not_train(ends):
     end = ends["other rates"]
     assert end.codes == (2, 2)
     for said in end.errors:
         assert "optimizer.learning_rate is 0.01 on process 0 and 0.5 on process 1" in said
-    assert not (ends["folder"] / "other rates").exists()
+    assert not (tmp_path / "other rates").exists()
 
-
-@pytest.mark.thorough
-def test_a_run_folder_that_is_not_shared_is_refused(ends):
     end = ends["other folder"]
     assert end.codes == (2, 2), end.errors
     assert "on process 1 is not the folder of process 0; expected a --run-dir that all processes share" in end.errors[0]
@@ -298,6 +294,7 @@ def test_a_failure_ends_this_process_and_is_told_to_the_others(join_fake, capsys
 def test_the_failure_of_another_process_ends_this_one_with_its_code(join_fake, capsys):
     team = join_fake(0)
     team.set(team.key("failed", 1), [2, "no such field"])
+    team.wakes.send(b"\0")  # look at once
     with pytest.raises(SystemExit) as ending:
         processes._watch(team)
     assert ending.value.code == 2
