@@ -13,9 +13,9 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from data.token_files import TokenFilesWriter, Vocabulary, shard_files, write_errors
+from data.token_files import Vocabulary, write_errors
 from support.command import status
 from support.errors import ConfigError, DataError
 from support.files import read_json, replacing
@@ -52,6 +52,23 @@ def lock(directory: Path) -> Iterator[None]:
                 return
 
 
+class Writer(Protocol):
+    """Writes files into a folder, from the start or after an earlier state."""
+
+    def __init__(self, folder: Path, vocabulary: Vocabulary, state: dict[str, Any] | None = None, /): ...
+
+    @staticmethod
+    def files(state: dict[str, Any], /) -> set[str]:
+        """Names of the files in a state."""
+        ...
+
+    def sync(self) -> None:
+        """Waits until all output is on disk."""
+
+    def close(self) -> None:
+        """Closes the files."""
+
+
 class UnfinishedFolder:
     """The unfinished folder of token files, and its journal. Use it in a ``with`` statement, under the lock.
 
@@ -71,7 +88,7 @@ class UnfinishedFolder:
         self._directory, self._request = directory, request
         self.path = directory.with_name(f".{directory.name}.partial")
         self._journal = self.path / "journal.json"
-        self._writer: TokenFilesWriter | None = None
+        self._writer: Writer | None = None
         self._uncommitted_bytes, self._commit_time = 0, time.monotonic()
         self.state = self._committed = self._read() if self._journal.is_file() else None
         """State of the written files in JSON values, set by the caller: ``splits`` is the state of the writer, the rest
@@ -94,19 +111,19 @@ class UnfinishedFolder:
                                   f"same settings, choose another folder, or delete {self.path}")
         return state
 
-    def open_writer(self, vocabulary: Vocabulary) -> TokenFilesWriter:
+    def open_writer[W: Writer](self, kind: type[W], vocabulary: Vocabulary) -> W:
         """A writer that resumes at the last state; later output is deleted."""
         with self.write_errors():
             if self.state is None:
                 shutil.rmtree(self.path, ignore_errors=True)
                 self.path.mkdir()
             splits = {} if self.state is None else self.state["splits"]
-            known = {"journal.json", *shard_files(splits)}
+            known = {"journal.json", *kind.files(splits)}
             for path in self.path.iterdir():
                 if path.name not in known:
                     path.unlink()
-            self._writer = TokenFilesWriter(self.path, vocabulary, splits)
-        return self._writer
+            self._writer = writer = kind(self.path, vocabulary, splits)
+        return writer
 
     def write_errors(self) -> contextlib.AbstractContextManager[None]:
         """Adds the folder and the remedy to errors of the disk."""

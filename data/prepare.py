@@ -2,6 +2,11 @@
 
 Several processes tokenize the text in chunks that depend only on the text. Repeating an interrupted command resumes it
 and gives the same files. :mod:`data.token_files` describes the files in ``DIR``.
+
+On several machines, each makes a part, and one joins them: the same files as of one machine. ::
+
+    python -m data.prepare SOURCE --tokenizer NAME --out DIR --part 3/16
+    python -m data.prepare --join DIR
 """
 
 from support import interrupts
@@ -16,19 +21,23 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from configs.schema import DataConfig
-from data import journal, synthetic_tasks, texts, token_files, tokenizers
+from data import journal, parts, synthetic_tasks, texts, token_files, tokenizers
+from data.parts import Part, PartName
 from data.sources import open_source
-from data.sources.source import Block, Source
+from data.sources.source import Block, Selection, Source
 from support.command import note, run_command, status
 from support.errors import ConfigError
 
 _VERSION = 2  # part of the cache folder's name: increase it when the tokens of a source change
+_PLACES = 2  # increase it when the places in a source change
+_SELECTION = ("split", "column", "val_documents", "val_share")
 
 
 def prepare(source: str, tokenizer: str, directory: Path, *, split: str | None = None, column: str | None = None,
@@ -50,15 +59,80 @@ def prepare(source: str, tokenizer: str, directory: Path, *, split: str | None =
         DataError: the source cannot be read, or the files cannot be written.
     """
     directory = Path(directory).absolute()
+    opened = _open(source, directory, workers, split, column, val_documents, val_share)
+    encoding = tokenizers.load(tokenizer)
+    with journal.lock(directory):
+        return _write(opened, encoding, directory, progress, workers)
+
+
+def prepare_part(name: PartName, source: str, tokenizer: str, directory: Path, *, split: str | None = None,
+                 column: str | None = None, val_documents: int | None = None, val_share: float | None = None,
+                 workers: int | None = None, progress: bool = True) -> Part:
+    """Tokenizes a part of ``source`` for :func:`join_parts`, in the folder of the part.
+
+    Parts are of about equal size. A file of compressed rows, a row group of Parquet, and a file of a dataset belong to
+    one part. A complete part is returned as it is, and an interrupted one resumes.
+
+    Args:
+        name: which part.
+        source, tokenizer, directory, split, column, val_documents, val_share, workers, progress: as in :func:`prepare`,
+            and the same for all parts.
+
+    Raises:
+        ConfigError: as in :func:`prepare`, or the folder holds a part made with other settings.
+        DataError: as in :func:`prepare`, or the part is damaged.
+    """
+    directory = Path(directory).absolute()
+    opened = _open(source, directory, workers, split, column, val_documents, val_share)
+    encoding = tokenizers.load(tokenizer)
+    folder = name.folder(directory)
+    request = _request(opened, tokenizers.vocabulary(encoding))
+    with journal.lock(folder):
+        if (folder / "part.json").is_file():
+            part = Part.read(folder)
+            part.check_request(request)
+            status(f"the part {name} is complete already")
+            return part
+        return _write_part(name, opened, encoding, folder, request, progress, workers)
+
+
+def join_parts(directory: Path, *, progress: bool = True) -> dict[str, Any]:
+    """Writes the token files of all parts of ``directory``, and returns the contents of its ``meta.json``.
+
+    The files are those of :func:`prepare`. Joined token files are left as they are. An interrupted join resumes.
+
+    Raises:
+        ConfigError: parts are missing, doubled, or of different sources, tokenizers or settings; or ``directory`` is
+            not empty.
+        DataError: a part is damaged, or the files cannot be written.
+    """
+    directory = Path(directory).absolute()
+    with journal.lock(directory):
+        there = token_files.has_token_files(directory)
+        if there and not parts.parts_folder(directory).is_dir():
+            status(f"{directory} has token files already, and there are no parts to join")
+            return token_files.read_meta(directory)
+        found = parts.find_parts(directory)
+        origin, vocabulary = found[0].meta["origin"], found[0].vocabulary
+        if there:
+            meta = token_files.read_meta(directory)
+            if any(meta.get(name) != value for name, value in {**origin, "tokenizer": vocabulary.tokenizer}.items()):
+                raise ConfigError(f"{directory} has token files of {meta.get('source')} and {meta['tokenizer']} "
+                                  f"already; its parts are of {origin['source']} and {vocabulary.tokenizer}")
+            status(f"{directory} is joined already")
+            return meta
+        return _join(found, directory, progress)
+
+
+def _open(source: str, directory: Path, workers: int | None, split: str | None, column: str | None,
+          val_documents: int | None, val_share: float | None) -> Source:
     if workers is not None and workers < 1:
         raise ConfigError(f"--workers {workers}: expected a number above 0")
     token_files.check_free(directory)
-    encoding = tokenizers.load(tokenizer)
     opened = open_source(source, split=split, column=column, val_documents=val_documents, val_share=val_share)
     if opened.folder is not None and directory.is_relative_to(opened.folder.absolute()):
         raise ConfigError(f"--out {directory} is inside the source {source}; choose a folder outside of it")
-    with journal.lock(directory):
-        return _write(opened, encoding, directory, progress, workers)
+    return opened
 
 
 def ensure(data: DataConfig) -> Path:
@@ -128,47 +202,108 @@ def _write(source: Source, encoding: Any, directory: Path, progress: bool, worke
     """Writes the token files. The caller holds the lock of ``directory``."""
     token_files.check_free(directory)
     vocabulary = tokenizers.vocabulary(encoding)
-    selection = {name: getattr(source.selection, name) for name in
-                 ("split", "column", "val_documents", "val_share")}
-    request = {"program_version": _VERSION, "tokenizer": vocabulary.tokenizer, "source": source.name, **selection,
-               "state": source.state, "tokenizer_fingerprint": vocabulary.fingerprint,
-               "shard_tokens": token_files.SHARD_TOKENS, "chunk_bytes": texts.CHUNK_BYTES}
-    with journal.UnfinishedFolder(directory, request) as unfinished:
-        state = unfinished.state or {"start": None, "revision": None, "checksum": "", "replaced": 0,
-                                     "skipped": dict.fromkeys(texts.SKIPPED, 0), "splits": {}}
-        if source.pin is not None:
-            source = source.pin(state["revision"])
-        if unfinished.state is not None:
-            tokens = sum(entry["tokens"] for entry in state["splits"].values())
-            documents = sum(entry["documents"] for entry in state["splits"].values())
-            status(f"resuming after {documents:,} documents, {tokens:,} tokens ({unfinished.path})")
-        for line in source.notes:
-            note(line)
-        writer = unfinished.open_writer(vocabulary)
+    with journal.UnfinishedFolder(directory, _request(source, vocabulary)) as unfinished:
+        state = _resume(unfinished)
+        source = _pinned(source, state)
+        writer = unfinished.open_writer(token_files.TokenFilesWriter, vocabulary)
         pool = tokenizers.Workers(encoding, _processes(encoding, source, workers))
-        with pool, _progress_bar(source, progress) as show:
+        with pool, _progress_bar(source.name, progress) as show:
             for encoded, block in pool.encode((block.texts, block) for block in source.blocks(state["start"])):
                 with unfinished.write_errors():
-                    state = unfinished.state = _add(writer, source, block, encoded, state)
+                    state = unfinished.state = _add(writer, source.selection, block, encoded, state, source.version)
                     unfinished.commit_when_due(int(encoded.bytes_P.sum()))
                 show(len(encoded.ids), block.share)
-        for split in token_files.SPLITS:
-            if not writer.documents(split):
-                raise _nothing_left(source, split, writer.documents("val"), state["skipped"], unfinished.path)
-        origin = {"source": source.name, "source_version": source.version, "licence": source.licence, **selection}
+        return _finish(unfinished, writer, _origin(source), state)
+
+
+def _write_part(name: PartName, source: Source, encoding: Any, folder: Path, request: dict[str, Any], progress: bool,
+                workers: int | None) -> Part:
+    """Writes a part. The caller holds the lock of ``folder``."""
+    vocabulary = tokenizers.vocabulary(encoding)
+    begin, end = (Fraction(number, name.parts) for number in (name.number - 1, name.number))
+    with journal.UnfinishedFolder(folder, request) as unfinished:
+        state = _resume(unfinished)
+        source = _pinned(source, state)
+        start = state["start"] or (source.cut(begin) if begin else None)
+        stop = source.cut(end) if end < 1 else None
+        writer = unfinished.open_writer(parts.PartWriter, vocabulary)
+        pool = tokenizers.Workers(encoding, _processes(encoding, source, workers))
+        with pool, _progress_bar(f"{Path(source.name).name} {name.number} of {name.parts}", progress) as show:
+            for encoded, block in pool.encode((block.texts, block) for block in source.blocks(start, stop)):
+                with unfinished.write_errors():
+                    writer.write(encoded, block)
+                    state = unfinished.state = {**state, "start": block.following, "revision": source.version,
+                                                "splits": writer.state()}
+                    unfinished.commit_when_due(int(encoded.bytes_P.sum()))
+                show(len(encoded.ids), None if block.share is None else
+                     min(max(float((Fraction(block.share) - begin) * name.parts), 0.0), 1.0))
         with unfinished.write_errors():
-            meta = writer.finish(origin, checksum=state["checksum"], skipped=state["skipped"],
-                                 replaced=state["replaced"])
+            writer.finish(name, request, _origin(source))
             unfinished.finish()
-    _report_rows(meta)
-    return meta
+    return Part.read(folder)
 
 
-def _add(writer: token_files.TokenFilesWriter, source: Source, block: Block,
-         encoded: tokenizers.Encoded, state: dict[str, Any]) -> dict[str, Any]:
+def _join(found: Sequence[Part], directory: Path, progress: bool) -> dict[str, Any]:
+    """Writes the token files of parts. The caller holds the lock of ``directory``."""
+    token_files.check_free(directory)
+    origin = found[0].meta["origin"]
+    selection = Selection(**{name: origin[name] for name in _SELECTION})
+    checksums = hashlib.sha256("".join(part.meta["sha256"] for part in found).encode()).hexdigest()
+    with journal.UnfinishedFolder(directory, {"checksum_of_the_parts": checksums}) as unfinished:
+        state = _resume(unfinished)
+        writer = unfinished.open_writer(token_files.TokenFilesWriter, found[0].vocabulary)
+        with _progress_bar(directory.name, progress) as show:
+            try:
+                for encoded, block in parts.read_blocks(found, state["start"]):
+                    with unfinished.write_errors():
+                        state = unfinished.state = _add(writer, selection, block, encoded, state, None)
+                        unfinished.commit_when_due(int(encoded.bytes_P.sum()))
+                    show(len(encoded.ids), block.share)
+            except parts.DamagedPartError:
+                unfinished.state = None  # its tokens have been written
+                raise
+        return _finish(unfinished, writer, origin, state)
+
+
+def _request(source: Source, vocabulary: token_files.Vocabulary) -> dict[str, Any]:
+    """The settings of a preparation, which must be the same to resume it, and of all parts."""
+    return {"program_version": _VERSION, "tokenizer": vocabulary.tokenizer, "source": source.name,
+            **{name: getattr(source.selection, name) for name in _SELECTION}, "state": source.state,
+            "tokenizer_fingerprint": vocabulary.fingerprint, "shard_tokens": token_files.SHARD_TOKENS,
+            "chunk_bytes": texts.CHUNK_BYTES, "version_of_places": _PLACES}
+
+
+def _origin(source: Source) -> dict[str, Any]:
+    return {"source": source.name, "source_version": source.version, "licence": source.licence,
+            **{name: getattr(source.selection, name) for name in _SELECTION}}
+
+
+def _resume(unfinished: journal.UnfinishedFolder) -> dict[str, Any]:
+    """The state of an unfinished folder, or the first."""
+    state = unfinished.state
+    if state is None:
+        return {"start": None, "revision": None, "checksum": "", "replaced": 0,
+                "skipped": dict.fromkeys(texts.SKIPPED, 0), "splits": {}}
+    tokens = sum(entry["tokens"] for entry in state["splits"].values())
+    documents = sum(entry["documents"] for entry in state["splits"].values())
+    status(f"resuming after {documents:,} documents, {tokens:,} tokens ({unfinished.path})")
+    return state
+
+
+def _pinned(source: Source, state: dict[str, Any]) -> Source:
+    """The source at the revision of the state, or the newest; prints its notes."""
+    if source.pin is not None:
+        source = source.pin(state["revision"])
+    for line in source.notes:
+        note(line)
+    return source
+
+
+def _add(writer: token_files.TokenFilesWriter, selection: Selection, block: Block, encoded: tokenizers.Encoded,
+         state: dict[str, Any], revision: str | None) -> dict[str, Any]:
     """Writes the tokens of a block that follows ``state``; returns the state after it."""
     documents = sum(writer.documents(split) for split in token_files.SPLITS)
-    held_out_P = source.selection.held_out(block, documents, len(encoded.tokens_P))
+    held_out_P = selection.held_out(block, documents, len(encoded.tokens_P))
     for split, chosen_P in (("train", ~held_out_P), ("val", held_out_P)):
         writer.write(split, encoded.ids if chosen_P.all() else encoded.ids[np.repeat(chosen_P, encoded.tokens_P)],
                      text_bytes=int(encoded.bytes_P[chosen_P].sum()), documents=int((chosen_P & encoded.ends_P).sum()))
@@ -177,21 +312,34 @@ def _add(writer: token_files.TokenFilesWriter, source: Source, block: Block,
         checksum = hashlib.sha256(checksum + encoded.digests[place : place + 32]).digest()
     if not isinstance(block.texts, texts.TextChunks):  # for chunks it is in their digests
         checksum = hashlib.sha256(checksum + held_out_P.tobytes()).digest()
-    return {"start": block.following, "revision": source.version, "checksum": checksum.hex(),
+    return {"start": block.following, "revision": revision, "checksum": checksum.hex(),
             "replaced": state["replaced"] + encoded.replaced,
             "skipped": {why: count + encoded.skipped.get(why, 0) for why, count in state["skipped"].items()},
             "splits": writer.state()}
 
 
-def _nothing_left(source: Source, split: str, in_val: int, skipped: dict[str, int], partial: Path,
+def _finish(unfinished: journal.UnfinishedFolder, writer: token_files.TokenFilesWriter, origin: dict[str, Any],
+            state: dict[str, Any]) -> dict[str, Any]:
+    """Completes the folder of token files; returns the contents of ``meta.json``."""
+    for split in token_files.SPLITS:
+        if not writer.documents(split):
+            raise _nothing_left(origin, split, writer.documents("val"), state["skipped"], unfinished.path)
+    with unfinished.write_errors():
+        meta = writer.finish(origin, checksum=state["checksum"], skipped=state["skipped"], replaced=state["replaced"])
+        unfinished.finish()
+    _report_rows(meta)
+    return meta
+
+
+def _nothing_left(origin: dict[str, Any], split: str, in_val: int, skipped: dict[str, int], partial: Path,
                   ) -> ConfigError:
     """The error for a split without documents."""
     kept = f"; delete the tokenized part, {partial}, to start over"
-    wanted = source.selection.val_documents
+    wanted = origin["val_documents"]
     if split == "train" and wanted is not None:
         return ConfigError(f"--val-documents is {wanted}; expected less than the {in_val:,} documents with text of "
-                           f"{source.name}{kept}")
-    return ConfigError(f"data.source: {source.name} has too little text for the {split} split"
+                           f"{origin['source']}{kept}")
+    return ConfigError(f"data.source: {origin['source']} has too little text for the {split} split"
                        + _skipped_rows(skipped, " (of its rows {})") + kept)
 
 
@@ -219,7 +367,7 @@ def _processes(encoding: Any, source: Source, workers: int | None) -> int:
 
 
 @contextlib.contextmanager
-def _progress_bar(source: Source, show: bool) -> Iterator[Callable[[int, float | None], None]]:
+def _progress_bar(name: str, show: bool) -> Iterator[Callable[[int, float | None], None]]:
     """Yields a function that takes the tokens written since the last call, and the fraction of the source read."""
     from rich.console import Console
     from rich.markup import escape
@@ -234,7 +382,7 @@ def _progress_bar(source: Source, show: bool) -> Iterator[Callable[[int, float |
                TextColumn("left:", table_column=fixed), TimeRemainingColumn(table_column=fixed))
     with Progress(*columns, console=Console(stderr=True), disable=not show, speed_estimate_period=60,
                   expand=True) as bar:
-        task = bar.add_task(escape(Path(source.name).name), total=None, speed="")
+        task = bar.add_task(escape(Path(name).name), total=None, speed="")
         written, begun = 0, time.monotonic()
 
         def advance(tokens: int, share: float | None) -> None:
@@ -252,7 +400,8 @@ def _progress_bar(source: Source, show: bool) -> Iterator[Callable[[int, float |
 
 def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer: str = "bytes",
              split: str | None = None, column: str | None = None, val_documents: int | None = None,
-             val_share: float | None = None, workers: int | None = None, verify: bool = False) -> None:
+             val_share: float | None = None, workers: int | None = None, part: str | None = None,
+             join: Path | None = None, verify: bool = False) -> None:
     """Convert text to token files. An interrupted command resumes when repeated.
 
     Args:
@@ -265,8 +414,12 @@ def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer
         val_documents: Number of documents to hold out: the first rows, or files picked by a hash of their names.
         val_share: Fraction to hold out: evenly spaced rows, files by size, or the end of a single text.
         workers: Number of tokenizing processes. Default: one per core.
+        part: Make only this part of the token files, such as 3/16, for --join. The parts of --out DIR are in DIR.parts.
+        join: Join the parts of this folder to its token files.
         verify: Verify the checksums of existing token files, and write nothing.
     """
+    if sum((verify, part is not None, join is not None)) > 1:
+        raise ConfigError("--part, --join and --verify are mutually exclusive")
     if verify:
         directory = out or (None if source is None else Path(source))
         if directory is None:
@@ -276,10 +429,25 @@ def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer
         tokens = sum(entry["tokens"] for entry in splits.values())
         print(f"{directory}: {shards:,} shards, {tokens:,} tokens, all checksums match")
         return
+    if join is not None:
+        if source is not None or out is not None:
+            raise ConfigError(f"--join {join} needs no {'source' if source is not None else '--out'}: the parts have "
+                              "everything")
+        _report(join_parts(join))
+        return
     if source is None or out is None:
         raise ConfigError("expected a source and --out DIR; see python -m data.prepare --help")
-    meta = prepare(source, tokenizer, out, split=split, column=column, val_documents=val_documents,
-                   val_share=val_share, workers=workers)
+    options: dict[str, Any] = {"split": split, "column": column, "val_documents": val_documents,
+                               "val_share": val_share, "workers": workers}
+    if part is not None:
+        made = prepare_part(PartName.parse(part), source, tokenizer, out, **options)
+        print(f"part {made.name}: {made.meta['tokens']:,} tokens, {made.meta['bytes']:,} bytes, "
+              f"{made.meta['documents']:,} documents in {made.folder}")
+        return
+    _report(prepare(source, tokenizer, out, **options))
+
+
+def _report(meta: dict[str, Any]) -> None:
     for name, entry in meta["splits"].items():
         print(f"{name}: {entry['tokens']:,} tokens, {entry['bytes']:,} bytes, {entry['documents']:,} documents")
 

@@ -134,11 +134,18 @@ def _utf8(text: str) -> bytes:
 
 def split_text(text: bytes | memoryview, start: int = 0) -> Iterator[tuple[bytes, int]]:
     """The chunks of a text from an offset on, each with the offset of its end."""
+    for end in chunk_ends(text, start):
+        yield bytes(text[start:end]), end
+        start = end
+
+
+def chunk_ends(text: bytes | memoryview, start: int = 0) -> Iterator[int]:
+    """The offsets of the ends of the chunks of :func:`split_text`; reads only the text around them."""
     while start < len(text):
         end = len(text)
         if end - start > CHUNK_BYTES:
             end = start + (token_boundary(text[start : start + CHUNK_BYTES + 2], CHUNK_BYTES) or CHUNK_BYTES)
-        yield bytes(text[start:end]), end
+        yield end
         start = end
 
 

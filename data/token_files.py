@@ -300,12 +300,6 @@ def write_errors(directory: Path, remedy: str) -> Iterator[None]:
         raise DataError(f"cannot write token files to {directory}: {error.strerror or error}; {remedy}") from error
 
 
-def shard_files(state: dict[str, Any]) -> set[str]:
-    """Names of the shards and weights in a state of :class:`TokenFilesWriter`."""
-    return {_file_of(Path(shard["file"]), checksum).name for entry in state.values() for shard in entry["shards"]
-            for checksum in ("sha256", "weights_sha256") if checksum in shard}
-
-
 class TokenFilesWriter:
     """Writes token files into a folder, ``meta.json`` last. Close it, or use it in a ``with`` statement.
 
@@ -327,6 +321,12 @@ class TokenFilesWriter:
         self._weighted = "weights_sha256" in shards[0] if shards else None
         self._splits = {split: _SplitWriter(folder, split, token_dtype(vocabulary.size), (state or {}).get(split))
                         for split in SPLITS}
+
+    @staticmethod
+    def files(state: dict[str, Any]) -> set[str]:
+        """Names of the shards and weights in a state."""
+        return {_file_of(Path(shard["file"]), checksum).name for entry in state.values() for shard in entry["shards"]
+                for checksum in ("sha256", "weights_sha256") if checksum in shard}
 
     def write(self, split: str, ids_T: Integer[np.ndarray, " T"], weights_T: Integer[np.ndarray, " T"] | None = None,
               *, text_bytes: int, documents: int) -> None:
@@ -404,7 +404,7 @@ class _SplitWriter:
     def __init__(self, folder: Path, split: str, dtype: np.dtype, entry: dict[str, Any] | None):
         self._folder, self._split = folder, split
         self._dtypes = {"sha256": dtype, "weights_sha256": _WEIGHT_DTYPE}
-        self._files: dict[str, _HashedFile] = {}  # files of the incomplete shard, by the name of their checksums
+        self._files: dict[str, HashedFile] = {}  # files of the incomplete shard, by the name of their checksums
         self.entry = {"tokens": 0, "bytes": 0, "documents": 0, "largest_id": 0, "shards": []} | deepcopy(entry or {})
         self._shards: list[dict[str, Any]] = self.entry["shards"]
         for shard in self._shards:
@@ -416,7 +416,7 @@ class _SplitWriter:
                     raise DataError(f"{path}: expected {size} bytes, found {found}; delete the damaged folder "
                                     f"{folder} and start over")
                 if not shard[checksum]:
-                    self._files[checksum] = _HashedFile(path, keep=size)
+                    self._files[checksum] = HashedFile(path, keep=size)
 
     def write(self, ids_T: np.ndarray, weights_T: np.ndarray | None, text_bytes: int, documents: int) -> None:
         self.entry["bytes"] += text_bytes
@@ -428,7 +428,7 @@ class _SplitWriter:
         while start < len(ids_T):
             if not self._files:
                 path = self._folder / f"{self._split}-{len(self._shards):05}.bin"
-                self._files = {checksum: _HashedFile(_file_of(path, checksum)) for checksum in arrays}
+                self._files = {checksum: HashedFile(_file_of(path, checksum)) for checksum in arrays}
                 self._shards.append({"file": path.name, "tokens": 0, **dict.fromkeys(arrays, "")})
             shard = self._shards[-1]
             stop = min(len(ids_T), start + SHARD_TOKENS - shard["tokens"])
@@ -451,8 +451,7 @@ class _SplitWriter:
 
     def abandon(self) -> None:
         for file in self._files.values():
-            with contextlib.suppress(OSError):  # output that does not fit on the disk is written again
-                file.close()
+            file.abandon()
         self._files = {}
 
 
@@ -460,7 +459,7 @@ def _file_of(shard: Path, checksum: str) -> Path:
     return shard if checksum == "sha256" else _weights_path(shard)
 
 
-class _HashedFile:
+class HashedFile:
     """A file that is hashed while written; the first ``keep`` bytes of an existing file are kept."""
 
     def __init__(self, path: Path, keep: int | None = None):
@@ -471,7 +470,7 @@ class _HashedFile:
                 self._hash.update(part)
         self._file = path.open("wb" if keep is None else "ab")
 
-    def write(self, data: np.ndarray) -> None:
+    def write(self, data: np.ndarray | bytes) -> None:
         self._file.write(data)
         self._hash.update(data)
 
@@ -484,6 +483,11 @@ class _HashedFile:
         """Closes the file and returns its SHA-256."""
         self._file.close()
         return self._hash.hexdigest()
+
+    def abandon(self) -> None:
+        """Closes the file, whatever the disk says."""
+        with contextlib.suppress(OSError):  # output that does not fit on the disk is written again
+            self._file.close()
 
 
 def _read_bytes(path: Path) -> Iterator[bytes]:

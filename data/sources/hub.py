@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from data.sources.rows import Rows, ZstdFile, check_column, column_parts, row_blocks
-from data.sources.source import Block, Selection, Source, one_line
+from data.sources.rows import Rows, ZstdFile, check_column, column_parts, row_source
+from data.sources.source import Selection, Source, one_line
 from data.texts import Column
 from support.errors import ConfigError, DataError
 
@@ -33,22 +33,18 @@ def open_hub_dataset(source: str, selection: Selection, dataset: str, config: st
         opened = open_dataset(source, source, selection, *args, **options)
         return replace(opened, version=options["revision"], licence=licence, selection=selection)
 
-    def blocks(start: Any = None, /) -> Iterator[Block]:
-        return pin(None).blocks(start)
-
-    return Source(source, blocks, source, pin=pin)
+    return Source(source, lambda *places: pin(None).blocks(*places), source, cut=lambda share: pin(None).cut(share),
+                  pin=pin)
 
 
 def open_dataset(source: str, state: str, selection: Selection, *args: str | None, **kwargs: Any) -> Source:
     """A column of ``datasets.load_dataset(*args, **kwargs)``, streamed."""
     column = selection.column or "text"
 
-    def blocks(start: Any = None, /) -> Iterator[Block]:
-        splits = _load(source, args, **kwargs)
-        return row_blocks({name: _dataset_rows(source, split, column) for name, split in splits.items()}, source,
-                          selection, start)
+    def splits() -> dict[str, Rows]:
+        return {name: _dataset_rows(source, split, column) for name, split in _load(source, args, **kwargs).items()}
 
-    return Source(source, blocks, state)
+    return row_source(source, splits, selection, state=state)
 
 
 def _load(source: str, args: tuple[Any, ...], **kwargs: Any) -> dict[str, Any]:
@@ -87,7 +83,8 @@ def _configuration(source: str, wanted: str | None, names: Sequence[str]) -> str
 
 
 def _dataset_rows(source: str, split: Any, column: str) -> Rows:
-    """Rows of a dataset. A place is the number of rows read, the state of ``datasets`` at a batch, and a row of it."""
+    """Rows of a dataset. A place in a file is the number of rows read before its batch, the state of ``datasets`` at
+    the batch, and a row of it."""
 
     def check() -> None:
         with _dataset_errors(source, lambda: 0):
@@ -98,22 +95,25 @@ def _dataset_rows(source: str, split: Any, column: str) -> Rows:
                                           if name in features else "null" for name in names})
 
     def read(start: Any) -> Iterator[tuple[Column, Any, float | None]]:
-        done, state, skip = start or (0, None, 0)
+        first, place = start or (0, None)
+        done, state, skip = place or (0, None, 0)
         with _dataset_errors(source, lambda: done):
             sizes = split.info.splits or {}
             total = sizes[str(split.split)].num_examples if str(split.split) in sizes else None
-            rows = split.select_columns([column]).with_format("arrow")
-            if state is not None:
-                rows.load_state_dict(state)
-            for table in rows.iter(_BATCH_ROWS):
-                # The state is large, so save it once per batch.
-                following = rows.state_dict()
-                for found, end in column_parts(table.column(column).combine_chunks(), skip):
-                    place = (done + end, state, end) if end < len(table) else (done + end, following, 0)
-                    yield found, place, min((done + end) / total, 1.0) if total else None
-                done, state, skip = done + len(table), following, 0
+            for number in range(first, split.num_shards):
+                rows = split.shard(split.num_shards, number).select_columns([column]).with_format("arrow")
+                if state is not None:
+                    rows.load_state_dict(state)
+                for table in rows.iter(_BATCH_ROWS):
+                    # The state is large, so save it once per batch.
+                    following = rows.state_dict()
+                    for found, end in column_parts(table.column(column).combine_chunks(), skip):
+                        place = (done, state, end) if end < len(table) else (done + end, following, 0)
+                        yield found, (number, place), min((done + end) / total, 1.0) if total else None
+                    done, state, skip = done + len(table), following, 0
+                state = None
 
-    return Rows(check, read)
+    return Rows(check, read, lambda: [1] * split.num_shards)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import itertools
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,12 @@ class Rows(NamedTuple):
     """Raises :class:`ConfigError` unless they have the column with text."""
     read: Callable[[Any], Iterator[tuple[JsonLines | Column, Any, float | None]]]
     """From a place, or the start (None), on: consecutive rows, the place after them, and the fraction of the split that
-    ends there."""
+    ends there. A place is the number of a file, and a place in it, or None for its start."""
+    sizes: Callable[[], Sequence[int]]
+    """Sizes of its files, in any unit."""
+    cut: Callable[[int, Fraction], Any] = lambda number, share: None
+    """The place in a file at about a fraction of it, from which on ``read`` gives the same rows as from the start.
+    None: only whole files can be read."""
 
 
 def open_rows(source: str, root: Path, files: Sequence[Path], selection: Selection) -> Source:
@@ -67,18 +73,26 @@ def open_rows(source: str, root: Path, files: Sequence[Path], selection: Selecti
                     yield found, (number, following), (sum(sizes[:number]) + share * sizes[number]) / sum(sizes)
                 place = None
 
-        return Rows(check, read)
-
-    def blocks(start: Any = None, /) -> Iterator[Block]:
-        return row_blocks({name: rows(group) for name, group in sorted(groups.items())}, source, selection, start)
+        return Rows(check, read, lambda: [file.stat().st_size for file in group],
+                    lambda number, share: (_parquet_cut if parquet else _json_cut)(group[number], share))
 
     plain = not any(file.suffix in COMPRESSIONS or parquet for file in files)
-    return Source(source, blocks, file_state(root, files),
-                  total_bytes=sum(file.stat().st_size for file in files) if plain else None)
+    return row_source(source, lambda: {name: rows(group) for name, group in sorted(groups.items())}, selection,
+                      state=file_state(root, files),
+                      total_bytes=sum(file.stat().st_size for file in files) if plain else None)
 
 
-def row_blocks(splits: dict[str, Rows], source: str, selection: Selection, start: Any) -> Iterator[Block]:
+def row_source(source: str, splits: Callable[[], dict[str, Rows]], selection: Selection, **fields: Any) -> Source:
     """Rows of the chosen split, then those of the validation split, if it is val."""
+    def blocks(start: Any = None, stop: Any = None, /) -> Iterator[Block]:
+        return _row_blocks(_groups(splits(), source, selection), selection, start, stop)
+
+    return Source(source, blocks, cut=lambda share: _cut(list(_groups(splits(), source, selection).values()), share),
+                  **fields)
+
+
+def _groups(splits: dict[str, Rows], source: str, selection: Selection) -> dict[bool | None, Rows]:
+    """The splits that are read, by whether they are val. None: some of its rows are."""
     chosen = selection.split
     if chosen is None:
         chosen = "train" if "train" in splits else next(iter(splits))
@@ -87,21 +101,48 @@ def row_blocks(splits: dict[str, Rows], source: str, selection: Selection, start
     val = next((name for name in _VALIDATION if name in splits and name != chosen), None)
     if selection.split is not None or selection.names_val:
         val = None
-    groups = [chosen] if val is None else [chosen, val]
-    if start is None:
-        # Only at the start, before any work.
-        for group in groups:
-            splits[group].check()
+    return {None: splits[chosen]} if val is None else {False: splits[chosen], True: splits[val]}
+
+
+def _row_blocks(groups: dict[bool | None, Rows], selection: Selection, start: Any, stop: Any) -> Iterator[Block]:
+    """Blocks of rows. A place is the number of a group and a place in it."""
+    for group in groups.values():  # before any work
+        group.check()
     first, place = start or (0, None)
-    for number in range(first, len(groups)):
-        rows = splits[groups[number]].read(place)
+    for number, (held_out, group) in enumerate(groups.items()):
+        if number < first:
+            continue
+        rows = group.read(place)
         head = list(itertools.islice(rows, 2)) if start is None else []
-        single = len(head) == 1 and val is None and selection.val_documents is None
+        single = len(head) == 1 and held_out is None and selection.val_documents is None
         for found, following, share in itertools.chain(head, rows):
+            if stop is not None and _is_after((number, following), stop):
+                return
             # The end of a single row is held out, as for a single text.
-            yield Block(_cut_single_row(found, selection) if single else found, (number, following),
-                        None if val is None else number == 1, None if share is None else (number + share) / len(groups))
+            yield Block(_cut_single_row(found, selection) if single else found, (number, following), held_out,
+                        None if share is None else (number + share) / len(groups))
         place = None
+
+
+def _cut(groups: Sequence[Rows], share: Fraction) -> Any:
+    """The first place from a fraction of all groups on, by the sizes of their files."""
+    sizes = [group.sizes() for group in groups]
+    done, target = 0, share * sum(map(sum, sizes))
+    for number, group in enumerate(groups):
+        for file, size in enumerate(sizes[number]):
+            if done >= target:
+                return number, (file, None)
+            if done + size > target and (place := group.cut(file, (target - done) / size)) is not None:
+                return number, (file, place)
+            done += size
+    return len(groups), (0, None)
+
+
+def _is_after(place: Any, stop: Any) -> bool:
+    (group, (file, in_file)), (stop_group, (stop_file, stop_in_file)) = place, stop
+    if (group, file) != (stop_group, stop_file):
+        return (group, file) > (stop_group, stop_file)
+    return stop_in_file is None or in_file > stop_in_file
 
 
 def _cut_single_row(rows: JsonLines | Column, selection: Selection) -> JsonLines | Column | TextChunks:
@@ -166,6 +207,21 @@ def _json_rows(path: Path, column: str, start: int | None) -> Iterator[tuple[Jso
             place, number = following, number + lines.count(b"\n")
 
 
+def _json_cut(path: Path, share: Fraction) -> int | None:
+    """The first place of :func:`_json_rows` from a fraction of a file on; None if there is none before its end."""
+    if path.suffix in COMPRESSIONS:
+        return None
+    size, place = path.stat().st_size, 0
+    with path.open("rb") as file, _line_errors(path, lambda: "the file"):
+        if _whole_json(file, path) is not None:
+            return None
+        while place < share * size:
+            file.seek(place + texts.CHUNK_BYTES - 1)
+            file.readline()
+            place = file.tell()
+    return place if place < size else None
+
+
 @contextlib.contextmanager
 def _line_errors(path: Path, where: Callable[[], str]) -> Iterator[None]:
     try:
@@ -212,6 +268,15 @@ def _parquet_rows(path: Path, column: str, start: Any) -> Iterator[tuple[Column,
                     yield found, (group, row + end), (done + row + end) / total
                 row += len(batch)
             done, skip = done + row, 0
+
+
+def _parquet_cut(path: Path, share: Fraction) -> tuple[int, int] | None:
+    """The first row group from a fraction of a file on, if any."""
+    with _parquet_file(path) as file:
+        sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
+    starts = itertools.accumulate(sizes, initial=0)
+    return next(((group, 0) for group, begin in zip(range(len(sizes)), starts, strict=False)
+                 if begin >= share * sum(sizes)), None)
 
 
 @contextlib.contextmanager

@@ -40,9 +40,12 @@ class Block(NamedTuple):
 
 
 class Blocks(Protocol):
-    """Iterates over the blocks, in the same order on every machine, from the start or after one of them."""
+    """Iterates over the blocks, in the same order on every machine, from the start or after one of them.
 
-    def __call__(self, start: Any = None, /) -> Iterator[Block]: ...
+    ``stop`` is a place of ``Source.cut``, at which it ends.
+    """
+
+    def __call__(self, start: Any = None, stop: Any = None, /) -> Iterator[Block]: ...
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class Source:
     blocks: Blocks
     state: str
     """A key that changes with the text, as far as is visible without reading it; names the cache folder."""
+    cut: Callable[[Fraction], Any]
+    """The place of a block at about a fraction of the source; the same on every machine."""
     selection: Selection = field(default_factory=Selection)
     version: str | None = None
     licence: str | None = None

@@ -6,14 +6,15 @@ import os
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data import texts
 from data.sources.source import VAL_FRACTION, Block, Selection, Source, file_state, left_out
-from data.texts import TextChunk, TextChunks, split_text
+from data.texts import TextChunk, TextChunks, chunk_ends, split_text
 from support.errors import ConfigError
 
 STDLIB = "python-stdlib"
@@ -77,10 +78,7 @@ def _files(source: str, root: Path, paths: Sequence[Path], selection: Selection,
                               f"files of {source}")
         held_out = set(by_hash[: selection.val_documents])
 
-    def blocks(start: Any = None, /) -> Iterator[Block]:
-        return _text_blocks([_Text(names[name], name in held_out) for name in sorted(names)], total, start)
-
-    return Source(source, blocks, total_bytes=total, **fields)
+    return _source(source, lambda: [_Text(names[name], name in held_out) for name in sorted(names)], total, **fields)
 
 
 def _text_file(source: str, path: Path, selection: Selection) -> Source:
@@ -89,14 +87,11 @@ def _text_file(source: str, path: Path, selection: Selection) -> Source:
         raise ConfigError(f"--val-documents: {source} is a single document; expected --val-share, which holds out its "
                           "end")
 
-    size = path.stat().st_size
-
-    def blocks(start: Any = None, /) -> Iterator[Block]:
+    def documents() -> list[_Text]:
         val_start = selection.val_start(_read(path))
-        parts = [_Text(path, False, slice(val_start)), _Text(path, True, slice(val_start, None))]
-        return _text_blocks(parts, size, start)
+        return [_Text(path, False, slice(val_start)), _Text(path, True, slice(val_start, None))]
 
-    return Source(source, blocks, file_state(path.parent, [path]), total_bytes=size)
+    return _source(source, documents, path.stat().st_size, state=file_state(path.parent, [path]))
 
 
 class _Text(NamedTuple):
@@ -106,15 +101,37 @@ class _Text(NamedTuple):
     """The part of the file."""
 
 
-def _text_blocks(documents: Sequence[_Text], total: int, start: Any) -> Iterator[Block]:
+def _source(name: str, documents: Callable[[], Sequence[_Text]], total: int, **fields: Any) -> Source:
+    return Source(name, lambda start=None, stop=None, /: _text_blocks(documents(), total, start, stop),
+                  cut=lambda share: _cut(documents(), total * share), total_bytes=total, **fields)
+
+
+def _cut(documents: Sequence[_Text], target: Fraction) -> tuple[int, int]:
+    """The first place from byte ``target`` of all texts on."""
+    done = 0
+    for number, (path, _, part) in enumerate(documents):
+        if done >= target:
+            return number, 0
+        text = _read(path)[part]
+        if done + len(text) > target:
+            end = next(end for end in chunk_ends(text) if done + end >= target)
+            return (number, end) if end < len(text) else (number + 1, 0)
+        done += len(text)
+    return len(documents), 0
+
+
+def _text_blocks(documents: Sequence[_Text], total: int, start: Any, stop: Any) -> Iterator[Block]:
     """Chunks of texts. A place is the number of a text and an offset in it."""
     first, offset = start or (0, 0)
+    last = stop or (len(documents), 0)
     chunks, size, done = [], 0, 0
-    for number, (path, held_out, part) in enumerate(documents):
+    for number, (path, held_out, part) in enumerate(documents[: last[0] + 1]):
         whole = _read(path)
         text = whole[part]
         if number >= first:
             for chunk, end in split_text(text, offset if number == first else 0):
+                if (number, end - len(chunk)) >= last:
+                    break
                 ends = end == len(text)
                 chunks.append(TextChunk(chunk, held_out, ends))
                 size += len(chunk)
@@ -126,7 +143,7 @@ def _text_blocks(documents: Sequence[_Text], total: int, start: Any) -> Iterator
                     whole.obj.madvise(mmap.MADV_DONTNEED)  # otherwise pages count as memory of this process
         done += len(text)
     if chunks:
-        yield Block(TextChunks(chunks), (len(documents), 0), share=1.0)
+        yield Block(TextChunks(chunks), last, share=done / total if stop else 1.0)
 
 
 def _read(path: Path) -> memoryview:

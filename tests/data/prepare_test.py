@@ -160,7 +160,7 @@ def test_time_left_can_be_read_at_80_columns(monkeypatch, capsys, tmp_path):
     (tmp_path / ("a-long-name-" * 5 + ".jsonl")).write_text('{"text": "a"}\n')
     source = open_source(str(tmp_path / ("a-long-name-" * 5 + ".jsonl")))
     monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=iter([0, 10_000]).__next__))
-    with prepare._progress_bar(source, True) as show:
+    with prepare._progress_bar(source.name, True) as show:
         show(123_456_789_000, 0.5)
     line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).strip().splitlines()[-1]
     assert re.search(r"123,456\.8M tokens, 12\.35M/s \d:\d\d:\d\d left: [\d-]:[\d-]{2}:[\d-]{2}$", line), line
@@ -327,14 +327,14 @@ def test_what_is_weighted_goes_on_weighted(tmp_path, monkeypatch):
             writer.write(split, np.arange(at, at + 5), np.arange(5) % 2, text_bytes=5, documents=1)
 
     with journal.UnfinishedFolder(tmp_path / "out", {}) as unfinished:
-        writer = unfinished.open_writer(vocabulary)
+        writer = unfinished.open_writer(token_files.TokenFilesWriter, vocabulary)
         write(writer, 0)
         unfinished.state = {"splits": writer.state()}
         unfinished.commit_when_due(journal.COMMIT_BYTES)
     left = unfinished.path / "train-00077.weights.bin"
     left.write_bytes(b"begun after the journal's last state")
     with journal.UnfinishedFolder(tmp_path / "out", {}) as unfinished:
-        writer = unfinished.open_writer(vocabulary)
+        writer = unfinished.open_writer(token_files.TokenFilesWriter, vocabulary)
         assert not left.exists()
         with pytest.raises(DataError, match="weights with all documents or with none"):
             writer.write("train", np.arange(5), text_bytes=5, documents=1)

@@ -1,6 +1,8 @@
 """Helpers to read sources in tests, and to write files for them."""
 
+import itertools
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +60,11 @@ def check_starts(source: Source, count: int, least: int) -> None:
     for index, block in enumerate(whole):
         place = json.loads(json.dumps(block.following))
         assert texts_of(source.blocks(place)) == texts_of(whole[index + 1 :])
+    for parts in (1, 2, 3, 40):
+        cuts = [None, *(source.cut(Fraction(part, parts)) for part in range(1, parts)), None]
+        parted = [list(source.blocks(*pair)) for pair in itertools.pairwise(cuts)]
+        assert texts_of(itertools.chain(*parted)) == texts_of(whole)
+        assert parts != 2 or all(parted)
+        for part, stop in zip(parted, cuts[1:], strict=True):
+            for index, block in enumerate(part):
+                assert texts_of(source.blocks(block.following, stop)) == texts_of(part[index + 1 :])
