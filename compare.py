@@ -35,6 +35,7 @@ from comparison.table import as_csv, print_table, print_texts, table_note
 from support.command import run_command, status
 from support.errors import ConfigError, RunError
 from support.files import replacing
+from support.flags import checked_flags
 
 WATCH_SECONDS = 2.0
 """Interval between checks of the runs."""
@@ -231,7 +232,7 @@ def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int
 
 def command(arguments: Sequence[str]) -> int:
     """Compare from a command line; returns 1 if a run was left out."""
-    options = tyro.cli(Options, args=arguments, prog="compare.py", description=__doc__)
+    options = tyro.cli(Options, args=checked_flags(arguments, Options), prog="compare.py", description=__doc__)
     check(options)
     return watch(options) if options.watch else draw(options)
 

@@ -41,6 +41,7 @@ from data.loader import open_corpora
 from support.command import run_command, status, warnings_as_notes
 from support.errors import ConfigError
 from support.files import write_json
+from support.flags import checked_flags
 from training import evaluation
 from training.environment import PUBLISHED, configure_jax, environment
 from training.run import LoadedRun, load_model
@@ -198,7 +199,7 @@ def with_error(figures: dict[str, Any]) -> str:
 
 def command(arguments: Sequence[str]) -> None:
     """Evaluate from a command line."""
-    options = tyro.cli(Options, args=arguments, prog="evaluate.py", description=__doc__)
+    options = tyro.cli(Options, args=checked_flags(arguments, Options), prog="evaluate.py", description=__doc__)
     configure_jax()
     evaluate(options)
 

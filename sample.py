@@ -35,6 +35,7 @@ from sampling.sampler import Sampler, Sampling
 from sampling.terminal import SampleWriter, converse
 from support.command import run_command, status, warnings_as_notes
 from support.errors import ConfigError, RunError
+from support.flags import checked_flags
 from training.environment import configure_jax
 from training.run import LoadedRun, load_model
 from training.sharding import inference_mesh
@@ -185,7 +186,7 @@ def _is_piped() -> bool:
 
 def command(arguments: Sequence[str]) -> int:
     """Sample from a command line; returns the exit code."""
-    options = tyro.cli(Options, args=arguments, prog="sample.py", description=__doc__)
+    options = tyro.cli(Options, args=checked_flags(arguments, Options), prog="sample.py", description=__doc__)
     configure_jax()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal lacks become question marks

@@ -28,6 +28,7 @@ from comparison.study import Study, draw, load_study
 from support.command import run_command, status
 from support.errors import FAILURE, ConfigError
 from support.files import write_text
+from support.flags import checked_flags
 from sweeps import estimates, folder, processes
 from sweeps.plan import PlannedRun, plan, program
 
@@ -131,7 +132,7 @@ def command(arguments: Sequence[str]) -> int:
     """Run a study from a command line; returns the exit code."""
     # The devices are for the runs: this process would reserve GPU memory that it never uses.
     jax.config.update("jax_platforms", "cpu")
-    options = tyro.cli(Options, args=arguments, prog="sweep.py", description=__doc__)
+    options = tyro.cli(Options, args=checked_flags(arguments, Options), prog="sweep.py", description=__doc__)
     check(options)
     study = load_study(options.study)
     runs = plan(study, options.out, quick=options.quick)

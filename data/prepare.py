@@ -34,6 +34,7 @@ from data.sources import open_source
 from data.sources.source import Block, Selection, Source
 from support.command import note, run_command, status
 from support.errors import ConfigError
+from support.flags import checked_flags
 
 _VERSION = 2  # part of the cache folder's name: increase it when the tokens of a source change
 _PLACES = 2  # increase it when the places in a source change
@@ -457,7 +458,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def command(given: Sequence[str]) -> None:
         import tyro
 
-        tyro.cli(_command, prog="python -m data.prepare", args=given)
+        tyro.cli(_command, prog="python -m data.prepare", args=checked_flags(given, _command))
 
     return run_command("data.prepare", command, arguments,
                        interrupted=lambda: "; repeat the command to resume")

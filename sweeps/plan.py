@@ -135,23 +135,8 @@ def parse(module: ModuleType, variation: Variation, where: str) -> Any:
         raise ConfigError(f"{where}: {error}") from error
     except SystemExit:
         pass
-    _check_names(module, variation, where)
     lines = [line.strip(" │╭╮╰╯─") for line in said.getvalue().splitlines()]
     raise ConfigError(f"{where}: {' '.join(line for line in lines if line and not line.startswith('For full help'))}")
-
-
-def _check_names(module: ModuleType, variation: Variation, where: str) -> None:
-    """Raises :class:`ConfigError` for a field that does not exist."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        line = module.parse(dataclasses.replace(variation, fields={}).flags())
-    own = [name for name in vars(line.flags) if name not in ("attention", "run_dir")]
-    known = [*flatten(line.config.to_dict()), *own]
-    for name in variation.fields:
-        plain = name.replace("-", "_")
-        if plain not in known and plain.replace(".", "_") not in own:
-            close = difflib.get_close_matches(plain, known, n=1)
-            raise ConfigError(f"{where}: no field {name}" + (f"; perhaps you meant {close[0]}" if close else
-                              f"; see `{variation.command} RECIPE --help`"))
 
 
 def check_benchmark(module: ModuleType, variation: Variation, where: str) -> None:

@@ -265,8 +265,8 @@ def test_a_folder_that_holds_something_else_is_not_touched(made: Made, capsys: p
 
 
 @pytest.mark.parametrize(("old", "new", "told"), [
-    ('"train.seed": (0, 1)', '"train.sed": (0, 1)', "no field train.sed; perhaps you meant train.seed"),
-    ('"train.seed": (0, 1)', '"train.seed": ("x",)', "--train.seed"),
+    ('"train.seed": (0, 1)', '"train.sed": (0, 1)', "unknown flag --train.sed; perhaps you meant --train.seed"),
+    ('"train.seed": (0, 1)', '"train.seed": ("x",)', "train.seed is x; expected a whole number"),
     ('"train.seed": (0, 1)', '"train.steps": (0,)', "train.steps is 0; expected at least 1"),
     ('"train.seed": (0, 1)', '"run-dir": ("x",)', "the field run-dir is set by sweep.py"),
     ('("softmax",)', '("softmx",)', "perhaps you meant softmax"),

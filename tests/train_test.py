@@ -261,10 +261,10 @@ class Attention(SelfAttention):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--attention", "chunkd"], "--attention chunkd: no such mode; perhaps you meant chunked; expected one of"),
-    (["--model.widht", 3], "Unrecognized options: --model.widht"),
-    (["--model.widht", 3], "Perhaps you meant: --model.width"),
-    (["--model.width", "wide"], "Error parsing --model.width: invalid literal for int"),
-    (["--model.positions", "relative"], "--model.positions"),
+    (["--model.widht", 3], "train.py: unknown flag --model.widht; perhaps you meant --model.width"),
+    (["--model.width", "wide"], "train.py: model.width is wide; expected a whole number"),
+    (["--lr", "1e-3"], "train.py: unknown flag --lr; perhaps you meant --optimizer.learning-rate"),
+    (["--model.positions", "relative"], "model.positions is relative; expected learned, "),
     (["--model.modes.chunked.chunk-size", 0], "chunk_size is 0; expected at least 1"),
     (["--model.heads", 3], "model.heads is 3, which does not divide model.width, 16"),
     (["--model.layers", 0], "model.layers is 0; expected at least 1"),

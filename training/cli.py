@@ -11,6 +11,7 @@ from configs.schema import Config, LraConfig
 from models import attention as attentions
 from support.command import status
 from support.errors import ConfigError
+from support.flags import checked_flags, flag_types
 from training.config_validation import validate_config
 from training.loop import Outcome
 from training.processes import Distributed
@@ -91,9 +92,12 @@ def parse_command_line[C: (Config, LraConfig), F: RunFlags](
         "Train one run. Flags of the command, besides the fields of the config below:\n"
         f"--attention MODE[,MODE…]: one or more of {', '.join(attentions.modes())}. The options below are those of "
         "the modes given here.\n"
-        f"--run-dir DIR: run folder. Default: runs/{recipe.stem}-ATTENTION.\n{own_flags}")
-    parsed = tyro.cli(_Fields[type(default)], default=_Fields(default, Distributed()), args=fields,
-                      prog=f"{prog} {recipe}", description=description)
+        f"--run-dir DIR: run folder. Default: runs/{recipe.stem}-ATTENTION.\n{own_flags}\n"
+        "Switches take True and False too: --data.no-verify is --data.verify False.")
+    groups = _Fields(default, Distributed())
+    fields = checked_flags(fields, groups, others=flag_types(kind))
+    parsed = tyro.cli(_Fields[type(default)], default=groups, args=fields, prog=f"{prog} {recipe}",
+                      description=description)
     asked = parsed.config if amend is None else amend(parsed.config, default)
     if join is not None:
         join(parsed.distributed)

@@ -103,9 +103,10 @@ class FeatureOptions(RandomFeatures, WeightSumOptions):
         super().__post_init__()
         if self.feature_map == "taylor" and self.order == 1 and self.normalizes:
             raise ConfigError(f"{self.flag('normalize')}: the weights of taylor of order 1 can be negative; expected "
-                              f"False, or {self.flag('order')} 2")
+                              f"--{self.flag('normalize')} False, or --{self.flag('order')} 2")
         if self.feature_map == "identity" and self.normalizes:
-            raise ConfigError(f"{self.flag('normalize')}: the weights of identity can be negative; expected False")
+            raise ConfigError(f"{self.flag('normalize')}: the weights of identity can be negative; expected "
+                              f"--{self.flag('normalize')} False")
 
 
 def feature_width(options: FeatureOptions, head_width: int) -> int:

@@ -218,7 +218,7 @@ def test_a_run_is_named_after_recipe_and_attention_and_its_preset_reaches_the_re
     (["--attention", "sofmax"], "--attention sofmax: no such mode; perhaps you meant softmax"),
     (["--attention", "linear", "--model.modes.linear.form", "cumsum"], "it is causal and cannot be an enc"),
     (["--preset", "best"], "--preset"),
-    (["--model.widht", 3], "Perhaps you meant: --model.width"),
+    (["--model.widht", 3], "unknown flag --model.widht; perhaps you meant --model.width"),
     (["--model.dropout", 1], "model.dropout is 1.0; expected at least 0, and less than 1"),
     (["--model.classes", 3], "model.classes is 3; expected 2 for the task fake"),
     (["--model.towers", 2], "model.towers is 2; expected 1 for the task fake"),

@@ -137,7 +137,7 @@ def test_a_head_need_not_be_its_share_of_the_width():
     ("power", {"degree": 3}, "power.degree is 3: weights of an odd power can be negative; expected an even one, or "
                              "model.modes.power.normalize False"),
     ("chunked", {"feature_map": "identity"}, "chunked.normalize: the weights of identity can be negative; expected "
-                                             "False"),
+                                             "--model.modes.chunked.normalize False"),
     ("gated", {"decay": "none"}, "gated.decay is 'none'; expected one of input, fixed"),
     ("gated_delta", {"chunk_size": 0}, "gated_delta.chunk_size is 0; expected at least 1"),
 ])

@@ -1,0 +1,182 @@
+"""Flags as users type them: checks the values and names of flags before tyro, with the messages of the commands.
+
+Switches take both spellings: ``--data.verify False`` and ``--data.no-verify``.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from support.errors import ConfigError
+
+_PARSERS = {int: ("a whole number", int), float: ("a number", float)}
+_BOOLEANS = {"true": True, "false": False}
+
+
+def checked_flags(arguments: Sequence[str], target: Any, *, others: Iterable[str] = ()) -> list[str]:
+    """The arguments for tyro, with switches in its spelling.
+
+    Args:
+        arguments: arguments with flags of ``target``.
+        target: what tyro parses: a dataclass, its default, or a function.
+        others: further flags that an unknown one can be meant for.
+
+    Raises:
+        ConfigError: a flag does not exist, or lacks a value, or the value has the wrong type.
+    """
+    arguments = list(arguments)
+    if any(argument in ("-h", "--help") or argument.startswith("--tyro-") for argument in arguments):
+        return arguments
+    known = flag_types(target)
+    positional = any(kind is None and not dataclasses.is_dataclass(getattr(target, name, None))
+                     for name, kind in _fields(target).items())
+    out = []
+    while arguments:
+        token = arguments.pop(0)
+        given, equals, value = token.partition("=")
+        name = given.replace("_", "-")
+        if not token.startswith("--") or name == "--":
+            if not positional:
+                raise ConfigError(f"unexpected argument {token}; expected flags, as --{next(iter(known))[2:]} VALUE")
+            out.append(token)
+            continue
+        positive = re.sub(r"(^--|\.)no-(?=[^.]+$)", r"\1", name)
+        kind = known.get(name)
+        if kind is None and positive != name and bool in _members(known.get(positive)):
+            if equals or (arguments and arguments[0].lower() in _BOOLEANS):
+                raise ConfigError(f"{given} takes no value; give {given}, or {positive} True or False")
+            out += _switch(positive, False, known[positive])
+            continue
+        if kind is None:
+            raise ConfigError(f"unknown flag {given}{_hint(name, [*known, *others])}")
+        if bool in _members(kind):
+            if not equals and arguments and (arguments[0].lower() in _BOOLEANS or not (
+                    positional or arguments[0].startswith("--"))):
+                value, equals = arguments.pop(0), "="
+            if value == "None" and type(None) in _members(kind):
+                out += [name, value]
+            elif equals and value.lower() not in _BOOLEANS:
+                raise ConfigError(f"{_field(name)} is {value or 'empty'}; expected {_expected(kind)}")
+            else:
+                out += _switch(name, _BOOLEANS[value.lower()] if equals else True, kind)
+            continue
+        if not _is_checked(kind):  # several values, or a type with a parser of its own
+            out.append(token)
+            while arguments and not equals and not arguments[0].startswith("--"):
+                out.append(arguments.pop(0))
+            continue
+        if not equals:
+            if not arguments or arguments[0].startswith("--"):
+                raise ConfigError(f"{given} requires a value: {_expected(kind)}")
+            value = arguments.pop(0)
+        if not _fits(value, kind):
+            raise ConfigError(f"{_field(name)} is {value or 'empty'}; expected {_expected(kind)}")
+        out += [name, value]
+    return out
+
+
+def flag_types(target: Any) -> dict[str, Any]:
+    """The flags that tyro makes of a dataclass, its default or a function, and their types. Positional ones are left
+    out."""
+    found = {}
+    for name, kind in _fields(target).items():
+        value = getattr(target, name, None)
+        if kind is None:
+            if dataclasses.is_dataclass(value):  # renamed to nothing: its fields have no prefix
+                found |= flag_types(value)
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, dict):
+            groups = {f"{flag}.{key.replace('_', '-')}": part for key, part in value.items()}
+        elif dataclasses.is_dataclass(value) or dataclasses.is_dataclass(kind):
+            groups = {flag: kind if value is None else value}
+        else:
+            found[flag] = kind
+            continue
+        for group, part in groups.items():
+            found |= {f"{group}.{inner[2:]}": type_ for inner, type_ in flag_types(part).items()}
+    return found
+
+
+def _fields(target: Any) -> dict[str, Any]:
+    """The types of all fields or parameters; None for those that are positional or renamed."""
+    if inspect.isroutine(target):
+        hints = get_type_hints(target)
+        return {name: None if parameter.kind is parameter.POSITIONAL_ONLY else hints[name]
+                for name, parameter in inspect.signature(target).parameters.items()}
+    hints = get_type_hints(target if isinstance(target, type) else type(target), include_extras=True)
+    return {field.name: None if get_origin(hints[field.name]) is Annotated else hints[field.name]
+            for field in dataclasses.fields(target)}
+
+
+def _switch(name: str, on: bool, kind: Any) -> list[str]:
+    """A switch in tyro's spelling; one that can be None takes a value there."""
+    if type(None) in _members(kind):
+        return [name, str(on)]
+    group, dot, field = name[2:].rpartition(".")
+    return [name if on else f"--{group}{dot}no-{field}"]
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """The types of a union, or the type."""
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _is_checked(kind: Any) -> bool:
+    """Whether the flag takes one value of simple types."""
+    return all(member in (int, float, str, type(None)) or get_origin(member) is Literal for member in _members(kind))
+
+
+def _fits(value: str, kind: Any) -> bool:
+    for member in _members(kind):
+        if member is str or (member is type(None) and value == "None"):
+            return True
+        if get_origin(member) is Literal and value in map(str, get_args(member)):
+            return True
+        if member in _PARSERS and _parses(value, _PARSERS[member][1]):
+            return True
+    return False
+
+
+def _parses(value: str, parse: Callable[[str], object]) -> bool:
+    try:
+        parse(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _expected(kind: Any) -> str:
+    options = []
+    for member in _members(kind):
+        if get_origin(member) is Literal:
+            options += map(str, get_args(member))
+        else:
+            options += {bool: ["True", "False"], type(None): ["None"], str: ["text"]}.get(member) or [
+                _PARSERS[member][0]]
+    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
+
+
+def _field(flag: str) -> str:
+    """The field of a flag, as in other messages; a flag without a group stays one."""
+    return flag[2:].replace("-", "_") if "." in flag else flag
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    """Names of flags that an unknown one may be meant for: with the same or a similar field, or its initials."""
+    def field(flag: str) -> str:
+        return flag.removeprefix("--").rpartition(".")[2]
+
+    def initials(flag: str) -> str:
+        return "".join(word[:1] for word in field(flag).split("-"))
+
+    found = ([flag for flag in known if field(flag) == field(name)]
+             or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+             or [flag for flag in known if len(initials(flag)) > 1 and initials(flag) == field(name)]
+             or [flag for near in difflib.get_close_matches(field(name), {field(flag) for flag in known}, n=1)
+                 for flag in known if field(flag) == near])
+    return f"; perhaps you meant {' or '.join(found[:3])}" if found else "; --help lists all"
