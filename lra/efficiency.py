@@ -63,6 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "local": {"block_size": 50},
     "sparse": {"block_size": 50, "summary": 10},
     "performer": {"features": None},
+    "synthesizer": {"kind": "factorised", "k": 32},
 }
 """Long Range Arena's options of modes where they differ from the defaults. features None: the head width."""
 

@@ -5,10 +5,21 @@ released code's, which differ between modes on Image and Pathfinder. ``tuned``: 
 rotary positions where a mode has queries and keys of single tokens, and the mean over valid tokens or, where a token's
 position matters, a CLS token.
 
-The modes follow their papers, with Long Range Arena's block sizes; ``released`` also has its 16 sums of the Linformer
-and its features of the Performer. Three things differ from Long Range Arena. Attention weights have no dropout. Weight
-decay applies only to matrices. Where no layer leaves its blocks, so that a CLS token would see only the first, every
-recipe takes the mean, as Long Range Arena does for local attention on Image and Pathfinder.
+The modes follow their papers, with Long Range Arena's block sizes and the factorised Synthesizer with k = 32 that its
+text config asks for; ``released`` also has its 16 sums of the Linformer and its features of the Performer. Other
+differences from the released code, in every preset:
+
+- Dropout: none of attention weights, and none between the GELU and the second projection of the MLP.
+- Projections: those of queries, keys, values and the output of attention have biases.
+- Head: one hidden layer also for pairs, where the released code has a second one of half the width, and the input
+  [a, b, a · b, a − b], which the paper describes and the released code has as an option.
+- Initialisation: kernels are normal with variance 1 / inputs, where those of the released blocks are Xavier-uniform;
+  biases are 0, where those of its MLPs are normal with deviation 1e-6. The ε of LayerNorm is 1e-5, not 1e-6.
+- Padding: is given by the lengths, where the released code takes the token 0 for padding, also a black pixel. The mean
+  is over valid tokens only, and no mode attends to padding.
+- Pooling: where no layer leaves its blocks, so that a CLS token would see only the first, every recipe takes the mean,
+  as the released code does for local attention on Image and Pathfinder.
+- Weight decay applies only to matrices.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -69,7 +80,8 @@ def published(task: str, attention: str, preset: Preset, sizes: Sizes, optimizer
         modes: the task's own options of modes in ``released``.
     """
     options: dict[str, Any] = {"local": {"block_size": block}, "sinkhorn": {"block_size": block},
-                               "sparse": {"block_size": 50, "summary": 10}}
+                               "sparse": {"block_size": 50, "summary": 10},
+                               "synthesizer": {"kind": "factorised", "k": 32}}
     if preset == "released":
         options |= {"linformer": {"k": 16}, "performer": {"phi": "performer_relu"}} | modes
     layers = tuple(attention.split(","))

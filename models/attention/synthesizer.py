@@ -12,8 +12,8 @@ its kinds are
 Unused query and key projections are omitted, and rotary positions have no effect. Time and memory are quadratic, as in
 the paper.
 
-The default, random, is the kind of the Long Range Arena. Its released code, however, *adds* R to the products of
-queries and keys, and in the text task ignores the factorised kind with k = 32 of its configs.
+The released code of the Long Range Arena *adds* R to the products of queries and keys, and in the text task ignores the
+factorised kind with k = 32 of its configs.
 """
 
 from collections.abc import Sequence

@@ -34,6 +34,8 @@ def test_every_mode_can_be_run_without_notes(task, preset, capsys):
             assert options.block_size == BLOCKS[task], mode
         if preset != "tuned" and mode == "sparse":
             assert (options.block_size, options.summary) == (50, 10)
+        if preset != "tuned" and mode == "synthesizer":
+            assert (options.kind, options.k) == ("factorised", 32)
     assert capsys.readouterr().err == ""
 
 
