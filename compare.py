@@ -17,6 +17,7 @@ if __name__ == "__main__":  # before any other import, which takes seconds, or f
     interrupts.end_with_a_word()
     packages.require_packages()
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -66,7 +67,7 @@ class Options:
     note: str = ""
     """Note to show on the page."""
     watch: bool = False
-    """Update the page as runs grow, until Ctrl-C. An open page reloads itself."""
+    """Update the page as runs grow, until Ctrl-C or SIGTERM. An open page reloads itself."""
 
 
 def check(options: Options) -> None:
@@ -201,8 +202,17 @@ def draw(options: Options) -> int:
 
 
 def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int:
-    """:func:`draw` whenever the runs change, until Ctrl-C; prints the table once. The last page does not reload."""
+    """:func:`draw` whenever the runs change, until Ctrl-C; prints the table once. The last page does not reload.
+
+    Raises:
+        SystemExit: SIGTERM, with code 143.
+    """
     source, said, seen, drawn = Source(options), set[str](), None, None
+
+    def terminate(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         while True:
             took = time.monotonic()
@@ -225,7 +235,11 @@ def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int
     except KeyboardInterrupt:
         status("stopped watching")
         return 0
+    except SystemExit:
+        status("stopped watching")
+        raise
     finally:
+        signal.signal(signal.SIGTERM, before)
         if drawn is not None:
             write_page(options, drawn, watched=False)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -229,6 +230,21 @@ def test_watch_draws_what_has_changed_until_it_is_interrupted(tmp_path, capsys):
     assert "waiting: no runs yet" in output.err
     assert "skipped: " in output.err
     assert output.err.splitlines()[-1] == "stopped watching"
+
+
+def test_watching_that_is_terminated_leaves_a_page_that_does_not_reload(two, tmp_path, capsys):
+    out, before = tmp_path / "page.html", signal.getsignal(signal.SIGTERM)
+
+    def terminate(_):
+        assert reloads(out)
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        compare.watch(compare.Options(tuple(two), out=out, watch=True), terminate)
+    assert ended.value.code == 143
+    assert not reloads(out)
+    assert capsys.readouterr().err.splitlines()[-1] == "stopped watching"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_watching_that_ends_in_an_error_leaves_a_page_that_does_not_reload(two, tmp_path):
