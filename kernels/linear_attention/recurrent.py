@@ -1,39 +1,152 @@
-"""Linear attention as a recurrent network: one state per token, step by step or (``cumsum``) all at once."""
+"""Linear attention as a recurrent network: one state per token, step by step or (``cumsum``) all at once.
 
+Katharopoulos, Vyas, Pappas, Fleuret: "Transformers are RNNs", 2020.
+"""
+
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels.linear_attention.state import EXACT, State, advance, divide, final_state
+from kernels.linear_attention.state import EXACT, State, advance, decayed, divide, final_state
 
 
 def recurrent(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,
               normalize: bool, log_decay_BTH: Array | None = None,
               features: Callable[[Array], Array] = lambda x: x) -> tuple[Array, State]:
-    """``lax.scan`` over tokens: constant memory forward, the form that decodes. Causal only.
+    """``lax.scan`` over tokens with one state: the form that decodes. Causal only.
 
-    ``features`` is applied to q and k of each token.
+    ``features`` is applied to q and k of each token; it must not close over arrays that are differentiated.
     """
-    def step(carry, token):
-        state, latest_B = carry
-        q_BHD, k_BHD, v_BHD, runs_B, log_decay_BH = token
-        q_BHM, k_BHM = features(q_BHD), features(k_BHD)
-        if runs_B is not None:
-            same_B = runs_B <= latest_B  # also on padding, which leaves the state unchanged
-            state = State(jnp.where(same_B[:, None, None, None], state.s_BHMD, 0),
-                          jnp.where(same_B[:, None, None], state.z_BHM, 0))
-            q_BHM, k_BHM = (jnp.where((runs_B >= 0)[:, None, None], x_BHM, 0) for x_BHM in (q_BHM, k_BHM))
-            latest_B = jnp.maximum(latest_B, runs_B)
-        state, y_BHD = advance(state, q_BHM, k_BHM, v_BHD, normalize=normalize, log_decay_BH=log_decay_BH)
-        return (state, latest_B), y_BHD.astype(v_BTHD.dtype)
+    return _recurrent(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, normalize, features)
 
-    tokens = (q_BTHM.swapaxes(0, 1), k_BTHM.swapaxes(0, 1), v_BTHD.swapaxes(0, 1),
-              None if runs_BT is None else runs_BT.T,
-              None if log_decay_BTH is None else log_decay_BTH.swapaxes(0, 1))
-    latest_B = None if runs_BT is None else jnp.zeros(q_BTHM.shape[0], jnp.int32)
-    (state, _), y_TBHD = lax.scan(step, (initial, latest_B), tokens)
-    return y_TBHD.swapaxes(0, 1), state
+
+class _Token(NamedTuple):
+    """What the scans read of one token."""
+
+    q_BHM: Array
+    k_BHM: Array
+    v_BHD: Array
+    starts_B: Array | None
+    """Whether a segment after the first starts here: the state before it does not count."""
+    valid_B: Array | None
+    """False on padding, which leaves the state unchanged and has y = 0."""
+    log_decay_BH: Array | None
+
+    @classmethod
+    def all(cls, q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, runs_BT: Array | None,
+            log_decay_BTH: Array | None) -> "_Token":
+        """All tokens, time first."""
+        starts_TB = valid_TB = None
+        if runs_BT is not None:
+            latest_TB = jnp.maximum(lax.cummax(runs_BT.T, axis=0), 0)
+            starts_TB = latest_TB > jnp.concatenate([jnp.zeros_like(latest_TB[:1]), latest_TB[:-1]])
+            valid_TB = runs_BT.T >= 0
+        return cls(q_BTHM.swapaxes(0, 1), k_BTHM.swapaxes(0, 1), v_BTHD.swapaxes(0, 1), starts_TB, valid_TB,
+                   None if log_decay_BTH is None else log_decay_BTH.swapaxes(0, 1))
+
+    def feature_pair(self, features: Callable[[Array], Array]) -> tuple[Array, Array]:
+        """φ(q) and φ(k), 0 on padding."""
+        return self.masked(features(self.q_BHM)), self.masked(features(self.k_BHM))
+
+    def masked(self, x_BHM: Array) -> Array:
+        """0 on padding."""
+        return x_BHM if self.valid_B is None else jnp.where(self.valid_B[:, None, None], x_BHM, 0)
+
+    def before(self, state: State) -> State:
+        """The state that this token continues."""
+        if self.starts_B is None:
+            return state
+        return State(jnp.where(self.starts_B[:, None, None, None], 0, state.s_BHMD),
+                     jnp.where(self.starts_B[:, None, None], 0, state.z_BHM))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _recurrent(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, normalize, features):
+    def step(state, token):
+        q_BHM, k_BHM = token.feature_pair(features)
+        state, y_BHD = advance(token.before(state), q_BHM, k_BHM, token.v_BHD, normalize=normalize,
+                               log_decay_BH=token.log_decay_BH)
+        return state, y_BHD.astype(v_BTHD.dtype)
+
+    end, y_TBHD = lax.scan(step, initial, _Token.all(q_BTHM, k_BTHM, v_BTHD, runs_BT, log_decay_BTH))
+    return y_TBHD.swapaxes(0, 1), end
+
+
+def _forward(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, normalize, features):
+    return (_recurrent(q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH, normalize, features),
+            (q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH))
+
+
+def _backward(normalize, features, saved, gradients):
+    """Two scans with one state each: dq from the states S_t, computed again; dk and dv from their gradients G_t,
+    backwards in time.
+
+        dφ(q_t) = S_t dn_t      dφ(k_t) = G_t v_t      dv_t = G_tᵀ φ(k_t)      G_t = φ(q_t) dn_tᵀ + exp(g_{t+1}) G_{t+1}
+
+    with the gradient dn_t of the numerator, and likewise z with the denominator (equations 13 to 15 of the paper). The
+    gradient of a log decay, exp(g_t) ⟨S_{t−1}, G_t⟩, would need both states of a token at once. But
+    ⟨S_t, G_t⟩ = dg_t + φ(k_t)·dφ(k_t) = φ(q_t)·dφ(q_t) + dg_{t+1}, so dg_t follows from dg_{t+1}.
+    """
+    q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH = saved
+    dy_BTHD, dend = gradients
+    dtype = initial.s_BHMD.dtype
+    tokens = _Token.all(q_BTHM, k_BTHM, v_BTHD, runs_BT, log_decay_BTH)
+
+    def pull(x_BHD, dx_BHM):
+        return jax.vjp(lambda x_BHD: features(x_BHD).astype(dtype), x_BHD)[1](dx_BHM)[0]
+
+    def forwards(state, inputs):
+        token, dy_BHD = inputs
+        q_BHM, k_BHM = token.feature_pair(features)
+        state, y_BHD = advance(token.before(state), q_BHM, k_BHM, token.v_BHD, normalize=normalize,
+                               log_decay_BH=token.log_decay_BH)
+        dnumerator_BHD, ddenominator_BH = dy_BHD.astype(dtype), None
+        if normalize:
+            denominator_BH = jnp.einsum("bhm,bhm->bh", q_BHM.astype(dtype), state.z_BHM, precision=EXACT)
+            dnumerator_BHD = divide(dnumerator_BHD, denominator_BH)
+            ddenominator_BH = -jnp.sum(dnumerator_BHD * y_BHD, axis=-1)
+        dq_BHM = jnp.einsum("bhmd,bhd->bhm", state.s_BHMD, dnumerator_BHD, precision=EXACT)
+        if ddenominator_BH is not None:
+            dq_BHM += ddenominator_BH[..., None] * state.z_BHM
+        dq_BHM = token.masked(dq_BHM)
+        along_BH = None if token.log_decay_BH is None else jnp.sum(q_BHM.astype(dtype) * dq_BHM, axis=-1)
+        return state, (pull(token.q_BHM, dq_BHM), dnumerator_BHD, ddenominator_BH, along_BH)
+
+    def backwards(carry, inputs):
+        dstate, dlog_decay_BH = carry
+        token, dnumerator_BHD, ddenominator_BH, along_BH = inputs
+        q_BHM, k_BHM = (x.astype(dtype) for x in token.feature_pair(features))
+        ds_BHMD, dz_BHM = dstate
+        ds_BHMD += q_BHM[..., :, None] * dnumerator_BHD[..., None, :]
+        if ddenominator_BH is not None:
+            dz_BHM += q_BHM * ddenominator_BH[..., None]
+        v_BHD = token.v_BHD.astype(dtype)
+        dk_BHM = token.masked(jnp.einsum("bhmd,bhd->bhm", ds_BHMD, v_BHD, precision=EXACT) + dz_BHM)
+        dv_BHD = jnp.einsum("bhmd,bhm->bhd", ds_BHMD, k_BHM, precision=EXACT).astype(v_BTHD.dtype)
+        keeps_BH = None if token.log_decay_BH is None else jnp.exp(token.log_decay_BH)
+        if keeps_BH is not None:
+            counts_BH = keeps_BH > 0
+            if token.starts_B is not None:
+                counts_BH &= ~token.starts_B[:, None]
+            # Exactly 0 where nothing is kept, which also ends the sum of rounding errors.
+            dlog_decay_BH = jnp.where(counts_BH, dlog_decay_BH + along_BH - jnp.sum(k_BHM * dk_BHM, axis=-1), 0)
+        dstate = token.before(decayed(State(ds_BHMD, dz_BHM), keeps_BH))
+        return (dstate, dlog_decay_BH), (pull(token.k_BHM, dk_BHM), dv_BHD, dlog_decay_BH)
+
+    end, (dq, dnumerator, ddenominator, along) = lax.scan(forwards, initial, (tokens, dy_BTHD.swapaxes(0, 1)))
+    dlog_decay_BH = None if log_decay_BTH is None else (
+        jnp.sum(end.s_BHMD * dend.s_BHMD, axis=(2, 3)) + jnp.sum(end.z_BHM * dend.z_BHM, axis=2))
+    (dinitial, _), (dk, dv, dlog_decay) = lax.scan(backwards, (dend, dlog_decay_BH),
+                                                   (tokens, dnumerator, ddenominator, along), reverse=True)
+    dq, dk, dv, dlog_decay = jax.tree.map(lambda x: x.swapaxes(0, 1), (dq, dk, dv, dlog_decay))
+    return dq, dk, dv, dinitial, None, dlog_decay
+
+
+_recurrent.defvjp(_forward, _backward)
 
 
 def cumsum(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,

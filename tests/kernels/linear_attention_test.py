@@ -244,6 +244,38 @@ def test_memory_of_a_gradient_grows_with_the_sequence(implementation, growth):
     assert temporary_bytes(8192) / temporary_bytes(4096) == pytest.approx(growth, rel=0.1)
 
 
+@pytest.mark.parametrize("options", [(), ("log_decay_BTH", "segment_ids_BT")], ids=str)
+def test_the_gradient_of_the_recurrence_keeps_no_state_per_token(options):
+    """Less than three arrays of the size of the inputs; states would take M = 64 of them."""
+    tokens, width = 4096, 64
+    x = jax.ShapeDtypeStruct((1, tokens, 1, width), jnp.float32)
+    more = {"log_decay_BTH": jax.ShapeDtypeStruct((1, tokens, 1), jnp.float32),
+            "segment_ids_BT": jax.ShapeDtypeStruct((1, tokens), jnp.int32)}
+    gradient = jax.grad(lambda *qkv, extras: linear_attention(*qkv, implementation="recurrent", **extras)[0].sum(),
+                        (0, 1, 2))
+    extras = {name: more[name] for name in options}
+    planned = jax.jit(gradient).lower(x, x, x, extras=extras).compile().memory_analysis()
+    assert planned is not None
+    assert planned.temp_size_in_bytes < 3 * tokens * width * 4
+
+
+def test_the_gradient_of_many_decays_is_that_of_the_definition():
+    """The recurrence sums it over tokens, in float32: 2,000 tokens have an error of 2e-6."""
+    case = LinearAttentionCase(1, 2000, 2, 8, 8, dtype="float32", log_decay="mixed", tolerance=0.0)
+    inputs = case.make_inputs()
+
+    def gradient(implementation, inputs):
+        def loss(log_decay, inputs):
+            out = case.call(implementation, **(inputs | {"log_decay": log_decay}))
+            return jnp.sin(out["y"]).sum() + jnp.cos(out["final s"]).sum()
+        return jax.jit(jax.grad(loss))(inputs["log_decay"], inputs)
+
+    found = gradient("recurrent", inputs)
+    with jax.enable_x64(True):
+        expected = gradient("chunked", {name: x.astype(np.float64) for name, x in inputs.items()})
+    assert cases.error_of(np.asarray(found), np.asarray(expected)) < 1e-5
+
+
 def test_the_fastest_form_is_picked_by_length():
     def picked(tokens):
         x = jax.ShapeDtypeStruct((1, tokens, 2, 16), jnp.float32)
