@@ -10,6 +10,9 @@ A token at position t attends to position s
 - in the window: t − ``window`` < s ≤ t if causal, |t − s| ≤ ``window`` / 2, rounded down, otherwise;
 - as a global token: s < ``global_tokens``, and s ≤ t if causal.
 
+In a row of packed documents, s counts from the start of the document, and only with a causal mask: a global token then
+sees the few tokens before it, which are global too. Packing costs three more projections of each token.
+
 The first ``global_tokens`` tokens attend to all tokens, if causal to those up to their own position, with separate
 query, key and value projections, initialised as copies of the ordinary ones, as in the paper. Decoding keeps the last
 ``window`` keys and values, and those of the global tokens with both projections.
@@ -25,8 +28,17 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array
 
-from kernels.grouped_attention import blocks_of, grouped_attention, one_group, tag_blocks_of, tokens_of, with_neighbours
-from kernels.segments import runs_of, visible
+from kernels.grouped_attention import (
+    Part,
+    blocks_of,
+    combine,
+    grouped_attention,
+    one_group,
+    tag_blocks_of,
+    tokens_of,
+    with_neighbours,
+)
+from kernels.segments import positions_of, runs_of, visible
 from kernels.softmax_attention import softmax_attention
 from models.attention.key_value_cache import KeyValueCache
 from models.attention.layer_options import LayerOptions
@@ -75,7 +87,6 @@ class Attention(SelfAttention):
     bidirectional = True
     init_from_projection = MappingProxyType({"global_query": "query", "global_key": "key", "global_value": "value"})
     decode_state = "window"
-    packs_with = "--model.modes.longformer.global-tokens 0"
 
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
@@ -86,8 +97,8 @@ class Attention(SelfAttention):
                 getattr(self, ours).kernel[...] = getattr(self, ordinary).kernel[...]
 
     def packs(self, causal: bool) -> bool:
-        """Only without global tokens, which are the first tokens of a row."""
-        return self.config.global_tokens == 0
+        """Not in an encoder with global tokens, which would be the first tokens of any number of segments."""
+        return causal or self.config.global_tokens == 0
 
     def attend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Cache | None, *, x_BTE: Array, causal: bool,
                positions_BT: Array | None, segment_ids_BT: Array | None,
@@ -98,6 +109,11 @@ class Attention(SelfAttention):
         early = min(T, self.config.global_tokens)
         if early == 0:
             return y_BTHD, extended
+        if cache is None and causal and segment_ids_BT is not None:
+            document = _Documents.of(segment_ids_BT, self.config.global_tokens)
+            rows = document.attend(self._global(self.global_query, x_BTE, positions_BT),
+                                   *self._global_key_values(x_BTE, positions_BT))
+            return jnp.where(document.is_global_BT[..., None, None], _per_token(rows.y_BHNTD, y_BTHD), y_BTHD), None
         if cache is None:
             seen = early if causal else T
             tags = _tags(B, T, segment_ids_BT)
@@ -131,6 +147,21 @@ class Attention(SelfAttention):
         block = min(T, -(-config.window // 2))
         blocks = -(-T // block)
         before, after = (min(-(-reach // block), blocks - 1) for reach in self._reach(causal))
+        if causal and segment_ids_BT is not None:
+            document = _Documents.of(segment_ids_BT, config.global_tokens)
+            t_BT, runs_BT = _tags(B, T, segment_ids_BT)
+            window_runs_BT = jnp.where(document.is_global_BT, -1, runs_BT)
+            near_k_BHNSD, near_v_BHNSD = (
+                with_neighbours(blocks_of(x_BTHD, block), before, after) for x_BTHD in (k_BTHD, v_BTHD))
+            near = grouped_attention(
+                blocks_of(q_BTHD, block), near_k_BHNSD, near_v_BHNSD,
+                tuple(tag_blocks_of(x_BT, block, fill=-1) for x_BT in (t_BT, runs_BT)),
+                tuple(with_neighbours(tag_blocks_of(x_BT, block, fill=-1), before, after, fill=-1)
+                      for x_BT in (t_BT, window_runs_BT)), self._sees(causal, globals_=0))
+            far = document.attend(q_BTHD, k_BTHD, v_BTHD)
+            padded = [jnp.pad(x, ((0, 0), (0, 0), (0, -T % block), *[(0, 0)] * (x.ndim - 3))) for x in far]
+            far = Part(*(x.reshape(*x.shape[:2], blocks, block, *x.shape[4:]) for x in padded))
+            return tokens_of(combine([near, far]), T).astype(v_BTHD.dtype)
 
         def keys(x_BTHD: Array) -> Array:
             """The blocks around each block, followed by the global tokens."""
@@ -192,14 +223,15 @@ class Attention(SelfAttention):
         """Numbers of visible tokens before and after a token."""
         return (self.config.window - 1, 0) if causal else (self.config.window // 2,) * 2
 
-    def _sees(self, causal: bool) -> Callable[[Tags, Tags], Array]:
-        """The mask of ordinary tokens."""
+    def _sees(self, causal: bool, globals_: int | None = None) -> Callable[[Tags, Tags], Array]:
+        """The mask of ordinary tokens; ``globals_`` replaces the number of global tokens."""
         back, ahead = self._reach(causal)
+        first = self.config.global_tokens if globals_ is None else globals_
 
         def sees(query: Tags, key: Tags) -> Array:
             t, s = query[0][..., :, None], key[0][..., None, :]
             near = (t - back <= s) & (s <= t + ahead)
-            is_global = s < self.config.global_tokens
+            is_global = s < first
             if causal:
                 is_global &= s <= t
             return _sees_segment(query, key) & (near | is_global)
@@ -225,6 +257,45 @@ class Attention(SelfAttention):
         """A projection of the first tokens, rotated if positions are given."""
         x_BTHD = self.split_heads(projection(x_BTE))
         return x_BTHD if positions_BT is None else rotate(x_BTHD, positions_BT[:, :x_BTE.shape[1]])
+
+
+class _Documents(NamedTuple):
+    """The g global tokens of each document of packed rows, with a causal mask."""
+
+    is_global_BT: Array
+    where_BTG: Array
+    """Index of each global token of a token's document."""
+    exists_BTG: Array
+    """Whether there is such a token, at or before this one."""
+
+    @classmethod
+    def of(cls, segment_ids_BT: Array, globals_: int) -> "_Documents":
+        B, T = segment_ids_BT.shape
+        runs_BT, place_BT = runs_of(segment_ids_BT), positions_of(segment_ids_BT)
+        is_global_BT = (runs_BT >= 0) & (place_BT < globals_)
+        t_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+        # By run and place; what is no global token is written beyond the end, and so dropped.
+        first_BRG = jnp.full((B, T, globals_), T).at[
+            jnp.arange(B)[:, None], jnp.where(is_global_BT, runs_BT, T), place_BT].set(t_BT, mode="drop")
+        where_BTG = jnp.take_along_axis(first_BRG, jnp.maximum(runs_BT, 0)[..., None], axis=1)
+        exists_BTG = (where_BTG <= t_BT[..., None]) & (runs_BT >= 0)[..., None]
+        return cls(is_global_BT, jnp.minimum(where_BTG, T - 1), exists_BTG)
+
+    def attend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array) -> Part:
+        """Attention of every token to the global ones: a group for each token."""
+        def gathered(x_BTHD: Array) -> Array:
+            rows = jnp.arange(x_BTHD.shape[0])[:, None, None]
+            return x_BTHD[rows, self.where_BTG].transpose(0, 3, 1, 2, 4)
+
+        B, T = self.is_global_BT.shape
+        return grouped_attention(q_BTHD.swapaxes(1, 2)[:, :, :, None], gathered(k_BTHD), gathered(v_BTHD),
+                                 jnp.zeros((B, 1, T, 1), jnp.int32), self.exists_BTG[:, None],
+                                 lambda _, exists_BHS: exists_BHS[..., None, :])
+
+
+def _per_token(y_BHNTD: Array, like_BTHD: Array) -> Array:
+    """From a group for each token."""
+    return y_BHNTD[:, :, :, 0].swapaxes(1, 2).astype(like_BTHD.dtype)
 
 
 def _tags(batch: int, tokens: int, segment_ids_BT: Array | None) -> Tags:

@@ -45,7 +45,12 @@ def masks(window: int, global_tokens: int, causal: bool, segment_ids: Any = None
     past = (s <= t) | (not causal)
     ids = np.zeros((B, T)) if segment_ids is None else np.asarray(segment_ids)
     same = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, None]
-    return same & (near | (s < global_tokens) & past), same & past
+    return same & (near | (places(ids)[:, None] < global_tokens) & past), same & past
+
+
+def places(ids: np.ndarray) -> np.ndarray:
+    """(B, T): the number of tokens of the same segment before each token."""
+    return np.tril(ids[:, :, None] == ids[:, None], -1).sum(axis=2)
 
 
 def dense(module: Attention, x: jax.Array, causal: bool, positions: Any, segment_ids: Any) -> jax.Array:
@@ -62,23 +67,28 @@ def dense(module: Attention, x: jax.Array, causal: bool, positions: Any, segment
     y = attention(module.query, module.key, module.value, ordinary)
     if g:
         rows = attention(module.global_query, module.global_key, module.global_value, everything)
-        y = jnp.concatenate([rows[:, :g], y[:, g:]], axis=1)
+        is_global = places(np.zeros((B, T)) if segment_ids is None else np.asarray(segment_ids)) < g
+        y = jnp.where(is_global[..., None, None], rows, y)
     return module.output(y.reshape(B, T, H * D))
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("window", "global_tokens", "positions", "segment_ids"), [
-    (7, 3, None, PADDED), (5, 0, POSITIONS, PACKED), (1, 1, None, SHORT), (4, 40, POSITIONS, SHORT)])
+    (7, 3, None, PADDED), (5, 0, POSITIONS, PACKED), (1, 1, None, SHORT), (4, 40, POSITIONS, SHORT),
+    (4, 2, POSITIONS, PACKED), (1, 7, None, PACKED)])
 def test_it_is_attention_to_the_window_and_the_global_tokens(window, global_tokens, positions, segment_ids, causal):
     module = build(window, global_tokens)
+    if segment_ids is PACKED and not module.packs(causal):
+        pytest.skip("global tokens of several segments require a causal mask")
     y = jax.jit(lambda: module.forward(inputs(), causal=causal, positions_BT=positions,
                                        segment_ids_BT=segment_ids)[0])()
     np.testing.assert_allclose(y, dense(module, inputs(), causal, positions, segment_ids), atol=1e-5)
 
 
 @pytest.mark.thorough
-def test_gradients_are_those_of_the_definition():
-    """For inputs and parameters, in both directions, of which causal attention is a special case."""
+@pytest.mark.parametrize(("causal", "segment_ids"), [(False, PADDED), (True, PACKED)])
+def test_gradients_are_those_of_the_definition(causal, segment_ids):
+    """For inputs and parameters."""
     graph, state = nnx.split(build(6, 2))
     weights = jax.random.normal(jax.random.key(1), (B, T, H * D))
 
@@ -86,8 +96,8 @@ def test_gradients_are_those_of_the_definition():
         return jax.vjp(lambda state, x: layer(nnx.merge(graph, state), x), state, inputs())[1](weights)
 
     actual = jax.jit(lambda: gradients(lambda module, x: module.forward(
-        x, causal=False, positions_BT=POSITIONS, segment_ids_BT=PADDED)[0]))()
-    expected = gradients(lambda module, x: dense(module, x, False, POSITIONS, PADDED))
+        x, causal=causal, positions_BT=POSITIONS, segment_ids_BT=segment_ids)[0]))()
+    expected = gradients(lambda module, x: dense(module, x, causal, POSITIONS, segment_ids))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
 
 
@@ -122,21 +132,15 @@ def test_a_new_one_whose_window_holds_all_is_softmax():
 
 
 @pytest.mark.parametrize("global_tokens", [0, 2])
-def test_rows_of_several_segments_and_global_tokens_exclude_each_other(global_tokens):
+def test_rows_of_several_segments_exclude_global_tokens_in_an_encoder(global_tokens):
     module = build(4, global_tokens)
-    assert {module.packs(True), module.packs(False)} == {global_tokens == 0}
+    assert (module.packs(True), module.packs(False)) == (True, global_tokens == 0)
     assert hasattr(module, "global_query") == (global_tokens > 0)
 
 
-def test_packed_documents_are_refused_with_the_way_out():
-    def model(**options: int) -> GPT:
-        config = resolve_config(ModelConfig(layers=1, heads=2, width=8, context=8, attention=("longformer",),
-                                            modes={"longformer": options}))
-        return nnx.eval_shape(lambda: GPT(config, 5, rngs=nnx.Rngs(0)))
-
-    with pytest.raises(ConfigError, match=r"expected stream, or --model\.modes\.longformer\.global-tokens 0$"):
-        check_packing("documents", model())
-    check_packing("documents", model(global_tokens=0))
+def test_documents_can_be_packed():
+    config = resolve_config(ModelConfig(layers=1, heads=2, width=8, context=8, attention=("longformer",)))
+    check_packing("documents", nnx.eval_shape(lambda: GPT(config, 5, rngs=nnx.Rngs(0))))
 
 
 @pytest.mark.thorough
