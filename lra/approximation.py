@@ -8,7 +8,12 @@ over random draws of the approximation. FAVOR has orthogonal or independent dire
 Linformer's E, a learned parameter, is fitted to these inputs. Reformer is compared with softmax attention whose keys
 are its queries' directions. NAME.json has the values, NAME.png the curves.
 
-The last panel shows the mean over many draws. FAVOR's estimate of the weights exp(q·k/√D) is unbiased: its error keeps
+"favor's matrix" is the mean squared error of the matrix of weights exp(q·k/√D) itself, over its mean square: orthogonal
+against independent directions, and cosines and sines, or cosines with random phases, for as many features. "spectrum"
+is the share of the sum of singular values that the first ones of a softmax matrix have, for queries and keys of three
+lengths: the matrices are of low rank where the weights are even, which Linformer relies on (its figure 1).
+
+The panel "mean over draws": FAVOR's estimate of the weights exp(q·k/√D) is unbiased: its error keeps
 falling with the draws. The output is a ratio of two estimates, hence biased: its error levels off.
 """
 
@@ -36,7 +41,7 @@ from benchmarks import report
 from benchmarks.picture import Panel, draw_panels
 from kernels.segments import HIDDEN
 from models import attention
-from models.attention.feature_maps import FeatureOptions, draw_directions, features
+from models.attention.feature_maps import FeatureMap, FeatureOptions, draw, features
 from models.attention.self_attention import SelfAttention
 from support.command import status
 
@@ -52,6 +57,13 @@ FAVOR_SCALE = 0.6
 BIAS_DRAWS = (1, 4, 16, 64, 256, 1024, 4096)
 FAVOR = {"orthogonal": ("favor", True), "independent": ("favor", False), "cosines": ("favor_trigonometric", True)}
 """Curves of FAVOR: feature map, and whether directions are orthogonal."""
+MATRIX: dict[str, tuple[FeatureMap, bool]] = {
+    "orthogonal": ("favor", True), "independent": ("favor", False), "cosines and sines": ("favor_trigonometric", True),
+    "cosines and phases": ("favor_cosine", True)}
+MATRIX_DRAWS = 200
+"""Draws of the matrix: the squared errors of positive features are skewed, so that their mean needs many."""
+SPECTRUM = (0.6, 1.0, 2.0)
+"""Lengths of queries and keys, in those of standard normal vectors."""
 
 
 def inputs(seed: int) -> tuple[Array, Array, Array]:
@@ -119,6 +131,48 @@ def favor(draws: int) -> dict[str, dict[int, float]]:
                    for count in FEATURES} for name, (phi, orthogonal) in FAVOR.items()}
 
 
+def estimated(options: FeatureOptions, key: Array, q_BTHD: Array, k_BTHD: Array) -> Array:
+    """The weights φ(q)·φ(k), (B, H, T, S), of one draw."""
+    directions_RD = draw(options, key, D)
+    return jnp.einsum("bthm,bshm->bhts", features(options, q_BTHD, directions_RD),
+                      features(options, k_BTHD, directions_RD))
+
+
+def exact_weights(q_BTHD: Array, k_BTHD: Array) -> Array:
+    """exp(q·k/√D), (B, H, T, S)."""
+    return jnp.exp(jnp.einsum("bthd,bshd->bhts", q_BTHD, k_BTHD) / np.sqrt(D))
+
+
+def favor_matrix() -> dict[str, dict[int, float]]:
+    """Mean squared error of the matrix of weights over its mean square, against the number of features."""
+    q, k, _ = shorter_inputs()
+    exact_BHTS = exact_weights(q, k)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+    def measure(phi: FeatureMap, orthogonal: bool, count: int, key: Array) -> Array:
+        options = FeatureOptions(feature_map=phi, orthogonal=orthogonal, normalize=False,
+                                 features=count // 2 if phi == "favor_trigonometric" else count)
+        return jnp.mean((estimated(options, key, q, k) - exact_BHTS) ** 2) / jnp.mean(exact_BHTS**2)
+
+    keys = jax.random.split(jax.random.key(2), MATRIX_DRAWS)
+    return {name: {count: float(np.mean([measure(phi, orthogonal, count, key) for key in keys])) for count in FEATURES}
+            for name, (phi, orthogonal) in MATRIX.items()}
+
+
+def spectrum() -> dict[str, dict[int, float]]:
+    """Share of the sum of singular values of softmax matrices in the first ones, the mean over heads."""
+    q, k, _ = inputs(0)
+    found = {}
+    for scale in SPECTRUM:
+        weights_BHTS = exact_weights(scale * q, scale * k)
+        values_BHS = np.linalg.svd(np.asarray(weights_BHTS / weights_BHTS.sum(axis=-1, keepdims=True), np.float64),
+                                   compute_uv=False)
+        shares_S = np.mean(np.cumsum(values_BHS, axis=-1) / values_BHS.sum(axis=-1, keepdims=True), axis=(0, 1))
+        found[f"{scale:g} times the length"] = {count: float(shares_S[count - 1])
+                                                for count in sorted({1, 2, 4, 8, *K, T}) if count <= T}
+    return found
+
+
 def linformer(draws: int) -> dict[str, dict[int, float]]:
     """Error against k, with E fitted to the inputs: the least error for k, except for that of the fit.
 
@@ -163,13 +217,11 @@ def bias() -> dict[str, dict[int, float]]:
     """Error of the mean over draws, for the weights and for the output."""
     q, k, v = shorter_inputs()
     options = FeatureOptions(feature_map="favor", features=BIAS_FEATURES, normalize=False)
-    exact_BHTS = jnp.exp(jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D))
+    exact_BHTS = exact_weights(q, k)
 
     @jax.jit
     def estimate(key: Array) -> tuple[Array, Array]:
-        directions_RD = draw_directions(key, BIAS_FEATURES, D, orthogonal=True)
-        weights_BHTS = jnp.einsum("bthm,bshm->bhts", features(options, q, directions_RD),
-                                  features(options, k, directions_RD))
+        weights_BHTS = estimated(options, key, q, k)
         y_BTHD = jnp.einsum("bhts,bshd->bthd", weights_BHTS / weights_BHTS.sum(axis=-1, keepdims=True), v)
         return weights_BHTS, y_BTHD
 
@@ -184,6 +236,7 @@ def bias() -> dict[str, dict[int, float]]:
     return found
 
 
+ERROR = "RMS error over RMS of softmax"
 PARTS: Mapping[str, tuple[Callable[..., dict[str, dict[int, float]]], str]] = {
     "favor": (favor, "features"),
     "linformer": (linformer, "k"),
@@ -195,19 +248,24 @@ PARTS: Mapping[str, tuple[Callable[..., dict[str, dict[int, float]]], str]] = {
 @functools.partial(report.Benchmark, module="lra.approximation", files=True, flags={
     "draws": report.flag("seeds of each point", 9)})
 def main(options: Namespace, results: report.Results) -> None:
-    """All approximations, then the bias."""
+    """All approximations, then the figures that have their own measure."""
+    others: Mapping[str, tuple[Callable[[], dict[str, dict[int, float]]], str, str, str]] = {
+        "bias": (bias, f"mean over draws, {BIAS_FEATURES} features", "draws", ERROR),
+        "favor_matrix": (favor_matrix, "favor's matrix", "features", "mean squared error over mean square"),
+        "spectrum": (spectrum, "spectrum of softmax", "singular values", "share of their sum"),
+    }
     curves: dict[str, dict[str, dict[int, float]]] = {}
     results.more = {"shape": {"B": B, "T": T, "H": H, "D": D}, "curves": curves}
-    for name in (*PARTS, "bias"):
+    for name, measure in {**{name: functools.partial(part, options.draws) for name, (part, _) in PARTS.items()},
+                          **{name: part for name, (part, *_) in others.items()}}.items():
         status(f"{name} …")
-        curves[name] = bias() if name == "bias" else PARTS[name][0](options.draws)
+        curves[name] = measure()
         results.keep()
         for label, points in curves[name].items():
             print(f"{name}, {label}: " + ", ".join(f"{x:,}: {y:.3g}" for x, y in points.items()))
     if report.has_matplotlib():
-        label = "RMS error over RMS of softmax"
-        panels = [Panel(curves[name], title=name, x=x, y=label) for name, (_, x) in PARTS.items()]
-        panels.append(Panel(curves["bias"], title=f"mean over draws, {BIAS_FEATURES} features", x="draws", y=label))
+        panels = [Panel(curves[name], title=name, x=x, y=ERROR) for name, (_, x) in PARTS.items()]
+        panels += [Panel(curves[name], title=title, x=x, y=y) for name, (_, title, x, y) in others.items()]
         draw_panels(options.picture, panels, title="Approximations of softmax attention")
 
 

@@ -1,14 +1,18 @@
 """Feature maps φ of linear attention, with weights φ(q)·φ(k).
 
 ``elu``, ``relu``, ``softplus``, ``exp`` and ``performer_relu`` are elementwise and non-negative. ``identity`` is the
-identity. The rest approximate the weight of softmax attention, exp(q·k / √D), which is exp(q̂·k̂) with q̂ = q D^(−1/4) and
-k̂ = k D^(−1/4):
+identity. ``generalized_cos``, ``_exp``, ``_gelu`` and ``_sigmoid`` are the generalised attention of the Performer,
+(f(w·x̂) + 0.001) / √R for R random directions w and x̂ = x D^(−1/4): its weights are those of another kernel than
+softmax, and with cos and gelu can be negative. The rest approximate the weight of softmax attention, exp(q·k / √D),
+which is exp(q̂·k̂):
 
 - ``favor``: positive random features, exp(w·x̂ − |x̂|²/2) / √R for R random directions w. Choromanski et al., "Rethinking
   Attention with Performers", 2021 (FAVOR+).
 - ``favor_trigonometric``: exp(|x̂|²/2) (cos w·x̂, sin w·x̂) / √R, from the first version of FAVOR. The weights have the
   same mean, but their variance increases as they decrease: sums of weights can be near 0 or negative, so that the
   normalised output is noise. For comparison only.
+- ``favor_cosine``: exp(|x̂|²/2) √2 cos(w·x̂ + b) / √R, with b uniform in [0, 2π): one feature per direction, with a
+  larger variance. Rahimi, Recht: "Random Features for Large-Scale Kernel Machines", 2007.
 - ``taylor``: 1 + q̂·k̂, and + (q̂·k̂)²/2 at order 2, which is never below 1/2. Order 1 can be negative.
 
 The features of a token depend only on that token, without a maximum over keys, so that prefixes, segments and decoding
@@ -40,6 +44,7 @@ from models.attention.layer_options import LayerOptions, WeightSumOptions
 from support.errors import ConfigError
 
 FeatureMap = Literal["elu", "relu", "softplus", "exp", "identity", "performer_relu", "favor", "favor_trigonometric",
+                     "favor_cosine", "generalized_cos", "generalized_exp", "generalized_gelu", "generalized_sigmoid",
                      "taylor"]
 
 _LEAST = 1e-3
@@ -64,8 +69,17 @@ ELEMENTWISE: dict[FeatureMap, _Elementwise] = {
     # as in the released Performer of the Long Range Arena
     "performer_relu": _Elementwise(lambda x: jax.nn.relu(x) + _LEAST, lambda y: y > jnp.asarray(_LEAST, y.dtype)),
 }
-RANDOM: tuple[FeatureMap, ...] = ("favor", "favor_trigonometric")
-SIGNED: tuple[FeatureMap, ...] = ("favor_trigonometric", "taylor")
+GENERALIZED: dict[FeatureMap, Callable[[Array], Array]] = {
+    "generalized_cos": jnp.cos,
+    "generalized_exp": lambda x: jnp.exp(jnp.minimum(x, KEY_EXPONENT)),
+    "generalized_gelu": jax.nn.gelu,
+    "generalized_sigmoid": jax.nn.sigmoid,
+}
+"""f of generalised attention."""
+RANDOM: tuple[FeatureMap, ...] = ("favor", "favor_trigonometric", "favor_cosine", *GENERALIZED)
+NEGATIVE: tuple[FeatureMap, ...] = ("favor_trigonometric", "favor_cosine", "generalized_cos", "generalized_gelu")
+"""Random maps whose weights can be negative."""
+SIGNED: tuple[FeatureMap, ...] = (*NEGATIVE, "taylor")
 """Maps whose terms cancel in a weight, so that rounding errors are large; their features stay float32."""
 
 QUERY_EXPONENT, KEY_EXPONENT = 50.0, 20.0
@@ -78,7 +92,7 @@ class RandomFeatures(LayerOptions):
     """Options of the random feature maps."""
 
     features: int = 256
-    """Number of random directions: one feature each for favor, two each for favor_trigonometric."""
+    """Number of random directions: one feature each, two each for favor_trigonometric."""
     orthogonal: bool = True
     """Draw orthogonal random directions, which lower the variance; otherwise independent ones."""
     resample_every: int = 1000
@@ -114,8 +128,9 @@ def feature_width(options: FeatureOptions, head_width: int) -> int:
     D = head_width
     if options.feature_map == "taylor":
         return 1 + D + (D * (D + 1) // 2 if options.order == 2 else 0)
-    widths = {"favor": options.features, "favor_trigonometric": 2 * options.features}
-    return widths.get(options.feature_map, D)
+    if options.feature_map not in RANDOM:
+        return D
+    return options.features * (2 if options.feature_map == "favor_trigonometric" else 1)
 
 
 def draw_directions(key: Array, features: int, head_width: int, *, orthogonal: bool) -> Float[Array, "R D"]:
@@ -136,14 +151,23 @@ def draw_directions(key: Array, features: int, head_width: int, *, orthogonal: b
     return unit_RD * jnp.linalg.norm(normal_RD, axis=1, keepdims=True)
 
 
-def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], directions_RD: Float[Array, "R D"] | None = None,
+def draw(options: FeatureOptions, key: Array, head_width: int) -> Float[Array, "R _"]:
+    """The random numbers of a map: its directions, and as a last column the phases b of favor_cosine."""
+    directions_RD = draw_directions(key, options.features, head_width, orthogonal=options.orthogonal)
+    if options.feature_map != "favor_cosine":
+        return directions_RD
+    phases_R1 = jax.random.uniform(jax.random.fold_in(key, 2), (options.features, 1), maxval=2 * math.pi)
+    return jnp.concatenate([directions_RD, phases_R1], axis=1)
+
+
+def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], directions_RD: Float[Array, "R _"] | None = None,
              *, query: bool = False) -> Float[Array, "B T H M"]:
     """φ(x), computed in float32 or better, and returned in x's dtype if φ is non-negative.
 
     Args:
         options: the options of φ.
         x_BTHD: queries or keys.
-        directions_RD: w, for random maps.
+        directions_RD: the result of :func:`draw`, for random maps.
         query: whether x are queries; with ``normalize`` their features have a factor that cancels.
     """
     if options.feature_map in ELEMENTWISE:
@@ -153,8 +177,11 @@ def features(options: FeatureOptions, x_BTHD: Float[Array, "B T H D"], direction
         y_BTHM = _taylor(x, options.order)
     else:
         assert directions_RD is not None
-        y_BTHM = _favor(x, directions_RD.astype(x.dtype), positive=options.feature_map == "favor",
-                        scaled=query and options.normalizes)
+        directions_RD = directions_RD.astype(x.dtype)
+        if options.feature_map in GENERALIZED:
+            y_BTHM = (GENERALIZED[options.feature_map](_along(x, directions_RD)) + _LEAST) * options.features**-0.5
+        else:
+            y_BTHM = _favor(x, directions_RD, options.feature_map, scaled=query and options.normalizes)
     return y_BTHM if options.feature_map in SIGNED else y_BTHM.astype(x_BTHD.dtype)
 
 
@@ -182,19 +209,28 @@ def _elementwise_backward(feature_map: FeatureMap, y_BTHM: Array, dy_BTHM: Array
 _elementwise.defvjp(_elementwise_forward, _elementwise_backward)
 
 
-def _favor(x_BTHD: Array, directions_RD: Array, *, positive: bool, scaled: bool) -> Array:
-    R, D = directions_RD.shape
-    x_BTHD *= D**-0.25
+def _along(x_BTHD: Array, directions_RD: Array) -> Array:
+    """w·x̂ of every direction."""
+    D = x_BTHD.shape[-1]
     # An error in an exponent is a relative error of the weight: no reduced precision here.
-    along_BTHR = jnp.einsum("bthd,rd->bthr", x_BTHD, directions_RD, precision=lax.Precision.HIGHEST)
-    half_BTH1 = 0.5 * jnp.sum(x_BTHD**2, axis=-1, keepdims=True)
-    exponent = along_BTHR - half_BTH1 if positive else half_BTH1
+    return jnp.einsum("bthd,rd->bthr", x_BTHD * D**-0.25, directions_RD[:, :D], precision=lax.Precision.HIGHEST)
+
+
+def _favor(x_BTHD: Array, directions_RD: Array, feature_map: FeatureMap, *, scaled: bool) -> Array:
+    R, D = len(directions_RD), x_BTHD.shape[-1]
+    along_BTHR = _along(x_BTHD, directions_RD)
+    half_BTH1 = 0.5 * D**-0.5 * jnp.sum(x_BTHD**2, axis=-1, keepdims=True)
+    exponent = along_BTHR - half_BTH1 if feature_map == "favor" else half_BTH1
     if scaled:
         exponent += QUERY_EXPONENT - lax.stop_gradient(exponent.max(axis=-1, keepdims=True))
     else:
         exponent = jnp.minimum(exponent, KEY_EXPONENT)
     size = jnp.exp(exponent - 0.5 * math.log(R))
-    return size if positive else size * jnp.concatenate([jnp.cos(along_BTHR), jnp.sin(along_BTHR)], axis=-1)
+    if feature_map == "favor":
+        return size
+    if feature_map == "favor_cosine":
+        return size * math.sqrt(2) * jnp.cos(along_BTHR + directions_RD[None, None, None, :, D])
+    return size * jnp.concatenate([jnp.cos(along_BTHR), jnp.sin(along_BTHR)], axis=-1)
 
 
 def _taylor(x_BTHD: Array, order: int) -> Array:

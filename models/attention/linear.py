@@ -17,9 +17,10 @@ from kernels.linear_attention import EPSILON, State, linear_attention
 from kernels.recurrent_step import Computed, Input, Step, recurrent_step
 from kernels.segments import segment_of_new
 from models.attention.feature_maps import (
+    NEGATIVE,
     RANDOM,
     FeatureOptions,
-    draw_directions,
+    draw,
     elementwise,
     feature_width,
     features,
@@ -48,9 +49,11 @@ class Attention(SelfAttention):
     def __init__(self, config: FeatureOptions, *, heads: int, head_width: int, width: int, max_length: int,
                  rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
-        if config.feature_map == "favor_trigonometric":
-            warnings.warn(f"{self.name}: attention weights by favor_trigonometric can be negative, and their variance "
-                          "is largest where they are smallest; use it only to compare with favor", stacklevel=2)
+        if config.feature_map in NEGATIVE:
+            favor = config.feature_map.startswith("favor")
+            warnings.warn(f"{self.name}: attention weights by {config.feature_map} can be negative"
+                          + (", and their variance is largest where they are smallest" if favor else "")
+                          + "; use it only to compare with favor", stacklevel=2)
         self.directions_RD = RandomProjection(self._draw(rngs())) if config.feature_map in RANDOM else None
 
     @property
@@ -158,4 +161,4 @@ class Attention(SelfAttention):
         return 4 * self.config.features * self.head_width if self.config.feature_map in RANDOM else 0
 
     def _draw(self, key: Array) -> Array:
-        return draw_directions(key, self.config.features, self.head_width, orthogonal=self.config.orthogonal)
+        return draw(self.config, key, self.head_width)

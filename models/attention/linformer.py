@@ -1,10 +1,10 @@
 """``linformer``: softmax attention to k learned sums of keys and values.
 
-    y = softmax(Q (E K)ᵀ / √D) (E V)      E ∈ R^{k × L}, L the model's longest sequence
+    y = softmax(Q (E K)ᵀ / √D) (F V)      E, F ∈ R^{k × L}, L the model's longest sequence
 
-Wang et al., "Linformer: Self-Attention with Linear Complexity", 2020, with one E for keys and values and for all heads
-of a layer (its key-value and headwise sharing). A shorter sequence uses the first columns of E. Every sum mixes tokens
-of the whole sequence, so that the mode is neither causal nor decodable.
+Wang et al., "Linformer: Self-Attention with Linear Complexity", 2020. By default a layer has one E = F for all heads,
+the paper's key-value sharing. A shorter sequence uses the first columns. Every sum mixes tokens of the whole sequence,
+so that the mode is neither causal nor decodable.
 
 The released code of the Long Range Arena projects padding like tokens and has k = 16 in all tasks, since it ignores the
 rank of its configs; here padding enters no sum.
@@ -13,6 +13,7 @@ rank of its configs; here padding enters no sum.
 import math
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -34,6 +35,8 @@ class Config(LayerOptions):
 
     k: int | None = None
     """Number k of learned sums of keys and values. None: 256, or a quarter of the context if that is less."""
+    sharing: Literal["none", "headwise", "key-value"] = "key-value"
+    """none: E and F of each head; headwise: E and F of all heads; key-value: one matrix for both."""
 
     MEANINGLESS = MappingProxyType({"short_conv": "linformer is bidirectional"})
 
@@ -52,10 +55,17 @@ class Attention(SelfAttention):
 
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
-        # E, with the variance of the paper's proof.
+        # With the variance of the paper's proof.
         normal = nnx.initializers.normal(1 / math.sqrt(self.k))
-        self.projection_KS = nnx.Param(normal(rngs.params(), (self.k, max_length)),
-                                       **declare(None, "positions", decays=True))
+
+        def matrix() -> nnx.Param:
+            """(k, L), or (H, k, L) for separate heads."""
+            per_head = (heads,) if config.sharing == "none" else ()
+            return nnx.Param(normal(rngs.params(), (*per_head, self.k, max_length)),
+                             **declare(*[None] * len(per_head), None, "positions", decays=True))
+
+        self.projection_KS = matrix()
+        self.value_projection_KS = nnx.data(None if config.sharing == "key-value" else matrix())
 
     @property
     def k(self) -> int:
@@ -73,14 +83,17 @@ class Attention(SelfAttention):
                               f"{self.max_length}")
         valid_BT11 = jnp.bool_(True) if segment_ids_BT is None else (segment_ids_BT >= 0)[:, :, None, None]
 
-        def project_tokens(x_BTHD: Array) -> Array:
+        def project_tokens(matrix: nnx.Param, x_BTHD: Array) -> Array:
             x_BTHD = jnp.where(valid_BT11, x_BTHD, 0)
-            sums_BHKD = jnp.einsum("kt,bthd->bhkd", self.projection_KS[:, :T].astype(x_BTHD.dtype), x_BTHD,
+            sums_BHKD = jnp.einsum("hkt,bthd->bhkd" if self.config.sharing == "none" else "kt,bthd->bhkd",
+                                   matrix[..., :T].astype(x_BTHD.dtype), x_BTHD,
                                    preferred_element_type=jnp.promote_types(jnp.float32, x_BTHD.dtype))
             return sums_BHKD.astype(x_BTHD.dtype)[:, :, None]
 
-        part = grouped_attention(blocks_of(q_BTHD, min(T, QUERY_BLOCK)), project_tokens(k_BTHD), project_tokens(v_BTHD),
-                                 (), (), lambda _queries, _keys: jnp.ones((1, 1, 1, 1), bool))
+        of_values = self.projection_KS if self.value_projection_KS is None else self.value_projection_KS
+        part = grouped_attention(blocks_of(q_BTHD, min(T, QUERY_BLOCK)), project_tokens(self.projection_KS, k_BTHD),
+                                 project_tokens(of_values, v_BTHD), (), (),
+                                 lambda _queries, _keys: jnp.ones((1, 1, 1, 1), bool))
         return jnp.where(valid_BT11, tokens_of(part.y_BHNTD, T).astype(v_BTHD.dtype), 0)
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:

@@ -17,9 +17,11 @@ from models.attention.feature_maps import RandomFeatures
 class Config(RandomFeatures):
     """Options of the Performer."""
 
-    phi: Literal["favor", "favor_trigonometric", "performer_relu"] = "favor"
+    phi: Literal["favor", "favor_trigonometric", "favor_cosine", "performer_relu", "generalized_cos", "generalized_exp",
+                 "generalized_gelu", "generalized_sigmoid"] = "favor"
     """Feature map. favor: FAVOR+, positive random features of the softmax; favor_trigonometric: random cosines and
-    sines; performer_relu: relu(x) + 0.001, as in the released code of the Long Range Arena."""
+    sines; favor_cosine: random cosines with random phases; performer_relu: relu(x) + 0.001, as in the released code of
+    the Long Range Arena; generalized_cos and so on: generalised attention by f(Wx)."""
     chunk_size: int | None = None
     """Chunk length. None: the fastest on this device."""
 

@@ -10,7 +10,7 @@ from lra import approximation
 @pytest.fixture
 def few(monkeypatch):
     for name, value in (("T", 64), ("H", 1), ("D", 8), ("FEATURES", (8, 128)), ("K", (8, 64)), ("ROUNDS", (1, 8)),
-                        ("BIAS_DRAWS", (64, 1024)), ("FIT_STEPS", 100)):
+                        ("BIAS_DRAWS", (64, 1024)), ("MATRIX_DRAWS", 100), ("FIT_STEPS", 100)):
         monkeypatch.setattr(approximation, name, value)
 
 
@@ -26,4 +26,13 @@ def test_more_of_everything_is_nearer(few, tmp_path):
     # 16 times the draws: the error of an unbiased estimate falls about fourfold, that of a biased one stays.
     assert curves["bias"]["matrix of weights"]["1024"] < 0.35 * curves["bias"]["matrix of weights"]["64"]
     assert curves["bias"]["output"]["1024"] > 0.5 * curves["bias"]["output"]["64"]
+    matrix = curves["favor_matrix"]
+    for points in matrix.values():
+        assert points["128"] < 0.25 * points["8"]
+    assert matrix["orthogonal"]["128"] < 0.8 * matrix["independent"]["128"]
+    assert matrix["cosines and sines"]["128"] < matrix["cosines and phases"]["128"]
+    for points in curves["spectrum"].values():
+        assert list(points.values()) == sorted(points.values())
+        assert points["64"] == pytest.approx(1)
+    assert curves["spectrum"]["0.6 times the length"]["8"] > curves["spectrum"]["2 times the length"]["8"] > 8 / 64
     assert (tmp_path / "a.png").stat().st_size > 10_000

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.attention.chunked import Config
-from models.attention.feature_maps import FeatureMap, FeatureOptions, draw_directions, feature_width, features
+from models.attention.feature_maps import FeatureMap, FeatureOptions, draw, draw_directions, feature_width, features
 from models.attention.performer import Config as PerformerConfig
 from support.errors import ConfigError
 
@@ -29,13 +29,13 @@ EXACT = np.exp(np.einsum("bthd,bshd->s", Q, K) / np.sqrt(D))
 @functools.cache
 def weights(feature_map: FeatureMap, count: int, *, orthogonal: bool = True) -> np.ndarray:
     """φ(q)·φ(k) of each key in each of many draws, unscaled."""
-    options = FeatureOptions(feature_map=feature_map, normalize=False, features=count)
+    options = FeatureOptions(feature_map=feature_map, normalize=False, features=count, orthogonal=orthogonal)
 
-    def draw(key):
-        w = draw_directions(key, count, D, orthogonal=orthogonal)
+    def drawn(key):
+        w = draw(options, key, D)
         return jnp.einsum("bthm,bshm->s", features(options, Q, w, query=True), features(options, K, w))
 
-    return np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(3), DRAWS)), np.float64)
+    return np.asarray(jax.jit(jax.vmap(drawn))(jax.random.split(jax.random.key(3), DRAWS)), np.float64)
 
 
 def mean_and_doubt(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -48,7 +48,8 @@ def squared_error(*case, **options) -> float:
 
 
 @pytest.mark.parametrize(("feature_map", "count", "orthogonal"), [
-    ("favor", 16, True), ("favor", 16, False), ("favor_trigonometric", 16, True)])
+    ("favor", 16, True), ("favor", 16, False), ("favor_trigonometric", 16, True),
+    ("favor_cosine", 32, True)])
 def test_random_weights_have_no_bias(feature_map, count, orthogonal):
     mean, doubt = mean_and_doubt(weights(feature_map, count, orthogonal=orthogonal))
     assert np.all(doubt < 0.04 * EXACT)  # otherwise the next line is weak
@@ -92,6 +93,17 @@ def test_cosines_vary_most_where_the_weight_is_small():
     assert positive[light] < 0.8 * positive[heavy]
     assert cosines[light] > 2 * cosines[heavy]
     assert weights("favor_trigonometric", 1).min() < 0 < weights("favor", 16).min()
+
+
+@pytest.mark.parametrize(("feature_map", "f"), [
+    ("generalized_cos", np.cos), ("generalized_exp", np.exp), ("generalized_sigmoid", lambda x: 1 / (1 + np.exp(-x))),
+    ("generalized_gelu", lambda x: x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2)])
+def test_generalised_attention_is_any_function_of_random_products(feature_map, f):
+    options = FeatureOptions(feature_map=feature_map, normalize=False, features=12)
+    w = np.asarray(draw(options, jax.random.key(0), D), np.float64)
+    assert feature_width(options, D) == 12
+    expected = (f(np.asarray(K, np.float64) @ w.T * D**-0.25) + 1e-3) / np.sqrt(12)
+    np.testing.assert_allclose(features(options, K, jnp.asarray(w, jnp.float32)), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("order", "width"), [(1, 9), (2, 45)])

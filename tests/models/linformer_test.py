@@ -14,9 +14,9 @@ from support.errors import ConfigError
 B, H, D, E = 2, 2, 4, 8
 
 
-def build(k: int, max_length: int, **sizes: Any) -> Attention:
-    return Attention(Config(k=k), **{"heads": H, "head_width": D, "width": E} | sizes, max_length=max_length,
-                     rngs=nnx.Rngs(0))
+def build(k: int, max_length: int, sharing: Any = "key-value", **sizes: Any) -> Attention:
+    return Attention(Config(k=k, sharing=sharing), **{"heads": H, "head_width": D, "width": E} | sizes,
+                     max_length=max_length, rngs=nnx.Rngs(0))
 
 
 def inputs(tokens: int) -> jax.Array:
@@ -35,18 +35,23 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-@pytest.mark.parametrize("tokens", [5, 150, 160])
-def test_it_is_attention_to_the_projected_keys_and_values(tokens):
+@pytest.mark.parametrize(("tokens", "sharing"), [(5, "key-value"), (150, "key-value"), (160, "key-value"),
+                                                (150, "headwise"), (150, "none")])
+def test_it_is_attention_to_the_projected_keys_and_values(tokens, sharing):
     """The paper's formula, row by row; shorter rows are truncated sequences."""
-    module = build(7, 160)
+    module = build(7, 160, sharing)
     qkv, lengths = inputs(tokens), (tokens, tokens // 2)
     segment_ids_BT = jnp.where(jnp.arange(tokens)[None] < jnp.array(lengths)[:, None], 0, -1)
     y = mix(module, qkv, segment_ids_BT)
-    e_KS = np.asarray(module.projection_KS[...], np.float64)
+    e_HKS = np.broadcast_to(np.asarray(module.projection_KS[...], np.float64), (H, 7, 160))
+    f_HKS = e_HKS if sharing == "key-value" else np.broadcast_to(
+        np.asarray(module.value_projection_KS[...], np.float64), (H, 7, 160))
+    matrices = np.stack([e_HKS, f_HKS]).reshape(2 * H, -1)
+    assert len(np.unique(matrices, axis=0)) == {"key-value": 1, "headwise": 2, "none": 2 * H}[sharing]
     for b, n in enumerate(lengths):
         for h in range(H):
             q, k, v = np.asarray(qkv, np.float64)[:, b, :n, h]
-            expected = softmax(q @ (e_KS[:, :n] @ k).T / np.sqrt(D)) @ (e_KS[:, :n] @ v)
+            expected = softmax(q @ (e_HKS[h, :, :n] @ k).T / np.sqrt(D)) @ (f_HKS[h, :, :n] @ v)
             np.testing.assert_allclose(y[b, :n, h], expected, atol=1e-5)
         np.testing.assert_array_equal(y[b, n:], 0)
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import warnings
 from typing import Any
 
 import jax
@@ -100,9 +101,22 @@ def test_a_key_along_a_random_direction_does_not_overflow():
     np.testing.assert_allclose(mix(module, k, k, jnp.ones_like(k)), 1, rtol=1e-4)
 
 
-def test_cosine_features_warn_of_their_variance():
-    with pytest.warns(UserWarning, match="performer: attention weights by favor_trigonometric can be negative"):
-        Attention(PerformerConfig(phi="favor_trigonometric"), **SIZES, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("phi", ["favor_trigonometric", "favor_cosine", "generalized_cos", "generalized_gelu"])
+def test_features_of_both_signs_warn_of_negative_weights(phi):
+    with pytest.warns(UserWarning, match=f"performer: attention weights by {phi} can be negative"):
+        Attention(PerformerConfig(phi=phi), **SIZES, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("phi", ["favor_cosine", "generalized_exp", "generalized_sigmoid"])
+def test_other_random_features_mix_as_their_weights_say(phi):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = Attention(PerformerConfig(phi=phi, features=64), **SIZES, rngs=nnx.Rngs(0))
+    q, k, v = inputs(1.0)
+    phi_q, phi_k = module._features(q, k)
+    weights = np.tril(np.einsum("bthm,bshm->bhts", np.asarray(phi_q, np.float64), np.asarray(phi_k, np.float64)))
+    expected = np.einsum("bhts,bshd->bthd", weights / weights.sum(axis=-1, keepdims=True), np.asarray(v, np.float64))
+    np.testing.assert_allclose(mix(module, q, k, v), expected, rtol=2e-3, atol=2e-3)
 
 
 TOKENS_BT = jnp.arange(2 * 9).reshape(2, 9) % 11
