@@ -4,11 +4,11 @@
     python -m benchmarks.attention --json attention.json --picture attention.png
 
 The parts are ``contexts``, time against context; ``chunks``, time against chunk length, relative to that of the default
-one ("of default"); ``noncausal``, the sizes of published figures without a mask; ``kernel``, the shapes of published
-kernel times. Without a part all are run. Only the call is timed, on random positive features, without projections and
-feature maps. ``fla`` is flash-linear-attention, if it and torch are installed, on the same tensors in the same process,
-as a CUDA graph if torch can capture it. ``fla:unnormalised`` leaves out the normaliser, which fla computes outside its
-kernels. "of fla" is relative to the faster of the two.
+one ("of default"); ``kernel``, the shapes of published kernel times. Without a part all are run. Only the call is
+timed, with a causal mask, on random positive features, without projections and feature maps. ``fla`` is
+flash-linear-attention, if it and torch are installed, on the same tensors in the same process, as a CUDA graph if torch
+can capture it. ``fla:unnormalised`` leaves out the normaliser, which fla computes outside its kernels. "of fla" is
+relative to the faster of the two.
 
 The cases of one shape take turns. Figures are medians. "planned" is the memory that the compiler plans for arguments,
 outputs and temporaries. A case that does not fit, is not supported or takes too long is a row with ``error`` and no
@@ -34,12 +34,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report
-from benchmarks.picture import Panel, curves, published
+from benchmarks.picture import Panel, curves
 from kernels.cases import TimedAttention, find_attentions
 from support.command import status
 from support.errors import ConfigError
 
-PARTS = ("contexts", "chunks", "noncausal", "kernel")
+PARTS = ("contexts", "chunks", "kernel")
 PASSES = {"forward": "forward", "both": "forward + backward"}
 BASELINE = "softmax"
 """The attention to which others are compared."""
@@ -63,7 +63,6 @@ class Row(report.Row):
     heads: int = 12
     head_width: int = 64
     dtype: str = "float32"
-    causal: bool = True
     chunk_size: int | None = None
     """None: the default of the implementation."""
     implementation: str | None = None
@@ -100,11 +99,6 @@ class Row(report.Row):
         return "B{} T{} H{} D{}".format(*self.shape)
 
     @property
-    def group_name(self) -> str:
-        """Label of a group of bars."""
-        return self.shape_name.replace(" ", "\n")
-
-    @property
     def name(self) -> str:
         """Name of the case."""
         return f"{self.mode} at {self.shape_name}, {self.passes}"
@@ -117,12 +111,12 @@ class Row(report.Row):
     @property
     def group(self) -> tuple[Any, ...]:
         """Cases with equal groups take turns: they are the same call."""
-        return self.part, self.passes, *self.shape, self.dtype, self.causal
+        return self.part, self.passes, *self.shape, self.dtype
 
     @property
     def series(self) -> tuple[Any, ...]:
         """What stays the same while the work grows."""
-        return self.mode, self.passes, self.head_width, self.dtype, self.causal, self.chunk_size
+        return self.mode, self.passes, self.head_width, self.dtype, self.chunk_size
 
     @property
     def work(self) -> int:
@@ -134,7 +128,7 @@ class Row(report.Row):
         if name == "fla":
             return None
         pick = attentions()[name].pick
-        return form or (pick and pick(self.inputs, causal=self.causal, chunk_size=self.chunk_size)) or None
+        return form or (pick and pick(self.inputs, causal=True, chunk_size=self.chunk_size)) or None
 
     def _picked_chunk_size(self) -> int | None:
         form = self._picked_form() if self.part == "chunks" else None
@@ -175,7 +169,7 @@ def attention(row: Row) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array
     """(q, k, v) ↦ y of a case in JAX."""
     name, _, form = row.mode.partition(":")
     call = attentions()[name].call
-    return lambda q, k, v: call(q, k, v, causal=row.causal, chunk_size=row.chunk_size, implementation=form or None)
+    return lambda q, k, v: call(q, k, v, causal=True, chunk_size=row.chunk_size, implementation=form or None)
 
 
 def prepare(row: Row) -> Callable[[], Any]:
@@ -218,14 +212,9 @@ def fla_installed() -> bool:
 
 def _fla(row: Row) -> Callable[[], None]:
     """``chunk_linear_attn`` of flash-linear-attention on the memory of our tensors."""
-    if not fla_installed():
-        raise NotImplementedError("fla: it requires the packages flash-linear-attention and torch")
+    if not fla_installed() or jax.default_backend() != "gpu":
+        raise NotImplementedError("fla: it requires an NVIDIA GPU, and the packages flash-linear-attention and torch")
     import torch  # pyright: ignore[reportMissingImports]
-
-    if not torch.cuda.is_available() or jax.default_backend() != "gpu":
-        raise NotImplementedError("fla: it requires an NVIDIA GPU that torch and jax see")
-    if not row.causal:
-        raise NotImplementedError("fla: it is causal")
     from fla.ops.linear_attn import chunk_linear_attn  # pyright: ignore[reportMissingImports]
 
     q, k, v, *dy = map(torch.from_dlpack, tensors(row.shape, row.dtype, row.passes))
@@ -262,17 +251,15 @@ def _captured(call: Callable[[], None]) -> tuple[Callable[[], None], str]:
     return graph.replay, "CUDA graph"
 
 
-def measure_all(rows: Iterable[Row], repeats: int, *, seconds: float,
-                minutes: float | None = None) -> Iterator[list[Row]]:
+def measure_all(rows: Iterable[Row], repeats: int, *, seconds: float) -> Iterator[list[Row]]:
     """Fills in the rows, shape after shape.
 
     Args:
         rows: small ones before large ones.
         repeats: samples of each.
         seconds: about how long the samples of a case may take; a case whose call takes longer is not run.
-        minutes: no case is begun after that; None, no limit.
     """
-    outlook, groups = report.Outlook(seconds, minutes), {}
+    outlook, groups = report.Outlook(seconds), {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
     for group in groups.values():
@@ -323,14 +310,6 @@ def cases_of(part: str, options: Namespace) -> list[Row]:
                     for context in sorted(contexts) for passes in options.passes for mode in modes]
         return [replace(row, chunk_size=C, implementation=None) for row in defaults
                 for C in (None, *(C for C in sorted(options.chunks) if row.context >= C != row.picked_chunk_size))]
-    if part == "noncausal":
-        # The sizes are those of published.json: one head in float32, forward.
-        quoted = published("non_causal")
-        width = quoted["memory"]["width"]
-        shapes = [(quoted["time"]["tokens"], quoted["time"]["width"]),
-                  *((tokens, width) for tokens in quoted["memory"]["softmax"])]
-        return [Row(part, mode, tokens, "forward", 1, 1, width, options.dtype or "float32", causal=False)
-                for tokens, width in shapes for mode in modes]
     shapes = dict.fromkeys(shape for attention in attentions().values() for shape in attention.published_shapes)
     return [Row(part, mode, T, passes, B, H, D, dtype)
             for B, T, H, D in shapes for passes in options.passes for mode in modes]
@@ -372,38 +351,20 @@ COLUMNS = report.columns(
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
-    """The picture of a part."""
-    part = rows[0].part
-    by_passes = {passes: of_passes for passes in PASSES if (of_passes := [row for row in rows if row.passes == passes])}
-    if part == "contexts":
-        return [Panel(curves(found, "label", "context", value), f"{title}{PASSES[passes]}", "context", unit)
-                for value, title, unit in (("milliseconds", "", "milliseconds"), (_mebibytes, "memory, ", "MiB"))
-                for passes, found in by_passes.items()]
-    if part == "chunks":
-        def curve(row: Row) -> str:
-            return f"{row.label} at {row.context:,}"
-
-        sized = [(row.passes, replace(row, chunk_size=row.chunk_size or row.picked_chunk_size)) for row in rows]
-        return [Panel(curves([row for other, row in sized if other == passes and row.chunk_size], curve, "chunk_size",
-                             "milliseconds"), PASSES[passes], "chunk length (ring: the default)", "milliseconds",
-                      marked={curve(row): row.picked_chunk_size for row in found if row.picked_chunk_size})
-                for passes, found in by_passes.items()]
-    if part == "noncausal":
-        quoted = published("non_causal")
-        timed, memory = quoted["time"], quoted["memory"]
-        wide, narrow = f"{timed['tokens']:,} tokens, width {timed['width']:,}", f"width {memory['width']}"
-        return [
-            Panel({row.label: {wide: row.milliseconds} for row in rows if row.head_width == timed["width"]},
-                  "time, not causal", y="milliseconds", bars=True, label=f"{timed['device']}, published",
-                  published={name: {wide: timed[name]} for name in ("softmax", "linear")}),
-            Panel(curves([row for row in rows if row.head_width == memory["width"]], "label", "context", _mebibytes),
-                  f"memory, not causal, {narrow}", "tokens", "MiB",
-                  {name: memory[name] for name in ("softmax", "linear")})]
-    quoted = {shape.replace(" ", "\n"): names for shape, names in published("kernel", "shapes").items()}
-    return [Panel(curves(found, "label", "group_name", "milliseconds"), PASSES[passes], y="milliseconds", bars=True,
-                  label="H100, published, no normaliser",
-                  published={theirs: {shape: names[theirs][passes] for shape, names in quoted.items()}
-                             for theirs in ("fla", "helion")}) for passes, found in by_passes.items()]
+    """The picture of a part; ``kernel`` has none, because its table says it all."""
+    found = []
+    for passes in dict.fromkeys(row.passes for row in rows):
+        of_passes = [row for row in rows if row.passes == passes]
+        if rows[0].part == "contexts":
+            found += [Panel(curves(of_passes, "label", "context", "milliseconds"), PASSES[passes], "context",
+                            "milliseconds"),
+                      Panel(curves(of_passes, "label", "context", _mebibytes), PASSES[passes], "context",
+                            "planned MiB")]
+        elif rows[0].part == "chunks":
+            sized = [replace(row, chunk_size=row.chunk_size or row.picked_chunk_size) for row in of_passes]
+            found.append(Panel(curves(sized, lambda row: f"{row.label} at {row.context:,}", "chunk_size",
+                                      "milliseconds"), PASSES[passes], "chunk length", "milliseconds"))
+    return found
 
 
 @functools.partial(
@@ -419,10 +380,9 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
         "passes": report.flag("passes to time", tuple(PASSES), choices=tuple(PASSES)),
         "batch": report.flag("sequences", 1), "heads": report.flag("heads", 12),
         "head-width": report.flag("D and M", 64), "repeats": report.flag("samples of each case", 20),
-        "dtype": report.flag("dtype (bfloat16 on a GPU and in kernel, float32 elsewhere and in noncausal)",
+        "dtype": report.flag("dtype (bfloat16 on a GPU and in kernel, float32 elsewhere)",
                              choices=("float32", "bfloat16", "float16")),
-        "seconds-per-case": report.flag("about how long the samples of a case may take", 60.0),
-        "minutes": report.flag("no case is begun after that (no limit)", type=report.above_zero)})
+        "seconds-per-case": report.flag("about how long the samples of a case may take", 60.0)})
 def main(options: Namespace, results: report.Results) -> None:
     """The forms take turns at every shape."""
     report.use_whole_device()
@@ -436,7 +396,7 @@ def main(options: Namespace, results: report.Results) -> None:
     options.parts = tuple(dict.fromkeys(options.parts)) or PARTS
     rows = [row for part in options.parts for row in cases_of(part, options)]
     results.model = ", ".join(dict.fromkeys(row.dtype for row in rows))
-    for done in measure_all(rows, options.repeats, seconds=options.seconds_per_case, minutes=options.minutes):
+    for done in measure_all(rows, options.repeats, seconds=options.seconds_per_case):
         status(f"{done[0].part}: {done[0].shape_name}, {done[0].passes}")
         results.add(*done)
 

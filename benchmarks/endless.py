@@ -1,16 +1,13 @@
-"""Samples far beyond the training context: time per token, memory, and the loss of trained runs by position.
+"""Samples far beyond the training context: time per token, and memory.
 
     python -m benchmarks.endless --tokens 100000 --json endless.json --picture endless.png
-    python -m benchmarks.endless --tokens 100000 --runs runs/rotary runs/none --context 65536 --picture endless.png
 
 The untrained model of a recipe draws tokens through the sampler of ``sample.py``. Each mode with each kind of positions
 is a process of its own, which records the time per token and its resident memory, or the memory in use of a GPU. A mode
 with a growing cache (softmax) draws ``--growing-tokens`` at most. For each of its points it starts anew, with a cache
 for no more tokens. ``late/early`` is the median of the last fifth of the windows over that of the second fifth, because
-the first one warms up. For a growing mode it is the last point over the first.
-
-``--runs`` adds the loss of trained runs by position, on the val split of their corpus, at a context that may be longer
-than that of training. A ring marks the bin that ends at the training context.
+the first one warms up. For a growing mode it is the last point over the first. ``evaluate.py`` has the loss at contexts
+beyond that of training.
 """
 
 from support import interrupts
@@ -45,6 +42,7 @@ WINDOWS = 50
 """Points of the curve of a mode with a state of constant size."""
 LEAST_GROWING = 1024
 """Tokens of the first point of a growing mode; each further one has twice as many."""
+HEADINGS = ("mode", "positions", "tokens", "ms/token early", "late", "late/early", "MiB early", "late", "late/early")
 
 
 @dataclass
@@ -120,36 +118,6 @@ def _draw(config: ModelConfig, vocabulary: int, tokens: int, windows: int) -> li
     return [Row(mode, config.positions, *window) for window in found["windows"]]
 
 
-def losses(run_dir: Path, context: int | None, windows: int) -> dict[str, Any]:
-    """Loss by position of a run on its val split.
-
-    Args:
-        run_dir: the run.
-        context: context length; None, sixteen times that of training.
-        windows: number of windows of that length.
-
-    Raises:
-        ConfigError: there is no such run, or it has no positions for the context.
-        RunError, CheckpointError, DataError: the run or its corpus cannot be read.
-    """
-    # Here, because they require packages that a GPU machine may lack.
-    from data.loader import open_corpora
-    from training import evaluation
-    from training.run import load_model
-
-    run = load_model(run_dir)
-    trained = run.config.model.context
-    context = context or 16 * trained
-    corpora = open_corpora(run.config.data)
-    evaluation.check_contexts(run.model, corpora, [context])
-    entry = evaluation.evaluate(run.model, corpora, contexts=[context], windows=(), tokens=windows * context,
-                                tokens_at_once=context, packing=run.config.data.packing,
-                                progress=lambda line: status(f"{run_dir.name}: {line}"))[0].figures
-    return {"run": run_dir.name, "step": run.step, "attention": ",".join(run.config.model.attention),
-            "positions": run.config.model.positions, "trained_context": trained, "context": context,
-            "losses": entry["positions"]}
-
-
 def growth(values: Sequence[float]) -> tuple[float, float]:
     """Medians of the second and of the last fifth; of few values, of a growing mode, the first and the last."""
     fifth = len(values) // 5
@@ -168,32 +136,13 @@ def lines(rows: Sequence[Row]) -> list[list[str]]:
     return found
 
 
-TABLES = {
-    "rows": report.Table(("mode", "positions", "tokens", "ms/token early", "late", "late/early", "MiB early", "late",
-                          "late/early"), lines),
-    "runs": report.columns(
-        ("run", "run", ""), ("attention", "attention", ""), ("positions", "positions", ""),
-        ("trained at", "trained_context", ","), ("loss at a position", lambda run: ", ".join(
-            f"{bin['loss']:.3f} at {bin['last']:,}" for bin in run["losses"] if bin["last"] >= 64), ""))}
-
-
-def panels(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> list[picture.Panel]:
-    """Time per token and resident memory against position, and the loss of the runs."""
+def panels(rows: Sequence[Row]) -> list[picture.Panel]:
+    """Time per token and resident memory against position."""
     curves = {f"{curve[0].mode}, {curve[0].positions}": curve for curve in _curves(rows)}
-    x = "tokens drawn"
-    found = [
-        picture.Panel({name: _by_power({row.position: row.milliseconds for row in curve})
-                       for name, curve in curves.items()}, x=x, y="milliseconds a token"),
-        picture.Panel({name: _by_power({row.position: row.resident_bytes / 2**20 for row in curve
-                                        if row.resident_bytes}) for name, curve in curves.items()},
-                      x=x, y="resident MiB")]
-    if runs:
-        names = [f"{run['run']} ({run['attention']}, {run['positions']})" for run in runs]
-        seen = [{bin["last"]: bin["loss"] for bin in run["losses"]} for run in runs]
-        found.append(picture.Panel(
-            dict(zip(names, seen, strict=True)), x="tokens of context seen", y="loss (nats a token)",
-            marked={name: run["trained_context"] for name, run in zip(names, runs, strict=True)}))
-    return found
+    return [picture.Panel({name: _by_power({row.position: value(row) for row in curve if value(row) is not None})
+                           for name, curve in curves.items()}, x="tokens drawn", y=y)
+            for y, value in (("milliseconds a token", lambda row: row.milliseconds),
+                             ("resident MiB", lambda row: row.resident_bytes and row.resident_bytes / 2**20))]
 
 
 def _curves(rows: Sequence[Row]) -> list[list[Any]]:
@@ -215,19 +164,16 @@ def _by_power(points: dict[int, float]) -> picture.Curve:
 
 
 @functools.partial(
-    report.Benchmark, module="benchmarks.endless", tables=TABLES, panels=panels, title="Sampling without end",
-    answer=draw_tokens, flags={
+    report.Benchmark, module="benchmarks.endless", tables=report.Table(HEADINGS, lines), panels=panels,
+    title="Sampling without end", answer=draw_tokens, flags={
         "recipe": report.flag("recipe of the model", Path("configs/quickstart.py"), Path),
         "modes": report.flag("modes, with commas between", ("chunked", "softmax")),
         "positions": report.flag("kinds of positions, with commas between", ("rotary", "none")),
         "tokens": report.flag("tokens to draw", 100_000),
         "growing-tokens": report.flag("tokens to draw with a growing cache", 16_384),
-        "vocabulary": report.flag("tokens in the vocabulary", 257),
-        "runs": report.flag("trained runs", (), Path, nargs="+", metavar="RUN"),
-        "context": report.flag("context of the runs (16 times that of training)", type=report.positive),
-        "windows": report.flag("windows of that length to evaluate", 4)})
+        "vocabulary": report.flag("tokens in the vocabulary", 257)})
 def main(options: Namespace, results: report.Results) -> None:
-    """The losses of the runs, then every mode with each kind of positions."""
+    """Every mode with each kind of positions."""
     cpu.configure_process()
     report.share_device()
     for positions in options.positions:
@@ -236,9 +182,6 @@ def main(options: Namespace, results: report.Results) -> None:
     configs = [gpt.resolve_config(replace(load_recipe(options.recipe, mode).model, positions=positions))
                for mode in options.modes for positions in options.positions]
     results.model = configs[0].dtype
-    runs, options.runs = options.runs, ",".join(run.name for run in options.runs) or None
-    for run in runs:
-        results.add(losses(run, options.context, options.windows), table="runs")
     for config in configs:
         results.add(*measure(config, options.vocabulary, options.tokens, options.growing_tokens))
 

@@ -1,7 +1,6 @@
 """The pictures of the benchmarks: curves on logarithmic axes, with published ones dashed."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ LEAST_RANGE = 1.5
 """Least ratio of the ends of a vertical axis, so that noise does not look like a difference."""
 
 type Curve = Mapping[Any, float | None]
-"""y by x; None is left out. For bars, x is the name of a group."""
+"""y by x; None is left out."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +28,8 @@ class Panel:
     """Label of the horizontal axis."""
     y: str = ""
     """Label of the vertical axis, with its unit."""
-    published: Mapping[str, Curve] | None = None
+    published: Mapping[str, Curve] = field(default_factory=dict)
     """Published curves, dashed."""
-    label: str = "published"
-    """Text after a published name in the legend."""
-    bars: bool = False
-    """Whether to draw groups of bars in place of curves."""
-    marked: Mapping[str, float] = field(default_factory=dict)
-    """x of a point with a ring, by curve."""
 
 
 def curves(rows: Iterable[Any], name: str | Callable[[Any], str], x: str,
@@ -67,16 +60,9 @@ def draw_panels(path: Path, panels: Sequence[Panel], *, title: str) -> None:
     figure, grid = pyplot.subplots(rows, columns, figsize=(7 * columns, 4.5 * rows), layout="constrained",
                                    squeeze=False)
     for axes, panel in zip(grid.flat, panels, strict=False):
-        (_bars if panel.bars else _curves)(axes, panel)
-        if _series(panel):
-            _scale(axes)
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
         axes.grid(alpha=0.3)
-        entries = len(_series(panel))
-        if entries > 6 or (entries and panel.bars):  # beside the axes
-            axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-        elif entries:
-            axes.legend(fontsize="small", frameon=False)
+        _draw_curves(axes, panel)
     for axes in grid.flat[len(panels):]:
         axes.remove()
     figure.suptitle(title)
@@ -84,59 +70,34 @@ def draw_panels(path: Path, panels: Sequence[Panel], *, title: str) -> None:
     pyplot.close(figure)
 
 
-def _series(panel: Panel) -> list[tuple[str, str, dict[Any, float], bool]]:
-    """Label, colour, points and whether it is published; published ones first, so that ours are drawn over them."""
-    published = panel.published or {}
-    names = list(dict.fromkeys([*panel.curves, *published]))
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-    series = [(f"{name} ({panel.label})" if others else name, colours[name],
-               {a: b for a, b in curve.items() if b is not None}, others)
-              for others, curves in ((True, published), (False, panel.curves)) for name, curve in curves.items()]
-    return [one for one in series if one[2]]
+def _draw_curves(axes: Any, panel: Panel) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
-
-def _curves(axes: Any, panel: Panel) -> None:
-    ticks: set[float] = set()
-    for label, colour, points, others in _series(panel):
-        style = {"linestyle": "--", "alpha": 0.6} if others else {"marker": "o", "markersize": 4}
-        axes.plot(sorted(points), [points[a] for a in sorted(points)], color=colour, label=label, **style)
-        ticks.update(points)
-    for name, x in panel.marked.items():
-        for label, colour, points, others in _series(panel):
-            if label == name and x in points and not others:
-                axes.plot([x], [points[x]], "o", markersize=11, fillstyle="none", color=colour)
+    names, ticks = list(dict.fromkeys([*panel.curves, *panel.published])), set[float]()
+    for suffix, drawn, style in ((" (published)", panel.published, {"linestyle": "--", "alpha": 0.6}),
+                                 ("", panel.curves, {"marker": "o", "markersize": 4})):
+        for name, curve in drawn.items():
+            points = {x: curve[x] for x in sorted(curve) if curve[x] is not None}
+            if points:
+                ticks.update(points)
+                axes.plot(list(points), list(points.values()), label=name + suffix,
+                          color=COLOURS[names.index(name) % len(COLOURS)], **style)
+    if not ticks:
+        return
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(ticks), [_short(tick) for tick in sorted(ticks)])
-    axes.minorticks_off()
-
-
-def _bars(axes: Any, panel: Panel) -> None:
-    series = _series(panel)
-    groups = list(dict.fromkeys(group for _, _, points, _ in series for group in points))
-    width = 0.8 / max(1, len(series))
-    for i, (label, colour, points, others) in enumerate(series):
-        style = {"alpha": 0.6, "hatch": "//", "fill": False, "edgecolor": colour} if others else {"color": colour}
-        axes.bar([groups.index(group) - 0.4 + (i + 0.5) * width for group in points], list(points.values()), width,
-                 label=label, **style)
-    axes.set_xticks(range(len(groups)), groups)
-
-
-def _scale(axes: Any) -> None:
-    """Sets a logarithmic vertical axis with plain round numbers and at least ``LEAST_RANGE``."""
-    from matplotlib.ticker import MaxNLocator
-
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     margin = max(1.0, LEAST_RANGE * low / high) ** 0.5
-    low, high = low / margin, high * margin
-    powers = [10.0**n for n in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
-    for ticks in (powers, [n * power for power in powers for n in (1, 2, 5)], MaxNLocator(5).tick_values(low, high)):
-        inside = [tick for tick in ticks if low <= tick <= high]
-        if len(inside) > 2:
-            break
-    axes.set_yticks(inside, [f"{tick:,.10g}" for tick in inside])
+    axes.set_ylim(low / margin, high * margin)
+    # Plain round numbers: a logarithmic axis labels only powers of ten.
+    axes.yaxis.set_major_locator(MaxNLocator(5) if high < 10 * low else
+                                 LogLocator(subs=(1,) if high > 1000 * low else (1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:,.10g}")
     axes.minorticks_off()
-    axes.set_ylim(low, high)
+    beside = len(axes.lines) > 6
+    axes.legend(fontsize="x-small" if beside else "small", frameon=False,
+                **({"loc": "upper left", "bbox_to_anchor": (1, 1)} if beside else {}))
 
 
 def published(*keys: str) -> Any:
@@ -145,18 +106,14 @@ def published(*keys: str) -> Any:
     Raises:
         KeyError: the path does not exist.
     """
-    found = json.loads(PUBLISHED.read_text())
+    found = json.loads(PUBLISHED.read_text(), object_hook=_by_number)
     for key in keys:
         found = found[key]
-    return _numbers(found)
+    return found
 
 
-def _numbers(found: Any) -> Any:
-    if not isinstance(found, dict):
-        return found
-    if all(key.isdecimal() for key in found):
-        return {int(key): value for key, value in found.items()}
-    return {key: _numbers(value) for key, value in found.items()}
+def _by_number(found: dict[str, Any]) -> dict[Any, Any]:
+    return {int(key) if key.isdecimal() else key: value for key, value in found.items()}
 
 
 def _short(number: float) -> str:

@@ -44,10 +44,8 @@ LEAST_SAMPLES = 3
 """Samples of a case that takes long."""
 OUT_OF_MEMORY, NOT_SUPPORTED = "out of memory", "not supported"
 """How errors begin that larger cases would meet too."""
-OWN_FLAGS = {"--run-dir": "--out", "--attention": "--modes", "model.layers": "--layers", "model.heads": "--heads",
-             "model.width": "--width", "model.context": "--context", "optimizer.learning_rate": "--learning-rate",
-             "train.batch_size": "--batch", "train.minutes": "--minutes", "train.seed": "--seed"}
-"""The benchmarks' names for flags and fields of ``train.py``."""
+OWN_FLAGS = {"--run-dir": "--out", "--attention": "--modes"}
+"""The benchmarks' names for flags of ``train.py``."""
 FILE_FLAGS = ("json", "picture", "text", "out", "words")
 """Flags that the ``command`` in a file leaves out, because they name files."""
 
@@ -191,11 +189,10 @@ class Outlook:
 
     Args:
         seconds: most that a call may take.
-        minutes: no case is begun after that; None, no limit.
     """
 
-    def __init__(self, seconds: float, minutes: float | None = None):
-        self._limit, self._end = seconds, math.inf if minutes is None else time.monotonic() + 60 * minutes
+    def __init__(self, seconds: float):
+        self._limit = seconds
         self._seen: dict[Hashable, tuple[str, float, Row]] = {}
 
     def refusal(self, series: Hashable, work: float) -> str | None:
@@ -205,8 +202,6 @@ class Outlook:
             series: what stays the same while the work grows.
             work: the time of a series is about linear in this.
         """
-        if time.monotonic() > self._end:
-            return "not tried: the time for all cases is over"
         where, before, row = self._seen.get(series, ("", math.inf, Row()))
         if work < before:
             return None
@@ -268,27 +263,14 @@ def in_process(module: str, case: Mapping[str, Any], seconds: float | None = Non
                           messages[-1] if messages else f"exit code {ended.returncode}")}
 
 
-def run_benchmark(module: str, command: Callable[[Sequence[str]], int | None],
-                  arguments: Sequence[str] | None = None, *, fields: bool = True) -> int:
-    """:func:`support.command.run_command` for a benchmark: Ctrl-C reports the files that were written.
-
-    ``fields``: whether the benchmark has its own flags in place of those of ``train.py``; errors then name its flags.
-    """
-    _kept.clear()
-    return run_command(module, command, arguments, describe=functools.partial(message, fields=fields),
-                       interrupted=lambda: ": " + (
-                           "; ".join(f"{what} in {path}" for path, what in _kept.items()) or "nothing was kept"))
-
-
 def kept(path: Path, what: str) -> None:
     """Records for Ctrl-C that ``path`` has something, such as ``12 rows``."""
     _kept[path] = what
 
 
-def message(error: BaseException, *, fields: bool = True) -> str:
+def message(error: BaseException) -> str:
     """The text of an error with the benchmarks' names for flags of ``train.py``."""
-    names = [re.escape(name) for name in OWN_FLAGS if fields or name.startswith("--")]
-    return re.sub(rf"({'|'.join(names)})\b", lambda found: OWN_FLAGS[found[0]], error_message(error))
+    return re.sub("|".join(OWN_FLAGS), lambda found: OWN_FLAGS[found[0]], error_message(error))
 
 
 def form(implementation: str | None) -> str | None:
@@ -307,7 +289,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table with the same alignment."""
+    """Lines of a Markdown table; the first column is aligned left, the others right."""
     return ["| " + " | ".join(line) + " |" for line in (headings, ["---", *["---:"] * (len(headings) - 1)], *rows)]
 
 
@@ -320,15 +302,15 @@ def flag(meaning: str, default: Any = None, type: Callable[[str], Any] | None = 
         type: parses the value; None: that of the default.
         more: further arguments; ``choices`` of a tuple are those of its words.
     """
-    if isinstance(default, tuple) and "choices" in more:
-        type = names_of(more.pop("choices"))
     if default is False:
         return {"action": "store_true", "help": meaning}
-    if type is None:
-        type = (positives if isinstance(default[0], int) else names) if isinstance(default, tuple) else {
-            int: positive, float: above_zero}.get(default.__class__, str)
-    return {"default": default, "type": type,
-            "help": meaning if default in (None, (), "") else f"{meaning} ({_flag(default)})"} | more
+    if isinstance(default, tuple) and "choices" in more:
+        type = names_of(more.pop("choices"))
+    elif isinstance(default, tuple):
+        type = type or (positives if isinstance(default[0], int) else names)
+    type = type or {int: positive, float: above_zero}.get(default.__class__, str)
+    told = meaning if default in (None, (), "") else f"{meaning} ({_flag(default)})"
+    return {"default": default, "type": type, "help": told} | more
 
 
 @dataclass(frozen=True)
@@ -446,7 +428,9 @@ class Benchmark:
     """Whether other flags are those of ``train.py``; they are in ``options.words``."""
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
-        return run_benchmark(self.module, self._command, arguments, fields=not self.passes_on)
+        _kept.clear()
+        return run_command(self.module, self._command, arguments, describe=message, interrupted=lambda: ": " + (
+            "; ".join(f"{what} in {path}" for path, what in _kept.items()) or "nothing was kept"))
 
     def parse(self, arguments: Sequence[str]) -> Namespace:
         """The flags."""
@@ -494,13 +478,15 @@ class Benchmark:
         title = f"{', '.join(filter(None, (self.title, results.model)))} on {device}"
         print(results.text or results.heading or "; ".join(filter(None, (device, results.model))))
         told, *more = tables.values()
-        picture = picture if picture is not None and has_matplotlib() else None
+        if picture is not None and not has_matplotlib():
+            picture = None
         for group, rows in groups.items():
             if rows and not results.text:
                 print(f"\n{group}\n" * bool(group) + table(told.headings, told.lines(rows)))
-            if picture is not None and self.panels is not None:
+            panels = self.panels(rows, *others) if picture is not None and self.panels is not None else []
+            if picture is not None and panels:
                 path = picture if len(groups) == 1 else picture.with_stem(f"{picture.stem}-{group}")
-                draw_panels(path, self.panels(rows, *others), title=title)
+                draw_panels(path, panels, title=title)
         for told, rows in zip(more, others, strict=True):
             if rows:
                 print(f"\n{told.title}\n" * bool(told.title) + table(told.headings, told.lines(rows)))

@@ -355,7 +355,7 @@ def panels(results: Sequence[Result]) -> list[Panel]:
     def panel(y: str, value: str | Callable[[Result], float | None], quantity: str = "", *,
               inverse: bool = False) -> Panel:
         return Panel(curves(results, "row", "tokens", value), x="length (tokens)", y=y,
-                     published=others(quantity, inverse=inverse) if quantity else None)
+                     published=others(quantity, inverse=inverse) if quantity else {})
 
     speed = [panel("steps a second", "steps_per_second"),
              panel("times materialised softmax", lambda result: faster(result, found), "steps_per_second")]

@@ -307,7 +307,7 @@ def _pick_chunk_sizes(form: str, x_BTHD: Any) -> tuple[int, int] | None:
     return pick_chunk_sizes(form, x_BTHD, x_BTHD, x_BTHD)
 
 
-_EVERYWHERE = ("contexts", "chunks", "noncausal", "kernel")
+_EVERYWHERE = ("contexts", "chunks", "kernel")
 ATTENTIONS = (
     TimedAttention("linear", _attend, {
         "parallel": TimedForm(("contexts",), quadratic=True), "rowwise": TimedForm(("contexts",), quadratic=True),

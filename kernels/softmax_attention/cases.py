@@ -188,8 +188,8 @@ def _attend(q_BTHD: Any, k_BTHD: Any, v_BTHD: Any, *, causal: bool, chunk_size: 
 
 ATTENTIONS = (
     TimedAttention("softmax", _attend, {
-        "materialised": TimedForm(("contexts", "noncausal"), quadratic=True),
-        "blockwise": TimedForm(("contexts", "noncausal"), quadratic=True),
-        "cudnn": TimedForm(("contexts", "noncausal", "kernel"), quadratic=True, gpu_only=True)},
+        "materialised": TimedForm(("contexts",), quadratic=True),
+        "blockwise": TimedForm(("contexts",), quadratic=True),
+        "cudnn": TimedForm(("contexts", "kernel"), quadratic=True, gpu_only=True)},
         pick=lambda *_, **__: None),
 )

@@ -64,9 +64,8 @@ def test_a_package_that_is_missing_is_named():
 
 
 def test_an_error_names_the_flag_of_the_benchmark(capsys):
-    def command(_):
-        raise ConfigError("model.heads is 3, which does not divide model.width, 16; give another --run-dir")
+    def measure(*_):
+        raise ConfigError("runs/a has another width; give another --run-dir")
 
-    assert report.run_benchmark("benchmarks.any", command, []) == 2
-    assert capsys.readouterr().err == (
-        "benchmarks.any: --heads is 3, which does not divide --width, 16; give another --out\n")
+    assert report.Benchmark(measure, "benchmarks.any", {})([]) == 2
+    assert capsys.readouterr().err == "benchmarks.any: runs/a has another width; give another --out\n"

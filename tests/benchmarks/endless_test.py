@@ -9,9 +9,7 @@ import pytest
 
 from benchmarks import endless, report
 from benchmarks.endless import Row
-from benchmarks.picture import draw_panels
 from configs.schema import ModelConfig
-from support.errors import ConfigError
 from tests import tiny
 
 pytestmark = pytest.mark.fast
@@ -68,36 +66,12 @@ def test_growth_leaves_out_the_warm_up():
     assert endless.growth([1.0, 2.0, 3.0]) == (1.0, 3.0)
 
 
-def test_the_picture_has_a_ring_at_the_context_of_training(tmp_path):
-    rows = [Row("chunked", "none", n, 0.5, 2**28) for n in (1000, 2000, 4000)]
-    run = {"run": "mine", "attention": "chunked", "positions": "none", "trained_context": 2,
-           "losses": [{"last": last, "loss": 2.0} for last in (1, 2, 4)]}
-    draw_panels(tmp_path / "endless.svg", endless.panels(rows, [run]), title="a device")
-    drawn = (tmp_path / "endless.svg").read_text()
-    assert "<!-- mine (chunked, none) -->" in drawn
-    assert "<!-- resident MiB -->" in drawn
-
-
 @pytest.mark.parametrize(("flags", "message"), [
     (["--positions", "learned"], "--positions learned: expected rotary or none"),
     (["--modes", "sotfmax"], "sotfmax: no such mode"),
-    (["--runs", "nowhere"], "nowhere: there is no such folder"),
 ])
 def test_usage_errors_are_told_before_any_work(recipe, flags, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(report, "in_process", lambda *_: pytest.fail("measured all the same"))
     assert endless.main(["--recipe", str(recipe), *flags]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.thorough
-def test_learned_positions_have_no_loss_past_their_end(tmp_path, recipe):
-    folder = tmp_path / "run"
-    with tiny.settings():
-        assert tiny.run(tiny.make(tmp_path), "--run-dir", folder, "--model.layers", 1, "--train.steps", 1) == 0
-    with pytest.raises(ConfigError, match="the model has positions for 32 tokens and none beyond"):
-        endless.losses(folder, None, 1)
-    found = endless.losses(folder, 32, 2)
-    assert found["run"] == "run"
-    assert (found["trained_context"], found["context"]) == (32, 32)
-    assert [bin["last"] for bin in found["losses"]] == [1, 2, 4, 8, 16, 32]

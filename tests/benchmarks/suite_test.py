@@ -68,7 +68,7 @@ def test_a_step_that_fails_or_has_no_time_stops_no_other(tmp_path, monkeypatch):
     assert suite.main.measure(options, suite.report.Results("benchmarks.suite", options, (), ())) == 0
     ended = {name: line for line in (tmp_path / "summary.md").read_text().splitlines()
              for name in ("broken", "slow") if line.startswith(f"| {name} | ")}
-    assert "exit code 2: benchmarks.train_step: --heads is 3, which does not divide --width" in ended["broken"]
+    assert "exit code 2: benchmarks.train_step: model.heads is 3, which does not divide model.width" in ended["broken"]
     assert "no time left" in ended["slow"]
 
 

@@ -77,7 +77,7 @@ def test_a_case_beyond_the_memory_or_the_device_is_a_row_without_times(tmp_path,
 @pytest.mark.parametrize(("flags", "message"), [
     (["--modes", "softmax,sotfmax"], "--modes sotfmax: there is no mode 'sotfmax'; there are "),
     (["--modes", "softmax:flash"], "--modes softmax:flash: softmax has no form 'flash'; it has cudnn, blockwise"),
-    (["--heads", "3"], "--heads is 3, which does not divide --width, 16"),
+    (["--heads", "3"], "model.heads is 3, which does not divide model.width, 16"),
     (["--contexts", "32,x"], "--contexts: invalid list of positive numbers value: '32,x'"),
     (["--json", "nowhere/step.json"], "--json nowhere/step.json: cannot be written"),
     (["--sizes", "124m"], "--sizes: 124m: expected 124M, 355M, 774M, 1558M, or several"),
