@@ -4,9 +4,8 @@
     python -m benchmarks.cpu_workarounds --measure steps --modes chunked --contexts 4096
 
 ``steps`` are whole training steps. ``tokens`` are drawn with GPT-2's vocabulary, greedily and with top-k. The program
-with all workarounds and those without one of them take turns. A workaround that does not change the program has no row.
-``process`` are the workarounds that configure a process: processes take turns with the training step of the last mode
-and context.
+with all workarounds and those without one of them take turns. ``process`` are the workarounds that configure a process:
+processes take turns with the training step of the last mode and context.
 
 Times are those of the processor, of all threads, which other work on the machine does not affect. The ratio is one of
 medians. Its 95 % interval is by bootstrap over the rounds (Efron, "Bootstrap Methods", 1979).
@@ -22,21 +21,19 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from benchmarks import report
-from benchmarks.train_step import Size, Step, model_config, step_and_shapes
+from benchmarks.train_step import Size, Step, model_config
 from configs.schema import Config, ModelConfig, TrainConfig
 from kernels import cpu, device
 from models.gpt import GPT
-from sampling.sampler import Sampler, Sampling, Settings, draw
+from sampling.sampler import Sampler, Sampling
 from support.command import status
 from support.errors import BenchmarkError, ConfigError
 
@@ -46,90 +43,71 @@ STEP_TOKENS = 4096
 """Tokens of a training step, or one sequence if that is longer."""
 STEPS_OF_A_PROCESS = 5
 DRAWS = {"greedy": Sampling(temperature=0.0), "top-k 40": Sampling(top_k=40)}
+OF_DRAWS = (cpu.sort_descending, cpu.zeros_unless)
+"""The workarounds of drawing a token from its logits; the others are those of the layers."""
 ALL = "all"
 """Name of the program with every workaround."""
 RESAMPLES = 2000
 
 
 @dataclass
-class Row:
-    """A workaround in one case, as in the JSON file; times are milliseconds of the processor."""
+class Row(report.Row):
+    """A program in one case; times are of the processor, per step, or per call for tokens."""
 
-    workaround: str
-    """Name of the function in ``kernels/cpu.py``."""
+    without: str
+    """Name of the workaround in ``kernels/cpu.py`` that it lacks, or ``ALL`` for the program with all of them."""
     measure: str
     """One of ``MEASURES``."""
     case: str
-    with_milliseconds: float
-    """Median per step, or per call for tokens."""
-    without_milliseconds: float
-    ratio: float
-    """Without over with."""
-    interval: tuple[float, float]
+    ratio: float | None = None
+    """Time over that with all workarounds."""
+    interval: tuple[float, float] | None = None
     """95 % interval of the ratio."""
-    with_samples: list[float] = field(default_factory=list)
-    without_samples: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Name of the case."""
+        return f"{self.measure}: {self.case}, without {self.without}"
 
 
-def compare(measure: str, case: str, samples: Mapping[str, Sequence[float]]) -> list[Row]:
-    """The rows of one case, from the seconds of each program by the name of the missing workaround, or ``ALL``."""
-    rounds = np.random.default_rng(0).integers(0, len(samples[ALL]), (RESAMPLES, len(samples[ALL])))
-    base = 1e3 * np.asarray(samples[ALL])
-    rows = []
-    for name, seconds in samples.items():
-        if name == ALL:
-            continue
-        other = 1e3 * np.asarray(seconds)
-        ratios = np.median(other[rounds], axis=1) / np.median(base[rounds], axis=1)
-        low, high = np.quantile(ratios, (0.025, 0.975)).tolist()
-        rows.append(Row(name, measure, case, median(base.tolist()), median(other.tolist()),
-                        median(other.tolist()) / median(base.tolist()), (low, high), base.tolist(), other.tolist()))
+def compare(measure: str, case: str, seconds: Mapping[str, Sequence[float]]) -> list[Row]:
+    """The rows of one case, from the samples of each program by the missing workaround, or ``ALL``."""
+    rows, base = [], np.asarray(seconds[ALL])
+    rounds = np.random.default_rng(0).integers(0, len(base), (RESAMPLES, len(base)))
+    for name, samples in seconds.items():
+        row = Row(name, measure, case)
+        row.fill(samples)
+        if name != ALL:
+            ratios = np.median(np.asarray(samples)[rounds], axis=1) / np.median(base[rounds], axis=1)
+            low, high = np.quantile(ratios, (0.025, 0.975)).tolist()
+            row.ratio, row.interval = median(samples) / median(seconds[ALL]), (low, high)
+        rows.append(row)
     return rows
 
 
-def time_programs(program: Callable[[], str], run: Callable[[], Callable[[], Any]], rounds: int,
+def time_programs(make: Callable[[], Callable[[], Any]], workarounds: Sequence[Callable], rounds: int,
                   **timing: Any) -> dict[str, list[float]]:
-    """Seconds per call of the program with every workaround, and of each different program without one of them.
+    """Seconds per call of the program with every workaround, and of those without one of these.
 
     Args:
-        program: lowers it anew and returns its text.
-        run: compiles it and returns the call.
+        make: compiles the program and returns the call.
+        workarounds: what is left out.
         rounds: samples of each.
         timing: as in :func:`benchmarks.report.time_by_turns`.
     """
-    plain, runs = program(), {ALL: run()}
-    for workaround in cpu.WORKAROUNDS:
+    runs = {ALL: make()}
+    for workaround in workarounds:
         with cpu.without(workaround):
-            if program() != plain:
-                runs[workaround.__name__] = run()
+            runs[workaround.__name__] = make()
     return report.time_by_turns(runs, rounds, clock=time.process_time, **timing)
 
 
-def measure_steps(config: Config, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a training step."""
-    def program() -> str:
-        step, arguments = step_and_shapes(config, VOCABULARY)
-        return step.lower(*arguments).as_text()
-
-    return time_programs(program, lambda: Step(config, VOCABULARY), rounds, sample_seconds=0)
-
-
-def measure_tokens(config: ModelConfig, sampling: Sampling, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a call that draws ``TOKENS_PER_CALL`` tokens."""
-    model = GPT(config, GPT2_VOCABULARY, rngs=nnx.Rngs(0))
-
-    def program() -> str:
-        """The draw of a token from its logits, as a new function, which jax traces anew."""
-        logits_BV, keys_B = jnp.zeros((1, GPT2_VOCABULARY)), jax.random.split(jax.random.key(0), 1)
-        settings = Settings(*map(jnp.asarray, (0.0, 0, 1.0, 0.0, 1.0)))
-        return jax.jit(lambda: draw(logits_BV, logits_BV > 0, keys_B, settings)).lower().as_text()
-
-    def tokens() -> Callable[[], Any]:
-        generation = Sampler(model).generate(np.zeros(1, np.int32), sampling, max_new_tokens=2**30)
-        next(generation)
-        return lambda: next(generation)
-
-    return time_programs(program, tokens, rounds)
+def make_draws(config: ModelConfig, sampling: Sampling) -> Callable[[], Any]:
+    """A call that draws ``TOKENS_PER_CALL`` tokens."""
+    sampler = Sampler(GPT(config, GPT2_VOCABULARY, rngs=nnx.Rngs(0)))
+    generation = sampler.generate(np.zeros(1, np.int32), sampling, max_new_tokens=2**30)
+    next(generation)
+    return lambda: next(generation)
 
 
 def measure_process(case: Mapping[str, Any], rounds: int) -> dict[str, list[float]]:
@@ -150,6 +128,16 @@ def measure_process(case: Mapping[str, Any], rounds: int) -> dict[str, list[floa
     return samples
 
 
+def answer(case: dict[str, Any]) -> dict[str, float]:
+    """What a process of :func:`measure_process` answers."""
+    without = case.pop("without")
+    with cpu.without(*(workaround for workaround in cpu.PROCESS_WORKAROUNDS if workaround.__name__ == without)):
+        cpu.configure_process()
+    step = Step(make_config(**case), VOCABULARY)
+    samples = report.time_by_turns({ALL: step}, STEPS_OF_A_PROCESS, sample_seconds=0, clock=time.process_time)
+    return {"seconds": median(samples[ALL])}
+
+
 def make_config(mode: str, context: int, layers: int, width: int, dtype: Any) -> Config:
     """A model like the quickstart's, and a step of ``STEP_TOKENS`` tokens.
 
@@ -161,22 +149,11 @@ def make_config(mode: str, context: int, layers: int, width: int, dtype: Any) ->
                   train=TrainConfig(batch_size=max(1, STEP_TOKENS // context)))
 
 
-def answer(case: Mapping[str, Any]) -> dict[str, float]:
-    """What a process of :func:`measure_process` answers."""
-    off = [workaround for workaround in cpu.PROCESS_WORKAROUNDS if workaround.__name__ == case["without"]]
-    with cpu.without(*off):
-        cpu.configure_process()
-    step = Step(make_config(**{name: value for name, value in case.items() if name != "without"}), VOCABULARY)
-    samples = report.time_by_turns({ALL: step}, STEPS_OF_A_PROCESS, sample_seconds=0, clock=time.process_time)
-    return {"seconds": median(samples[ALL])}
-
-
 @functools.partial(
     report.Benchmark, module="benchmarks.cpu_workarounds", answer=answer, tables=report.columns(
-        ("without", "workaround", ""), ("measured", lambda row: f"{row.measure}: {row.case}", ""),
-        ("with (ms)", "with_milliseconds", ",.1f"), ("without (ms)", "without_milliseconds", ",.1f"),
-        ("rounds", lambda row: len(row.with_samples), ""), ("ratio", "ratio", ".3f"),
-        ("95 % interval", lambda row: "{:.3f} to {:.3f}".format(*row.interval), "")),
+        ("measured", lambda row: f"{row.measure}: {row.case}", ""), ("without", "without", ""),
+        ("ms", "milliseconds", ",.1f"), ("rounds", "count", ""), ("ratio", "ratio", ".3f"),
+        ("95 % interval", lambda row: row.interval and "{:.3f} to {:.3f}".format(*row.interval), "")),
     flags={"measure": report.flag("what to measure", MEASURES, choices=MEASURES),
            "modes": report.flag("modes, with commas between", ("softmax", "chunked")),
            "contexts": report.flag("sequence lengths, with commas between", (1024, 4096)),
@@ -189,19 +166,22 @@ def main(options: Namespace, results: report.Results) -> None:
     if device.platform() != "cpu":
         raise ConfigError(f"requires a CPU: this device is a {device.platform()}")
     dtypes = ("float32", "bfloat16") if device.has_fast_bfloat16() else ("float32",)
-    cases = {f"{mode}, context {context}, {dtype}": {"mode": mode, "context": context, "layers": options.layers,
-                                                     "width": options.width, "dtype": dtype}
+    sizes: dict[str, Any] = {"layers": options.layers, "width": options.width}
+    cases = {f"{mode}, context {context}, {dtype}": sizes | {"mode": mode, "context": context, "dtype": dtype}
              for dtype in dtypes for mode in options.modes for context in options.contexts}
     configs = {name: make_config(**case) for name, case in cases.items()}
     drawn = make_config("chunked", min(options.contexts), options.layers, options.width, dtypes[-1]).model
+    of_layers = [workaround for workaround in cpu.WORKAROUNDS if workaround not in OF_DRAWS]
     last, case = list(cases.items())[-1]
     measured = {
-        "steps": {name: functools.partial(measure_steps, config, options.repeats) for name, config in configs.items()},
-        "tokens": {f"chunked, {name}": functools.partial(measure_tokens, drawn, sampling, options.repeats)
-                   for name, sampling in DRAWS.items()},
+        "steps": {name: functools.partial(time_programs, functools.partial(Step, config, VOCABULARY), of_layers,
+                                          options.repeats, sample_seconds=0) for name, config in configs.items()},
+        "tokens": {f"chunked, {name}": functools.partial(
+            time_programs, functools.partial(make_draws, drawn, sampling), OF_DRAWS, options.repeats)
+            for name, sampling in DRAWS.items()},
         "process": {last: functools.partial(measure_process, case, options.processes)}}
-    for name in MEASURES:
-        for case_name, measure in measured[name].items() if name in options.measure else ():
+    for name in options.measure:
+        for case_name, measure in measured[name].items():
             status(f"{name}: {case_name} …")
             results.add(*compare(name, case_name, measure()))
 

@@ -218,17 +218,16 @@ class Outlook:
 
 
 def check_memory(needed: int | None) -> None:
-    """Checks the memory of a CPU before it is used up: Linux would kill the process, where a GPU raises an error.
+    """Checks planned memory before it is used: Linux would kill the process, where a GPU raises an error.
 
     Raises:
-        MemoryError: more bytes are needed than available.
+        MemoryError: more bytes are needed than a CPU has available, or than a program may use on a GPU.
     """
-    meminfo = Path("/proc/meminfo")
-    if needed is None or jax.default_backend() != "cpu" or not meminfo.exists():
-        return
-    available = next(int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines()
-                     if line.startswith("MemAvailable:"))
-    if needed > available:
+    available, meminfo = device_memory(), Path("/proc/meminfo")
+    if jax.default_backend() == "cpu" and meminfo.exists():
+        available = next(int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines()
+                         if line.startswith("MemAvailable:"))
+    if needed is not None and available is not None and needed > available:
         raise MemoryError(f"needs {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free")
 
 

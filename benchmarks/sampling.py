@@ -7,8 +7,8 @@
 The sampler is that of ``sample.py``. The models have no positions, so that no text is too long. The cache is filled
 with random numbers, and no text is read. Every sample is of the same 128 tokens after the position. A size is one of
 GPT-2's, with softplus features. Without ``--sizes`` the model is that of ``--width``, ``--layers``, ``--heads`` and
-``--vocabulary``, or that of ``--recipe``, with its own positions. The modes take turns, and so do the positions if all
-fit into memory together. Figures are medians.
+``--vocabulary``, or that of ``--recipe``, with its own positions. The modes and positions of a batch take turns; a case
+that does not fit into memory beside the others is timed alone. Figures are medians.
 
 ``bandwidth`` is the share of the memory bandwidth, by data sheet, that a token needs for reading every parameter once,
 in the dtype of the products, and the state or the filled keys and values of each sequence. ``× first position`` is the
@@ -30,7 +30,7 @@ import sys
 import time
 import zlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -54,8 +54,6 @@ from training import accounting
 
 CALLS_PER_SAMPLE = 4
 """Calls in a sample, without a wait between them; every sample begins at the same position."""
-TOGETHER_BYTES = 2**30
-"""All positions take turns if their caches are no larger together."""
 
 
 @dataclass
@@ -87,37 +85,15 @@ class Row(report.Row):
         return f"{self.mode} at {self.position:,}, batch {self.batch}"
 
 
-@dataclass
-class PromptRow:
-    """One mode reading a prompt."""
-
-    mode: str
-    tokens: int
-    size: str | None = None
-    seconds: float | None = None
-    """Through the sampler, in chunks; median."""
-    one_by_one_seconds: float | None = None
-    """To draw as many."""
-    ratio: float | None = None
-    """Speed of the chunks relative to drawing."""
-    error: str | None = None
-
-    @property
-    def name(self) -> str:
-        """Name of the case."""
-        return f"{self.mode}, a prompt of {self.tokens:,} tokens"
-
-
-SIZE = ("size", lambda row: row.size or "", "")
 TABLES = {
     "rows": report.columns(
-        SIZE, ("batch", "batch", ""), ("position", "position", ","), ("mode", "mode", ""),
-        ("ms/token", "milliseconds", ".3f"), ("fastest", "fastest", ".3f"), ("samples", "count", ""),
-        ("tokens/s", "tokens_per_second", ",.0f"), ("bandwidth", "bandwidth", ".1%"),
+        ("size", lambda row: row.size or "", ""), ("batch", "batch", ""), ("position", "position", ","),
+        ("mode", "mode", ""), ("ms/token", "milliseconds", ".3f"), ("fastest", "fastest", ".3f"),
+        ("samples", "count", ""), ("tokens/s", "tokens_per_second", ",.0f"), ("bandwidth", "bandwidth", ".1%"),
         ("× first position", "ratio", ".2f"), ("× first batch", "batch_ratio", ".2f")),
     "prompts": report.columns(
-        SIZE, ("mode", "mode", ""), ("prompt", "tokens", ","), ("s", "seconds", ".3f"),
-        ("s one by one", "one_by_one_seconds", ".2f"), ("times as fast", "ratio", ".1f"))}
+        ("size", lambda row: row["size"] or "", ""), ("mode", "mode", ""), ("prompt", "tokens", ","),
+        ("s", "seconds", ".3f"), ("s one by one", "one_by_one_seconds", ".2f"), ("times as fast", "ratio", ".1f"))}
 
 
 def bytes_read(model: GPT, position: int, batch: int) -> int:
@@ -191,8 +167,8 @@ def continuation(sampler: Sampler, position: int, *, calls: int, samples: int = 
 
 
 def measure(samplers: Mapping[str, Sampler], positions: Sequence[int], batch: int, repeats: int, *,
-            seconds: float = CASE_SECONDS, size: str | None = None) -> Iterator[list[Row]]:
-    """The rows of a batch, in groups that take turns.
+            seconds: float = CASE_SECONDS, size: str | None = None) -> list[Row]:
+    """The rows of a batch.
 
     Args:
         samplers: by mode, as on the command line.
@@ -202,37 +178,31 @@ def measure(samplers: Mapping[str, Sampler], positions: Sequence[int], batch: in
         seconds: about how long the samples of a case may take.
         size: name of the size.
     """
-    rows = {(mode, position): Row(mode, position, batch, size, bytes_read=bytes_read(sampler.model, position, batch))
-            for position in positions for mode, sampler in samplers.items()}
-    together = sum(row.bytes_read or 0 for row in rows.values()) <= TOGETHER_BYTES
-
-    def prepare(mode: str, position: int) -> Callable[[], jax.Array]:
-        report.check_memory(rows[mode, position].bytes_read)
-        draw_tokens = continuation(samplers[mode], position, samples=batch, calls=CALLS_PER_SAMPLE)
+    def prepare(sampler: Sampler, row: Row) -> Callable[[], jax.Array]:
+        report.check_memory(row.bytes_read)
+        draw_tokens = continuation(sampler, row.position, samples=batch, calls=CALLS_PER_SAMPLE)
         jax.block_until_ready(draw_tokens())
         return lambda: [draw_tokens() for _ in range(CALLS_PER_SAMPLE)][-1]
 
-    for group in [positions] if together else [[position] for position in positions]:
-        cases = {case: (row, functools.partial(prepare, *case)) for case, row in rows.items() if case[1] in group}
-        report.time_cases(cases, repeats, sample_seconds=0, seconds=seconds)
-        for row, _ in cases.values():
-            _fill(row, [sample / CALLS_PER_SAMPLE / TOKENS_PER_CALL for sample in row.samples])
-        yield [row for row, _ in cases.values()]
+    cases: dict[Any, tuple[Row, Callable[[], Any]]] = {}
+    for position in positions:
+        for mode, sampler in samplers.items():
+            row = Row(mode, position, batch, size, bytes_read=bytes_read(sampler.model, position, batch))
+            cases[mode, position] = row, functools.partial(prepare, sampler, row)
+    report.time_cases(cases, repeats, sample_seconds=0, seconds=seconds)
+    for row, _ in cases.values():
+        _fill(row, [sample / 1e3 / CALLS_PER_SAMPLE / TOKENS_PER_CALL for sample in row.samples])
+    return [row for row, _ in cases.values()]
 
 
-def measure_prompt(sampler: Sampler, mode: str, tokens: int, *, size: str | None = None) -> PromptRow:
-    """Reading a prompt of so many tokens."""
-    row = PromptRow(mode, tokens, size)
-    try:
-        prompt_T = np.random.default_rng(0).integers(sampler.model.vocab_size, size=tokens)
-        row.seconds = median(report.time_by_turns({mode: lambda: sampler.encode(prompt_T, reserve=1)},
-                                                  report.LEAST_SAMPLES, sample_seconds=0)[mode])
-        sampler.warm_up(1, tokens)
-        row.one_by_one_seconds = _draw_seconds(sampler, tokens)
-        row.ratio = row.one_by_one_seconds / row.seconds
-    except (ConfigError, MemoryError, jax.errors.JaxRuntimeError) as error:
-        row.error = report.reason(error)
-    return row
+def measure_prompt(sampler: Sampler, tokens: int) -> dict[str, float]:
+    """Seconds to read a prompt of so many tokens through the sampler, in chunks, and to draw as many."""
+    prompt_T = np.random.default_rng(0).integers(sampler.model.vocab_size, size=tokens)
+    samples = report.time_by_turns({"": lambda: sampler.encode(prompt_T, reserve=1)}, report.LEAST_SAMPLES,
+                                   sample_seconds=0)
+    sampler.warm_up(1, tokens)
+    reading, drawing = median(samples[""]), _draw_seconds(sampler, tokens)
+    return {"seconds": reading, "one_by_one_seconds": drawing, "ratio": drawing / reading}
 
 
 def _draw_seconds(sampler: Sampler, tokens: int) -> float:
@@ -276,7 +246,7 @@ def compare(rows: Sequence[Row]) -> None:
                            and row.tokens_per_second / of_first.tokens_per_second)
 
 
-def panels(rows: Sequence[Row], _: Sequence[PromptRow]) -> list[picture.Panel]:
+def panels(rows: Sequence[Row], _: Sequence[Any]) -> list[picture.Panel]:
     """Time of a token against position, a panel for each size and batch, with published times at batch 1."""
     found = []
     for size, batch in dict.fromkeys((row.size, row.batch) for row in rows):
@@ -332,15 +302,15 @@ def main(options: Namespace, results: report.Results) -> None:
         samplers = {mode: Sampler(GPT(config, vocabulary, rngs=nnx.Rngs(0))) for mode, config in modes.items()}
         for batch in options.batches:
             status(f"{size or 'model'}, batch {batch} …")
-            for rows in measure(samplers, options.positions, batch, options.repeats,
-                                seconds=options.seconds_per_case, size=size):
-                add(rows)
+            add(measure(samplers, options.positions, batch, options.repeats, seconds=options.seconds_per_case,
+                        size=size))
             if options.peer:
                 add(measure_peer(next(iter(modes.values())), vocabulary, options.positions, batch, options.repeats,
                                  size=size))
         for mode, sampler in samplers.items() if options.prompt else ():
             status(f"{mode}, a prompt of {options.prompt:,} tokens …")
-            results.add(measure_prompt(sampler, mode, options.prompt, size=size), table="prompts")
+            results.add({"mode": mode, "tokens": options.prompt, "size": size,
+                         **measure_prompt(sampler, options.prompt)}, table="prompts")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class Target:
     def trace_step(self, config: Config, vocabulary_size: int) -> jax.stages.Traced:
         """The training step of a config on one device, traced."""
         with self.tracing():
-            step, arguments = step_and_shapes(config, vocabulary_size)
+            step, arguments, _ = step_and_shapes(config, vocabulary_size)
         return self.trace(step, *arguments)
 
     def compile(self, traced: jax.stages.Traced, dump: Path | None = None, **flags: bool) -> jax.stages.Compiled:

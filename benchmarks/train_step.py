@@ -22,7 +22,6 @@ if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
 import functools
-import itertools
 import sys
 import time
 from argparse import Namespace
@@ -40,7 +39,6 @@ from benchmarks import nanogpt, picture, report
 from configs.schema import Config, ModelConfig, TrainConfig
 from data.loader import Batch
 from models import attention, gpt
-from models.attention.self_attention import INITIAL_SCALE
 from support.command import status
 from support.errors import ConfigError
 from training import accounting
@@ -140,17 +138,15 @@ class Step:
         tokens = np.random.default_rng(0).integers(0, vocabulary_size, shape, dtype=np.int32)
         self._batch = Batch(*jax.device_put(tuple(tokens)))
         self._learning_rate = jnp.float32(config.optimizer.learning_rate)
-        step, arguments = step_and_shapes(config, vocabulary_size)
+        step, arguments, make_state = step_and_shapes(config, vocabulary_size)
         lowered = step.lower(*arguments)
         start = time.monotonic()
         self._compiled = lowered.compile()
         self.compile_seconds = time.monotonic() - start
         self.peak_bytes = report.peak_bytes(self._compiled)
         report.check_memory(self.peak_bytes)
-        limit = report.device_memory()
-        if self.peak_bytes is not None and limit is not None and self.peak_bytes > limit:
-            raise MemoryError(f"needs {self.peak_bytes / 2**30:.1f} GiB, the device has {limit / 2**30:.1f}")
-        self._state = like_new(arguments[0])
+        # Array by array, without jit: XLA takes long to compile the initialisation of a large model as one program.
+        self._state = make_state()
 
     def __call__(self) -> StepMetrics:
         """Starts one update; its metrics."""
@@ -158,12 +154,14 @@ class Step:
         return metrics
 
 
-def step_and_shapes(config: Config, vocabulary_size: int, mesh: Mesh | None = None,
-                    ) -> tuple[jax.stages.Wrapped, tuple[TrainState, Batch, Any]]:
-    """The training step of a config under ``jax.jit``, and the shapes of its arguments, sharded over a mesh if any."""
+def step_and_shapes(config: Config, vocabulary_size: int, mesh: Mesh | None = None) -> tuple[
+        jax.stages.Wrapped, tuple[TrainState, Batch, Any], Callable[[], TrainState]]:
+    """The training step of a config under ``jax.jit``, the shapes of its arguments, sharded over a mesh if any, and what
+    makes its first state."""
     model = abstract_model(config, vocabulary_size)
     transform = make_optimizer(config.optimizer, decay_mask(model))
-    state = jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform))
+    make_state = functools.partial(initial_state, config, vocabulary_size, transform)
+    state = jax.eval_shape(make_state)
     of_tokens: Any = None
     options: dict[str, Any] = {}
     if mesh is not None:
@@ -175,25 +173,7 @@ def step_and_shapes(config: Config, vocabulary_size: int, mesh: Mesh | None = No
                     **options)
     tokens_BT: Any = jax.ShapeDtypeStruct((config.train.batch_size, config.model.context), jnp.int32,
                                           sharding=of_tokens)
-    return step, (state, Batch(tokens_BT, tokens_BT), jax.ShapeDtypeStruct((), jnp.float32))
-
-
-def like_new(shapes: TrainState) -> TrainState:
-    """A state like an initial one, drawn array by array, because XLA takes long to compile that as one program."""
-    keys = (jax.random.fold_in(jax.random.key(0), number) for number in itertools.count())
-
-    def normal(x: jax.ShapeDtypeStruct, scale: float) -> jax.Array:
-        return scale * jax.random.normal(next(keys), x.shape, x.dtype)
-
-    def parameter(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
-        is_norm = jax.tree_util.keystr(path[-1:], simple=True) == "scale"
-        return jnp.ones(x.shape, x.dtype) if is_norm else normal(x, INITIAL_SCALE)
-
-    def variable(x: jax.ShapeDtypeStruct) -> jax.Array:
-        return normal(x, 1) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape, x.dtype)
-
-    return TrainState(jax.tree.map_with_path(parameter, shapes.parameters), jax.tree.map(variable, shapes.variables),
-                      jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.optimizer))
+    return step, (state, Batch(tokens_BT, tokens_BT), jax.ShapeDtypeStruct((), jnp.float32)), make_state
 
 
 def mode_config(text: str) -> tuple[str, Any]:
@@ -284,9 +264,7 @@ def measure(configs: Mapping[str, Config], vocabulary_size: int, repeats: int, *
         row = Row(mode, report.form(implementation(config, vocabulary_size)), config.model.context,
                   config.train.batch_size, size, config.train.accumulate, flops=model_flops(config, vocabulary_size))
         row.error = outlook.refusal((size, mode), row.flops or 0)
-        choices = ("none", "names", "block") if remat == "auto" else (remat,)
-        cases[mode] = row, functools.partial(_prepare, config, vocabulary_size, row, choices,
-                                             crowded=len(configs) + len(peers or ()) > 1)
+        cases[mode] = row, functools.partial(_prepare, config, vocabulary_size, row, remat)
     config = next(iter(configs.values()))
     for name, peer in (peers or {}).items():
         cases[name] = Row(name, None, config.model.context, config.train.batch_size, size), peer
@@ -306,19 +284,18 @@ def measure(configs: Mapping[str, Config], vocabulary_size: int, repeats: int, *
     return list(rows.values())
 
 
-def _prepare(config: Config, vocabulary_size: int, row: Row, choices: Sequence[str], crowded: bool) -> Step:
-    """A step that ran once, with the first rematerialisation that fits.
+def _prepare(config: Config, vocabulary_size: int, row: Row, remat: str) -> Step:
+    """The step; with ``auto``, with the first rematerialisation whose planned memory fits.
 
     Raises:
         as :class:`Step`.
     """
+    choices = ("none", "names", "block") if remat == "auto" else (remat,)
     for choice in choices:
         try:
             step = Step(replace(config, train=replace(config.train, remat=choice)), vocabulary_size)
-            jax.block_until_ready(step())
-        except (MemoryError, jax.errors.JaxRuntimeError) as error:
-            # Beside others there may be too little memory, and alone enough.
-            if choice == choices[-1] or (crowded and not row.alone and isinstance(error, jax.errors.JaxRuntimeError)):
+        except MemoryError:
+            if choice == choices[-1]:
                 raise
         else:
             row.remat, row.peak_bytes, row.compile_seconds = choice, step.peak_bytes, step.compile_seconds

@@ -46,7 +46,7 @@ def test_rows_of_the_file_and_the_table(tmp_path, capsys):
         assert row["error"] is None
     assert (tmp_path / "sampling.png").stat().st_size
     (prompt,) = contents["prompts"]
-    assert (prompt["mode"], prompt["tokens"], prompt["error"]) == ("chunked", 40, None)
+    assert (prompt["mode"], prompt["tokens"]) == ("chunked", 40)
     assert prompt["ratio"] == pytest.approx(prompt["one_by_one_seconds"] / prompt["seconds"])
     assert len(capsys.readouterr().out.splitlines()) == 8
 
@@ -63,8 +63,7 @@ def test_nothing_is_compiled_while_tokens_are_drawn_one_by_one(mode, monkeypatch
         return 2.0
 
     monkeypatch.setattr(sampling, "_draw_seconds", timed)
-    row = sampling.measure_prompt(sampler, mode, 1500)
-    assert row.one_by_one_seconds == 2
+    assert sampling.measure_prompt(sampler, 1500)["one_by_one_seconds"] == 2
     sampler.warm_up(1, 1500)
     assert compiled == [sampler._decode._cache_size()]
 
@@ -114,47 +113,30 @@ def test_a_case_beyond_the_memory_is_a_row_without_times(tmp_path, monkeypatch):
     assert row["error"] == "out of memory: needs more"
 
 
-def test_a_case_that_runs_out_of_memory_while_it_is_timed_keeps_what_was_measured_before(tmp_path, monkeypatch):
-    def timed(cases, *arguments, **options):
-        if any(position == 16 for _, position in cases):
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nby so much")
-        return {case: [1.0, 3.0, 2.0] for case in cases}
-
-    path = tmp_path / "sampling.json"
-    monkeypatch.setattr(report, "time_by_turns", timed)
-    monkeypatch.setattr(sampling, "TOGETHER_BYTES", 0)
-    assert sampling.main([*TINY, "--positions", "8,16", "--modes", "chunked", "--json", str(path)]) == 0
-    first, second = json.loads(path.read_text())["rows"]
-    assert (first["error"], len(first["samples"])) == (None, 3)
-    assert (second["error"], second["milliseconds"]) == ("out of memory: RESOURCE_EXHAUSTED: out of memory", None)
-
-
 @pytest.mark.thorough
 def test_interrupted_the_file_has_the_batches_before(tmp_path, monkeypatch, capsys):
     def timed(cases, *arguments, **options):
-        if path.exists() and len(json.loads(path.read_text())["rows"]) == 3:
+        if path.exists() and len(json.loads(path.read_text())["rows"]) == 2:
             raise KeyboardInterrupt
         return {case: [1.0] for case in cases}
 
     path = tmp_path / "sampling.json"
     monkeypatch.setattr(report, "time_by_turns", timed)
-    monkeypatch.setattr(sampling, "TOGETHER_BYTES", 0)
     assert sampling.main([*TINY, "--positions", "8,16", "--batches", "1,2", "--modes", "chunked", "--json",
                           str(path)]) == 130
     rows = json.loads(path.read_text())["rows"]
-    assert [(row["batch"], row["position"]) for row in rows] == [(1, 8), (1, 16), (2, 8)]
-    assert "3 rows" in capsys.readouterr().err
+    assert [(row["batch"], row["position"]) for row in rows] == [(1, 8), (1, 16)]
+    assert "2 rows" in capsys.readouterr().err
 
 
-def test_each_group_of_positions_is_kept_when_it_is_there(monkeypatch):
-    monkeypatch.setattr(sampling, "TOGETHER_BYTES", 0)
-    monkeypatch.setattr(report, "time_by_turns", lambda cases, *_, **__: {case: [1.0] for case in cases})
-    config = ModelConfig(layers=1, heads=2, width=16, positions="none", dtype="float32", attention=("chunked",))
-    sampler = sampling.Sampler(GPT(resolve_config(config), 11, rngs=nnx.Rngs(0)))
-    groups = list(sampling.measure({"chunked": sampler}, [8, 16], 1, 1))
-    assert [len(rows) for rows in groups] == [1, 1]
-    sampling.compare([row for rows in groups for row in rows])
-    assert [row.ratio for rows in groups for row in rows] == [1, 1]
+def test_times_are_of_a_token_and_relative_to_the_first_position(monkeypatch):
+    monkeypatch.setattr(report, "time_by_turns", lambda runs, *_: {case: [1.0 * case[1]] for case in runs})
+    rows = sampling.measure({"chunked": make_sampler()}, [8, 16], 2, 1)
+    sampling.compare(rows)
+    seconds = 8 / sampling.CALLS_PER_SAMPLE / TOKENS_PER_CALL
+    assert rows[0].milliseconds == pytest.approx(1e3 * seconds)
+    assert rows[0].tokens_per_second == pytest.approx(2 / seconds)
+    assert [row.ratio for row in rows] == [1, 2]
 
 
 @pytest.mark.parametrize(("flags", "message"), [
