@@ -61,7 +61,7 @@ def measure_step(case: Mapping[str, Any]) -> dict[str, Any]:
     mesh = make_mesh(config, devices)
     # Not jax.set_mesh: no array can be on a device that does not exist.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        step, arguments, _ = step_and_shapes(config, case["vocabulary"], mesh)
+        step, arguments = step_and_shapes(config, case["vocabulary"], mesh)
         traced = step.trace(*arguments)
         if gpu is None:
             compiled = traced.lower().compile()

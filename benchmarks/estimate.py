@@ -18,6 +18,9 @@ compiled in an environment that ``make gpu-check`` builds. ``limit`` is a lower 
 the time to read and write parameters, optimizer state and batch once, or for the operations that ``metrics.jsonl``
 counts. Of a token at the end of the context it is the time to read the parameters in two bytes each and the state of
 the tokens before.
+
+``memory`` is the compiler's plan for arguments, outputs and temporaries, and which cards it fits. The driver,
+evaluations and other programs on the card come on top. By default jax reserves three quarters of a card's memory.
 """
 
 from support import interrupts
@@ -282,6 +285,8 @@ def main(options: Namespace, results: report.Results) -> int | None:
         found = target.compile_elsewhere(MODULE, case | {"config": config.to_dict()})
         check_fits(found["peak_bytes"], options.card)
         text, more = describe_program(config, found, gpu, options, vocabulary)
+        text.append(f"memory: {found['peak_bytes'] / 2**30:,.2f} GiB, as compiled for this card; "
+                    f"{memory.verdicts(found['peak_bytes'])}")
         if config.model.attention != (BASELINE,):
             status(f"compiling {BASELINE} …")
             model = replace(config.model, attention=(BASELINE,), modes={})

@@ -1,4 +1,4 @@
-"""Compiling for a GPU on a machine without one, for ``gpu_check``, ``memory`` and ``estimate``.
+"""Compiling for a GPU on a machine without one, for ``gpu_check`` and ``estimate``.
 
 XLA needs no driver and no card to compile for one, only its description (``targets/NAME.txtpb``), jax's CUDA plug-in
 and NVIDIA's assembler, which ``scripts/gpu_check.sh`` installs into environments of their own, ``.venv-gpu/VERSION``.
@@ -92,7 +92,7 @@ class Target:
     def trace_step(self, config: Config, vocabulary_size: int) -> jax.stages.Traced:
         """The training step of a config on one device, traced."""
         with self.tracing():
-            step, arguments, _ = step_and_shapes(config, vocabulary_size)
+            step, arguments = step_and_shapes(config, vocabulary_size)
         return self.trace(step, *arguments)
 
     def compile(self, traced: jax.stages.Traced, dump: Path | None = None, **flags: bool) -> jax.stages.Compiled:

@@ -138,7 +138,7 @@ class Step:
         tokens = np.random.default_rng(0).integers(0, vocabulary_size, shape, dtype=np.int32)
         self._batch = Batch(*jax.device_put(tuple(tokens)))
         self._learning_rate = jnp.float32(config.optimizer.learning_rate)
-        step, arguments, make_state = step_and_shapes(config, vocabulary_size)
+        step, arguments = step_and_shapes(config, vocabulary_size)
         lowered = step.lower(*arguments)
         start = time.monotonic()
         self._compiled = lowered.compile()
@@ -146,7 +146,8 @@ class Step:
         self.peak_bytes = report.peak_bytes(self._compiled)
         report.check_memory(self.peak_bytes)
         # Array by array, without jit: XLA takes long to compile the initialisation of a large model as one program.
-        self._state = make_state()
+        transform = make_optimizer(config.optimizer, decay_mask(abstract_model(config, vocabulary_size)))
+        self._state = initial_state(config, vocabulary_size, transform)
 
     def __call__(self) -> StepMetrics:
         """Starts one update; its metrics."""
@@ -155,13 +156,11 @@ class Step:
 
 
 def step_and_shapes(config: Config, vocabulary_size: int, mesh: Mesh | None = None) -> tuple[
-        jax.stages.Wrapped, tuple[TrainState, Batch, Any], Callable[[], TrainState]]:
-    """The training step of a config under ``jax.jit``, the shapes of its arguments, sharded over a mesh if any, and what
-    makes its first state."""
+        jax.stages.Wrapped, tuple[TrainState, Batch, Any]]:
+    """The training step of a config under ``jax.jit``, and the shapes of its arguments, sharded over a mesh if any."""
     model = abstract_model(config, vocabulary_size)
     transform = make_optimizer(config.optimizer, decay_mask(model))
-    make_state = functools.partial(initial_state, config, vocabulary_size, transform)
-    state = jax.eval_shape(make_state)
+    state = jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform))
     of_tokens: Any = None
     options: dict[str, Any] = {}
     if mesh is not None:
@@ -173,7 +172,7 @@ def step_and_shapes(config: Config, vocabulary_size: int, mesh: Mesh | None = No
                     **options)
     tokens_BT: Any = jax.ShapeDtypeStruct((config.train.batch_size, config.model.context), jnp.int32,
                                           sharding=of_tokens)
-    return step, (state, Batch(tokens_BT, tokens_BT), jax.ShapeDtypeStruct((), jnp.float32)), make_state
+    return step, (state, Batch(tokens_BT, tokens_BT), jax.ShapeDtypeStruct((), jnp.float32))
 
 
 def mode_config(text: str) -> tuple[str, Any]:

@@ -14,7 +14,7 @@ packages=(nvidia-cuda-nvcc==13.5.37 nvidia-nvvm==13.5.37 nvidia-cudnn-cu13==9.28
 # The dependencies of kernels, models and benchmarks, at the versions of the lock.
 names='absl-py|flax|jaxtyping|ml-dtypes|msgpack|numpy|opt-einsum|optax|pyyaml|rich|markdown-it-py|mdurl|pygments'
 names+='|scipy|treescope|typing-extensions|wadler-lindig|etils|orbax-checkpoint'
-# To read a recipe, for `benchmarks.estimate` and `benchmarks.memory`.
+# To read a recipe, for `benchmarks.estimate`.
 names+='|tyro|docstring-parser|typeguard|orjson'
 locked() { sed -nE "s/^($1)==([^ ;]+).*/\1==\2/p" requirements.lock; }
 mapfile -t -O "${#packages[@]}" packages < <(locked "$names")

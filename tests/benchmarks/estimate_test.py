@@ -165,6 +165,7 @@ def test_the_answer_and_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert "jax 0.11.2" in said.splitlines()[0]
     assert "5.000 ms, 10 launches" in said
     assert "softmax: 10.000 ms, 2.00 times as long" in said
+    assert "memory: 1.00 GiB, as compiled for this card; fits: h200, " in said
     contents = json.loads(path.read_text())
     assert contents["ms"] == pytest.approx(5)
     assert contents["softmax"]["ms"] == pytest.approx(10)
@@ -219,6 +220,7 @@ def test_estimates_of_small_programs():
     config = Config(model=model, train=TrainConfig(batch_size=1)).to_dict()
     step = target.compile_elsewhere(estimate.MODULE, {"card": "h200", "config": config, "vocabulary": 512,
                                                       "sampling": False})
+    assert step["argument_bytes"] >= 3 * 4 * (512 * 128 + 12 * 128**2)  # float32 weights and their two moments alone
     # Three products a matrix of a layer and of the head, the attention's two and five, and those of the embedding's
     # gradient.
     dense, of_embedding = 6 * 1024 * (12 * 128**2 + 512 * 128), 2 * 1024 * embedding.ROWS * 128
