@@ -194,35 +194,32 @@ def markdown(runs: Sequence[Run], published: Mapping[str, Any], origin: Mapping[
         (mode, *_) = (seeds[0].attention for seeds in row.values())
         of_mode.setdefault(mode, []).append(
             [f"`{name}`", *(cell(None if column is None else row.get(column.checksum)) for _, column in tasks), "–"])
-    lines = [["", *(TASKS.get(task, task) for task, _ in tasks), "average"],
-             ["---", *["---:"] * (len(tasks) + 1)],
-             *(line for mode, ours in of_mode.items()
+    lines = [*(line for mode, ours in of_mode.items()
                for line in (*ours, *map(theirs, counterparts(published, mode)))),
              *(theirs(row) for row in published["rows"] if row.get("mode") not in of_mode)]
+    data = [[TASKS.get(column.task, column.task), f"{column.context:,}", f"{column.trained_on:,}",
+             f"{column.examples:,}", ", ".join(f"{name} {100 * value:.1f}" for name, value in column.baselines.items())]
+            for column in columns]
+    scored = [[TASKS.get(run.task, run.task), f"`{run.attention}`", f"{run.seed}",
+               percent(run.accuracy, run.standard_error), run.beyond, f"{run.step:,}",
+               "–" if run.train_seconds is None else f"{run.train_seconds:,.0f}", f"{run.parameters:,}"]
+              for run in runs]
     text = ["# Long Range Arena: accuracy", "",
             f"Accuracy on the test split in per cent; several seeds as mean ± standard deviation. Measured on "
             f"{origin['device']}, jax {origin['versions']['jax']}. The rows in code font are ours, each followed by "
             "the published results of its mode:", "",
-            f"    {origin['command']} --out NAME", "", *("| " + " | ".join(line) + " |" for line in lines), "",
+            f"    {origin['command']} --out NAME", "",
+            *report.markdown(["", *(TASKS.get(task, task) for task, _ in tasks), "average"], lines), "",
             f"Published: {published['source']}. {published['notes']} **Bold**: state of the art. †: not checked "
             "against the paper. \\*: average over the five tasks given.", "",
             "## Data and baselines", "",
             "Baselines are fitted on the same training examples, on ListOps on at most the first 20,000 (the majority "
             "class on all), and scored on the same test examples.", "",
-            "| task | max. tokens | train | test | baselines |",
-            "| --- | ---: | ---: | ---: | --- |"]
-    for column in columns:
-        guesses = ", ".join(f"{name} {100 * value:.1f}" for name, value in column.baselines.items())
-        text.append(f"| {TASKS.get(column.task, column.task)} | {column.context:,} | {column.trained_on:,} | "
-                    f"{column.examples:,} | {guesses} |")
-    text += ["", "## Runs", "", "Beyond: the best baseline that a run exceeds by two standard errors of its accuracy. "
-             "Seconds: training time.", "",
-             "| task | mode | seed | accuracy | beyond | updates | seconds | parameters |",
-             "| --- | --- | ---: | ---: | --- | ---: | ---: | ---: |",
-             *(f"| {TASKS.get(run.task, run.task)} | `{run.attention}` | {run.seed} | "
-               f"{percent(run.accuracy, run.standard_error)} | {run.beyond} | {run.step:,} | "
-               f"{'–' if run.train_seconds is None else f'{run.train_seconds:,.0f}'} | {run.parameters:,} |"
-               for run in runs), "", *(f"    {run.command}" for run in runs), ""]
+            *report.markdown(("task", "max. tokens", "train", "test", "baselines"), data), "",
+            "## Runs", "", "Beyond: the best baseline that a run exceeds by two standard errors of its accuracy. "
+            "Seconds: training time.", "",
+            *report.markdown(("task", "mode", "seed", "accuracy", "beyond", "updates", "seconds", "parameters"),
+                             scored), "", *(f"    {run.command}" for run in runs), ""]
     return "\n".join(text)
 
 
@@ -248,50 +245,6 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
                  | {"standard_error": run.standard_error, "beyond": run.beyond} for run in runs]}
 
 
-def draw(path: Path, runs: Sequence[Run], published: Mapping[str, Any]) -> None:
-    """A panel per column: bars for the modes, diamonds for their published results, lines for the baselines and the
-    published Transformer."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from comparison.style import colour
-
-    columns, rows = table(runs)
-    across = min(len(columns), 2)
-    down = -(-len(columns) // across)
-    figure, grid = pyplot.subplots(down, across, figsize=(7 * across, (1.6 + 0.35 * len(rows)) * down), squeeze=False,
-                                   layout="constrained")
-    for axes, column in zip(grid.flat, columns, strict=False):
-        bars = {name: row[column.checksum] for name, row in reversed(rows.items()) if column.checksum in row}
-        for place, seeds in enumerate(bars.values()):
-            mean, deviation = mean_and_deviation(seeds)
-            axes.barh(place, 100 * mean, xerr=None if deviation is None else 100 * deviation,
-                      color=colour(seeds[0].attention), alpha=0.6)
-        theirs = [(row[column.task], place) for place, seeds in enumerate(bars.values())
-                  for row in counterparts(published, seeds[0].attention)[:1] if isinstance(row.get(column.task), float)]
-        if theirs:
-            axes.plot(*zip(*theirs, strict=True), "D", color="#a40000", markersize=5, zorder=3,
-                      label="the mode, published\nof the whole task")
-        axes.set_yticks(range(len(bars)), bars)
-        transformer = counterparts(published, "softmax")[0].get(column.task)
-        lines = [(f"{name}, {100 * value:.1f}", 100 * value, {"color": f"{0.7 - 0.7 * i / len(column.baselines):.2f}"})
-                 for i, (name, value) in enumerate(column.baselines.items())]
-        if isinstance(transformer, float):
-            look = {"color": "#a40000", "linestyle": "--"}
-            lines.append((f"Transformer, published\nof the whole task, {transformer:.1f}", transformer, look))
-        for name, value, look in lines:
-            axes.axvline(value, label=name, **look)
-        axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-        axes.set(title=f"{TASKS.get(column.task, column.task)}, up to {column.context:,} tokens, "
-                       f"{column.trained_on:,} examples", xlabel="accuracy on test (%)", xlim=(0, 100))
-    for axes in grid.flat[len(columns):]:
-        axes.remove()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
 @functools.partial(report.Benchmark, module="lra.table accuracy", files=True, flags={
     "RUNS": {"nargs": "+", "metavar": "RUN", "type": Path, "help": "folders of runs of lra.train"}})
 def make_table(options: Namespace, results: report.Results) -> int:
@@ -305,7 +258,5 @@ def make_table(options: Namespace, results: report.Results) -> int:
     results.more = contents(runs) | {"published": published}
     results.keep()
     results.write_text(markdown(runs, published, results.origin))
-    if report.has_matplotlib():
-        draw(options.picture, runs, published)
     print(results.text)
     return 1 if left_out else 0

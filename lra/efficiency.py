@@ -12,14 +12,12 @@ if __name__ == "__main__":  # before any other import, which takes seconds
 
 import functools
 import json
-import math
-import resource
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import linear_regression, median
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -105,9 +103,9 @@ class Case:
     def config(self) -> EncoderConfig:
         """The config of the classifier.
 
-            Raises:
-                ConfigError: the row or shape is unknown, or sizes do not match.
-            """
+        Raises:
+            ConfigError: the row or shape is unknown, or sizes do not match.
+        """
         for what, name, known in (("--rows", self.row, table_rows()), ("--shape", self.shape, SHAPES)):
             if name not in known:
                 raise ConfigError(f"{what} {name}: expected one of {', '.join(known)}")
@@ -129,10 +127,6 @@ class Result(Case):
     """Sequences per step."""
     peak_bytes: int | None = None
     """Arguments, outputs and temporaries, as planned by the compiler."""
-    device_peak_bytes: int | None = None
-    """Peak of the device's allocator; None on a CPU."""
-    resident_bytes: int | None = None
-    """Peak resident size of the process, with interpreter and compiler; only on a CPU."""
     steps_per_second: float | None = None
     """At the median time of a step."""
     quartiles: tuple[float, float] | None = None
@@ -195,11 +189,7 @@ def measure(case: Case) -> Result:
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         return replace(found, error=f"{type(error).__name__}: {error}".partition("\n")[0])
     low, middle, high = (float(x) for x in np.quantile(samples, (0.25, 0.5, 0.75)))
-    stats = jax.devices()[0].memory_stats() or {}
-    on_cpu = jax.default_backend() == "cpu"
-    return replace(found, device_peak_bytes=stats.get("peak_bytes_in_use"),
-                   resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if on_cpu else None,
-                   steps_per_second=1 / middle, quartiles=(low, high), samples=samples)
+    return replace(found, steps_per_second=1 / middle, quartiles=(low, high), samples=samples)
 
 
 def _time_steps(compiled: Any, state: Any, examples: Examples, case: Case) -> list[float]:
@@ -243,14 +233,14 @@ def markdown(results: Sequence[Result], origin: Mapping[str, Any]) -> str:
             f"Published: {published['source']}. {published['notes']}", ""]
 
     def ours(cell: Any) -> list[str]:
-        return _lines(["", *(f"{tokens:,}" for tokens in lengths)],
-                      [[f"`{row}`", *(cell(found[row, tokens]) for tokens in lengths)] for row in rows])
+        return report.markdown(["", *(f"{tokens:,}" for tokens in lengths)],
+                               [[f"`{row}`", *(cell(found[row, tokens]) for tokens in lengths)] for row in rows])
 
     def theirs(quantity: str, style: str, *, inverse: bool) -> list[str]:
         body = [[f"`{row}`", *(
             f"{value:{style}} ({(base[quantity][at] / value) if inverse else (value / base[quantity][at]):.1f}×)"
             for at, value in entry[quantity].items())] for row, entry in others.items()]
-        return _lines(["published", *(f"{int(at):,}" for at in base[quantity])], body)
+        return report.markdown(["published", *(f"{int(at):,}" for at in base[quantity])], body)
 
     def speed(result: Result) -> str:
         if result.steps_per_second is None:
@@ -273,23 +263,12 @@ def markdown(results: Sequence[Result], origin: Mapping[str, Any]) -> str:
     text += [f"## Memory of a step, GB{compared.format('times less than')}", "",
              "What the compiler plans for arguments, outputs and temporaries, also where that does not fit.", "",
              *ours(memory), "", *theirs("gigabytes", ".2f", inverse=True), ""]
-    slopes = {row: slope([found[row, tokens] for tokens in lengths]) for row in rows}
-    if any(value is not None for value in slopes.values()):
-        text += ["## How memory grows", "", "The slope of its logarithm over that of the length: 1 is linear, 2 "
-                 "quadratic, less where parameters weigh more than what grows.", "",
-                 *_lines(["", "exponent"], [[f"`{row}`", f"{x:.2f}"] for row, x in slopes.items() if x is not None]),
-                 ""]
     text += ["## Options of the rows", "", *(f"- `{row}`: {_options_of(found[row, lengths[0]])}." for row in rows), ""]
     if any("released" in entry for entry in others.values()):
         text += ["Released code that differs from the paper it names; whether published figures came from it is not "
                  "known:", "", *(f"- `{row}`: {entry['released']}." for row, entry in others.items()
                                  if "released" in entry), ""]
     return "\n".join(text)
-
-
-def _lines(headings: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table."""
-    return ["| " + " | ".join(line) + " |" for line in (headings, ["---", *["---:"] * (len(headings) - 1)], *body)]
 
 
 def _options_of(case: Case) -> str:
@@ -319,14 +298,6 @@ def smaller(result: Result, found: Mapping[tuple[str, int], Result]) -> float | 
     """Memory of materialised softmax relative to this."""
     ratio = over_baseline(result, found, "peak_bytes")
     return ratio and 1 / ratio
-
-
-def slope(results: Sequence[Result]) -> float | None:
-    """The exponent of memory in length: a least-squares fit of the logarithms."""
-    known = [(math.log(result.tokens), math.log(result.peak_bytes)) for result in results if result.peak_bytes]
-    if len(known) < 2:
-        return None
-    return linear_regression(*zip(*known, strict=True)).slope
 
 
 def times(value: float | None) -> str:

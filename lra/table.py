@@ -9,7 +9,7 @@
 NAME.md and, with matplotlib, NAME.png. Cases are compared with materialised softmax, which the published table has, at
 the same length; ``softmax`` is fused. The table marks cases that are out of memory or time.
 
-``accuracy``: test accuracy of runs of ``lra.train`` (lra.accuracy), written as the same files.
+``accuracy``: test accuracy of runs of ``lra.train`` (lra.accuracy), written as NAME.json and NAME.md.
 """
 
 from support import interrupts

@@ -8,7 +8,7 @@ import difflib
 import hashlib
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,6 +82,15 @@ def load(task: str, *, folder: Path | None, max_length: int | None, train_exampl
     module = importlib.import_module(f"{__name__}.{task}")
     return module.load(folder=folder, max_length=max_length, train_examples=train_examples,
                        val_examples=val_examples, seed=seed, cache=cache)
+
+
+def dataset(splits: dict[str, Split], vocabulary: int, classes: int, notes: Sequence[str],
+            baselines: Mapping[str, float] | None = None) -> Dataset:
+    """The data of a task, with the checksum, and the majority class before its own baselines."""
+    train, test = splits["train"].labels, splits["test"].labels
+    majority = float((test == np.bincount(train).argmax()).mean())
+    return Dataset(splits, vocabulary, classes, {"majority class": majority, **(baselines or {})}, checksum(splits),
+                   tuple(notes))
 
 
 def checksum(splits: Mapping[str, Split]) -> str:

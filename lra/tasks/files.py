@@ -85,6 +85,13 @@ def check_label(source: object, place: str, label: float, classes: int) -> None:
         raise DataError(f"{source}: {place} has the label {label:g}; expected 0 to {classes - 1}")
 
 
+def check_count(task: str, split: str, available: int, wanted: int | None) -> None:
+    """Raises :class:`ConfigError` if a split has fewer examples than wanted."""
+    if wanted is not None and wanted > available:
+        flag = "train-examples" if split == "train" else "val-examples"
+        raise ConfigError(f"--data.{flag} is {wanted}; expected at most {available:,}, the {split} split of {task}")
+
+
 def choose(task: str, split: str, available: int, wanted: int | None, seed: int) -> Integer[np.ndarray, " N"]:
     """Indices of ``wanted`` examples of a split, or of all, in random order.
 
@@ -94,15 +101,8 @@ def choose(task: str, split: str, available: int, wanted: int | None, seed: int)
     """
     if not available:
         raise DataError(f"{task}: no examples for {split}")
-    if wanted is not None and wanted > available:
-        flag = "train-examples" if split == "train" else "val-examples"
-        raise ConfigError(f"--data.{flag} is {wanted}; expected at most {available:,}, the {split} split of {task}")
+    check_count(task, split, available, wanted)
     return np.random.default_rng([seed, *split.encode()]).permutation(available)[:wanted]
-
-
-def majority(train: Integer[np.ndarray, " M"], test: Integer[np.ndarray, " N"]) -> float:
-    """Accuracy on ``test`` of the most frequent label of ``train``."""
-    return float((test == np.bincount(train).argmax()).mean())
 
 
 def put(text: bytes, tokens_T: UInt16[np.ndarray, " T"]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from lra.tasks import Dataset, Split, checksum, files
+from lra.tasks import Dataset, Split, dataset, files
 from support.errors import ConfigError, DataError
 
 VOCABULARY = 257
@@ -55,8 +55,7 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
         tokens_NT = shades[source][part][chosen].astype(np.uint16) + np.uint16(1)
         lengths_N = np.full(len(chosen), side**2, np.int32)
         splits[name] = Split((tokens_NT,), (lengths_N,), labels[source][part][chosen])
-    baselines = {"majority class": files.majority(splits["train"].labels, splits["test"].labels)}
-    return Dataset(splits, VOCABULARY, CLASSES, baselines, checksum(splits), ())
+    return dataset(splits, VOCABULARY, CLASSES, ())
 
 
 def grey(pixels_NYXC: UInt8[np.ndarray, "N Y X 3"]) -> UInt8[np.ndarray, "N Y X"]:

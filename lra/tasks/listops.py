@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32, Integer, UInt8
 
-from lra.tasks import Dataset, Split, checksum, files
+from lra.tasks import Dataset, Split, dataset, files
 from support.command import status
 from support.errors import DataError
 
@@ -76,7 +76,7 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
         for name, path in files.find(folder, "listops-1000", FILES, "leave out --data-dir to generate ListOps").items():
             splits[name], remarks = _read(path, name, max_length, counts[name], seed)
             notes += remarks
-    return Dataset(splits, VOCABULARY, CLASSES, baselines(splits["train"], splits["test"]), checksum(splits), notes)
+    return dataset(splits, VOCABULARY, CLASSES, notes, baselines(splits["train"], splits["test"]))
 
 
 def evaluate(tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> int:
@@ -111,8 +111,8 @@ def text(tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> str:
 def baselines(train: Split, test: Split) -> dict[str, float]:
     """Accuracy on ``test`` of baselines fitted on ``train``, which see increasing parts of the tree.
 
-    The first sees nothing, the second the root operator. The third also sees the digits among its arguments: the
-    operator's value on these, and the number of its other arguments. The others compute exactly down to a depth, where
+    The first sees the root operator. The second also sees the digits among its arguments: the operator's value on
+    these, and the number of its other arguments. The others compute exactly down to a depth, where
     the root has depth 1, and replace each operator below by the most frequent value of trees with that root operator.
     """
     learned = Split((train.tokens[0][:_LEARNED_FROM],), (train.lengths[0][:_LEARNED_FROM],),
@@ -123,7 +123,7 @@ def baselines(train: Split, test: Split) -> dict[str, float]:
             counts.setdefault(name, np.zeros((_SEEN, CLASSES), np.int64))
             np.add.at(counts[name], (seen, labels), 1)
     guesses = {name: count.argmax(1) for name, count in counts.items()}
-    right = {"majority class": files.majority(train.labels, test.labels) * len(test.labels)}
+    right: dict[str, int] = {}
     for levels, labels in _parsed(test):
         found = {name: guesses[name][seen] for name, seen in _seen(levels).items()}
         found |= {f"exact to depth {depth}": _values(levels[: depth + 1], guesses["root operator"][:len(OPERATORS)])

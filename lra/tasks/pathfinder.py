@@ -35,8 +35,10 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from PIL import Image, ImageDraw
+from scipy import ndimage
 
-from lra.tasks import Dataset, Split, checksum, files
+from lra.tasks import Dataset, Split, dataset, files
 from support.command import run_command, status
 from support.errors import ConfigError, DataError
 
@@ -96,8 +98,6 @@ CHUNK = 2**22
 """Pixels per task of a process."""
 MEASURED = 10_000
 """Most images of a split that baselines use."""
-MOST_BROKEN = 1 / 1000
-"""Largest fraction of the release's images that may be missing or damaged."""
 
 
 class Scenes(NamedTuple):
@@ -212,35 +212,17 @@ def _translate(angle: np.ndarray, distance: float) -> np.ndarray:
 
 
 def _stroke(radius: int, head: np.ndarray, width: int) -> np.ndarray:
-    """A line of 255 from the centre of a square to ``head`` pixels from it, identical to Pillow's: by Bresenham's
-    algorithm, or, if wider, as a rectangle with integer corners."""
-    image = np.zeros((2 * radius + 1, 2 * radius + 1), np.uint8)
-    if width == 1:
-        n = np.abs(head).max()
-        points = np.sign(head) * ((2 * np.arange(n + 1)[:, None] * np.abs(head) + n) // (2 * n))
-        image[tuple((radius + points).T)] = 255
-        return image
-    across = head * (width - 1) / 2 / np.hypot(*head)
-    more = (np.sign(across) * np.floor(np.abs(across) + 0.5)).astype(int)
-    less = (np.sign(across) * np.ceil(np.abs(across) - 0.5)).astype(int)
-    one, other = np.array([more[1], -less[0]]), np.array([-less[1], more[0]])
-    corners = [one, head + one, head + other, other]
-    borders: dict[int, list[float]] = {}
-    for (y0, x0), (y1, x1) in zip(corners, [*corners[1:], one], strict=True):
-        for y in range(min(y0, y1), max(y0, y1) + 1):
-            borders.setdefault(y, []).extend([x0, x1] if y0 == y1 else [x0 + (y - y0) * (x1 - x0) / (y1 - y0)])
-    for y, xs in borders.items():
-        image[radius + y, radius + math.floor(min(xs) + 0.5) : radius + math.ceil(max(xs) - 0.5) + 1] = 255
-    return image
+    """A line of 255 from the centre of a square to ``head`` pixels from it."""
+    image = Image.new("L", (2 * radius + 1, 2 * radius + 1))
+    y, x = map(int, radius + head)
+    ImageDraw.Draw(image).line([(radius, radius), (x, y)], fill=255, width=width)
+    return np.asarray(image)
 
 
 def _dilate(images: np.ndarray, radius: int) -> np.ndarray:
     """The largest value in a disk around each pixel of (N, H, W)."""
-    padded = np.pad(images, ((0, 0), (radius, radius), (radius, radius)))
-    _, height, width = images.shape
-    offsets = range(2 * radius + 1)
-    return np.max([padded[:, y : y + height, x : x + width] for y in offsets for x in offsets
-                   if (y - radius) ** 2 + (x - radius) ** 2 <= radius**2], axis=0)
+    y, x = np.ogrid[-radius : radius + 1, -radius : radius + 1]
+    return ndimage.grey_dilation(images, footprint=(y**2 + x**2 <= radius**2)[None], mode="constant")
 
 
 def _shrink(images: np.ndarray, side: int) -> np.ndarray:
@@ -524,7 +506,7 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
         tokens_NT = images.reshape(len(images), -1).astype(np.uint16)
         tokens_NT += 1
         splits[split] = Split((tokens_NT,), (np.full(len(images), level.side**2, np.int32),), labels_N)
-    return Dataset(splits, 257, 2, _baselines(splits, level), checksum(splits), tuple(notes))
+    return dataset(splits, 257, 2, notes, _baselines(splits, level))
 
 
 def _side(pixels: int, most: int, task: str, *, generated: bool) -> int:
@@ -541,10 +523,9 @@ def _side(pixels: int, most: int, task: str, *, generated: bool) -> int:
 
 
 def _baselines(splits: dict[str, Split], level: Level) -> dict[str, float]:
-    """Test accuracy of baselines fitted on train: the majority class, and the majority in each decile of the brightness
-    of images and of the distance of their markers."""
+    """Test accuracy of baselines fitted on train: the majority in each decile of the brightness of images, and of the
+    distance of their markers."""
     train, test = splits["train"], splits["test"]
-    majority = np.bincount(train.labels).argmax()
 
     def by_tenths(measure: Callable[[np.ndarray], np.ndarray]) -> float:
         learned_from, asked = (measure(split.tokens[0][:MEASURED]) for split in (train, test))
@@ -553,8 +534,7 @@ def _baselines(splits: dict[str, Split], level: Level) -> dict[str, float]:
         ones = np.bincount(tenths, train.labels[:MEASURED], 10) * 2 > np.bincount(tenths, minlength=10)
         return float((test.labels[:MEASURED] == ones[np.searchsorted(edges, asked)]).mean())
 
-    return {"majority class": float((test.labels == majority).mean()),
-            "brightness": by_tenths(lambda tokens_NT: tokens_NT.mean(1)),
+    return {"brightness": by_tenths(lambda tokens_NT: tokens_NT.mean(1)),
             "marker distance": by_tenths(functools.partial(_distances, level))}
 
 
@@ -647,30 +627,20 @@ def _released(task: str, folder: Path, side: int, asked: dict[str, int | None],
     listed = _listed(root)
     order = np.random.default_rng(seed).permutation(len(listed))
     bounds = [0, len(listed) * 8 // 10, len(listed) * 9 // 10, len(listed)]
-    found, broken, read = {}, [], 0
+    found, broken, read = {}, files.Broken(root), 0
     for split, first, last in zip(asked, bounds[:-1], bounds[1:], strict=True):
-        count = asked[split]
-        if count is not None and count > last - first:
-            flag = "train-examples" if split == "train" else "val-examples"
-            raise ConfigError(f"--data.{flag} is {count}; expected at most {last - first:,}, the {split} split of "
-                              f"{task}")
-        rows = [listed[i] for i in order[first:last][:count]]
-        images = np.empty((len(rows), side, side), np.uint8)
-        whole = np.ones(len(rows), bool)
-        for i, (path, _label) in enumerate(rows):
-            image = _grey(path, side)
-            if image is None:
+        files.check_count(task, split, last - first, asked[split])
+        rows = [listed[i] for i in order[first:last][:asked[split]]]
+        images, whole = np.empty((len(rows), side, side), np.uint8), np.ones(len(rows), bool)
+        for i, (path, _) in enumerate(rows):
+            if (image := _grey(path, side)) is None:
                 whole[i] = False
-                broken.append(path)
+                broken.add(f"{path.relative_to(root)}, missing or no PNG image of {side} x {side} pixels")
             else:
                 images[i] = image
         read += len(rows)
-        found[split] = images[whole], np.array([label for _path, label in rows], np.int32)[whole]
-    if len(broken) > MOST_BROKEN * read:
-        raise DataError(f"{broken[0]}: expected a PNG image of {side} x {side} pixels; {len(broken):,} of {read:,} "
-                        f"images in {root} are missing, empty or damaged: unpack lra_release.gz again")
-    notes = [f"{len(broken):,} of {read:,} images are missing, empty or damaged and skipped"] if broken else []
-    return found, notes
+        found[split] = images[whole], np.array([label for _, label in rows], np.int32)[whole]
+    return found, list(broken.notes(read))
 
 
 def _listed(root: Path) -> list[tuple[Path, int]]:
@@ -694,14 +664,11 @@ def _listed(root: Path) -> list[tuple[Path, int]]:
 
 def _grey(path: Path, side: int) -> np.ndarray | None:
     """(side, side) uint8 of a PNG file; None if it is not such an image."""
-    from matplotlib.image import imread
-
     try:
-        image = imread(path, format="png")
+        with Image.open(path, formats=["PNG"]) as image:
+            return np.asarray(image.convert("RGB"))[:, :, 0] if image.size == (side, side) else None
     except (OSError, SyntaxError, ValueError):
         return None
-    image = image[:, :, 0] if image.ndim == 3 else image
-    return np.rint(image * 255).astype(np.uint8) if image.shape == (side, side) else None
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -710,7 +677,6 @@ def command(arguments: Sequence[str]) -> None:
 
     parser = ArgumentParser(prog="python -m lra.tasks.pathfinder", description=command.__doc__, allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="PNG to draw")
-    parser.add_argument("--seed", type=int, default=0, help="of the images (%(default)s)")
     options = parser.parse_args(arguments)
     if not os.access(options.out.parent, os.W_OK):
         parser.error(f"--out {options.out}: cannot be written; name a file in a folder that can be written to")
@@ -718,7 +684,7 @@ def command(arguments: Sequence[str]) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots(4, columns)
     for i, (name, level) in enumerate((("Pathfinder", PATHFINDER), ("Path-X", PATHX))):
-        drawn = scenes(level, options.seed, np.arange(2 * columns))
+        drawn = scenes(level, 0, np.arange(2 * columns))
         images = draw(level, drawn)
         for label, said in ((1, "one path"), (0, "two paths")):
             row = axes[2 * i + 1 - label]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lra.tasks import Dataset, Split, checksum, files
+from lra.tasks import Dataset, Split, dataset, files
 from support.errors import ConfigError, DataError
 
 VOCABULARY = files.BYTES
@@ -34,8 +34,7 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
         wanted = train_examples if name == "train" else val_examples
         splits[name], remarks = _read(path, name, max_length or MAX_LENGTH, wanted, seed)
         notes += remarks
-    baselines = {"majority class": files.majority(splits["train"].labels, splits["test"].labels)}
-    return Dataset(splits, VOCABULARY, CLASSES, baselines, checksum(splits), notes)
+    return dataset(splits, VOCABULARY, CLASSES, notes)
 
 
 def _read(path: Path, name: str, max_length: int, count: int | None, seed: int) -> tuple[Split, tuple[str, ...]]:

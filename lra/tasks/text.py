@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lra.tasks import Dataset, Split, checksum, files
+from lra.tasks import Dataset, Split, dataset, files
 
 VOCABULARY = files.BYTES
 CLASSES = 2
@@ -42,8 +42,7 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
         lengths_N = np.array([files.put(text, row_T) for (text, _), row_T in zip(chosen, tokens_NT, strict=True)],
                              np.int32)
         splits[name] = Split((tokens_NT,), (lengths_N,), np.array([label for _, label in chosen], np.int32))
-    baselines = {"majority class": files.majority(splits["train"].labels, splits["test"].labels)}
-    return Dataset(splits, VOCABULARY, CLASSES, baselines, checksum(splits), notes)
+    return dataset(splits, VOCABULARY, CLASSES, notes)
 
 
 def _reviews(folder: Path | None) -> tuple[dict[str, list[tuple[bytes, int]]], tuple[str, ...]]:

@@ -315,12 +315,13 @@ def test_a_few_broken_images_are_left_out(tmp_path):
     (root / "imgs/0/sample_172.png").write_bytes(b"")
     data = load(folder=tmp_path, train_examples=None, val_examples=None)
     assert sum(len(split.labels) for split in data.splits.values()) == 999
-    assert data.notes == ("1 of 1,000 images are missing, empty or damaged and skipped",)
+    (note,) = data.notes
+    assert "1 of 1,000 rows are broken, the first at imgs/0/sample_172.png, missing or no PNG image of 32 x 32" in note
     (root / "imgs/0/sample_0.png").unlink()
     damaged = root / "imgs/1/sample_700.png"
     damaged.write_bytes(damaged.read_bytes()[:40])
     Image.fromarray(np.zeros((16, 32), np.uint8)).save(root / "imgs/1/sample_800.png")
-    with pytest.raises(DataError, match=r"sample_\d+.png: expected .* 32 x 32 pixels; 4 of 1,000 images"):
+    with pytest.raises(DataError, match=r"4 of 1,000 rows are broken, the first at .*sample_\d+.png, missing or no PNG"):
         load(folder=tmp_path, train_examples=None, val_examples=None)
 
 

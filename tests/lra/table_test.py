@@ -75,7 +75,6 @@ def test_the_table_says_what_was_measured():
     assert "| `linear` | 9.1 (1.1×) | 9.3 (1.9×) | 8.6 (3.7×) | 7.8 (5.6×) |" in text  # published
     assert "| `linear` | 0.50 (2.0×) | 2.00 (10.0×) |" in text  # the plan of what did not fit
     assert "| `linear` | 0.37 (2.3×) | 0.57 (4.6×) | 0.80 (6.9×) | 1.03 (9.2×) |" in text
-    assert "| `linear` | 1.00 |" in text  # the exponent
     assert "- `linear`: padding not masked." in text
     slow = replace(rows[3], steps_per_second=None, error="not done after 600 s")
     assert "| `linear` | 20 (2.0×) | too long |" in efficiency.markdown([*rows[:3], slow], ORIGIN)
@@ -103,8 +102,6 @@ def test_a_case_in_a_process_of_its_own_keeps_its_plan_where_it_does_not_fit(mon
     found = in_process(case, 120)
     assert found.steps_per_second
     assert found.peak_bytes
-    assert found.resident_bytes
-    assert found.peak_bytes < found.resident_bytes
     monkeypatch.setattr(efficiency.report, "check_memory", raise_memory_error)
     full = measure(case)
     assert (full.peak_bytes, full.error) == (found.peak_bytes, "MemoryError: needs more")
