@@ -50,12 +50,14 @@ WARM_UP_CALLS = 4
 
 
 @dataclass
-class Row(report.Row):
-    """One call of one implementation, with its measurement."""
+class Row(report.ModeRow):
+    """One call of one implementation, with its measurement.
+
+    ``mode`` is ``NAME`` or ``NAME:FORM`` of :func:`attentions`, or one of ``FLA``. ``ratio`` is the time of the fastest
+    softmax on the same shape over this time.
+    """
 
     part: str
-    mode: str
-    """As on the command line: ``NAME`` or ``NAME:FORM`` of :func:`attentions`, or one of ``FLA``."""
     context: int
     passes: str
     """A key of ``PASSES``."""
@@ -65,18 +67,12 @@ class Row(report.Row):
     dtype: str = "float32"
     chunk_size: int | None = None
     """None: the default of the implementation."""
-    implementation: str | None = None
-    """What the mode picks; None if it does not say. Of ``fla``, how it is called."""
     picked_chunk_size: int | None = None
     """The default chunk size; None if those of the two passes differ."""
-    ratio: float | None = None
-    """Time of the fastest softmax on the same shape over this time."""
     times_fla: float | None = None
     """This time over that of the faster ``fla`` on the same shape."""
     times_default: float | None = None
     """This time over that of the default chunk size."""
-    peak_bytes: int | None = None
-    """Arguments, outputs and temporaries, as the compiler plans them."""
 
     def __post_init__(self) -> None:
         if self.implementation is None:
@@ -102,11 +98,6 @@ class Row(report.Row):
     def name(self) -> str:
         """Name of the case."""
         return f"{self.mode} at {self.shape_name}, {self.passes}"
-
-    @property
-    def label(self) -> str:
-        """The mode, and whether its kernel is interpreted."""
-        return self.mode + ", interpreted" * (self.implementation or "").endswith(", interpreted")
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -298,7 +289,7 @@ def cases_of(part: str, options: Namespace) -> list[Row]:
     sizes = {"batch": options.batch, "heads": options.heads, "head_width": options.head_width, "dtype": dtype}
     if part == "contexts":
         contexts = options.contexts or tuple(2**n for n in range(9, 20 if gpu else 15))
-        return [Row(part, mode, context, passes, **sizes)
+        return [Row(part, context, passes, mode=mode, **sizes)
                 for context in sorted(contexts) for passes in options.passes for mode in modes]
     if part == "chunks":
         chunked = [name for name, attention in attentions().items() if attention.pick_chunk_sizes is not None]
@@ -306,12 +297,12 @@ def cases_of(part: str, options: Namespace) -> list[Row]:
         if not modes:
             raise ConfigError(f"--modes {','.join(options.modes)}: the part chunks requires {', '.join(chunked)}")
         contexts = options.contexts or (1024, 4096, 16384, *((65536,) if gpu else ()))
-        defaults = [Row(part, mode, context, passes, **sizes)
+        defaults = [Row(part, context, passes, mode=mode, **sizes)
                     for context in sorted(contexts) for passes in options.passes for mode in modes]
         return [replace(row, chunk_size=C, implementation=None) for row in defaults
                 for C in (None, *(C for C in sorted(options.chunks) if row.context >= C != row.picked_chunk_size))]
     shapes = dict.fromkeys(shape for attention in attentions().values() for shape in attention.published_shapes)
-    return [Row(part, mode, T, passes, B, H, D, dtype)
+    return [Row(part, T, passes, B, H, D, dtype, mode=mode)
             for B, T, H, D in shapes for passes in options.passes for mode in modes]
 
 
@@ -340,13 +331,9 @@ def _case(row: Row) -> str:
     return row.shape_name + chunk
 
 
-def _mebibytes(row: Row) -> float | None:
-    return row.peak_bytes and row.peak_bytes / 2**20
-
-
 COLUMNS = report.columns(
     ("case", _case, ""), ("mode", "label", ""), ("passes", "passes", ""), ("ms", "milliseconds", ",.3f"),
-    ("fastest", "fastest", ",.3f"), ("planned MiB", _mebibytes, ",.1f"), ("× softmax", "ratio", ".2f"),
+    ("fastest", "fastest", ",.3f"), ("planned MiB", "mebibytes", ",.1f"), ("× softmax", "ratio", ".2f"),
     ("of fla", "times_fla", ".2f"), ("of default", "times_default", ".2f"))
 
 
@@ -358,7 +345,7 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
         if rows[0].part == "contexts":
             found += [Panel(curves(of_passes, "label", "context", "milliseconds"), PASSES[passes], "context",
                             "milliseconds"),
-                      Panel(curves(of_passes, "label", "context", _mebibytes), PASSES[passes], "context",
+                      Panel(curves(of_passes, "label", "context", "mebibytes"), PASSES[passes], "context",
                             "planned MiB")]
         elif rows[0].part == "chunks":
             sized = [replace(row, chunk_size=row.chunk_size or row.picked_chunk_size) for row in of_passes]

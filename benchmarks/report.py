@@ -138,6 +138,30 @@ class Row:
         return len(self.samples) or None
 
 
+@dataclass(kw_only=True)
+class ModeRow(Row):
+    """A measured attention mode."""
+
+    mode: str
+    """As on the command line."""
+    implementation: str | None = None
+    """What the mode picks; None if it has only one, or does not say."""
+    ratio: float | None = None
+    """Time relative to a case that the benchmark names."""
+    peak_bytes: int | None = None
+    """Arguments, outputs and temporaries, as the compiler plans them."""
+
+    @property
+    def label(self) -> str:
+        """The mode, and whether its kernel is interpreted."""
+        return self.mode + ", interpreted" * (self.implementation or "").endswith(", interpreted")
+
+    @property
+    def mebibytes(self) -> float | None:
+        """``peak_bytes`` in MiB."""
+        return None if self.peak_bytes is None else self.peak_bytes / 2**20
+
+
 def time_cases[Name](cases: Mapping[Name, tuple[Row, Callable[[], Callable[[], Any]]]], repeats: int, *,
                      sample_seconds: float = SAMPLE_SECONDS, seconds: float | None = None) -> None:
     """Times cases in turns and fills in their rows; a case that fails gets an error in its row.
@@ -441,9 +465,9 @@ class Benchmark:
         if self.files:
             parser.add_argument("--out", type=Path, required=True, help="NAME of the files to write, without a suffix")
         elif self.json:
-            parser.add_argument("--json", type=Path, help="file to write")
+            parser.add_argument("--json", type=output_file, help="file to write")
         if self.panels is not None and not self.files:
-            parser.add_argument("--picture", type=Path, help="PNG or SVG to draw, where matplotlib is installed")
+            parser.add_argument("--picture", type=picture_file, help="PNG or SVG to draw, if matplotlib is installed")
         options, words = parser.parse_known_args(arguments) if self.passes_on else (parser.parse_args(arguments), [])
         options.words = words
         if self.files:
@@ -458,8 +482,6 @@ class Benchmark:
         options = self.parse(arguments)
         if self.files:
             make_folder(options.out.parent)
-        for name in ("json", "picture"):
-            check_output(vars(options).get(name), "--out" if self.files else f"--{name}")
         tables = {"rows": self.tables} if isinstance(self.tables, Table) else self.tables or {}
         results = Results(self.module, options, [name.lower() for name in self.flags if name.isupper()], tuple(tables))
         code = self.measure(options, results)
@@ -496,20 +518,23 @@ class Benchmark:
                 status(f"{row.name}: {row.error}")
 
 
-def check_output(path: Path | None, flag: str = "--json") -> None:
-    """Checks before a measurement that a file can be written.
-
-    Raises:
-        ConfigError: it cannot, or is a picture and no PNG or SVG.
-    """
-    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise ConfigError(f"{flag} {path}: cannot be written; choose a file in a writable folder")
-    if path is not None and flag == "--picture" and path.suffix.lower() not in (".png", ".svg"):
-        raise ConfigError(f"{flag} {path}: expected a .png or .svg file")
+def output_file(text: str) -> Path:
+    """A flag's value: a file that can be written. It is checked before the measurement."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: cannot be written; choose a file in a writable folder")
+    return path
 
 
-def make_folder(path: Path, flag: str = "--out") -> None:
-    """Makes a folder.
+def picture_file(text: str) -> Path:
+    """A flag's value: a PNG or SVG that can be written."""
+    if Path(text).suffix.lower() not in (".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"{text}: expected a .png or .svg file")
+    return output_file(text)
+
+
+def make_folder(path: Path) -> None:
+    """Makes the folder of ``--out``.
 
     Raises:
         ConfigError: it cannot be made or written to.
@@ -520,7 +545,7 @@ def make_folder(path: Path, flag: str = "--out") -> None:
     except OSError as error:
         reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
     if reason is not None:
-        raise ConfigError(f"{flag} {path}: {reason}; name a folder that can be made and written to")
+        raise ConfigError(f"--out {path}: {reason}; name a folder that can be made and written to")
 
 
 def has_matplotlib() -> bool:

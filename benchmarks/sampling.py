@@ -57,11 +57,12 @@ CALLS_PER_SAMPLE = 4
 
 
 @dataclass
-class Row(report.Row):
-    """One mode at one position; times are of a token of every sequence."""
+class Row(report.ModeRow):
+    """One mode at one position; times are of a token of every sequence.
 
-    mode: str
-    """As on the command line."""
+    ``ratio`` is the time over that of the mode at the first position, with the same batch.
+    """
+
     position: int
     """Tokens before the first one drawn."""
     batch: int = 1
@@ -74,8 +75,6 @@ class Row(report.Row):
     """Parameters and caches, read for a token of every sequence."""
     bandwidth: float | None = None
     """Share of the peak of the device; None if that is unknown."""
-    ratio: float | None = None
-    """Time over that of the mode at the first position, with the same batch."""
     batch_ratio: float | None = None
     """Tokens per second over those of the mode with the first batch, at the same position."""
 
@@ -187,7 +186,7 @@ def measure(samplers: Mapping[str, Sampler], positions: Sequence[int], batch: in
     cases: dict[Any, tuple[Row, Callable[[], Any]]] = {}
     for position in positions:
         for mode, sampler in samplers.items():
-            row = Row(mode, position, batch, size, bytes_read=bytes_read(sampler.model, position, batch))
+            row = Row(position, batch, size, mode=mode, bytes_read=bytes_read(sampler.model, position, batch))
             cases[mode, position] = row, functools.partial(prepare, sampler, row)
     report.time_cases(cases, repeats, sample_seconds=0, seconds=seconds)
     for row, _ in cases.values():
@@ -215,7 +214,7 @@ def _draw_seconds(sampler: Sampler, tokens: int) -> float:
 def measure_peer(config: ModelConfig, vocabulary: int, positions: Sequence[int], batch: int, samples: int, *,
                  size: str | None) -> list[Row]:
     """The rows of GPT-2 in ``transformers`` with the sizes of a model."""
-    rows = [Row("transformers", position, batch, size) for position in positions]
+    rows = [Row(position, batch, size, mode="transformers") for position in positions]
     for row in rows:
         status(f"{row.name} …")
         try:

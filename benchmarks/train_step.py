@@ -73,12 +73,9 @@ SIZES = {
 
 
 @dataclass
-class Row(report.Row):
-    """One mode at one context; times are of a step."""
+class Row(report.ModeRow):
+    """One mode at one context; times are of a step. ``ratio`` is the time of the first softmax mode over this time."""
 
-    mode: str
-    """As on the command line."""
-    implementation: str | None
     context: int
     batch: int
     """Sequences in a step."""
@@ -93,10 +90,6 @@ class Row(report.Row):
     tokens_per_second: float | None = None
     utilisation: float | None = None
     """Share of the peak of one device in the compute dtype; None if the peak is unknown."""
-    ratio: float | None = None
-    """Time of the first softmax mode at this context over this time."""
-    peak_bytes: int | None = None
-    """Arguments, outputs and temporaries, as the compiler plans them."""
     compile_seconds: float | None = None
     """On a GPU with autotuning, unless it is cached."""
 
@@ -104,11 +97,6 @@ class Row(report.Row):
     def name(self) -> str:
         """Name of the case."""
         return f"{self.mode} at {self.context:,}"
-
-    @property
-    def label(self) -> str:
-        """Label of the curve."""
-        return self.mode + ", interpreted" * (self.implementation or "").endswith(", interpreted")
 
     @property
     def form(self) -> str:
@@ -121,7 +109,7 @@ TABLE = report.columns(
     ("size", lambda row: row.size or "", ""), ("context", "context", ","), ("mode", "mode", ""),
     ("implementation", "form", ""), ("ms/step", "milliseconds", ",.1f"), ("fastest", "fastest", ",.1f"),
     ("samples", "count", ""), ("tokens/s", "tokens_per_second", ",.0f"), ("utilisation", "utilisation", ".1%"),
-    ("peak MiB", lambda row: row.peak_bytes and row.peak_bytes / 2**20, ",.1f"),
+    ("peak MiB", "mebibytes", ",.1f"),
     ("compile s", "compile_seconds", ".0f"), ("× softmax", "ratio", ".2f"))
 
 
@@ -260,13 +248,14 @@ def measure(configs: Mapping[str, Config], vocabulary_size: int, repeats: int, *
     outlook = outlook or report.Outlook(seconds)
     cases: dict[str, tuple[Row, Callable[[], Callable[[], Any]]]] = {}
     for mode, config in configs.items():
-        row = Row(mode, report.form(implementation(config, vocabulary_size)), config.model.context,
-                  config.train.batch_size, size, config.train.accumulate, flops=model_flops(config, vocabulary_size))
+        row = Row(config.model.context, config.train.batch_size, size, config.train.accumulate, mode=mode,
+                  implementation=report.form(implementation(config, vocabulary_size)),
+                  flops=model_flops(config, vocabulary_size))
         row.error = outlook.refusal((size, mode), row.flops or 0)
         cases[mode] = row, functools.partial(_prepare, config, vocabulary_size, row, remat)
     config = next(iter(configs.values()))
     for name, peer in (peers or {}).items():
-        cases[name] = Row(name, None, config.model.context, config.train.batch_size, size), peer
+        cases[name] = Row(config.model.context, config.train.batch_size, size, mode=name), peer
     report.time_cases(cases, repeats, seconds=seconds)
     rows = {name: row for name, (row, _) in cases.items()}
     softmax = next((row.milliseconds for mode, row in rows.items()

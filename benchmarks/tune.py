@@ -21,7 +21,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
@@ -184,7 +183,7 @@ def name_of(row: tuning.Row) -> str:
         ("row", "key", ""), ("setting", "setting", ""), ("call", "shape", ""), ("tiles", "tiles", ""),
         ("ms", "milliseconds", ",.3f"), ("fastest", "fastest", ",.3f")),
     flags={"only": report.flag("tune only the rows with this in their name, such as 128x128", default=""),
-           "out": report.flag("table to write (that of the package)", type=Path)})
+           "out": report.flag("table to write (that of the package)", type=report.output_file)})
 def main(options: Namespace, results: report.Results) -> None:
     """Tunes row after row."""
     report.use_whole_device()
@@ -192,7 +191,6 @@ def main(options: Namespace, results: report.Results) -> None:
         raise ConfigError(f"benchmarks.tune requires a GPU: on a {device.platform()} the kernel is interpreted, and "
                           "its time is meaningless")
     out = options.out or tuning.TABLE
-    report.check_output(out, "--out")
     try:
         table = {row[:5]: row for row in tuning.read(out if out.exists() else tuning.TABLE)}
     except (ValueError, TypeError, KeyError) as error:

@@ -236,8 +236,8 @@ def test_fla_is_recorded_where_torch_can_and_called_where_not(mode, recordable, 
     (["contexst"], "PART contexst: expected one of contexts, chunks, kernel"),
     (["--passes", "backward"], "--passes: backward: expected forward, both, or several"),
     (["--contexts", "32,x"], "--contexts: invalid list of positive numbers value: '32,x'"),
-    (["--json", "nowhere/x.json"], "--json nowhere/x.json: cannot be written"),
-    (["--picture", "nowhere/x.png"], "--picture nowhere/x.png: cannot be written"),
+    (["--json", "nowhere/x.json"], "--json: nowhere/x.json: cannot be written"),
+    (["--picture", "nowhere/x.png"], "--picture: nowhere/x.png: cannot be written"),
 ])
 def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)

@@ -144,7 +144,7 @@ def test_times_are_of_a_token_and_relative_to_the_first_position(monkeypatch):
     (["--peer", "nanogpt"], "--peer: invalid choice: 'nanogpt'"),
     (["--recipe", "r.py", "--sizes", "124M"], "--recipe and --sizes: expected one of them"),
     (["--sizes", "125M"], "--sizes: 125M: expected 124M, 355M, 774M, 1558M, or several"),
-    (["--picture", "sampling.txt"], "--picture sampling.txt: expected a .png or .svg file"),
+    (["--picture", "sampling.txt"], "--picture: sampling.txt: expected a .png or .svg file"),
 ])
 def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)

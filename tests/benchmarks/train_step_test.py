@@ -79,7 +79,7 @@ def test_a_case_beyond_the_memory_or_the_device_is_a_row_without_times(tmp_path,
     (["--modes", "softmax:flash"], "--modes softmax:flash: softmax has no form 'flash'; it has cudnn, blockwise"),
     (["--heads", "3"], "model.heads is 3, which does not divide model.width, 16"),
     (["--contexts", "32,x"], "--contexts: invalid list of positive numbers value: '32,x'"),
-    (["--json", "nowhere/step.json"], "--json nowhere/step.json: cannot be written"),
+    (["--json", "nowhere/step.json"], "--json: nowhere/step.json: cannot be written"),
     (["--sizes", "124m"], "--sizes: 124m: expected 124M, 355M, 774M, 1558M, or several"),
     (["--accumulate", "3"], "--accumulate 3: does not divide the batch"),
     (["--peer", "nanogpt=nowhere"], "--peer nanogpt=nowhere: expected nanogpt=PATH"),
@@ -157,7 +157,7 @@ def test_what_is_timed_is_training():
 
 
 def test_a_case_that_would_take_too_long_is_not_run():
-    before = train_step.Row("softmax", None, 1024, 1, milliseconds=1000.0, flops=1e9)
+    before = train_step.Row(1024, 1, mode="softmax", milliseconds=1000.0, flops=1e9)
     for seconds, refusal in ((20, None), (
             10, "too slow: a call would take about 16 s by that at 1,024, and all have 10 s")):
         outlook = report.Outlook(seconds)
@@ -178,7 +178,7 @@ def test_gpt2_sizes_one_sequence_a_step_softplus_features():
 
 
 def test_the_picture_has_the_published_curves(tmp_path):
-    rows = [train_step.Row(mode, None, context, 1, "124M", milliseconds=context / 100)
+    rows = [train_step.Row(context, 1, "124M", mode=mode, milliseconds=context / 100)
             for mode in ("softmax", "chunked:chunked", "chunked:pallas_gpu") for context in (1024, 2048)]
     picture.draw_panels(tmp_path / "step.svg", train_step.panels(rows), title="a device")
     drawn = (tmp_path / "step.svg").read_text()
