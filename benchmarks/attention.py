@@ -1,14 +1,13 @@
 """Time and memory of one attention call, implementation against implementation: forward, and forward + backward.
 
     python -m benchmarks.attention contexts --contexts 512,1024,2048 --modes softmax:blockwise,chunked:chunked
-    python -m benchmarks.attention --json attention.json --picture attention.png
+    python -m benchmarks.attention chunks --json attention.json --picture attention.png
 
 The parts are ``contexts``, time against context; ``chunks``, time against chunk length, relative to that of the default
-one ("of default"); ``kernel``, the shapes of published kernel times. Without a part all are run. Only the call is
-timed, with a causal mask, on random positive features, without projections and feature maps. ``fla`` is
-flash-linear-attention, if it and torch are installed, on the same tensors in the same process, as a CUDA graph if torch
-can capture it. ``fla:unnormalised`` leaves out the normaliser, which fla computes outside its kernels. "of fla" is
-relative to the faster of the two.
+one ("of default"); ``kernel``, the shapes of published kernel times. Only the call is timed, with a causal mask, on
+random positive features, without projections and feature maps. ``fla`` is flash-linear-attention, if it and torch are
+installed, on the same tensors in the same process, as a CUDA graph if torch can capture it. ``fla:unnormalised`` leaves
+out the normaliser, which fla computes outside its kernels. "of fla" is relative to the faster of the two.
 
 The cases of one shape take turns. Figures are medians. "planned" is the memory that the compiler plans for arguments,
 outputs and temporaries. A case that does not fit, is not supported or takes too long is a row with ``error`` and no
@@ -338,7 +337,7 @@ COLUMNS = report.columns(
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
-    """The picture of a part; ``kernel`` has none, because its table says it all."""
+    """Time, and of ``contexts`` also memory, against context or chunk length; ``kernel`` has only its table."""
     found = []
     for passes in dict.fromkeys(row.passes for row in rows):
         of_passes = [row for row in rows if row.passes == passes]
@@ -355,9 +354,8 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 
 
 @functools.partial(
-    report.Benchmark, module="benchmarks.attention", tables=COLUMNS, panels=panels, by="part",
-    title="One attention call", flags={
-        "PARTS": {"nargs": "*", "metavar": "PART", "help": f"{', '.join(PARTS)} (all)"},
+    report.Benchmark, module="benchmarks.attention", tables=COLUMNS, panels=panels, title="One attention call", flags={
+        "PART": {"choices": PARTS, "help": "what to time"},
         "contexts": report.flag(
             "sequence lengths of contexts and chunks (contexts: powers of two from 512 to 524288 on a GPU, to 16384 "
             "elsewhere; chunks: 1024,4096,16384, on a GPU 65536 too)", type=report.positives),
@@ -375,16 +373,12 @@ def main(options: Namespace, results: report.Results) -> None:
     report.use_whole_device()
     if fla_installed():
         report.share_device()
-    for part in options.parts:
-        if part not in PARTS:
-            raise ConfigError(f"PART {part}: expected one of {', '.join(PARTS)}")
     for mode in options.modes or ():
         check_mode(mode)
-    options.parts = tuple(dict.fromkeys(options.parts)) or PARTS
-    rows = [row for part in options.parts for row in cases_of(part, options)]
+    rows = cases_of(options.part, options)
     results.model = ", ".join(dict.fromkeys(row.dtype for row in rows))
     for done in measure_all(rows, options.repeats, seconds=options.seconds_per_case):
-        status(f"{done[0].part}: {done[0].shape_name}, {done[0].passes}")
+        status(f"{done[0].shape_name}, {done[0].passes}")
         results.add(*done)
 
 

@@ -386,7 +386,8 @@ class Results:
         """``device``, ``versions``, ``commit`` and ``command``. Use it after the flags are checked, because it starts
         the device."""
         flags, words = vars(self._options).copy(), list(self._options.words)
-        words[:0] = [str(word) for name in self._positional for word in flags.pop(name)]
+        for name in self._positional:
+            words[:0] = map(str, value if isinstance(value := flags.pop(name), list) else [value])
         given = [word for name, value in flags.items()
                  if name not in FILE_FLAGS and value is not None and value is not False
                  for word in ("--" + name.replace("_", "-"), *(() if value is True else (_flag(value),)))]
@@ -439,8 +440,6 @@ class Benchmark:
     """The panels of the picture, from the rows of each table."""
     title: str = ""
     """Of the picture, before the device."""
-    by: str = ""
-    """An attribute of the rows; each of its values has a table and a picture."""
     answer: Callable[[dict[str, Any]], Any] | None = None
     """The result of a process that :func:`in_process` starts."""
     json: bool = True
@@ -492,28 +491,17 @@ class Benchmark:
         return 0 if measured and not results.failed else 1
 
     def _show(self, results: Results, tables: Mapping[str, Table], picture: Path | None) -> None:
-        device, (first, *others) = results.origin["device"], results.rows.values()
-        groups = {"": first} if not self.by else {
-            group: [row for row in first if getattr(row, self.by) == group]
-            for group in dict.fromkeys(getattr(row, self.by) for row in first)}
-        title = f"{', '.join(filter(None, (self.title, results.model)))} on {device}"
+        device = results.origin["device"]
         print(results.text or results.heading or "; ".join(filter(None, (device, results.model))))
-        told, *more = tables.values()
-        if picture is not None and not has_matplotlib():
-            picture = None
-        for group, rows in groups.items():
+        for told, rows in zip(tables.values(), results.rows.values(), strict=True):
             if rows and not results.text:
-                print(f"\n{group}\n" * bool(group) + table(told.headings, told.lines(rows)))
-            panels = self.panels(rows, *others) if picture is not None and self.panels is not None else []
-            if picture is not None and panels:
-                path = picture if len(groups) == 1 else picture.with_stem(f"{picture.stem}-{group}")
-                draw_panels(path, panels, title=title)
-        for told, rows in zip(more, others, strict=True):
-            if rows:
                 print(f"\n{told.title}\n" * bool(told.title) + table(told.headings, told.lines(rows)))
         for remark in results.remarks:
             print(remark)
-        for row in itertools.chain(first, *others):
+        panels = self.panels(*results.rows.values()) if picture is not None and self.panels is not None else []
+        if picture is not None and panels and has_matplotlib():
+            draw_panels(picture, panels, title=f"{', '.join(filter(None, (self.title, results.model)))} on {device}")
+        for row in itertools.chain(*results.rows.values()):
             if getattr(row, "error", None) is not None:
                 status(f"{row.name}: {row.error}")
 

@@ -31,35 +31,36 @@ def measured(cases, repeats=2, seconds=60.0, **options):
 
 
 @pytest.mark.thorough
-def test_rows_of_the_file_the_table_and_the_picture(tmp_path, capsys):
+@pytest.mark.parametrize(("part", "flags", "cases"), [
+    ("contexts", [], [("softmax:materialised", None), ("chunked:chunked", None)]),
+    ("chunks", ["--chunks", "16,128"], [("chunked:chunked", None), ("chunked:chunked", 16)])])
+def test_rows_of_the_file_the_table_and_the_picture(part, flags, cases, tmp_path, capsys):
     path, picture = tmp_path / "attention.json", tmp_path / "attention.svg"
-    assert attention.main(["contexts", "chunks", *TINY, "--contexts", "64", "--chunks", "16,128", "--modes",
-                           "softmax:materialised,chunked:chunked", "--json", str(path), "--picture",
-                           str(picture)]) == 0
+    assert attention.main([part, *TINY, *flags, "--contexts", "64", "--modes", "softmax:materialised,chunked:chunked",
+                           "--json", str(path), "--picture", str(picture)]) == 0
     contents = json.loads(path.read_text())
     assert str(tmp_path) not in path.read_text()
     assert {"jax", "flax", "python"} <= contents["versions"].keys()
     assert contents["device"]
     assert "commit" in contents
     assert contents["command"].startswith("python -m benchmarks.attention --contexts 64 ")
-    assert contents["command"].endswith(" contexts chunks")
+    assert contents["command"].endswith(f" {part}")
     rows = contents["rows"]
     assert [(row["part"], row["passes"], row["mode"], row["chunk_size"]) for row in rows] == [
-        ("contexts", passes, mode, None) for passes in ("forward", "both")
-        for mode in ("softmax:materialised", "chunked:chunked")] + [
-        ("chunks", passes, "chunked:chunked", C) for passes in ("forward", "both") for C in (None, 16)]
+        (part, passes, *case) for passes in ("forward", "both") for case in cases]
     for row in rows:
         assert row["error"] is None
         assert len(row["samples"]) == 2
         assert min(row["samples"]) <= row["milliseconds"] <= max(row["samples"])
         assert row["peak_bytes"] >= (4 if row["passes"] == "forward" else 8) * 4 * row["context"] * 2 * 16
-    assert rows[1]["ratio"] == pytest.approx(rows[0]["milliseconds"] / rows[1]["milliseconds"])
-    default, shorter = rows[-2:]
-    assert (default["picked_chunk_size"], default["times_default"]) == (64, 1)
-    assert shorter["times_default"] == pytest.approx(shorter["milliseconds"] / default["milliseconds"])
-    assert "B1 T64 H2 D16 C64 default" in capsys.readouterr().out
-    for part, text in (("contexts", "forward + backward"), ("chunks", "chunk length")):
-        assert f"<!-- {text} -->" in (tmp_path / f"attention-{part}.svg").read_text()
+    first, second, *_ = rows
+    if part == "contexts":
+        assert second["ratio"] == pytest.approx(first["milliseconds"] / second["milliseconds"])
+    else:
+        assert (first["picked_chunk_size"], first["times_default"]) == (64, 1)
+        assert second["times_default"] == pytest.approx(second["milliseconds"] / first["milliseconds"])
+        assert "B1 T64 H2 D16 C64 default" in capsys.readouterr().out
+    assert "<!-- forward + backward -->" in picture.read_text()
 
 
 @pytest.mark.parametrize("mode", ["softmax:blockwise", "linear:parallel", "chunked:chunked"])
@@ -233,7 +234,7 @@ def test_fla_is_recorded_where_torch_can_and_called_where_not(mode, recordable, 
     (["--modes", "softmax:flash"], "--modes softmax:flash: softmax has no form 'flash'; it has materialised, "),
     (["--modes", "linear"], "--modes linear: linear has no form ''; it has parallel, rowwise"),
     (["chunks", "--modes", "linear:parallel"], "--modes linear:parallel: the part chunks requires chunked"),
-    (["contexst"], "PART contexst: expected one of contexts, chunks, kernel"),
+    (["contexst"], "argument part: invalid choice: 'contexst'"),
     (["--passes", "backward"], "--passes: backward: expected forward, both, or several"),
     (["--contexts", "32,x"], "--contexts: invalid list of positive numbers value: '32,x'"),
     (["--json", "nowhere/x.json"], "--json: nowhere/x.json: cannot be written"),
@@ -243,6 +244,6 @@ def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(attention, "measure_all", lambda *_, **__: pytest.fail("measured all the same"))
     with pytest.raises(SystemExit) as stopped:
-        raise SystemExit(attention.main([*TINY, *flags]))
+        raise SystemExit(attention.main([*TINY, *(["contexts"] if flags[0].startswith("-") else []), *flags]))
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
