@@ -4,6 +4,7 @@ Katharopoulos, Vyas, Pappas, Fleuret: "Transformers are RNNs", 2020.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -88,22 +89,24 @@ def _backward(normalize, features, saved, gradients):
         dφ(q_t) = S_t dn_t      dφ(k_t) = G_t v_t      dv_t = G_tᵀ φ(k_t)      G_t = φ(q_t) dn_tᵀ + exp(g_{t+1}) G_{t+1}
 
     with the gradient dn_t of the numerator, and likewise z with the denominator (equations 13 to 15 of the paper). The
-    gradient of a log decay, exp(g_t) ⟨S_{t−1}, G_t⟩, would need both states of a token at once. But
-    ⟨S_t, G_t⟩ = dg_t + φ(k_t)·dφ(k_t) = φ(q_t)·dφ(q_t) + dg_{t+1}, so dg_t follows from dg_{t+1}.
+    gradient of a log decay, exp(g_t) ⟨S_{t−1}, G_t⟩, takes both states of a token: the first scan keeps the state
+    before every √T tokens, and the second computes those in between again.
     """
     q_BTHM, k_BTHM, v_BTHD, initial, runs_BT, log_decay_BTH = saved
     dy_BTHD, dend = gradients
     dtype = initial.s_BHMD.dtype
-    tokens = _Token.all(q_BTHM, k_BTHM, v_BTHD, runs_BT, log_decay_BTH)
 
     def pull(x_BHD, dx_BHM):
         return jax.vjp(lambda x_BHD: features(x_BHD).astype(dtype), x_BHD)[1](dx_BHM)[0]
 
+    def advanced(state, token):
+        q_BHM, k_BHM = token.feature_pair(features)
+        return q_BHM, *advance(token.before(state), q_BHM, k_BHM, token.v_BHD, normalize=normalize,
+                               log_decay_BH=token.log_decay_BH)
+
     def forwards(state, inputs):
         token, dy_BHD = inputs
-        q_BHM, k_BHM = token.feature_pair(features)
-        state, y_BHD = advance(token.before(state), q_BHM, k_BHM, token.v_BHD, normalize=normalize,
-                               log_decay_BH=token.log_decay_BH)
+        q_BHM, state, y_BHD = advanced(state, token)
         dnumerator_BHD, ddenominator_BH = dy_BHD.astype(dtype), None
         if normalize:
             denominator_BH = jnp.einsum("bhm,bhm->bh", q_BHM.astype(dtype), state.z_BHM, precision=EXACT)
@@ -112,13 +115,10 @@ def _backward(normalize, features, saved, gradients):
         dq_BHM = jnp.einsum("bhmd,bhd->bhm", state.s_BHMD, dnumerator_BHD, precision=EXACT)
         if ddenominator_BH is not None:
             dq_BHM += ddenominator_BH[..., None] * state.z_BHM
-        dq_BHM = token.masked(dq_BHM)
-        along_BH = None if token.log_decay_BH is None else jnp.sum(q_BHM.astype(dtype) * dq_BHM, axis=-1)
-        return state, (pull(token.q_BHM, dq_BHM), dnumerator_BHD, ddenominator_BH, along_BH)
+        return state, (pull(token.q_BHM, token.masked(dq_BHM)), dnumerator_BHD, ddenominator_BH)
 
-    def backwards(carry, inputs):
-        dstate, dlog_decay_BH = carry
-        token, dnumerator_BHD, ddenominator_BH, along_BH = inputs
+    def backwards(dstate, inputs):
+        token, dnumerator_BHD, ddenominator_BH, before = inputs
         q_BHM, k_BHM = (x.astype(dtype) for x in token.feature_pair(features))
         ds_BHMD, dz_BHM = dstate
         ds_BHMD += q_BHM[..., :, None] * dnumerator_BHD[..., None, :]
@@ -127,22 +127,41 @@ def _backward(normalize, features, saved, gradients):
         v_BHD = token.v_BHD.astype(dtype)
         dk_BHM = token.masked(jnp.einsum("bhmd,bhd->bhm", ds_BHMD, v_BHD, precision=EXACT) + dz_BHM)
         dv_BHD = jnp.einsum("bhmd,bhm->bhd", ds_BHMD, k_BHM, precision=EXACT).astype(v_BTHD.dtype)
-        keeps_BH = None if token.log_decay_BH is None else jnp.exp(token.log_decay_BH)
-        if keeps_BH is not None:
-            counts_BH = keeps_BH > 0
-            if token.starts_B is not None:
-                counts_BH &= ~token.starts_B[:, None]
-            # Exactly 0 where nothing is kept, which also ends the sum of rounding errors.
-            dlog_decay_BH = jnp.where(counts_BH, dlog_decay_BH + along_BH - jnp.sum(k_BHM * dk_BHM, axis=-1), 0)
-        dstate = token.before(decayed(State(ds_BHMD, dz_BHM), keeps_BH))
-        return (dstate, dlog_decay_BH), (pull(token.k_BHM, dk_BHM), dv_BHD, dlog_decay_BH)
+        dstate, dlog_decay_BH = State(ds_BHMD, dz_BHM), None
+        if token.log_decay_BH is not None:
+            dstate = decayed(dstate, jnp.exp(token.log_decay_BH))
+            dlog_decay_BH = (jnp.sum(before.s_BHMD * dstate.s_BHMD, axis=(2, 3))
+                             + jnp.sum(before.z_BHM * dstate.z_BHM, axis=2))
+        return token.before(dstate), (pull(token.k_BHM, dk_BHM), dv_BHD, dlog_decay_BH)
 
-    end, (dq, dnumerator, ddenominator, along) = lax.scan(forwards, initial, (tokens, dy_BTHD.swapaxes(0, 1)))
-    dlog_decay_BH = None if log_decay_BTH is None else (
-        jnp.sum(end.s_BHMD * dend.s_BHMD, axis=(2, 3)) + jnp.sum(end.z_BHM * dend.z_BHM, axis=2))
-    (dinitial, _), (dk, dv, dlog_decay) = lax.scan(backwards, (dend, dlog_decay_BH),
-                                                   (tokens, dnumerator, ddenominator, along), reverse=True)
-    dq, dk, dv, dlog_decay = jax.tree.map(lambda x: x.swapaxes(0, 1), (dq, dk, dv, dlog_decay))
+    def forwards_through(state, inputs):
+        end, found = lax.scan(forwards, state, inputs)
+        return end, (found, state)
+
+    def backwards_through(dstate, inputs):
+        tokens, (_, dnumerator, ddenominator), state = inputs
+        before = None
+        if log_decay_BTH is not None:
+            before = lax.scan(lambda state, token: (advanced(state, token)[1], token.before(state)), state, tokens)[1]
+        return lax.scan(backwards, dstate, (tokens, dnumerator, ddenominator, before), reverse=True)
+
+    # Pieces of √T tokens, and the rest; only the rest if no state has to be kept.
+    T = q_BTHM.shape[1]
+    length = math.isqrt(T)
+    pieces = 0 if log_decay_BTH is None else T // length
+    tokens = _Token.all(q_BTHM, k_BTHM, v_BTHD, runs_BT, log_decay_BTH)
+    first, last = (jax.tree.map(part, (tokens, dy_BTHD.swapaxes(0, 1))) for part in (
+        lambda x: x[:pieces * length].reshape(pieces, length, *x.shape[1:]), lambda x: x[pieces * length:]))
+    state, of_first = lax.scan(forwards_through, initial, first)
+    _, of_last = forwards_through(state, last)
+    dstate, d_last = backwards_through(dend, (last[0], *of_last))
+    dinitial, d_first = lax.scan(backwards_through, dstate, (first[0], *of_first), reverse=True)
+
+    def joined(first, last):
+        return jnp.concatenate([first.reshape(pieces * length, *first.shape[2:]), last]).swapaxes(0, 1)
+
+    dq = joined(of_first[0][0], of_last[0][0])
+    dk, dv, dlog_decay = jax.tree.map(joined, d_first, d_last)
     return dq, dk, dv, dinitial, None, dlog_decay
 
 
