@@ -98,11 +98,12 @@ def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequenc
                        outputs: Sequence[str]) -> Callable[..., Sequence[Array]]:
     """A function that each device computes for its own sequences and heads.
 
-    Devices that share sequences (the mesh axis ``context``) exchange tokens for heads, if the heads divide; else they
-    gather the sequences.
+    Devices that share sequences (the mesh axis ``context``) exchange tokens for heads, of which heads of zeros make a
+    number that they divide. Sequences that they do not divide are gathered.
 
     Args:
-        function: takes and returns arrays; no element of a result depends on another sequence or head.
+        function: takes and returns arrays; no element of a result depends on another sequence or head. Heads of zeros
+            must have finite results and gradients.
         inputs: the letters of each argument's dimensions, such as ``bthm``: ``b`` rows, ``t`` tokens, ``h`` heads. The
             first argument has all three, or only ``b``.
         outputs: the letters of each result's dimensions.
@@ -114,8 +115,17 @@ def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequenc
         sizes = {"h": 1, "t": 1} | dict(zip(inputs[0], arguments[0].shape, strict=True))
         rows, heads = split_of_heads(sizes["b"], sizes["h"])
         shared = present([CONTEXT_AXIS])
-        exchanges = (size_of(shared) > 1 and sizes["t"] % size_of(shared) == 0
-                     and sizes["h"] % (size_of(shared) * (size_of([heads]) if heads else 1)) == 0)
+        exchanges = size_of(shared) > 1 and sizes["t"] % size_of(shared) == 0
+        H = sizes["h"]
+        more = -H % (size_of(shared) * (size_of([heads]) if heads else 1)) if exchanges else 0
+
+        def padded(x: Any, name: str) -> Any:
+            if not more or x is None or "h" not in name:
+                return x
+            return jnp.pad(x, [(0, more if letter == "h" else 0) for letter in name])
+
+        def cut(x: Array, name: str) -> Array:
+            return lax.slice_in_dim(x, 0, H, axis=name.index("h")) if more and "h" in name else x
 
         def specs(names: Sequence[str]) -> tuple[P, ...]:
             def axes(letter: str, name: str) -> Any:
@@ -136,6 +146,7 @@ def by_batch_and_heads(function: Callable[..., Sequence[Array]], inputs: Sequenc
             results = function(*(exchanged(x, name, "h", "t") for x, name in zip(arguments, inputs, strict=True)))
             return tuple(exchanged(x, name, "t", "h") for x, name in zip(results, outputs, strict=True))
 
-        return on_each_device(local, specs(inputs), specs(outputs))(*arguments)
+        results = on_each_device(local, specs(inputs), specs(outputs))(*map(padded, arguments, inputs))
+        return tuple(map(cut, results, outputs))
 
     return computed

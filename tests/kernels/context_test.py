@@ -84,7 +84,7 @@ print(json.dumps([compute(*case) for case in json.loads(sys.argv[1])]))
 ONE = (1, 1, 1, 1)
 MESHES = ((1, 1, 1, 4), (1, 1, 2, 2), (2, 1, 1, 2))
 OPS = ("linear", "delta", "power", "softmax", "window7", "window40", "convolution")
-"""The last mesh splits the two heads of softmax attention; the others gather them."""
+"""The last mesh splits the two heads of softmax attention; the others add heads of zeros."""
 
 
 def compute(*cases: tuple) -> list[dict]:
