@@ -1,4 +1,5 @@
-"""Flags as users type them: checks the values and names of flags before tyro, with the messages of the commands.
+"""Flags as users type them: checks the values and names of flags before tyro, with the messages of the commands. Not of
+benchmarks and tables, which use argparse.
 
 Switches take both spellings: ``--data.verify False`` and ``--data.no-verify``.
 """
@@ -66,7 +67,7 @@ def checked_flags(arguments: Sequence[str], target: Any, *, others: Iterable[str
             continue
         if not _is_checked(kind):  # several values, or a type with a parser of its own
             out.append(token)
-            while arguments and not equals and not arguments[0].startswith("--"):
+            while arguments and not arguments[0].startswith("--"):
                 out.append(arguments.pop(0))
             continue
         if not equals:
@@ -75,7 +76,7 @@ def checked_flags(arguments: Sequence[str], target: Any, *, others: Iterable[str
             value = arguments.pop(0)
         if not _fits(value, kind):
             raise ConfigError(f"{_field(name)} is {value or 'empty'}; expected {_expected(kind)}")
-        out += [name, value]
+        out += [f"{name}={value}"] if equals else [name, value]
     return out
 
 

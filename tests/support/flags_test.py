@@ -34,6 +34,7 @@ class Config:
     modes: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
     folder: Path | None = None
+    text: str = ""
 
 
 CONFIG = Config(modes={"chunked": Mode()})
@@ -58,6 +59,11 @@ def test_switches_take_values(arguments, expected):
 ])
 def test_switches_that_can_be_none_take_both_spellings(arguments, expected):
     assert parse(f"--modes.chunked.{arguments[0]}", *arguments[1:]).modes["chunked"].normalize is expected
+
+
+def test_a_value_after_an_equals_sign_may_begin_with_dashes():
+    assert parse("--text=--x").text == "--x"
+    assert parse("--data.sizes=1", "2").data.sizes == (1, 2)
 
 
 def test_values_reach_their_fields():
