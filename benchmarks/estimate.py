@@ -254,6 +254,8 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
            "sampling": report.flag("one token of one sample", False), "vocabulary": target.VOCABULARY_FLAG})
 def main(options: Namespace, results: report.Results) -> int | None:
     """Compiles a program and estimates its time."""
+    if not options.words and options.kernel is None:
+        raise ConfigError("expected a recipe and flags of train.py, or --kernel OP:B,T,H,D; see --help")
     if options.devices is not None:
         if options.kernel is not None or options.sampling:
             raise ConfigError("--devices estimates a training step: it takes neither --kernel nor --sampling")

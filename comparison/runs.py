@@ -29,7 +29,7 @@ AXES = {  # horizontal axes: column, button and axis title
     "flops": ("FLOPs", "floating-point operations"),
 }
 REQUIRED = ("step", "tokens", "train_seconds", "loss")
-NOT_OF_SETUP = ("checkpoint", "logging", "train.seed", "train.sample_every", "train.deterministic")
+NOT_OF_SETUP = ("checkpoint", "logging", "data.verify", "train.seed", "train.sample_every", "train.deterministic")
 """Groups and fields of a config in which runs of one set-up may differ: the seed, and those that change a loss at most
 in its last bits."""
 MODE_OPTIONS = ("model.modes",)

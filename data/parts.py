@@ -157,6 +157,7 @@ class Part(NamedTuple):
 def _differing(name: str, found: Any, expected: Any) -> str:
     if name == "state":  # a digest
         return "text of the source (its files have other names, sizes or times)"
+    found, expected = ("none" if value is None else value for value in (found, expected))
     return f"{name.replace('_', ' ')} ({found}, not {expected})"
 
 
@@ -172,6 +173,9 @@ def find_parts(directory: Path) -> list[Part]:
     found = [Part.read(path.parent) for path in sorted(folder.glob("[!.]*/part.json"))]
     make = f"python -m data.prepare SOURCE --out {directory} --part"
     if not found:
+        if directory.suffix == ".parts":
+            raise ConfigError(f"{directory} is the folder of the parts of {directory.with_suffix('')}; give "
+                              f"--join {directory.with_suffix('')}")
         raise ConfigError(f"no parts of {directory} in {folder}; make them with: {make} 1/N, …, N/N")
     counts = Counter(part.name.parts for part in found)
     if len(counts) > 1:

@@ -437,6 +437,8 @@ def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer
         _report(join_parts(join))
         return
     if source is None or out is None:
+        if part is not None and source is not None:
+            raise ConfigError(f"--part {part} requires --out DIR, the folder of all token files")
         raise ConfigError("expected a source and --out DIR; see python -m data.prepare --help")
     options: dict[str, Any] = {"split": split, "column": column, "val_documents": val_documents,
                                "val_share": val_share, "workers": workers}

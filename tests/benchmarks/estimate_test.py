@@ -178,7 +178,7 @@ def test_the_answer_and_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 @pytest.mark.parametrize(("flags", "told"), [
-    ([], "expected a recipe as the first argument"),
+    ([], "expected a recipe and flags of train.py, or --kernel"),
     (["--kernel", "linear_attention:1,2,3,4", "--sampling"], "takes neither a recipe"),
     (["--kernel", "attention:1,2,3,4"], "expected one of delta_rule, linear_attention, power_attention, "
                                          "softmax_attention"),

@@ -78,7 +78,7 @@ def test_parts_and_joins_that_are_repeated_change_nothing(small, rows, tmp_path)
     assert done.stdout.startswith("part 2/3: ")
     done = command(str(rows), "--out", str(out), "--part", "2/3", "--val-share", "0.1")
     assert done.returncode == 2
-    assert "out.parts/part-00002-of-00003 holds a part of another val share (None, not 0.1)" in done.stderr
+    assert "out.parts/part-00002-of-00003 holds a part of another val share (none, not 0.1)" in done.stderr
     assert {part.folder: files_of(part.folder) for part in parts.find_parts(out)} == before
     first = command("--join", str(out))
     files = files_of(out)
@@ -118,7 +118,7 @@ def test_missing_doubled_and_foreign_parts_are_named(small, rows, tmp_path):
     shutil.rmtree(folder / "copy")
     for source, more, message in (
             (other, (), f"the part 3/4 is of another source ({other}, not {rows})"),
-            (rows, ("--val-share", "0.5"), "the part 3/4 is of another val share (0.5, not None)")):
+            (rows, ("--val-share", "0.5"), "the part 3/4 is of another val share (0.5, not none)")):
         shutil.rmtree(name)
         assert command(str(source), "--out", str(out), "--part", "3/4", *more).returncode == 0
         assert message in problem()
