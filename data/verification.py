@@ -15,17 +15,17 @@ class Verification:
         self._thread = threading.Thread(target=self._verify, args=(corpora,), name="verification", daemon=True)
         self._thread.start()
 
-    def check(self, *, wait: bool = False) -> None:
-        """Raises what the verification has found so far.
+    def wait(self, seconds: float | None = None) -> bool:
+        """Waits for the verification, at most for some seconds; returns whether it is complete."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
-        Args:
-            wait: until it is complete.
+    def check(self) -> None:
+        """Raises what the verification has found so far.
 
         Raises:
             DataError: a shard is missing, damaged or cannot be read; the message names it.
         """
-        if wait:
-            self._thread.join()
         if self._error is not None:
             raise self._error
 

@@ -40,7 +40,7 @@ from training import run as runs
 from training.checkpoint import Checkpoints
 from training.environment import configure_jax, environment
 from training.processes import Distributed
-from training.sharding import batch_sharding, check_shards, make_mesh, parameter_shardings
+from training.sharding import batch_sharding, check_shards, make_mesh, parameter_shardings, report_mesh
 
 DATA_SEED = 0
 """Seed of generated data and of subsets: the same for all runs, whatever their seed."""
@@ -161,6 +161,7 @@ def check_data_and_devices(config: LraConfig, run_dir: Path) -> tuple[tasks.Data
     objective = Classification(config, dataset)
     model = objective.model
     check_shards(mesh, model)
+    report_mesh(mesh, config)
     # Tracing raises the errors of kernels that do not support the config.
     batch = objective.batch_shape(batch_sharding(mesh))
     nnx.eval_shape(lambda model, batch: model.forward(*batch.tokens, valid_BT=batch.valid), model, batch)

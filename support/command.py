@@ -28,12 +28,16 @@ def print_only_errors(name: str) -> None:
 def status(text: str) -> None:
     """Prints a line on standard error and flushes it."""
     if _only_errors_of is None:
-        report_error(text)
+        _print(text)
 
 
 def report_error(text: str) -> None:
     """Prints a line on standard error, in each of several processes."""
-    print(text if _only_errors_of is None else f"{_only_errors_of}: {text}", file=sys.stderr, flush=True)
+    _print(text if _only_errors_of is None else f"{_only_errors_of}: {text}")
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def note(text: str) -> None:

@@ -19,7 +19,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -111,6 +111,11 @@ class Checkpoints:
         if pending is not None:
             pending.result()
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a save has been started, and neither :meth:`wait` nor :meth:`failure` has told how it ended."""
+        return self._pending is not None
+
     def failure(self) -> CheckpointError | None:
         """The error of a pending save that has ended with one, which :meth:`wait` then no longer raises."""
         if self._pending is None or not self._pending.done():
@@ -120,11 +125,6 @@ class Checkpoints:
             return None
         self._pending = None
         return error
-
-    def forget_failure(self) -> None:
-        """Waits for a pending save, and ignores its error: for the other processes when process 0 saves again."""
-        with suppress(CheckpointError):
-            self.wait()
 
     def close(self) -> None:
         """Wait for a pending save and end the background thread; raises like :meth:`wait`."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from configs.schema import Config, LraConfig
 from data.verification import Verification
 from support.command import note, status
-from support.errors import RunError, TrainingError
+from support.errors import CheckpointError, RunError, TrainingError
 from support.files import read_json
 from training import autotuning, processes
 from training import step as steps
@@ -29,8 +29,11 @@ from training.logging import Logs
 from training.metrics import MetricsWriter
 from training.objectives import Objective, Samples
 from training.optimizer import decay_mask, global_norm, learning_rate, make_optimizer
-from training.sharding import batch_sharding, make_mesh, on_one_device, report_mesh, state_shardings
+from training.sharding import batch_sharding, make_mesh, on_one_device, state_shardings
 from training.stall import StallWatch
+
+POLL_SECONDS = 0.2
+"""Between two looks for a signal while the run waits."""
 
 
 @dataclass
@@ -75,8 +78,6 @@ class _Decision(NamedTuple):
     """The signal that stops the run, if any."""
     learning_rate: float
     """Of the next step."""
-    saves_again: bool
-    """Whether to save after the next step, as the last save has failed."""
 
 
 @dataclass
@@ -95,7 +96,7 @@ class _Clock:
         self._mark = time.perf_counter()
 
     def split(self, *, trains: bool = True) -> float:
-        """Seconds since the last split; not of training if the process was stopped meanwhile."""
+        """Seconds since the last split; ``trains``: whether they are training time."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         if trains:
@@ -133,7 +134,6 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
         RunError: ``environment.json`` is damaged.
     """
     mesh = make_mesh(config)
-    report_mesh(mesh, config.train.batch_size // config.train.accumulate)
     transform = make_optimizer(config.optimizer, decay_mask(objective.model))
 
     def initial() -> steps.TrainState:
@@ -188,6 +188,8 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
             run.evaluate(state)
             if config.train.sample_every and position.step % config.train.sample_every == 0:
                 run.sample(state)
+            if not position.evaluation_due:  # in place of the checkpoint without the evaluation
+                run.save(state)
         pending: _Pending | None = None
         run.resume()
         while True:
@@ -206,7 +208,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
             evaluates, samples_text, saves = (every > 0 and position.step % every == 0 for every in (
                 config.train.eval_every, config.train.sample_every, config.checkpoint.every_steps))
             # Not at the next save, which may be hundreds of updates away.
-            saves = decision.saves_again or saves
+            saves = run.must_save_again() or saves
             if evaluates or samples_text or saves:
                 run.record(pending, position.step)
                 pending = None
@@ -221,18 +223,19 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
                 run.resume()
         if pending is not None:
             run.record(pending, position.step)
-        finished, stopped = processes.from_first(lambda: (_finished(config, position), signals.first is not None))
-        if finished or not stopped:
+        finished = processes.from_first(lambda: _finished(config, position))
+        if finished:
             run.evaluate(state)
             run.sample(state)
-        timing.enter("other")
-        if verification is not None and not stopped:
-            verification.check(wait=True)
+            timing.enter("other")
+            if verification is not None:
+                run.complete_verification(verification)
         run.save(state)
         timing.enter("checkpoint")
-        checkpoints.wait()  # while only a second signal ends the process
+        run.complete_save(state)  # while only a second signal ends the process
         timing.enter("other")
-        return Outcome(position, run.val_loss, run.stop_signal(), timing)
+        stopped = run.stop_signal()
+        return Outcome(position, run.val_loss, None if finished and not position.evaluation_due else stopped, timing)
 
 
 @dataclass
@@ -265,28 +268,24 @@ class _Run:
     evaluated_at: int = -1
     sampled_at: int = -1
     saved_at: int = -1
-    saved_again_at: int = -2
-    """Step of the last second attempt to save."""
+    save_failed: bool = False
+    """Whether the last save has failed."""
 
     def decide(self) -> _Decision:
-        """What happens next, the same on all processes.
-
-        Raises:
-            CheckpointError: a save has failed twice.
-        """
-        decision = _Decision(*processes.from_first(self._decision))
-        if decision.saves_again:
-            self.checkpoints.forget_failure()
-        return decision
+        """What happens next, the same on all processes."""
+        return _Decision(*processes.from_first(self._decision))
 
     def _decision(self) -> _Decision:
         config, position = self.config, self.clock.position
-        finished, stopped = _finished(config, position), self.signals.first
-        if finished or stopped is not None:
-            return _Decision(finished, stopped, 0.0, False)
-        rate = learning_rate(config.optimizer, position.step, _share(config, position),
-                             by_steps=config.train.steps is not None)
-        return _Decision(finished, stopped, rate, self._must_save_again())
+        return _Decision(_finished(config, position), self.signals.first, learning_rate(
+            config.optimizer, position.step, _share(config, position), by_steps=config.train.steps is not None))
+
+    def complete_verification(self, verification: Verification) -> None:
+        """Wait until the data are verified on all processes, or a signal arrives."""
+        while not processes.from_first(lambda: verification.wait(POLL_SECONDS) or self.signals.first is not None):
+            pass
+        if self.stop_signal() is None:
+            verification.wait()
 
     def stop_signal(self) -> int | None:
         """The signal that has stopped the run, if any, the same on all processes."""
@@ -354,9 +353,11 @@ class _Run:
         processes.from_first(lambda: None)  # wait for process 0
 
     def save(self, state: steps.TrainState) -> None:
-        """Save a checkpoint of the current step, unless it exists.
+        """Save a checkpoint of the current step, unless it exists. A save that fails is tried once more, unless the run
+        has several processes: they could not go on together.
 
         Raises:
+            CheckpointError: the save, or the one before, has failed, and is not tried again.
             TrainingError: the parameters or their norm are not finite.
             DataError: the data are damaged.
         """
@@ -370,27 +371,51 @@ class _Run:
         if self.logs is not None:
             self.logs.flush()
         self.clock.read()
-        self.checkpoints.save(position.step, {
-            "parameters": state.parameters, "variables": state.variables, "optimizer": state.optimizer,
-            "position": dict(vars(position))}, loss=self.val_loss if self.evaluated_at == position.step else None)
+        self._complete_save()
+        try:
+            self._start_save(state)
+        except CheckpointError as error:
+            self._save_has_failed(error)
+            self._start_save(state)
         self.timing.write()  # with every checkpoint, in case the process is killed
         self.saved_at = position.step
         self.timing.enter("other")
 
-    def _must_save_again(self) -> bool:
-        """Whether the last save has failed; prints its error.
-
-        Raises:
-            CheckpointError: it was the second attempt.
-        """
+    def must_save_again(self) -> bool:
+        """Whether the last save has failed since it was started; raises as :meth:`save`."""
         error = self.checkpoints.failure()
-        if error is None:
-            return False
-        if self.saved_at == self.saved_again_at:
+        if error is not None:
+            self._save_has_failed(error)
+        return error is not None
+
+    def complete_save(self, state: steps.TrainState) -> None:
+        """Waits for the last save; tries and raises as :meth:`save`."""
+        self._complete_save()
+        self.save(state)  # if it has failed
+        self.checkpoints.wait()
+
+    def _start_save(self, state: steps.TrainState) -> None:
+        position = self.clock.position
+        self.checkpoints.save(position.step, {
+            "parameters": state.parameters, "variables": state.variables, "optimizer": state.optimizer,
+            "position": dict(vars(position))}, loss=self.val_loss if self.evaluated_at == position.step else None)
+
+    def _complete_save(self) -> None:
+        if not self.checkpoints.is_pending:
+            return
+        try:
+            self.checkpoints.wait()
+        except CheckpointError as error:
+            self._save_has_failed(error)
+        else:
+            self.save_failed = False
+
+    def _save_has_failed(self, error: CheckpointError) -> None:
+        """Prints an error after which the save is tried again, or raises it."""
+        if self.save_failed or processes.several():
             raise error
-        self.saved_again_at = self.clock.position.step + 1
+        self.save_failed, self.saved_at = True, -1
         note(f"{error} Trying once more.")
-        return True
 
     def _check(self, step: int, **values: float) -> None:
         broken = [name for name, value in values.items() if not math.isfinite(value)]
@@ -461,14 +486,18 @@ class _Signals:
 
     def was_continued(self) -> bool:
         """Whether a process was continued since the last call."""
-        for number in processes.signals_of_others():
-            self.receive(number)
+        self._hear()
         continued, self.continued = self.continued, False
         return continued
+
+    def _hear(self) -> None:
+        for number in processes.signals_of_others():
+            self.receive(number)
 
     @property
     def first(self) -> int | None:
         """The first signal that stops the run, if any."""
+        self._hear()
         return self.stops[0] if self.stops else None
 
 

@@ -18,9 +18,10 @@ import threading
 import time
 import traceback
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ POLL_SECONDS = 1.0
 ANSWER_SECONDS = 3 * POLL_SECONDS
 """How long process 0, when it fails, waits for the others to end first."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGCONT)
-"""Signals that process 0 hears of."""
+"""Signals that process 0 receives from the others."""
 KEPT_VALUES = 1000
 """Values of process 0 that are kept for processes that lag behind; collectives keep these within a few."""
 
@@ -83,6 +84,8 @@ class _Team:
     watch: threading.Thread | None = None
     leaves: bool = False
     """Whether this process is ending, so that the end of another must not end it first."""
+    signals: deque[int] = field(default_factory=deque)
+    """On process 0: signals that other processes have received, and the run has not yet heard of."""
     _values: int = 0
 
     def key(self, *parts: object) -> str:
@@ -155,8 +158,8 @@ def _place(flags: Distributed) -> _Place | None:
     if all(value is None for value in given.values()):
         return _place_by_launcher()
     if missing := [flag for flag, value in given.items() if value is None]:
-        raise ConfigError(f"{', '.join(flag for flag in given if flag not in missing)} also requires "
-                          f"{' and '.join(missing)}")
+        raise ConfigError(f"expected {' and '.join(missing)} beside "
+                          f"{' and '.join(flag for flag in given if flag not in missing)}")
     coordinator, count, index = given.values()
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -186,7 +189,8 @@ def _place_by_launcher() -> _Place | None:
             address = kind.get_coordinator_address(
                 timeout_secs=300, override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT"))
             # jax gives each of several processes of a machine one device.
-            local = kind.get_local_process_id() if _shares_machine() else None
+            shared = _shares_machine(kind.name) and "JAX_LOCAL_DEVICE_IDS" not in os.environ
+            local = kind.get_local_process_id() if shared else None
             return _Place(address, count, kind.get_process_id(), None if local is None else [local])
         except (RuntimeError, KeyError, ValueError) as error:
             raise ConfigError(f"{kind.__name__.removesuffix('Cluster')} does not say which processes belong to the "
@@ -200,9 +204,10 @@ def _slurm_tasks() -> int:
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ["SLURM_NTASKS"]))
 
 
-def _shares_machine() -> bool:
+def _shares_machine(launcher: str) -> bool:
     """Whether the launcher started several processes on a machine."""
-    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
+    variable = "SLURM_STEP_TASKS_PER_NODE" if launcher == "slurm" else "OMPI_COMM_WORLD_LOCAL_SIZE"
+    tasks = os.environ.get(variable, "1")
     return any(int(part.partition("(")[0]) > 1 for part in tasks.split(","))  # such as 2(x3),1
 
 
@@ -307,14 +312,10 @@ def _appears(path: Path, seconds: float = 10.0) -> bool:
     return True
 
 
-def signals_of_others() -> list[int]:
-    """The signals that other processes have received since the last call; process 0 only."""
-    if _team is None or not is_first():
-        return []
-    found = _team.all("signals")
-    for rest in found:
-        _team.client.key_value_delete(_team.key("signals", rest))
-    return list(found.values())
+def signals_of_others() -> Iterator[int]:
+    """The signals that other processes have received since the last call, within a second or two; process 0 only."""
+    while _team is not None and _team.signals:
+        yield _team.signals.popleft()
 
 
 def run_together(prog: str, command: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | None = None,
@@ -389,7 +390,8 @@ def fail(text: str) -> None:
 
 
 def _watch(team: _Team) -> None:
-    """On a thread: tells process 0 of signals, and ends this process when another fails."""
+    """On a thread: tells process 0 of signals, or collects those of the others, and ends this process when another
+    fails."""
     index, sent = team.place.index, 0
     while not team.leaves:
         failed: dict[int, Any] = {}
@@ -399,6 +401,9 @@ def _watch(team: _Team) -> None:
                 if index > 0 and number in FORWARDED:
                     sent += 1
                     team.set(team.key("signals", f"{index}-{sent}"), number)
+            for rest, number in team.all("signals").items() if index == 0 else ():
+                team.client.key_value_delete(team.key("signals", rest))
+                team.signals.append(number)
             failed = {int(other): how for other, how in team.all("failed").items() if int(other) != index}
             if failed:
                 team.set(team.key("ended", index), True)

@@ -53,7 +53,9 @@ def name(processes: list[int]) -> str:
 def _listen(port: int, count: int, deadline: float) -> dict[str, Any]:
     connected: dict[int, socket.socket] = {}
     try:
-        listener = socket.create_server(("", port), backlog=count)
+        both = socket.has_dualstack_ipv6()
+        listener = socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, backlog=count,
+                                        dualstack_ipv6=both)
     except OSError as error:
         raise ConfigError(f"process 0 cannot listen at port {port} ({error.strerror}); give another "
                           "--distributed.coordinator") from error

@@ -130,22 +130,29 @@ def inference_mesh(devices: int) -> Mesh | None:
                          devices=jax.devices()[:devices])
 
 
-def report_mesh(mesh: Mesh, rows: int) -> None:
-    """Prints the axes of a mesh and how many devices it uses, if there are several.
-
-    Args:
-        mesh: the mesh.
-        rows: sequences of a micro-batch.
-    """
+def report_mesh(mesh: Mesh, config: Config | LraConfig) -> None:
+    """Prints the axes of the mesh of a config and how many devices it uses, if there are several."""
     devices = jax.device_count()
     if devices == 1:
         return
     axes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "none"
     status(f"mesh axes: {axes}; {mesh.size} of {devices} devices")
-    if mesh.size < devices:
-        wanted = devices // (mesh.shape["tensor"] * mesh.shape["context"])
-        note(f"{devices - mesh.size} of {devices} devices are idle: train.batch_size / train.accumulate is {rows}; to "
-             f"use all, make it a multiple of {wanted}, or split each sequence with --mesh.context")
+    if mesh.size == devices:
+        return
+    (free,) = (axis for axis in AXES if getattr(config.mesh, axis) == -1)  # else all devices are used
+    given = mesh.size // mesh.shape[free]
+    if devices % given:
+        others = " × ".join(f"mesh.{axis}" for axis in AXES if axis != free)
+        remedy = f"{others} is {given}, which does not divide {devices}"
+    elif free in ("data", "fsdp"):
+        remedy = (f"train.batch_size / train.accumulate is {config.train.batch_size // config.train.accumulate}; to "
+                  f"use all, make it a multiple of {devices // (mesh.shape['tensor'] * mesh.shape['context'])}, or "
+                  "split each sequence with --mesh.context")
+    else:
+        name, size = {"tensor": ("model.heads", config.model.heads),
+                      "context": ("model.context", config.model.context)}[free]
+        remedy = f"{name} is {size}; to use all, make it a multiple of {devices // given}, or give mesh.data the rest"
+    note(f"{devices - mesh.size} of {devices} devices are idle: {remedy}")
 
 
 def report_gathers(mesh: Mesh, model: GPT) -> None:

@@ -35,6 +35,7 @@ class StallWatch:
         self._timing, self._seconds, self._end, self._poll_seconds = timing, seconds, end, poll_seconds
         self._steps: deque[float] = deque(maxlen=101)
         self._evaluated = False
+        self._progressed = 0.0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stall", daemon=True)
 
@@ -45,7 +46,7 @@ class StallWatch:
     def evaluated(self) -> None:
         """A batch of an evaluation has ended."""
         self._evaluated = True
-        self._timing.enter("evaluation")
+        self._progressed = time.perf_counter()
 
     @property
     def limit(self) -> float:
@@ -56,10 +57,14 @@ class StallWatch:
         return max(LEAST_SECONDS, MEDIAN_STEPS * median)
 
     def _watch(self) -> None:
+        looked = time.perf_counter()
         while not self._done.wait(self._poll_seconds):
-            part, began = self._timing.part, self._timing.began
-            if part in WATCHED and (part != "evaluation" or self._evaluated) and (
-                    time.perf_counter() - began > self.limit):
+            now = time.perf_counter()
+            if now - looked > self.limit / 2:  # this process was stopped, and starts again
+                self._progressed = now
+            looked = now
+            part, began = self._timing.part, max(self._timing.began, self._progressed)
+            if part in WATCHED and (part != "evaluation" or self._evaluated) and now - began > self.limit:
                 said = f"no step has ended for {self.limit:,.0f} s (--distributed.stall-seconds)"
                 report_error(f"{said}. The stacks of all threads:")
                 faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)

@@ -17,6 +17,7 @@ from flax import nnx
 from configs.schema import ModelConfig, TrainConfig
 from data import tokenizers
 from data.synthetic_tasks import Document, write_corpus
+from data.verification import Verification
 from models.gpt import GPT, resolve_config
 from sampling.sampler import Sampler, Sampling
 from sampling.samples import SAMPLE_TOKENS, check
@@ -140,6 +141,8 @@ def test_a_signal_ends_an_evaluation_and_the_same_command_makes_up_for_it(recipe
     assert tiny.saved_steps(folder) == [2]
     assert tiny.run(recipe, "--run-dir", folder) == 0
     assert [line["step"] for line in tiny.lines(folder, "val")] == [2]
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        assert checkpoints.best() == 2  # the checkpoint has the loss now
     assert tiny.run(recipe, "--run-dir", folder) == 0  # now it is finished
     assert len(tiny.lines(folder)) == 3
 
@@ -194,6 +197,51 @@ def test_a_failed_save_is_tried_once_more_at_the_next_step(recipe, tmp_path, cap
     else:
         assert (code, failed, tiny.saved_steps(folder)) == (1, [3, 4], [])
         assert "the checkpoint of step 4 could not be written" in told
+
+
+@pytest.mark.parametrize("then", ["the end", "a signal", "an error of the call"])
+def test_a_failed_save_is_tried_once_more_whatever_comes_next(recipe, tmp_path, monkeypatch, then):
+    folder, failed = tmp_path / "run", []
+    save, finish, record = Checkpoints.save, Checkpoints._finish, loop._Run.record
+
+    def fail_once(step):
+        if not failed:
+            failed.append(step)
+            raise CheckpointError(f"the checkpoint of step {step} could not be written.")
+
+    def save_in_background(self, step, response, loss):
+        response.result()
+        if then != "an error of the call":
+            fail_once(step)
+        finish(self, step, response, loss)
+
+    def start_save(self, step, items, **options):
+        if then == "an error of the call":
+            fail_once(step)
+        save(self, step, items, **options)
+
+    def interrupted(self, pending, step):
+        record(self, pending, step)
+        if step == 2 and then == "a signal":
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Checkpoints, "_finish", save_in_background)
+    monkeypatch.setattr(Checkpoints, "save", start_save)
+    monkeypatch.setattr(loop._Run, "record", interrupted)
+    steps = 4 if then == "a signal" else 2
+    code = tiny.run(recipe, "--run-dir", folder, "--train.steps", steps, "--checkpoint.every-steps", 2)
+    assert (code, failed, tiny.saved_steps(folder)) == (143 if then == "a signal" else 0, [2], [2])
+
+
+def test_a_signal_ends_the_wait_for_the_verification_of_a_finished_run(recipe, tmp_path, monkeypatch):
+    def wait(self, seconds=None):
+        assert seconds is not None  # else it would wait until all is verified
+        signal.raise_signal(signal.SIGTERM)
+        return False
+
+    monkeypatch.setattr(Verification, "wait", wait)
+    assert tiny.run(recipe, "--run-dir", tmp_path / "run") == 0
+    assert tiny.saved_steps(tmp_path / "run") == [2]
 
 
 @pytest.mark.parametrize(("flags", "code"), [((), 1), (("--data.no-verify",), 0)])

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from data.prepare import prepare
 from support.errors import ConfigError, DataError
 from tests import tiny
 from training import processes
@@ -74,10 +76,22 @@ class End(NamedTuple):
     """From the fault to the end of each."""
 
 
+def make_long(folder: Path) -> Path:
+    """The recipe, with a val split of a million tokens."""
+    folder.mkdir()
+    (folder / "text.txt").write_text("".join(f"{number} is {number * 7}\n" for number in range(150_000)))
+    prepare(str(folder / "text.txt"), "bytes", folder / "tokens", val_share=0.5, progress=False)
+    (folder / "tiny.py").write_text(tiny.RECIPE)
+    return folder / "tiny.py"
+
+
 def ends_of(recipe: Path, folder: Path) -> dict[str, End]:
     """Runs with a fault each, at once."""
+    long_recipe = make_long(folder / "long")
+
     endless = ("--train.steps", "None", "--train.minutes", 60)
-    evaluates = (*endless, "--train.eval-every", 1, "--train.eval-batches", 50)
+    # An evaluation of minutes, which only a signal ends.
+    evaluates = (*endless, "--train.eval-every", 3, "--train.eval-batches", 10**6)
 
     def start(name: str, *flags: object, **options) -> list[subprocess.Popen]:
         return tiny.start_together(recipe, "--run-dir", folder / name, *flags, **options)
@@ -88,7 +102,9 @@ def ends_of(recipe: Path, folder: Path) -> dict[str, End]:
         "frozen worker": start("frozen worker", *endless),
         # Sooner than its heartbeat is missed.
         "stuck worker": start("stuck worker", *endless, "--distributed.stall-seconds", 5),
-        "stopped worker": start("stopped worker", *evaluates),
+        "stopped worker": tiny.start_together(long_recipe, "--run-dir", folder / "stopped worker", *evaluates),
+        "full disk": start("full disk", *endless, "--checkpoint.every-steps", 40, "--mesh.fsdp", 4, "--mesh.data", 1,
+                           "--model.width", 64),
         "timed": start("timed", "--train.steps", "None", "--train.minutes", 0.02),
         "other rates": start("other rates", *endless, of_each=((), ("--optimizer.learning-rate", 0.5))),
         "other folder": tiny.start_together(recipe, *endless, of_each=tuple(
@@ -100,6 +116,9 @@ def ends_of(recipe: Path, folder: Path) -> dict[str, End]:
         "frozen worker": lambda: pairs["frozen worker"][1].send_signal(signal.SIGSTOP),
         "stuck worker": lambda: pairs["stuck worker"][1].send_signal(signal.SIGSTOP),
         "stopped worker": lambda: pairs["stopped worker"][1].send_signal(signal.SIGTERM),
+        # Arrays are larger than a file may be, lines of metrics are not.
+        "full disk": lambda: resource.prlimit(pairs["full disk"][0].pid, resource.RLIMIT_FSIZE,
+                                              (30_000, resource.RLIM_INFINITY)),
     }
     began, last = dict.fromkeys(pairs, time.monotonic()), dict[tuple[str, int], float]()
     try:
@@ -149,8 +168,14 @@ def test_a_fault_of_one_process_ends_all_and_is_named(recipe, tmp_path):
     end = ends["stopped worker"]
     assert end.codes == (143, 143), end.errors
     assert max(end.seconds) < 30
-    assert tiny.saved_steps(tmp_path / "stopped worker")[-1] == last_step("stopped worker")
+    assert tiny.saved_steps(tmp_path / "stopped worker")[-1] == last_step("stopped worker") == 3
+    assert tiny.lines(tmp_path / "stopped worker", "val") == []
     assert f"saved at step {last_step('stopped worker')}; repeat the command to resume" in end.errors[0]
+
+    end = ends["full disk"]
+    assert end.codes == (1, 1), end.errors
+    assert "the checkpoint of step 40 could not be written" in end.errors[0]
+    assert "process 0 ended with exit code 1: the checkpoint of step 40 could not" in end.errors[1]
 
     # The clock of process 0 ends all at the same step.
     end = ends["timed"]
@@ -179,9 +204,9 @@ def test_only_fields_that_differ_are_named_with_their_values_and_processes():
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("flags", "said"), [
-    (Distributed(coordinator="a:1"), r"--distributed.coordinator also requires --distributed.processes and "
-                                     r"--distributed.process$"),
-    (Distributed(process=0), "--distributed.process also requires"),
+    (Distributed(coordinator="a:1"), r"expected --distributed.processes and --distributed.process beside "
+                                     r"--distributed.coordinator$"),
+    (Distributed(process=0), "expected --distributed.coordinator and --distributed.processes beside"),
     (Distributed("a", 2, 0), "--distributed.coordinator is a; expected HOST:PORT"),
     (Distributed("a:70000", 2, 0), "--distributed.coordinator is a:70000; expected HOST:PORT"),
     (Distributed("a:1", 2, 2), "--distributed.process is 2; expected 0 to 1: there are 2 processes"),
@@ -210,6 +235,9 @@ OPEN_MPI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34
     (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # an interactive step of a job of two tasks
     ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}, None),  # outside srun
     (OPEN_MPI, ("10.96.0.1:62624", 4, 3, [1])),
+    # mpirun in a Slurm job: Slurm has started one task a machine, which is mpirun's.
+    (OPEN_MPI | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, ("10.96.0.1:62624", 4, 3, [1])),
+    (OPEN_MPI | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, ("10.96.0.1:62624", 4, 3, None)),  # jax reads it
     ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None)])
 def test_the_launcher_says_which_processes_there_are(monkeypatch, environment, expected):
     for variable in list(os.environ):
@@ -229,7 +257,7 @@ def test_one_process_exchanges_nothing():
     assert processes.is_first()
     assert not processes.several()
     assert processes.from_first(lambda: (1, "a")) == (1, "a")
-    assert processes.signals_of_others() == []
+    assert list(processes.signals_of_others()) == []
     with processes.first_then_rest():
         processes.check_equal({"a": 1})
     assert processes.run_together("prog", lambda _: 3, []) == 3
@@ -309,8 +337,13 @@ def test_process_0_hears_of_each_signal_once(join_fake):
     team.set(team.key("failed", 0), [1, "so that the watch ends"])
     with pytest.raises(SystemExit):
         processes._watch(team)
-    assert processes.signals_of_others() == []
+    assert list(processes.signals_of_others()) == []
     store, first = team.client, join_fake(0)
     first.client = store
-    assert processes.signals_of_others() == [signal.SIGCONT, signal.SIGTERM]
-    assert processes.signals_of_others() == []
+    first.set(first.key("failed", 1), [1, "so that the watch ends"])
+    first.wakes.send(b"\0")
+    with pytest.raises(SystemExit):
+        processes._watch(first)
+    assert list(processes.signals_of_others()) == [signal.SIGCONT, signal.SIGTERM]
+    assert list(processes.signals_of_others()) == []
+    assert first.all("signals") == {}

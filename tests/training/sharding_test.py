@@ -271,9 +271,14 @@ def test_modes_that_gather_sequences_are_named(capsys):
 
 def test_idle_devices_are_named_with_a_remedy(monkeypatch, capsys):
     monkeypatch.setattr(jax, "device_count", lambda: 8)
-    mesh: Any = jax.sharding.AbstractMesh((4, 1, 1, 1), AXES)
-    report_mesh(mesh, rows=4)
-    told = capsys.readouterr().err
-    assert "mesh axes: data 4; 4 of 8 devices" in told
-    assert "4 of 8 devices are idle: train.batch_size / train.accumulate is 4" in told
-    assert "make it a multiple of 8" in told
+    for config, sizes, remedy in (
+            (MeshConfig(), (4, 1, 1, 1), "train.batch_size / train.accumulate is 4; to use all, make it a multiple of "
+                                         "8"),
+            (MeshConfig(tensor=3), (2, 1, 3, 1), "mesh.fsdp × mesh.tensor × mesh.context is 3, which does not divide "
+                                                 "8"),
+            (MeshConfig(data=1, tensor=-1), (1, 1, 4, 1), "model.heads is 4; to use all, make it a multiple of 8")):
+        mesh: Any = jax.sharding.AbstractMesh(sizes, AXES)
+        report_mesh(mesh, Config(mesh=config, model=ModelConfig(heads=4), train=TrainConfig(batch_size=4)))
+        told = capsys.readouterr().err
+        assert f"{math.prod(sizes)} of 8 devices\n" in told
+        assert f"{8 - math.prod(sizes)} of 8 devices are idle: {remedy}" in told

@@ -1,11 +1,14 @@
 """The watch over runs that no longer progress."""
 
+import itertools
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
 
+from training import stall
 from training.accounting import Timing
 from training.stall import LEAST_SECONDS, MEDIAN_STEPS, StallWatch
 
@@ -44,9 +47,21 @@ def test_a_later_evaluation_that_does_not_end_is_a_stall():
     stalled, said, ended = watch("evaluation", 100, 0)
     stalled.evaluated()
     stalled._timing.began -= 101
+    stalled._progressed -= 101
     with stalled:
         assert ended.wait(20)
     assert said
+
+
+def test_a_process_that_was_stopped_for_long_starts_again(monkeypatch):
+    """The watch sees a clock that has jumped between two looks."""
+    quiet, said, ended = watch("step", 100, 0)
+    began = time.perf_counter()
+    clock = itertools.chain([began, began + 101], itertools.repeat(began + 101))
+    monkeypatch.setattr(stall, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    with quiet:
+        assert not ended.wait(0.1)
+    assert said == []
 
 
 def test_the_limit_follows_the_median_step():
