@@ -43,7 +43,7 @@ from training.environment import configure_jax, environment
 from training.initial_weights import InitialWeights, read_initial_weights, save_initial_checkpoint
 from training.objectives import LanguageModelling
 from training.processes import Distributed
-from training.sharding import check_shards, make_mesh, report_gathers, report_mesh
+from training.sharding import check_shards, make_mesh, report_exchanges, report_mesh
 from training.step import abstract_model
 
 
@@ -168,7 +168,7 @@ def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT]
     model = abstract_model(config, corpora.vocabulary_size)
     check_shards(mesh, model)
     report_mesh(mesh, config)
-    report_gathers(mesh, model)
+    report_exchanges(mesh, model)
     samples.check(config.train, model)
     check_packing(config.data.packing, model)
     # Tracing raises the errors of kernels that do not support the config.

@@ -155,12 +155,12 @@ def report_mesh(mesh: Mesh, config: Config | LraConfig) -> None:
     note(f"{devices - mesh.size} of {devices} devices are idle: {remedy}")
 
 
-def report_gathers(mesh: Mesh, model: GPT) -> None:
-    """Names the modes whose devices gather the sequences that they share, if any."""
-    gathering = sorted({block.attention.name for block in model.blocks if not block.attention.splits_context})
-    if mesh.shape["context"] > 1 and gathering:
-        note(f"mesh.context is {mesh.shape['context']}: {', '.join(gathering)} gathers the sequence on each device, in "
-             "every layer")
+def report_exchanges(mesh: Mesh, model: GPT) -> None:
+    """Names the modes whose devices exchange the tokens of the sequences that they share, if any."""
+    exchanging = sorted({block.attention.name for block in model.blocks if not block.attention.splits_context})
+    if mesh.shape["context"] > 1 and exchanging:
+        note(f"mesh.context is {mesh.shape['context']}: in layers of {', '.join(exchanging)} devices exchange the "
+             "tokens of whole sequences, which takes time in proportion to the context")
 
 
 def check_shards(mesh: Mesh, model: nnx.Module) -> None:

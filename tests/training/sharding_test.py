@@ -26,7 +26,7 @@ from training.sharding import (
     check_shards,
     make_mesh,
     parameter_shardings,
-    report_gathers,
+    report_exchanges,
     report_mesh,
     state_shardings,
 )
@@ -265,8 +265,8 @@ def test_modes_that_gather_sequences_are_named(capsys):
         "chunked", "softmax", "window"))), 32, rngs=nnx.Rngs(0)))
     for context in (1, 4):
         mesh: Any = jax.sharding.AbstractMesh((1, 1, 1, context), AXES)
-        report_gathers(mesh, model)
-    assert capsys.readouterr().err.count("mesh.context is 4: softmax gathers the sequence on each device") == 1
+        report_exchanges(mesh, model)
+    assert capsys.readouterr().err.count("mesh.context is 4: in layers of softmax devices exchange the tokens") == 1
 
 
 def test_idle_devices_are_named_with_a_remedy(monkeypatch, capsys):
