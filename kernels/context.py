@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from kernels.partition import CONTEXT_AXIS, on_each_device, present, size_of, split_of_heads
 
 MULTIPLE = 64
-"""Of which the tokens of a device and those before them are: cuDNN does not support every length."""
+"""Tokens of a device plus those before are padded to a multiple of this: cuDNN does not support every length."""
 
 
 def devices_of(tokens: int) -> int:
@@ -39,7 +39,7 @@ def over_context(compute: Callable[..., tuple[Array, Any]], share_of: Callable[.
         runs_BT: runs of the tokens; None: each row is one run. A state belongs to the run that goes on.
     """
     assert inputs[0] is not None
-    rows, heads = split_of_heads(*inputs[0].shape[::2])
+    rows, heads = split_of_heads(inputs[0].shape[0], inputs[0].shape[2])
     incoming_BT = None
     if runs_BT is not None:  # the run that the state before each token belongs to
         latest_BT = jnp.maximum(lax.cummax(runs_BT, axis=1), 0)
@@ -79,23 +79,25 @@ def with_tokens_before(x: Array, count: int) -> Array:
 
 
 def over_windows(compute: Callable[..., Array], inputs: Sequence[Array | None], runs_BT: Array | None,
-                 least: int) -> Array:
-    """A causal op of which no token sees more than ``least`` tokens before it, with each device computing its own.
+                 reach: int) -> Array:
+    """A causal op of which no token sees more than ``reach`` tokens before it, with each device computing its own.
 
-    The tokens before are computed again.
+    A device also computes the outputs of the tokens before its own, and drops them: with T tokens on N devices, about
+    (T / N + ``reach``) / (T / N) times an even split. With a window of 1,024 and T = 8,192 that is 1.25, 1.5 and 2 on
+    2, 4 and 8 devices.
 
     Args:
         compute: ``compute(*inputs, runs_BT)``: y_BTHD.
         inputs: arrays (B, T, H, …), or None; the first is one.
         runs_BT: runs of the tokens; None: each row is one run.
-        least: less than T.
+        reach: less than T.
     """
     assert inputs[0] is not None
-    rows, heads = split_of_heads(*inputs[0].shape[::2])
+    rows, heads = split_of_heads(inputs[0].shape[0], inputs[0].shape[2])
 
     def local(inputs, runs_BT):
         T = inputs[0].shape[1]
-        before = least + -(least + T) % MULTIPLE
+        before = reach + -(reach + T) % MULTIPLE
         # Tokens that do not exist go behind the last, where no token sees them.
         exist = jnp.minimum(lax.axis_index(CONTEXT_AXIS) * T, before)
 

@@ -83,8 +83,8 @@ def _over_context(x_BTF: Array, taps_KF: Array, runs_BT: Array | None) -> Array:
         # The last P tokens before, without padding, may be of several devices.
         first_B = jnp.maximum((runs_BT >= 0).sum(axis=1) - P, 0)
         last_BP = jnp.minimum(first_B[:, None] + jnp.arange(P)[None], T - 1)
-        every = lax.all_gather((_rows(runs_BT, last_BP), _rows(x_BTF, last_BP)), CONTEXT_AXIS, axis=1, tiled=True)
-        runs_BN, x_BNF = every
+        last = _rows(runs_BT, last_BP), _rows(x_BTF, last_BP)
+        runs_BN, x_BNF = lax.all_gather(last, CONTEXT_AXIS, axis=1, tiled=True)
         is_before_N = jnp.arange(runs_BN.shape[1]) < P * lax.axis_index(CONTEXT_AXIS)
         runs_BN = jnp.where(is_before_N[None] & (runs_BN >= 0), runs_BN, NO_RUN)
         last_BP = jnp.argsort(runs_BN >= 0, axis=1)[:, runs_BN.shape[1] - P:]  # stable
