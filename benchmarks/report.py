@@ -183,7 +183,8 @@ def time_cases[Name](cases: Mapping[Name, tuple[Row, Callable[[], Callable[[], A
                 raise
             except Exception as error:  # a kernel that fails to compile is a result too
                 row.error = reason(error)
-                crowded += [name] if isinstance(error, jax.errors.JaxRuntimeError) else []
+                if runs and isinstance(error, MemoryError | jax.errors.JaxRuntimeError):
+                    crowded.append(name)
     try:
         for name, samples in time_by_turns(runs, repeats, sample_seconds, seconds).items():
             cases[name][0].fill(samples)
@@ -387,7 +388,8 @@ class Results:
         the device."""
         flags, words = vars(self._options).copy(), list(self._options.words)
         for name in self._positional:
-            words[:0] = map(str, value if isinstance(value := flags.pop(name), list) else [value])
+            value = flags.pop(name)
+            words[:0] = map(str, value if isinstance(value, list) else [value])
         given = [word for name, value in flags.items()
                  if name not in FILE_FLAGS and value is not None and value is not False
                  for word in ("--" + name.replace("_", "-"), *(() if value is True else (_flag(value),)))]
