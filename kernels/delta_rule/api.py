@@ -98,7 +98,7 @@ def delta_rule(
         log_decay_BTH = decay.prepare(log_decay_BTH, dtype, padding_BT)
 
     def compute(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, log_decay_BTH: Array | None,
-                initial_BHMD: Array, runs_BT: Array | None, name: str = name) -> tuple[Array, Array]:
+                initial_BHMD: Array, runs_BT: Array | None) -> tuple[Array, Array]:
         extras: dict[str, Any] = {} if log_decay_BTH is None else {"log_decay_BTH": log_decay_BTH}
         if name == "chunked":
             extras["chunk_size"] = min(q_BTHM.shape[1], chunk_size or pick_chunk_size(M, D))
@@ -106,14 +106,19 @@ def delta_rule(
 
     def share_of(_: Array, k_BTHM: Array, v_BTHD: Array, beta_BTH: Array, log_decay_BTH: Array | None,
                  runs_BT: Array | None) -> Array:
-        """The tokens map the state S before them to A S + U: [U A], (B, H, M, D + M), is their state from [0 1]."""
-        nothing_BTHM = jnp.zeros((*v_BTHD.shape[:3], M), v_BTHD.dtype)
-        wide_BTHE = jnp.concatenate([v_BTHD, nothing_BTHM], axis=-1)
+        """The tokens map the state S before them to A S + U: [U A], (B, H, M, D + M), is their state from [0 1].
+
+        In one call, or in two where the kernel does not support values of width D + M.
+        """
+        values = v_BTHD, jnp.zeros((*v_BTHD.shape[:3], M), v_BTHD.dtype)
         unit_BHMM = jnp.broadcast_to(jnp.eye(M, dtype=dtype), (len(v_BTHD), v_BTHD.shape[2], M, M))
-        start_BHME = jnp.concatenate([jnp.zeros((*unit_BHMM.shape[:3], D), dtype), unit_BHMM], axis=-1)
-        fits = pallas_gpu.refuses(k_BTHM, k_BTHM, wide_BTHE, chunk_size=chunk_size) is None
-        return compute(k_BTHM, k_BTHM, wide_BTHE, beta_BTH, log_decay_BTH, start_BHME, runs_BT,
-                       name="chunked" if name == "pallas_gpu" and not fits else name)[1]
+        starts = jnp.zeros((*unit_BHMM.shape[:3], D), dtype), unit_BHMM
+        wide_BTHE, start_BHME = (jnp.concatenate(x, axis=-1) for x in (values, starts))
+        if name != "pallas_gpu" or pallas_gpu.refuses(k_BTHM, k_BTHM, wide_BTHE, chunk_size=chunk_size) is None:
+            values, starts = (wide_BTHE,), (start_BHME,)
+        return jnp.concatenate([
+            compute(k_BTHM, k_BTHM, value_BTHE, beta_BTH, log_decay_BTH, start_BHME, runs_BT)[1]
+            for value_BTHE, start_BHME in zip(values, starts, strict=True)], axis=-1)
 
     def after(share_BHME: Array, state_BHMD: Array) -> Array:
         return share_BHME[..., :D] + product("bhml,bhld->bhmd", share_BHME[..., D:], state_BHMD, exact=True)

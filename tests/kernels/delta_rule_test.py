@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from kernels import cases
-from kernels.delta_rule import delta_rule, pick_chunk_size, pick_implementation
+from kernels.delta_rule import api, delta_rule, pick_chunk_size, pick_implementation
 from kernels.delta_rule.cases import ATTENTIONS, CASES, FORMS, TOLERANCES, DeltaRuleCase
 
 B, H, M, D = 3, 2, 5, 7
@@ -302,3 +303,20 @@ class TestBadInput:
         arguments: dict[str, Any] = {"q_BTHM": keys, "k_BTHM": keys, "v_BTHD": jnp.ones((2, 8, 3, 5)),
                                      "beta_BTH": jnp.ones((2, 8, 3))}
         return delta_rule(**(arguments | changes))
+
+
+@pytest.mark.parametrize(("width", "calls"), [(32, 1), (64, 2)])
+def test_devices_that_share_a_sequence_run_the_kernel_that_is_named(width, calls, monkeypatch):
+    """Also where it does not support values with the map of the states beside them."""
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "chunked", None)
+    x_BTHD, beta_BTH = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 128, 2, width), (1, 128, 2)))
+
+    def launches() -> int:
+        call = functools.partial(delta_rule, implementation="pallas_gpu")
+        return str(jax.make_jaxpr(call)(x_BTHD, x_BTHD, x_BTHD, beta_BTH)).count("pallas_call[")
+
+    mesh: Any = jax.sharding.AbstractMesh((1, 1, 1, 2), ("data", "fsdp", "tensor", "context"), (AxisType.Auto,) * 4)
+    alone = launches()
+    assert alone > 0
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert launches() == (1 + calls) * alone
