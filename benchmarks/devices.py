@@ -40,8 +40,11 @@ def check_mesh(config: Config, devices: int) -> None:
     used = math.prod(sizes.values())
     if used < devices:
         told = " × ".join(f"mesh.{axis} {size}" for axis, size in sizes.items())
-        raise ConfigError(f"--devices is {devices}; the mesh {told} takes {used}: train.batch_size / train.accumulate "
-                          f"is {config.train.batch_size // config.train.accumulate}")
+        raise ConfigError(
+            f"--devices is {devices}; the mesh {told} takes {used}: train.batch_size / train.accumulate is "
+            f"{config.train.batch_size // config.train.accumulate}; expected --devices {used}, a larger "
+            "--train.batch-size, or a mesh that splits more than the batch, such as --mesh.context "
+            f"{sizes['context'] * devices // used}")
 
 
 def measure_step(case: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,16 +71,16 @@ def measure_step(case: Mapping[str, Any]) -> dict[str, Any]:
         else:
             with tempfile.TemporaryDirectory() as folder:
                 compiled = gpu.compile(traced, Path(folder))
-    text, memory = compiled.as_text(), compiled.memory_analysis()
-    if text is None or memory is None:
+    text, planned = compiled.as_text(), compiled.memory_analysis()
+    if text is None or planned is None:
         raise BenchmarkError("the compiler does not report the program")
     program = read_program(text)
     operations = program.products.operations if gpu is None else sum(
         launch.count * sum(launch.work.operations.values())
         for launch in launches(program, pallas_kernels(traced.jaxpr), set()))
     return {"operations": operations, "collectives": dict(program.collectives),
-            "peak_bytes": report.peak_bytes(compiled), "temporary_bytes": memory.temp_size_in_bytes,
-            "argument_bytes": memory.argument_size_in_bytes, "mesh": dict(mesh.shape)}
+            "peak_bytes": report.peak_bytes(compiled), "temporary_bytes": planned.temp_size_in_bytes,
+            "argument_bytes": planned.argument_size_in_bytes, "mesh": dict(mesh.shape)}
 
 
 def tell(options: Namespace, results: report.Results, module: str) -> None:

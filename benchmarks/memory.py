@@ -1,4 +1,4 @@
-"""Memory of cards, and whether a program fits. By default jax reserves three quarters of it."""
+"""Memory of cards, and whether a program fits. By default jax reserves three quarters of the memory of a card."""
 
 CARDS = {
     "h200": 143_771,
@@ -10,9 +10,9 @@ CARDS = {
 }
 """Memory in MiB, as ``nvidia-smi`` shows it."""
 JAX_SHARE = 0.75
-"""What jax reserves of it by default."""
+"""Share of the memory that jax reserves by default."""
 MOST_SHARE = 0.95
-"""What jax can reserve: the driver and the libraries need the rest."""
+"""Share that jax can reserve: the driver and the libraries need the rest."""
 
 
 def verdict(peak: int, card_bytes: int) -> str:

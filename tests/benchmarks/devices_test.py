@@ -2,13 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.devices import check_mesh
 from benchmarks.program import read_program
+from configs.schema import Config, MeshConfig, TrainConfig
+from support.errors import ConfigError
 
 PROGRAM = """\
 HloModule jit_step
@@ -74,6 +79,21 @@ def test_a_mesh_that_does_not_take_all_devices_is_refused():
     done = estimate("--devices", "3", "--card", "cpu", "--mesh.context", "2", "--mesh.data", "1")
     assert done.returncode == 2
     assert "is 2, which leaves 1 of 3 devices idle" in done.stderr
+
+
+@pytest.mark.fast
+def test_a_batch_that_does_not_take_all_devices_is_refused_with_what_would_help():
+    config = Config(train=TrainConfig(batch_size=1, accumulate=1))
+    with pytest.raises(ConfigError, match=re.escape(
+            "--devices is 8; the mesh mesh.data 1 × mesh.fsdp 1 × mesh.tensor 1 × mesh.context 1 takes 1: "
+            "train.batch_size / train.accumulate is 1; expected --devices 1, a larger --train.batch-size, or a mesh "
+            "that splits more than the batch, such as --mesh.context 8")):
+        check_mesh(config, 8)
+    with pytest.raises(ConfigError, match=r"expected --devices 2, .*, such as --mesh\.context 8"):
+        check_mesh(replace(config, mesh=MeshConfig(context=2)), 8)
+    check_mesh(config, 1)
+    check_mesh(replace(config, mesh=MeshConfig(context=8)), 8)
+    check_mesh(replace(config, train=TrainConfig(batch_size=8, accumulate=1)), 8)
 
 
 @pytest.mark.thorough
