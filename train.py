@@ -183,9 +183,8 @@ def check_packing(packing: str, model: GPT) -> None:
     """Raises :class:`ConfigError` if ``packing`` is documents and a mode cannot separate them."""
     layers = [block.attention for block in model.blocks if not block.attention.packs(causal=True)]
     if packing == "documents" and layers:
-        flags = layers[0].packs_with
         raise ConfigError(f"data.packing documents: attention mode {layers[0].name!r} cannot separate the documents "
-                          f"of a row; expected stream{'' if flags is None else f', or {flags}'}")
+                          "of a row; expected stream")
 
 
 def initial_weights(run_dir: Path, model: GPT, tokenizer: str, init_from: Path | None,

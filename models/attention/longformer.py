@@ -11,7 +11,9 @@ A token at position t attends to position s
 - as a global token: s < ``global_tokens``, and s ≤ t if causal.
 
 In a row of packed documents, s counts from the start of the document, and only with a causal mask: a global token then
-sees the few tokens before it, which are global too. Packing costs three more projections of each token.
+sees the few tokens before it, which are global too. Packing costs three more projections of each token. It also copies,
+for every token, the keys and values of the ``global_tokens`` tokens of its document, once with the ordinary and once
+with the separate projections: each time 2 ``global_tokens`` times the memory of the queries.
 
 The first ``global_tokens`` tokens attend to all tokens, if causal to those up to their own position, with separate
 query, key and value projections, initialised as copies of the ordinary ones, as in the paper. Decoding keeps the last

@@ -105,8 +105,6 @@ class SelfAttention(nnx.Module):
     """Projections initialised as a copy of another one, also with ``--init-from`` a run without them."""
     fixed_length: bool = False
     """Whether the mode has parameters for exactly ``max_length`` tokens."""
-    packs_with: str | None = None
-    """Flags of ``train.py`` that enable packing, if the present options do not support it."""
     splits_context: bool = False
     """Whether devices that share a sequence (``mesh.context``) exchange as much at any context, if causal. Otherwise
     they gather the sequence in each layer."""
