@@ -17,8 +17,8 @@ differences from the released code, in every preset:
   biases are 0, where those of its MLPs are normal with deviation 1e-6. The ε of LayerNorm is 1e-5, not 1e-6.
 - Padding: is given by the lengths, where the released code takes the token 0 for padding, also a black pixel. The mean
   is over valid tokens only, and no mode attends to padding.
-- Pooling: where no layer leaves its blocks, so that a CLS token would see only the first, every recipe takes the mean,
-  as the released code does for local attention on Image and Pathfinder.
+- Pooling: where no layer leaves its blocks, so that a CLS token would see only the first, every recipe takes the mean.
+  The released code does so only on Image and Pathfinder, and has a CLS token for local attention on the other tasks.
 - Weight decay applies only to matrices.
 """
 
