@@ -4,8 +4,9 @@
     python -m benchmarks.cpu_workarounds --measure steps --modes chunked --contexts 4096
 
 ``steps`` are whole training steps. ``tokens`` are drawn with GPT-2's vocabulary, greedily and with top-k. The program
-with all workarounds and those without one of them take turns. ``process`` are the workarounds that configure a process:
-processes take turns with the training step of the last mode and context.
+with all workarounds and those without one of them take turns. A workaround that does not change the program has no row.
+``process`` are the workarounds that configure a process: processes take turns with the training step of the last mode
+and context.
 
 Times are those of the processor, of all threads, which other work on the machine does not affect. The ratio is one of
 medians. Its 95 % interval is by bootstrap over the rounds (Efron, "Bootstrap Methods", 1979).
@@ -25,15 +26,17 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from benchmarks import report
-from benchmarks.train_step import Size, Step, model_config
+from benchmarks.train_step import Size, Step, model_config, step_and_shapes
 from configs.schema import Config, ModelConfig, TrainConfig
 from kernels import cpu, device
 from models.gpt import GPT
-from sampling.sampler import Sampler, Sampling
+from sampling.sampler import Sampler, Sampling, Settings, draw
 from support.command import status
 from support.errors import BenchmarkError, ConfigError
 
@@ -43,8 +46,6 @@ STEP_TOKENS = 4096
 """Tokens of a training step, or one sequence if that is longer."""
 STEPS_OF_A_PROCESS = 5
 DRAWS = {"greedy": Sampling(temperature=0.0), "top-k 40": Sampling(top_k=40)}
-OF_DRAWS = (cpu.sort_descending, cpu.zeros_unless)
-"""The workarounds of drawing a token from its logits; the others are those of the layers."""
 ALL = "all"
 """Name of the program with every workaround."""
 RESAMPLES = 2000
@@ -85,21 +86,35 @@ def compare(measure: str, case: str, seconds: Mapping[str, Sequence[float]]) -> 
     return rows
 
 
-def time_programs(make: Callable[[], Callable[[], Any]], workarounds: Sequence[Callable], rounds: int,
+def time_programs(lower: Callable[[], jax.stages.Lowered], make: Callable[[], Callable[[], Any]], rounds: int,
                   **timing: Any) -> dict[str, list[float]]:
-    """Seconds per call of the program with every workaround, and of those without one of these.
+    """Seconds per call of the program with every workaround, and of each different program without one of them.
 
     Args:
+        lower: traces and lowers what the workarounds are to change.
         make: compiles the program and returns the call.
-        workarounds: what is left out.
         rounds: samples of each.
         timing: as in :func:`benchmarks.report.time_by_turns`.
     """
-    runs = {ALL: make()}
-    for workaround in workarounds:
+    program, runs = lower().as_text(), {ALL: make()}
+    for workaround in cpu.WORKAROUNDS:
         with cpu.without(workaround):
-            runs[workaround.__name__] = make()
+            if lower().as_text() != program:
+                runs[workaround.__name__] = make()
     return report.time_by_turns(runs, rounds, clock=time.process_time, **timing)
+
+
+def lower_step(config: Config) -> jax.stages.Lowered:
+    """The training step, traced anew."""
+    step, arguments = step_and_shapes(config, VOCABULARY)
+    return step.lower(*arguments)
+
+
+def lower_draw() -> jax.stages.Lowered:
+    """The draw of a token from its logits, traced anew."""
+    logits_BV, keys_B = jnp.zeros((1, GPT2_VOCABULARY)), jax.random.split(jax.random.key(0), 1)
+    settings = Settings(*map(jnp.asarray, (0.0, 0, 1.0, 0.0, 1.0)))
+    return jax.jit(lambda: draw(logits_BV, logits_BV > 0, keys_B, settings)).lower()
 
 
 def make_draws(config: ModelConfig, sampling: Sampling) -> Callable[[], Any]:
@@ -171,13 +186,13 @@ def main(options: Namespace, results: report.Results) -> None:
              for dtype in dtypes for mode in options.modes for context in options.contexts}
     configs = {name: make_config(**case) for name, case in cases.items()}
     drawn = make_config("chunked", min(options.contexts), options.layers, options.width, dtypes[-1]).model
-    of_layers = [workaround for workaround in cpu.WORKAROUNDS if workaround not in OF_DRAWS]
     last, case = list(cases.items())[-1]
     measured = {
-        "steps": {name: functools.partial(time_programs, functools.partial(Step, config, VOCABULARY), of_layers,
-                                          options.repeats, sample_seconds=0) for name, config in configs.items()},
+        "steps": {name: functools.partial(
+            time_programs, functools.partial(lower_step, config), functools.partial(Step, config, VOCABULARY),
+            options.repeats, sample_seconds=0) for name, config in configs.items()},
         "tokens": {f"chunked, {name}": functools.partial(
-            time_programs, functools.partial(make_draws, drawn, sampling), OF_DRAWS, options.repeats)
+            time_programs, lower_draw, functools.partial(make_draws, drawn, sampling), options.repeats)
             for name, sampling in DRAWS.items()},
         "process": {last: functools.partial(measure_process, case, options.processes)}}
     for name in options.measure:

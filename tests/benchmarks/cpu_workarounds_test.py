@@ -23,7 +23,6 @@ def test_ratios_are_of_medians_with_intervals_around_them():
 @pytest.mark.thorough
 def test_rows_of_the_file_and_the_table(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(cpu, "WORKAROUNDS", (cpu.weighted_sum, cpu.zeros_unless))
-    monkeypatch.setattr(cpu_workarounds, "OF_DRAWS", (cpu.zeros_unless,))
     monkeypatch.setattr(cpu, "PROCESS_WORKAROUNDS", (cpu.keep_freed_memory,))
     monkeypatch.setattr(cpu_workarounds, "GPT2_VOCABULARY", 300)
     monkeypatch.setattr(report, "in_process", lambda _, case: {"seconds": 1 + (case["without"] != "all")})
