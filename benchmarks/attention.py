@@ -4,10 +4,11 @@
     python -m benchmarks.attention chunks --json attention.json --picture attention.png
 
 The parts are ``contexts``, time against context; ``chunks``, time against chunk length, relative to that of the default
-one ("of default"); ``kernel``, the shapes of published kernel times. Only the call is timed, with a causal mask, on
-random positive features, without projections and feature maps. ``fla`` is flash-linear-attention, if it and torch are
-installed, on the same tensors in the same process, as a CUDA graph if torch can capture it. ``fla:unnormalised`` leaves
-out the normaliser, which fla computes outside its kernels. "of fla" is relative to the faster of the two.
+one ("of default"); ``kernel``, the shapes of published kernel times, without a picture. Only the call is timed, with a
+causal mask, on random positive features, without projections and feature maps. ``fla`` is flash-linear-attention, if it
+and torch are installed, on the same tensors in the same process, as a CUDA graph if torch can capture it.
+``fla:unnormalised`` leaves out the normaliser, which fla computes outside its kernels. "of fla" is relative to the
+faster of the two.
 
 The cases of one shape take turns. Figures are medians. "planned" is the memory that the compiler plans for arguments,
 outputs and temporaries. A case that does not fit, is not supported or takes too long is a row with ``error`` and no
@@ -337,7 +338,7 @@ COLUMNS = report.columns(
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
-    """Time, and of ``contexts`` also memory, against context or chunk length; ``kernel`` has only its table."""
+    """Time, and of ``contexts`` also memory, against context or chunk length."""
     found = []
     for passes in dict.fromkeys(row.passes for row in rows):
         of_passes = [row for row in rows if row.passes == passes]
@@ -346,7 +347,7 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
                             "milliseconds"),
                       Panel(curves(of_passes, "label", "context", "mebibytes"), PASSES[passes], "context",
                             "planned MiB")]
-        elif rows[0].part == "chunks":
+        else:
             sized = [replace(row, chunk_size=row.chunk_size or row.picked_chunk_size) for row in of_passes]
             found.append(Panel(curves(sized, lambda row: f"{row.label} at {row.context:,}", "chunk_size",
                                       "milliseconds"), PASSES[passes], "chunk length", "milliseconds"))
@@ -370,6 +371,8 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
         "seconds-per-case": report.flag("about how long the samples of a case may take", 60.0)})
 def main(options: Namespace, results: report.Results) -> None:
     """The forms take turns at every shape."""
+    if options.part == "kernel" and options.picture is not None:
+        raise ConfigError("--picture: the part kernel has only a table; expected the part contexts or chunks")
     report.use_whole_device()
     if fla_installed():
         report.share_device()

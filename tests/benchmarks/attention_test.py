@@ -189,6 +189,11 @@ def test_a_part_has_a_picture(part, expected, tmp_path):
     assert "<!-- chunked:chunked" in drawn
 
 
+def test_a_picture_of_the_part_without_one_is_refused(tmp_path, capsys):
+    assert attention.main(["kernel", "--picture", str(tmp_path / "kernel.png")]) == 2
+    assert "--picture: the part kernel has only a table; expected the part contexts or" in capsys.readouterr().err
+
+
 def test_fla_without_its_packages_is_a_row(monkeypatch):
     monkeypatch.setattr(attention, "fla_installed", lambda: False)
     [row] = measured([case(mode="fla")])
