@@ -119,7 +119,7 @@ class Row(report.ModeRow):
         if name == "fla":
             return None
         pick = attentions()[name].pick
-        return form or (pick and pick(self.inputs, causal=True, chunk_size=self.chunk_size)) or None
+        return form or (pick and pick(self.inputs, chunk_size=self.chunk_size)) or None
 
     def _picked_chunk_size(self) -> int | None:
         form = self._picked_form() if self.part == "chunks" else None
@@ -160,7 +160,7 @@ def attention(row: Row) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array
     """(q, k, v) ↦ y of a case in JAX."""
     name, _, form = row.mode.partition(":")
     call = attentions()[name].call
-    return lambda q, k, v: call(q, k, v, causal=True, chunk_size=row.chunk_size, implementation=form or None)
+    return lambda q, k, v: call(q, k, v, chunk_size=row.chunk_size, implementation=form or None)
 
 
 def prepare(row: Row) -> Callable[[], Any]:

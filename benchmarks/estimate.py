@@ -175,7 +175,7 @@ def trace_call(gpu: target.Target, call: Call) -> jax.stages.Traced:
     @jax.jit
     def passes(q_BTHD: Any, k_BTHD: Any, v_BTHD: Any, dy_BTHD: Any) -> Any:
         y_BTHD, backward = jax.vjp(lambda *x: call.attention.call(
-            *x, causal=True, chunk_size=None, implementation=None), q_BTHD, k_BTHD, v_BTHD)
+            *x, chunk_size=None, implementation=None), q_BTHD, k_BTHD, v_BTHD)
         return y_BTHD, backward(dy_BTHD)
 
     return gpu.trace(passes, *[jax.ShapeDtypeStruct(call.shape, jnp.bfloat16)] * 4)

@@ -116,11 +116,11 @@ class TimedAttention:
 
     name: str
     call: Callable[..., jax.Array]
-    """(q_BTHD, k_BTHD, v_BTHD, *, causal, chunk_size, implementation) ↦ y_BTHD."""
+    """(q_BTHD, k_BTHD, v_BTHD, *, chunk_size, implementation) ↦ y_BTHD, with a causal mask."""
     forms: Mapping[str, TimedForm]
     """By the name of the implementation."""
     pick: Callable[..., str | None] | None = None
-    """(x_BTHD, *, causal, chunk_size) ↦ the form that the name alone stands for; None if unknown. Without ``pick`` a
+    """(x_BTHD, *, chunk_size) ↦ the form that the name alone stands for; None if unknown. Without ``pick`` a
     form must be named."""
     pick_chunk_sizes: Callable[..., tuple[int, int] | None] | None = None
     """(form, x_BTHD) ↦ chunk lengths of the forward and the backward pass; only for attentions in chunks."""

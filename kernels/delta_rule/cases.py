@@ -177,19 +177,16 @@ _ON_A_GPU = (
 CASES: tuple[Case, ...] = (*_TESTED, *_INTERPRETED, *_COMPILED, *_ON_A_GPU)
 
 
-def _attend(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool, chunk_size: int | None,
-            implementation: str | None) -> jax.Array:
+def _attend(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, **options: Any) -> jax.Array:
     """With β = 0.5 and keys of length 1, which keep the recurrence stable."""
-    if not causal:
-        raise NotImplementedError("delta_rule: it is causal")
     k_BTHM = wide(k_BTHM)
     k_BTHM = (k_BTHM / jnp.linalg.norm(k_BTHM, axis=-1, keepdims=True)).astype(v_BTHD.dtype)
     beta_BTH = jnp.full(k_BTHM.shape[:3], 0.5, v_BTHD.dtype)
-    return delta_rule(q_BTHM, k_BTHM, v_BTHD, beta_BTH, chunk_size=chunk_size, implementation=implementation)[0]
+    return delta_rule(q_BTHM, k_BTHM, v_BTHD, beta_BTH, **options)[0]
 
 
-def _pick(x_BTHD: Any, *, causal: bool, chunk_size: int | None) -> str:
-    del causal, chunk_size
+def _pick(x_BTHD: Any, *, chunk_size: int | None) -> str:
+    del chunk_size
     return pick_implementation(x_BTHD, x_BTHD, x_BTHD)
 
 

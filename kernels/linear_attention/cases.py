@@ -293,14 +293,12 @@ _TUNED = (_tuned(1, 2048, 12, 64), _tuned(8, 1024, 8, 64), _tuned(1, 16_384, 12,
 CASES: tuple[Case, ...] = (*_PLAIN, *_KERNEL, *_DECODE, *_COMPILED, *_ON_A_GPU, *_TUNED)
 
 
-def _attend(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool, chunk_size: int | None,
-            implementation: str | None) -> jax.Array:
-    return linear_attention(q_BTHM, k_BTHM, v_BTHD, causal=causal, chunk_size=chunk_size,
-                            implementation=implementation)[0]
+def _attend(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, **options: Any) -> jax.Array:
+    return linear_attention(q_BTHM, k_BTHM, v_BTHD, **options)[0]
 
 
-def _pick(x_BTHD: Any, *, causal: bool, chunk_size: int | None) -> str:
-    return pick_implementation(x_BTHD, x_BTHD, x_BTHD, causal=causal, chunk_size=chunk_size)
+def _pick(x_BTHD: Any, *, chunk_size: int | None) -> str:
+    return pick_implementation(x_BTHD, x_BTHD, x_BTHD, chunk_size=chunk_size)
 
 
 def _pick_chunk_sizes(form: str, x_BTHD: Any) -> tuple[int, int] | None:

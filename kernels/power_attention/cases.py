@@ -113,14 +113,11 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def _attend(q_BTHD: Any, k_BTHD: Any, v_BTHD: Any, *, causal: bool, chunk_size: int | None,
-            implementation: str | None) -> jax.Array:
-    if not causal:
-        raise NotImplementedError("it supports only causal=True")
-    return power_attention(q_BTHD, k_BTHD, v_BTHD, chunk_size=chunk_size, implementation=implementation)[0]
+def _attend(q_BTHD: Any, k_BTHD: Any, v_BTHD: Any, **options: Any) -> jax.Array:
+    return power_attention(q_BTHD, k_BTHD, v_BTHD, **options)[0]
 
 
-def _pick(x_BTHD: Any, *, causal: bool, chunk_size: int | None) -> str:
+def _pick(x_BTHD: Any, *, chunk_size: int | None) -> str:
     return pick_implementation(x_BTHD.shape[1])
 
 

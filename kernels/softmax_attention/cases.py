@@ -180,10 +180,10 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def _attend(q_BTHD: Any, k_BTHD: Any, v_BTHD: Any, *, causal: bool, chunk_size: int | None,
+def _attend(q_BTHD: Any, k_BTHD: Any, v_BTHD: Any, *, chunk_size: int | None,
             implementation: str | None) -> jax.Array:
     del chunk_size
-    return softmax_attention(q_BTHD, k_BTHD, v_BTHD, causal=causal, implementation=implementation)
+    return softmax_attention(q_BTHD, k_BTHD, v_BTHD, implementation=implementation)
 
 
 ATTENTIONS = (

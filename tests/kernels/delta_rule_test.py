@@ -250,15 +250,13 @@ def test_narrow_heads_have_short_chunks():
     assert [pick_chunk_size(*widths) for widths in ((16, 16), (32, 32), (32, 64), (128, 128))] == [32, 32, 64, 64]
 
 
-def test_what_is_timed_has_keys_of_length_1_and_looks_at_the_past():
+def test_what_is_timed_has_keys_of_length_1():
     (timed,) = ATTENTIONS
     x = {name: jnp.asarray(x, jnp.float32) for name, x in make_inputs(20).items()}
     q, k, v = x["q_BTHM"], x["k_BTHM"], x["v_BTHD"]
-    found = timed.call(q, 3 * k, v, causal=True, chunk_size=8, implementation="recurrent")
+    found = timed.call(q, 3 * k, v, chunk_size=8, implementation="recurrent")
     expected = delta_rule(q, k, v, jnp.full((B, 20, H), 0.5), implementation="recurrent")[0]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(NotImplementedError, match="it is causal"):
-        timed.call(q, k, v, causal=False, chunk_size=None, implementation=None)
 
 
 class TestBadInput:
