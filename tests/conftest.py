@@ -1,19 +1,27 @@
-"""The environment of every test: an empty cache folder and, except for ``pytest -m gpu``, the CPU with shapes and types
-checked at run time."""
+"""The environment of every test: an empty cache folder, a compilation cache that later starts share and, except for
+``pytest -m gpu``, the CPU with shapes and types checked at run time."""
 
 import gc
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
+
+COMPILED = Path(".pytest_cache", "jax")
+"""JAX's compilation cache: most of the time of the tests is compilation. A start of all tests adds at most 100 MB."""
+COMPILED_BYTES = 2_000_000_000
+"""Size at which the cache is emptied."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Runs before jax and our packages are imported. Commands started by tests and xdist's workers inherit it."""
-    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lineargpt-tests-")
+        os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(_compilation_cache(config)),
+                       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                       "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
     if _for_gpu(config):
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -30,6 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # Broadcasting over a missing dimension is usually a bug.
     jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def _compilation_cache(config: pytest.Config) -> Path:
+    folder = config.rootpath / COMPILED
+    if folder.exists() and sum(file.stat().st_size for file in folder.iterdir()) > COMPILED_BYTES:
+        shutil.rmtree(folder)
+    return folder
 
 
 def _for_gpu(config: pytest.Config) -> bool:

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 import sample
 from configs.schema import Config, DataConfig, ModelConfig
@@ -24,15 +23,6 @@ from training.checkpoint import Checkpoints
 from training.run import load_model
 
 ROOT = Path(sample.__file__).parent
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation_cache():
-    """Commands use the compilation cache of the tests' cache folder; other modules have none."""
-    reset_cache()  # jax decides at the first compilation, in an earlier module, whether there is one
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    reset_cache()
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +72,10 @@ def refused(capsys, code: int, *arguments: object) -> str:
 
 
 def test_the_command_prints_the_generated_text_alone(runs, tmp_path):
-    # From another folder, with a prompt that is not UTF-8.
+    # From another folder, with a prompt that is not UTF-8, and without a compilation cache of the environment's.
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     command = [sys.executable, ROOT / "sample.py", runs / "chunked", "--prompt", b"def \xff", "--max-new-tokens", "40"]
-    done = subprocess.run(command, capture_output=True, cwd=tmp_path, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, cwd=tmp_path, timeout=120, check=False, env=environment)
     errors = done.stderr.decode()
     assert done.returncode == 0, errors
     text = done.stdout.decode()

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 import orjson
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import train
 from data.prepare import prepare
@@ -55,11 +54,9 @@ def make(folder: Path) -> Path:
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """For calls of ``train.main``: layers broadcast their biases, and its compilation cache is removed."""
+    """For calls of ``train.main``: layers broadcast their biases."""
     with jax.numpy_rank_promotion("allow"):
         yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 def run(*arguments: object) -> int:

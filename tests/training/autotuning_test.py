@@ -1,6 +1,7 @@
 """XLA's autotuning results survive to the next start of a run, whatever became of the compilation cache."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -19,13 +20,15 @@ def settings():
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
+def cache(tmp_path, monkeypatch) -> Iterator[Path]:
     """XLA's part of a compilation cache on a fake GPU; nothing is compiled for one."""
     monkeypatch.setattr("training.autotuning.device.platform", lambda: "gpu")
+    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
     folder = autotuning.cache_folder()
     assert folder is not None
-    return folder
+    yield folder
+    jax.config.update("jax_compilation_cache_dir", before)
 
 
 def fill(folder: Path, text: str, names: list[str] = NAMES) -> None:
