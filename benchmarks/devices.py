@@ -4,11 +4,8 @@ The step is compiled for the devices and not run. For ``estimate --devices``.
 """
 
 import math
-import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ from benchmarks.launches import launches, pallas_kernels
 from benchmarks.program import read_program
 from benchmarks.train_step import step_and_shapes
 from configs.schema import Config
-from models import gpt
 from support.command import status
 from support.errors import BenchmarkError, ConfigError
 from training.sharding import make_mesh, mesh_sizes
@@ -47,24 +43,23 @@ def check_mesh(config: Config, devices: int) -> None:
             f"{sizes['context'] * devices // used}")
 
 
-def measure_step(case: Mapping[str, Any]) -> dict[str, Any]:
+def measure_step(config: Config, number: int, vocabulary: int, gpu: target.Target | None) -> dict[str, Any]:
     """Of each device: ``operations`` of products, bytes of ``collectives`` by kind, and memory in bytes.
 
     Args:
-        case: ``card``, ``devices``, ``config``, a dictionary, and ``vocabulary``, the number of tokens.
+        config: resolved.
+        number: of devices.
+        vocabulary: number of tokens.
+        gpu: the kind of the devices; None: CPU devices of :func:`use_cpu_devices`.
+
+    Raises:
+        BenchmarkError: the step cannot be compiled.
     """
-    gpu = None
-    if case["card"] == CPU:
-        use_cpu_devices(case["devices"])
-        config, devices = Config.from_dict(case["config"]), jax.devices()
-        config = replace(config, model=gpt.resolve_config(config.model))
-    else:
-        gpu = target.Target(case["card"])
-        config, devices = gpu.load_config(case["config"]), gpu.devices(case["devices"])
+    devices = jax.devices() if gpu is None else gpu.devices(number)
     mesh = make_mesh(config, devices)
     # Not jax.set_mesh: no array can be on a device that does not exist.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        step, arguments = step_and_shapes(config, case["vocabulary"], mesh)
+        step, arguments = step_and_shapes(config, vocabulary, mesh)
         traced = step.trace(*arguments)
         if gpu is None:
             compiled = traced.lower().compile()
@@ -83,22 +78,17 @@ def measure_step(case: Mapping[str, Any]) -> dict[str, Any]:
             "argument_bytes": planned.argument_size_in_bytes, "mesh": dict(mesh.shape)}
 
 
-def tell(options: Namespace, results: report.Results, module: str) -> None:
-    """Compiles the step of a command line for ``options.devices`` devices, and tells what each takes.
+def tell(config: Config, gpu: target.Target | None, options: Namespace, results: report.Results) -> None:
+    """Compiles the step of a config for ``options.devices`` devices, and tells what each takes.
 
     Raises:
-        ConfigError: the command line is wrong, the mesh does not take all devices, or the step needs more memory than a
-            card has.
+        ConfigError: the mesh does not take all devices.
         BenchmarkError: the step cannot be compiled.
     """
-    use_cpu_devices(options.devices)
-    gpu = None if options.card == CPU else target.Target(options.card)
-    config = target.parse_words(options.words, gpu)
     check_mesh(config, options.devices)
-    case = {"card": options.card, "devices": options.devices, "config": config.to_dict(),
-            "vocabulary": options.vocabulary or target.vocabulary_size(config)}
+    vocabulary = options.vocabulary or target.vocabulary_size(config)
     status("compiling …")
-    found = target.compile_elsewhere(module, case, sys.executable if gpu is None else None)
+    found = measure_step(config, options.devices, vocabulary, gpu)
     mesh = " × ".join(f"{axis} {size}" for axis, size in found["mesh"].items() if size > 1) or "one device"
     print("\n".join([
         f"compiled, not run: {options.devices} × {options.card}, {mesh}; of each device:",
@@ -107,6 +97,6 @@ def tell(options: Namespace, results: report.Results, module: str) -> None:
         f"products, {found['peak_bytes'] / 2**30:,.2f} GiB, {found['temporary_bytes'] / 2**30:,.2f} of them temporary",
         *(f"{kind}: {size / 1e6:,.2f} MB" for kind, size in sorted(found["collectives"].items())),
         *([] if gpu is None else [memory.verdict(found["peak_bytes"], memory.CARDS[options.card] * 2**20)])]))
-    results.more = {"card": options.card, "devices": options.devices, "vocabulary": case["vocabulary"],
+    results.more = {"card": options.card, "devices": options.devices, "vocabulary": vocabulary,
                     "model": config.to_dict()["model"], "train": config.to_dict()["train"], **found}
     results.keep()

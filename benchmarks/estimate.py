@@ -31,6 +31,7 @@ if __name__ == "__main__":  # before any other import, which takes seconds
 import functools
 import math
 import os
+import subprocess
 import sys
 import tempfile
 from argparse import Namespace
@@ -48,6 +49,7 @@ from benchmarks.launches import Launch, launches, pallas_kernels, read_graphed
 from benchmarks.program import read_program
 from configs.schema import Config
 from kernels import cases as op_cases
+from models import gpt
 from support.command import status
 from support.errors import BenchmarkError, ConfigError
 from training import accounting
@@ -99,12 +101,12 @@ CARDS = {
 """By the name of the description in ``targets``."""
 
 
-def answer(case: Mapping[str, Any]) -> dict[str, Any]:
-    """What a process for a case answers: the estimate of its program, with the launches in groups."""
-    if "devices" in case:
-        return devices.measure_step(case)
-    gpu, card = target.Target(case["card"]), CARDS[case["card"]]
-    traced = trace(gpu, case)
+def estimate(gpu: target.Target, traced: jax.stages.Traced, card: Card) -> dict[str, Any]:
+    """The estimate of a program, with the launches in groups.
+
+    Raises:
+        BenchmarkError: it cannot be compiled.
+    """
     with tempfile.TemporaryDirectory() as folder:
         compiled = gpu.compile(traced, Path(folder))
         graphed = read_graphed(Path(folder))
@@ -129,14 +131,13 @@ def grouped(found: Iterable[Launch], card: Card) -> list[dict[str, Any]]:
     return sorted(groups.values(), key=lambda row: -row["ms"])
 
 
-def trace(gpu: target.Target, case: Mapping[str, Any]) -> jax.stages.Traced:
-    """The program of a case: a kernel, a token or a training step."""
-    if "kernel" in case:
-        return trace_call(gpu, parse_call(case["kernel"]))
-    config = gpu.load_config(case["config"])
-    if case["sampling"]:
-        return gpu_check.trace_token(gpu, config.model, case["vocabulary"])
-    return gpu.trace_step(config, case["vocabulary"])
+def trace(gpu: target.Target, config: Config, vocabulary: int, sampling: bool) -> jax.stages.Traced:
+    """A token of one sample, or a training step."""
+    with gpu.tracing():
+        config = replace(config, model=gpt.resolve_config(config.model))
+    if sampling:
+        return gpu_check.trace_token(gpu, config.model, vocabulary)
+    return gpu.trace_step(config, vocabulary)
 
 
 class Call(NamedTuple):
@@ -244,7 +245,7 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 @functools.partial(
-    report.Benchmark, module=MODULE, passes_on=True, answer=answer, tables=report.Table(
+    report.Benchmark, module=MODULE, passes_on=True, tables=report.Table(
         ("launches", "count", "MB", "GFLOP", "ms", "share"), lines),
     flags={"card": report.flag("card with a description in benchmarks/targets; cpu: only with --devices", "h200",
                                choices=(*CARDS, devices.CPU)),
@@ -256,49 +257,52 @@ def main(options: Namespace, results: report.Results) -> int | None:
     """Compiles a program and estimates its time."""
     if not options.words and options.kernel is None:
         raise ConfigError("expected a recipe and flags of train.py, or --kernel OP:B,T,H,D; see --help")
-    if options.devices is not None:
-        if options.kernel is not None or options.sampling:
-            raise ConfigError("--devices estimates a training step: it takes neither --kernel nor --sampling")
-        devices.tell(options, results, MODULE)
-        return 0
-    if options.card == devices.CPU:
+    if options.devices is not None and (options.kernel is not None or options.sampling):
+        raise ConfigError("--devices estimates a training step: it takes neither --kernel nor --sampling")
+    if options.kernel is not None and (options.words or options.sampling):
+        raise ConfigError("--kernel estimates one call of an op: it takes neither a recipe nor --sampling")
+    if options.card == devices.CPU and options.devices is None:
         raise ConfigError("--card cpu: there is no estimate of the time on a CPU; give --devices, or another card")
-    gpu, card = target.Target(options.card), CARDS[options.card]
-    call = config = None
-    if options.kernel is not None:
-        if options.words or options.sampling:
-            raise ConfigError("--kernel estimates one call of an op: it takes neither a recipe nor --sampling")
-        call = parse_call(options.kernel)
-    else:
-        config = target.parse_recipe(options.words, gpu)
-    python = target.find_python()
-    version = jax.__version__ if python == sys.executable else Path(python).parents[1].name
-    told = [f"an estimate, no measurement: {gpu.kind} at {card}; jax {version}, "
+    call = None if options.kernel is None else parse_call(options.kernel)
+    gpu = None if options.card == devices.CPU else target.Target(options.card)
+    if gpu is not None and (python := target.find_python()) != sys.executable:
+        # Without XLA's remarks on programs too large for the card, which are told in one line.
+        environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
+        return subprocess.run([python, "-m", MODULE, *sys.argv[1:]], env=environment, check=False).returncode
+    if options.devices is not None:
+        devices.use_cpu_devices(options.devices)
+    config = None if call is not None else target.parse_words(options.words, gpu)
+    if options.devices is not None:
+        assert config is not None
+        devices.tell(config, gpu, options, results)
+        return 0
+    assert gpu is not None
+    card = CARDS[options.card]
+    told = [f"an estimate, no measurement: {gpu.kind} at {card}; jax {jax.__version__}, "
             f"XLA_FLAGS {os.environ.get('XLA_FLAGS') or 'none'}"]
-    case: dict[str, Any] = {"card": options.card}
     status("compiling …")
     if call is not None:
-        found = target.compile_elsewhere(MODULE, case | {"kernel": options.kernel})
+        found = estimate(gpu, trace_call(gpu, call), card)
         text, more = describe_call(call, found, card)
     else:
         assert config is not None
+        target.check_one_device(config)
         vocabulary = options.vocabulary or target.vocabulary_size(config)
-        case |= {"sampling": options.sampling, "vocabulary": vocabulary}
-        found = target.compile_elsewhere(MODULE, case | {"config": config.to_dict()})
+        found = estimate(gpu, trace(gpu, config, vocabulary, options.sampling), card)
         check_fits(found["peak_bytes"], options.card)
         text, more = describe_program(config, found, gpu, options, vocabulary)
         text.append(f"memory: {found['peak_bytes'] / 2**30:,.2f} GiB, as compiled for this card; "
                     f"{memory.verdicts(found['peak_bytes'])}")
         if config.model.attention != (BASELINE,):
             status(f"compiling {BASELINE} …")
-            model = replace(config.model, attention=(BASELINE,), modes={})
-            other = target.compile_elsewhere(MODULE, case | {"config": replace(config, model=model).to_dict()})
+            baseline = replace(config, model=replace(config.model, attention=(BASELINE,), modes={}))
+            other = estimate(gpu, trace(gpu, baseline, vocabulary, options.sampling), card)
             missing = missing_bytes(other["peak_bytes"], options.card)
             text.append(f"{BASELINE}: {other['ms']:,.3f} ms, {other['ms'] / found['ms']:.2f} times as long"
                         + (f", if it fitted: {missing / 2**30:,.1f} GiB are missing" if missing > 0 else ""))
             more[BASELINE] = {name: other[name] for name in ("ms", "launches", "peak_bytes")}
     results.heading = "\n".join([*told, *text])
-    results.more = {"card": options.card, "constants": asdict(card), "jax": version, **more} | {
+    results.more = {"card": options.card, "constants": asdict(card), "jax": jax.__version__, **more} | {
         name: value for name, value in found.items() if name != "rows"}
     results.add(*found["rows"])
     return None

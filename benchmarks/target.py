@@ -7,9 +7,8 @@ and NVIDIA's assembler, which ``scripts/gpu_check.sh`` installs into environment
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from benchmarks import report
 from benchmarks.train_step import step_and_shapes
 from configs.schema import Config
-from models import gpt
 from support.errors import BenchmarkError, ConfigError, DataError
 
 ROOT = Path(__file__).parents[1]
@@ -83,12 +81,6 @@ class Target:
         with self.tracing():
             return function.trace(*arguments)
 
-    def load_config(self, values: dict[str, Any]) -> Config:
-        """A config from its dictionary, with the defaults of this GPU."""
-        config = Config.from_dict(values)
-        with self.tracing():
-            return replace(config, model=gpt.resolve_config(config.model))
-
     def trace_step(self, config: Config, vocabulary_size: int) -> jax.stages.Traced:
         """The training step of a config on one device, traced."""
         with self.tracing():
@@ -104,7 +96,7 @@ class Target:
             flags: further options of XLA.
 
         Raises:
-            jax.errors.JaxRuntimeError: it cannot be compiled, such as a kernel with too much shared memory.
+            BenchmarkError: it cannot be compiled, such as a kernel with too much shared memory.
         """
         if jax.sharding.get_abstract_mesh().empty:
             with self.tracing():
@@ -115,7 +107,10 @@ class Target:
         if dump is not None:
             # An expression that names no pass keeps the many texts of the passes out of the folder.
             options |= {"xla_dump_to": str(dump), "xla_dump_emitter_re": "^(ptx|asm).*"}
-        return lowered.compile(compiler_options=options)
+        try:
+            return lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            raise BenchmarkError(f"XLA: {str(error).strip().splitlines()[0]}") from error
 
     @cached_property
     def _sharding(self) -> SingleDeviceSharding:
@@ -163,35 +158,12 @@ def find_python() -> str:
     return str(best / "bin" / "python")
 
 
-def compile_elsewhere(module: str, case: Mapping[str, Any], python: str | None = None) -> dict[str, Any]:
-    """What a benchmark answers for a case, in a process of its own.
-
-    Args:
-        module: the benchmark's module.
-        case: goes through JSON.
-        python: Python executable; None: that of :func:`find_python`.
-
-    Raises:
-        BenchmarkError: the program cannot be compiled; the message says why.
-    """
-    found = report.in_process(module, case, python=python or find_python())
-    if "error" in found:
-        raise BenchmarkError(f"the program cannot be compiled: {found['error']}")
-    return found
-
-
-def parse_recipe(words: Sequence[str], gpu: Target) -> Config:
-    """The config of train.py's command line, validated for a GPU.
-
-    Raises:
-        ConfigError: the command line is wrong, or asks for more than one device.
-    """
-    config = parse_words(words, gpu)
+def check_one_device(config: Config) -> None:
+    """Raises :class:`ConfigError` if a config asks for more than one device."""
     for axis in ("data", "fsdp", "tensor", "context"):
         if getattr(config.mesh, axis) not in ((1, -1) if axis == "data" else (1,)):
             raise ConfigError(f"mesh.{axis} is {getattr(config.mesh, axis)}; expected 1: the program is compiled for "
                               "one device, so give it the share of the batch of one device")
-    return config
 
 
 def parse_words(words: Sequence[str], gpu: Target | None) -> Config:

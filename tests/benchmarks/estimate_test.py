@@ -1,6 +1,8 @@
 """The estimate reads launches, bytes and operations right, by numbers worked out by hand, and says what it lacks."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ from jax.experimental import pallas as pl
 from benchmarks import estimate, memory, target
 from benchmarks.launches import Launch, PallasCall, Work, launches, pallas_kernels, read_graphed
 from benchmarks.program import Shape, read_program
-from configs.schema import Config, ModelConfig, TrainConfig
 from kernels import embedding
 from support.errors import ConfigError
 
@@ -143,26 +144,27 @@ def test_a_launch_takes_what_is_longest(work: Work, in_graph: bool, seconds: flo
 
 
 def _fake(launched: Mapping[str, Work], peak: int = 2**30):
-    def compile_elsewhere(module: str, case: Mapping[str, Any]) -> dict[str, Any]:
-        mode = "kernel" if "kernel" in case else ",".join(case["config"]["model"]["attention"])
-        rows = estimate.grouped([Launch("a", "a product", 10, launched.get(mode, Work()), False)],
-                                estimate.CARDS["h200"])
+    """Estimates by mode; the program of a call counts as that of ``kernel``."""
+    def estimated(gpu: target.Target, mode: str, card: estimate.Card) -> dict[str, Any]:
+        rows = estimate.grouped([Launch("a", "a product", 10, launched.get(mode, Work()), False)], card)
         return rows[0] | {"launches": 10, "peak_bytes": peak, "argument_bytes": 2**20, "output_bytes": 2**20,
                           "rows": rows}
 
-    return compile_elsewhere
+    return estimated
 
 
 def test_the_answer_and_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(target, "find_python", lambda: "envs/0.11.2/bin/python")
-    monkeypatch.setattr(target, "compile_elsewhere", _fake({"softmax": Work(4 * 10**9, 0, 0),
-                                                            "chunked": Work(2 * 10**9, 0, 0)}))
+    monkeypatch.setattr(target, "find_python", lambda: sys.executable)
+    monkeypatch.setattr(estimate, "trace", lambda gpu, config, *_: ",".join(config.model.attention))
+    monkeypatch.setattr(estimate, "trace_call", lambda *_: "kernel")
+    monkeypatch.setattr(estimate, "estimate", _fake({"softmax": Work(4 * 10**9, 0, 0),
+                                                     "chunked": Work(2 * 10**9, 0, 0)}))
     path = tmp_path / "estimate.json"
     assert estimate.main(["configs/gpt2_124m.py", "--attention", "chunked", "--vocabulary", "257", "--json",
                           str(path)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("an estimate, no measurement: NVIDIA H200 at 4 TB/s")
-    assert "jax 0.11.2" in said.splitlines()[0]
+    assert f"jax {jax.__version__}" in said.splitlines()[0]
     assert "5.000 ms, 10 launches" in said
     assert "softmax: 10.000 ms, 2.00 times as long" in said
     assert "memory: 1.00 GiB, as compiled for this card; fits: h200, " in said
@@ -184,7 +186,6 @@ def test_the_answer_and_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
                                          "softmax_attention"),
     (["--kernel", "linear_attention:1,2,3"], "expected B, T, H and D"),
     (["--kernel", "linear_attention:1,2,3,4", "--card", "h300"], "--card: invalid choice: 'h300'"),
-    (["configs/gpt2_124m.py", "--mesh.fsdp", "8"], "mesh.fsdp is 8; expected 1"),
     (["configs/gpt2_124m.py", "--vocabulary", "257"], "`make gpu-check` builds an environment that can"),
 ])
 def test_usage_errors(flags: list[str], told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
@@ -197,6 +198,12 @@ def test_usage_errors(flags: list[str], told: str, monkeypatch: pytest.MonkeyPat
     assert told in capsys.readouterr().err
 
 
+def test_a_step_on_several_devices_has_no_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(target, "find_python", lambda: sys.executable)
+    assert estimate.main(["configs/gpt2_124m.py", "--mesh.fsdp", "8"]) == 2
+    assert "mesh.fsdp is 8; expected 1" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_says_how_much_is_missing_and_what_helps():
     has = memory.MOST_SHARE * memory.CARDS["h200"] / 2**10
     with pytest.raises(ConfigError, match=rf"needs 200.0 GiB, .* may take {has:.1f} .*: {200 - has:.1f} GiB are missing"
@@ -206,24 +213,43 @@ def test_what_does_not_fit_says_how_much_is_missing_and_what_helps():
 
 
 @pytest.mark.thorough
-def test_estimates_of_small_programs():
-    try:
-        target.find_python()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    call = target.compile_elsewhere(estimate.MODULE, {"card": "h200", "kernel": "linear_attention:1,1024,2,64"})
+@pytest.mark.parametrize("devices", [None, 2])
+def test_estimates_of_a_small_step(devices: int | None, tmp_path: Path):
+    found = _run(tmp_path, "configs/quickstart.py", "--attention", "softmax", "--vocabulary", "512", *(
+        f"--model.{name}={value}" for name, value in {"layers": 1, "heads": 2, "width": 128, "context": 1024,
+                                                      "dtype": "bfloat16", "positions": "rotary"}.items()),
+        "--train.batch-size=1", "--train.accumulate=1", "--train.remat=none", *(
+            [] if devices is None else ["--devices", str(devices), "--mesh.data", "1", "--mesh.context", str(devices)]))
+    # Three products a matrix of a layer and of the head, the attention's two and five, and those of the embedding's
+    # gradient.
+    dense, of_embedding = 6 * 1024 * (12 * 128**2 + 512 * 128), 2 * 1024 * embedding.ROWS * 128
+    if devices is not None:
+        assert 0.5 < found["operations"] / (dense + 7 * 1024**2 * 128) < 0.6  # the diagonal's share is more than half
+        assert found["collectives"]["all-reduce"] > 4 * 12 * 128**2  # the gradients
+        return
+    assert found["argument_bytes"] >= 3 * 4 * (512 * 128 + 12 * 128**2)  # float32 weights and their two moments alone
+    assert found["operations"] == pytest.approx(dense + 7 * 1024**2 * 128 + of_embedding, rel=0.01)
+    # Some launches are in a CUDA graph, where they take less than others can.
+    assert any(row["ms"] < 1e3 * row["count"] * estimate.CARDS["h200"].launch for row in found["rows"])
+
+
+@pytest.mark.thorough
+def test_the_estimate_of_a_small_call(tmp_path: Path):
+    call = _run(tmp_path, "--kernel", "linear_attention:1,1024,2,64")
     names = {row["group"] for row in call["rows"]}
     assert {"linear_attention_forward", "linear_attention_dq"} <= names
     assert not any("not found" in name for name in names)
     assert call["bytes"] > estimate.LEAST_PASSES * 1024 * 2 * 64 * 2
-    model = ModelConfig(layers=1, heads=2, width=128, context=1024, dtype="bfloat16", attention=("softmax",))
-    config = Config(model=model, train=TrainConfig(batch_size=1)).to_dict()
-    step = target.compile_elsewhere(estimate.MODULE, {"card": "h200", "config": config, "vocabulary": 512,
-                                                      "sampling": False})
-    assert step["argument_bytes"] >= 3 * 4 * (512 * 128 + 12 * 128**2)  # float32 weights and their two moments alone
-    # Three products a matrix of a layer and of the head, the attention's two and five, and those of the embedding's
-    # gradient.
-    dense, of_embedding = 6 * 1024 * (12 * 128**2 + 512 * 128), 2 * 1024 * embedding.ROWS * 128
-    assert step["operations"] == pytest.approx(dense + 7 * 1024**2 * 128 + of_embedding, rel=0.01)
-    # Some launches are in a CUDA graph, where they take less than others can.
-    assert any(row["ms"] < 1e3 * row["count"] * estimate.CARDS["h200"].launch for row in step["rows"])
+
+
+def _run(folder: Path, *flags: str) -> dict[str, Any]:
+    """The file of an estimate, from a process of its own."""
+    try:
+        target.find_python()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    path = folder / "estimate.json"
+    done = subprocess.run([sys.executable, "-m", estimate.MODULE, *flags, "--json", path], capture_output=True,
+                          text=True, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text())
