@@ -34,10 +34,10 @@ from sampling import state_file
 from sampling.sampler import Sampler, Sampling
 from sampling.terminal import SampleWriter, converse
 from support.command import run_command, status, warnings_as_notes
-from support.errors import ConfigError, RunError
+from support.errors import ConfigError
 from support.flags import checked_flags
 from training.environment import configure_jax
-from training.run import LoadedRun, load_model
+from training.run import LoadedRun, load_model, load_tokenizer
 from training.sharding import inference_mesh
 
 
@@ -124,12 +124,8 @@ def write(run: LoadedRun, prompt: bytes, options: Options, mesh: Mesh | None) ->
     Raises:
         ConfigError, RunError, DataError, StateError, OSError: as :func:`sample`.
     """
-    encoding = tokenizers.load(run.config.data.tokenizer)
-    end_of_text = tokenizers.end_of_text(encoding)
-    if end_of_text >= run.model.vocab_size:
-        raise RunError(f"{options.run}: the model's vocabulary of {run.model.vocab_size} tokens is too small for the "
-                       f"tokenizer {encoding.name} in config.json")
-    sampler = Sampler(run.model, end_of_text=end_of_text, mesh=mesh)
+    encoding = load_tokenizer(options.run, run.config, run.model.vocab_size)
+    sampler = Sampler(run.model, end_of_text=tokenizers.end_of_text(encoding), mesh=mesh)
     memory = None if options.load_state is None else state_file.load(options.load_state, run.model)
     writer = SampleWriter(
         sampler, encoding, options, max_new_tokens=options.max_new_tokens, stop=options.stop,

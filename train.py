@@ -80,7 +80,7 @@ def load(recipe: Path, flags: RunFlags) -> Config:
 
 
 def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: str | None = None, *,
-          stall_seconds: float | None = None) -> int:
+          started: float | None = None, stall_seconds: float | None = None) -> int:
     """Check the inputs, write the run's config and environment, train, and report; returns the exit code.
 
     Args:
@@ -88,8 +88,10 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
         run_dir: run folder.
         init_from: run whose parameters initialise a new run.
         reset: which parameters to initialise randomly instead.
+        started: ``time.perf_counter()`` where the wall clock of the run starts; None: now.
         stall_seconds: see :class:`training.processes.Distributed`.
     """
+    started = time.perf_counter() if started is None else started
     with processes.first_then_rest():  # the first prepares the corpus if needed
         corpora, model = check_data_and_devices(config, run_dir)
     runs.check_processes_agree(config, run_dir, corpora.checksum)
@@ -103,7 +105,7 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
         if initial is not None:
             save_initial_checkpoint(config, corpora.vocabulary_size, run_dir, initial)
             newest = 0
-        outcome = loop.train(config, LanguageModelling(config, corpora), run_dir, started=_STARTED, step=newest,
+        outcome = loop.train(config, LanguageModelling(config, corpora), run_dir, started=started, step=newest,
                              verification=verification, stall_seconds=stall_seconds)
     return cli.report_outcome(run_dir, outcome)
 
@@ -209,7 +211,7 @@ def command(arguments: Sequence[str]) -> int:
     """Train from a command line; returns the exit code."""
     configure_jax()
     line = parse(arguments, processes.join)
-    return train(line.config, line.run_dir, line.flags.init_from, line.flags.init_from_reset,
+    return train(line.config, line.run_dir, line.flags.init_from, line.flags.init_from_reset, started=_STARTED,
                  stall_seconds=line.distributed.stall_seconds)
 
 

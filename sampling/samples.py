@@ -1,8 +1,12 @@
-"""Text samples during training: ``RUN/samples/STEP.txt``."""
+"""Text samples: the text after a prompt, and the samples during training, ``RUN/samples/STEP.txt``."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+from jaxtyping import Int32
 
 from configs.schema import TrainConfig
 from data import tokenizers
@@ -11,6 +15,9 @@ from sampling.sampler import Sampler, Sampling
 from sampling.text_stream import TextStream
 from support.errors import ConfigError
 from support.files import write_text
+
+if TYPE_CHECKING:
+    import tiktoken
 
 SAMPLE_TOKENS = 256
 """Maximum number of tokens of a sample; end-of-text ends it earlier."""
@@ -22,6 +29,42 @@ def check(config: TrainConfig, model: GPT) -> None:
     if config.sample_every and without:
         raise ConfigError(f"train.sample_every is {config.sample_every}; expected 0: attention mode {without[0]!r} has "
                           "no cached decode")
+
+
+def tokenize_prompt(encoding: "tiktoken.Encoding", prompt: bytes, *, starts: bool = True) -> Int32[np.ndarray, " T"]:
+    """The tokens of a prompt; end-of-text for an empty one that ``starts`` a text."""
+    prompt_T = tokenizers.encode_document(encoding, prompt).astype(np.int32)
+    if starts and not len(prompt_T):
+        prompt_T = np.array([tokenizers.end_of_text(encoding)], np.int32)
+    return prompt_T
+
+
+def sample_text(sampler: Sampler, encoding: "tiktoken.Encoding", prompt: bytes, sampling: Sampling, *,
+                max_new_tokens: int, stop: Sequence[str] = ()) -> str:
+    """Samples the text that follows a prompt, to end-of-text, a stop string or ``max_new_tokens``.
+
+    Args:
+        sampler: of the model.
+        encoding: tokenizer of the model.
+        prompt: UTF-8, not included in the result. Empty: the start of a document.
+        sampling: sampling options.
+        max_new_tokens: maximum number of new tokens.
+        stop: the sample ends before the first of these strings.
+
+    Raises:
+        ConfigError: an option is out of range, a stop string is empty, or the prompt is longer than the positions of
+            the model.
+    """
+    if not 0 < max_new_tokens < 2**31:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
+    if "" in stop:
+        raise ConfigError("stop has an empty string; expected at least one character")
+    stream, texts = TextStream(encoding, [os.fsencode(text) for text in stop]), []
+    for tokens_BT in sampler.generate(tokenize_prompt(encoding, prompt), sampling, max_new_tokens=max_new_tokens):
+        texts.append(stream.feed(tokens_BT[0]))
+        if stream.ended:
+            break
+    return "".join(texts) + stream.close()
 
 
 class Samples:
@@ -53,13 +96,10 @@ class Samples:
             OSError: it cannot be written.
         """
         encoding = tokenizers.load(self._tokenizer)
-        end = tokenizers.end_of_text(encoding)
         if self._sampler is None:
-            self._sampler = Sampler(model, end_of_text=end)
+            self._sampler = Sampler(model, end_of_text=tokenizers.end_of_text(encoding))
         else:
             self._sampler.update(model)
-        stream = TextStream(encoding)
-        generation = self._sampler.generate(np.array([end], np.int32), Sampling(), max_new_tokens=SAMPLE_TOKENS)
-        text = "".join(stream.feed(tokens_BT[0]) for tokens_BT in generation) + stream.close()
+        text = sample_text(self._sampler, encoding, b"", Sampling(), max_new_tokens=SAMPLE_TOKENS)
         self._folder.mkdir(exist_ok=True)
         write_text(self._folder / f"{step:08}.txt", text)

@@ -16,6 +16,7 @@ import numpy as np
 
 from data import tokenizers
 from sampling.sampler import Memory, Sampler, Sampling
+from sampling.samples import tokenize_prompt
 from sampling.text_stream import TextStream
 from support.command import status
 from support.errors import ConfigError
@@ -46,10 +47,7 @@ class SampleWriter:
 
     def tokenize(self, prompt: bytes, memory: Memory | None) -> np.ndarray:
         """The tokens of a prompt; end-of-text if there is no text."""
-        prompt_T = tokenizers.encode_document(self.encoding, prompt).astype(np.int32)
-        if not len(prompt_T) and memory is None:
-            prompt_T = np.array([tokenizers.end_of_text(self.encoding)], np.int32)
-        return prompt_T
+        return tokenize_prompt(self.encoding, prompt, starts=memory is None)
 
     def write_samples(self, prompt_T: np.ndarray, memory: Memory | None, *, verbose: bool = False,
                       stopped: threading.Event | None = None) -> Memory | None:

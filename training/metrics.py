@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeGuard
 
+import numpy as np
 import orjson
 
 from support.files import replacing
@@ -104,6 +105,29 @@ def read_blocks(path: Path) -> Iterator[list[dict[str, Any]]]:
             file.seek(0)
             number = 1 + sum(piece.count(b"\n") for piece in _pieces(file, first_damaged))
             warnings.warn(f"{path}: skipped {damaged:,} damaged line(s), the first at line {number:,}", stacklevel=2)
+
+
+def read_columns(path: Path) -> dict[str, np.ndarray]:
+    """All records of a metrics file as columns of equal length, in the order of the file; see :func:`read_blocks`.
+
+    Of the records of a split and step the last counts; records without a step are skipped. Values that a record lacks
+    are NaN.
+
+    Raises:
+        OSError: the file does not exist, or cannot be read.
+    """
+    found: dict[tuple[str, Any], dict[str, Any]] = {}
+    for records in read_blocks(path):
+        for record in reversed(records):
+            if isinstance(step := record.get("step"), int | float):
+                found.setdefault((record["split"], step), record)
+    rows = [*reversed(found.values())]
+
+    def value(x: Any) -> Any:
+        return x if isinstance(x, str | int | float) else math.nan
+
+    return {name: np.array([value(row.get(name)) for row in rows])
+            for name in dict.fromkeys(name for row in rows for name in row)}
 
 
 def _blocks_of_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

@@ -5,13 +5,14 @@ import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
 from configs.schema import Config, LraConfig, config_class, flatten
+from data import tokenizers
 from models import attention as attentions
 from models import gpt
 from models.gpt import GPT
@@ -22,6 +23,9 @@ from training import loop, processes
 from training.checkpoint import Checkpoints
 from training.environment import PUBLISHED, git_commit
 from training.sharding import parameter_shardings
+
+if TYPE_CHECKING:
+    import tiktoken
 
 SWEEP_RECORD = "run.json"
 """File that identifies a run of a study; sweep.py writes it before the run starts."""
@@ -202,21 +206,8 @@ def load_model(directory: Path, step: int | None = None, mesh: Mesh | None = Non
         OSError: a file cannot be read.
     """
     directory = Path(directory)
-    if not directory.is_dir():
-        raise ConfigError(f"{directory}: there is no such folder; name the --run-dir of a train.py run")
-    for name in ("config.json", "environment.json"):
-        if not (directory / name).is_file():
-            raise ConfigError(f"{directory}: not a run, it has no {name}; name the --run-dir of a train.py run")
-    environment = read_json(directory / "environment.json", RunError)
-    vocabulary_size = environment.get("vocabulary_size")
-    if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
-        raise RunError(f"{directory}/environment.json: no vocabulary_size, which train.py writes; restore the file")
-    config = read_config(directory)
-    if not isinstance(config, Config):
-        raise ConfigError(f"{directory} is a classifier run of {config.COMMAND}; expected a language-model run of "
-                          f"{Config.COMMAND}")
-    config = dataclasses.replace(config, model=gpt.resolve_config(config.model))
-    model = nnx.eval_shape(lambda: GPT(config.model, vocabulary_size, rngs=nnx.Rngs(0)))
+    config, environment = read_run(directory)
+    model = nnx.eval_shape(lambda: GPT(config.model, environment["vocabulary_size"], rngs=nnx.Rngs(0)))
     graph, parameters, variables = nnx.split(model, nnx.Param, ...)
     abstract = {"parameters": nnx.to_pure_dict(parameters), "variables": nnx.to_pure_dict(variables)}
     if mesh is not None:
@@ -237,6 +228,44 @@ def load_model(directory: Path, step: int | None = None, mesh: Mesh | None = Non
     nnx.replace_by_pure_dict(variables, items["variables"])
     model = nnx.merge(graph, parameters, variables)
     return LoadedRun(model, config, step, environment)
+
+
+def read_run(directory: Path) -> tuple[Config, dict[str, Any]]:
+    """Reads the config of a language-model run, with compute dtype and modes resolved, and its ``environment.json``.
+
+    Raises:
+        ConfigError: the folder does not exist or is not such a run, or the config has an unknown field.
+        RunError: a file is damaged or has another format.
+        OSError: a file cannot be read.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: there is no such folder; name the --run-dir of a train.py run")
+    for name in ("config.json", "environment.json"):
+        if not (directory / name).is_file():
+            raise ConfigError(f"{directory}: not a run, it has no {name}; name the --run-dir of a train.py run")
+    environment = read_json(directory / "environment.json", RunError)
+    vocabulary_size = environment.get("vocabulary_size")
+    if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
+        raise RunError(f"{directory}/environment.json: no vocabulary_size, which train.py writes; restore the file")
+    config = read_config(directory)
+    if not isinstance(config, Config):
+        raise ConfigError(f"{directory} is a classifier run of {config.COMMAND}; expected a language-model run of "
+                          f"{Config.COMMAND}")
+    return dataclasses.replace(config, model=gpt.resolve_config(config.model)), environment
+
+
+def load_tokenizer(directory: Path, config: Config, vocabulary_size: int) -> "tiktoken.Encoding":
+    """Loads the tokenizer of a run's config.
+
+    Raises:
+        ConfigError, DataError: as :func:`data.tokenizers.load`.
+        RunError: the model's vocabulary lacks its end-of-text token.
+    """
+    encoding = tokenizers.load(config.data.tokenizer)
+    if tokenizers.end_of_text(encoding) >= vocabulary_size:
+        raise RunError(f"{directory}: the model's vocabulary of {vocabulary_size} tokens is too small for the "
+                       f"tokenizer {encoding.name} in config.json")
+    return encoding
 
 
 def read_config(run_dir: Path) -> Config | LraConfig:

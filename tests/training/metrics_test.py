@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 import training.metrics
-from training.metrics import MetricsWriter, read_blocks
+from training.metrics import MetricsWriter, read_blocks, read_columns
 
 pytestmark = pytest.mark.fast
 
@@ -152,3 +152,20 @@ def test_an_interrupted_resume_loses_no_line(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         MetricsWriter(path, keep_through=1)
     assert steps(path) == [1, 2, 3]
+
+
+def test_columns_have_the_last_record_of_each_step_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(training.metrics, "BLOCK_BYTES", 70)  # several blocks
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step":1,"split":"train","loss":3.0}\n{"step":2,"split":"train","loss":2.5}\n'
+                    '{"step":2,"split":"val","loss":4.0,"accuracy":0.5}\n{"split":"train","loss":9.0}\n'
+                    '{"step":2,"split":"train","loss":2.0}\n{"step":3,"split":"train","loss":null}\n{"step":4')
+    found = read_columns(path)
+    assert {name: column.dtype.kind for name, column in found.items()} == {
+        "step": "i", "split": "U", "loss": "f", "accuracy": "f"}
+    assert found["step"].tolist() == [1, 2, 2, 3]
+    assert found["split"].tolist() == ["train", "val", "train", "train"]
+    np.testing.assert_array_equal(found["loss"], [3.0, 4.0, 2.0, np.nan])
+    np.testing.assert_array_equal(found["accuracy"], [np.nan, 0.5, np.nan, np.nan])
+    path.write_text("")
+    assert read_columns(path) == {}
