@@ -1,23 +1,52 @@
 """The README and the pages in docs: code runs, links exist, every mode is listed."""
 
+import ast
+import importlib
+import inspect
+import pkgutil
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
+import kernels
 from models.attention import modes
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+OPS = (ROOT / "docs" / "ops.md").read_text()
+SECTIONS = dict(re.findall(r"^## `?(.*?)`?\n(.*?)(?=^## |\Z)", OPS, re.DOTALL | re.MULTILINE))
+"""The sections of docs/ops.md by heading."""
+MODULES = [importlib.import_module(f"kernels.{found.name}") for found in pkgutil.iter_modules(kernels.__path__)]
+
+
+def python_of(text: str) -> list[str]:
+    """The blocks of Python on a page."""
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def run_example(code: str) -> None:
+    """Runs a block, in which every expression has its value as a comment: ``y.shape  # (2, 3)``."""
+    lines, found = code.splitlines(), {}
+    for node in ast.parse(code).body:
+        if not isinstance(node, ast.Expr):
+            exec(compile(ast.Module([node], []), "example", "exec"), found)
+            continue
+        line = lines[node.lineno - 1]
+        _, comment, expected = line.partition("  # ")
+        assert comment, f"{line}: expected its value as a comment"
+        assert repr(eval(compile(ast.Expression(node.value), "example", "eval"), found)) == expected, line
 
 
 def test_the_python_of_the_readme_runs():
-    (code,) = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
+    (code,) = python_of(PAGES[0].read_text())
     found = {}
     exec(code, found)
     assert found["y"].shape == (2, 256, 4, 32)
@@ -46,8 +75,58 @@ def test_the_readme_is_short():
     assert max(map(len, lines)) <= 120
 
 
+@pytest.mark.parametrize("section", [heading for heading, text in SECTIONS.items() if python_of(text)])
+def test_the_examples_of_the_ops_have_the_values_on_the_page(section):
+    with jax.numpy_rank_promotion("allow"):
+        for code in python_of(SECTIONS[section]):
+            run_example(code)
+
+
+@pytest.mark.parametrize(("code", "message"), [
+    ("1 + 1  # 3", "assert '2' == '3'"), ("1 + 1", "expected its value as a comment")])
+def test_an_example_with_another_value_fails(code, message):
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        run_example(code)
+
+
+@pytest.mark.fast
+def test_the_signatures_of_the_ops_are_those_of_the_code():
+    on_page = re.findall(r"^    (\w+)(\([^)]*\)) -> ", OPS, re.MULTILINE)
+    assert {heading for heading in SECTIONS if hasattr(kernels, heading)} <= {name for name, _ in on_page}
+    for name, written in on_page:
+        (function,) = {getattr(module, name) for module in MODULES if hasattr(module, name)}
+        parameters = [parameter.replace(annotation=inspect.Parameter.empty)
+                      for parameter in inspect.signature(function).parameters.values()]
+        assert " ".join(written.split()) == str(inspect.Signature(parameters)), name
+
+
+@pytest.mark.fast
+def test_the_page_of_the_ops_names_each_and_its_implementations():
+    ops = [module.__name__.partition(".")[2] for module in MODULES
+           if hasattr(module, "__path__") or hasattr(module, "CASES")]
+    called = {"embedding": "embed"}
+    assert [op for op in ops if not re.search(rf"`{called.get(op, op)}`", OPS)] == []
+    for op, section in SECTIONS.items():
+        if op not in ops:
+            continue
+        api = importlib.import_module(f"kernels.{op}.api")
+        tables: list[dict[str, Any]] = [getattr(api, table, {})
+                                        for table in ("IMPLEMENTATIONS", "CACHED_IMPLEMENTATIONS")]
+        assert [name for table in tables for name in table if f"`{name}`" not in section] == [], op
+
+
+@pytest.mark.thorough
+def test_the_ops_need_no_other_folder(tmp_path):
+    (tmp_path / "kernels").symlink_to(ROOT / "kernels")
+    (tmp_path / "example.py").write_text(python_of(SECTIONS["linear_attention"])[0])
+    done = subprocess.run([sys.executable, "-P", "-c", "import sys; sys.path.insert(0, '.'); import example; "
+                           "print(sorted({'support', 'configs', 'models', 'data'} & sys.modules.keys()))"],
+                          cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
 def test_the_mode_of_adding_a_mode_decodes_what_it_mixes(monkeypatch):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adding_a_mode.md").read_text(), re.DOTALL)
+    (code,) = python_of((ROOT / "docs" / "adding_a_mode.md").read_text())
     mean = types.ModuleType("models.attention.mean")
     monkeypatch.setitem(sys.modules, mean.__name__, mean)
     exec(code, mean.__dict__)
