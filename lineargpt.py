@@ -215,9 +215,9 @@ def train_run(config: Config, run_dir: str | Path, *, init_from: str | Path | No
     return open_run(run_dir)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class RunComparison:
-    """Runs compared, from :func:`compare_runs`. In a notebook it shows verdict, picture and table."""
+    """Runs compared, from :func:`compare_runs`. A notebook shows verdict, picture and table, ``print`` the verdict."""
 
     comparison: comparison.Comparison
     """The runs, the set-ups, the rows of the table, and when each run reached given losses."""
@@ -277,7 +277,7 @@ class RunComparison:
         compare.write(path, contents[kind]())
         return path
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join(filter(None, [*self.verdict, table_note(self.comparison.rows, self.comparison.runs)]))
 
     def _repr_html_(self) -> str:

@@ -1,10 +1,13 @@
 """lineargpt.py: training, opening, sampling and comparing runs from Python."""
 
+import ast
 import dataclasses
 import json
+import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -294,3 +297,60 @@ def test_the_python_of_the_guide_runs(recipe, folder, tmp_path, monkeypatch):
     assert list(found["val"]["step"]) == [2]
     assert 0 < len(found["text"]) <= 100
     assert Path("report.html").is_file()
+
+
+NOTEBOOK = json.loads((tiny.ROOT / "docs" / "lineargpt.ipynb").read_text())
+
+
+@pytest.mark.fast
+def test_the_notebook_is_committed_without_outputs():
+    assert (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in NOTEBOOK["cells"]}) == len(NOTEBOOK["cells"])
+    for cell in NOTEBOOK["cells"]:
+        own = {"outputs", "execution_count"} if cell["cell_type"] == "code" else set()
+        assert set(cell) == {"cell_type", "id", "metadata", "source"} | own
+        if own:
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+            ast.parse("".join(cell["source"]))  # without magics
+
+
+RUN_NOTEBOOK = """
+import ast, json, sys
+
+cells = json.load(open(sys.argv[1]))["cells"]
+found, shown = {}, []
+for cell in cells:
+    if cell["cell_type"] == "code":
+        *body, last = ast.parse("".join(cell["source"])).body
+        if not isinstance(last, ast.Expr):
+            body, last = [*body, last], None
+        exec(compile(ast.Module(body, []), cell["id"], "exec"), found)
+        shown.append(last and eval(compile(ast.Expression(last.value), cell["id"], "eval"), found))
+print(json.dumps({
+    "steps": {name: run.step for name, run in found["runs"].items()},
+    "lines": {line.get_label(): list(map(float, line.get_ydata())) for line in found["axes"].get_lines()},
+    "shown": [value._repr_html_() if hasattr(value, "_repr_html_") else repr(value) for value in shown]}))
+"""
+
+
+@pytest.mark.thorough
+def test_the_notebook_runs_from_training_to_a_picture_and_a_sample(tmp_path):
+    # As a user runs it: with XLA's own optimisation.
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run([sys.executable, "-c", RUN_NOTEBOOK, tiny.ROOT / "docs" / "lineargpt.ipynb"], cwd=tmp_path,
+                          capture_output=True, text=True, check=False,
+                          env=environment | {"PYTHONPATH": str(tiny.ROOT), "MPLBACKEND": "Agg"})
+    assert done.returncode == 0, done.stderr
+    *printed, found = done.stdout.splitlines()
+    found = json.loads(found)
+    assert list(found["steps"]) == list(found["lines"]) == ["softmax", "gated"]
+    for losses in found["lines"].values():
+        assert losses[-1] < np.log(257)
+    assert 'src="data:image/svg+xml;base64,' in found["shown"][5]
+    assert (tmp_path / "runs" / "notebook" / "report.html").is_file()
+    assert printed[0].startswith("def ")
+    assert len("\n".join(printed[:-2])) > len("def ")
+    softmax, gated = ([float(size.replace(",", "")) for size in re.findall(r"([\d,]+) KiB", line)]
+                      for line in printed[-2:])
+    assert softmax[0] < softmax[1] < softmax[2]
+    assert gated[0] == gated[1] == gated[2]
