@@ -75,6 +75,27 @@ def test_the_readme_is_short():
     assert max(map(len, lines)) <= 120
 
 
+@pytest.mark.fast
+def test_the_index_lists_every_page():
+    text = (ROOT / "docs" / "README.md").read_text()
+    pages = [page.name for page in PAGES[2:] if page.name != "README.md"]
+    assert [page for page in pages if f"]({page})" not in text] == []
+
+
+@pytest.mark.fast
+def test_every_recipe_and_study_is_on_their_page():
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    files = [path for pattern in ("configs/*.py", "configs/lra/*.py", "studies/*.py") for path in ROOT.glob(pattern)
+             if re.search(r"^def get_(config|runs)\(", path.read_text(), re.MULTILINE)]
+    assert len(files) > 15
+    assert [str(path.relative_to(ROOT)) for path in files if f"](../{path.relative_to(ROOT)})" not in text] == []
+
+
+def test_the_examples_of_how_it_works_have_the_values_on_the_page():
+    with jax.numpy_rank_promotion("allow"):
+        run_example("".join(python_of((ROOT / "docs" / "how_it_works.md").read_text())))
+
+
 @pytest.mark.parametrize("section", [heading for heading, text in SECTIONS.items() if python_of(text)])
 def test_the_examples_of_the_ops_have_the_values_on_the_page(section):
     with jax.numpy_rank_promotion("allow"):
