@@ -122,18 +122,24 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and learning-rate decay."""
+    """Optimizer and learning-rate schedule."""
 
+    name: Literal["adamw", "radam"] = "adamw"
+    """adamw: Adam with decoupled weight decay; radam: the same with a rectified adaptive learning rate, which needs no
+    warm-up."""
     learning_rate: float = 1e-3
     """Peak learning rate. With inverse_sqrt, the factor of the schedule."""
-    schedule: Literal["cosine", "inverse_sqrt"] = "cosine"
-    """Schedule after warm-up. cosine: decays to final_fraction at the end of the run; inverse_sqrt: proportional to
+    schedule: Literal["cosine", "constant", "drop", "inverse_sqrt"] = "cosine"
+    """Schedule after warm-up. cosine: decays to final_fraction at the end of the run; constant: stays at the peak;
+    drop: falls from the peak to final_fraction after --optimizer.drop-step; inverse_sqrt: proportional to
     1 / sqrt(step), independent of the length of the run."""
+    drop_step: int | None = None
+    """With schedule drop: the last step at the peak learning rate."""
     final_fraction: float = 0.1
-    """Final learning rate of the cosine schedule, as a fraction of the peak."""
+    """Final learning rate of the schedules cosine and drop, as a fraction of the peak."""
     warmup_steps: int = 100
-    """Steps of linear warm-up. With cosine, at most a tenth of the run: of --train.steps or, without steps, of
-    --train.minutes."""
+    """Steps of linear warm-up. Except with inverse_sqrt, at most a tenth of the run: of --train.steps or, without
+    steps, of --train.minutes."""
     weight_decay: float = 0.1
     """Decoupled weight decay, applied to weight matrices and embeddings."""
     beta1: float = 0.9

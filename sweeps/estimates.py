@@ -26,7 +26,7 @@ TIMED_STEPS = 3
 """Timed steps of each distinct program, after one warm-up step."""
 FLOAT_BYTES = 4
 STATE_COPIES = 3
-"""Arrays per parameter in a checkpoint: the parameter and AdamW's two moments."""
+"""Arrays per parameter in a checkpoint: the parameter and the optimizer's two moments."""
 KEPT_CHECKPOINTS = 2
 """Checkpoints of a finished run, with parameters only: the best and the last."""
 

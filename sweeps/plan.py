@@ -52,8 +52,9 @@ class PlannedRun:
     def shape(self) -> str:
         """Equal for runs whose training step is the same program."""
         return json.dumps([self.variation.command, {
-            name: value for name, value in self.fields.items() if not name.startswith("optimizer.") and name not in (
-                "train.seed", "train.steps", "train.minutes", "train.eval_every")}], sort_keys=True)
+            name: value for name, value in self.fields.items()
+            if name == "optimizer.name" or (not name.startswith("optimizer.") and name not in (
+                "train.seed", "train.steps", "train.minutes", "train.eval_every"))}], sort_keys=True)
 
     @property
     def arguments(self) -> list[str]:

@@ -333,6 +333,7 @@ def test_one_line_a_run_and_one_run_by_its_index(made: Made, monkeypatch: pytest
 
 def test_the_estimates_come_from_finished_runs_of_the_same_shape(made: Made, capsys: pytest.CaptureFixture[str]):
     made.change("return grid(", 'return grid(RECIPE, ("chunked",)) + grid(')
+    made.change("(0, 1)})", '(0, 1)}) + grid(RECIPE, ("softmax",), {}, {"optimizer.name": "radam"})')
     assert made.sweep("--dry-run") == 0
     assert not made.out.exists()
     assert rows(capsys.readouterr().out)["1"][2:5] == ["to do", "?", "?"]
@@ -343,7 +344,7 @@ def test_the_estimates_come_from_finished_runs_of_the_same_shape(made: Made, cap
     # Two steps of 1 s each, and the evaluation, which the val line says took 17 s.
     assert found["1"][2:4] == ["finished", "0:00:19"]
     assert found["2"][2:5] == ["to do", "0:00:19", "5 MB"]
-    assert found["0"][2:5] == ["to do", "?", "?"]
+    assert found["0"][2:5] == found["5"][2:5] == ["to do", "?", "?"]
     # A checkpoint has each of 1,000 parameters three times, in 4 bytes; the run makes one, with room for another.
     assert found["2"][5:] == ["24 kB", "4 kB"]
 

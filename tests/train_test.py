@@ -276,6 +276,10 @@ class Attention(SelfAttention):
     (["--train.batch-size", 0], "train.batch_size is 0; expected at least 1"),
     (["--train.seed", -1], "train.seed is -1; expected 0 to"),
     (["--optimizer.learning-rate", "nan"], "optimizer.learning_rate is nan; expected a number above 0"),
+    (["--optimizer.name", "sgd"], "optimizer.name is sgd; expected adamw or radam"),
+    (["--optimizer.schedule", "linear"], "optimizer.schedule is linear; expected cosine, constant, drop or "),
+    (["--optimizer.schedule", "drop"], "optimizer.drop_step is None; expected a number of steps"),
+    (["--optimizer.schedule", "drop", "--optimizer.drop-step", 0], "optimizer.drop_step is 0; expected at least 1"),
     (["--checkpoint.keep", 0], "checkpoint.keep is 0; expected at least 1"),
     (["--mesh.fsdp", 64], "mesh.fsdp × mesh.tensor × mesh.context is 64; expected 1 to"),
     (["--data.dir", "nowhere"], "no token files in nowhere (no meta.json); create them with: python -m"),
@@ -347,6 +351,7 @@ def test_an_id_beyond_the_vocabulary_is_named(recipe, tokens, tmp_path, capsys):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--model.width", 32], "is a run with model.width 16, not 32; give another --run-dir"),
     (["--attention", "softmax"], "is a run with model.attention ['chunked'], not ['softmax']; give another --run-dir"),
+    (["--optimizer.name", "radam"], "is a run with optimizer.name adamw, not radam; give another --run-dir"),
     (["--model.width", 32, "--train.seed", 3],
      "is a run with model.width 16, not 32; train.seed 0, not 3; give another --run-dir"),
 ])

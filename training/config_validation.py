@@ -56,7 +56,7 @@ def _check_ranges(config: Config | LraConfig, train: TrainConfig) -> None:
             ("train.steps", train.steps, 1), ("train.batch_size", train.batch_size, 1),
             ("train.accumulate", train.accumulate, 1), ("train.eval_every", train.eval_every, 1),
             ("train.eval_batches", train.eval_batches, 1), ("train.sample_every", train.sample_every, 0),
-            ("optimizer.warmup_steps", optimizer.warmup_steps, 0),
+            ("optimizer.warmup_steps", optimizer.warmup_steps, 0), ("optimizer.drop_step", optimizer.drop_step, 1),
             ("checkpoint.every_steps", checkpoint.every_steps, 1), ("checkpoint.keep", checkpoint.keep, 1)):
         if value is not None and value < least:
             raise ConfigError(f"{name} is {value}; expected at least {least}")
@@ -70,6 +70,12 @@ def _check_ranges(config: Config | LraConfig, train: TrainConfig) -> None:
                               ("optimizer.weight_decay", optimizer.weight_decay, math.inf)):
         if not (0 <= value <= most and math.isfinite(value)):
             raise ConfigError(f"{name} is {value}; expected 0 to {most:g}")
+    if optimizer.schedule == "drop":
+        if optimizer.drop_step is None:
+            raise ConfigError("optimizer.drop_step is None; expected a number of steps, as optimizer.schedule is drop")
+        if train.steps is not None and optimizer.drop_step >= train.steps:
+            note(f"optimizer.drop_step is {optimizer.drop_step}, and train.steps {train.steps}: the learning rate does "
+                 "not drop")
     if not 0 <= train.seed < 2**32:
         raise ConfigError(f"train.seed is {train.seed}; expected 0 to {2**32 - 1}")
 
@@ -97,7 +103,7 @@ def _with_fitting_accumulation(train: TrainConfig) -> TrainConfig:
 
 def _with_fitting_warmup(optimizer: OptimizerConfig, train: TrainConfig) -> OptimizerConfig:
     # The warm-up of inverse_sqrt also sets its peak.
-    if optimizer.schedule != "cosine" or train.steps is None:
+    if optimizer.schedule == "inverse_sqrt" or train.steps is None:
         return optimizer
     longest = max(1, train.steps // 10)
     if optimizer.warmup_steps <= longest:

@@ -1,4 +1,4 @@
-"""AdamW and learning-rate schedules."""
+"""AdamW, RAdam and learning-rate schedules."""
 
 import math
 from typing import Any
@@ -19,19 +19,22 @@ _WARMUP_SHARE = 0.1
 
 
 def make_optimizer(config: OptimizerConfig, decays: Any) -> optax.GradientTransformationExtraArgs:
-    """AdamW with clipping, without the factor −learning rate.
+    """AdamW or RAdam with clipping, without the factor −learning rate.
 
-    Its ``update`` takes ``scale``, a factor of the gradients, which is merged with clipping.
+    Its ``update`` takes ``scale``, a factor of the gradients, which is merged with clipping. Both have the same state:
+    two moments per parameter, and a count.
 
-    Loshchilov, Hutter: "Decoupled Weight Decay Regularization", 2019.
+    Loshchilov, Hutter: "Decoupled Weight Decay Regularization", 2019. Liu et al.: "On the Variance of the Adaptive
+    Learning Rate and Beyond", 2020.
 
     Args:
-        config: moments, clipping and weight decay.
+        config: optimizer, moments, clipping and weight decay.
         decays: whether weight decay applies to each parameter, as returned by :func:`decay_mask`.
     """
+    scale_by = {"adamw": optax.scale_by_adam, "radam": optax.scale_by_radam}[config.name]
     return optax.chain(
         _scale_and_clip(config.clip_norm),
-        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        scale_by(config.beta1, config.beta2, config.epsilon),
         optax.add_decayed_weights(config.weight_decay, mask=decays),
     )
 
@@ -65,10 +68,12 @@ def decay_mask(model: nnx.Module) -> Any:
 
 
 def learning_rate(config: OptimizerConfig, step: int, share: float, *, by_steps: bool) -> float:
-    """The learning rate: linear warm-up, then cosine decay to ``final_fraction`` of the peak, or inverse square root.
+    """The learning rate: linear warm-up, then the schedule.
 
-    The latter is min(1, t / w) / sqrt(max(t, w)) times ``learning_rate``, with w steps of warm-up: Vaswani et al.,
-    "Attention Is All You Need", 2017, up to a factor. It depends only on the step t, counted from 1.
+    ``cosine`` decays to ``final_fraction`` of the peak at the end of the run, ``drop`` falls to it after ``drop_step``
+    updates, and ``constant`` stays at the peak. ``inverse_sqrt`` is min(1, t / w) / sqrt(max(t, w)) times
+    ``learning_rate``, with w steps of warm-up and the step t, counted from 1: Vaswani et al., "Attention Is All You
+    Need", 2017, up to a factor.
 
     Args:
         config: schedule and peak.
@@ -81,5 +86,15 @@ def learning_rate(config: OptimizerConfig, step: int, share: float, *, by_steps:
         return config.learning_rate * min(1.0, warm) / math.sqrt(max(step + 1, config.warmup_steps))
     if not by_steps:
         warm = max(warm, share / _WARMUP_SHARE)
+    return config.learning_rate * min(1.0, warm) * _fraction(config, step, share)
+
+
+def _fraction(config: OptimizerConfig, step: int, share: float) -> float:
+    """The learning rate after warm-up, as a fraction of the peak; of every schedule but ``inverse_sqrt``."""
+    if config.schedule == "constant":
+        return 1.0
+    if config.schedule == "drop":
+        assert config.drop_step is not None  # as validated
+        return 1.0 if step < config.drop_step else config.final_fraction
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
-    return config.learning_rate * min(1.0, warm) * (config.final_fraction + (1 - config.final_fraction) * cosine)
+    return config.final_fraction + (1 - config.final_fraction) * cosine

@@ -88,7 +88,8 @@ def _identity(config: Config | LraConfig) -> dict[str, Any]:
     # The checksum covers the other fields of a task's data.
     data = ("task",) if isinstance(config, LraConfig) else ("tokenizer", "packing")
     return {f"data.{name}": values["data"][name] for name in data} | model | modes | {
-        f"train.{name}": values["train"][name] for name in ("seed", "batch_size")}
+        f"train.{name}": values["train"][name] for name in ("seed", "batch_size")} | {
+        "optimizer.name": config.optimizer.name}
 
 
 def check_corpus(environment: dict[str, Any], checksum: str, corpus: object, run_dir: Path) -> None:

@@ -82,6 +82,8 @@ def test_modes_have_their_options_and_positions():
 
 def test_missing_fields_are_defaults_so_that_older_runs_can_be_read():
     assert Config.from_dict({"format": FORMAT, "model": {"layers": 9}}) == Config(model=ModelConfig(layers=9))
+    older = Config.from_dict({"format": FORMAT, "optimizer": {"learning_rate": 0.5, "schedule": "cosine"}}).optimizer
+    assert (older.name, older.learning_rate) == ("adamw", 0.5)
 
 
 @pytest.mark.parametrize(("values", "message"), [

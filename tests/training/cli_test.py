@@ -1,12 +1,13 @@
 """The command line of the training commands."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import tyro
 
 import train
-from configs.schema import LraConfig, TrainConfig
+from configs.schema import Config, LraConfig, OptimizerConfig, TrainConfig
 from support.errors import ConfigError
 from tests import tiny
 from training import cli, loop
@@ -44,6 +45,15 @@ def test_a_classifier_writes_no_text():
     config = LraConfig(train=TrainConfig(sample_every=3))
     with pytest.raises(ConfigError, match=r"train.sample_every is 3; expected 0 for a classifier"):
         validate_config(config)
+
+
+def test_a_drop_after_the_end_is_told_and_every_schedule_of_the_runs_length_has_a_fitting_warmup(capsys):
+    dropping = Config(train=TrainConfig(steps=300), optimizer=OptimizerConfig(schedule="drop", drop_step=300))
+    assert validate_config(dropping).optimizer.warmup_steps == 30
+    assert "optimizer.drop_step is 300, and train.steps 300: the learning rate does not drop" in capsys.readouterr().err
+    earlier = dataclasses.replace(dropping, optimizer=OptimizerConfig(schedule="drop", drop_step=299, warmup_steps=0))
+    assert validate_config(earlier).optimizer == earlier.optimizer
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("signal", "code", "said"), [

@@ -1,4 +1,4 @@
-"""AdamW's decay and clipping, and the learning rate over a run."""
+"""The optimizers' decay, clipping and updates, and the learning rate over a run."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from configs.schema import OptimizerConfig
+from sweeps.estimates import STATE_COPIES
 from training.optimizer import global_norm, learning_rate, make_optimizer
 
 CONFIG = OptimizerConfig(learning_rate=2.0, final_fraction=0.25, warmup_steps=4)
@@ -66,6 +67,21 @@ def test_a_run_in_minutes_follows_the_share_and_is_warm_after_a_tenth_of_it():
     assert learning_rate(CONFIG, 100, 1.2, by_steps=False) == pytest.approx(0.5)
 
 
+def test_a_constant_rate_stays_at_the_peak():
+    constant = OptimizerConfig(learning_rate=2.0, schedule="constant", final_fraction=0.25, warmup_steps=4)
+    rates = [learning_rate(constant, step, step / 100, by_steps=True) for step in (0, 3, 50, 99)]
+    assert rates == pytest.approx([0.5, 2.0, 2.0, 2.0])
+    assert learning_rate(constant, 1, 0.9, by_steps=False) == pytest.approx(2.0)
+
+
+def test_the_rate_drops_after_the_published_3000_updates_of_the_copy_task():
+    published = OptimizerConfig(learning_rate=1e-3, schedule="drop", drop_step=3000, final_fraction=0.1, warmup_steps=0)
+    rates = [learning_rate(published, update - 1, (update - 1) / 10_000, by_steps=True)
+             for update in (1, 3000, 3001, 10_000)]
+    assert rates == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
+    assert learning_rate(published, 3000, 0.01, by_steps=False) == pytest.approx(1e-4)
+
+
 def test_the_inverse_root_follows_the_step_alone():
     lra = OptimizerConfig(learning_rate=0.05, schedule="inverse_sqrt", warmup_steps=1000)
     rates = [learning_rate(lra, t - 1, share, by_steps=True) for t, share in ((1, 0), (500, 0.9), (1000, 0), (4000, 1))]
@@ -84,3 +100,34 @@ def test_epsilon_is_beside_the_root_and_clipping_may_be_left_out():
 
 def test_no_warmup_starts_at_the_peak():
     assert learning_rate(OptimizerConfig(warmup_steps=0, learning_rate=3.0), 0, 0.0, by_steps=True) == 3.0
+
+
+def test_radam_makes_the_updates_of_its_algorithm_with_decoupled_decay():
+    config = OptimizerConfig(name="radam", beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.5, clip_norm=None)
+    transform = make_optimizer(config, {"a": True})
+    gradients = np.random.default_rng(0).normal(size=(12, 3))
+    parameters = {"a": jnp.array([1.0, -2.0, 3.0])}
+    state = transform.init(parameters)
+    # Algorithm 2 of Liu et al., with the threshold 5 of their code in place of 4.
+    m, v, longest = np.zeros(3), np.zeros(3), 2 / (1 - 0.99) - 1
+    rectified = []
+    for t, gradient in enumerate(gradients, start=1):
+        updates: Any
+        updates, state = transform.update({"a": jnp.asarray(gradient, jnp.float32)}, state, parameters)
+        m, v = 0.9 * m + 0.1 * gradient, 0.99 * v + 0.01 * gradient**2
+        expected, length = m / (1 - 0.9**t), longest - 2 * t * 0.99**t / (1 - 0.99**t)
+        rectified.append(length >= 5)
+        if rectified[-1]:
+            r = np.sqrt((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length))
+            expected = r * expected / (np.sqrt(v / (1 - 0.99**t)) + 1e-8)
+        np.testing.assert_allclose(updates["a"], expected + 0.5 * np.asarray(parameters["a"]), rtol=1e-4)
+    assert not rectified[0]
+    assert rectified[-1]
+
+
+def test_both_optimizers_have_the_state_that_estimates_of_disk_space_count():
+    parameters = {"a": jnp.zeros((20, 30)), "b": jnp.zeros(50)}
+    for name in ("adamw", "radam"):
+        state = make_optimizer(OptimizerConfig(name=name), {"a": True, "b": False}).init(parameters)
+        # And one count of updates.
+        assert sum(x.size for x in jax.tree.leaves(state)) == (STATE_COPIES - 1) * 650 + 1
