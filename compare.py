@@ -151,7 +151,7 @@ def show(drawn: Drawn) -> None:
     """Print the tables and the summary."""
     compared = drawn.comparison
     print_table(compared.rows, compared.columns)
-    print("\n".join(filter(None, [*compared.verdict, table_note(compared.rows, compared.runs)])))
+    print("\n".join(filter(None, [*compared.verdict, table_note(compared.rows, compared.setups)])))
     for figure in drawn.figures:
         print()
         print_texts(figure.title, figure.headings, figure.rows, texts=1)

@@ -58,7 +58,8 @@ class Comparison:
 
 def compare(runs: Sequence[Run]) -> Comparison:
     """Compare runs with unique names (see :func:`comparison.runs.name_runs`)."""
-    setups, times = group(runs), times_to_loss(runs)
+    setups = group(runs)
+    times = times_to_loss(setups)
     table = rows(runs, setups, times)
     return Comparison(tuple(runs), tuple(setups), tuple(verdict(setups)), tuple(remarks(runs)),
                       tuple(columns(table, times)), tuple(table), times, differences(runs))

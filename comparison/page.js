@@ -133,8 +133,15 @@
   }
 
   /** The runs of a set-up as one line of their train ("means") or val curves, with a band if there are several. A
-      faint line is behind another and has no band. */
-  function line(kind, setup, members, key, { smoothing = 0, quantity, isFaint = false }) {
+      faint line is behind another and has no band. Runs that ended before other seeds have faint lines of their own. */
+  function line(kind, setup, members, key, options) {
+    const lasting = members.filter((run) => setup.averaged.includes(runs.indexOf(run)));
+    const alone = lasting.length ? members.filter((run) => !lasting.includes(run)) : [];
+    return [...alone.flatMap((run) => lineOf(kind, setup, [run], key, { ...options, isFaint: true })),
+            ...lineOf(kind, setup, lasting.length ? lasting : members, key, options)];
+  }
+
+  function lineOf(kind, setup, members, key, { smoothing = 0, quantity, isFaint = false }) {
     const curves = members.map((run) => curveOf(run, kind === "val" ? "val" : "means", key, smoothing));
     const [known, of] = [curves.filter(Boolean), members.filter((_run, i) => curves[i])];
     if (!known.length) return [];
@@ -163,7 +170,8 @@
 
   /** The set-up's label, with the run's name unless the label already has it. */
   function title(setup, members) {
-    if (members.length > 1) return `${setup.label}, mean of ${members.length} seeds`;
+    const all = setup.runs.length === setup.averaged.length ? "" : `of ${setup.runs.length} `;
+    if (members.length > 1) return `${setup.label}, mean of ${members.length} ${all}seeds`;
     const { name } = members[0];
     const isTold = setup.label.split(/ \(|, /).includes(name) || setup.label.endsWith(`, ${name}`);
     return isTold ? setup.label : `${setup.label} · ${name}`;

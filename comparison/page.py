@@ -60,6 +60,7 @@ def payload(comparison: Comparison) -> dict[str, Any]:
         "axes": [{"key": key, "button": button, "title": text} for key, (button, text) in AXES.items()],
         # Markers of neighbours differ, and so do those of set-ups of one mode beyond the number of dashes.
         "setups": [{"label": setup.label, "runs": [index[run.name] for run in setup.runs],
+                    "averaged": [index[run.name] for run in setup.lasting],
                     "colour": colour(setup.attention), "dash": lines[i], "symbol": symbols[(i + i // 4) % 4]}
                    for i, setup in enumerate(setups)],
         "runs": [run_payload(run) for run in runs],
@@ -146,12 +147,12 @@ def figures_table(comparison: Comparison, index: dict[str, int]) -> dict[str, An
     """The table of final figures, without the times to reach given losses."""
     columns = [column for column in comparison.columns if not column.key.startswith("seconds_to_")]
     members = [[index[run.name] for run in setup.runs] for setup in comparison.setups]
-    runs_of_rows = [of_row for seeds in members
-                    for of_row in [*([i] for i in seeds), *([seeds] if len(seeds) > 1 else [])]]
+    runs_of_rows = [of_row for setup, seeds in zip(comparison.setups, members, strict=True)
+                    for of_row in [*([i] for i in seeds), *([seeds] if len(setup.lasting) > 1 else [])]]
     return {"headings": ["run", "attention", *(column.heading for column in columns)],
             "rows": [{"cells": list(row.cells(columns).values()), "runs": of_row, "mean": row.seeds > 1}
                      for row, of_row in zip(comparison.rows, runs_of_rows, strict=True)],
-            "note": table_note(comparison.rows, comparison.runs)}
+            "note": table_note(comparison.rows, comparison.setups)}
 
 
 def times_table(times: TimesToLoss | None, runs: Sequence[Run]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from comparison.curves import mean_curve
 from comparison.remarks import tokenizers_differ
 from comparison.runs import AXES, Run, scored
 from comparison.style import DASHES, colour, dashes
+from comparison.wording import seeds_text
 from support.errors import RunError
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ WITHIN_AXES = 32
 def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
     """Plots val loss against steps and against training time, with a colour per mode.
 
-    Several seeds are drawn as their mean, with a band of ± one standard deviation. If a run has no val loss, train loss
-    is drawn; if tokenizers differ, bits per byte. The output is deterministic.
+    Several seeds are drawn as their mean, with a band of ± one standard deviation; those that ended early are thin
+    lines of their own. If a run has no val loss, train loss is drawn; if tokenizers differ, bits per byte. The output
+    is deterministic.
 
     Args:
         comparison: the runs.
@@ -39,19 +41,22 @@ def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
     runs, setups = [run for run in comparison.runs if run.has_curve], comparison.setups
     if not runs:
         raise RunError(f"no {kind} plot: no run has a curve")
-    split = "val" if all(run.val for run in runs) else "train"
+    split = "val" if all(run.val for setup in setups for run in setup.lasting if run.has_curve) else "train"
     quantity = "bits_per_byte" if split == "val" and tokenizers_differ(runs) else "loss"
     unit = "bits per byte" if quantity == "bits_per_byte" else f"loss (nats per {scored(runs)})"
     with drawing(figsize=(10, 4.2)) as canvas:
         panels = canvas.subplots(1, 2, sharey=True)
         for panel, axis in zip(panels, ("step", "train_seconds"), strict=True):
             for setup, dash in zip(setups, dashes([setup.attention for setup in setups]), strict=True):
-                curves = [curve for run in setup.runs if len((curve := run.curve(axis, split, quantity))[0])]
+                drawn = {run.name: curve for run in setup.runs if len((curve := run.curve(axis, split, quantity))[0])}
+                curves = [drawn.pop(run.name) for run in setup.lasting if run.name in drawn]
                 if not curves:
                     continue
                 look = {"color": colour(setup.attention), "linestyle": DASHES[dash][0]}
                 x, mean, spread = mean_curve(curves)
-                seeds = "" if len(curves) == 1 else f", mean of {len(curves)} seeds"
+                for alone in drawn.values():
+                    panel.plot(*alone, linewidth=0.8, **look)
+                seeds = "" if len(curves) == 1 else f", mean of {seeds_text(len(curves), len(setup.runs))}"
                 panel.plot(x, mean, linewidth=2.2, label=setup.label + seeds, **look)
                 if len(curves) > 1:
                     panel.fill_between(x, mean - spread, mean + spread, color=look["color"], alpha=0.18, linewidth=0)

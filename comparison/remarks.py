@@ -4,13 +4,22 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from comparison.runs import Run
-from comparison.wording import few
+from comparison.runs import Run, group
+from comparison.wording import few, listed
 
 
 def remarks(runs: Sequence[Run]) -> list[str]:
     """One sentence per warning."""
-    return [*(note for run in runs for note in _lines(run)), *_same_seeds(runs), *_differences(runs)]
+    return [*(note for run in runs for note in _lines(run)), *_same_seeds(runs), *_short_seeds(runs),
+            *_differences(runs)]
+
+
+def _short_seeds(runs: Sequence[Run]) -> list[str]:
+    """Runs that ended before the other seeds of their set-up."""
+    return [f"Left out of the mean over the seeds of {setup.label}, which are longer: "
+            f"{listed([f'{run.name} (ended at step {run.end("step"):,.0f})' for run in short])}."
+            for setup in group(runs) for kept in [{run.name for run in setup.lasting}]
+            if (short := [run for run in setup.runs if run.name not in kept])]
 
 
 def _same_seeds(runs: Sequence[Run]) -> list[str]:

@@ -36,6 +36,8 @@ MODE_OPTIONS = ("model.modes",)
 """The group of the options of modes."""
 MAX_DISTINCTIONS = 3
 """Most fields in a label."""
+LASTING_SEED = 0.9
+"""Minimum length of a run relative to the longest seed of its set-up, to count for means over seeds."""
 GENERIC_NAME = re.compile(r"(runs?|tests?|te?mp|out(put)?s?|exp(eriment)?s?|trials?|results?|new|old)?[-_.\s\d]*",
                           re.IGNORECASE)
 """Names of folders that do not identify a run."""
@@ -231,6 +233,19 @@ class Setup:
     def attention(self) -> str:
         """The attention mode, or the pattern of modes over the layers."""
         return self.runs[0].attention
+
+    @cached_property
+    def lasting(self) -> tuple[Run, ...]:
+        """The runs that count for means over seeds: those that are not more than a tenth shorter than another seed.
+
+        A run is shorter if it is so both in steps and in training time, since runs of equal length in one may differ in
+        the other. A mean with a run that ended early would end with it, or jump there.
+        """
+        ends = {run.name: np.array([run.end("step"), run.end("train_seconds")]) for run in self.runs if run.has_curve}
+        if not ends:
+            return self.runs
+        least = LASTING_SEED * np.max(list(ends.values()), axis=0)
+        return tuple(run for run in self.runs if run.name not in ends or (ends[run.name] >= least).any())
 
     @property
     def context(self) -> int | None:

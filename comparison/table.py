@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from comparison.runs import Run, Setup, shown_labels
+from comparison.wording import seeds_text
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,16 @@ class TimesToLoss:
     """By name of the run, training seconds to each level, interpolated between evaluations; None: not reached."""
 
 
-def times_to_loss(runs: Sequence[Run]) -> TimesToLoss | None:
+def times_to_loss(setups: Sequence[Setup]) -> TimesToLoss | None:
     """Three levels that separate runs: one that all passed, the worst run's best, and halfway from there to the best
-    run's. If all end alike, three on the way there.
+    run's. If all end alike, three on the way there. Runs that ended before other seeds do not count for the levels.
 
     None if a run has fewer than two evaluations, or no loss decreased.
     """
-    curves = {run.name: run.curve("train_seconds", "val") for run in runs}
+    curves = {run.name: run.curve("train_seconds", "val") for setup in setups for run in setup.runs}
+    lasting = {run.name for setup in setups for run in setup.lasting}
     known = {name: (x[np.isfinite(loss)], loss[np.isfinite(loss)]) for name, (x, loss) in curves.items()}
-    losses = [loss for _, loss in known.values() if len(loss) > 1]
+    losses = [loss for name, (_, loss) in known.items() if name in lasting and len(loss) > 1]
     if not losses:
         return None
     start = min(float(loss[0]) for loss in losses)
@@ -127,24 +129,26 @@ def _key(level: float) -> str:
 
 
 def rows(runs: Sequence[Run], setups: Sequence[Setup], times: TimesToLoss | None) -> list[Row]:
-    """The table: one row a run, and for each set-up of several seeds a row of means."""
-    end, table, shown = shortest(runs, "train_seconds"), [], shown_labels(runs)
+    """The table: one row a run, and for each set-up of several seeds a row of means, without seeds that ended early."""
+    end, table, shown = shortest(setups, "train_seconds"), [], shown_labels(runs)
     for setup in setups:
         label = shown[setup.runs[0].label]
-        of_runs = [Row(run.name, label, figures(run, end, times)) for run in setup.runs]
-        table += of_runs
+        table += [Row(run.name, label, figures(run, end, times)) for run in setup.runs]
+        of_runs = [row for row in table[-len(setup.runs):] if row.name in {run.name for run in setup.lasting}]
         if len(of_runs) > 1:
             means, spread = {}, {}
             for key in of_runs[0].figures:
                 known = [value for row in of_runs if (value := row.figures[key]) is not None]
                 means[key], spread[key] = mean_and_spread(known) if len(known) == len(of_runs) else (None, 0.0)
-            table.append(Row(f"mean of {len(of_runs)} seeds", label, means, spread, len(of_runs)))
+            name = f"mean of {seeds_text(len(of_runs), len(setup.runs))}"
+            table.append(Row(name, label, means, spread, len(of_runs)))
     return table
 
 
-def shortest(runs: Sequence[Run], axis: str) -> float | None:
-    """The end of the shortest run on an axis, up to which all can be compared. None if no run has a curve."""
-    return min((run.end(axis) for run in runs if run.has_curve), default=None)
+def shortest(setups: Sequence[Setup], axis: str) -> float | None:
+    """The end of the shortest run on an axis, up to which all can be compared, without runs that ended before other
+    seeds. None if no run has a curve."""
+    return min((run.end(axis) for setup in setups for run in setup.lasting if run.has_curve), default=None)
 
 
 def figures(run: Run, end_of_shortest: float | None, times: TimesToLoss | None) -> dict[str, float | None]:
@@ -179,11 +183,12 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
-def table_note(rows: Sequence[Row], runs: Sequence[Run]) -> str:
+def table_note(rows: Sequence[Row], setups: Sequence[Setup]) -> str:
     """Explanation of the table."""
-    end, notes = shortest(runs, "train_seconds"), []
+    end, notes = shortest(setups, "train_seconds"), []
     if end is not None:
-        notes.append(f"The shortest run ended after {end:,.1f} s of training.")
+        whole = all(len(setup.lasting) == len(setup.runs) for setup in setups)
+        notes.append(f"The shortest run{'' if whole else ' of those averaged'} ended after {end:,.1f} s of training.")
     if any(row.seeds > 1 for row in rows):
         notes.append("Runs that differ only in their seed are averaged; ± is the standard deviation over them.")
     return " ".join(notes)

@@ -22,9 +22,8 @@ PLACES = {  # name, and long and short format of a place on the axis
 FEWER = {"step": "fewer steps", "train_seconds": "less training time"}
 BOUNDS = {"step": "--train.steps", "train_seconds": "--train.minutes, with --train.steps None"}
 """Flags with which runs have equal learning rates at equal places of an axis."""
-LASTING_SEED, LASTING_SETUP = 0.9, 0.5
-"""Minimum length of a run relative to the longest seed of its set-up, and of a set-up relative to the median set-up, to
-count for the place of comparison."""
+LASTING_SETUP = 0.5
+"""Minimum length of a set-up relative to the median set-up, to count for the place of comparison."""
 
 
 def verdict(setups: Sequence[Setup]) -> list[str]:
@@ -101,11 +100,7 @@ def _counted(axis: str, setups: Sequence[Setup]) -> tuple[list[Setup], float]:
         furthest = np.array([[max(run.end(axis) for run in setup.runs) for axis in PLACES] for setup in setups])
         lasting = (furthest >= LASTING_SETUP * np.quantile(furthest, 0.5, axis=0, method="higher")).any(axis=1)
         setups = [setup for setup, lasts in zip(setups, lasting, strict=True) if lasts]
-    where = np.inf
-    for setup in setups:
-        ends = np.array([[run.end(axis) for axis in PLACES] for run in setup.runs])
-        lasting = (ends >= LASTING_SEED * ends.max(axis=0)).any(axis=1)
-        where = min([where, *(run.end(axis) for run, lasts in zip(setup.runs, lasting, strict=True) if lasts)])
+    where = min(run.end(axis) for setup in setups for run in setup.lasting)
     return [Setup(setup.label, tuple(run for run in setup.runs if run.end(axis) >= where)) for setup in setups], where
 
 
@@ -262,7 +257,7 @@ def _is_lower(best: Losses, other: Losses, confidence: float) -> bool:
 
 def _crossing(axis: str, where: float, best: Setup, other: Setup, quantity: str) -> Crossing | None:
     """The last crossing of the mean curves of ``best`` and ``other`` before ``where``; None if there is none."""
-    curves = [mean_curve([run.curve(axis, "val", quantity) for run in setup.runs])[:2] for setup in (best, other)]
+    curves = [mean_curve([run.curve(axis, "val", quantity) for run in setup.lasting])[:2] for setup in (best, other)]
     if not all(len(x) for x, _ in curves):
         return None
     x = np.unique(np.concatenate([*(x for x, _ in curves), [where]]))

@@ -58,6 +58,11 @@ def number_text(value: float) -> str:
     return f"{round(value, 4) + 0.0:.4f}".replace("-", "−")  # no −0.0000
 
 
+def seeds_text(averaged: int, all_of_them: int) -> str:
+    """``3 seeds``; ``2 of 3 seeds`` if one is left out."""
+    return f"{averaged} seeds" if averaged == all_of_them else f"{averaged} of {all_of_them} seeds"
+
+
 def listed(names: Sequence[str]) -> str:
     """``a, b and c``."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -323,6 +323,22 @@ def test_a_click_in_the_legend_hides_a_run_everywhere(browser):
     assert "chunked-0" not in table("figures")
 
 
+def test_a_seed_that_ended_early_is_a_curve_of_its_own(chromium, tmp_path):
+    paths = [write_run(tmp_path / f"seed-{seed}", seed=seed, loss=2 + seed) for seed in range(2)]
+    died = write_run(tmp_path / "died", seed=2, steps=40, loss=9.0, planned=100)
+    report = tmp_path / "report.html"
+    report.write_text(page(compare([load_run(path) for path in [*paths, died]])))
+    chromium.problems.clear()
+    chromium.open(report)
+    chromium.choose("axis", "Steps")
+    drawn = chromium.drawn("val")
+    assert drawn["seed-0,seed-1"]["x"] == [20, 40, 60, 80, 100]
+    assert drawn["seed-0,seed-1"]["y"] == pytest.approx([2.3, 2.1, 1.9, 1.7, 1.5])
+    assert drawn["died"]["x"] == [20, 40]
+    assert list(chromium.drawn("band")) == ["seed-0,seed-1"]
+    assert chromium.problems == []
+
+
 def test_slider_smooths_the_curves_and_not_the_points(browser, runs):
     def slide(percent: int) -> None:
         browser.value(f"(slider => {{ slider.value = {percent}; slider.dispatchEvent(new Event('input')); }})"

@@ -98,6 +98,7 @@ def test_rows_belong_to_their_runs():
     assert [setup["runs"] for setup in found["setups"]] == [[0, 2], [1]]
     rows = [(row["cells"][0], row["runs"], row["mean"]) for row in found["figures"]["rows"]]
     assert rows == [("a", [0], False), ("c", [2], False), ("mean of 2 seeds", [0, 2], True), ("b", [1], False)]
+    assert [setup["averaged"] for setup in found["setups"]] == [[0, 2], [1]]
     assert [row["runs"] for row in found["times"]["rows"]] == [[0], [1], [2]]
     assert found["configs"][0] == {"field": "model.attention", "values": ["chunked", "softmax", "chunked"]}
 

@@ -2,6 +2,9 @@
 
 import re
 
+import pytest
+from matplotlib.axes import Axes
+
 import comparison
 from comparison.picture import picture
 from comparison.runs import load_run
@@ -22,3 +25,18 @@ def test_picture_draws_setups_in_their_modes_colours_and_seeds_as_a_band(tmp_pat
     assert "softmax, mean of 2 seeds" in text
     assert "val bits per byte" in text
     assert picture(compared, "png").startswith(b"\x89PNG")
+
+
+def test_a_seed_that_ended_early_is_a_line_of_its_own_and_does_not_end_the_mean(tmp_path, monkeypatch):
+    drawn, plot = [], Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda panel, x, y, **look: drawn.append((look["linewidth"], x, y)) or plot(
+        panel, x, y, **look))
+    runs = [load_run(write_run(tmp_path / f"seed-{seed}", seed=seed, loss=2 + seed)) for seed in range(2)]
+    # It ended before the first evaluation, and another one after two.
+    runs += [load_run(write_run(tmp_path / f"died-{seed}", seed=seed, loss=9.0, steps=steps, planned=100))
+             for seed, steps in ((2, 10), (3, 40))]
+    picture(comparison.compare(runs), "svg")
+    thin, mean = drawn[:2]
+    assert (thin[0], list(thin[1]), list(thin[2])) == (0.8, [20, 40], pytest.approx([8.8, 8.6]))
+    assert (mean[0], list(mean[1])) == (2.2, [20, 40, 60, 80, 100])
+    assert mean[2] == pytest.approx([2.3, 2.1, 1.9, 1.7, 1.5])

@@ -78,10 +78,10 @@ def test_a_run_of_which_there_is_an_evaluation_alone_has_dashes(tmp_path, two):
     # The others' figures, place of comparison and warnings are as without it.
     assert found.rows[:2] == compared(*two).rows
     assert found.remarks == ("evaluated is not compared: it has an evaluation, but no training log.",)
-    assert table_note(found.rows, found.runs) == "The shortest run ended after 100.0 s of training."
+    assert table_note(found.rows, found.setups) == "The shortest run ended after 100.0 s of training."
     assert picture(found, "svg") == picture(compared(*two), "svg")
     lone = compared(evaluated)
-    assert (lone.verdict, table_note(lone.rows, lone.runs)) == ((), "")
+    assert (lone.verdict, table_note(lone.rows, lone.setups)) == ((), "")
     with pytest.raises(RunError, match="no run has a curve"):
         picture(lone, "svg")
 
@@ -105,6 +105,27 @@ def test_seeds_of_one_setup_are_averaged_in_every_form(tmp_path):
     assert written["verdict"] == list(found.verdict)
     assert written["config_differences"]["train.seed"]["chunked-2"] == 2
     assert [setup["name"] for setup in written["setups"]] == ["softmax", "chunked"]
+
+
+def test_a_seed_that_ended_early_is_in_no_mean(tmp_path):
+    seeds = [write_run(tmp_path / f"softmax-{seed}", seed=seed, loss=2 + 0.1 * seed) for seed in range(2)]
+    died = write_run(tmp_path / "died", seed=2, steps=40, loss=9.0, planned=100)
+    other = write_run(tmp_path / "chunked", "chunked", loss=2.5)
+    found, without = compared(*seeds, died, other), compared(*seeds, other)
+    names = [row.name for row in found.rows]
+    assert names == ["softmax-0", "softmax-1", "died", "mean of 2 of 3 seeds", "chunked"]
+    # The mean, the place of comparison and the levels are as without it.
+    by_name = {row.name: row for row in without.rows}
+    assert found.rows[3].figures == by_name["mean of 2 seeds"].figures
+    assert (found.rows[0], found.rows[4]) == (by_name["softmax-0"], by_name["chunked"])
+    assert found.rows[2].figures["val_loss"] == pytest.approx(8.6)
+    assert found.rows[2].figures["loss_at_shortest"] is None
+    assert table_note(found.rows, found.setups).startswith(
+        "The shortest run of those averaged ended after 100.0 s of training.")
+    assert found.remarks == ("Left out of the mean over the seeds of softmax, which are longer: died (ended at step "
+                             "40).",)
+    # It has a row, but no column of its own.
+    assert [column.key for column in found.columns] == [column.key for column in without.columns]
 
 
 def test_runs_made_differently_are_warned_of(tmp_path):
