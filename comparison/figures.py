@@ -52,7 +52,7 @@ class Point:
     interval: tuple[float, float] | None
     """Its 95 % interval over the seeds; None for a single seed."""
     runs: tuple[str, ...]
-    """Names of the averaged runs, one per seed."""
+    """Names of the averaged runs, one per seed; empty for a published figure."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class Line:
     points: tuple[Point, ...]
     best: int | None = None
     """Index of the point marked as the best; None: no mark."""
+    published: str = ""
+    """The source of published figures, whose points have no runs; empty for ours."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ class Figure:
             "lines": [{"label": line.label, "attention": line.attention,
                        "points": [{"x": point.x, "mean": point.y, "interval": point.interval,
                                    "seeds": len(point.runs), "runs": point.runs} for point in line.points],
-                       "best": None if line.best is None else line.points[line.best].x} for line in self.lines],
+                       "best": None if line.best is None else line.points[line.best].x,
+                       "published": line.published or None} for line in self.lines],
             "remarks": self.remarks,
         }
 
@@ -483,7 +486,8 @@ def check_names(figures: Sequence[Figure]) -> None:
 
 
 def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
-    """Draws a figure: a colour per mode, a dash per line, bars for intervals, a ring around the best point of a line.
+    """Draws a figure: a colour per mode, a dash per line, bars for intervals, a ring around the best point of a line,
+    and open markers for published figures.
 
     The output is deterministic. Categories of one point each are listed vertically.
     """
@@ -500,8 +504,9 @@ def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
             x = [places[point.x] + shift if places else point.x for point in line.points]
             y = [point.y for point in line.points]
             look: dict[str, Any] = {"color": colour(line.attention)}
+            faint = {"fillstyle": "none", "alpha": 0.6} if line.published else {}
             panel.plot(x, y, label=line.label, linestyle="none" if places else style, marker=MARKERS[symbol],
-                       markersize=6, **look)
+                       markersize=6, **look, **faint)
             for at, point in zip(x, line.points, strict=True):
                 if point.interval is not None:
                     low, high = point.interval

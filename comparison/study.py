@@ -185,6 +185,8 @@ def load_study(path: str | Path) -> Study:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
+    except ConfigError:  # such as that of a published figure
+        raise
     except Exception as error:  # a study is the user's own code
         raise ConfigError(f"{path}: the study failed: {type(error).__name__}: {error}") from error
     for function, signature in (("get_runs", "get_runs(quick) -> list[Variation]"),
