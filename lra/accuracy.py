@@ -1,7 +1,9 @@
 """Long Range Arena's table of accuracies, from the test.json of runs of ``lra.train``, for ``lra.table accuracy``.
 
-A row is a mode, with the mean and the standard deviation over seeds, followed by its published rows. A column is a
-task, or one version of its data. Baselines are scored on the same test examples.
+A row is a mode, with the mean and the standard deviation over seeds, followed by its published rows. The checkpoint
+with the lowest val loss counts; the last one has a row of its own. A column is a task, or one version of its data.
+Averages are over the five tasks without Path-X, as Long Range Arena's, and over all six. Baselines are scored on the
+same test examples.
 """
 
 import functools
@@ -27,6 +29,8 @@ PUBLISHED = Path(__file__).parent / "published.json"
 TASKS = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image", "pathfinder": "Pathfinder",
          "pathx": "Path-X"}
 """In the order of the table."""
+FIVE = tuple(task for task in TASKS if task != "pathx")
+"""The tasks of Long Range Arena's own average, since every model of its table failed on Path-X."""
 SAME = ("checkpoint", "logging")
 """Groups of a config in which seeds of one set-up may differ."""
 
@@ -41,6 +45,9 @@ class Run:
     attention: str
     seed: int
     accuracy: float
+    """Of the checkpoint with the lowest val loss."""
+    last_accuracy: float | None
+    """Of the last checkpoint; None if it was not scored, by an older version."""
     examples: int
     """Examples of the test split."""
     trained_on: int
@@ -94,13 +101,15 @@ def load(path: Path) -> Run:
         config = {name: group for name, group in config.items() if name not in SAME}
         config["train"].pop("seed")
         config["data"].pop("dir")  # the same data may be in another folder
-        for number in (found["accuracy"], *found["baselines"].values()):
+        last = found["last"]["accuracy"] if "last" in found else None
+        for number in (found["accuracy"], *([] if last is None else [last]), *found["baselines"].values()):
             if not 0 <= number <= 1:
                 raise ValueError(f"{number} is not an accuracy")
         return Run(path.resolve().name, found["task"], ",".join(found["attention"]), found["seed"], found["accuracy"],
-                   found["examples"], found["train_examples"], found["context"], found["step"], found["parameters"],
-                   _train_seconds(path / "metrics.jsonl"), found["baselines"], shlex.join(found["command"]),
-                   found["corpus_checksum"], json.dumps([config, found["corpus_checksum"]], sort_keys=True))
+                   last, found["examples"], found["train_examples"], found["context"], found["step"],
+                   found["parameters"], _train_seconds(path / "metrics.jsonl"), found["baselines"],
+                   shlex.join(found["command"]), found["corpus_checksum"],
+                   json.dumps([config, found["corpus_checksum"]], sort_keys=True))
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -164,14 +173,49 @@ def counterparts(published: Mapping[str, Any], mode: str) -> list[Mapping[str, A
     return [row for row in published["rows"] if row.get("mode") == mode]
 
 
-def average(row: Mapping[str, Any]) -> tuple[float, int]:
-    """Average of a published row, with failed tasks counted as 50 %, and its number of tasks."""
-    values = [50.0 if row[task] == "failed" else row[task] for task in TASKS if task in row]
-    return float(np.mean(values)), len(values)
+def averages(row: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """The averages of a published row over ``FIVE`` and over all tasks; None if a task is missing or failed."""
+    def over(tasks: Sequence[str]) -> float | None:
+        values = [row.get(task) for task in tasks]
+        known = [value for value in values if isinstance(value, int | float)]
+        return float(np.mean(known)) if len(known) == len(tasks) else None
+
+    return over(FIVE), over(tuple(TASKS))
 
 
-def markdown(runs: Sequence[Run], published: Mapping[str, Any], origin: Mapping[str, Any]) -> str:
-    """The tables."""
+def average_of_runs(row: Mapping[str, Sequence[Run]], tasks: Sequence[str]) -> tuple[float, float | None] | None:
+    """Mean and standard deviation of a row's average over tasks, over the seeds that all of them have.
+
+    Args:
+        row: the runs of each column, one per seed.
+        tasks: tasks to average over.
+
+    Returns:
+        None if a task is missing or has several columns, or the tasks share no seed; the deviation is None for one
+        seed.
+    """
+    found = [[{run.seed: run.accuracy for run in seeds} for seeds in row.values() if seeds[0].task == task]
+             for task in tasks]
+    if any(len(of_task) != 1 for of_task in found):
+        return None
+    shared = set.intersection(*(set(of_task[0]) for of_task in found))
+    if not shared:
+        return None
+    return _mean_and_deviation([float(np.mean([of_task[0][seed] for of_task in found])) for seed in sorted(shared)])
+
+
+def at_last(row: Mapping[str, Sequence[Run]]) -> dict[str, list[Run]]:
+    """A row of the last checkpoints, without runs in which they are not scored; empty if the best are the last."""
+    if all(run.last_accuracy in (None, run.accuracy) for seeds in row.values() for run in seeds):
+        return {}
+    last = {data: [replace(run, accuracy=run.last_accuracy) for run in seeds if run.last_accuracy is not None]
+            for data, seeds in row.items()}
+    return {data: seeds for data, seeds in last.items() if seeds}
+
+
+def accuracy_table(runs: Sequence[Run], published: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of the table of accuracies: ours, each followed by the published ones of its mode, then the
+    other published ones."""
     columns, rows = table(runs)
     # Tasks without a run have a column for the published results.
     tasks: list[tuple[str, Run | None]] = [
@@ -179,24 +223,34 @@ def markdown(runs: Sequence[Run], published: Mapping[str, Any], origin: Mapping[
         for column in ([column for column in columns if column.task == task] or [None])]
     tasks += [(column.task, column) for column in columns if column.task not in TASKS]
 
-    def cell(seeds: Sequence[Run] | None) -> str:
-        return "–" if seeds is None else percent(*mean_and_deviation(seeds))
+    def ours(name: str, row: Mapping[str, Sequence[Run]]) -> list[str]:
+        cells = [None if column is None or column.checksum not in row else mean_and_deviation(row[column.checksum])
+                 for _, column in tasks]
+        cells += [average_of_runs(row, FIVE), average_of_runs(row, tuple(TASKS))]
+        return [name, *("–" if cell is None else percent(*cell) for cell in cells)]
 
     def theirs(row: Mapping[str, Any]) -> list[str]:
         bold, unverified = "**" if row.get("anchor") else "", "†" if row.get("unverified") else ""
-        mean, count = average(row)
         return [f"{bold}{row['name']}{bold}{unverified}",
-                *("✗" if (value := row.get(task)) == "failed" else "–" if value is None else f"{value:.2f}"
-                  for task, _ in tasks), f"{mean:.2f}" + ("\\*" if count < len(TASKS) else "")]
+                *("✗" if value == "failed" else "–" if value is None else f"{value:.2f}"
+                  for value in (*(row.get(task) for task, _ in tasks), *averages(row)))]
 
     of_mode: dict[str, list[list[str]]] = {}
     for name, row in rows.items():
         (mode, *_) = (seeds[0].attention for seeds in row.values())
-        of_mode.setdefault(mode, []).append(
-            [f"`{name}`", *(cell(None if column is None else row.get(column.checksum)) for _, column in tasks), "–"])
-    lines = [*(line for mode, ours in of_mode.items()
-               for line in (*ours, *map(theirs, counterparts(published, mode)))),
-             *(theirs(row) for row in published["rows"] if row.get("mode") not in of_mode)]
+        of_mode.setdefault(mode, []).append(ours(f"`{name}`", row))
+        if last := at_last(row):
+            of_mode[mode].append(ours(f"`{name}`, last checkpoint", last))
+    headings = ["", *(TASKS.get(task, task) for task, _ in tasks), "average of five", "average of six"]
+    return headings, [*(line for mode, lines in of_mode.items()
+                        for line in (*lines, *map(theirs, counterparts(published, mode)))),
+                      *(theirs(row) for row in published["rows"] if row.get("mode") not in of_mode)]
+
+
+def markdown(runs: Sequence[Run], published: Mapping[str, Any], origin: Mapping[str, Any]) -> str:
+    """The tables."""
+    columns, _ = table(runs)
+    headings, lines = accuracy_table(runs, published)
     data = [[TASKS.get(column.task, column.task), f"{column.context:,}", f"{column.trained_on:,}",
              f"{column.examples:,}", ", ".join(f"{name} {100 * value:.1f}" for name, value in column.baselines.items())]
             for column in columns]
@@ -209,9 +263,11 @@ def markdown(runs: Sequence[Run], published: Mapping[str, Any], origin: Mapping[
             f"{origin['device']}, jax {origin['versions']['jax']}. The rows in code font are ours, each followed by "
             "the published results of its mode:", "",
             f"    {origin['command']} --out NAME", "",
-            *report.markdown(["", *(TASKS.get(task, task) for task, _ in tasks), "average"], lines), "",
+            *report.markdown(headings, lines), "",
+            "Averages are over the five tasks without Path-X, and over all six; ours over the seeds that all of them "
+            "have.", "",
             f"Published: {published['source']}. {published['notes']} **Bold**: state of the art. †: not checked "
-            "against the paper. \\*: average over the five tasks given.", "",
+            "against the paper. ✗: failed.", "",
             "## Data and baselines", "",
             "Baselines are fitted on the same training examples, on ListOps on at most the first 20,000 (the majority "
             "class on all), and scored on the same test examples.", "",
@@ -225,7 +281,10 @@ def markdown(runs: Sequence[Run], published: Mapping[str, Any], origin: Mapping[
 
 def mean_and_deviation(seeds: Sequence[Run]) -> tuple[float, float | None]:
     """Mean and standard deviation of the accuracies; the latter is None for one seed."""
-    values = [run.accuracy for run in seeds]
+    return _mean_and_deviation([run.accuracy for run in seeds])
+
+
+def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
@@ -237,19 +296,39 @@ def percent(value: float, spread: float | None) -> str:
 def contents(runs: Sequence[Run]) -> dict[str, Any]:
     """The contents of the JSON file."""
     _, rows = table(runs)
-    return {"rows": [
+
+    def entry(found: tuple[float, float | None] | None) -> dict[str, float | None] | None:
+        return None if found is None else {"accuracy": found[0], "deviation": found[1]}
+
+    return {"averages": [
+        {"row": name, "five_tasks": entry(average_of_runs(row, FIVE)),
+         "six_tasks": entry(average_of_runs(row, tuple(TASKS)))} for name, row in rows.items()],
+        "rows": [
         {"row": name, "task": seeds[0].task, "seeds": [run.seed for run in seeds], "accuracy": mean,
-         "deviation": deviation, "baselines": seeds[0].baselines}
-        for name, row in rows.items() for seeds in row.values() for mean, deviation in [mean_and_deviation(seeds)]],
+         "deviation": deviation, "last": entry(mean_and_deviation(last) if (last := at_last(row).get(data)) else None),
+         "baselines": seeds[0].baselines}
+        for name, row in rows.items() for data, seeds in row.items()
+        for mean, deviation in [mean_and_deviation(seeds)]],
         "runs": [{name: value for name, value in asdict(run).items() if name != "setup"}
                  | {"standard_error": run.standard_error, "beyond": run.beyond} for run in runs]}
 
 
 @functools.partial(report.Benchmark, module="lra.table accuracy", files=True, flags={
-    "RUNS": {"nargs": "+", "metavar": "RUN", "type": Path, "help": "folders of runs of lra.train"}})
+    "RUNS": {"nargs": "+", "metavar": "RUN", "type": Path, "help": "folders of runs of lra.train"},
+    "rows": report.flag("modes to show (those of the runs)", type=report.names)})
 def make_table(options: Namespace, results: report.Results) -> int:
-    """Makes the table; returns 1 if a run was left out."""
+    """Makes the table; returns 1 if a run was left out.
+
+    Raises:
+        ConfigError: there is no run of a mode in ``--rows``.
+    """
     runs, left_out = load_all(options.runs)
+    if options.rows is not None:
+        modes = list(dict.fromkeys(run.attention for run in runs))
+        if unknown := [mode for mode in options.rows if mode not in modes]:
+            raise ConfigError(f"--rows {unknown[0]}: no run of it; expected {', '.join(modes)}")
+        runs = sorted((run for run in runs if run.attention in options.rows),
+                      key=lambda run: options.rows.index(run.attention))
     for error in left_out:
         status(f"left out: {error}")
     if not runs:

@@ -186,7 +186,8 @@ def load_data(config: LraConfig) -> tasks.Dataset:
 
 
 def score(config: LraConfig, objective: Classification, dataset: tasks.Dataset, run_dir: Path) -> None:
-    """Write ``test.json``: the test accuracy of the kept checkpoint with the lowest val loss, and of the baselines.
+    """Write ``test.json``: the test accuracy of the kept checkpoint with the lowest val loss, of the last one, and of
+    the baselines.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -197,12 +198,15 @@ def score(config: LraConfig, objective: Classification, dataset: tasks.Dataset, 
     parameters, variables = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         tuple(map(nnx.to_pure_dict, states)), parameter_shardings(mesh, objective.model))
+    figures: dict[int, dict[str, float]] = {}
     with Checkpoints(run_dir / "checkpoints") as checkpoints:
         last, best = processes.from_first(lambda: (checkpoints.steps()[-1], checkpoints.best()))
-        restored = checkpoints.restore({"parameters": parameters, "variables": variables}, best)
-    assert restored is not None  # a finished run has a checkpoint
-    step, items = restored
-    figures = objective.test(items["parameters"], items["variables"], batch_sharding(mesh))
+        step = last if best is None else best
+        for wanted in sorted({step, last}):  # in the same order on all processes
+            restored = checkpoints.restore({"parameters": parameters, "variables": variables}, wanted)
+            assert restored is not None  # a finished run has a checkpoint
+            _, items = restored
+            figures[wanted] = objective.test(items["parameters"], items["variables"], batch_sharding(mesh))
     if not processes.is_first():
         return
     chosen = "last" if step == last else "best by val loss"
@@ -210,12 +214,14 @@ def score(config: LraConfig, objective: Classification, dataset: tasks.Dataset, 
     write_json(run_dir / "test.json", {
         "task": config.data.task, "attention": list(config.model.attention), "seed": config.train.seed,
         "step": step, "checkpoint": chosen, "trained_steps": last,
-        **figures, "examples": len(dataset.splits["test"].labels), "baselines": dataset.baselines,
+        **figures[step], "last": {"step": last, **figures[last]},
+        "examples": len(dataset.splits["test"].labels), "baselines": dataset.baselines,
         "train_examples": len(dataset.splits["train"].labels), "context": config.model.context,
         "notes": list(dataset.notes),
         **{name: made_with.get(name) for name in ("command", "commit", "devices", "versions", "parameters",
                                                   "corpus_checksum")}})
-    status(f"{run_dir}: test accuracy {figures['accuracy']:.4f} at step {step:,} ({chosen}); baselines: "
+    status(f"{run_dir}: test accuracy {figures[step]['accuracy']:.4f} at step {step:,} ({chosen})"
+           + ("" if step == last else f", {figures[last]['accuracy']:.4f} at the last step, {last:,}") + "; baselines: "
            + ", ".join(f"{name} {value:.4f}" for name, value in dataset.baselines.items()))
 
 

@@ -121,7 +121,9 @@ def test_a_run_ends_with_the_accuracy_on_test_and_what_guessing_reaches(finished
     assert (19 * found["accuracy"]) % 1 == pytest.approx(0, abs=1e-6)
     losses = {line["step"]: line["loss"] for line in tiny.lines(finished, "val")}
     assert losses[found["step"]] == min(losses.values())
-    assert found["trained_steps"] == STEPS
+    assert found["trained_steps"] == found["last"]["step"] == STEPS
+    if found["step"] == STEPS:
+        assert found["last"] == {name: found[name] for name in ("step", "loss", "accuracy")}
 
 
 @pytest.mark.thorough
@@ -133,7 +135,11 @@ def test_the_best_checkpoint_by_val_loss_is_scored_where_training_got_worse(reci
     found = read(run_dir / "test.json")
     assert (found["step"], found["trained_steps"], found["checkpoint"]) == (before["step"], 8, "best by val loss")
     assert found["accuracy"] == before["accuracy"]
-    assert "(best by val loss); baselines: majority class 0.6250" in capsys.readouterr().err
+    assert found["last"]["step"] == 8
+    assert found["last"]["loss"] > found["loss"]
+    assert accuracy.load(run_dir).last_accuracy == found["last"]["accuracy"]
+    assert (f"(best by val loss), {found['last']['accuracy']:.4f} at the last step, 8; baselines: majority class "
+            "0.6250") in capsys.readouterr().err
 
 
 @pytest.mark.thorough
