@@ -18,7 +18,7 @@ from comparison.curves import Columns, Curve, read_curves, smooth
 from configs.schema import LraConfig, check_format, config_class, flatten
 from support.errors import ConfigError, RunError
 from support.files import read_json
-from training.accounting import flops_per_token
+from training.accounting import flops_per_token, state_bytes
 from training.window_losses import WindowLosses, read_window_losses
 
 AXES = {  # horizontal axes: column, button and axis title
@@ -139,6 +139,12 @@ class Run:
     def setup(self) -> str:
         """Equal for runs that differ only in the seed and in fields that do not change a loss."""
         return json.dumps([self.label, self.setup_fields], sort_keys=True)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that decoding keeps for a sequence as long as the context; NotImplementedError for a mode without a
+        cached decode."""
+        return state_bytes(self.config)
 
     @property
     def is_finished(self) -> bool:

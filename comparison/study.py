@@ -46,7 +46,7 @@ class Variation:
     """``--attention``: a mode, or a comma-separated pattern over layers; None: the recipe's."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Flags by name without dashes: ``{"optimizer.learning_rate": 1e-3, "train.seed": 0}``. A tuple gives a flag
-    several values, True or False one without a value; an option that may be None takes the text "False"."""
+    several values, True or False one without a value."""
     command: str = "train.py"
     """``train.py``, or a module: ``lra.train``, ``benchmarks.train_step``."""
 

@@ -1,6 +1,7 @@
 """sweep.py: most tests replace train.py by a short script, so that a run is a process of a tenth of a second."""
 
 
+import json
 import os
 import shlex
 import signal
@@ -15,10 +16,13 @@ import pytest
 
 import sample
 import sweep
+from comparison.figures import check_names
+from comparison.runs import load_run
 from comparison.study import grid, load_study
 from support.files import read_json
 from sweeps import estimates, folder, plan, processes
 from tests import tiny
+from tests.comparison.made import read_lines, write_lines, write_run
 
 FAKE = '''
 import json, os, signal, sys, time
@@ -65,7 +69,7 @@ def get_runs(quick):
 def figures(runs):
     return []
 '''
-STUDIES = ["language", "learning_rate", "modern_recall", "recall", "small_parts"]
+STUDIES = sorted(file.stem for file in (tiny.ROOT / "studies").glob("[!_]*.py"))
 RUNS = [f"softmax-learning_rate-{rate}-seed-{seed}" for rate in ("0.001", "0.01") for seed in (0, 1)]
 
 
@@ -444,6 +448,21 @@ def test_the_studies_of_the_project_can_be_planned(name: str, tmp_path: Path):
         assert run.config is not None
         assert run.config.train.minutes is None
         assert run.config.optimizer.warmup_steps < (run.config.train.steps or 0)
+    runs = [load_run(set_run_fields(write_run(tmp_path / run.name), run)) for run in planned]
+    figures = study.figures(runs)
+    check_names(figures)
+    drawn = {name for figure in figures for line in figure.lines for point in line.points for name in point.runs}
+    assert drawn == {run.name for run in runs}
+
+
+def set_run_fields(path: Path, planned: plan.PlannedRun) -> Path:
+    """Gives a run the config of a planned one, as if it had ended."""
+    assert planned.config is not None
+    steps = planned.config.train.steps
+    lines = [line | {"step": steps, "accuracy": 0.5} for line in read_lines(path)[-1:]]
+    write_lines(path, lines)
+    (path / "config.json").write_text(json.dumps(planned.config.to_dict()))
+    return path
 
 
 @pytest.mark.thorough

@@ -76,38 +76,50 @@ def flops_per_token(config: dict[str, Any], environment: dict[str, Any]) -> floa
     if not isinstance(parameters, int):
         return None
     try:
-        heads, width, context = model["heads"], model["width"], model["context"]
-        head_width, towers = model.get("head_width") or width // heads, model.get("towers", 1)
+        width, context, towers = model["width"], model["context"], model.get("towers", 1)
         if model["positions"] == "learned":
             parameters -= context * width
         if "classes" in model:
             parameters -= environment["vocabulary_size"] * width + model["mlp_width"] * (
                 (4 if towers == 2 else 1) * width + model["classes"])
-        pattern = model["attention"]
-        layers = [pattern[layer % len(pattern)] for layer in range(model["layers"])]
-        of_layers = [_attention(mode, json.dumps(model["modes"].get(mode, {})), heads, head_width, width, context,
-                                "classes" not in model)
-                     for mode in layers]
-        mixing, own = (sum(figures) for figures in zip(*of_layers, strict=True))
+        layers = _layers(model)
+        mixing = sum(layer.layer_flops(context, context, causal="classes" not in model) for layer in layers) / context
+        own = sum(layer.own_parameters for layer in layers)
     except Exception:  # a config of another version, an unknown mode, or one without flops
         return None
     return towers * (6.0 * (parameters - own) + 3.0 * mixing)
 
 
+def state_bytes(config: dict[str, Any]) -> int:
+    """Bytes that decoding keeps for a sequence as long as the context, in all layers, at four bytes a number.
+
+    Args:
+        config: contents of ``config.json``.
+
+    Raises:
+        NotImplementedError: a mode has no cached decode.
+    """
+    return sum(layer.layer_state_bytes(config["model"]["context"]) for layer in _layers(config["model"]))
+
+
+def _layers(model: dict[str, Any]) -> list[Any]:
+    """The attention of each layer, abstract."""
+    heads, width, pattern = model["heads"], model["width"], model["attention"]
+    head_width = model.get("head_width") or width // heads
+    return [_layer(mode, json.dumps(model["modes"].get(mode, {})), heads, head_width, width, model["context"])
+            for mode in (pattern[layer % len(pattern)] for layer in range(model["layers"]))]
+
+
 @cache
-def _attention(mode: str, options: str, heads: int, head_width: int, width: int, context: int,
-               causal: bool) -> tuple[float, int]:
-    """Forward operations per token of one layer's attention, and the parameters that they include, from an abstract
-    layer."""
+def _layer(mode: str, options: str, heads: int, head_width: int, width: int, context: int) -> Any:
     from flax import nnx
 
     from models import attention
 
     module = attention.load(mode)
-    layer = nnx.eval_shape(lambda: module.Attention(
+    return nnx.eval_shape(lambda: module.Attention(
         module.Config(**json.loads(options)), heads=heads, head_width=head_width, width=width, max_length=context,
         rngs=nnx.Rngs(0)))
-    return layer.layer_flops(context, context, causal=causal) / context, layer.own_parameters
 
 
 PARTS = {

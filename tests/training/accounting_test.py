@@ -69,3 +69,12 @@ def test_a_run_logs_operations_utilisation_and_times_also_when_it_goes_on(tmp_pa
     assert sum(times["seconds"].values()) == times["wall_seconds"] > lines[-1]["wall_seconds"]
     assert all(times["seconds"][part] > 0 for part in PARTS)
     assert " s wall time: compile " in capsys.readouterr().err
+
+
+def test_the_state_of_a_model_is_that_of_all_its_layers():
+    config = {"model": {"layers": 3, "heads": 2, "width": 16, "context": 32, "attention": ["chunked", "softmax"],
+                        "modes": {"chunked": {"feature_map": "taylor"}}}}
+    features = 1 + 8 + 8 * 9 // 2
+    assert accounting.state_bytes(config) == 4 * (2 * 2 * features * (8 + 1) + 2 * 32 * 16)
+    config["model"]["head_width"] = 4
+    assert accounting.state_bytes(config) == 4 * (2 * 2 * (1 + 4 + 10) * (4 + 1) + 2 * 32 * 8)
