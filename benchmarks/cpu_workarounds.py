@@ -32,6 +32,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import report
+from benchmarks.modes import HELP
 from benchmarks.train_step import Size, Step, model_config, step_and_shapes
 from configs.schema import Config, ModelConfig, TrainConfig
 from kernels import cpu, device
@@ -170,7 +171,7 @@ def make_config(mode: str, context: int, layers: int, width: int, dtype: Any) ->
         ("ms", "milliseconds", ",.1f"), ("rounds", "count", ""), ("ratio", "ratio", ".3f"),
         ("95 % interval", lambda row: row.interval and "{:.3f} to {:.3f}".format(*row.interval), "")),
     flags={"measure": report.flag("what to measure", MEASURES, choices=MEASURES),
-           "modes": report.flag("modes, with commas between", ("softmax", "chunked")),
+           "modes": report.flag(HELP, ("softmax", "chunked")),
            "contexts": report.flag("sequence lengths, with commas between", (1024, 4096)),
            "width": report.flag("width of the model", 128), "layers": report.flag("transformer blocks", 2),
            "repeats": report.flag("rounds of steps and tokens", 20),

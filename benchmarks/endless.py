@@ -20,7 +20,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +30,8 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import picture, report
-from configs.schema import ModelConfig, load_recipe
+from benchmarks.modes import HELP, recipe_model
+from configs.schema import ModelConfig
 from kernels import cpu
 from models import attention, gpt
 from models.gpt import GPT
@@ -95,21 +96,20 @@ def resident_bytes() -> int | None:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:")), None)
 
 
-def measure(config: ModelConfig, vocabulary: int, tokens: int, growing_tokens: int) -> list[Row]:
-    """The rows of a mode with one kind of positions."""
-    (mode,) = config.attention
-    if attention.abstract(mode, config.modes[mode], head_width=config.width // config.heads, width=config.width,
+def measure(mode: str, config: ModelConfig, vocabulary: int, tokens: int, growing_tokens: int) -> list[Row]:
+    """The rows of a mode, as on the command line, with one kind of positions."""
+    (name,) = config.attention
+    if attention.abstract(name, config.modes[name], head_width=config.width // config.heads, width=config.width,
                           max_length=config.context).decode_state != "growing":
-        return _draw(config, vocabulary, tokens, WINDOWS)
+        return _draw(mode, config, vocabulary, tokens, WINDOWS)
     rows, length = [], min(LEAST_GROWING, growing_tokens)
     while length <= growing_tokens:
-        rows += _draw(config, vocabulary, length, 8)[-1:]
+        rows += _draw(mode, config, vocabulary, length, 8)[-1:]
         length *= 2
     return rows
 
 
-def _draw(config: ModelConfig, vocabulary: int, tokens: int, windows: int) -> list[Row]:
-    (mode,) = config.attention
+def _draw(mode: str, config: ModelConfig, vocabulary: int, tokens: int, windows: int) -> list[Row]:
     status(f"{mode}, {config.positions} positions, {tokens:,} tokens …")
     found = report.in_process("benchmarks.endless", {
         "model": asdict(config), "vocabulary": vocabulary, "tokens": tokens, "windows": windows})
@@ -167,7 +167,7 @@ def _by_power(points: dict[int, float]) -> picture.Curve:
     report.Benchmark, module="benchmarks.endless", tables=report.Table(HEADINGS, lines), panels=panels,
     title="Sampling without end", answer=draw_tokens, flags={
         "recipe": report.flag("recipe of the model", Path("configs/quickstart.py"), Path),
-        "modes": report.flag("modes, with commas between", ("chunked", "softmax")),
+        "modes": report.flag(HELP, ("chunked", "softmax")),
         "positions": report.flag("kinds of positions, with commas between", ("rotary", "none")),
         "tokens": report.flag("tokens to draw", 100_000),
         "growing-tokens": report.flag("tokens to draw with a growing cache", 16_384),
@@ -179,11 +179,11 @@ def main(options: Namespace, results: report.Results) -> None:
     for positions in options.positions:
         if positions not in ("rotary", "none"):
             raise ConfigError(f"--positions {positions}: expected rotary or none, which have no last position")
-    configs = [gpt.resolve_config(replace(load_recipe(options.recipe, mode).model, positions=positions))
+    configs = [(mode, recipe_model(options.recipe, mode, positions=positions))
                for mode in options.modes for positions in options.positions]
-    results.model = configs[0].dtype
-    for config in configs:
-        results.add(*measure(config, options.vocabulary, options.tokens, options.growing_tokens))
+    results.model = configs[0][1].dtype
+    for mode, config in configs:
+        results.add(*measure(mode, config, options.vocabulary, options.tokens, options.growing_tokens))
 
 
 if __name__ == "__main__":

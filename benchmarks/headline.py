@@ -15,11 +15,13 @@ if __name__ == "__main__":  # before any other import, which takes seconds
 
 import functools
 import importlib.util
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 from benchmarks import report
+from benchmarks.modes import HELP, train_flags
 from kernels import device
 from support.errors import ConfigError
 from training.environment import configure_jax
@@ -34,7 +36,7 @@ GPU_FLAGS = ("--model.layers", "12", "--model.heads", "12", "--model.width", "76
 @functools.partial(report.Benchmark, module="benchmarks.headline", json=False, passes_on=True, flags={
     "minutes": report.flag("of training, each run's own", 4.0),
     "context": report.flag("tokens in a sequence", 16_384), "batch": report.flag("sequences in a step", 1),
-    "modes": report.flag("modes, with commas between", ("softmax", "chunked")),
+    "modes": report.flag(HELP, ("softmax", "chunked")),
     "out": report.flag("folder of the runs", Path("runs/headline"), Path)})
 def main(options: Namespace, results: report.Results) -> int:
     """Trains and compares; returns the exit code of the first failure."""
@@ -46,12 +48,12 @@ def main(options: Namespace, results: report.Results) -> int:
     import compare
     import train
 
-    runs = {mode: options.out / mode.replace(",", "-") for mode in options.modes}
+    runs = {mode: options.out / re.sub("[:=]", "-", mode) for mode in options.modes}
     flags = [*(GPU_FLAGS if device.platform() != "cpu" else ()), "--model.context", str(options.context),
              "--train.batch-size", str(options.batch), "--train.minutes", str(options.minutes),
              "--checkpoint.every-steps", str(10**9), *options.words]  # one, at the end
     # All command lines are checked before the first run is trained.
-    lines = [train.parse([str(RECIPE), "--attention", mode, "--run-dir", str(run), *flags])
+    lines = [train.parse([str(RECIPE), *train_flags(mode), "--run-dir", str(run), *flags])
              for mode, run in runs.items()]
     report.make_folder(options.out)
     report.kept(options.out, "the runs so far")

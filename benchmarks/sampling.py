@@ -43,9 +43,9 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import picture, report, transformers_gpt2
+from benchmarks.modes import recipe_model
 from benchmarks.train_step import CASE_SECONDS, SIZE_FLAGS, model_config, sizes
-from configs.schema import ModelConfig, load_recipe
-from models import gpt
+from configs.schema import ModelConfig
 from models.gpt import GPT
 from sampling.sampler import TOKENS_PER_CALL, Memory, Sampler, Sampling
 from support.command import status
@@ -268,8 +268,7 @@ def make_configs(options: Namespace) -> dict[tuple[str | None, int], dict[str, M
         if options.sizes:
             raise ConfigError("--recipe and --sizes: expected one of them")
         return {(options.recipe.stem, options.vocabulary): {
-            mode: gpt.resolve_config(replace(load_recipe(options.recipe, mode).model, dtype=options.dtype))
-            for mode in options.modes}}
+            mode: recipe_model(options.recipe, mode, dtype=options.dtype) for mode in options.modes}}
     features = "softplus" if options.sizes else None  # as published for linear GPT-2
     return {(name, size.vocabulary): {
         mode: replace(model_config(mode, max(options.positions), size, dtype=options.dtype, features=features),

@@ -4,11 +4,11 @@
     python -m benchmarks.train_step --sizes 124M,355M,774M,1558M --contexts 1024,8192,65536,524288 --picture step.png
     python -m benchmarks.train_step --sizes 124M --contexts 1024 --tokens 524288 --accumulate 16
 
-A mode may name its form: ``softmax:materialised``, ``chunked:pallas_gpu``, ``linear:recurrent``. The modes take turns
-at each context; one that does not fit into memory beside the others is timed alone. Figures are medians. A size is one
-of GPT-2's, with softplus features. Without ``--sizes`` the model is that of ``--width``, ``--layers``, ``--heads`` and
-``--vocabulary``. ``--peer nanogpt=PATH`` adds nanoGPT's training step on torch, which has to be installed; PATH is its
-``model.py`` or the folder of it.
+A mode may name its form and options: ``softmax:materialised``, ``linear:recurrent``, ``reformer:rounds=4``. The modes
+take turns at each context; one that does not fit into memory beside the others is timed alone. Figures are medians. A
+size is one of GPT-2's, with softplus features. Without ``--sizes`` the model is that of ``--width``, ``--layers``,
+``--heads`` and ``--vocabulary``. ``--peer nanogpt=PATH`` adds nanoGPT's training step on torch, which has to be
+installed; PATH is its ``model.py`` or the folder of it.
 
 Utilisation is the model's floating-point operations over the peak of the device by its data sheet: 6 per parameter and
 token, and three times those of the attention's forward pass. Recomputed ones do not count. "× softmax" is the time of
@@ -26,8 +26,8 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, get_args, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from benchmarks import nanogpt, picture, report
+from benchmarks.modes import HELP, mode_config
 from configs.schema import Config, ModelConfig, TrainConfig
 from data.loader import Batch
-from models import attention, gpt
+from models import gpt
 from support.command import status
 from support.errors import ConfigError
 from training import accounting
@@ -46,8 +47,6 @@ from training.optimizer import decay_mask, make_optimizer
 from training.sharding import batch_sharding, state_shardings
 from training.step import StepMetrics, TrainState, abstract_model, initial_state, jit_step, make_train_step
 
-FORM_OPTIONS = ("form", "kernel")
-"""Names of the option of a mode that chooses its implementation."""
 CASE_SECONDS = 60.0
 """Default of ``--seconds-per-case``."""
 
@@ -163,30 +162,6 @@ def step_and_shapes(config: Config, vocabulary_size: int, mesh: Mesh | None = No
     return step, (state, Batch(tokens_BT, tokens_BT), jax.ShapeDtypeStruct((), jnp.float32))
 
 
-def mode_config(text: str) -> tuple[str, Any]:
-    """The mode and the ``Config`` of ``NAME`` or ``NAME:FORM``.
-
-    Raises:
-        ConfigError: there is no such mode or form.
-    """
-    name, colon, form = text.partition(":")
-    if name not in attention.modes():
-        raise ConfigError(f"--modes {text}: there is no mode {name!r}; there are {', '.join(attention.modes())}")
-    config = attention.load(name).Config
-    if not colon:
-        return name, config()
-    option = next((option.name for option in fields(config) if option.name in FORM_OPTIONS), None)
-    forms = _names(get_type_hints(config)[option]) if option else []
-    if option is None or form not in forms:
-        raise ConfigError(f"--modes {text}: {name} has no form {form!r}; it has {', '.join(forms) or 'only one'}")
-    return name, config(**{option: form})
-
-
-def _names(hint: Any) -> list[str]:
-    """The strings in a type such as ``Literal["a", "b"] | None``."""
-    return [hint] if isinstance(hint, str) else [name for part in get_args(hint) for name in _names(part)]
-
-
 def sizes(options: Namespace) -> dict[str | None, Size]:
     """The sizes that the flags give, by name."""
     if options.sizes:
@@ -198,7 +173,7 @@ def model_config(mode: str, context: int, size: Size, *, dtype: Any, features: s
     """The model of a mode and a size.
 
     Args:
-        mode: ``NAME`` or ``NAME:FORM``.
+        mode: as on the command line.
         context: of the model.
         size: of the model.
         dtype: as in :class:`ModelConfig`.
@@ -207,12 +182,10 @@ def model_config(mode: str, context: int, size: Size, *, dtype: Any, features: s
     Raises:
         ConfigError: an unknown mode, or the sizes do not match.
     """
-    name, mode_options = mode_config(mode)
-    if features is not None and hasattr(mode_options, "feature_map"):
-        mode_options = replace(mode_options, feature_map=features)
+    name, config = mode_config(mode, defaults={} if features is None else {"feature_map": features})
     return gpt.resolve_config(ModelConfig(
         layers=size.layers, heads=size.heads, width=size.width, context=context, dtype=dtype, attention=(name,),
-        modes={name: mode_options}))
+        modes={name: config}))
 
 
 def model_flops(config: Config, vocabulary_size: int) -> float:
@@ -325,7 +298,7 @@ def make_config(mode: str, context: int, size: Size, options: Namespace) -> Conf
 
 
 SIZE_FLAGS = {
-    "modes": report.flag("modes, or MODE:FORM, with commas between", ("softmax", "chunked")),
+    "modes": report.flag(HELP, ("softmax", "chunked")),
     "dtype": report.flag("compute dtype", "auto", choices=("auto", "float32", "bfloat16")),
     "width": report.flag("width of the model", 256), "layers": report.flag("transformer blocks", 4),
     "heads": report.flag("attention heads", 4), "vocabulary": report.flag("tokens in the vocabulary", 257),

@@ -28,6 +28,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from benchmarks import report
+from benchmarks.modes import HELP, mode_config, split_mode
 from benchmarks.picture import Panel, curves
 from configs.schema import EncoderConfig, OptimizerConfig
 from models import attention
@@ -60,22 +61,18 @@ SHAPES = {"paper": Shape(6, 8, 512, 2048, 32), "released": Shape(4, 4, 256, 1024
 OPTIONS: dict[str, dict[str, Any]] = {
     "local": {"block_size": 50},
     "sparse": {"block_size": 50, "summary": 10},
-    "performer": {"features": None},
     "synthesizer": {"kind": "factorised", "k": 32},
 }
-"""Long Range Arena's options of modes where they differ from the defaults. features None: the head width."""
+"""Long Range Arena's options of modes where they differ from the defaults; the Performer has as many features as the
+head is wide."""
 
 
-@functools.cache
-def table_rows() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Rows of the table: mode and options. First materialised softmax, then every mode for encoders.
+def table_rows() -> list[str]:
+    """Rows of the table: materialised softmax, then every mode for encoders.
 
     ``softmax`` is fused: cuDNN's kernel on a GPU, elsewhere ours.
     """
-    found = attention.encoder_modes()
-    first = sorted(found, key=lambda mode: (mode != "softmax", mode))
-    return {BASELINE: ("softmax", {"form": "materialised"})} | {
-        mode: (mode, OPTIONS.get(mode, {})) for mode in first}
+    return [BASELINE, *sorted(attention.encoder_modes(), key=lambda mode: (mode != "softmax", mode))]
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class Case:
     """One row of the table at one length."""
 
     row: str
-    """Name in :func:`table_rows`."""
+    """A mode for encoders, with its form and options: see :mod:`benchmarks.modes`."""
     tokens: int
     """T, without the CLS token."""
     shape: str = "paper"
@@ -106,17 +103,16 @@ class Case:
         Raises:
             ConfigError: the row or shape is unknown, or sizes do not match.
         """
-        for what, name, known in (("--rows", self.row, table_rows()), ("--shape", self.shape, SHAPES)):
-            if name not in known:
-                raise ConfigError(f"{what} {name}: expected one of {', '.join(known)}")
-        shape, (mode, options) = SHAPES[self.shape], table_rows()[self.row]
-        head_width = shape.width // shape.heads
-        options = {name: head_width if name == "features" and value is None else value
-                   for name, value in options.items()}
+        if self.shape not in SHAPES:
+            raise ConfigError(f"--shape {self.shape}: expected one of {', '.join(SHAPES)}")
+        shape = SHAPES[self.shape]
+        options = OPTIONS | {"performer": {"features": shape.width // shape.heads}}
+        mode, config = mode_config(self.row, flag="--rows", known=attention.encoder_modes(),
+                                   defaults=options.get(split_mode(self.row).name))
         return resolve_config(EncoderConfig(
             layers=self.layers or shape.layers, heads=shape.heads, width=shape.width, mlp_width=shape.mlp_width,
             pooling="mean" if attention.load(mode).Attention.block_diagonal else "cls",  # CLS would see its own block
-            context=self.tokens, classes=2, dtype=self.dtype, attention=(mode,), modes={mode: options}))
+            context=self.tokens, classes=2, dtype=self.dtype, attention=(mode,), modes={mode: config}))
 
 
 @dataclass(frozen=True)
@@ -339,7 +335,7 @@ def panels(results: Sequence[Result]) -> list[Panel]:
 @functools.partial(
     report.Benchmark, module="lra.table efficiency", files=True, answer=lambda case: asdict(measure(Case(**case))),
     panels=panels, title="Long Range Arena: a step on byte text", tables=report.columns(), flags={
-        "rows": report.flag(f"of {BASELINE} and the modes that see the whole sequence (all); a wrong one lists them",
+        "rows": report.flag(f"modes that see the whole sequence, each {HELP} ({BASELINE} and all modes)",
                             type=report.names),
         "lengths": report.flag("tokens, with commas between", (1000, 2000, 3000, 4000, 8000, 16000)),
         "shape": report.flag(" or ".join(SHAPES), "paper"),

@@ -3,6 +3,7 @@
     python -m lra.table efficiency --out lra/results/efficiency_cpu --layers 2 --batch 1
     python -m lra.table efficiency --out efficiency --rows softmax,linear --lengths 1000,4000 --shape released
     python -m lra.table efficiency --out memory --lengths 1000,4000,16000 --memory-only
+    python -m lra.table efficiency --out hashing --rows softmax,linear,reformer:rounds=1,reformer:rounds=4
     python -m lra.table accuracy runs/listops-* --out lra/results/accuracy
 
 ``efficiency``: steps per second and memory of a training step on byte text, one process per case, written as NAME.json,

@@ -4,12 +4,13 @@ benchmarks and tables, which use argparse.
 Switches take both spellings: ``--data.verify False`` and ``--data.no-verify``.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from support.errors import ConfigError
@@ -132,20 +133,32 @@ def _is_checked(kind: Any) -> bool:
     return all(member in (int, float, str, type(None)) or get_origin(member) is Literal for member in _members(kind))
 
 
+def parse_value(text: str, kind: Any) -> Any:
+    """A value as typed.
+
+    Args:
+        text: the value.
+        kind: a type whose values are numbers, texts, booleans or None, such as ``Literal["a", "b"] | None``.
+
+    Raises:
+        ValueError: the value has another type; the message says what is expected.
+    """
+    for member in sorted(_members(kind), key=lambda member: member is str):
+        if member is type(None) and text == "None":
+            return None
+        if member is bool and text.lower() in _BOOLEANS:
+            return _BOOLEANS[text.lower()]
+        if get_origin(member) is Literal and text in map(str, get_args(member)):
+            return next(value for value in get_args(member) if str(value) == text)
+        with contextlib.suppress(ValueError):
+            if member is str or member in _PARSERS:
+                return text if member is str else _PARSERS[member][1](text)
+    raise ValueError(_expected(kind))
+
+
 def _fits(value: str, kind: Any) -> bool:
-    for member in _members(kind):
-        if member is str or (member is type(None) and value == "None"):
-            return True
-        if get_origin(member) is Literal and value in map(str, get_args(member)):
-            return True
-        if member in _PARSERS and _parses(value, _PARSERS[member][1]):
-            return True
-    return False
-
-
-def _parses(value: str, parse: Callable[[str], object]) -> bool:
     try:
-        parse(value)
+        parse_value(value, kind)
     except ValueError:
         return False
     return True

@@ -84,12 +84,17 @@ def sampling_modes() -> list[str]:
     return [name for name, layer in _with_default_options().items() if layer.causal and layer.decode_state != "none"]
 
 
+def option_names(name: str) -> list[str]:
+    """The options of a mode, its own first."""
+    shared = {field.name for field in dataclasses.fields(LayerOptions)}
+    return sorted((field.name for field in dataclasses.fields(load(name).Config)), key=lambda name: name in shared)
+
+
 def _mode_config(name: str, options: Any) -> Any:
     config = load(name).Config
     if isinstance(options, config):
         return options
-    shared = {field.name for field in dataclasses.fields(LayerOptions)}
-    known = sorted((field.name for field in dataclasses.fields(config)), key=lambda name: name in shared)
+    known = option_names(name)
     for option in options:
         if option not in known:
             raise ConfigError(f"model.modes.{name}.{option}: no such option; {name} has {', '.join(known) or 'none'}")

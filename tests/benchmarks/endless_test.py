@@ -68,7 +68,7 @@ def test_growth_leaves_out_the_warm_up():
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--positions", "learned"], "--positions learned: expected rotary or none"),
-    (["--modes", "sotfmax"], "sotfmax: no such mode"),
+    (["--modes", "sotfmax"], "--modes sotfmax: expected one of "),
 ])
 def test_usage_errors_are_told_before_any_work(recipe, flags, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

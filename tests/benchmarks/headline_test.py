@@ -55,7 +55,7 @@ def test_missing_packages_are_named(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--minutes", "-1"], "--minutes: invalid number above 0 value: '-1'"),
-    (["--modes", "sotfmax"], "--modes sotfmax: no such mode"),
+    (["--modes", "sotfmax"], "--modes sotfmax: expected one of "),
     (["--model.heads", "3"], "model.heads is 3, which does not divide model.width, 16"),
 ])
 def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, tmp_path, capsys):

@@ -140,7 +140,7 @@ def test_times_are_of_a_token_and_relative_to_the_first_position(monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["--modes", "sotfmax"], "--modes sotfmax: there is no mode 'sotfmax'; there are "),
+    (["--modes", "sotfmax"], "--modes sotfmax: expected one of "),
     (["--peer", "nanogpt"], "--peer: invalid choice: 'nanogpt'"),
     (["--recipe", "r.py", "--sizes", "124M"], "--recipe and --sizes: expected one of them"),
     (["--sizes", "125M"], "--sizes: 125M: expected 124M, 355M, 774M, 1558M, or several"),

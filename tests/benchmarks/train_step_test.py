@@ -75,7 +75,7 @@ def test_a_case_beyond_the_memory_or_the_device_is_a_row_without_times(tmp_path,
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["--modes", "softmax,sotfmax"], "--modes sotfmax: there is no mode 'sotfmax'; there are "),
+    (["--modes", "softmax,sotfmax"], "--modes sotfmax: expected one of "),
     (["--modes", "softmax:flash"], "--modes softmax:flash: softmax has no form 'flash'; it has cudnn, blockwise"),
     (["--heads", "3"], "model.heads is 3, which does not divide model.width, 16"),
     (["--contexts", "32,x"], "--contexts: invalid list of positive numbers value: '32,x'"),

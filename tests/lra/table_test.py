@@ -65,6 +65,14 @@ def test_every_row_of_the_table_is_a_classifier():
     assert Case("performer", 100).config().modes["performer"].features == 64
 
 
+def test_a_row_has_options_beside_those_of_long_range_arena():
+    assert Case("reformer:rounds=4", 100).config().modes["reformer"].rounds == 4
+    local = Case("local:block_size=20", 100).config().modes["local"]
+    assert (local.block_size, Case("local", 100).config().modes["local"].block_size) == (20, 50)
+    with pytest.raises(ConfigError, match="--rows reformer:bucket=2: reformer has no option 'bucket'; it has rounds"):
+        Case("reformer:bucket=2", 100).config()
+
+
 def test_the_table_says_what_was_measured():
     rows = [result("softmax:materialised", 1000, 0.1, 1.0), result("linear", 1000, 0.05, 0.5),
             result("softmax:materialised", 4000, None, 20.0, error="MemoryError: needs 99 GiB"),
@@ -121,7 +129,7 @@ def test_a_case_that_takes_too_long_has_its_planned_memory(monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["--rows", "softmacks"], "--rows softmacks: expected one of softmax:materialised"),
+    (["--rows", "softmacks"], "--rows softmacks: expected one of bigbird, chunked, linear"),
     (["--shape", "papers"], "--shape papers: expected one of paper, released"),
 ])
 def test_wrong_flags_are_refused_before_any_work(tmp_path, capsys, flags, message):

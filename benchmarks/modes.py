@@ -1,0 +1,114 @@
+"""Attention modes on the command line of a benchmark: a name, its form and its options, with colons between, such as
+``chunked``, ``softmax:materialised`` or ``reformer:rounds=4:chunk-size=32``."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from configs.schema import ModelConfig, load_recipe
+from models import attention, gpt
+from support.errors import ConfigError
+from support.flags import parse_value
+
+FORM_OPTIONS = ("form", "kernel")
+"""Names of the option of a mode that chooses its implementation."""
+HELP = "MODE, MODE:FORM or MODE:OPTION=VALUE, such as reformer:rounds=4, with commas between"
+"""Of a flag that takes modes."""
+
+
+class ModeText(NamedTuple):
+    """The parts of a mode as typed."""
+
+    name: str
+    form: str | None
+    """The implementation, if named."""
+    options: dict[str, str]
+
+
+def split_mode(text: str) -> ModeText:
+    """The parts of ``NAME[:FORM][:OPTION=VALUE]…``, unchecked."""
+    name, *parts = text.split(":")
+    form = parts.pop(0) if parts and "=" not in parts[0] else None
+    return ModeText(name, form, {option.replace("-", "_"): value for option, _, value in (
+        part.partition("=") for part in parts)})
+
+
+def mode_options(text: str, *, flag: str = "--modes", known: Sequence[str] | None = None) -> tuple[str, dict[str, Any]]:
+    """The name and the options of a mode, of which its form is one.
+
+    Args:
+        text: as typed.
+        flag: the flag, for messages.
+        known: the modes to choose from; None: all.
+
+    Raises:
+        ConfigError: there is no such mode, form or option, or the value of an option is of another type.
+    """
+    name, form, options = split_mode(text)
+    known = list(attention.modes()) if known is None else known
+    if name not in known:
+        raise ConfigError(f"{flag} {text}: expected one of {', '.join(known)}")
+    names, hints = attention.option_names(name), get_type_hints(attention.load(name).Config)
+    if form is not None:
+        option = next((option for option in FORM_OPTIONS if option in names), None)
+        forms = _names(hints[option]) if option else []
+        if option is None or form not in forms:
+            raise ConfigError(f"{flag} {text}: {name} has no form {form!r}; it has {', '.join(forms) or 'only one'}")
+        options[option] = form
+    values = {}
+    for option, value in options.items():
+        if option not in names:
+            raise ConfigError(f"{flag} {text}: {name} has no option {option!r}; it has {', '.join(names)}")
+        try:
+            values[option] = parse_value(value, hints[option])
+        except ValueError as error:
+            raise ConfigError(f"{flag} {text}: {option} is {value or 'empty'}; expected {error}") from None
+    return name, values
+
+
+def mode_config(text: str, *, flag: str = "--modes", known: Sequence[str] | None = None,
+                defaults: Mapping[str, Any] | None = None) -> tuple[str, Any]:
+    """The name and the ``Config`` of a mode.
+
+    Args:
+        text, flag, known: as in :func:`mode_options`.
+        defaults: options that the text leaves out; those that the mode lacks are ignored.
+
+    Raises:
+        ConfigError: as :func:`mode_options`, or a value is out of range.
+    """
+    name, values = mode_options(text, flag=flag, known=known)
+    names = attention.option_names(name)
+    try:
+        return name, attention.load(name).Config(
+            **{option: value for option, value in (defaults or {}).items() if option in names} | values)
+    except ConfigError as error:
+        raise ConfigError(f"{flag} {text}: {error}") from error
+
+
+def recipe_model(recipe: Path, text: str, **fields: Any) -> ModelConfig:
+    """The model of a recipe with a mode, whose options replace those of the recipe, and with other fields.
+
+    Raises:
+        ConfigError: as :func:`mode_config`, or there is no such recipe.
+    """
+    name, _ = mode_options(text)
+    model = load_recipe(recipe, name).model
+    return gpt.resolve_config(replace(model, modes=dict([mode_config(text, defaults=model.modes.get(name))]), **fields))
+
+
+def train_flags(text: str) -> list[str]:
+    """The flags of ``train.py`` for a mode.
+
+    Raises:
+        ConfigError: as :func:`mode_options`.
+    """
+    name, options = mode_options(text)
+    return ["--attention", name, *(word for option, value in options.items()
+                                   for word in (f"--model.modes.{name}.{option}", str(value)))]
+
+
+def _names(hint: Any) -> list[str]:
+    """The strings in a type such as ``Literal["a", "b"] | None``."""
+    return [hint] if isinstance(hint, str) else [name for part in get_args(hint) for name in _names(part)]
