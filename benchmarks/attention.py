@@ -2,13 +2,16 @@
 
     python -m benchmarks.attention contexts --contexts 512,1024,2048 --modes softmax:blockwise,chunked:chunked
     python -m benchmarks.attention chunks --json attention.json --picture attention.png
+    python -m benchmarks.attention noncausal --modes softmax,linear,reformer:rounds=1,reformer:rounds=4 --passes both
 
 The parts are ``contexts``, time against context; ``chunks``, time against chunk length, relative to that of the default
-one ("of default"); ``kernel``, the shapes of published kernel times, without a picture. Only the call is timed, with a
-causal mask, on random positive features, without projections and feature maps. ``fla`` is flash-linear-attention, if it
-and torch are installed, on the same tensors in the same process, as a CUDA graph if torch can capture it.
-``fla:unnormalised`` leaves out the normaliser, which fla computes outside its kernels. "of fla" is relative to the
-faster of the two.
+one ("of default"); ``noncausal``, time against context without a mask, beside published figures; ``kernel``, the
+shapes of published kernel times, without a picture. Only the call is timed, without projections: an op of ``kernels``
+with a causal mask, on random positive features; in ``noncausal``, and for other modes or with options, such as
+``reformer:rounds=4``, the mixing of an attention mode, with its feature map, hashes or gates. ``fla`` is
+flash-linear-attention, if it and torch are installed, on the same tensors in the same process, as a CUDA graph if torch
+can capture it. ``fla:unnormalised`` leaves out the normaliser, which fla computes outside its kernels. "of fla" is
+relative to the faster of the two.
 
 The cases of one shape take turns. Figures are medians. "planned" is the memory that the compiler plans for arguments,
 outputs and temporaries. A case that does not fit, is not supported or takes too long is a row with ``error`` and no
@@ -32,14 +35,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from benchmarks import report
-from benchmarks.picture import Panel, curves
+from benchmarks.modes import HELP, mode_config, split_mode
+from benchmarks.picture import Panel, curves, published
 from kernels.cases import TimedAttention, find_attentions
+from models.attention import abstract, causal_modes, encoder_modes, load
 from support.command import status
 from support.errors import ConfigError
 
-PARTS = ("contexts", "chunks", "kernel")
+PARTS = ("contexts", "chunks", "noncausal", "kernel")
 PASSES = {"forward": "forward", "both": "forward + backward"}
 BASELINE = "softmax"
 """The attention to which others are compared."""
@@ -53,8 +59,8 @@ WARM_UP_CALLS = 4
 class Row(report.ModeRow):
     """One call of one implementation, with its measurement.
 
-    ``mode`` is ``NAME`` or ``NAME:FORM`` of :func:`attentions`, or one of ``FLA``. ``ratio`` is the time of the fastest
-    softmax on the same shape over this time.
+    ``mode`` is an attention mode, ``NAME`` or ``NAME:FORM`` of :func:`attentions`, or one of ``FLA``. ``ratio`` is the
+    time of the fastest softmax on the same shape over this time.
     """
 
     part: str
@@ -78,6 +84,23 @@ class Row(report.ModeRow):
         if self.implementation is None:
             self.implementation = report.form(self._picked_form())
             self.picked_chunk_size = None if self.chunk_size else self._picked_chunk_size()
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is the mixing of an attention mode, in place of an op on features."""
+        name, _, options = split_mode(self.mode)
+        return self.part == "noncausal" or bool(options) or (name not in attentions() and self.mode not in FLA)
+
+    @property
+    def causal(self) -> bool:
+        """Whether there is a causal mask."""
+        return self.part != "noncausal"
+
+    @property
+    def published(self) -> dict[str, float]:
+        """``milliseconds`` or ``megabytes`` of this case, as published for other code and another device."""
+        told = published("noncausal", "shapes") if (self.part, self.passes) == ("noncausal", "forward") else {}
+        return told.get(self.shape_name, {}).get(self.mode, {})
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -112,12 +135,20 @@ class Row(report.ModeRow):
     @property
     def work(self) -> int:
         """The time of a series is about linear in this."""
+        if self.is_layer:
+            return self.batch * self.heads * self._abstract().flops(self.context, self.context, causal=self.causal)
         return self.batch * self.heads * self.context ** (2 if is_quadratic(self.mode) else 1)
+
+    def _abstract(self) -> Any:
+        name, config = mode_config(self.mode)
+        return abstract(name, config, head_width=self.head_width, width=self.head_width, max_length=self.context)
 
     def _picked_form(self) -> str | None:
         name, _, form = self.mode.partition(":")
         if name == "fla":
             return None
+        if self.is_layer:
+            return self._abstract().implementation(jnp.dtype(self.dtype), causal=self.causal)
         pick = attentions()[name].pick
         return form or (pick and pick(self.inputs, chunk_size=self.chunk_size)) or None
 
@@ -141,8 +172,8 @@ def is_quadratic(mode: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1)
-def tensors(shape: tuple[int, int, int, int], dtype: str, passes: str) -> tuple[jax.Array, ...]:
-    """Random φ(q) and φ(k), which are positive, v and, for the backward pass, ∂y, all (B, T, H, D).
+def tensors(shape: tuple[int, int, int, int], dtype: str, passes: str, features: bool = True) -> tuple[jax.Array, ...]:
+    """Random q and k, which are positive if they are features, v and, for the backward pass, ∂y, all (B, T, H, D).
 
     They repeat every ``DISTINCT_TOKENS`` tokens, because long ones take longer to draw than to attend to.
     """
@@ -151,13 +182,19 @@ def tensors(shape: tuple[int, int, int, int], dtype: str, passes: str) -> tuple[
     arrays = []
     for positive in (True, True, False) if passes == "forward" else (True, True, False, False):
         x = generator.standard_normal((B, min(T, DISTINCT_TOKENS), H, D), dtype=np.float32)
-        x = (np.logaddexp(x, np.float32(0)) if positive else x).astype(jnp.dtype(dtype))
+        x = (np.logaddexp(x, np.float32(0)) if positive and features else x).astype(jnp.dtype(dtype))
         arrays.append(jax.device_put(np.tile(x, (1, math.ceil(T / DISTINCT_TOKENS), 1, 1))[:, :T]))
     return tuple(jax.block_until_ready(arrays))
 
 
 def attention(row: Row) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
     """(q, k, v) ↦ y of a case in JAX."""
+    if row.is_layer:
+        name, config = mode_config(row.mode)
+        layer = load(name).Attention(config, heads=row.heads, head_width=row.head_width, rngs=nnx.Rngs(0),
+                                           width=row.heads * row.head_width, max_length=row.context)
+        return lambda q, k, v: layer.mix(q, k, v, x_BTE=q.reshape(*q.shape[:2], -1), causal=row.causal,
+                                         segment_ids_BT=None)
     name, _, form = row.mode.partition(":")
     call = attentions()[name].call
     return lambda q, k, v: call(q, k, v, chunk_size=row.chunk_size, implementation=form or None)
@@ -183,7 +220,7 @@ def prepare(row: Row) -> Callable[[], Any]:
     compiled = jax.jit(function).lower(*[row.inputs] * inputs).compile()
     row.peak_bytes = report.peak_bytes(compiled)
     report.check_memory(row.peak_bytes)
-    arguments = tensors(row.shape, row.dtype, row.passes)
+    arguments = tensors(row.shape, row.dtype, row.passes, not row.is_layer)
     return lambda: compiled(*arguments)
 
 
@@ -286,43 +323,46 @@ def cases_of(part: str, options: Namespace) -> list[Row]:
     gpu = jax.default_backend() == "gpu"
     modes = options.modes or default_modes(part, gpu)
     dtype = options.dtype or ("bfloat16" if gpu or part == "kernel" else "float32")
-    sizes = {"batch": options.batch, "heads": options.heads, "head_width": options.head_width, "dtype": dtype}
-    if part == "contexts":
-        contexts = options.contexts or tuple(2**n for n in range(9, 20 if gpu else 15))
-        return [Row(part, context, passes, mode=mode, **sizes)
-                for context in sorted(contexts) for passes in options.passes for mode in modes]
+    sizes = options.batch, options.heads or (1 if part == "noncausal" else 12), options.head_width
     if part == "chunks":
         chunked = [name for name, attention in attentions().items() if attention.pick_chunk_sizes is not None]
-        modes = [mode for mode in modes if mode.partition(":")[0] in chunked]
+        modes = [mode for mode in modes if (told := split_mode(mode)).name in chunked and not told.options]
         if not modes:
             raise ConfigError(f"--modes {','.join(options.modes)}: the part chunks requires {', '.join(chunked)}")
-        contexts = options.contexts or (1024, 4096, 16384, *((65536,) if gpu else ()))
-        defaults = [Row(part, context, passes, mode=mode, **sizes)
-                    for context in sorted(contexts) for passes in options.passes for mode in modes]
-        return [replace(row, chunk_size=C, implementation=None) for row in defaults
-                for C in (None, *(C for C in sorted(options.chunks) if row.context >= C != row.picked_chunk_size))]
-    shapes = dict.fromkeys(shape for attention in attentions().values() for shape in attention.published_shapes)
-    return [Row(part, T, passes, B, H, D, dtype, mode=mode)
-            for B, T, H, D in shapes for passes in options.passes for mode in modes]
+    if part == "kernel":
+        shapes = [shape for attention in attentions().values() for shape in attention.published_shapes]
+    else:
+        contexts = options.contexts or (
+            (1024, 4096, 16384, *((65536,) if gpu else ())) if part == "chunks" else
+            tuple(2**n for n in range(9, 20 if gpu else 15)))
+        shapes = [(sizes[0], context, *sizes[1:]) for context in sorted(contexts)]
+    if part == "noncausal" and not options.contexts:
+        shapes += [tuple(int(word[1:]) for word in shape.split()) for shape in published("noncausal", "shapes")]
+    rows = [Row(part, T, passes, B, H, D, dtype, mode=mode)
+            for B, T, H, D in dict.fromkeys(shapes) for passes in options.passes for mode in modes]
+    return rows if part != "chunks" else [
+        replace(row, chunk_size=C, implementation=None) for row in rows
+        for C in (None, *(C for C in sorted(options.chunks) if row.context >= C != row.picked_chunk_size))]
 
 
 def default_modes(part: str, gpu: bool) -> list[str]:
     """The modes that are measured if none is named."""
+    if part == "noncausal":
+        return ["softmax:materialised", "softmax", "linear"]
     ours = [f"{name}:{form}" for name, attention in attentions().items() for form, told in attention.forms.items()
             if part in told.parts and (gpu or not told.gpu_only)]
     return ours + (list(FLA) if part in ("contexts", "kernel") and gpu and fla_installed() else [])
 
 
-def check_mode(mode: str) -> None:
-    """Raises :class:`ConfigError` for an unknown name in ``--modes``."""
-    name, colon, form = mode.partition(":")
-    known = attentions()
-    if mode in FLA or (not colon and name in known and known[name].pick is not None):
-        return
-    if name not in known:
-        raise ConfigError(f"--modes {mode}: expected {', '.join((*known, *FLA))}")
-    if form not in known[name].forms:
-        raise ConfigError(f"--modes {mode}: {name} has no form {form!r}; it has {', '.join(known[name].forms)}")
+def check_mode(mode: str, part: str) -> None:
+    """Raises :class:`ConfigError` for an unknown name, form or option in ``--modes``."""
+    name, form, _ = split_mode(mode)
+    if Row(part, 1, "forward", mode=mode, implementation="").is_layer:
+        mode_config(mode, known=encoder_modes() if part == "noncausal" else causal_modes())
+    elif mode not in FLA and (form is not None or attentions()[name].pick is None):
+        forms = attentions()[name].forms
+        if form not in forms:
+            raise ConfigError(f"--modes {mode}: {name} has no form {form or ''!r}; it has {', '.join(forms)}")
 
 
 def _case(row: Row) -> str:
@@ -334,7 +374,8 @@ def _case(row: Row) -> str:
 COLUMNS = report.columns(
     ("case", _case, ""), ("mode", "label", ""), ("passes", "passes", ""), ("ms", "milliseconds", ",.3f"),
     ("fastest", "fastest", ",.3f"), ("planned MiB", "mebibytes", ",.1f"), ("× softmax", "ratio", ".2f"),
-    ("of fla", "times_fla", ".2f"), ("of default", "times_default", ".2f"))
+    ("of fla", "times_fla", ".2f"), ("of default", "times_default", ".2f"),
+    ("published", lambda row: next((f"{value:g} {unit}" for unit, value in row.published.items()), None), ""))
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
@@ -342,11 +383,13 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
     found = []
     for passes in dict.fromkeys(row.passes for row in rows):
         of_passes = [row for row in rows if row.passes == passes]
-        if rows[0].part == "contexts":
-            found += [Panel(curves(of_passes, "label", "context", "milliseconds"), PASSES[passes], "context",
+        if rows[0].part in ("contexts", "noncausal"):
+            quoted = [row for row in of_passes if row.published]
+            of_size = [row for row in of_passes if row.head_width == rows[0].head_width]
+            found += [Panel(curves(of_size, "label", "context", "milliseconds"), PASSES[passes], "context",
                             "milliseconds"),
-                      Panel(curves(of_passes, "label", "context", "mebibytes"), PASSES[passes], "context",
-                            "planned MiB")]
+                      Panel(curves(of_size, "label", "context", "mebibytes"), PASSES[passes], "context", "planned MiB",
+                            curves(quoted, "label", "context", lambda row: row.published.get("megabytes")))]
         else:
             sized = [replace(row, chunk_size=row.chunk_size or row.picked_chunk_size) for row in of_passes]
             found.append(Panel(curves(sized, lambda row: f"{row.label} at {row.context:,}", "chunk_size",
@@ -361,10 +404,10 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
             "sequence lengths of contexts and chunks (contexts: powers of two from 512 to 524288 on a GPU, to 16384 "
             "elsewhere; chunks: 1024,4096,16384, on a GPU 65536 too)", type=report.positives),
         "chunks": report.flag("chunk lengths", (16, 32, 64, 128, 256, 512)),
-        "modes": report.flag(f"MODE or MODE:FORM, with commas between, of {', '.join([*attentions(), *FLA])} (all that "
-                             "the device supports)", type=report.names),
+        "modes": report.flag(f"{HELP}, of {', '.join([*attentions(), *FLA])} or attention modes (all ops that "
+                             "the device supports; noncausal: softmax and linear)", type=report.names),
         "passes": report.flag("passes to time", tuple(PASSES), choices=tuple(PASSES)),
-        "batch": report.flag("sequences", 1), "heads": report.flag("heads", 12),
+        "batch": report.flag("sequences", 1), "heads": report.flag("heads (12; noncausal: 1)", type=report.positive),
         "head-width": report.flag("D and M", 64), "repeats": report.flag("samples of each case", 20),
         "dtype": report.flag("dtype (bfloat16 on a GPU and in kernel, float32 elsewhere)",
                              choices=("float32", "bfloat16", "float16")),
@@ -372,12 +415,13 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 def main(options: Namespace, results: report.Results) -> None:
     """The forms take turns at every shape."""
     if options.part == "kernel" and options.picture is not None:
-        raise ConfigError("--picture: the part kernel has only a table; expected the part contexts or chunks")
+        raise ConfigError("--picture: the part kernel has only a table; expected "
+                          "contexts, chunks or noncausal")
     report.use_whole_device()
     if fla_installed():
         report.share_device()
     for mode in options.modes or ():
-        check_mode(mode)
+        check_mode(mode, options.part)
     rows = cases_of(options.part, options)
     results.model = ", ".join(dict.fromkeys(row.dtype for row in rows))
     for done in measure_all(rows, options.repeats, seconds=options.seconds_per_case):

@@ -77,6 +77,49 @@ def test_what_is_timed_is_attention_and_its_gradients(mode):
     assert [gradient.shape for gradient in gradients] == [q.shape] * 3
 
 
+@pytest.mark.parametrize(("part", "mode"), [
+    ("noncausal", "linear"), ("noncausal", "softmax:materialised"), ("contexts", "chunked:feature_map=elu")])
+def test_a_mode_is_timed_with_its_feature_map(part, mode):
+    row = case(part=part, mode=mode, context=24)
+    y, gradients = attention.prepare(row)()
+    q, k, v, dy = attention.tensors(row.shape, row.dtype, "both", False)
+    assert (q < 0).any()
+    if mode.startswith("softmax"):
+        weights_BHTS = jnp.exp(jnp.einsum("bthd,bshd->bhts", q, k) / 4)
+    else:
+        weights_BHTS = jnp.einsum("bthd,bshd->bhts", jax.nn.elu(q) + 1, jax.nn.elu(k) + 1)
+    if part == "contexts":
+        weights_BHTS *= jnp.tril(jnp.ones((24, 24)))[None, None]
+    weights_BHTS /= weights_BHTS.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(y, jnp.einsum("bhts,bshd->bthd", weights_BHTS, v), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradients[2], jnp.einsum("bhts,bthd->bshd", weights_BHTS, dy), rtol=1e-4, atol=1e-5)
+
+
+def test_each_number_of_rounds_is_a_row_that_grows_with_its_work():
+    one, four = (case(part="noncausal", mode=f"reformer:rounds={n}", context=1024) for n in (1, 4))
+    assert four.work > 3 * one.work
+    assert one.series != four.series
+    assert 1.9 < case(part="noncausal", mode="reformer:rounds=1", context=2048).work / one.work < 2.2
+    softmax = [case(part="noncausal", mode="softmax", context=context).work for context in (1024, 2048)]
+    assert softmax[1] == 4 * softmax[0]
+    assert case(part="noncausal", mode="linear").implementation == "two products"
+
+
+def test_published_figures_without_a_mask_are_beside_ours(tmp_path):
+    rows = [replace(row, milliseconds=1.0, peak_bytes=2**20) for row in attention.cases_of("noncausal", options(
+        heads=None))]
+    quoted = {(row.mode, row.shape): row.published for row in rows if row.published}
+    assert quoted["linear", (1, 4000, 1, 1024)] == {"milliseconds": 2.24}
+    assert quoted["softmax:materialised", (1, 24576, 1, 64)] == {"megabytes": 4096}
+    assert len(quoted) == 6
+    assert all(row.passes == "forward" for row in rows if row.published)
+    lines = attention.COLUMNS.lines([row for row in rows if row.published])
+    assert [line[-1] for line in lines[-2:]] == ["5.57 milliseconds", "2.24 milliseconds"]
+    draw_panels(tmp_path / "part.svg", attention.panels(rows), title="")
+    assert "<!-- linear (published) -->" in (tmp_path / "part.svg").read_text()
+    assert {row.context for row in attention.cases_of("noncausal", options(contexts=(64,)))} == {64}
+
+
 def test_tensors_are_as_long_as_asked_and_positive_where_they_are_features():
     q, k, v, dy = attention.tensors((1, attention.DISTINCT_TOKENS + 5, 1, 2), "bfloat16", "both")
     assert q.shape == dy.shape == (1, attention.DISTINCT_TOKENS + 5, 1, 2)
@@ -191,7 +234,7 @@ def test_a_part_has_a_picture(part, expected, tmp_path):
 
 def test_a_picture_of_the_part_without_one_is_refused(tmp_path, capsys):
     assert attention.main(["kernel", "--picture", str(tmp_path / "kernel.png")]) == 2
-    assert "--picture: the part kernel has only a table; expected the part contexts or" in capsys.readouterr().err
+    assert "--picture: the part kernel has only a table; expected contexts, chunks or" in capsys.readouterr().err
 
 
 def test_fla_without_its_packages_is_a_row(monkeypatch):
@@ -235,7 +278,9 @@ def test_fla_is_recorded_where_torch_can_and_called_where_not(mode, recordable, 
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["--modes", "softmax,sotfmax"], "--modes sotfmax: expected softmax, delta_rule, linear, chunked, power, fla"),
+    (["--modes", "softmax,sotfmax"], "--modes sotfmax: expected one of bigbird, chunked, gated, "),
+    (["--modes", "reformer:round=4"], "--modes reformer:round=4: reformer has no option 'round'; it has rounds, "),
+    (["noncausal", "--modes", "gated"], "--modes gated: expected one of bigbird, chunked, linear, linformer, "),
     (["--modes", "softmax:flash"], "--modes softmax:flash: softmax has no form 'flash'; it has materialised, "),
     (["--modes", "linear"], "--modes linear: linear has no form ''; it has parallel, rowwise"),
     (["chunks", "--modes", "linear:parallel"], "--modes linear:parallel: the part chunks requires chunked"),
