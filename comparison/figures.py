@@ -101,6 +101,13 @@ class Figure:
         places = [point.x for line in self.lines for point in line.points]
         return len(self.lines) > 1 and (self.x.kind != "category" or len(set(places)) < len(places))
 
+    @property
+    def colours(self) -> list[str]:
+        """A colour for each line: that of its attention or, if that has more lines than dash patterns, one by label."""
+        attentions = [line.attention for line in self.lines]
+        return [colour(line.attention if attentions[:i].count(line.attention) < len(DASHES) else line.label)
+                for i, line in enumerate(self.lines)]
+
     def as_dict(self) -> dict[str, Any]:
         """As JSON values, with full precision; null for a point without an interval."""
         return {
@@ -499,11 +506,11 @@ def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
         patterns = dashes([line.attention for line in figure.lines])
         # Points of one category are drawn side by side.
         shifts = np.linspace(-0.1, 0.1, len(figure.lines)) if places and figure.has_legend else [0.0] * len(patterns)
-        for line, dash, shift in zip(figure.lines, patterns, shifts, strict=True):
+        for line, own, dash, shift in zip(figure.lines, figure.colours, patterns, shifts, strict=True):
             style, symbol = DASHES[dash]
             x = [places[point.x] + shift if places else point.x for point in line.points]
             y = [point.y for point in line.points]
-            look: dict[str, Any] = {"color": colour(line.attention)}
+            look: dict[str, Any] = {"color": own}
             faint = {"fillstyle": "none", "alpha": 0.6} if line.published else {}
             panel.plot(x, y, label=line.label, linestyle="none" if places else style, marker=MARKERS[symbol],
                        markersize=6, **look, **faint)

@@ -79,8 +79,8 @@ def figure_payload(figure: Figure) -> dict[str, Any]:
     patterns = dashes([line.attention for line in figure.lines])
     found = figure.as_dict()
     return found | {
-        "lines": [line | {"colour": colour(line["attention"]), "dash": dash, "symbol": DASHES[dash][1]}
-                  for line, dash in zip(found["lines"], patterns, strict=True)],
+        "lines": [line | {"colour": own, "dash": dash, "symbol": DASHES[dash][1]}
+                  for line, own, dash in zip(found["lines"], figure.colours, patterns, strict=True)],
         "values": figure.values, "ticks": len(figure.values) <= MAX_TICKS, "zero": figure.zero,
         "legend": figure.has_legend, "headings": figure.headings, "rows": figure.rows,
     }

@@ -222,6 +222,15 @@ def test_differences_of_other_numbers_of_steps_are_told(make):
         [*runs[:2], *(make("chunked", 1.2, seed=seed, fields=by_time) for seed in (0, 1))], "softmax").remarks)
 
 
+def test_no_two_lines_of_a_figure_look_the_same(make):
+    names = ["elu", "relu", "exp", "softplus", "identity", "favor", "taylor"]
+    figure = loss_against([make("chunked", 1.0, fields={"data.dir": name}) for name in names], RATE,
+                          arm=lambda run: run.config["data"]["dir"])
+    assert len(figure.lines) == 7
+    assert figure.colours[:4] == [COLOURS["chunked"]] * 4
+    assert len(set(figure.colours[4:] + figure.colours[:1])) == 4
+
+
 def test_what_is_written(make, tmp_path):
     runs = [*grid(make, "softmax", {1e-3: [1.0, 1.2], 3e-3: [0.9, 1.0]}),
             *grid(make, "chunked", {1e-3: [1.1, 1.2], 3e-3: [1.2, 1.4]})]
