@@ -12,8 +12,8 @@ installed; PATH is its ``model.py`` or the folder of it.
 
 Utilisation is the model's floating-point operations over the peak of the device by its data sheet: 6 per parameter and
 token, and three times those of the attention's forward pass. Recomputed ones do not count. "× softmax" is the time of
-the first softmax mode over that of a mode. A case that does not fit into memory, is not supported or would take too
-long is a row with ``error`` and without times.
+the first softmax mode over that of a mode. Lines below the table say at which context two modes take the same time. A
+case that does not fit into memory, is not supported or would take too long is a row with ``error`` and without times.
 """
 
 from support import interrupts
@@ -22,6 +22,8 @@ if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
 import functools
+import itertools
+import math
 import sys
 import time
 from argparse import Namespace
@@ -282,6 +284,22 @@ def panels(rows: Sequence[Row]) -> list[picture.Panel]:
     return found
 
 
+def crossings(rows: Sequence[Row]) -> list[str]:
+    """Where the times of two modes cross, with log time linear in log tokens between measured contexts."""
+    found = []
+    for size in dict.fromkeys(row.size for row in rows):
+        curves: Any = picture.curves([row for row in rows if row.size == size and row.milliseconds], "label", "context",
+                                     "milliseconds")
+        for (one, first), (other, second) in itertools.combinations(curves.items(), 2):
+            gaps = {context: math.log(first[context] / second[context]) for context in sorted({*first} & {*second})}
+            at = [a * (b / a) ** (gaps[a] / (gaps[a] - gaps[b])) for a, b in itertools.pairwise(gaps)
+                  if (gaps[a] < 0) != (gaps[b] < 0)]
+            where = "cross at about " + " and ".join(f"{float(f'{x:.2g}'):,.0f}" for x in at) if at else (
+                f"do not cross from {min(gaps):,} to {max(gaps):,}" if len(gaps) > 1 else None)
+            found += [f"{size}: " * (size is not None) + f"{one} and {other} {where} tokens"] * (where is not None)
+    return found
+
+
 def make_config(mode: str, context: int, size: Size, options: Namespace) -> Config:
     """The run whose step is timed.
 
@@ -337,6 +355,7 @@ def main(options: Namespace, results: report.Results) -> None:
             "nanogpt": functools.partial(nanogpt.make_step, peer, modes[options.modes[0]], vocabulary_size)}
         results.add(*measure(modes, vocabulary_size, options.repeats, seconds=options.seconds_per_case,
                              remat=options.remat, size=name, outlook=outlook, peers=peers))
+    results.remarks += crossings(results.rows["rows"])
 
 
 if __name__ == "__main__":

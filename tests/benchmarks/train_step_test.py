@@ -93,6 +93,23 @@ def test_usage_errors_name_the_flag_and_exit_with_2(flags, message, monkeypatch,
     assert message in capsys.readouterr().err
 
 
+def test_modes_cross_where_their_interpolated_times_are_equal():
+    def rows(size, **curves):
+        return [train_step.Row(context, 1, size, mode=mode, milliseconds=times[n])
+                for n, context in enumerate((1024, 4096, 16384)) for mode, times in curves.items()]
+
+    softmax, linear, slow = (1.0, 16.0, 256.0), (4.0, 16.0 / 4, 64.0 / 4), (2.0, 20.0, 300.0)
+    assert train_step.crossings(rows(None, softmax=softmax, slow=slow, linear=linear)) == [
+        "softmax and slow do not cross from 1,024 to 16,384 tokens",
+        "softmax and linear cross at about 2,000 tokens",  # halfway on the logarithmic axis
+        "slow and linear cross at about 1,600 tokens"]
+    between = rows("124M", softmax=(1.0, None, 256.0), linear=(16.0, None, 16.0))
+    assert train_step.crossings(between) == ["124M: softmax and linear cross at about 4,100 tokens"]
+    assert train_step.crossings(rows("124M", softmax=(1.0, 2.0, 1.0), linear=(1.5, 1.5, 1.5))) == [
+        "124M: softmax and linear cross at about 2,300 and 7,300 tokens"]
+    assert train_step.crossings(rows(None, softmax=(1.0, None, None), linear=linear)) == []
+
+
 def test_flops_are_six_a_parameter_and_the_attentions_own():
     config = Config(model=resolve_config(ModelConfig(layers=2, heads=2, width=16, context=64, attention=("softmax",))),
                     train=TrainConfig(batch_size=3))
