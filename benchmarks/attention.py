@@ -99,7 +99,7 @@ class Row(report.ModeRow):
     @property
     def published(self) -> dict[str, float]:
         """``milliseconds`` or ``megabytes`` of this case, as published for other code and another device."""
-        told = published("noncausal", "shapes") if (self.part, self.passes) == ("noncausal", "forward") else {}
+        told = {} if self.causal or self.passes != "forward" else published("noncausal", "shapes")
         return told.get(self.shape_name, {}).get(self.mode, {})
 
     @property
@@ -192,7 +192,7 @@ def attention(row: Row) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array
     if row.is_layer:
         name, config = mode_config(row.mode)
         layer = load(name).Attention(config, heads=row.heads, head_width=row.head_width, rngs=nnx.Rngs(0),
-                                           width=row.heads * row.head_width, max_length=row.context)
+                                     width=row.heads * row.head_width, max_length=row.context)
         return lambda q, k, v: layer.mix(q, k, v, x_BTE=q.reshape(*q.shape[:2], -1), causal=row.causal,
                                          segment_ids_BT=None)
     name, _, form = row.mode.partition(":")
@@ -326,7 +326,7 @@ def cases_of(part: str, options: Namespace) -> list[Row]:
     sizes = options.batch, options.heads or (1 if part == "noncausal" else 12), options.head_width
     if part == "chunks":
         chunked = [name for name, attention in attentions().items() if attention.pick_chunk_sizes is not None]
-        modes = [mode for mode in modes if (told := split_mode(mode)).name in chunked and not told.options]
+        modes = [mode for mode in modes if mode.partition(":")[0] in chunked and "=" not in mode]
         if not modes:
             raise ConfigError(f"--modes {','.join(options.modes)}: the part chunks requires {', '.join(chunked)}")
     if part == "kernel":
@@ -415,8 +415,7 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 def main(options: Namespace, results: report.Results) -> None:
     """The forms take turns at every shape."""
     if options.part == "kernel" and options.picture is not None:
-        raise ConfigError("--picture: the part kernel has only a table; expected "
-                          "contexts, chunks or noncausal")
+        raise ConfigError("--picture: the part kernel has only a table; expected contexts, chunks or noncausal")
     report.use_whole_device()
     if fla_installed():
         report.share_device()

@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from configs.schema import ModelConfig, load_recipe
 from models import attention, gpt
@@ -17,24 +17,14 @@ HELP = "MODE, MODE:FORM or MODE:OPTION=VALUE, such as reformer:rounds=4, with co
 """Of a flag that takes modes."""
 
 
-class ModeText(NamedTuple):
-    """The parts of a mode as typed."""
-
-    name: str
-    form: str | None
-    """The implementation, if named."""
-    options: dict[str, str]
-
-
-def split_mode(text: str) -> ModeText:
-    """The parts of ``NAME[:FORM][:OPTION=VALUE]…``, unchecked."""
+def split_mode(text: str) -> tuple[str, str | None, dict[str, str]]:
+    """Name, form if named, and options of ``NAME[:FORM][:OPTION=VALUE]…``, unchecked."""
     name, *parts = text.split(":")
     form = parts.pop(0) if parts and "=" not in parts[0] else None
-    return ModeText(name, form, {option.replace("-", "_"): value for option, _, value in (
-        part.partition("=") for part in parts)})
+    return name, form, {part.partition("=")[0].replace("-", "_"): part.partition("=")[2] for part in parts}
 
 
-def mode_options(text: str, *, flag: str = "--modes", known: Sequence[str] | None = None) -> tuple[str, dict[str, Any]]:
+def mode_options(text: str, flag: str = "--modes", known: Sequence[str] | None = None) -> tuple[str, dict[str, Any]]:
     """The name and the options of a mode, of which its form is one.
 
     Args:
@@ -45,19 +35,19 @@ def mode_options(text: str, *, flag: str = "--modes", known: Sequence[str] | Non
     Raises:
         ConfigError: there is no such mode, form or option, or the value of an option is of another type.
     """
-    name, form, options = split_mode(text)
+    name, form, given = split_mode(text)
     known = list(attention.modes()) if known is None else known
     if name not in known:
         raise ConfigError(f"{flag} {text}: expected one of {', '.join(known)}")
     names, hints = attention.option_names(name), get_type_hints(attention.load(name).Config)
     if form is not None:
-        option = next((option for option in FORM_OPTIONS if option in names), None)
-        forms = _names(hints[option]) if option else []
-        if option is None or form not in forms:
+        option = next((option for option in FORM_OPTIONS if option in names), "")
+        forms = _names(hints.get(option))
+        if form not in forms:
             raise ConfigError(f"{flag} {text}: {name} has no form {form!r}; it has {', '.join(forms) or 'only one'}")
-        options[option] = form
+        given[option] = form
     values = {}
-    for option, value in options.items():
+    for option, value in given.items():
         if option not in names:
             raise ConfigError(f"{flag} {text}: {name} has no option {option!r}; it has {', '.join(names)}")
         try:
@@ -67,43 +57,31 @@ def mode_options(text: str, *, flag: str = "--modes", known: Sequence[str] | Non
     return name, values
 
 
-def mode_config(text: str, *, flag: str = "--modes", known: Sequence[str] | None = None,
+def mode_config(text: str, flag: str = "--modes", known: Sequence[str] | None = None,
                 defaults: Mapping[str, Any] | None = None) -> tuple[str, Any]:
-    """The name and the ``Config`` of a mode.
-
-    Args:
-        text, flag, known: as in :func:`mode_options`.
-        defaults: options that the text leaves out; those that the mode lacks are ignored.
+    """The name and the ``Config`` of a mode; of the ``defaults``, those count that it has and the text leaves out.
 
     Raises:
         ConfigError: as :func:`mode_options`, or a value is out of range.
     """
-    name, values = mode_options(text, flag=flag, known=known)
+    name, values = mode_options(text, flag, known)
     names = attention.option_names(name)
+    values = {option: value for option, value in (defaults or {}).items() if option in names} | values
     try:
-        return name, attention.load(name).Config(
-            **{option: value for option, value in (defaults or {}).items() if option in names} | values)
+        return name, attention.load(name).Config(**values)
     except ConfigError as error:
         raise ConfigError(f"{flag} {text}: {error}") from error
 
 
 def recipe_model(recipe: Path, text: str, **fields: Any) -> ModelConfig:
-    """The model of a recipe with a mode, whose options replace those of the recipe, and with other fields.
-
-    Raises:
-        ConfigError: as :func:`mode_config`, or there is no such recipe.
-    """
+    """The model of a recipe with a mode, whose options replace those of the recipe, and with other fields."""
     name, _ = mode_options(text)
     model = load_recipe(recipe, name).model
     return gpt.resolve_config(replace(model, modes=dict([mode_config(text, defaults=model.modes.get(name))]), **fields))
 
 
 def train_flags(text: str) -> list[str]:
-    """The flags of ``train.py`` for a mode.
-
-    Raises:
-        ConfigError: as :func:`mode_options`.
-    """
+    """The flags of ``train.py`` for a mode."""
     name, options = mode_options(text)
     return ["--attention", name, *(word for option, value in options.items()
                                    for word in (f"--model.modes.{name}.{option}", str(value)))]

@@ -322,7 +322,7 @@ def flag(meaning: str, default: Any = None, type: Callable[[str], Any] | None = 
 
     Args:
         meaning: its help, to which the default is added.
-        default: False makes a switch.
+        default: False makes a switch, which may have the value True or False.
         type: parses the value; None: that of the default.
         more: further arguments; ``choices`` of a tuple are those of its words.
     """
@@ -469,6 +469,7 @@ class Benchmark:
             parser.add_argument("--json", type=output_file, help="file to write")
         if self.panels is not None and not self.files:
             parser.add_argument("--picture", type=picture_file, help="PNG or SVG to draw, if matplotlib is installed")
+        arguments = _switched(arguments, [f"--{name}" for name, told in self.flags.items() if "action" in told])
         options, words = parser.parse_known_args(arguments) if self.passes_on else (parser.parse_args(arguments), [])
         options.words = words
         if self.files:
@@ -506,6 +507,15 @@ class Benchmark:
         for row in itertools.chain(*results.rows.values()):
             if getattr(row, "error", None) is not None:
                 status(f"{row.name}: {row.error}")
+
+
+def _switched(arguments: Sequence[str], switches: Sequence[str]) -> list[str]:
+    """The arguments with ``--switch True`` as ``--switch``, and without ``--switch False``."""
+    out: list[str] = []
+    for word in itertools.chain(*(word.split("=", word.split("=")[0] in switches) for word in arguments)):
+        valued = out[-1:] and out[-1] in switches and word.lower() in ("true", "false")
+        out = [*out, word] if not valued else out if word.lower() == "true" else out[:-1]
+    return out
 
 
 def output_file(text: str) -> Path:

@@ -108,7 +108,7 @@ class Case:
         shape = SHAPES[self.shape]
         options = OPTIONS | {"performer": {"features": shape.width // shape.heads}}
         mode, config = mode_config(self.row, flag="--rows", known=attention.encoder_modes(),
-                                   defaults=options.get(split_mode(self.row).name))
+                                   defaults=options.get(split_mode(self.row)[0]))
         return resolve_config(EncoderConfig(
             layers=self.layers or shape.layers, heads=shape.heads, width=shape.width, mlp_width=shape.mlp_width,
             pooling="mean" if attention.load(mode).Attention.block_diagonal else "cls",  # CLS would see its own block

@@ -69,3 +69,15 @@ def test_an_error_names_the_flag_of_the_benchmark(capsys):
 
     assert report.Benchmark(measure, "benchmarks.any", {})([]) == 2
     assert capsys.readouterr().err == "benchmarks.any: runs/a has another width; give another --out\n"
+
+
+@pytest.mark.parametrize(("words", "on", "others"), [
+    ([], False, []), (["--quick"], True, []), (["--quick", "True"], True, []), (["--quick", "false"], False, []),
+    (["--quick=False", "--x"], False, ["--x"]), (["recipe.py", "--quick", "--name", "True"], True, ["recipe.py"]),
+    (["--quick", "recipe.py", "--flag", "False"], True, ["recipe.py", "--flag", "False"])])
+def test_a_switch_may_have_a_value(words, on, others):
+    command = report.Benchmark(test_a_switch_may_have_a_value, "benchmarks.any", {
+        "quick": report.flag("tiny", False), "name": report.flag("text", "a")}, passes_on=True)
+    options = command.parse(words)
+    assert (options.quick, options.words) == (on, others)
+    assert options.name == ("True" if "--name" in words else "a")
