@@ -79,7 +79,7 @@ def chosen(runs: Sequence[PlannedRun], index: int | None) -> Sequence[PlannedRun
     return [runs[index]]
 
 
-def list_runs(options: Options, runs: Sequence[PlannedRun]) -> int:
+def list_runs(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
     """``--dry-run``; returns the exit code."""
     from rich.console import Console
     from rich.markup import escape
@@ -96,6 +96,8 @@ def list_runs(options: Options, runs: Sequence[PlannedRun]) -> int:
     Console(width=None if sys.stdout.isatty() else 400).print(table)
     if not options.measure and any("?" in row for row in rows):
         print(f"?: add --measure to time {estimates.TIMED_STEPS} steps of each")
+    for line in (*study.notes(options.quick), *known.problems):
+        print(line)
     estimates.check_disk(known, runs, options.out, keep_all=options.keep_all, parallel=options.parallel)
     return 0
 
@@ -114,6 +116,8 @@ def run(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
     places = processes.devices(options.parallel, mine, environment)
     known = estimates.Estimates(runs)
     estimates.check_disk(known, mine, options.out, keep_all=options.keep_all, parallel=options.parallel)
+    for line in known.problems:
+        status(line)
     folder.begin(study, runs, options.out, quick=options.quick)
     progress = processes.run_all(mine, known, places, environment, keep_all=options.keep_all)
     if progress.stopped_by is not None:
@@ -139,7 +143,7 @@ def command(arguments: Sequence[str]) -> int:
     chosen(runs, options.index)
     folder.check_out(study, runs, options.out, quick=options.quick)
     if options.dry_run:
-        return list_runs(options, runs)
+        return list_runs(options, study, runs)
     if options.commands is not None:
         folder.begin(study, runs, options.out, quick=options.quick)
         write_text(options.commands, "".join(f"{line}\n" for line in shell_lines(options, len(runs))))

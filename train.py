@@ -181,6 +181,12 @@ def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT]
     return corpora, model
 
 
+def planned_model(config: Config, run_dir: Path) -> GPT:
+    """The abstract model of a run, for the estimates of sweep.py; raises as :func:`check_data_and_devices`."""
+    _, model = check_data_and_devices(config, run_dir)
+    return model
+
+
 def check_packing(packing: str, model: GPT) -> None:
     """Raises :class:`ConfigError` if ``packing`` is documents and a mode cannot separate them."""
     layers = [block.attention for block in model.blocks if not block.attention.packs(causal=True)]

@@ -7,15 +7,17 @@ A study's ``figures(runs)`` calls :func:`loss_against`, :func:`accuracy_against`
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import orjson
 
+from comparison.curves import mean_curve
 from comparison.paired import PairedDifference, missing_text, paired_difference, steps_text
 from comparison.picture import drawing, saved
+from comparison.remarks import short_seeds
 from comparison.runs import MAX_DISTINCTIONS, Run, differing, distinctions, group, is_of, scored, value_text
 from comparison.statistics import mean_interval
 from comparison.style import DASHES, colour, dashes
@@ -431,6 +433,83 @@ def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = N
         zero=True)
 
 
+def loss_curves(runs: Sequence[Run], *, quantity: str = "loss", title: str = "",
+                arm: Callable[[Run], str] | None = None) -> Figure:
+    """Val loss against steps: a line for each set-up, the mean over its seeds at every evaluation.
+
+    Seeds that ended early are left out, with a remark. The table has the last values that all seeds have.
+
+    Args:
+        runs: runs of a study.
+        quantity: a column of the val lines, ``loss`` or ``accuracy``.
+        title: title of the figure. Empty: a default.
+        arm: the name of a run's line. None: the attention, with what distinguishes set-ups.
+    """
+    lines, rows, without = [], [], []
+    for setup in group(runs):
+        label = setup.label if arm is None else arm(setup.runs[0])
+        drawn = {run.name: run.curve("step", "val", quantity) for run in setup.lasting}
+        drawn = {name: curve for name, curve in drawn.items() if len(curve[0])}
+        x, mean, _ = mean_curve(list(drawn.values())) if drawn else (np.empty(0), np.empty(0), None)
+        known = np.isfinite(mean)
+        if not known.any():
+            without.append(label)
+            continue
+        points = tuple(Point(float(at), float(value), None, tuple(drawn))
+                       for at, value in zip(x[known], mean[known], strict=True))
+        lines.append(Line(label, setup.attention, points))
+        rows.append((label, str(len(drawn)), value_text(int(points[-1].x)), number_text(points[-1].y)))
+    remarks = [f"Not drawn, without val {quantity}: {listed(without)}."] if without else []
+    unit = f" ({_nats(runs)})" if quantity == "loss" else ""
+    return Figure(f"{quantity}-against-steps", title or f"Val {quantity} against steps", Axis("steps"),
+                  f"val {quantity}{unit}", tuple(lines), ("attention", "seeds", "steps", f"val {quantity}"),
+                  tuple(rows), (*remarks, *short_seeds(runs)))
+
+
+def differences_against(runs: Sequence[Run], field: str, baseline: str, *, of: Callable[[Run], Any] | None = None,
+                        called: str = "", log: bool | None = None, title: str = "",
+                        arm: Callable[[Run], str] | None = None) -> Figure:
+    """Val loss of each attention minus that of a baseline, against a field of the config, paired as in
+    :func:`differences`. A line for each attention; a point where it and the baseline have runs of the same seeds.
+
+    Args:
+        runs: runs of a study. Unfinished runs and those without a finite val loss are listed and left out.
+        field: dotted name, such as ``model.context``.
+        baseline: an attention, such as ``softmax``, or a name that ``arm`` returns.
+        of: as in :func:`loss_against`.
+        called: as in :func:`loss_against`.
+        log: as in :func:`loss_against`.
+        title: title of the figure. Empty: a default.
+        arm: as in :func:`loss_against`.
+    """
+    called = called or short_name(field)
+    arms, remarks = _arms(runs, "loss", lambda run: _on_axis(run.setup_fields[field] if of is None else of(run)),
+                          field, None, arm)
+    bases = [each for each in arms if each.label == baseline]
+    if not bases:
+        remarks.append(f"Nothing to draw: no run of {baseline} yet.")
+    lines, rows = [], []
+    for each in arms:
+        points = []
+        for x in sorted(each.places, key=lambda x: (isinstance(x, str), x)):
+            place, base = each.places[x][None], bases[0].places.get(x) if bases else None
+            pair = None if each in bases or base is None else paired_difference(base[None].runs, place.runs)
+            if pair is not None:
+                point, row = _difference(pair, baseline, each.label, place)
+                points.append(replace(point, x=x))
+                rows.append((row[0], value_text(x), *row[1:]))
+        if points:
+            lines.append(Line(each.label, each.first.attention, tuple(points)))
+    places = [point.x for line in lines for point in line.points]
+    kind = "category" if not all(map(_is_number, places)) else "log" if _is_log(field, places, log) else "linear"
+    return Figure(
+        f"difference-from-{baseline.replace(',', '+')}-against-{called.replace(' ', '_')}",
+        title or f"Val loss minus that of {baseline} against {called}", Axis(called, kind),
+        f"difference in val loss ({_nats(runs)})", tuple(lines),
+        ("attention", called, "against", "seeds", "windows", "difference", "95 % interval", ""), tuple(rows),
+        tuple(remarks), zero=True)
+
+
 def _but_attention(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if not is_of(name, ("model.attention", "model.modes"))}
 
@@ -500,12 +579,14 @@ def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
     """
     if figure.x.kind == "category" and not figure.has_legend:
         return _draw_list(figure, kind)
-    with drawing(figsize=(7, 4.5)) as canvas:
+    beside = figure.has_legend and len(figure.lines) > MAX_LEGEND
+    with drawing(figsize=(10 if beside else 7, 4.5)) as canvas:
         panel = canvas.subplots()
         places = {value: i for i, value in enumerate(figure.values)} if figure.x.kind == "category" else {}
         patterns = dashes([line.attention for line in figure.lines])
         # Points of one category are drawn side by side.
-        shifts = np.linspace(-0.1, 0.1, len(figure.lines)) if places and figure.has_legend else [0.0] * len(patterns)
+        reach = 0.0 if not (places and figure.has_legend) else 0.3 if beside else 0.1
+        shifts = np.linspace(-reach, reach, len(figure.lines))
         for line, own, dash, shift in zip(figure.lines, figure.colours, patterns, shifts, strict=True):
             style, symbol = DASHES[dash]
             x = [places[point.x] + shift if places else point.x for point in line.points]
@@ -533,7 +614,7 @@ def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
                 panel.minorticks_off()
         panel.set(title=figure.title, xlabel=figure.x.title, ylabel=figure.y)
         panel.grid(color="#eceef1")
-        if figure.has_legend and len(figure.lines) > MAX_LEGEND:  # beside the axes, where it hides nothing
+        if beside:  # where it hides nothing
             panel.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
         elif figure.has_legend:
             panel.legend(frameon=False)

@@ -36,6 +36,21 @@ class Published:
     """What its values are, such as ``final train loss``."""
     lines: tuple[Line, ...]
 
+    def minus(self, baseline: str) -> "Published":
+        """The differences of the other lines from that of an attention, where both have values.
+
+        Raises:
+            ConfigError: there is no such line.
+        """
+        base = [line for line in self.lines if line.attention == baseline]
+        if not base:
+            raise ConfigError(f"no published line of {baseline}; expected one of "
+                              f"{', '.join(line.attention for line in self.lines)}")
+        values = {point.x: point.y for point in base[0].points}
+        return replace(self, quantity=f"difference in {self.quantity} from {baseline}", lines=tuple(
+            replace(line, points=tuple(replace(point, y=point.y - values[point.x]) for point in line.points
+                                       if point.x in values)) for line in self.lines if line is not base[0]))
+
     def beside(self, figure: Figure) -> Figure:
         """The figure with the published lines, and remarks with their values and source.
 

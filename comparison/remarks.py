@@ -10,11 +10,11 @@ from comparison.wording import few, listed
 
 def remarks(runs: Sequence[Run]) -> list[str]:
     """One sentence per warning."""
-    return [*(note for run in runs for note in _lines(run)), *_same_seeds(runs), *_short_seeds(runs),
+    return [*(note for run in runs for note in _lines(run)), *_same_seeds(runs), *short_seeds(runs),
             *_differences(runs)]
 
 
-def _short_seeds(runs: Sequence[Run]) -> list[str]:
+def short_seeds(runs: Sequence[Run]) -> list[str]:
     """Runs that ended before the other seeds of their set-up."""
     return [f"Left out of the mean over the seeds of {setup.label}, which are longer: "
             f"{listed([f'{run.name} (ended at step {run.end("step"):,.0f})' for run in short])}."

@@ -3,6 +3,7 @@
     studies/NAME.py          a docstring (the question, the command, the time, the result) and two functions:
                              get_runs(quick: bool) -> list[Variation]
                              figures(runs: Sequence[comparison.runs.Run]) -> Sequence[comparison.figures.Figure]
+                             and, for lines below the list of --dry-run, notes(quick: bool) -> Sequence[str]
     OUT/study.json           the study, and the name and the hash of each of its runs
     OUT/NAME/                a run, as written by its command
     OUT/NAME/run.json        its fields, their hash, and whether it is finished
@@ -136,6 +137,14 @@ class Study:
             ConfigError: ``figures`` fails.
         """
         return self._call("figures", runs)
+
+    def notes(self, quick: bool) -> Sequence[str]:
+        """The lines that the study's ``notes``, if it has one, adds to ``sweep.py --dry-run``.
+
+        Raises:
+            ConfigError: ``notes`` fails.
+        """
+        return self._call("notes", quick) if hasattr(self.module, "notes") else ()
 
     def _call(self, function: str, argument: Any) -> Any:
         try:

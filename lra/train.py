@@ -168,6 +168,19 @@ def check_data_and_devices(config: LraConfig, run_dir: Path) -> tuple[tasks.Data
     return dataset, objective, model
 
 
+def planned_model(config: LraConfig, run_dir: Path) -> Classifier:
+    """The abstract model of a run, for the estimates of sweep.py; without the data, which take hours to generate.
+
+    Raises:
+        ConfigError, NotImplementedError: run folder, devices and model do not fit together.
+        LineargptError: the folder is damaged.
+    """
+    runs.check_folder(config, run_dir)
+    model = nnx.eval_shape(lambda: Classifier(config.model, tasks.vocabulary(config.data.task), rngs=nnx.Rngs(0)))
+    check_shards(make_mesh(config), model)
+    return model
+
+
 def load_data(config: LraConfig) -> tasks.Dataset:
     """The data of a config. Generated data are cached in ``$XDG_CACHE_HOME/lineargpt/lra`` (``~/.cache``).
 

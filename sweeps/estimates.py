@@ -15,6 +15,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from comparison.wording import few
 from configs.schema import Config, LraConfig
 from support.errors import ConfigError, DataError, LineargptError
 from support.files import read_json
@@ -83,7 +84,7 @@ class Estimates:
     def __init__(self, runs: Sequence[PlannedRun]):
         self.runs = runs
         self._timings: dict[str, Timing] = {}
-        self._parameters: dict[str, int | None] = {}
+        self._parameters: dict[str, int | str] = {}
         for run in runs:
             self.learn(run)
 
@@ -153,7 +154,17 @@ class Estimates:
             same = [other.folder for other in self.runs if other.shape == run.shape]
             self._parameters[run.shape] = next(
                 (count for count in map(_counted, same) if count is not None), None) or _count_of(run)
-        return self._parameters[run.shape]
+        found = self._parameters[run.shape]
+        return found if isinstance(found, int) else None
+
+    @property
+    def problems(self) -> list[str]:
+        """Why runs whose disk space was asked for cannot start on this machine, such as missing data."""
+        runs_of: dict[str, list[str]] = {}
+        for run in self.runs:
+            if isinstance(found := self._parameters.get(run.shape), str):
+                runs_of.setdefault(found, []).append(run.name)
+        return [f"cannot start here: {few(names)}: {why}" for why, names in runs_of.items()]
 
 
 def _checkpoints(config: Config | LraConfig, known: Timing | None) -> int | None:
@@ -175,17 +186,17 @@ def _counted(folder: Path) -> int | None:
     return None
 
 
-def _count_of(run: PlannedRun) -> int | None:
-    """Number of parameters of the abstract model; None if this machine cannot build it."""
+def _count_of(run: PlannedRun) -> int | str:
+    """Number of parameters of the abstract model, or why this machine cannot build it."""
     import jax
     from flax import nnx
 
     module = module_of(run.variation.command, run.name)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            *_, model = module.check_data_and_devices(run.config, run.folder)
-    except (ConfigError, LineargptError, NotImplementedError):  # another machine may be able to
-        return None
+            model = module.planned_model(run.config, run.folder)
+    except (ConfigError, LineargptError, NotImplementedError) as error:  # another machine may be able to
+        return str(error)
     return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 

@@ -19,6 +19,8 @@ import sweep
 from comparison.figures import check_names
 from comparison.runs import load_run
 from comparison.study import grid, load_study
+from configs.schema import Config
+from lra import tasks
 from support.files import read_json
 from sweeps import estimates, folder, plan, processes
 from tests import tiny
@@ -442,27 +444,65 @@ def test_a_grid_is_every_combination_in_the_order_of_the_axes():
 def test_the_studies_of_the_project_can_be_planned(name: str, tmp_path: Path):
     study = load_study(f"studies/{name}.py")
     variations = {form: study.runs(form) for form in (True, False)}
-    assert len(variations[True]) < len(variations[False])
+    assert len(variations[True]) <= len(variations[False])
     planned = plan.plan(study, tmp_path, quick=True)
     for run in planned:
         assert run.config is not None
-        assert run.config.train.minutes is None
-        assert run.config.optimizer.warmup_steps < (run.config.train.steps or 0)
+        steps, minutes = run.config.train.steps, run.config.train.minutes
+        assert (steps is None) != (minutes is None)
+        assert steps is None or run.config.optimizer.warmup_steps < steps
+    assert all(isinstance(line, str) for form in (True, False) for line in study.notes(form))
+    for figure in study.figures([]):  # before the first run
+        assert figure.name
     runs = [load_run(set_run_fields(write_run(tmp_path / run.name), run)) for run in planned]
     figures = study.figures(runs)
     check_names(figures)
     drawn = {name for figure in figures for line in figure.lines for point in line.points for name in point.runs}
-    assert drawn == {run.name for run in runs}
+    # Figures of classifiers are of test.json.
+    assert drawn == {run.name for run in planned if isinstance(run.config, Config)}
 
 
 def set_run_fields(path: Path, planned: plan.PlannedRun) -> Path:
     """Gives a run the config of a planned one, as if it had ended."""
     assert planned.config is not None
-    steps = planned.config.train.steps
+    steps = planned.config.train.steps or 40
     lines = [line | {"step": steps, "accuracy": 0.5} for line in read_lines(path)[-1:]]
     write_lines(path, lines)
     (path / "config.json").write_text(json.dumps(planned.config.to_dict()))
     return path
+
+
+def test_long_range_arena_is_planned_without_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    study = load_study("studies/lra.py")
+    variations = study.runs(quick=False)
+    assert len(variations) == len({run.attention for run in variations}) * 6 * 3 == 198
+    monkeypatch.setattr(tasks, "load", lambda *args, **settings: pytest.fail("it generates or downloads data"))
+    pathx, = (plan.plan_run(study.path, run, tmp_path) for run in variations if run.name == "linear-task-pathx-seed-0")
+    assert pathx.config.model.context == 16_384  # pyright: ignore[reportOptionalMemberAccess]
+    known = estimates.Estimates([pathx])
+    assert known.disk(pathx, keep_all=False) is not None
+    assert known.problems == []
+    retrieval = [line for line in study.notes(quick=False) if line.startswith("retrieval: ")]
+    assert "new_aan_pairs.train.tsv" in retrieval[0]
+    assert "https://storage.googleapis.com/long-range-arena/lra_release.gz" in retrieval[0]
+
+
+def test_a_dry_run_ends_with_the_studys_notes_and_what_cannot_start(made: Made, capsys: pytest.CaptureFixture[str]):
+    made.change("def figures(runs):", 'def notes(quick):\n    return ["9 hours"]\n\n\ndef figures(runs):')
+    made.change('"train.seed": (0, 1)}', '"train.seed": (0, 1)}, {"data.dir": "nowhere", "data.source": "a/corpus"}')
+    assert made.sweep("--dry-run") == 0
+    *_, note, problem = capsys.readouterr().out.splitlines()
+    assert note == "9 hours"
+    names = ", ".join(RUNS[:3])
+    assert problem.startswith(f"cannot start here: {names} and 1 more: data.dir: no token files in nowhere")
+    assert "python -m data.prepare a/corpus" in problem
+
+
+def test_the_hours_of_the_sizes_are_those_of_the_published_step_times():
+    notes = load_study("studies/sizes.py").notes(quick=False)
+    # 954 updates of 2¹⁹ tokens at 15.543 ms for 1,024 of them.
+    assert notes[0].startswith("H100-hours by published step times at batch 1: 57 ")
+    assert f"124M: softmax {954 * 2**19 / 1024 * 15.543e-3 / 3600:.1f} at 1,024, " in notes[1]
 
 
 @pytest.mark.thorough

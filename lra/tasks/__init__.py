@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,11 @@ def names() -> tuple[str, ...]:
     return tuple(name for name in found if hasattr(importlib.import_module(f"{__name__}.{name}"), "load"))
 
 
+def vocabulary(task: str) -> int:
+    """Upper bound of the tokens of a task, known without its data; :class:`ConfigError` if it does not exist."""
+    return _module(task).VOCABULARY
+
+
 def load(task: str, *, folder: Path | None, max_length: int | None, train_examples: int | None,
          val_examples: int | None, seed: int, cache: Path | None = None) -> Dataset:
     """The data of a task.
@@ -69,19 +75,23 @@ def load(task: str, *, folder: Path | None, max_length: int | None, train_exampl
         ConfigError: the task does not exist, or does not support the settings.
         DataError: files are missing or damaged, or a download failed.
     """
-    if task not in names():
-        close = difflib.get_close_matches(task, names(), n=1)
-        perhaps = f"; perhaps you meant {close[0]}" if close else ""
-        raise ConfigError(f"data.task: no task {task!r}{perhaps}; expected one of {', '.join(names())}")
+    module = _module(task)
     counts = {"max-length": max_length, "train-examples": train_examples, "val-examples": val_examples}
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"--data.{name} is {value}; expected a number above 0")
     if seed < 0:
         raise ConfigError(f"seed is {seed}; expected at least 0")
-    module = importlib.import_module(f"{__name__}.{task}")
     return module.load(folder=folder, max_length=max_length, train_examples=train_examples,
                        val_examples=val_examples, seed=seed, cache=cache)
+
+
+def _module(task: str) -> ModuleType:
+    if task not in names():
+        close = difflib.get_close_matches(task, names(), n=1)
+        perhaps = f"; perhaps you meant {close[0]}" if close else ""
+        raise ConfigError(f"data.task: no task {task!r}{perhaps}; expected one of {', '.join(names())}")
+    return importlib.import_module(f"{__name__}.{task}")
 
 
 def dataset(splits: dict[str, Split], vocabulary: int, classes: int, notes: Sequence[str],

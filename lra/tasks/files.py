@@ -174,6 +174,13 @@ def hub_tables(dataset: str, columns: Sequence[str], expected: str) -> dict[str,
         config.HF_HUB_OFFLINE = offline
 
 
+def is_cached(dataset: str) -> bool:
+    """Whether ``datasets`` has prepared a dataset of the Hugging Face Hub before."""
+    from datasets import config
+
+    return (Path(config.HF_DATASETS_CACHE) / dataset.replace("/", "___")).is_dir()
+
+
 def read_npz(path: Path | None, names: Sequence[str]) -> dict[str, np.ndarray] | None:
     """Reads the arrays of :func:`write_npz`; None if they are missing or damaged."""
     if path is None:

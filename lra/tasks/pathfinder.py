@@ -42,6 +42,9 @@ from lra.tasks import Dataset, Split, dataset, files
 from support.command import run_command, status
 from support.errors import ConfigError, DataError
 
+VOCABULARY = 257
+"""Grey values + 1; 0 is padding."""
+
 
 @dataclass(frozen=True)
 class Level:
@@ -506,7 +509,7 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
         tokens_NT = images.reshape(len(images), -1).astype(np.uint16)
         tokens_NT += 1
         splits[split] = Split((tokens_NT,), (np.full(len(images), level.side**2, np.int32),), labels_N)
-    return dataset(splits, 257, 2, notes, _baselines(splits, level))
+    return dataset(splits, VOCABULARY, 2, notes, _baselines(splits, level))
 
 
 def _side(pixels: int, most: int, task: str, *, generated: bool) -> int:

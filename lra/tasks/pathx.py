@@ -4,4 +4,5 @@ import functools
 
 from lra.tasks import pathfinder
 
+VOCABULARY = pathfinder.VOCABULARY
 load = functools.partial(pathfinder.load, task="pathx")

@@ -18,7 +18,7 @@ MAX_LENGTH = 4000
 MAX_BYTES = 10_000
 FILES = {"train": "new_aan_pairs.train.tsv", "val": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
 
-_RELEASE = "https://storage.googleapis.com/long-range-arena/lra_release.gz"
+RELEASE = "https://storage.googleapis.com/long-range-arena/lra_release.gz"
 
 
 def load(*, folder: Path | None, max_length: int | None, train_examples: int | None, val_examples: int | None,
@@ -27,10 +27,10 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
     used."""
     if folder is None:
         raise ConfigError("--data-dir is required for retrieval: the folder lra_release, unpacked from "
-                          f"{_RELEASE}, with tsv_data/{', '.join(FILES.values())}")
+                          f"{RELEASE}, with tsv_data/{', '.join(FILES.values())}")
     files.check_length("retrieval", max_length, 1, MAX_BYTES)
     splits, notes = {}, ()
-    for name, path in files.find(folder, "tsv_data", FILES, f"unpack {_RELEASE} there").items():
+    for name, path in files.find(folder, "tsv_data", FILES, f"unpack {RELEASE} there").items():
         wanted = train_examples if name == "train" else val_examples
         splits[name], remarks = _read(path, name, max_length or MAX_LENGTH, wanted, seed)
         notes += remarks

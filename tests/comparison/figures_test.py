@@ -5,7 +5,18 @@ import re
 
 import pytest
 
-from comparison.figures import Axis, Figure, Line, Point, accuracy_against, differences, loss_against, write_figures
+from comparison.figures import (
+    Axis,
+    Figure,
+    Line,
+    Point,
+    accuracy_against,
+    differences,
+    differences_against,
+    loss_against,
+    loss_curves,
+    write_figures,
+)
 from comparison.runs import load_run
 from comparison.style import COLOURS
 from support.errors import ConfigError
@@ -229,6 +240,34 @@ def test_no_two_lines_of_a_figure_look_the_same(make):
     assert len(figure.lines) == 7
     assert figure.colours[:4] == [COLOURS["chunked"]] * 4
     assert len(set(figure.colours[4:] + figure.colours[:1])) == 4
+
+
+def test_the_gap_to_a_baseline_is_paired_at_each_value_of_a_field(make):
+    runs = [make(mode, base + gap * (context == 64) + 0.5 * seed, context=context, seed=seed)
+            for mode, base, gap in (("softmax", 1.0, 0.0), ("chunked", 1.1, 0.2)) for context in (32, 64)
+            for seed in (0, 1)]
+    figure = differences_against([*runs, make("chunked", 1.0, context=128)], "model.context", "softmax")
+    (line,) = figure.lines
+    # The seeds differ by 0.5, their differences do not; at 128 there is no softmax.
+    assert (line.label, means(line)) == ("chunked", {32: pytest.approx(0.1), 64: pytest.approx(0.3)})
+    assert [row[:4] for row in figure.rows] == [("chunked", "32", "softmax", "2"), ("chunked", "64", "softmax", "2")]
+    assert figure.zero
+    nothing = differences_against(runs[4:], "model.context", "softmax")
+    assert nothing.lines == ()
+    assert nothing.remarks == ("Nothing to draw: no run of softmax yet.",)
+
+
+def test_loss_curves_are_means_over_the_seeds_that_last(make):
+    runs = [make("softmax", 1.0 + 0.5 * seed, seed=seed) for seed in (0, 1)]
+    died = make("softmax", 9.0, seed=2, steps=40, planned=100)
+    figure = loss_curves([*runs, died, make("chunked", 2.0)], arm=lambda run: run.attention.upper())
+    softmax, chunked = figure.lines
+    assert (softmax.label, chunked.label) == ("SOFTMAX", "CHUNKED")
+    assert means(softmax) == {20: 2.05, 40: 1.85, 60: 1.65, 80: 1.45, 100: 1.25}
+    assert figure.rows[0] == ("SOFTMAX", "2", "100", "1.2500")
+    assert figure.remarks == (f"Left out of the mean over the seeds of softmax, which are longer: {died.name} (ended "
+                              "at step 40).",)
+    assert loss_curves(runs, quantity="accuracy").remarks[0] == "Not drawn, without val accuracy: softmax."
 
 
 def test_what_is_written(make, tmp_path):

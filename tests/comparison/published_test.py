@@ -46,6 +46,16 @@ def test_published_lines_are_drawn_beside_ours_with_their_source(write):
     assert "opacity: 0.6" not in draw(OURS, "svg").decode()
 
 
+def test_the_difference_of_published_lines_is_where_both_have_values(write):
+    gap = published("loss", write({"loss": ENTRY})).minus("softmax")
+    (line,) = gap.lines
+    assert line.label == "linear (published)"
+    assert [(point.x, point.y) for point in line.points] == [(1024, pytest.approx(0.1))]
+    assert gap.quantity == "difference in train loss from softmax"
+    with pytest.raises(ConfigError, match="no published line of gated; expected one of linear"):
+        gap.minus("gated")
+
+
 def test_what_is_missing_damaged_or_of_another_figure_is_told(write, tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.json: no such file; expected the published figures"):
         published("loss", tmp_path / "nowhere.json")
