@@ -278,7 +278,7 @@ class RunComparison:
         return path
 
     def __repr__(self) -> str:
-        return "\n".join(filter(None, [*self.verdict, table_note(self.comparison.rows, self.comparison.runs)]))
+        return "\n".join(filter(None, [*self.verdict, table_note(self.comparison.rows, self.comparison.setups)]))
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
