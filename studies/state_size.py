@@ -3,13 +3,14 @@
     python sweep.py studies/state_size.py --out runs/state-size --quick
     python sweep.py studies/state_size.py --out runs/state-size
 
-The quickstart's chunked model, whose state grows in three ways: fewer heads, which leaves the parameters as they are;
-a larger width of four heads, which adds projections; more features (``favor``, which approximates softmax) of four
-heads. Softmax with four heads keeps all keys and values of its context. The line of the head width is beside that of
-the heads where both have width / 4. Each has four learning rates, of which its best counts, and three seeds, for 1,000
-steps of 4,096 tokens.
+The quickstart's chunked model, whose state grows in three ways: fewer heads, which leaves the parameters as they are; a
+larger width of four heads, which adds projections; more features (``favor``, which approximates softmax) of four heads.
+Softmax with four heads keeps all keys and values of its context. The line of the head width has no point at a quarter
+of the width, which is that of four heads. Each has four learning rates, of which its best counts, and three seeds, for
+1,000 steps of 4,096 tokens.
 
-The quick form has width 64, one seed, and the rate 4e-3, for 300 steps of 1,024 tokens: 11 runs.
+The quick form has width 64, one seed, and the rate 4e-3, for 300 steps of 1,024 tokens: 11 runs of half a minute on two
+CPU cores, and over a minute with 256 features.
 """
 
 from collections.abc import Sequence

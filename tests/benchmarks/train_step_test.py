@@ -51,9 +51,10 @@ def test_rows_of_the_file_and_the_table(tmp_path, capsys):
         assert row["tokens_per_second"] == pytest.approx(64e3 / row["milliseconds"])
         assert row["peak_bytes"] > 12 * 257 * 16  # float32 embeddings and their two moments alone
         assert row["error"] is None
-    heading, *lines = capsys.readouterr().out.splitlines()[1:]
+    heading, *lines, crossing = capsys.readouterr().out.splitlines()[1:]
     assert heading.split()[:3] == ["size", "context", "mode"]
     assert heading.endswith("× softmax")
+    assert crossing.startswith("chunked and softmax:materialised ")
     assert len(lines) == 4
     assert lines[1].split()[1] == "softmax:materialised"
     assert lines[1].split()[-1] == "1.00"
