@@ -155,6 +155,8 @@ class Run:
             NotImplementedError: an attention mode of the model has no cached decode.
             LineargptError: model or tokenizer cannot be loaded.
         """
+        if isinstance(stop, str):
+            raise ConfigError(f"stop is {stop!r}; expected a sequence of strings, such as [{stop!r}]")
         sampling = Sampling(float(temperature), top_k, float(top_p), float(min_p), float(repetition_penalty), seed)
         sampler = self._sampler
         sampler.update(self.model)
@@ -205,6 +207,8 @@ def train_run(config: Config, run_dir: str | Path, *, init_from: str | Path | No
     started = time.perf_counter()
     if not isinstance(config, Config):
         raise ConfigError(f"config is a {type(config).__name__}; expected a configs.schema.Config")
+    if reset not in (None, "attention"):
+        raise ConfigError(f"reset is {reset!r}; expected None or \"attention\"")
     if reset is not None and init_from is None:
         raise ConfigError("reset requires init_from")
     configure_jax()

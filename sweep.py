@@ -116,7 +116,7 @@ def run(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
     places = processes.devices(options.parallel, mine, environment)
     known = estimates.Estimates(runs)
     estimates.check_disk(known, mine, options.out, keep_all=options.keep_all, parallel=options.parallel)
-    for line in known.problems:
+    for line in (*study.notes(options.quick), *known.problems):
         status(line)
     folder.begin(study, runs, options.out, quick=options.quick)
     progress = processes.run_all(mine, known, places, environment, keep_all=options.keep_all)

@@ -62,7 +62,7 @@ def measure_step(config: Config, number: int, vocabulary: int, gpu: target.Targe
         step, arguments = step_and_shapes(config, vocabulary, mesh)
         traced = step.trace(*arguments)
         if gpu is None:
-            compiled = traced.lower().compile()
+            compiled = target.compile_lowered(traced.lower())
         else:
             with tempfile.TemporaryDirectory() as folder:
                 compiled = gpu.compile(traced, Path(folder))
@@ -78,7 +78,8 @@ def measure_step(config: Config, number: int, vocabulary: int, gpu: target.Targe
             "argument_bytes": planned.argument_size_in_bytes, "mesh": dict(mesh.shape)}
 
 
-def tell(config: Config, gpu: target.Target | None, options: Namespace, results: report.Results) -> None:
+def tell(config: Config, gpu: target.Target | None, options: Namespace, results: report.Results,
+         vocabulary: int) -> None:
     """Compiles the step of a config for ``options.devices`` devices, and tells what each takes.
 
     Raises:
@@ -86,7 +87,6 @@ def tell(config: Config, gpu: target.Target | None, options: Namespace, results:
         BenchmarkError: the step cannot be compiled.
     """
     check_mesh(config, options.devices)
-    vocabulary = options.vocabulary or target.vocabulary_size(config)
     status("compiling …")
     found = measure_step(config, options.devices, vocabulary, gpu)
     mesh = " × ".join(f"{axis} {size}" for axis, size in found["mesh"].items() if size > 1) or "one device"

@@ -28,7 +28,9 @@ from support import interrupts
 if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
+import contextlib
 import functools
+import io
 import math
 import os
 import subprocess
@@ -265,16 +267,25 @@ def main(options: Namespace, results: report.Results) -> int | None:
         raise ConfigError("--card cpu: there is no estimate of the time on a CPU; give --devices, or another card")
     call = None if options.kernel is None else parse_call(options.kernel)
     gpu = None if options.card == devices.CPU else target.Target(options.card)
-    if gpu is not None and (python := target.find_python()) != sys.executable:
-        # Without XLA's remarks on programs too large for the card, which are told in one line.
-        environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
-        return subprocess.run([python, "-m", MODULE, *sys.argv[1:]], env=environment, check=False).returncode
     if options.devices is not None:
         devices.use_cpu_devices(options.devices)
-    config = None if call is not None else target.parse_words(options.words, gpu)
+    config = vocabulary = None
+    with contextlib.redirect_stderr(io.StringIO()) as notes:
+        if call is None:
+            config = target.parse_words(options.words, gpu)
+            vocabulary = options.vocabulary or target.vocabulary_size(config)
+        if config is not None and options.devices is None:
+            target.check_one_device(config)
+    if gpu is not None and (python := target.find_python()) != sys.executable:
+        # Its environment may lack the tokenizer. Remarks of XLA on programs too large for the card are left out.
+        given = [*options.arguments, *([] if vocabulary is None else ["--vocabulary", str(vocabulary)])]
+        environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
+        return subprocess.run([python, "-m", MODULE, *given], env=environment, check=False).returncode
+    print(notes.getvalue(), end="", file=sys.stderr)
     if options.devices is not None:
         assert config is not None
-        devices.tell(config, gpu, options, results)
+        assert vocabulary is not None
+        devices.tell(config, gpu, options, results, vocabulary)
         return 0
     assert gpu is not None
     card = CARDS[options.card]
@@ -286,8 +297,7 @@ def main(options: Namespace, results: report.Results) -> int | None:
         text, more = describe_call(call, found, card)
     else:
         assert config is not None
-        target.check_one_device(config)
-        vocabulary = options.vocabulary or target.vocabulary_size(config)
+        assert vocabulary is not None
         found = estimate(gpu, trace(gpu, config, vocabulary, options.sampling), card)
         check_fits(found["peak_bytes"], options.card)
         text, more = describe_program(config, found, gpu, options, vocabulary)

@@ -18,10 +18,19 @@ HELP = "MODE, MODE:FORM or MODE:OPTION=VALUE, such as reformer:rounds=4, with co
 
 
 def split_mode(text: str) -> tuple[str, str | None, dict[str, str]]:
-    """Name, form if named, and options of ``NAME[:FORM][:OPTION=VALUE]…``, unchecked."""
+    """Name, form if named, and options of ``NAME[:FORM][:OPTION=VALUE]…``, unchecked.
+
+    Raises:
+        ConfigError: an option is given twice.
+    """
     name, *parts = text.split(":")
     form = parts.pop(0) if parts and "=" not in parts[0] else None
-    return name, form, {part.partition("=")[0].replace("-", "_"): part.partition("=")[2] for part in parts}
+    options: dict[str, str] = {}
+    for option, _, value in (part.partition("=") for part in parts):
+        if (option := option.replace("-", "_")) in options:
+            raise ConfigError(f"{text}: {option} is given twice")
+        options[option] = value
+    return name, form, options
 
 
 def mode_options(text: str, flag: str = "--modes", known: Sequence[str] | None = None) -> tuple[str, dict[str, Any]]:
@@ -45,6 +54,8 @@ def mode_options(text: str, flag: str = "--modes", known: Sequence[str] | None =
         forms = _names(hints.get(option))
         if form not in forms:
             raise ConfigError(f"{flag} {text}: {name} has no form {form!r}; it has {', '.join(forms) or 'only one'}")
+        if option in given:
+            raise ConfigError(f"{flag} {text}: {option} is given twice")
         given[option] = form
     values = {}
     for option, value in given.items():

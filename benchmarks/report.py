@@ -46,8 +46,8 @@ OUT_OF_MEMORY, NOT_SUPPORTED = "out of memory", "not supported"
 """How errors begin that larger cases would meet too."""
 OWN_FLAGS = {"--run-dir": "--out", "--attention": "--modes"}
 """The benchmarks' names for flags of ``train.py``."""
-FILE_FLAGS = ("json", "picture", "text", "out", "words")
-"""Flags that the ``command`` in a file leaves out, because they name files."""
+LEFT_OUT = ("json", "picture", "text", "out", "words", "arguments")
+"""What the ``command`` in a file leaves out: the names of files, and what is no flag."""
 
 _kept: dict[Path, str] = {}
 
@@ -391,7 +391,7 @@ class Results:
             value = flags.pop(name)
             words[:0] = map(str, value if isinstance(value, list) else [value])
         given = [word for name, value in flags.items()
-                 if name not in FILE_FLAGS and value is not None and value is not False
+                 if name not in LEFT_OUT and value is not None and value is not False
                  for word in ("--" + name.replace("_", "-"), *(() if value is True else (_flag(value),)))]
         return {
             "device": _device(),
@@ -469,9 +469,10 @@ class Benchmark:
             parser.add_argument("--json", type=output_file, help="file to write")
         if self.panels is not None and not self.files:
             parser.add_argument("--picture", type=picture_file, help="PNG or SVG to draw, if matplotlib is installed")
-        arguments = _switched(arguments, [f"--{name}" for name, told in self.flags.items() if "action" in told])
+        given = list(arguments)
+        arguments = _switched(given, [f"--{name}" for name, told in self.flags.items() if "action" in told])
         options, words = parser.parse_known_args(arguments) if self.passes_on else (parser.parse_args(arguments), [])
-        options.words = words
+        options.words, options.arguments = words, given
         if self.files:
             options.json, options.text, options.picture = (
                 options.out.with_name(options.out.name + suffix) for suffix in (".json", ".md", ".png"))

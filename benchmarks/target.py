@@ -107,10 +107,7 @@ class Target:
         if dump is not None:
             # An expression that names no pass keeps the many texts of the passes out of the folder.
             options |= {"xla_dump_to": str(dump), "xla_dump_emitter_re": "^(ptx|asm).*"}
-        try:
-            return lowered.compile(compiler_options=options)
-        except jax.errors.JaxRuntimeError as error:
-            raise BenchmarkError(f"XLA: {str(error).strip().splitlines()[0]}") from error
+        return compile_lowered(lowered, options)
 
     @cached_property
     def _sharding(self) -> SingleDeviceSharding:
@@ -121,6 +118,18 @@ class Target:
         if found is None:
             raise ValueError(f"the description of a GPU lacks {pattern!r}")
         return found[1]
+
+
+def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
+    """Compiles a lowered program with options of XLA.
+
+    Raises:
+        BenchmarkError: it cannot be compiled.
+    """
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        raise BenchmarkError(f"XLA: {str(error).strip().splitlines()[0]}") from error
 
 
 def can_compile() -> bool:
@@ -172,7 +181,7 @@ def parse_words(words: Sequence[str], gpu: Target | None) -> Config:
     Raises:
         ConfigError: the command line is wrong.
     """
-    import train  # requires packages that the environments for compiling lack
+    import train  # a GPU machine may lack its packages
 
     with nullcontext() if gpu is None else gpu.tracing():
         return train.parse(words).config

@@ -16,8 +16,8 @@ def remarks(runs: Sequence[Run]) -> list[str]:
 
 def short_seeds(runs: Sequence[Run]) -> list[str]:
     """Runs that ended before the other seeds of their set-up."""
-    return [f"Left out of the mean over the seeds of {setup.label}, which are longer: "
-            f"{listed([f'{run.name} (ended at step {run.end("step"):,.0f})' for run in short])}."
+    return [f"Means over the seeds of {setup.label} leave out runs that are more than a tenth shorter than the "
+            f"longest: {listed([f'{run.name} (to step {run.end("step"):,.0f})' for run in short])}."
             for setup in group(runs) for kept in [{run.name for run in setup.lasting}]
             if (short := [run for run in setup.runs if run.name not in kept])]
 

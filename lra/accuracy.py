@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import report
 from comparison.curves import read_curves
-from configs.schema import check_format
+from configs.schema import LraConfig, check_format
 from support.command import status
 from support.errors import ConfigError, DataError, LineargptError, RunError
 from support.files import read_json
@@ -98,6 +98,7 @@ def load(path: Path) -> Run:
         if not (path / "test.json").is_file():
             raise DataError(f"{path}: not scored yet, no test.json; repeat the command of the run to finish it")
         found = read_json(path / "test.json", DataError)
+        config = LraConfig.from_dict(config).to_dict()  # with the fields that were added since
         config = {name: group for name, group in config.items() if name not in SAME}
         config["train"].pop("seed")
         config["data"].pop("dir")  # the same data may be in another folder

@@ -1,6 +1,7 @@
 """The environment of every test: an empty cache folder, a compilation cache that later starts share and, except for
 ``pytest -m gpu``, the CPU with shapes and types checked at run time."""
 
+import contextlib
 import gc
 import os
 import shutil
@@ -42,8 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _compilation_cache(config: pytest.Config) -> Path:
     folder = config.rootpath / COMPILED
-    if folder.exists() and sum(file.stat().st_size for file in folder.iterdir()) > COMPILED_BYTES:
-        shutil.rmtree(folder)
+    with contextlib.suppress(FileNotFoundError):  # it does not exist, or another start of the tests empties it
+        if sum(file.stat().st_size for file in folder.iterdir()) > COMPILED_BYTES:
+            shutil.rmtree(folder)
     return folder
 
 

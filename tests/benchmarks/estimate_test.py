@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,7 @@ def test_the_answer_and_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
                                          "softmax_attention"),
     (["--kernel", "linear_attention:1,2,3"], "expected B, T, H and D"),
     (["--kernel", "linear_attention:1,2,3,4", "--card", "h300"], "--card: invalid choice: 'h300'"),
+    (["configs/gpt2_124m.py", "--mesh.fsdp", "8"], "mesh.fsdp is 8; expected 1"),
     (["configs/gpt2_124m.py", "--vocabulary", "257"], "`make gpu-check` builds an environment that can"),
 ])
 def test_usage_errors(flags: list[str], told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
@@ -198,10 +200,16 @@ def test_usage_errors(flags: list[str], told: str, monkeypatch: pytest.MonkeyPat
     assert told in capsys.readouterr().err
 
 
-def test_a_step_on_several_devices_has_no_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(target, "find_python", lambda: sys.executable)
-    assert estimate.main(["configs/gpt2_124m.py", "--mesh.fsdp", "8"]) == 2
-    assert "mesh.fsdp is 8; expected 1" in capsys.readouterr().err
+def test_the_program_is_compiled_by_the_python_that_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    started = []
+    monkeypatch.setattr(target, "find_python", lambda: "envs/0.11.2/bin/python")
+    monkeypatch.setattr(estimate.subprocess, "run", lambda command, **_: started.append(command) or Namespace(
+        returncode=3))
+    given = ["configs/gpt2_124m.py", "--attention", "chunked", "--json", str(tmp_path / "estimate.json")]
+    assert estimate.main(given) == 3
+    assert estimate.main(["--kernel", "linear_attention:2,64,4,32"]) == 3
+    start = ["envs/0.11.2/bin/python", "-m", estimate.MODULE]
+    assert started == [[*start, *given, "--vocabulary", "50257"], [*start, "--kernel", "linear_attention:2,64,4,32"]]
 
 
 def test_what_does_not_fit_says_how_much_is_missing_and_what_helps():

@@ -42,6 +42,8 @@ def test_options_of_the_text_replace_defaults_and_a_mode_ignores_those_that_it_l
     ("reformer:rounds=", "rounds is empty; expected a whole number$"),
     ("reformer:rounds=0", "--rows reformer:rounds=0: model.modes.reformer.rounds is 0; expected at least 1$"),
     ("linear:feature_map=tanh", "feature_map is tanh; expected elu, relu, softplus, "),
+    ("reformer:rounds=4:rounds=8", "reformer:rounds=4:rounds=8: rounds is given twice$"),
+    ("softmax:materialised:form=blockwise", "softmax:materialised:form=blockwise: form is given twice$"),
     ("linear:normalize=maybe", "normalize is maybe; expected True, False or None$"),
 ])
 def test_what_is_wrong_with_a_mode_is_told(text, message):

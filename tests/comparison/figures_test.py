@@ -265,8 +265,8 @@ def test_loss_curves_are_means_over_the_seeds_that_last(make):
     assert (softmax.label, chunked.label) == ("SOFTMAX", "CHUNKED")
     assert means(softmax) == {20: 2.05, 40: 1.85, 60: 1.65, 80: 1.45, 100: 1.25}
     assert figure.rows[0] == ("SOFTMAX", "2", "100", "1.2500")
-    assert figure.remarks == (f"Left out of the mean over the seeds of softmax, which are longer: {died.name} (ended "
-                              "at step 40).",)
+    assert figure.remarks == ("Means over the seeds of softmax leave out runs that are more than a tenth shorter than "
+                              f"the longest: {died.name} (to step 40).",)
     assert loss_curves(runs, quantity="accuracy").remarks[0] == "Not drawn, without val accuracy: softmax."
 
 

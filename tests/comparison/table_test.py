@@ -122,8 +122,8 @@ def test_a_seed_that_ended_early_is_in_no_mean(tmp_path):
     assert found.rows[2].figures["loss_at_shortest"] is None
     assert table_note(found.rows, found.setups).startswith(
         "The shortest run of those averaged ended after 100.0 s of training.")
-    assert found.remarks == ("Left out of the mean over the seeds of softmax, which are longer: died (ended at step "
-                             "40).",)
+    assert found.remarks == ("Means over the seeds of softmax leave out runs that are more than a tenth shorter than "
+                             "the longest: died (to step 40).",)
     # It has a row, but no column of its own.
     assert [column.key for column in found.columns] == [column.key for column in without.columns]
 

@@ -66,6 +66,15 @@ def test_the_table_has_a_row_a_mode_the_published_rows_and_the_guessers(tmp_path
         ("softmax", "listops", [0, 1]), ("linear", "listops", [0]), ("linear", "pathfinder", [0])]
 
 
+def test_seeds_from_before_a_field_was_added_are_of_the_same_set_up(tmp_path):
+    runs = [write_run(tmp_path / "a", seed=0, accuracy=0.40), write_run(tmp_path / "b", seed=1, accuracy=0.42)]
+    path = runs[1] / "config.json"
+    config = json.loads(path.read_text())
+    del config["optimizer"]["name"], config["optimizer"]["drop_step"]
+    path.write_text(json.dumps(config))
+    assert "| `softmax` | 41.0 ± 1.4 |" in made(tmp_path, *runs)[1]
+
+
 def test_under_our_rows_of_a_mode_stands_what_was_published_of_it(tmp_path):
     runs = [write_run(tmp_path / "a", "performer"), write_run(tmp_path / "b", "linear"),
             write_run(tmp_path / "c", "performer", task="text", checksum="t"),
