@@ -11,7 +11,8 @@ figure 2 has no table of values. Its result: linear attention reaches the loss o
 more so the fewer its rounds.
 
 The quick form has the recipe's 2 layers of width 128 and its optimizer, for 1,500 updates of 16 sequences, with
-softmax, linear and 1 round of hashing. lra/README.md has runs of the recipe with batches of 32.
+softmax, linear and 1 round of hashing: 13 minutes on two CPU cores under load, after which none has converged
+(benchmarks/results/studies/copy/figures.md). lra/README.md has runs of the recipe with batches of 32.
 """
 
 from collections.abc import Mapping, Sequence

@@ -12,7 +12,7 @@ the gap between linear attention and softmax is 0.09 at 1,024 tokens for 124M an
 0.25 and 0.15. The whole study has not been run.
 
 The quick form has 2 layers of width 64 and 4 of width 128, at contexts of 512 and 4,096, for 80 updates of 4,096
-tokens.
+tokens: 12 runs, 5 minutes on two CPU cores.
 """
 
 from collections.abc import Mapping, Sequence

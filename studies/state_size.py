@@ -10,7 +10,8 @@ of the width, which is that of four heads. Each has four learning rates, of whic
 1,000 steps of 4,096 tokens.
 
 The quick form has width 64, one seed, and the rate 4e-3, for 300 steps of 1,024 tokens: 11 runs of half a minute on two
-CPU cores, and over a minute with 256 features.
+CPU cores, and over a minute with 256 features. There more features lower the loss, and wider heads need a lower rate
+(benchmarks/results/studies/state_size/figures.md).
 """
 
 from collections.abc import Sequence

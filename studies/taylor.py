@@ -10,7 +10,8 @@ scale. The quickstart's model with 2, 4 and 8 heads, so that D and the state cha
 has 4. Each has four learning rates, of which its best counts, and three seeds, for 1,000 steps of 4,096 tokens.
 
 The quick form has width 64, one seed, and the rate 4e-3, for 200 steps of 1,024 tokens: 16 runs of half a minute on two
-CPU cores, and two minutes of order 2 with two heads.
+CPU cores, and two minutes of order 2 with two heads. There order 2 is below softplus, and above softmax
+(benchmarks/results/studies/taylor/figures.md).
 """
 
 from collections.abc import Sequence
