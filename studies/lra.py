@@ -15,7 +15,8 @@ Retrieval needs data/lra_release, the official release. ListOps, Pathfinder and 
 Path-X in hours; Text and Image are downloaded from the Hugging Face Hub.
 
 The quick form has short ListOps (50 to 200 tokens) and Pathfinder with 14 × 14 pixels, softmax and linear with two
-layers of width 64, and one seed.
+layers of width 64, and one seed: 10 minutes on two CPU cores, after which linear still learns
+(benchmarks/results/studies/lra/figures.md).
 """
 
 from collections.abc import Sequence
