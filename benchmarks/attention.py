@@ -144,7 +144,7 @@ class Row(report.ModeRow):
         return abstract(name, config, head_width=self.head_width, width=self.head_width, max_length=self.context)
 
     def _picked_form(self) -> str | None:
-        name, _, form = self.mode.partition(":")
+        name, form, _ = split_mode(self.mode)
         if name == "fla":
             return None
         if self.is_layer:
@@ -154,7 +154,7 @@ class Row(report.ModeRow):
 
     def _picked_chunk_size(self) -> int | None:
         form = self._picked_form() if self.part == "chunks" else None
-        pick = attentions()[self.mode.partition(":")[0]].pick_chunk_sizes if form is not None else None
+        pick = attentions()[split_mode(self.mode)[0]].pick_chunk_sizes if form is not None else None
         forward, backward = (pick and pick(form, self.inputs)) or (None, None)
         return forward if self.passes == "forward" or forward == backward else None
 
@@ -166,9 +166,9 @@ def attentions() -> dict[str, TimedAttention]:
 
 def is_quadratic(mode: str) -> bool:
     """Whether a mode, or any of its forms if none is named, is quadratic in the context."""
-    name, _, form = mode.partition(":")
+    name, form, _ = split_mode(mode)
     forms = attentions()[name].forms if name in attentions() else {}
-    return any(told.quadratic for told in ([forms[form]] if form in forms else forms.values()))
+    return any(told.quadratic for told in ([forms[form]] if form is not None and form in forms else forms.values()))
 
 
 @functools.lru_cache(maxsize=1)
@@ -195,9 +195,9 @@ def attention(row: Row) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array
                                      width=row.heads * row.head_width, max_length=row.context)
         return lambda q, k, v: layer.mix(q, k, v, x_BTE=q.reshape(*q.shape[:2], -1), causal=row.causal,
                                          segment_ids_BT=None)
-    name, _, form = row.mode.partition(":")
+    name, form, _ = split_mode(row.mode)
     call = attentions()[name].call
-    return lambda q, k, v: call(q, k, v, chunk_size=row.chunk_size, implementation=form or None)
+    return lambda q, k, v: call(q, k, v, chunk_size=row.chunk_size, implementation=form)
 
 
 def prepare(row: Row) -> Callable[[], Any]:
@@ -326,7 +326,7 @@ def cases_of(part: str, options: Namespace) -> list[Row]:
     sizes = options.batch, options.heads or (1 if part == "noncausal" else 12), options.head_width
     if part == "chunks":
         chunked = [name for name, attention in attentions().items() if attention.pick_chunk_sizes is not None]
-        modes = [mode for mode in modes if mode.partition(":")[0] in chunked and "=" not in mode]
+        modes = [mode for mode in modes for name, _, given in [split_mode(mode)] if name in chunked and not given]
         if not modes:
             raise ConfigError(f"--modes {','.join(options.modes)}: the part chunks requires {', '.join(chunked)}")
     if part == "kernel":

@@ -78,8 +78,8 @@ def measure_step(config: Config, number: int, vocabulary: int, gpu: target.Targe
             "argument_bytes": planned.argument_size_in_bytes, "mesh": dict(mesh.shape)}
 
 
-def tell(config: Config, gpu: target.Target | None, options: Namespace, results: report.Results,
-         vocabulary: int) -> None:
+def tell(config: Config, vocabulary: int, gpu: target.Target | None, options: Namespace,
+         results: report.Results) -> None:
     """Compiles the step of a config for ``options.devices`` devices, and tells what each takes.
 
     Raises:

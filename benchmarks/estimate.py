@@ -269,23 +269,17 @@ def main(options: Namespace, results: report.Results) -> int | None:
     gpu = None if options.card == devices.CPU else target.Target(options.card)
     if options.devices is not None:
         devices.use_cpu_devices(options.devices)
-    config = vocabulary = None
-    with contextlib.redirect_stderr(io.StringIO()) as notes:
-        if call is None:
-            config = target.parse_words(options.words, gpu)
-            vocabulary = options.vocabulary or target.vocabulary_size(config)
-        if config is not None and options.devices is None:
-            target.check_one_device(config)
+    with contextlib.redirect_stderr(io.StringIO()) as notes:  # the other Python prints them too
+        program = None if call is not None else target.parse_program(options, gpu)
     if gpu is not None and (python := target.find_python()) != sys.executable:
         # Its environment may lack the tokenizer. Remarks of XLA on programs too large for the card are left out.
-        given = [*options.arguments, *([] if vocabulary is None else ["--vocabulary", str(vocabulary)])]
+        given = [*options.arguments, *([] if program is None else ["--vocabulary", str(program[1])])]
         environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
         return subprocess.run([python, "-m", MODULE, *given], env=environment, check=False).returncode
     print(notes.getvalue(), end="", file=sys.stderr)
     if options.devices is not None:
-        assert config is not None
-        assert vocabulary is not None
-        devices.tell(config, gpu, options, results, vocabulary)
+        assert program is not None
+        devices.tell(*program, gpu, options, results)
         return 0
     assert gpu is not None
     card = CARDS[options.card]
@@ -296,8 +290,8 @@ def main(options: Namespace, results: report.Results) -> int | None:
         found = estimate(gpu, trace_call(gpu, call), card)
         text, more = describe_call(call, found, card)
     else:
-        assert config is not None
-        assert vocabulary is not None
+        assert program is not None
+        config, vocabulary = program
         found = estimate(gpu, trace(gpu, config, vocabulary, options.sampling), card)
         check_fits(found["peak_bytes"], options.card)
         text, more = describe_program(config, found, gpu, options, vocabulary)

@@ -256,8 +256,7 @@ def check_memory(needed: int | None) -> None:
         raise MemoryError(f"needs {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free")
 
 
-def in_process(module: str, case: Mapping[str, Any], seconds: float | None = None,
-               python: str | None = None) -> dict[str, Any]:
+def in_process(module: str, case: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
     """Runs a case in a process of its own, which isolates memory and crashes.
 
     The process is ``python -m MODULE --case JSON``; its last line of output is the result as JSON.
@@ -266,13 +265,12 @@ def in_process(module: str, case: Mapping[str, Any], seconds: float | None = Non
         module: the benchmark's module.
         case: what is measured; goes through JSON.
         seconds: time limit; None, no limit.
-        python: Python executable; None, this one.
 
     Returns:
         the result, or ``{"error": …}`` if the process failed.
     """
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [python or sys.executable, "-m", module, "--case", json.dumps(case)]
+    command = [sys.executable, "-m", module, "--case", json.dumps(case)]
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -512,11 +510,18 @@ class Benchmark:
 
 def _switched(arguments: Sequence[str], switches: Sequence[str]) -> list[str]:
     """The arguments with ``--switch True`` as ``--switch``, and without ``--switch False``."""
-    out: list[str] = []
-    for word in itertools.chain(*(word.split("=", word.split("=")[0] in switches) for word in arguments)):
-        valued = out[-1:] and out[-1] in switches and word.lower() in ("true", "false")
-        out = [*out, word] if not valued else out if word.lower() == "true" else out[:-1]
-    return out
+    words: list[str] = []
+    for argument in arguments:
+        switch, equals, value = argument.partition("=")
+        words += [switch, value] if equals and switch in switches else [argument]
+    kept: list[str] = []
+    for word in words:
+        if kept and kept[-1] in switches and word.lower() in ("true", "false"):
+            if word.lower() == "false":
+                kept.pop()
+        else:
+            kept.append(word)
+    return kept
 
 
 def output_file(text: str) -> Path:

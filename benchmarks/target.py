@@ -7,6 +7,7 @@ and NVIDIA's assembler, which ``scripts/gpu_check.sh`` installs into environment
 import importlib.util
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -165,6 +166,19 @@ def find_python() -> str:
                           f"{REMEDY}; then repeat the command")
     best = max(built, key=lambda folder: (folder.name == jax.__version__, _numbers(folder.name)))
     return str(best / "bin" / "python")
+
+
+def parse_program(options: Namespace, gpu: Target | None) -> tuple[Config, int]:
+    """The config of ``options.words``, flags of train.py, and the size of its vocabulary.
+
+    Raises:
+        ConfigError: the command line is wrong, asks for several devices without ``options.devices``, or the size of
+            the vocabulary is unknown.
+    """
+    config = parse_words(options.words, gpu)
+    if options.devices is None:
+        check_one_device(config)
+    return config, options.vocabulary or vocabulary_size(config)
 
 
 def check_one_device(config: Config) -> None:

@@ -3,7 +3,7 @@
     studies/NAME.py          a docstring (the question, the command, the time, the result) and two functions:
                              get_runs(quick: bool) -> list[Variation]
                              figures(runs: Sequence[comparison.runs.Run]) -> Sequence[comparison.figures.Figure]
-                             and, for lines below the list of --dry-run, notes(quick: bool) -> Sequence[str]
+                             and a third, for lines that sweep.py prints: notes(quick: bool) -> Sequence[str]
     OUT/study.json           the study, and the name and the hash of each of its runs
     OUT/NAME/                a run, as written by its command
     OUT/NAME/run.json        its fields, their hash, and whether it is finished
@@ -139,7 +139,7 @@ class Study:
         return self._call("figures", runs)
 
     def notes(self, quick: bool) -> Sequence[str]:
-        """The lines that the study's ``notes``, if it has one, adds to ``sweep.py --dry-run``.
+        """The lines of the study's ``notes``, if it has one, such as data that it needs.
 
         Raises:
             ConfigError: ``notes`` fails.

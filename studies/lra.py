@@ -75,7 +75,7 @@ def notes(quick: bool) -> list[str]:
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:
     found, left_out = accuracy.load_all([run.path for run in runs if run.is_finished])
     published = read_json(accuracy.PUBLISHED)["accuracy"]
-    # The first published row has the tasks in their order.
+    # The published rows come first: the first has all tasks in their order, which is that of the axis.
     lines = [*_published(published, {run.attention for run in found}), *_ours(found)] if found else []
     headings, rows = accuracy.accuracy_table(found, published)
     return [Figure(

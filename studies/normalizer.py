@@ -8,7 +8,8 @@ output instead, and with both. Each has four learning rates a factor of two apar
 4,096 tokens.
 
 The quick form has width 64, one seed, and the rates 1e-3 and 4e-3, for 300 steps of 1,024 tokens: 8 runs of half a
-minute on two CPU cores. There the normaliser is the best (benchmarks/results/studies/normalizer/figures.md).
+minute on two CPU cores. There the normaliser alone has the lowest loss; an output norm is better at the lower rate, the
+normaliser at the higher (benchmarks/results/studies/normalizer/figures.md).
 """
 
 from collections.abc import Sequence
