@@ -67,9 +67,9 @@ class EncoderConfig:
     """Maximum sequence length."""
     positions: Literal["sinusoidal", "learned", "rotary", "none"] = "sinusoidal"
     """Position encoding."""
-    pooling: Literal["cls", "mean"] = "cls"
-    """Input of the classifier. cls: the output of a learned token before the sequence; mean: the mean over valid
-    tokens."""
+    pooling: Literal["cls", "mean", "none"] = "cls"
+    """Output of the encoder. cls: that of a learned token before the sequence; mean: the mean over valid tokens; none:
+    one per position, which is not for classifiers."""
     towers: int = 1
     """Number of sequences in an example. With 2, both go through the same encoder."""
     classes: int = 2

@@ -1,12 +1,13 @@
-"""Bidirectional encoders with any attention, and their classifiers: the models of the Long Range Arena.
+"""Bidirectional encoders with any attention, and their classifiers, the models of the Long Range Arena.
 
 Tay et al., "Long Range Arena: A Benchmark for Efficient Transformers", 2021. The blocks are those of the language
-model. Padding follows the tokens of a row. It is never attended to or averaged, and changes no output.
+model. Padding follows the tokens or frames of a row. It is never attended to or averaged, and changes no output.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +24,29 @@ from support.errors import ConfigError
 
 
 class Encoder(nnx.Module):
-    """An encoder from tokens to one vector per sequence.
+    """An encoder from tokens, or from frames, to one vector per sequence or per position.
 
     Args:
         config: sizes, positions, pooling, dtype and the attention of each layer, from :func:`resolve_config`.
-        vocab_size: V.
+        vocab_size: V, for tokens.
+        features: K, the number of features of a frame, in place of V.
         rngs: its streams ``params`` and ``attention`` initialise the parameters.
+
+    Raises:
+        ValueError: not exactly one of ``vocab_size`` and ``features``.
     """
 
-    def __init__(self, config: EncoderConfig, vocab_size: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderConfig, vocab_size: int | None = None, *, features: int | None = None,
+                 rngs: nnx.Rngs):
+        if (vocab_size is None) == (features is None):
+            raise ValueError(f"vocab_size is {vocab_size} and features {features}; expected one of them")
         self.config, self.vocab_size = config, vocab_size
         E, length = config.width, config.context + (config.pooling == "cls")
-        self.token_embedding = nnx.Embed(vocab_size, E, embedding_init=nnx.initializers.normal(1.0), rngs=rngs,
-                                         embedding_metadata=declare("vocabulary", "width", decays=True))
+        self.token_embedding: Any = nnx.data(None if vocab_size is None else nnx.Embed(
+            vocab_size, E, embedding_init=nnx.initializers.normal(1.0), rngs=rngs,
+            embedding_metadata=declare("vocabulary", "width", decays=True)))
+        self.frame_projection: Any = nnx.data(
+            None if features is None else Linear(features, E, axes=(None, "width"), rngs=rngs))
         self.position_embedding = nnx.data(
             nnx.Embed(length, E, embedding_init=nnx.initializers.normal(INITIAL_SCALE), rngs=rngs,
                       embedding_metadata=declare("positions", "width", decays=True))
@@ -50,23 +61,26 @@ class Encoder(nnx.Module):
         for linear in linears(self):
             linear.kernel[...] *= linear.kernel[...].shape[0] ** -0.5 / INITIAL_SCALE
 
-    def forward(self, tokens_BT: Int[Array, "B T"], *, valid_BT: Bool[Array, "B T"] | None = None,
-                dropout: Key[Array, ""] | None = None, remat: Remat = "none") -> Float[Array, "B E"]:
-        """One vector per sequence, float32: that of the CLS token, or the mean over valid tokens.
+    def forward(self, inputs: Int[Array, "B T"] | Float[Array, "B T K"], *,
+                valid_BT: Bool[Array, "B T"] | None = None, dropout: Key[Array, ""] | None = None,
+                remat: Remat = "none") -> Float[Array, "B E"] | Float[Array, "B T E"]:
+        """One vector per sequence, that of the CLS token or the mean over valid positions; without pooling, one per
+        position. Float32.
 
         Args:
-            tokens_BT: at most ``config.context`` tokens.
-            valid_BT: false on padding, which follows the valid tokens of a row.
+            inputs: at most ``config.context`` tokens, or frames of K features.
+            valid_BT: false on padding, which follows the valid positions of a row.
             dropout: random key of dropout; None: no dropout, as in evaluation.
             remat: rematerialisation, as for a block's ``forward``.
 
         Raises:
             ValueError: a sequence is longer than ``config.context``.
         """
-        B, length = tokens_BT.shape
+        B, length = inputs.shape[:2]
         if length > self.config.context:
-            raise ValueError(f"tokens_BT has {length} tokens; expected at most model.context, {self.config.context}")
-        x_BTE = self.token_embedding(tokens_BT)
+            raise ValueError(f"a row of inputs has {length} positions; expected at most model.context, "
+                             f"{self.config.context}")
+        x_BTE = self.frame_projection(wide(inputs)) if self.token_embedding is None else self.token_embedding(inputs)
         segment_ids_BT = None if valid_BT is None else jnp.where(valid_BT, 0, -1).astype(jnp.int32)
         if self.cls_E is not None:
             cls_B1E = jnp.broadcast_to(self.cls_E[...][None, None], (B, 1, x_BTE.shape[2]))
@@ -86,6 +100,8 @@ class Encoder(nnx.Module):
             x_BTE, _ = block.forward(x_BTE, positions_BT=rotations_BT, segment_ids_BT=segment_ids_BT, causal=False,
                                      drop=dropping(self.config.dropout, _fold_in(dropout, number)), remat=remat)
         x_BTE = self.final_norm(x_BTE)
+        if self.config.pooling == "none":
+            return x_BTE
         if self.config.pooling == "cls":
             return x_BTE[:, 0]
         if valid_BT is None:
@@ -123,9 +139,14 @@ class Classifier(nnx.Module):
         config: resolved config of the encoder; ``classes`` and ``towers`` are for the head.
         vocab_size: V.
         rngs: as for :class:`Encoder`.
+
+    Raises:
+        ConfigError: the encoder has no pooling.
     """
 
     def __init__(self, config: EncoderConfig, vocab_size: int, *, rngs: nnx.Rngs):
+        if config.pooling == "none":
+            raise ConfigError("model.pooling is none; expected cls or mean for a classifier")
         self.encoder = Encoder(config, vocab_size, rngs=rngs)
         self.config = config
         self.head_hidden = Linear(config.width * (4 if config.towers == 2 else 1), config.mlp_width,

@@ -172,5 +172,39 @@ def test_what_does_not_go_together_is_refused(fields, message):
 
 
 def test_a_sequence_that_is_too_long_is_refused():
-    with pytest.raises(ValueError, match=r"tokens_BT has 75 tokens; expected at most model\.context, 74"):
+    with pytest.raises(ValueError, match=r"a row of inputs has 75 positions; expected at most model\.context, 74"):
         Encoder(config(), V, rngs=nnx.Rngs(0)).forward(tokens(length=75))
+
+
+@pytest.mark.parametrize("mode", ["softmax", "linear"])
+def test_without_pooling_padding_changes_no_valid_position(mode):
+    model = Encoder(config(pooling="none", attention=(mode,)), V, rngs=nnx.Rngs(0))
+    lengths, x_BT = [T, 20, 3], tokens()
+    found = model.forward(x_BT)
+    assert found.shape == (3, T, 16)
+    padded_BT, valid_BT = padded(x_BT, lengths, 2 * T)
+    again = model.forward(padded_BT, valid_BT=valid_BT)
+    for row, length in enumerate(lengths):
+        alone = model.forward(x_BT[row : row + 1, :length])
+        np.testing.assert_allclose(again[row, :length], alone[0], atol=2e-5)
+
+
+def test_frames_take_the_place_of_tokens():
+    """The model of one-hot frames equals that of tokens whose embedding is the projection."""
+    frames = Encoder(config(pooling="none"), features=V, rngs=nnx.Rngs(0))
+    of_tokens = Encoder(config(pooling="none"), V, rngs=nnx.Rngs(0))
+    of_tokens.blocks, of_tokens.final_norm = frames.blocks, frames.final_norm
+    of_tokens.token_embedding.embedding[...] = frames.frame_projection.kernel[...]
+    x_BT = tokens()
+    np.testing.assert_allclose(frames.forward(jax.nn.one_hot(x_BT, V)), of_tokens.forward(x_BT), atol=1e-5)
+
+
+def test_an_encoder_has_tokens_or_frames():
+    for sizes in ({}, {"vocab_size": V, "features": 4}):
+        with pytest.raises(ValueError, match="expected one of them"):
+            Encoder(config(), **sizes, rngs=nnx.Rngs(0))
+
+
+def test_a_classifier_needs_pooling():
+    with pytest.raises(ConfigError, match="expected cls or mean"):
+        Classifier(config(pooling="none"), V, rngs=nnx.Rngs(0))
