@@ -223,7 +223,7 @@ def markdown(results: Sequence[Result], origin: Mapping[str, Any]) -> str:
     compared = f" ({{}} {BASELINE})" if BASELINE in rows else ""
     shape = SHAPES[first.shape]
     text = [f"# Long Range Arena: efficiency, {first.shape} shape", "",
-            f"Measured on {origin['device']}, jax {origin['versions']['jax']}, {first.dtype}; sequences a step: "
+            f"Measured on {origin['device']}, jax {origin['versions']['jax']}, {first.dtype}; sequences per step: "
             f"{first.sequences}; {first.layers or shape.layers} layers of {shape.heads} heads, width {shape.width}, "
             f"MLP {shape.mlp_width}:", "", f"    {origin['command']} --out NAME", "",
             f"Published: {published['source']}. {published['notes']}", ""]
@@ -249,15 +249,16 @@ def markdown(results: Sequence[Result], origin: Mapping[str, Any]) -> str:
         return f"{result.peak_bytes / 1e9:.2f}{times(smaller(result, found))}"
 
     if not first.memory_only:
-        text += [f"## Steps a second{compared.format('times')}", "", *ours(speed), "",
+        text += [f"## Steps per second{compared.format('times')}", "", *ours(speed), "",
                  *theirs("steps_per_second", ".1f", inverse=False), ""]
         spreads = [(result.quartiles[1] - result.quartiles[0]) * result.steps_per_second for result in results
                    if result.quartiles is not None and result.steps_per_second is not None]
         if spreads:
-            text += [f"Of the median step; the middle half of a case's steps spans {100 * median(spreads):.0f} % of it "
-                     f"in the median case, {100 * max(spreads):.0f} % at most.", ""]
-    text += [f"## Memory of a step, GB{compared.format('times less than')}", "",
-             "What the compiler plans for arguments, outputs and temporaries, also where that does not fit.", "",
+            text += ["From the median step. The interquartile range of a case is "
+                     f"{100 * median(spreads):.0f} % of the median step in the median case, "
+                     f"{100 * max(spreads):.0f} % at most.", ""]
+    text += [f"## Memory per step, GB{compared.format('times less than')}", "",
+             "Memory planned by the compiler for arguments, outputs and temporaries, even if it does not fit.", "",
              *ours(memory), "", *theirs("gigabytes", ".2f", inverse=True), ""]
     text += ["## Options of the rows", "", *(f"- `{row}`: {_options_of(found[row, lengths[0]])}." for row in rows), ""]
     if any("released" in entry for entry in others.values()):
@@ -324,10 +325,10 @@ def panels(results: Sequence[Result]) -> list[Panel]:
         return Panel(curves(results, "row", "tokens", value), x="length (tokens)", y=y,
                      published=others(quantity, inverse=inverse) if quantity else {})
 
-    speed = [panel("steps a second", "steps_per_second"),
+    speed = [panel("steps per second", "steps_per_second"),
              panel("times materialised softmax", lambda result: faster(result, found), "steps_per_second")]
     return [*([] if results[0].memory_only else speed),
-            panel("memory of a step (GB)", lambda result: result.peak_bytes and result.peak_bytes / 1e9),
+            panel("memory per step (GB)", lambda result: result.peak_bytes and result.peak_bytes / 1e9),
             panel("times less than materialised softmax", lambda result: smaller(result, found), "gigabytes",
                   inverse=True)]
 
@@ -340,7 +341,7 @@ def panels(results: Sequence[Result]) -> list[Panel]:
         "lengths": report.flag("tokens, with commas between", (1000, 2000, 3000, 4000, 8000, 16000)),
         "shape": report.flag(" or ".join(SHAPES), "paper"),
         "layers": report.flag("in place of the shape's", type=report.positive),
-        "batch": report.flag("sequences a step, in place of the shape's", type=report.positive),
+        "batch": report.flag("sequences per step, in place of the shape's", type=report.positive),
         "dtype": report.flag("compute dtype", "float32", choices=("float32", "bfloat16")),
         "steps": report.flag("steps timed of each case", 20),
         "seconds": report.flag("about how long they may take: slow ones are fewer", 60.0),
