@@ -353,16 +353,20 @@ def run(chosen: Sequence[Case], target: Target, results: report.Results) -> None
         "launches": report.columns(("case", "case", ""), ("launches", "launches", ""), ("at most", "most", ""),
                                    title="Launches for a token")},
     flags={"only": report.flag("compile only the cases with this in their name", default="", metavar="TEXT"),
-           "ours": report.flag("compile only the cases that have a kernel of ours", False)})
+           "ours": report.flag("compile only the cases that have a kernel of ours", False),
+           "others": report.flag("compile only the cases that have none", False)})
 def main(options: Namespace, results: report.Results) -> None:
     """Compiles the cases."""
     if not can_compile():
         raise ConfigError(f"this Python ({sys.executable}) lacks jax's CUDA plug-in; {REMEDY}")
     target = Target()
-    chosen = [case for case in cases(target) if options.only in case.name and (case.ours or not options.ours)]
-    if not chosen:
+    if options.ours and options.others:
+        raise ConfigError("--ours and --others are mutually exclusive")
+    named = [case for case in cases(target) if options.only in case.name]
+    if not named:
         raise ConfigError(f"--only {options.only}: no case has this in its name; the cases are "
                           + ", ".join(case.name for case in cases(target)))
+    chosen = [case for case in named if not (options.others if case.ours else options.ours)]
     run(chosen, target, results)
 
 

@@ -376,8 +376,8 @@ class Results:
         """Printed above the tables in place of the device."""
         self.text = ""
         """Printed in place of the tables."""
-        self.failed = False
-        """Whether the exit code is 1, whatever the rows."""
+        self.failed: bool | None = None
+        """Whether the exit code is 1. None: if every row of the first table has an error."""
         self._module, self._options, self._positional = module, options, positional
 
     @functools.cached_property
@@ -424,8 +424,7 @@ class Results:
 class Benchmark:
     """A command: called with the arguments of the command line, or those of the process, it returns the exit code.
 
-    The exit code is what ``measure`` returns. If that is None, it is 1 if every row of the first table has an error,
-    or :class:`Results` has ``failed``.
+    The exit code is what ``measure`` returns; if that is None, as ``failed`` of :class:`Results`.
     """
 
     measure: Callable[[Namespace, Results], int | None]
@@ -489,8 +488,9 @@ class Benchmark:
         if not tables or code is not None:
             return code or 0
         self._show(results, tables, vars(options).get("picture"))
-        measured = any(getattr(row, "error", None) is None for row in results.rows[next(iter(tables))])
-        return 0 if measured and not results.failed else 1
+        if results.failed is None:
+            results.failed = all(getattr(row, "error", None) is not None for row in results.rows[next(iter(tables))])
+        return int(results.failed)
 
     def _show(self, results: Results, tables: Mapping[str, Table], picture: Path | None) -> None:
         device = results.origin["device"]

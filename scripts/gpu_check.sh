@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds .venv-gpu/VERSION for the oldest supported version of jax and that of requirements.lock, with the packages that
 # compile for an NVIDIA GPU on a machine without one, and runs the check in both. The tables are in
-# .venv-gpu/VERSION/report.txt. The arguments are those of `python -m benchmarks.gpu_check`.
+# .venv-gpu/VERSION/report.txt and report-others.txt. The arguments are those of `python -m benchmarks.gpu_check`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p .venv-gpu
@@ -20,18 +20,23 @@ locked() { sed -nE "s/^($1)==([^ ;]+).*/\1==\2/p" requirements.lock; }
 mapfile -t -O "${#packages[@]}" packages < <(locked "$names")
 newest=$(locked jax)
 
-reports=()
 # Background jobs of a shell ignore Ctrl-C.
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-for version in 0.11.2 "${newest#jax==}"; do
+versions=(0.11.2 "${newest#jax==}")
+for version in "${versions[@]}"; do
     bash scripts/environment.sh ".venv-gpu/$version" --quiet --no-deps "${packages[@]}" \
         "jax==$version" "jaxlib==$version" "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" 8>&-
-    reports+=(".venv-gpu/$version/report.txt")
 done
+reports=()
+start() { # VERSION REPORT ARGUMENTS, in the background
+    local version=$1 report=.venv-gpu/$1/$2
+    reports+=("$report")
+    ".venv-gpu/$version/bin/python" -m benchmarks.gpu_check "${@:3}" > "$report" &
+}
 # In parallel, because much of a compilation uses one core.
 # With the older version only what has a kernel of ours: the rest is XLA's alone.
-"${reports[0]%/*}/bin/python" -m benchmarks.gpu_check --ours "$@" > "${reports[0]}" &
-"${reports[1]%/*}/bin/python" -m benchmarks.gpu_check "$@" > "${reports[1]}" &
+for version in "${versions[@]}"; do start "$version" report.txt --ours "$@"; done
+start "${versions[1]}" report-others.txt --others "$@"
 failed=0
 for job in $(jobs -p); do wait "$job" || failed=$?; done
 # A report's last line is its verdict: print all verdicts at the end.

@@ -171,6 +171,25 @@ def test_equal_kernels_are_a_line_once():
     assert len(list(gpu_check.rows("a case", [one, gpu_check.Kernel(other.name, 97, 0, 0)], LIMIT))) == 2
 
 
+@pytest.mark.parametrize(("flags", "compiled"), [
+    ([], ["op", "step"]), (["--ours"], ["op"]), (["--others"], ["step"]), (["--others", "--only", "op"], [])])
+def test_the_two_halves_are_the_whole(monkeypatch, flags, compiled):
+    monkeypatch.setattr(gpu_check, "can_compile", lambda: True)
+    monkeypatch.setattr(gpu_check, "Target", _Target)
+    monkeypatch.setattr(gpu_check, "cases", lambda _: [gpu_check.Case("op", lambda: "traced", ("linear_attention_",)),
+                                                       gpu_check.Case("step", lambda: "traced", ())])
+    found = []
+    monkeypatch.setattr(gpu_check, "check", lambda case, _: found.append(case.name) or (gpu_check.Program([], 0), []))
+    assert gpu_check.main(flags) == 0
+    assert found == compiled
+
+
+def test_no_half_is_left_over(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "can_compile", lambda: True)
+    assert gpu_check.main(["--ours", "--others"]) == 2
+    assert "mutually exclusive" in capsys.readouterr().err
+
+
 def test_the_description_of_the_target():
     gpu = target.Target("h200")
     assert (gpu.kind, gpu.architecture, gpu.shared_bytes) == ("NVIDIA H200", "sm_90a", LIMIT)
