@@ -4,6 +4,7 @@
     python sweep.py studies/learning_rate.py --out runs/lr --dry-run --measure
     python sweep.py studies/learning_rate.py --out runs/lr --commands runs.txt
     python sweep.py studies/learning_rate.py --out runs/lr --index 3
+    python sweep.py studies/lra.py --out runs/lra --rows chunked --dry-run
 
 The same command skips finished runs and resumes interrupted ones. A failed run does not stop the others. Ctrl-C saves
 the current run and stops. docs/sweeps.md explains how to spread a study over machines.
@@ -25,6 +26,7 @@ import jax
 import tyro
 
 from comparison.study import Study, draw, load_study
+from models import attention
 from support.command import run_command, status
 from support.errors import FAILURE, ConfigError
 from support.files import write_text
@@ -43,6 +45,8 @@ class Options:
     """Output folder: one folder per run, and the figures."""
     quick: bool = False
     """Run the quick form of the study: fewer and shorter runs."""
+    rows: str | None = None
+    """Attention modes in place of the study's own, with commas between, if the study supports it."""
     parallel: int = 1
     """Number of runs at once, one device each."""
     dry_run: bool = False
@@ -68,6 +72,16 @@ def check(options: Options) -> None:
         raise ConfigError("--measure requires --dry-run")
     if options.parallel < 1:
         raise ConfigError(f"--parallel {options.parallel}: expected at least 1")
+
+
+def modes_of(rows: str | None) -> tuple[str, ...] | None:
+    """The modes of ``--rows``; :class:`ConfigError` if there is no such mode."""
+    if rows is None:
+        return None
+    modes = tuple(rows.split(","))
+    for mode in modes:
+        attention.load(mode, "--rows")
+    return modes
 
 
 def chosen(runs: Sequence[PlannedRun], index: int | None) -> Sequence[PlannedRun]:
@@ -105,7 +119,8 @@ def list_runs(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int
 def shell_lines(options: Options, count: int) -> list[str]:
     """The shell command of each run, for the working folder."""
     flags = [flag for flag, given in (("--quick", options.quick), ("--keep-all", options.keep_all)) if given]
-    line = ["python", *program("sweep.py"), str(options.study), "--out", str(options.out), *flags, "--index"]
+    rows = [] if options.rows is None else ["--rows", options.rows]
+    line = ["python", *program("sweep.py"), str(options.study), "--out", str(options.out), *rows, *flags, "--index"]
     return [shlex.join([*line, str(index)]) for index in range(count)]
 
 
@@ -138,8 +153,9 @@ def command(arguments: Sequence[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     options = tyro.cli(Options, args=checked_flags(arguments, Options), prog="sweep.py", description=__doc__)
     check(options)
+    rows = modes_of(options.rows)
     study = load_study(options.study)
-    runs = plan(study, options.out, quick=options.quick)
+    runs = plan(study, options.out, quick=options.quick, rows=rows)
     chosen(runs, options.index)
     folder.check_out(study, runs, options.out, quick=options.quick)
     if options.dry_run:

@@ -4,6 +4,7 @@
                              get_runs(quick: bool) -> list[Variation]
                              figures(runs: Sequence[comparison.runs.Run]) -> Sequence[comparison.figures.Figure]
                              and a third, for lines that sweep.py prints: notes(quick: bool) -> Sequence[str]
+                             get_runs may take rows, other attentions than its own: get_runs(quick, rows=None)
     OUT/study.json           the study, and the name and the hash of each of its runs
     OUT/NAME/                a run, as written by its command
     OUT/NAME/run.json        its fields, their hash, and whether it is finished
@@ -12,6 +13,7 @@
 """
 
 import importlib.util
+import inspect
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -113,13 +115,21 @@ class Study:
     """As in ``study.json``: relative to the root of lineargpt if the file is below it."""
     module: Any
 
-    def runs(self, quick: bool) -> list[Variation]:
+    def runs(self, quick: bool, rows: Sequence[str] | None = None) -> list[Variation]:
         """The runs of the study, or of its quick form, in order.
 
+        Args:
+            quick: whether of the quick form.
+            rows: attentions in place of the study's own.
+
         Raises:
-            ConfigError: ``get_runs`` fails, or returns no runs, duplicate names, or a name that is not a folder name.
+            ConfigError: ``get_runs`` fails, takes no rows, or returns no runs, duplicate names, or a name that is not
+                a folder name.
         """
-        runs = self._call("get_runs", quick)
+        if rows is not None and "rows" not in inspect.signature(self.module.get_runs).parameters:
+            raise ConfigError(f"--rows: {self.path} has its own attentions; expected a study with get_runs(quick, "
+                              "rows=None)")
+        runs = self._call("get_runs", quick, **({} if rows is None else {"rows": rows}))
         if not isinstance(runs, Sequence) or not runs or not all(isinstance(run, Variation) for run in runs):
             raise ConfigError(f"{self.path}: get_runs returns no runs; expected a list of Variation")
         for name, count in Counter(run.name for run in runs).items():
@@ -146,9 +156,9 @@ class Study:
         """
         return self._call("notes", quick) if hasattr(self.module, "notes") else ()
 
-    def _call(self, function: str, argument: Any) -> Any:
+    def _call(self, function: str, *arguments: Any, **named: Any) -> Any:
         try:
-            return getattr(self.module, function)(argument)
+            return getattr(self.module, function)(*arguments, **named)
         except (ConfigError, LineargptError):
             raise
         except Exception as error:  # a study is the user's own code

@@ -199,6 +199,9 @@ def resolve_config(config: EncoderConfig) -> EncoderConfig:
     layers = [attentions.abstract(mode, options, head_width=head_width(config), width=config.width,
                                   max_length=config.context) for mode, options in config.modes.items()]
     for layer in layers:
+        if layer.name not in attentions.encoder_modes():
+            raise ConfigError(f"--attention {layer.name}: it is causal and cannot be an encoder; expected one of "
+                              f"{', '.join(attentions.encoder_modes())}")
         if layer.parts.short_conv:
             raise ConfigError(f"model.modes.{layer.name}.short_conv is {layer.parts.short_conv}; expected 0 in an "
                               "encoder: the convolution is causal")

@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,13 +72,13 @@ def program(command: str) -> list[str]:
     return [command if Path.cwd() == ROOT else str(ROOT / command)]
 
 
-def plan(study: Study, out: Path, *, quick: bool) -> list[PlannedRun]:
-    """The runs of a study, in order.
+def plan(study: Study, out: Path, *, quick: bool, rows: Sequence[str] | None = None) -> list[PlannedRun]:
+    """The runs of a study, in order; arguments as in :meth:`Study.runs`.
 
     Raises:
         ConfigError: a run is invalid; the message names it and the field.
     """
-    return [plan_run(study.path, variation, out) for variation in study.runs(quick)]
+    return [plan_run(study.path, variation, out) for variation in study.runs(quick, rows)]
 
 
 def plan_run(study: Path, variation: Variation, out: Path) -> PlannedRun:

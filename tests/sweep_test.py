@@ -21,6 +21,7 @@ from comparison.runs import load_run
 from comparison.study import grid, load_study
 from configs.schema import Config
 from lra import tasks
+from support.errors import ConfigError
 from support.files import read_json
 from sweeps import estimates, folder, plan, processes
 from tests import tiny
@@ -420,10 +421,23 @@ def test_on_gpus_each_run_has_its_own(made: Made, monkeypatch: pytest.MonkeyPatc
     (["--measure"], "--measure requires --dry-run"),
     (["--dry-run", "--index", "0"], "--dry-run and --index are mutually exclusive"),
     (["--parallel", "0"], "expected at least 1"),
+    (["--rows", "linear"], "study.py has its own attentions"),
+    (["--rows", "linear,chunkd"], "--rows chunkd: no such mode; perhaps you meant chunked"),
 ])
 def test_flags_that_cannot_be_meant(made: Made, capsys: pytest.CaptureFixture[str], flags: list[str], told: str):
     assert made.sweep(*flags) == 2
     assert told in capsys.readouterr().err
+
+
+def test_rows_replace_the_attentions_of_a_study(made: Made, tmp_path: Path):
+    made.change("def get_runs(quick):", "def get_runs(quick, rows=None):")
+    made.change('("softmax",)', 'rows or ("softmax",)')
+    lines = tmp_path / "runs.txt"
+    assert made.sweep("--rows", "linear,chunked", "--commands", lines) == 0
+    assert [run["name"] for run in read_json(made.out / "study.json")["runs"]] == [
+        name.replace("softmax", mode) for mode in ("linear", "chunked") for name in RUNS]
+    first = shlex.split(lines.read_text().splitlines()[0])
+    assert first[first.index("--rows") + 1] == "linear,chunked"
 
 
 @pytest.mark.fast
@@ -483,6 +497,13 @@ def test_long_range_arena_is_planned_without_its_data(tmp_path: Path, monkeypatc
     known = estimates.Estimates([pathx])
     assert known.disk(pathx, keep_all=False) is not None
     assert known.problems == []
+    newer = plan.plan(study, tmp_path, quick=False, rows=("chunked", "sparse"))
+    assert [run.name for run in newer[::3]] == [
+        f"{mode}-task-{task}-seed-0" for task in ("listops", "text", "retrieval", "image", "pathfinder", "pathx")
+        for mode in ("chunked", "sparse")]
+    with pytest.raises(ConfigError, match="gated-task-listops-seed-0: --attention gated: it is causal and cannot be"):
+        plan.plan(study, tmp_path, quick=True, rows=("gated",))
+    assert len(study.runs(quick=True, rows=("chunked",))) == 2
     retrieval = [line for line in study.notes(quick=False) if line.startswith("retrieval: ")]
     assert "new_aan_pairs.train.tsv" in retrieval[0]
     assert "https://storage.googleapis.com/long-range-arena/lra_release.gz" in retrieval[0]

@@ -163,7 +163,7 @@ def test_models_that_cannot_be(changes, message):
 @pytest.mark.parametrize(("mode", "options", "message"), [
     ("softmax", {"short_conv": 4}, "model.modes.softmax.short_conv is 4; expected 0 in an encoder"),
     ("softmax", {"forget_gate": True}, "--attention softmax: with these options it is causal"),
-    ("gated", {"short_conv": 0}, "--attention gated: with these options it is causal"),
+    ("gated", {}, "--attention gated: it is causal and cannot be an encoder; expected one of bigbird, chunked"),
 ])
 def test_encoders_that_cannot_be(mode, options, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
