@@ -165,7 +165,7 @@ def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT]
     logging.check(config.logging)
     corpora = open_corpora(config.data)
     runs.check_corpus(before, corpora.checksum, corpora, run_dir)
-    corpora.check_context(config.model.context)
+    corpora.check_context(config.model.context, config.data.packing)
     mesh = make_mesh(config)
     model = abstract_model(config, corpora.vocabulary_size)
     check_shards(mesh, model)

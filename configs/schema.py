@@ -89,14 +89,16 @@ class DataConfig:
     """Where the tokens come from."""
 
     source: str = "python-stdlib"
-    """Corpus to prepare if there are no token files yet: python-stdlib, a text file or folder, or a dataset id."""
+    """Corpus to prepare if there are no token files yet: python-stdlib, a text file or folder, a dataset id, or, with
+    the tokenizer pixels, images."""
     dir: str | None = None
     """Folder of token files. None: a folder in the user's cache, prepared on first use."""
     tokenizer: str = "bytes"
-    """Tokenizer: bytes, or a tiktoken encoding such as gpt2."""
-    packing: Literal["stream", "documents"] = "stream"
+    """Tokenizer: bytes, a tiktoken encoding such as gpt2, or pixels for images."""
+    packing: Literal["stream", "documents", "rows"] = "stream"
     """stream: windows of the token stream, across document boundaries. documents: whole documents packed into rows,
-    padded at the end, without attention across documents (softmax then uses its blockwise form, not cuDNN's)."""
+    padded at the end, without attention across documents (softmax then uses its blockwise form, not cuDNN's). rows: a
+    document of exactly model.context tokens a row, after a separator; images require it."""
     mixture: tuple[tuple[str, float], ...] = ()
     """Mixture of corpora, in place of dir and source: pairs of a folder of token files or a source, and its weight."""
     verify: bool = True

@@ -8,6 +8,9 @@ of documents. With ``packing="documents"``, a window has several whole documents
 takes L positions: its tokens are the inputs, and its second token to its separator the targets. A document longer than
 T is cut into parts of T positions and a rest, each a separate segment. All tokens but the first of a document are
 targets. A document of exactly T tokens is exactly one window.
+
+With ``packing="rows"``, all documents have T tokens, and a window is one of them: its tokens are the targets, and the
+separator and all tokens but the last are the inputs.
 """
 
 import functools
@@ -111,25 +114,66 @@ class PackedWindows:
         return Batch(inputs_T, targets_T, segment_ids_T)
 
 
-def windows(files: TokenFiles, split: str, context: int, packing: str) -> StreamWindows | PackedWindows:
-    """The windows of a split, in the order of the text; packed documents are cached.
+@dataclass(frozen=True)
+class RowWindows:
+    """Windows of one document each, all of T = ``context`` tokens.
+
+    Raises:
+        ConfigError: documents have another length.
+    """
+
+    files: TokenFiles
+    split: str
+    context: int
+    padding: float = 0.0
+
+    def __post_init__(self) -> None:
+        lengths_N = np.diff(self.files.separators(self.split), prepend=-1) - 1
+        if not len(lengths_N) or self.files.tokens(self.split) != (lengths_N + 1).sum():
+            raise ConfigError(f"data.packing is rows; expected documents of model.context tokens, {self.context}, each "
+                              f"with a separator, in the {self.split} split in {self.files.directory}")
+        if (lengths_N != self.context).any():
+            least, most = lengths_N.min(), lengths_N.max()
+            found = f"{least:,} tokens" if least == most else f"{least:,} to {most:,} tokens"
+            raise ConfigError(f"model.context is {self.context}; with data.packing rows, expected the length of the "
+                              f"documents, which have {found} in the {self.split} split in {self.files.directory}")
+
+    def __len__(self) -> int:
+        return self.files.tokens(self.split) // (self.context + 1)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Window ``index``, of shape (T,)."""
+        start = index * (self.context + 1)
+        targets_T = self.files.read(self.split, start, start + self.context)
+        inputs_T = np.append(np.int32(self.files.separator), targets_T[:-1])
+        return Batch(inputs_T, self.files.scored(self.split, start, targets_T))
+
+
+Windows = StreamWindows | PackedWindows | RowWindows
+
+
+def windows(files: TokenFiles, split: str, context: int, packing: str) -> Windows:
+    """The windows of a split, in the order of the text; those of documents are cached.
 
     Args:
         files: the token files.
-        split: train or val.
+        split: train, val or, where there is one, test.
         context: tokens T per window.
-        packing: stream or documents.
+        packing: as ``data.packing``.
 
     Raises:
-        ConfigError: the split is shorter than a window.
+        ConfigError: the split is shorter than a window, or ``packing`` does not fit its documents.
     """
-    count_windows(files, split, context)
-    return StreamWindows(files, split, context) if packing == "stream" else _packed(files, split, context)
+    if packing != "rows":
+        if files.unit != "byte":
+            raise ConfigError(f"data.packing is {packing}; expected rows for the images in {files.directory}")
+        count_windows(files, split, context)
+    return StreamWindows(files, split, context) if packing == "stream" else _by_document(files, split, context, packing)
 
 
 @functools.lru_cache(maxsize=64)
-def _packed(files: TokenFiles, split: str, context: int) -> PackedWindows:
-    return PackedWindows(files, split, context)
+def _by_document(files: TokenFiles, split: str, context: int, packing: str) -> PackedWindows | RowWindows:
+    return (PackedWindows if packing == "documents" else RowWindows)(files, split, context)
 
 
 @dataclass(frozen=True)
@@ -181,11 +225,19 @@ class Corpora:
         """The mean of one value per corpus, weighted by the shares."""
         return sum(share * value for share, value in zip(self.shares, values, strict=True))
 
-    def check_context(self, context: int) -> None:
-        """Raises :class:`ConfigError` if a split is shorter than a window."""
+    def bits(self, split: str, loss: float) -> dict[str, float]:
+        """A loss in nats per token as ``bits_per_byte`` or, for images, ``bits_per_dimension``; empty if parts of the
+        text are not scored, which would make it meaningless."""
+        units = [found for files in self.files if (found := files.units_per_token(split)) is not None]
+        if len(units) < len(self.files):
+            return {}
+        return {f"bits_per_{self.files[0].unit}": loss / math.log(2) / self.mean(units)}
+
+    def check_context(self, context: int, packing: str) -> None:
+        """Raises :class:`ConfigError` if train or val has no windows; see :func:`windows`."""
         for files in self.files:
             for split in SPLITS:
-                count_windows(files, split, context)
+                windows(files, split, context, packing)
 
     def padding(self, split: str, context: int, packing: str) -> float:
         """Fraction of training positions that are padding."""
@@ -264,16 +316,16 @@ def batches(corpora: TokenFiles | Corpora, split: str, *, context: int, batch_si
     Args:
         corpora: the corpora. With several, the corpus of row i of training depends only on i; in any number of rows,
             each corpus has its share up to the number of corpora.
-        split: train or val.
+        split: train, val or test.
         context: tokens T per window.
         batch_size: windows B per batch, over all processes.
         seed: random seed of the order.
         start: number of consumed batches; the iterator continues exactly with batch ``start``.
         sharding: sharding of each (B, T) array; each process reads the rows of its devices. None: the default device.
-        packing: stream or documents.
+        packing: as ``data.packing``.
 
     Raises:
-        ConfigError: the split is shorter than a window.
+        ConfigError: as :func:`windows`.
     """
     import grain
 
@@ -342,7 +394,7 @@ def fixed_batches(files: TokenFiles, split: str, *, context: int, batch_size: in
     A split with fewer windows gives fewer batches; with fewer windows than ``batch_size``, one smaller batch.
 
     Raises:
-        ConfigError: the split is shorter than a window.
+        ConfigError: as :func:`windows`.
         DataError: no target is scored.
     """
     rows = windows(files, split, context, packing)

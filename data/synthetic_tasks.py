@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Integer
 
-from data.token_files import TokenFilesWriter, Vocabulary, check_free, write_errors
+from data.token_files import SPLITS, TokenFilesWriter, Vocabulary, check_free, write_errors
 from support.errors import ConfigError, DataError
 from support.files import replacing
 
@@ -38,17 +38,18 @@ class Document(NamedTuple):
 
 
 def write_corpus(directory: Path, splits: Mapping[str, Iterable[Document]], *, source: str,
-                 vocabulary: Vocabulary = BYTES) -> dict[str, Any]:
+                 vocabulary: Vocabulary = BYTES, **about: Any) -> dict[str, Any]:
     """Writes token files, with weights if documents have them, and returns the contents of ``meta.json``.
 
     The folder is created atomically.
 
     Args:
         directory: output folder.
-        splits: documents of "train" and "val"; either all have weights or none.
+        splits: documents of "train", "val" and perhaps "test"; either all have weights or none.
         source: description for ``meta.json``.
         vocabulary: vocabulary of the ids. With the tokenizer ``bytes``, ids are bytes and samples are readable. No
             document may contain the separator.
+        about: other entries of ``meta.json``.
 
     Raises:
         ConfigError: ``directory`` is not empty.
@@ -60,13 +61,13 @@ def write_corpus(directory: Path, splits: Mapping[str, Iterable[Document]], *, s
         directory.parent.mkdir(parents=True, exist_ok=True)
         with replacing(directory) as folder:
             folder.mkdir()
-            with TokenFilesWriter(folder, vocabulary) as writer:
+            with TokenFilesWriter(folder, vocabulary, splits=(*dict.fromkeys((*SPLITS, *splits)),)) as writer:
                 for split, documents in splits.items():
                     for number, document in enumerate(documents, 1):
                         _write_document(writer, split, number, document, vocabulary)
                 if not any(writer.documents(split) for split in splits):
                     raise DataError(f"{source}: expected some documents")
-                return writer.finish({"source": source, "source_version": None, "licence": None})
+                return writer.finish({"source": source, "source_version": None, "licence": None} | about)
 
 
 def _write_document(writer: TokenFilesWriter, split: str, number: int, document: Document, vocabulary: Vocabulary,

@@ -2,14 +2,15 @@
 
 ``DIR`` has shards ``{train,val}-00000.bin``, …: token ids, little-endian uint16 (uint32 for vocabularies above 65,536),
 with a separator after each document. A shard may have weights, ``{train,val}-00000.weights.bin``, a uint8 per token: 1
-for scored targets, else 0. ``meta.json`` describes them, with the SHA-256 of each file.
+for scored targets, else 0. ``meta.json`` describes them, with the SHA-256 of each file. Images may also have the split
+test.
 """
 
 import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from support.errors import ConfigError, DataError
 from support.files import read_json, write_json
 
 SPLITS = ("train", "val")
+"""The splits that every corpus has."""
 SHARD_TOKENS = 100_000_000
 """Maximum number of tokens per shard."""
 _DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -131,7 +133,7 @@ def _find_files(directory: Path, meta: dict[str, Any]) -> tuple[dict[str, _Split
     known = {file.path for split in splits.values() for files in split for file in files}
     wrong += [f"{path}: not in meta.json, perhaps from another tokenizer; move it away"
               for path in sorted(directory.glob("*.bin"))
-              if re.fullmatch(r"(train|val)-\d+(\.weights)?\.bin", path.name) and path not in known]
+              if re.fullmatch(r"(train|val|test)-\d+(\.weights)?\.bin", path.name) and path not in known]
     return splits, wrong
 
 
@@ -175,13 +177,23 @@ class TokenFiles:
         """Whether weights select the targets."""
         return any(split.weights for split in self._splits.values())
 
+    @property
+    def unit(self) -> str:
+        """What bits are counted per: byte, or dimension, a colour of a pixel."""
+        return self.meta.get("unit", "byte")
+
     def tokens(self, split: str) -> int:
         """Number of tokens of a split, including separators."""
         return self.meta["splits"][split]["tokens"]
 
-    def bytes_per_token(self, split: str) -> float:
-        """Average bytes of text per token; bits per byte = loss / ln 2 / this."""
-        return self.meta["splits"][split]["bytes"] / self.tokens(split)
+    def units_per_token(self, split: str) -> float | None:
+        """Average units per scored token: bits per unit = loss / ln 2 / this.
+
+        1 for images, whose scored tokens are dimensions. None for text with weights, parts of which are not scored.
+        """
+        if self.unit != "byte":
+            return 1.0
+        return None if self.weighted else self.meta["splits"][split]["bytes"] / self.tokens(split)
 
     def read(self, split: str, start: int, stop: int) -> Int32[np.ndarray, " T"]:
         """Tokens ``start`` to ``stop`` of a split, across shards.
@@ -315,12 +327,13 @@ class TokenFilesWriter:
         OSError: the disk cannot be written; also raised by all methods.
     """
 
-    def __init__(self, folder: Path, vocabulary: Vocabulary, state: dict[str, Any] | None = None):
+    def __init__(self, folder: Path, vocabulary: Vocabulary, state: dict[str, Any] | None = None, *,
+                 splits: Sequence[str] = SPLITS):
         self._folder, self._vocabulary = folder, vocabulary
         shards = [shard for entry in (state or {}).values() for shard in entry["shards"]]
         self._weighted = "weights_sha256" in shards[0] if shards else None
         self._splits = {split: _SplitWriter(folder, split, token_dtype(vocabulary.size), (state or {}).get(split))
-                        for split in SPLITS}
+                        for split in splits}
 
     @staticmethod
     def files(state: dict[str, Any]) -> set[str]:
@@ -333,7 +346,7 @@ class TokenFilesWriter:
         """Adds tokens to a split.
 
         Args:
-            split: train or val.
+            split: one of the splits.
             ids_T: ids, including separators.
             weights_T: 1 for scored targets, else 0; in all calls or none.
             text_bytes: bytes of text of the tokens.

@@ -1,4 +1,7 @@
-"""Tokenizers by name, ``bytes`` and every tiktoken encoding, and the tokenizing processes."""
+"""Tokenizers by name, ``bytes`` and every tiktoken encoding, and the tokenizing processes.
+
+The tokens of images are ``pixels``, without an encoding: :mod:`data.sources.images`.
+"""
 
 import collections
 import contextlib
@@ -26,6 +29,8 @@ from support.errors import ConfigError, DataError
 if TYPE_CHECKING:
     import tiktoken
 
+PIXELS = "pixels"
+"""The tokenizer of images, whose tokens are the levels of their pixels."""
 _END_OF_TEXT = "<|endoftext|>"
 _SERVE = "import sys; sys.path.insert(0, sys.argv[1]); from data import tokenizers; tokenizers._serve()"
 
@@ -62,7 +67,7 @@ def load(name: str) -> "tiktoken.Encoding":
     """The encoding ``name``: ``bytes`` (256 single bytes, end-of-text is 256) or one of tiktoken's, such as ``gpt2``.
 
     Raises:
-        ConfigError: there is no encoding of that name.
+        ConfigError: there is no encoding of that name, as of ``pixels``.
         DataError: its vocabulary is not in tiktoken's cache folder and cannot be downloaded.
     """
     import tiktoken
@@ -77,6 +82,8 @@ def load(name: str) -> "tiktoken.Encoding":
             explicit_n_vocab=257,
         )
     check_name(name)
+    if name == PIXELS:
+        raise ConfigError(f"the tokenizer {PIXELS} is of images; expected a tokenizer of text")
     try:
         return tiktoken.get_encoding(name)
     except OSError as error:  # includes the errors of requests
@@ -92,7 +99,7 @@ def check_name(name: str) -> None:
     """Raises :class:`ConfigError` unless ``name`` is a tokenizer; reads no vocabulary."""
     import tiktoken
 
-    names = ["bytes", *tiktoken.list_encoding_names()]
+    names = ["bytes", PIXELS, *tiktoken.list_encoding_names()]
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         raise ConfigError(f"data.tokenizer: no tokenizer {name!r}; expected one of {', '.join(names)}"

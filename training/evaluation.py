@@ -110,8 +110,7 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
             entry |= _figures(files, scores, scored_BT)
             loss = entry["loss"]
             entry["perplexity"] = math.exp(loss) if loss < 700 else None
-            if not files.weighted:
-                entry["bits_per_byte"] = loss / math.log(2) / files.bytes_per_token("val")
+            entry |= Corpora.of(files).bits("val", loss)
             entry["positions"] = [
                 {"first": first, "last": last, **_figures(files, scores, scored_BT & inside_BT)}
                 for first, last in position_bins(context)

@@ -1,7 +1,6 @@
 """Objectives: model, data and evaluation, for the training loop. :class:`LanguageModelling` is a GPT on corpora."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -104,9 +103,7 @@ class LanguageModelling:
             values = {"loss": corpora.mean([figures["loss"] for figures in each])}
             if corpora.weighted:
                 values["accuracy"] = corpora.mean([figures["accuracy"] for figures in each])
-            else:
-                bytes_per_token = corpora.mean([files.bytes_per_token("val") for files in corpora.files])
-                values["bits_per_byte"] = values["loss"] / math.log(2) / bytes_per_token
+            values |= corpora.bits("val", values["loss"])
             if len(each) > 1:
                 values |= {f"{name}/{corpus}": value for corpus, figures in zip(corpora.names, each, strict=True)
                            for name, value in figures.items()}
@@ -122,9 +119,7 @@ def _figures(files: TokenFiles, sums: Sequence[tuple[np.ndarray, ...]]) -> dict[
     """The figures of the val split of one corpus."""
     losses, counts, *right = zip(*sums, strict=True)
     loss = float(sum(losses)) / int(sum(counts))
-    figures = {"loss": loss}
-    if not files.weighted:  # meaningless if parts of the text are not scored
-        figures["bits_per_byte"] = loss / math.log(2) / files.bytes_per_token("val")
+    figures = {"loss": loss} | Corpora.of(files).bits("val", loss)
     if right:
         figures["accuracy"] = int(sum(right[0])) / int(sum(counts))
     return figures

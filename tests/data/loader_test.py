@@ -15,7 +15,7 @@ import pytest
 
 from configs.schema import DataConfig
 from data import prepare, token_files
-from data.loader import Batch, batches, fixed_batches, open_corpora, windows
+from data.loader import Batch, Corpora, batches, fixed_batches, open_corpora, windows
 from data.synthetic_tasks import Document, write_corpus
 from data.token_files import TokenFiles, Vocabulary
 from support.errors import ConfigError, DataError
@@ -177,9 +177,9 @@ def test_a_context_beyond_the_data_names_both(files, directory, make):
         make(files, "val", context=14, batch_size=1, **options)
 
 
-def test_bytes_per_token(files):
+def test_units_per_token(files):
     assert files.tokens("val") == 14
-    assert files.bytes_per_token("val") == 13 / 14
+    assert files.units_per_token("val") == 13 / 14
 
 
 def test_a_truncated_file_is_named_with_what_was_expected(directory):
@@ -360,6 +360,62 @@ def test_packed_batches_continue_exactly_and_are_sharded_like_tokens(tmp_path):
     epoch = np.concatenate([batch.inputs_BT for batch in found])[: len(windows(files, "train", 8, "documents"))]
     rows = packed(files, 8)
     assert sorted(map(tuple, epoch.tolist())) == sorted(tuple(row.inputs_BT.tolist()) for row in rows)
+
+
+def counted(directory: Path, lengths: list[int], *, weights: bool = False, **about) -> TokenFiles:
+    """Documents that count on from one to the next, 100, 101, …; the separator is 7. Weights count the even."""
+    def documents():
+        for length, end in zip(lengths, np.cumsum(lengths), strict=True):
+            ids = np.arange(end - length, end) + 100
+            yield Document(ids, (ids % 2 == 0).astype(int) if weights else None)
+
+    write_corpus(directory, {"train": documents(), "val": documents()}, source="counting",
+                 vocabulary=Vocabulary("pixels", None, 1000, 7), **about)
+    return TokenFiles.open(directory)
+
+
+@pytest.mark.fast
+def test_a_row_is_a_document_after_its_separator(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "SHARD_TOKENS", 6)  # rows straddle shards
+    rows = windows(counted(tmp_path / "tokens", [4] * 3), "train", 4, "rows")
+    assert len(rows) == 3
+    assert [rows[i].inputs_BT.tolist() for i in range(3)] == [
+        [7, 100, 101, 102], [7, 104, 105, 106], [7, 108, 109, 110]]
+    assert [rows[i].targets_BT.tolist() for i in range(3)] == [
+        [100, 101, 102, 103], [104, 105, 106, 107], [108, 109, 110, 111]]
+    assert rows[0].segment_ids_BT is None
+    weighted = windows(counted(tmp_path / "weighted", [4] * 3, weights=True), "train", 4, "rows")
+    assert weighted[1].targets_BT.tolist() == [104, -1, 106, -1]
+
+
+def test_batches_of_rows_continue_exactly_and_have_every_document_once(tmp_path):
+    files = counted(tmp_path / "tokens", [4] * 10)
+
+    def first_pixels(count, **options):
+        with batches(files, "train", context=4, batch_size=5, seed=1, packing="rows", **options) as source:
+            return [np.asarray(next(source).targets_BT)[:, 0].tolist() for _ in range(count)]
+
+    found = first_pixels(4)
+    assert sorted(found[0] + found[1]) == sorted(found[2] + found[3]) == list(range(100, 140, 4))
+    assert first_pixels(2, start=2) == found[2:]
+    (batch,) = fixed_batches(files, "val", context=4, batch_size=5, count=1, packing="rows")
+    assert batch.targets_BT[:, 0].tolist() == [100, 108, 116, 124, 132]
+
+
+def test_documents_that_are_no_rows_are_refused(tmp_path):
+    files = counted(tmp_path / "tokens", [4] * 3)
+    with pytest.raises(ConfigError, match=r"context is 5; with data\.packing rows, expected the length of the "
+                                          "documents, which have 4 tokens in the train split"):
+        windows(files, "train", 5, "rows")
+    mixed_lengths = counted(tmp_path / "mixed", [4, 4, 2])
+    with pytest.raises(ConfigError, match="documents, which have 2 to 4 tokens in the val split"):
+        windows(mixed_lengths, "val", 4, "rows")
+    images = counted(tmp_path / "images", [4] * 3, unit="dimension")
+    for packing in ("stream", "documents"):
+        with pytest.raises(ConfigError, match=rf"data\.packing is {packing}; expected rows for the images in"):
+            windows(images, "train", 4, packing)
+    assert Corpora.of(images).bits("val", np.log(2)) == {"bits_per_dimension": 1.0}
+    assert Corpora.of(files).bits("val", np.log(2)) == {"bits_per_byte": 15 / 12}
 
 
 @pytest.fixture
