@@ -43,6 +43,9 @@ class ModelConfig:
     """Compute dtype. Parameters are float32. auto: bfloat16 if the device has hardware support for it."""
     initial_scale: float = 0.02
     """Standard deviation of the initial weights. 0.02 is GPT-2's; small models learn faster with 1 / sqrt(width)."""
+    head: Literal["tied", "logistics"] = "tied"
+    """Head. tied: logits from the token embedding, as in GPT-2; logistics: for images, a mixture of 10 discretised
+    logistics over the levels."""
     attention: tuple[str, ...] = ("chunked",)
     """Attention modes, a pattern repeated over the layers. Short form: --attention A,B."""
     modes: dict[str, Any] = field(default_factory=dict)

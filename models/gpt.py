@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int
 from configs.schema import ModelConfig, Remat
 from kernels.embedding import embed
 from kernels.layer_norm import total
-from kernels.projection import unembed
 from kernels.segments import positions_of
 from models import attention as attentions
-from models.attention.self_attention import INITIAL_SCALE
+from models.attention.self_attention import INITIAL_SCALE, Linear
 from models.block import Block, LayerNorm, check_heads, compute_dtype, head_width, layer_modes, linears
+from models.heads import LOGISTICS, Head, LogisticsHead, TiedHead
 from models.parameters import declare
 from support.errors import ConfigError
 
@@ -41,7 +41,7 @@ class GPT(nnx.Module):
         normal = nnx.initializers.normal(config.initial_scale)
         self.token_embedding = nnx.Embed(vocab_size, config.width, embedding_init=normal, rngs=rngs,
                                          embedding_metadata=declare("vocabulary", "width", decays=True))
-        # The sampler stores the embedding in the compute dtype here.
+        # The sampler stores the embedding of a tied head in the compute dtype here.
         self.head_weight: nnx.Variable | None = nnx.data(None)
         self.position_embedding = nnx.data(
             nnx.Embed(config.context, config.width, embedding_init=normal, rngs=rngs,
@@ -53,6 +53,11 @@ class GPT(nnx.Module):
                   dtype=config.dtype, rngs=rngs)
             for mode in layer_modes(config)])
         self.final_norm = LayerNorm(config.width, config.dtype, rngs=rngs)
+        self.head_projection: Linear | None = nnx.data(
+            Linear(config.width, 3 * LOGISTICS, axes=("width", None), rngs=rngs)
+            if config.head == "logistics" else None)
+        if self.head_projection is not None:
+            self.head_projection.exact = True
         for linear in linears(self):
             linear.kernel[...] *= config.initial_scale / INITIAL_SCALE
         # Each block adds to the residual stream twice; the scale keeps its variance independent of depth.
@@ -115,13 +120,16 @@ class GPT(nnx.Module):
         return x_BTE, Cache(cache.position_B + (T if lengths_B is None else lengths_B), tuple(layers))
 
     def logits(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
-        """The final LayerNorm and the head, which is tied to the token embedding; float32."""
-        return unembed(x_BTE, self._head_VE, self.final_norm.parameters)
+        """The final LayerNorm and the head; float32. Losses are those of :attr:`head`."""
+        return self.head.logits(x_BTE)
 
-    def head_operands(self, x_BTE: Float[Array, "B T E"]) -> tuple[Float[Array, "B T E"], Float[Array, "V E"]]:
-        """The operands of :meth:`logits`, norm(x) and the head's weight, for a loss that never materialises all
-        logits."""
-        return self.final_norm(x_BTE), self._head_VE
+    @property
+    def head(self) -> Head:
+        """The final LayerNorm and the head, of the residual stream."""
+        if self.head_projection is not None:
+            return LogisticsHead(self.final_norm.parameters, *self.head_projection.parameters, self.vocab_size - 1)
+        weight = self.token_embedding.embedding if self.head_weight is None else self.head_weight
+        return TiedHead(self.final_norm.parameters, weight[...])
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
         """An empty cache for ``max_length`` tokens.
@@ -132,10 +140,6 @@ class GPT(nnx.Module):
         dtype = jnp.dtype(self.config.dtype)
         layers = tuple(block.attention.layer_cache(batch, max_length, dtype) for block in self.blocks)
         return Cache(jnp.zeros(batch, jnp.int32), layers)
-
-    @property
-    def _head_VE(self) -> Array:
-        return (self.token_embedding.embedding if self.head_weight is None else self.head_weight)[...]
 
 
 def resolve_config(config: ModelConfig) -> ModelConfig:

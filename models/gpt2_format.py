@@ -207,6 +207,8 @@ def _tensors_of(model: GPT, source: str, dtypes: dict[str, str]) -> dict[str, np
                 and option.name not in model.blocks[0].attention.implementation_fields:
             raise ConfigError(f"{source}: {options.flag(option.name)} is {value}; GPT-2's format supports only "
                               f"{option.default}")
+    if config.head != "tied":
+        raise ConfigError(f"{source}: model.head is {config.head}; GPT-2's format supports only tied")
     if config.positions != "learned":
         raise ConfigError(f"{source}: model.positions is {config.positions}; GPT-2's format supports only learned")
     ours = {_name(path): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}

@@ -359,7 +359,7 @@ def with_product_weights(model: GPT) -> GPT:
         if device.platform() == "gpu":
             w, linear.transposed = w.T, True
         linear.kernel.set_value(w)  # [...] = would keep the dtype
-    if dtype != model.token_embedding.embedding.dtype:
+    if model.head_projection is None and dtype != model.token_embedding.embedding.dtype:
         model.head_weight = nnx.data(nnx.Variable(model.token_embedding.embedding[...].astype(dtype)))
     return model
 

@@ -202,6 +202,7 @@ def test_a_trained_softmax_run_goes_out_and_comes_back(tmp_path, capsys):
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"attention": ("softmax", "chunked")}, "model.attention has chunked; GPT-2's format supports only softmax"),
+    ({"head": "logistics"}, "model.head is logistics; GPT-2's format supports only tied"),
     ({"positions": "rotary"}, "model.positions is rotary; GPT-2's format supports only learned"),
 ])
 def test_what_the_format_cannot_say_is_not_exported(tmp_path, capsys, changes, message):

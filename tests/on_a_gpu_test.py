@@ -13,7 +13,6 @@ from benchmarks import report
 from configs.schema import Config, ModelConfig, TrainConfig
 from data.loader import Batch
 from kernels.cases import WORSE_THAN_PLAIN, error_of
-from kernels.cross_entropy import cross_entropy
 from kernels.linear_attention import State, linear_attention
 from kernels.linear_attention.cases import DEVICE_TOLERANCES, SCHEDULES
 from models.gpt import GPT, resolve_config
@@ -53,7 +52,7 @@ def loss_and_gradients(config: Config, platform: str) -> dict[str, np.ndarray]:
     def compute(model: GPT, batch: Batch) -> jax.Array:
         x_BTE, _ = model.forward(jnp.asarray(batch.inputs_BT))
         targets_BT = jnp.asarray(batch.targets_BT)
-        return cross_entropy(*model.head_operands(x_BTE), targets_BT) / targets_BT.size
+        return model.head.loss_sum(x_BTE, targets_BT) / targets_BT.size
 
     exact = "highest" if config.model.dtype == "float32" else "default"
     with jax.default_device(jax.devices(platform)[0]), jax.default_matmul_precision(exact):

@@ -266,6 +266,7 @@ class Attention(SelfAttention):
     (["--lr", "1e-3"], "train.py: unknown flag --lr; perhaps you meant --optimizer.learning-rate"),
     (["--model.positions", "relative"], "model.positions is relative; expected learned, "),
     (["--model.modes.chunked.chunk-size", 0], "chunk_size is 0; expected at least 1"),
+    (["--model.head", "logistics"], "model.head is logistics, data.tokenizer bytes and data.packing stream; expected"),
     (["--model.heads", 3], "model.heads is 3, which does not divide model.width, 16"),
     (["--model.layers", 0], "model.layers is 0; expected at least 1"),
     (["--model.width", 6, "--model.positions", "rotary"], "rotary and the head width 3; expected an even"),

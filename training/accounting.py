@@ -63,7 +63,8 @@ def flops_per_token(config: dict[str, Any], environment: dict[str, Any]) -> floa
 
     These are 6 per parameter, excluding positions and parameters of an attention mode other than projections, and three
     times those of the attention's forward pass. Rematerialisation does not count. For a classifier, tokens are examples
-    times the context; embeddings and head are excluded, both towers count, and attention has no mask.
+    times the context; embeddings and head are excluded, both towers count, and attention has no mask. A token embedding
+    counts as the head that is tied to it.
 
     Args:
         config: contents of ``config.json``.
@@ -79,6 +80,8 @@ def flops_per_token(config: dict[str, Any], environment: dict[str, Any]) -> floa
         width, context, towers = model["width"], model["context"], model.get("towers", 1)
         if model["positions"] == "learned":
             parameters -= context * width
+        if model.get("head") == "logistics":  # the embedding is only looked up
+            parameters -= environment["vocabulary_size"] * width
         if "classes" in model:
             parameters -= environment["vocabulary_size"] * width + model["mlp_width"] * (
                 (4 if towers == 2 else 1) * width + model["classes"])

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from configs.schema import Config, LraConfig, MeshConfig, OptimizerConfig, TrainConfig
+from data.tokenizers import PIXELS
 from kernels import device
 from models import attention as attentions
 from models import encoder, gpt
@@ -23,6 +24,10 @@ def validate_config[C: (Config, LraConfig)](config: C) -> C:
     """
     if isinstance(config, LraConfig) and config.train.sample_every:
         raise ConfigError(f"train.sample_every is {config.train.sample_every}; expected 0 for a classifier")
+    if isinstance(config, Config) and config.model.head == "logistics" and (
+            (config.data.tokenizer, config.data.packing) != (PIXELS, "rows")):
+        raise ConfigError(f"model.head is logistics, data.tokenizer {config.data.tokenizer} and data.packing "
+                          f"{config.data.packing}; expected images, with data.tokenizer {PIXELS} and data.packing rows")
     model: Any = (gpt.resolve_config(config.model) if isinstance(config, Config) else
                   encoder.resolve_config(config.model))
     train = _with_batch_size(config.train, model.context)

@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from data.loader import Batch, Corpora, fixed_batches
 from data.token_files import TokenFiles
-from kernels.cross_entropy import score
 from models.gpt import GPT
 from support.errors import ConfigError, DataError
 from training.objectives import put
@@ -213,7 +212,7 @@ def _scorer(model: GPT, tokens_at_once: int) -> Scorer:
         model = nnx.merge(graph, state)
         segment_ids_BT = None if batch.segment_ids_BT is None else jnp.asarray(batch.segment_ids_BT)
         x_BTE, _ = model.forward(jnp.asarray(batch.inputs_BT), segment_ids_BT=segment_ids_BT)
-        return score(*model.head_operands(x_BTE), jnp.asarray(batch.targets_BT))
+        return model.head.score(x_BTE, jnp.asarray(batch.targets_BT))
 
     def score_batch(batch: Batch) -> Scores:
         B, T = batch.inputs_BT.shape

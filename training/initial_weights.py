@@ -58,7 +58,7 @@ def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | 
         for m in (source.model, model))
     differing = [f"{name} is {a} there and {b} here" for name, a, b in (
         *((f"model.{name}", getattr(theirs, name), getattr(ours, name)) for name in (
-            "layers", "heads", "width", "positions")),
+            "layers", "heads", "width", "positions", "head")),
         ("model.head_width", head_width(theirs), head_width(ours)),
         ("data.tokenizer", source.config.data.tokenizer, tokenizer)) if a != b]
 

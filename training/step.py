@@ -13,7 +13,6 @@ from jaxtyping import Array, Float
 from configs.schema import Config, Remat
 from data.loader import Batch
 from kernels import device
-from kernels.cross_entropy import count_right, cross_entropy
 from kernels.partition import sum_over_data
 from models.encoder import Classifier
 from models.gpt import GPT
@@ -86,8 +85,8 @@ def make_train_step(model: GPT, config: Config, transform: optax.GradientTransfo
 
     def loss_sum(model: GPT, batch: Batch, _: Array) -> tuple[Array, Array]:
         targets_BT = jnp.asarray(batch.targets_BT)
-        operands = _head_operands(model, batch, remat=config.train.remat)
-        return cross_entropy(*operands, targets_BT), jnp.sum(targets_BT >= 0)
+        x_BTE = _residual_stream(model, batch, remat=config.train.remat)
+        return model.head.loss_sum(x_BTE, targets_BT), jnp.sum(targets_BT >= 0)
 
     return make_update(model, loss_sum, transform, parts=config.train.accumulate, seed=config.train.seed,
                        draws=False)
@@ -180,9 +179,10 @@ def make_eval_step(model: GPT, *, accuracy: bool = False) -> Callable[[Any, Any,
 
     def evaluate(parameters: Any, variables: Any, batch: Batch) -> tuple[Array, ...]:
         targets_BT = jnp.asarray(batch.targets_BT)
-        head = (*_head_operands(build(model, parameters, variables), batch), targets_BT)
-        found = cross_entropy(*head), jnp.sum(targets_BT >= 0)
-        return (*found, count_right(*head)) if accuracy else found
+        built = build(model, parameters, variables)
+        x_BTE = _residual_stream(built, batch)
+        found = built.head.loss_sum(x_BTE, targets_BT), jnp.sum(targets_BT >= 0)
+        return (*found, built.head.count_right(x_BTE, targets_BT)) if accuracy else found
 
     return evaluate
 
@@ -202,10 +202,9 @@ def _resampled(model: nnx.Module, state: TrainState, step: Array, key: Array) ->
     return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
 
-def _head_operands(model: GPT, batch: Batch, *, remat: Remat = "none") -> tuple[Array, Array]:
+def _residual_stream(model: GPT, batch: Batch, *, remat: Remat = "none") -> Array:
     segment_ids_BT = None if batch.segment_ids_BT is None else jnp.asarray(batch.segment_ids_BT)
-    x_BTE, _ = model.forward(jnp.asarray(batch.inputs_BT), segment_ids_BT=segment_ids_BT, remat=remat)
-    return model.head_operands(x_BTE)
+    return model.forward(jnp.asarray(batch.inputs_BT), segment_ids_BT=segment_ids_BT, remat=remat)[0]
 
 
 def _merged(a: Any, b: Any) -> Any:

@@ -11,7 +11,6 @@ from jax import lax
 
 from benchmarks.program import Products, read_program
 from configs.schema import EncoderConfig, ModelConfig
-from kernels.cross_entropy import cross_entropy
 from models import encoder, gpt
 from models.encoder import Classifier
 from models.gpt import GPT
@@ -60,7 +59,7 @@ def test_what_is_counted_for_a_causal_model_is_in_the_compiled_step():
 
     def loss(model: GPT, tokens_BT: jax.Array) -> jax.Array:
         x_BTE, _ = model.forward(tokens_BT)
-        return cross_entropy(*model.head_operands(x_BTE), tokens_BT)
+        return model.head.loss_sum(x_BTE, tokens_BT)
 
     check_operations(config, GPT, loss)
 

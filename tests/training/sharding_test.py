@@ -48,11 +48,11 @@ from training.sharding import batch_sharding, make_mesh, put, state_shardings
 CONTEXT = 32
 found, folder = {}, Path(sys.argv[3])
 modes = json.loads(sys.argv[2])
-tokens_BT = jnp.arange(4 * (CONTEXT + 1)).reshape(4, CONTEXT + 1) ** 2 * 7 % 32
+tokens_BT = jnp.arange(4 * (CONTEXT + 1)).reshape(4, CONTEXT + 1) ** 2 * 7 % 31
 ids_BT = jnp.asarray(np.repeat([[0, 1, 2], [0, 1, -1], [3, 4, 4], [1, 1, 1]], [5, 18, 9], axis=1), jnp.int32)
 for name, sizes in json.loads(sys.argv[1]).items():
     model = resolve_config(ModelConfig(layers=len(modes), heads=2, width=16, context=CONTEXT, dtype="float32",
-                                       attention=tuple(modes), modes=modes))
+                                       attention=tuple(modes), modes=modes, head=sys.argv[5]))
     config = Config(model=model, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=4, accumulate=2),
                     mesh=MeshConfig(**sizes))
     mesh = make_mesh(config, jax.devices()[:math.prod(sizes.values())])
@@ -97,13 +97,14 @@ KEY_BIAS = "['key']['bias']"
 """Its gradient is zero but for rounding in modes that a constant in all keys does not change."""
 
 
-def train_on_each_mesh(modes: dict[str, Any], folder: Path, *, segments: bool = False) -> dict[str, Any]:
+def train_on_each_mesh(modes: dict[str, Any], folder: Path, *, segments: bool = False,
+                       head: str = "tied") -> dict[str, Any]:
     """Five updates on each mesh, in a new process, because the number of devices is fixed when jax starts."""
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # quick to compile
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(MESHES), json.dumps(modes), str(folder),
-                           "segments" if segments else ""], cwd=ROOT, env=environment, capture_output=True, text=True,
-                          timeout=600, check=False)
+                           "segments" if segments else "", head], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for name, run in found.items():
@@ -126,9 +127,10 @@ def assert_same_updates(found: dict[str, Any], expected: dict[str, Any]) -> None
 
 @pytest.fixture(scope="module", params=MODES)
 def runs(request, tmp_path_factory):
-    """With documents that cross the border of two devices for the recurrent modes."""
-    return train_on_each_mesh(MODES[request.param], tmp_path_factory.mktemp("runs"),
-                              segments=request.param == "recurrent")
+    """With documents that cross the border of two devices for the recurrent modes, and a head of logistics."""
+    recurrent = request.param == "recurrent"
+    return train_on_each_mesh(MODES[request.param], tmp_path_factory.mktemp("runs"), segments=recurrent,
+                              head="logistics" if recurrent else "tied")
 
 
 @pytest.mark.thorough

@@ -145,6 +145,26 @@ def test_accumulation_weighs_tokens_equally_where_parts_have_fewer_to_score():
     np.testing.assert_allclose(train(data=uneven, accumulate=2)[1], train(data=uneven)[1], rtol=1e-4)
 
 
+@pytest.mark.thorough
+def test_a_mixture_of_logistics_trains_with_accumulation_and_recomputed_blocks():
+    def losses(**options):
+        config = tiny(**options)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, head="logistics"))
+        model, transform = abstract_model(config, VOCABULARY + 1), optimizer(config)
+        state = jax.jit(lambda: initial_state(config, VOCABULARY + 1, transform))()
+        step, found = jit_step(make_train_step(model, config, transform), model), []
+        for _ in range(3):
+            state, metrics = step(state, uneven(), jnp.float32(0.01))
+            found.append([float(metrics.loss), float(metrics.gradient_norm)])
+        total, count, right = jax.jit(make_eval_step(model, accuracy=True))(
+            state.parameters, state.variables, uneven())
+        return [*found, [float(total / count), int(right)]]
+
+    expected = losses()
+    np.testing.assert_allclose(losses(accumulate=2, remat="block"), expected, rtol=1e-4)
+    assert expected[-1][0] < expected[0][0]
+
+
 @pytest.mark.parametrize("remat", ["block", "names"])
 def test_recomputed_blocks_give_the_same_update(remat):
     np.testing.assert_allclose(train(remat=remat)[1], train()[1], rtol=1e-4)
