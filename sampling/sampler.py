@@ -263,7 +263,7 @@ class Sampler:
         return self._encode(prompt_T, self.length(prompt_T, memory) + reserve, memory)
 
     def generate(self, prompt_T: Int[np.ndarray, " T"], sampling: Sampling, *, max_new_tokens: int, samples: int = 1,
-                 memory: Memory | None = None, resumable: bool = False) -> Generation:
+                 memory: Memory | None = None, resumable: bool = False, past_last: bool = False) -> Generation:
         """Sample up to ``max_new_tokens`` tokens after a prompt, limited by the model's positions.
 
         Sample i depends only on the text, ``sampling`` and i, up to rounding not on the number of samples.
@@ -275,6 +275,8 @@ class Sampler:
             samples: B.
             memory: decode state of the text before the prompt, with one row. It stays valid.
             resumable: whether the result needs its ``memory``.
+            past_last: whether samples may have the token after the model's last position too, from which nothing can be
+                sampled.
 
         Returns:
             An iterator over the next tokens of all samples, computed on demand; the first call reads the prompt.
@@ -285,7 +287,7 @@ class Sampler:
         sampling.check()
         length = self.length(prompt_T, memory)
         if self.max_length is not None:
-            max_new_tokens = min(max_new_tokens, self.max_length - length)
+            max_new_tokens = min(max_new_tokens, self.max_length - length + past_last)
         tokens = length + max_new_tokens
 
         def start() -> tuple[Memory, Array]:
