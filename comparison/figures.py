@@ -18,7 +18,7 @@ from comparison.curves import mean_curve
 from comparison.paired import PairedDifference, missing_text, paired_difference, steps_text
 from comparison.picture import drawing, saved
 from comparison.remarks import short_seeds
-from comparison.runs import MAX_DISTINCTIONS, Run, differing, distinctions, group, is_of, scored, value_text
+from comparison.runs import AXES, MAX_DISTINCTIONS, Run, differing, distinctions, group, is_of, scored, value_text
 from comparison.statistics import mean_interval
 from comparison.style import DASHES, colour, dashes
 from comparison.verdict import verdict
@@ -133,7 +133,7 @@ class Figure:
 
 def loss_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | None = None,
                  called: str = "", best_over: str | None = None, mark_best: bool | None = None, log: bool | None = None,
-                 title: str = "", arm: Callable[[Run], str] | None = None) -> Figure:
+                 title: str = "", arm: Callable[[Run], str] | None = None, quantity: str = "loss") -> Figure:
     """Final val loss against a field of the config: one line for each attention and each combination of the other
     fields in which runs differ; each point is the mean over the seeds with its 95 % interval (Student's t).
 
@@ -156,11 +156,12 @@ def loss_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | 
             the smallest.
         title: title of the figure. Empty: a default.
         arm: the name of a run's line. None: lines as described above.
+        quantity: a column of the val lines whose best is the lowest, ``loss`` or ``bits_per_dimension``.
 
     Raises:
         ConfigError: there are runs, but none has the field, and it is not an option of a mode.
     """
-    return _against(runs, field, "loss", of, called, best_over, mark_best, log, title, arm)
+    return _against(runs, field, quantity, of, called, best_over, mark_best, log, title, arm)
 
 
 def accuracy_against(runs: Sequence[Run], field: str, *, of: Callable[[Run], Any] | None = None,
@@ -202,7 +203,7 @@ class _Arm:
 def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], Any] | None, called: str,
              best_over: str | None, mark_best: bool | None, log: bool | None, title: str,
              arm_of: Callable[[Run], str] | None) -> Figure:
-    """:func:`loss_against` of a column of the val lines, ``loss`` or ``accuracy``."""
+    """:func:`loss_against` of a column of the val lines."""
     with_field = [run for run in runs if name in run.setup_fields]
     # Runs with an option of a mode may still be missing.
     if runs and not with_field and not name.startswith("model.modes."):
@@ -225,7 +226,7 @@ def _against(runs: Sequence[Run], name: str, quantity: str, of: Callable[[Run], 
     if not is_numeric:
         for arm in arms:
             arm.places = {value_text(x): of_x for x, of_x in arm.places.items()}
-    what, sign = ("val loss", 1) if quantity == "loss" else ("val accuracy", -1)
+    what, sign = f"val {_spelled(quantity)}", -1 if quantity == "accuracy" else 1
     lines, rows, best_runs = [], [], []
     for arm in arms:
         tried = sorted(arm.places) if is_numeric else list(arm.places)
@@ -298,8 +299,8 @@ def _arms(runs: Sequence[Run], quantity: str, place_of: Callable[[Run], Any], na
                 place.values.append(value)
         _name_arms(list(of_key.values()), (*axes, *along), name_of_these)
         arms += of_key.values()
-    for names, why in ((unfinished, "not finished"), (unmeasured, f"no val {quantity}"), (twice, "duplicate seed"),
-                       (not_finite, f"final val {quantity} not finite")):
+    for names, why in ((unfinished, "not finished"), (unmeasured, f"no val {_spelled(quantity)}"),
+                       (twice, "duplicate seed"), (not_finite, f"final val {_spelled(quantity)} not finite")):
         if names:
             remarks.append(f"Left out of the means, {why}: {few(names)}.")
     if empty := [arm.label for arm in arms if not any(place.values for of_x in arm.places.values()
@@ -364,6 +365,10 @@ def _interval_cell(interval: tuple[float, float] | None, values: Sequence[float]
     if interval is None:
         return "– (one seed)" if len(values) == 1 else "–"
     return interval_text(interval)
+
+
+def _spelled(quantity: str) -> str:
+    return quantity.replace("_", " ")
 
 
 def _nats(runs: Sequence[Run]) -> str:
@@ -434,21 +439,23 @@ def differences(runs: Sequence[Run], baseline: str, *, best_over: str | None = N
 
 
 def loss_curves(runs: Sequence[Run], *, quantity: str = "loss", title: str = "",
-                arm: Callable[[Run], str] | None = None) -> Figure:
-    """Val loss against steps: a line for each set-up, the mean over its seeds at every evaluation.
+                arm: Callable[[Run], str] | None = None, axis: str = "step") -> Figure:
+    """Val loss against steps or time: a line for each set-up, the mean over its seeds at every evaluation.
 
     Seeds that ended early are left out, with a remark. The table has the last values that all seeds have.
 
     Args:
         runs: runs of a study.
-        quantity: a column of the val lines, ``loss`` or ``accuracy``.
+        quantity: a column of the val lines, ``loss``, ``bits_per_dimension`` or ``accuracy``.
         title: title of the figure. Empty: a default.
         arm: the name of a run's line. None: the attention, with what distinguishes set-ups.
+        axis: as in :data:`comparison.runs.AXES`.
     """
+    along, what = AXES[axis][1], f"val {_spelled(quantity)}"
     lines, rows, without = [], [], []
     for setup in group(runs):
         label = setup.label if arm is None else arm(setup.runs[0])
-        drawn = {run.name: run.curve("step", "val", quantity) for run in setup.lasting}
+        drawn = {run.name: run.curve(axis, "val", quantity) for run in setup.lasting}
         drawn = {name: curve for name, curve in drawn.items() if len(curve[0])}
         x, mean, _ = mean_curve(list(drawn.values())) if drawn else (np.empty(0), np.empty(0), None)
         known = np.isfinite(mean)
@@ -459,11 +466,12 @@ def loss_curves(runs: Sequence[Run], *, quantity: str = "loss", title: str = "",
                        for at, value in zip(x[known], mean[known], strict=True))
         lines.append(Line(label, setup.attention, points))
         rows.append((label, str(len(drawn)), value_text(int(points[-1].x)), number_text(points[-1].y)))
-    remarks = [f"Not drawn, without val {quantity}: {listed(without)}."] if without else []
+    remarks = [f"Not drawn, without {what}: {listed(without)}."] if without else []
     unit = f" ({_nats(runs)})" if quantity == "loss" else ""
-    return Figure(f"{quantity}-against-steps", title or f"Val {quantity} against steps", Axis("steps"),
-                  f"val {quantity}{unit}", tuple(lines), ("attention", "seeds", "steps", f"val {quantity}"),
-                  tuple(rows), (*remarks, *short_seeds(runs)))
+    return Figure(
+        f"{quantity}-against-{AXES[axis][0].lower().replace(' ', '_')}",
+        title or f"{what.capitalize()} against {along}", Axis(along), f"{what}{unit}", tuple(lines),
+        ("attention", "seeds", along, what), tuple(rows), (*remarks, *short_seeds(runs)))
 
 
 def differences_against(runs: Sequence[Run], field: str, baseline: str, *, of: Callable[[Run], Any] | None = None,

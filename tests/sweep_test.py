@@ -481,7 +481,7 @@ def set_run_fields(path: Path, planned: plan.PlannedRun) -> Path:
     """Gives a run the config of a planned one, as if it had ended."""
     assert planned.config is not None
     steps = planned.config.train.steps or 40
-    lines = [line | {"step": steps, "accuracy": 0.5} for line in read_lines(path)[-1:]]
+    lines = [line | {"step": steps, "accuracy": 0.5, "bits_per_dimension": 2.0} for line in read_lines(path)[-1:]]
     write_lines(path, lines)
     (path / "config.json").write_text(json.dumps(planned.config.to_dict()))
     return path

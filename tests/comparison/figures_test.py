@@ -258,7 +258,7 @@ def test_the_gap_to_a_baseline_is_paired_at_each_value_of_a_field(make):
 
 
 def test_loss_curves_are_means_over_the_seeds_that_last(make):
-    runs = [make("softmax", 1.0 + 0.5 * seed, seed=seed) for seed in (0, 1)]
+    runs = [make("softmax", 1.0 + 0.5 * seed, seed=seed, seconds=2.0) for seed in (0, 1)]
     died = make("softmax", 9.0, seed=2, steps=40, planned=100)
     figure = loss_curves([*runs, died, make("chunked", 2.0)], arm=lambda run: run.attention.upper())
     softmax, chunked = figure.lines
@@ -268,6 +268,11 @@ def test_loss_curves_are_means_over_the_seeds_that_last(make):
     assert figure.remarks == ("Means over the seeds of softmax leave out runs that are more than a tenth shorter than "
                               f"the longest: {died.name} (to step 40).",)
     assert loss_curves(runs, quantity="accuracy").remarks[0] == "Not drawn, without val accuracy: softmax."
+    against_time = loss_curves(runs, axis="train_seconds")
+    assert (figure.name, against_time.name) == ("loss-against-steps", "loss-against-training_time")
+    assert against_time.x.title == "training time (seconds)"
+    assert list(means(against_time.lines[0]).values()) == list(means(softmax).values())
+    assert against_time.lines[0].points[-1].x == 200
 
 
 def test_what_is_written(make, tmp_path):
