@@ -202,6 +202,11 @@ class Corpora:
         return self.files[0].vocabulary_size
 
     @property
+    def image(self) -> dict[str, Any] | None:
+        """The format of their images; None for text."""
+        return self.files[0].image
+
+    @property
     def checksum(self) -> str:
         """Checksum of a single corpus, or of all corpora and their shares."""
         if len(self.files) == 1:
@@ -265,7 +270,7 @@ def open_corpora(data: DataConfig) -> Corpora:
             opened.append(TokenFiles.open(ensure(one)))
         except ConfigError as error:
             raise ConfigError(f"data.mixture: {source}: {error}") from error
-    for name in ("vocabulary_size", "separator"):
+    for name in ("vocabulary_size", "separator", "image"):
         for source, files in zip(sources, opened, strict=True):
             if getattr(files, name) != getattr(opened[0], name):
                 raise ConfigError(f"data.mixture: the {name} of {source} is {getattr(files, name)}, and that of "

@@ -1,4 +1,4 @@
-"""Converts text to token files: ``python -m data.prepare SOURCE --tokenizer NAME --out DIR``.
+"""Converts text or images to token files: ``python -m data.prepare SOURCE --tokenizer NAME --out DIR``.
 
 Several processes tokenize the text in chunks that depend only on the text. Repeating an interrupted command resumes it
 and gives the same files. :mod:`data.token_files` describes the files in ``DIR``.
@@ -7,6 +7,8 @@ On several machines, each makes a part, and one joins them: the same files as of
 
     python -m data.prepare SOURCE --tokenizer NAME --out DIR --part 3/16
     python -m data.prepare --join DIR
+
+Images, which have the tokenizer ``pixels``, are read and written at once: :mod:`data.sources.images`.
 """
 
 from support import interrupts
@@ -30,7 +32,7 @@ import numpy as np
 from configs.schema import DataConfig
 from data import journal, parts, synthetic_tasks, texts, token_files, tokenizers
 from data.parts import Part, PartName
-from data.sources import open_source
+from data.sources import images, open_source
 from data.sources.source import Block, Selection, Source
 from support.command import note, run_command, status
 from support.errors import ConfigError
@@ -49,8 +51,9 @@ def prepare(source: str, tokenizer: str, directory: Path, *, split: str | None =
     The folder is written under a temporary name and renamed when complete. An interrupted preparation resumes.
 
     Args:
-        source, split, column, val_documents, val_share: as in :func:`data.sources.open_source`.
-        tokenizer: as in :func:`data.tokenizers.load`.
+        source, split, column, val_documents, val_share: as in :func:`data.sources.open_source`; of images, only
+            ``source``, as in :mod:`data.sources.images`.
+        tokenizer: as in :func:`data.tokenizers.load`, or pixels for images.
         directory: output folder.
         workers: number of tokenizing processes; default: one per core. The files do not depend on it.
         progress: whether to show a progress bar.
@@ -60,6 +63,13 @@ def prepare(source: str, tokenizer: str, directory: Path, *, split: str | None =
         DataError: the source cannot be read, or the files cannot be written.
     """
     directory = Path(directory).absolute()
+    if tokenizer == tokenizers.PIXELS:
+        for name, value in (("split", split), ("column", column), ("val-documents", val_documents),
+                            ("val-share", val_share)):
+            if value is not None:
+                raise ConfigError(f"--{name} {value}: {source} is images, whose splits are fixed; leave it out")
+        with journal.lock(directory):
+            return images.write_images(source, directory)
     opened = _open(source, directory, workers, split, column, val_documents, val_share)
     encoding = tokenizers.load(tokenizer)
     with journal.lock(directory):
@@ -84,8 +94,8 @@ def prepare_part(name: PartName, source: str, tokenizer: str, directory: Path, *
         DataError: as in :func:`prepare`, or the part is damaged.
     """
     directory = Path(directory).absolute()
-    opened = _open(source, directory, workers, split, column, val_documents, val_share)
     encoding = tokenizers.load(tokenizer)
+    opened = _open(source, directory, workers, split, column, val_documents, val_share)
     folder = name.folder(directory)
     request = _request(opened, tokenizers.vocabulary(encoding))
     with journal.lock(folder):
@@ -156,12 +166,21 @@ def ensure(data: DataConfig) -> Path:
         directory = cache / task.folder_name
         _make_once(directory, lambda: task.write(directory))
         return directory
+    if data.tokenizer == tokenizers.PIXELS:
+        directory = cache / _folder_name(data.source, images.source_state(data.source), data.tokenizer)
+        _make_once(directory, lambda: images.write_images(data.source, directory))
+        return directory
     source = open_source(data.source)
-    key = hashlib.sha256(f"{_VERSION} {source.name} {source.state}".encode(errors="surrogateescape")).hexdigest()[:12]
-    label = re.sub(r"[^A-Za-z0-9.]+", "-", f"{Path(source.name).name} {source.version or ''}").strip("-.")
-    directory = cache / f"{label}-{data.tokenizer}-{key}"
+    directory = cache / _folder_name(source.name, source.state, data.tokenizer, source.version)
     _make_once(directory, lambda: _write(source, tokenizers.load(data.tokenizer), directory, progress=True))
     return directory
+
+
+def _folder_name(source: str, state: str, tokenizer: str, version: str | None = None) -> str:
+    """The name of the cache folder of a source."""
+    key = hashlib.sha256(f"{_VERSION} {source} {state}".encode(errors="surrogateescape")).hexdigest()[:12]
+    label = re.sub(r"[^A-Za-z0-9.]+", "-", f"{Path(source).name} {version or ''}").strip("-.")
+    return f"{label}-{tokenizer}-{key}"
 
 
 def _find(data: DataConfig, directory: Path) -> Path:
@@ -403,13 +422,14 @@ def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer
              split: str | None = None, column: str | None = None, val_documents: int | None = None,
              val_share: float | None = None, workers: int | None = None, part: str | None = None,
              join: Path | None = None, verify: bool = False) -> None:
-    """Convert text to token files. An interrupted command resumes when repeated.
+    """Convert text or images to token files. An interrupted command resumes when repeated.
 
     Args:
         source: python-stdlib; a text, JSON(L) (.gz, .zst) or Parquet file, a folder or a glob of them; or the id of a
-            Hugging Face dataset (ID or ID:CONFIG). With --verify: the folder to check.
+            Hugging Face dataset (ID or ID:CONFIG). With --tokenizer pixels: digits, a folder of images, or the id of a
+            dataset of images. With --verify: the folder to check.
         out: Folder to write.
-        tokenizer: bytes, or a tiktoken encoding such as gpt2.
+        tokenizer: bytes, a tiktoken encoding such as gpt2, or pixels for images.
         split: Split to read. Default: train, with the validation split, if there is one, for val.
         column: Column that holds the text. Default: text.
         val_documents: Number of documents to hold out: the first rows, or files picked by a hash of their names.

@@ -186,6 +186,11 @@ class TokenFiles:
         """Number of tokens of a split, including separators."""
         return self.meta["splits"][split]["tokens"]
 
+    @property
+    def image(self) -> dict[str, Any] | None:
+        """The format of its images, as of :class:`data.sources.images.ImageFormat`; None for text."""
+        return self.meta.get("image")
+
     def units_per_token(self, split: str) -> float | None:
         """Average units per scored token: bits per unit = loss / ln 2 / this.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from data.sources.hub import open_dataset, open_hub_dataset
+from data.sources.images import DIGITS
 from data.sources.rows import COMPRESSIONS, JSON_SUFFIXES, open_rows
 from data.sources.source import Selection, Source, file_state, left_out
 from data.sources.text import STDLIB, open_stdlib, open_texts
@@ -78,6 +79,8 @@ def _open(source: str, plain: str, selection: Selection) -> Source:
     if plain.startswith((".", "~", "/")) or path.suffix in _PATH_SUFFIXES or not _DATASET_ID.fullmatch(plain):
         raise ConfigError(f"data.source: no file or folder {plain!r}; expected {STDLIB}, a text file or folder, or the "
                           "id of a Hugging Face dataset")
+    if plain == DIGITS:
+        raise ConfigError(f"data.source: {DIGITS} is images; expected data.tokenizer pixels")
     if difflib.get_close_matches(plain, [STDLIB]):
         raise ConfigError(f"data.source: no source {plain!r}; perhaps you meant {STDLIB}")
     dataset, _, config = plain.partition(":")

@@ -1,11 +1,9 @@
 """Helpers of the tasks: files of the official release and of datasets, broken rows, subsets of examples."""
 
-import contextlib
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Integer, UInt16
@@ -43,15 +41,6 @@ def missing(folder: Path, expected: str, otherwise: str) -> DataError:
     names = sorted(path.name for path in folder.iterdir())
     has = ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "") if names else "nothing"
     return DataError(f"--data-dir {folder}: expected {expected}; found {has}; {otherwise}")
-
-
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turns an ``OSError`` into a :class:`DataError` that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 class Broken:
@@ -113,67 +102,6 @@ def put(text: bytes, tokens_T: UInt16[np.ndarray, " T"]) -> int:
     return length
 
 
-def parquet_tables(folder: Path, columns: Sequence[str]) -> dict[str, Any] | None:
-    """Arrow tables of ``train`` and ``test`` from Parquet files in the layout of a Hub dataset, in the folder or in its
-    folder ``plain_text``; None without such files.
-
-    Raises:
-        DataError: a file cannot be read, or lacks a column.
-    """
-    for place in (folder, folder / "plain_text"):
-        paths = {name: sorted(place.glob(f"{name}*.parquet")) for name in ("train", "test")}
-        if all(paths.values()):
-            break
-    else:
-        return None
-    import pyarrow
-    import pyarrow.parquet
-
-    tables = {}
-    for name, found in paths.items():
-        parts = []
-        for path in found:
-            try:
-                with pyarrow.parquet.ParquetFile(path) as file:
-                    part = file.read()
-            except (pyarrow.ArrowException, OSError) as error:
-                raise DataError(f"{path} cannot be read: {_one_line(error)}; download it again") from error
-            if absent := set(columns) - set(part.column_names):
-                raise DataError(f"{path} has no column {min(absent)!r}; it has {', '.join(part.column_names)}")
-            parts.append(part.select(columns))
-        tables[name] = pyarrow.concat_tables(parts)
-    return tables
-
-
-def hub_tables(dataset: str, columns: Sequence[str], expected: str) -> dict[str, Any]:
-    """Arrow tables of ``train`` and ``test`` of a dataset of the Hugging Face Hub, cached by ``datasets``.
-
-    Args:
-        expected: what ``--data-dir`` may name instead.
-
-    Raises:
-        DataError: it cannot be downloaded.
-    """
-    import datasets
-    import huggingface_hub
-    from datasets import config
-
-    offline, reason = config.HF_HUB_OFFLINE, None
-    try:
-        if not Path(dataset).is_dir():
-            try:  # ask once: load_dataset would retry for half a minute before it reads its cache
-                huggingface_hub.HfApi().dataset_info(dataset, timeout=20)
-            except Exception as error:
-                config.HF_HUB_OFFLINE, reason = True, error
-        found: Any = datasets.load_dataset(dataset)
-        return {name: found[name].select_columns(list(columns)).with_format("arrow")[:] for name in ("train", "test")}
-    except Exception as error:
-        raise DataError(f"the dataset {dataset} is not cached and cannot be downloaded from the Hugging Face Hub "
-                        f"({_one_line(reason or error)}); give --data-dir, a folder with {expected}") from error
-    finally:
-        config.HF_HUB_OFFLINE = offline
-
-
 def is_cached(dataset: str) -> bool:
     """Whether ``datasets`` has prepared a dataset of the Hugging Face Hub before."""
     from datasets import config
@@ -203,7 +131,3 @@ def write_npz(path: Path | None, arrays: Mapping[str, np.ndarray]) -> tuple[str,
     except OSError as error:
         return (f"{path} cannot be written ({error.strerror or error}); the data will be generated again next time",)
     return ()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

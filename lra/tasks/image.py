@@ -5,26 +5,25 @@ Arena (Tay et al., 2020, section 2.2.4): 32 × 32 pixels row by row, hence 1,024
 because 0 is padding: 257 tokens, where Long Range Arena has 256. The last tenth of train is val.
 """
 
-import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32, UInt8
 
+from data.sources import images
+from data.sources.tables import hub_tables, parquet_tables
 from lra.tasks import Dataset, Split, dataset, files
 from support.errors import ConfigError, DataError
 
 VOCABULARY = 257
 CLASSES = 10
-SIDE = 32
+SIDE = images.CIFAR_SIDE
 HUB = "uoft-cs/cifar10"
-FILES = {"train": tuple(f"data_batch_{number}.bin" for number in range(1, 6)), "test": ("test_batch.bin",)}
-HELD_OUT = 0.1
-"""Fraction of train that is held out for val."""
+FILES = images.CIFAR_FILES
 
 _COLUMNS = ("img", "label")
-_RECORD = 1 + 3 * SIDE**2
+_FORMAT = images.ImageFormat(SIDE, SIDE, 3, 256)
 _EXPECTED = (f"cifar-10-batches-bin with {FILES['train'][0]} to {FILES['train'][-1]} and {FILES['test'][0]}, or "
              "train*.parquet and test*.parquet with the columns img and label")
 
@@ -46,7 +45,7 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
         if found.min() < 0 or found.max() >= CLASSES:
             row = int(np.flatnonzero((found < 0) | (found >= CLASSES))[0])
             files.check_label(f"{name} of {folder or HUB}", f"image {row + 1:,}", int(found[row]), CLASSES)
-    border = len(labels["train"]) - max(1, round(HELD_OUT * len(labels["train"])))
+    border = images.val_start(len(labels["train"]))
     parts = {"train": ("train", slice(border)), "val": ("train", slice(border, None)), "test": ("test", slice(None))}
     splits = {}
     for name, (source, part) in parts.items():
@@ -76,13 +75,12 @@ def shrink(shades_NYX: UInt8[np.ndarray, "N Y X"], side: int) -> UInt8[np.ndarra
 def _pixels(folder: Path | None) -> dict[str, tuple[UInt8[np.ndarray, "N 32 32 3"], Int32[np.ndarray, " N"]]]:
     """Colours and labels of ``train`` and ``test``."""
     if folder is None:
-        return {split: _decoded(f"{split} of {HUB}", table)
-                for split, table in files.hub_tables(HUB, _COLUMNS, _EXPECTED).items()}
-    for place in (folder / "cifar-10-batches-bin", folder):
-        paths = {split: [place / name for name in names] for split, names in FILES.items()}
-        if all(path.is_file() for found in paths.values() for path in found):
-            return {split: _records(found) for split, found in paths.items()}
-    tables = files.parquet_tables(folder, _COLUMNS)
+        found = hub_tables(HUB, _COLUMNS, otherwise=f"give --data-dir, a folder with {_EXPECTED}")
+        return {split: _decoded(f"{split} of {HUB}", table) for split, table in found.items()}
+    if (batches := images.cifar_batches(folder)) is not None:
+        records = {split: images.cifar_records(paths) for split, paths in batches.items()}
+        return {split: (pixels, labels.astype(np.int32)) for split, (pixels, labels) in records.items()}
+    tables = parquet_tables(folder, _COLUMNS)
     if tables is None:
         pickled = any((folder / name).exists() for name in ("cifar-10-batches-py", FILES["train"][0][:-4]))
         raise files.missing(folder, _EXPECTED, "download https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz "
@@ -91,32 +89,12 @@ def _pixels(folder: Path | None) -> dict[str, tuple[UInt8[np.ndarray, "N 32 32 3
     return {split: _decoded(f"{split} of {folder}", table) for split, table in tables.items()}
 
 
-def _records(paths: list[Path]) -> tuple[UInt8[np.ndarray, "N 32 32 3"], Int32[np.ndarray, " N"]]:
-    """Reads records of a byte for the label, then all of red, of green, of blue."""
-    parts = []
-    for path in paths:
-        with files.reading(path):
-            part = np.fromfile(path, np.uint8)
-        if len(part) % _RECORD or not len(part):
-            raise DataError(f"{path} has {len(part):,} bytes; expected a multiple of {_RECORD:,}: download it again")
-        parts.append(part.reshape(-1, _RECORD))
-    records = np.concatenate(parts)
-    return records[:, 1:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1), records[:, 0].astype(np.int32)
-
-
 def _decoded(source: str, table: Any) -> tuple[UInt8[np.ndarray, "N 32 32 3"], Int32[np.ndarray, " N"]]:
-    """Decodes images in rows ``{"bytes": …}``."""
-    import PIL.Image
-
+    """The images and labels of an Arrow table."""
+    pixels_NYXC, _ = images.decode_images(
+        images.encoded_images(source, table.column("img").to_pylist()), like=_FORMAT,
+        hint=f"; expected {SIDE} × {SIDE} pixels and a label: download it again")
     labels = table.column("label").to_pylist()
-    pixels_NYXC = np.zeros((len(labels), SIDE, SIDE, 3), np.uint8)
-    row = 0
-    try:
-        for row, (image, label) in enumerate(zip(table.column("img").to_pylist(), labels, strict=True)):
-            with PIL.Image.open(io.BytesIO(image["bytes"])) as opened:
-                pixels_NYXC[row] = np.asarray(opened.convert("RGB"))
-            labels[row] = int(label)
-    except (OSError, TypeError, KeyError, ValueError) as error:
-        raise DataError(f"{source}: image {row + 1:,} cannot be read ({' '.join(str(error).split())}); expected "
-                        f"{SIDE} × {SIDE} pixels and a label: download it again") from error
+    if None in labels:
+        raise DataError(f"{source}: image {labels.index(None) + 1:,} has no label: download it again")
     return pixels_NYXC, np.array(labels, np.int32)

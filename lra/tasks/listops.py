@@ -22,6 +22,7 @@ from jaxtyping import Int32, Integer, UInt8
 from lra.tasks import Dataset, Split, dataset, files
 from support.command import status
 from support.errors import DataError
+from support.files import reading
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 TOKENS = ("", *"0123456789", *OPERATORS, "]", "?")
@@ -315,7 +316,7 @@ def _read(path: Path, name: str, max_length: int, count: int | None,
     """A file of the official release: a heading, then one expression, with parentheses, and its value per line."""
     rows, labels, too_long, total = [], [], 0, 0
     broken = files.Broken(path)
-    with files.reading(path), path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         if file.readline().split() != [b"Source", b"Target"]:
             raise DataError(f"{path}: expected a first line of Source and Target, separated by a tab")
         for total, line in enumerate(file, 1):

@@ -11,6 +11,7 @@ import numpy as np
 
 from lra.tasks import Dataset, Split, dataset, files
 from support.errors import ConfigError, DataError
+from support.files import reading
 
 VOCABULARY = files.BYTES
 CLASSES = 2
@@ -41,7 +42,7 @@ def _read(path: Path, name: str, max_length: int, count: int | None, seed: int) 
     """Tab-separated rows of label, id, id, text, text, without heading or quotes. The file is read twice, first for its
     intact rows and then for the chosen texts, to save gigabytes of memory."""
     offsets, labels, offset, total, broken = [], [], 0, 0, files.Broken(path)
-    with files.reading(path), path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         for total, line in enumerate(file, 1):
             columns = _columns(line)
             if columns is None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from data.sources.tables import hub_tables, parquet_tables
 from lra.tasks import Dataset, Split, dataset, files
+from support.files import reading
 
 VOCABULARY = files.BYTES
 CLASSES = 2
@@ -47,7 +49,8 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
 
 def _reviews(folder: Path | None) -> tuple[dict[str, list[tuple[bytes, int]]], tuple[str, ...]]:
     """The text and the label of each review of ``train`` and ``test``."""
-    tables = files.hub_tables(HUB, _COLUMNS, _EXPECTED) if folder is None else files.parquet_tables(folder, _COLUMNS)
+    tables = (parquet_tables(folder, _COLUMNS) if folder is not None else
+              hub_tables(HUB, _COLUMNS, otherwise=f"give --data-dir, a folder with {_EXPECTED}"))
     if tables is not None:
         rows = {split: zip(*(table.column(name).to_pylist() for name in _COLUMNS), strict=True)
                 for split, table in tables.items()}
@@ -72,7 +75,7 @@ def _paths(folder: Path) -> dict[str, list[tuple[Path, int]]]:
 
 def _files(paths: list[tuple[Path, int]]) -> Iterator[tuple[bytes, int]]:
     for path, label in paths:
-        with files.reading(path):
+        with reading(path):
             yield path.read_bytes(), label
 
 
