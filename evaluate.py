@@ -1,6 +1,7 @@
 """Evaluate a run on validation tokens: loss, loss by position, and the gain over a short window of context.
 
     python evaluate.py runs/softmax --context 1024,4096 --windows 64,256
+    python evaluate.py runs/digits-linear --split test --batches 100
 
 Prints tables and writes RUN/evaluation.json, which compare.py draws. At the training context alone, the loss equals
 that of the run's val lines. Other contexts must fit the model's positions: any length with rotary positions or none, at
@@ -16,6 +17,8 @@ evaluated.
 
 RUN/evaluation-windows.npz has the sum of the loss of each window, in nats, and its number of tokens. compare.py uses
 them to pair two set-ups by seed and window, which needs fewer seeds to show a difference.
+
+--split test, for images, is printed and written to RUN/evaluation-test.json instead, which compare.py does not read.
 """
 
 from support import interrupts, packages
@@ -29,7 +32,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import tyro
@@ -38,6 +41,7 @@ from comparison.table import print_texts
 from configs.schema import DataConfig
 from data import tokenizers
 from data.loader import open_corpora
+from data.sources.images import ImageFormat
 from support.command import run_command, status, warnings_as_notes
 from support.errors import ConfigError
 from support.files import write_json
@@ -58,7 +62,7 @@ class Data:
     """Corpus, if not that of training."""
 
     dir: str | None = None
-    """Folder of token files, whose val split is evaluated. Its tokenizer must be the run's."""
+    """Folder of token files, whose split is evaluated. Its tokenizer must be the run's."""
     source: str | None = None
     """Corpus to prepare, in place of a folder; as --data.source of train.py."""
 
@@ -74,7 +78,9 @@ class Options:
     windows: str = "64,256"
     """Lengths of the short windows, comma-separated; those not shorter than the context are skipped."""
     batches: int | None = None
-    """Number of validation batches. None: the run's train.eval_batches."""
+    """Number of batches, at most all of the split. None: the run's train.eval_batches."""
+    split: Literal["val", "test"] = "val"
+    """Split to evaluate. Only images have the split test."""
     step: int | None = None
     """Step of the checkpoint. None: the latest."""
     devices: int = 1
@@ -101,9 +107,12 @@ def evaluate(options: Options) -> None:
     if corpora.vocabulary_size > run.model.vocab_size:
         raise ConfigError(f"{corpora} has a vocabulary of {corpora.vocabulary_size} tokens; expected that of the "
                           f"model of {options.run}, {run.model.vocab_size}")
+    if corpora.image != run.environment.get("image"):
+        raise ConfigError(f"{corpora} has {_images(corpora.image)}; expected the images of {options.run}: "
+                          f"{_images(run.environment.get('image'))}")
     if corpora.checksum != run.environment.get("corpus_checksum"):
         status(f"{corpora} is not the training corpus of {options.run}")
-    evaluation.check_contexts(run.model, corpora, contexts)
+    evaluation.check_contexts(run.model, corpora, contexts, options.split)
     train = run.config.train
     batches = train.eval_batches if options.batches is None else options.batches
     tokens = batches * train.batch_size * run.config.model.context
@@ -113,22 +122,32 @@ def evaluate(options: Options) -> None:
         found = evaluation.evaluate(
             run.model, corpora, contexts=contexts, windows=windows, tokens=tokens,
             tokens_at_once=train.batch_size // train.accumulate * run.config.model.context,
-            packing=run.config.data.packing, progress=status)
+            packing=run.config.data.packing, split=options.split, progress=status)
     made_with = environment(run.model, parameters=sum(x.size for x in jax.tree.leaves(run.model)),
                             tokenizer=corpora.tokenizer, checksum=corpora.checksum,
                             segments=run.config.data.packing == "documents")
     entries = [one.figures for one in found]
-    write_window_losses(options.run, [one.windows for one in found])
-    write_json(options.run / "evaluation.json", {
-        "step": run.step, "attention": list(run.config.model.attention), "context": run.config.model.context,
-        "packing": run.config.data.packing,
+    baselines = [files.meta.get("pixel_histogram", {}).get(options.split) for files in corpora.files]
+    if options.split == "val":
+        write_window_losses(options.run, [one.windows for one in found])
+    write_json(options.run / ("evaluation.json" if options.split == "val" else "evaluation-test.json"), {
+        "step": run.step, "split": options.split, "attention": list(run.config.model.attention),
+        "context": run.config.model.context, "packing": run.config.data.packing,
         **{name: made_with[name] for name in ("versions", "commit", "devices", "command", "corpus_checksum",
                                               "tokenizer", "dtype")},
-        "window_losses": WINDOW_LOSSES, "evaluations": entries})
+        **({"window_losses": WINDOW_LOSSES} if options.split == "val" else {}), "evaluations": entries})
     print(f"{options.run}: step {run.step:,}, {','.join(run.config.model.attention)}, trained at a context of "
-          f"{run.config.model.context:,}")
+          f"{run.config.model.context:,}" + (", on test" if options.split == "test" else ""))
     for title, rows in tables(entries):
         print_texts(title, list(rows[0]), [list(row.values()) for row in rows])
+    for name, bits in zip(corpora.names, baselines, strict=True):
+        if bits is not None:
+            print(f"{name}: the histogram of each pixel has {bits:.4f} bits per dimension on all of {options.split}")
+
+
+def _images(image: dict[str, Any] | None) -> str:
+    """The format of images in a message."""
+    return "text" if image is None else f"{ImageFormat.of(image)}, {image['levels']} levels"
 
 
 def lengths(flag: str, value: str) -> list[int]:
@@ -151,7 +170,8 @@ def data_config(run: LoadedRun, directory: Path, data: Data) -> DataConfig:
         return replace(run.config.data, dir=data.dir, mixture=())
     if data.source is not None:
         # Before anything is prepared.
-        size = tokenizers.load(run.config.data.tokenizer).n_vocab
+        name = run.config.data.tokenizer
+        size = 0 if name == tokenizers.PIXELS else tokenizers.load(name).n_vocab
         if size > run.model.vocab_size:
             raise ConfigError(f"--data.source: the tokenizer {run.config.data.tokenizer} has a vocabulary of {size} "
                               f"tokens, the model of {directory} only {run.model.vocab_size}")
@@ -173,8 +193,9 @@ def tables(entries: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, 
             | {"context": f"{entry['context']:,}", "windows": f"{entry['windows']:,}",
                "tokens": f"{entry['tokens']:,}", "loss": with_error(entry),
                "perplexity": "–" if perplexity is None else f"{perplexity:,.3f}"}
-            | {heading: f"{entry[name]:.4f}" for name, heading in (("bits_per_byte", "bits per byte"),
-                                                                   ("accuracy", "accuracy")) if name in entry})
+            | {heading: f"{entry[name]:.4f}" for name, heading in (
+                ("bits_per_byte", "bits per byte"), ("bits_per_dimension", "bits per dimension"),
+                ("accuracy", "accuracy")) if name in entry})
     for entry in entries:
         of = f"context {entry['context']:,}" + (f", {entry['corpus']}" if several else "")
         found.append((f"by tokens of context seen, {of}", [

@@ -35,7 +35,9 @@ from comparison.reading import Reader
 from comparison.table import as_csv, headings, table_note
 from configs.schema import Config, load_recipe
 from data import tokenizers
+from data.sources.images import ImageFormat
 from models.gpt import GPT
+from sampling.images import IMAGES, TEMPERATURE, image_sampler, sample_images
 from sampling.sampler import Sampler, Sampling
 from sampling.samples import sample_text
 from support.errors import ConfigError, LineargptError, RunError
@@ -43,7 +45,7 @@ from training.checkpoint import Checkpoints
 from training.config_validation import validate_config
 from training.environment import configure_jax
 from training.metrics import read_columns
-from training.run import LoadedRun, load_model, load_tokenizer, read_run
+from training.run import LoadedRun, image_format, load_model, load_tokenizer, read_run
 
 if TYPE_CHECKING:
     import tiktoken
@@ -103,7 +105,7 @@ class Run:
         """The tokenizer.
 
         Raises:
-            ConfigError: there is no such tokenizer.
+            ConfigError: there is no such tokenizer, as of a model of images.
             DataError: its vocabulary cannot be downloaded.
             RunError: the model's vocabulary is too small for it.
         """
@@ -129,6 +131,41 @@ class Run:
     @functools.cached_property
     def _sampler(self) -> Sampler:
         return Sampler(self.model, end_of_text=tokenizers.end_of_text(self.tokenizer))
+
+    @functools.cached_property
+    def _image_sampler(self) -> Sampler:
+        assert self.image is not None
+        return image_sampler(self.model, self.image)
+
+    @property
+    def image(self) -> ImageFormat | None:
+        """The format of the images of a model of images; None for text."""
+        return image_format(self.environment)
+
+    def sample_images(self, images: int = IMAGES, *, upper: np.ndarray | None = None, temperature: float = TEMPERATURE,
+                      top_k: int = Sampling.top_k, top_p: float = Sampling.top_p, min_p: float = Sampling.min_p,
+                      seed: int = Sampling.seed) -> np.ndarray:
+        """Sample images, with :attr:`model` as it is now.
+
+        Args:
+            images: number of images N.
+            upper: levels of the first rows of all of them, (Y, W, C); None: sample all rows.
+            temperature, top_k, top_p, min_p, seed: as in :meth:`sample`.
+
+        Returns:
+            levels, uint8 (N, H, W, C), from 0 to ``image.levels`` - 1.
+
+        Raises:
+            ConfigError: an option is out of range, ``upper`` does not fit, or it is a model of text.
+            NotImplementedError: an attention mode of the model has no cached decode.
+            LineargptError: the model cannot be loaded.
+        """
+        if self.image is None:
+            raise ConfigError(f"{self.path} is a model of text; use Run.sample")
+        sampler = self._image_sampler
+        sampler.update(self.model)
+        sampling = Sampling(float(temperature), top_k, float(top_p), float(min_p), seed=seed)
+        return sample_images(sampler, self.image, sampling, samples=images, upper_YWC=upper)
 
     def sample(self, prompt: str | bytes = "", *, max_new_tokens: int = 200, stop: Sequence[str] = (),
                temperature: float = Sampling.temperature, top_k: int = Sampling.top_k, top_p: float = Sampling.top_p,

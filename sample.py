@@ -4,10 +4,13 @@
     python sample.py runs/chunked --prompt-file book.txt --max-new-tokens 0 --save-state book.safetensors
     python sample.py runs/chunked --load-state book.safetensors --prompt "Who is it about?"
     python sample.py runs/chunked --interactive
+    python sample.py runs/digits-linear --images 16 --out grid.png
 
 Generated text streams to standard output, with a blank line between samples. The prompt is not repeated there.
 Everything else goes to standard error.
 Prompts are used verbatim, including a final line break from a file or `echo`.
+
+A model of images writes a PNG file. With --complete it samples the rest of images whose upper part is given.
 """
 
 from support import interrupts, packages
@@ -16,21 +19,26 @@ if __name__ == "__main__":  # before any other import, which takes seconds, or f
     interrupts.end_with_a_word()
     packages.require_packages()
 
+import dataclasses
 import io
 import os
 import stat
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import numpy as np
 import tyro
 from jax.sharding import Mesh
 
 from data import tokenizers
+from data.sources.images import ImageFormat
 from sampling import state_file
+from sampling.images import TEMPERATURE, image_sampler, read_upper, sample_images, write_grid
 from sampling.sampler import Sampler, Sampling
 from sampling.terminal import SampleWriter, converse
 from support.command import run_command, status, warnings_as_notes
@@ -47,6 +55,14 @@ class Options(Sampling):
 
     run: tyro.conf.Positional[Path]
     """Run folder."""
+    temperature: float | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Divisor of the logits. 0: greedy. None: 0.8 for text, 1 for images."""
+    images: int = 0
+    """Number of images to sample, or of completions of each image of --complete. 0: text."""
+    out: Path | None = None
+    """With --images: the PNG file to write."""
+    complete: Path | None = None
+    """With --images: image file with the first rows of an image, or of several side by side, to complete."""
     prompt: str | None = None
     """Prompt. -: read it from standard input, the default if that is a pipe or a file. Without a prompt a sample
     starts a new document."""
@@ -74,6 +90,7 @@ class Options(Sampling):
     def check(self) -> None:
         """Raises :class:`ConfigError` for values out of range and conflicting options."""
         super().check()
+        self._check_images()
         if self.prompt is not None and self.prompt_file is not None:
             raise ConfigError("--prompt and --prompt-file are mutually exclusive")
         if self.prompt_file is not None and (not self.prompt_file.exists() or self.prompt_file.is_dir()):
@@ -96,6 +113,29 @@ class Options(Sampling):
         if self.save_state is not None and (self.save_state.is_dir() or not self.save_state.parent.is_dir()):
             raise ConfigError(f"--save-state {self.save_state}: expected a file name in an existing folder")
 
+    def _check_images(self) -> None:
+        if self.images < 0:
+            raise ConfigError(f"--images is {self.images}; expected at least 1, or 0 for text")
+        for name in ("out", "complete"):
+            if getattr(self, name) is not None and not self.images:
+                raise ConfigError(f"--{name} {getattr(self, name)} requires --images, the number of images")
+        if not self.images:
+            return
+        for name in ("prompt", "prompt_file", "stop", "interactive", "save_state", "load_state"):
+            if getattr(self, name) not in (None, False, ()):
+                raise ConfigError(f"--{name.replace('_', '-')} is for text, and --images for images: they are mutually "
+                                  "exclusive")
+        if self.out is None or self.out.suffix.lower() != ".png" or not self.out.absolute().parent.is_dir():
+            raise ConfigError(f"--out is {self.out}; with --images, expected the name of a .png file in an existing "
+                              "folder")
+        if self.complete is not None and not self.complete.is_file():
+            raise ConfigError(f"--complete {self.complete}: no such file")
+
+    def resolved(self) -> "Options":
+        """The options with the default temperature."""
+        default = TEMPERATURE if self.images else Sampling.temperature
+        return self if self.temperature is not None else dataclasses.replace(self, temperature=default)
+
     @property
     def resumable(self) -> bool:
         """Whether the state after the sample is needed."""
@@ -109,13 +149,41 @@ def sample(options: Options) -> None:
         ConfigError, NotImplementedError: usage; nothing was generated.
         RunError, CheckpointError, DataError, StateError, OSError: a file cannot be used.
     """
+    options = options.resolved()
     options.check()
-    prompt = read_prompt(options)
+    prompt = b"" if options.images else read_prompt(options)
     with warnings_as_notes():
         mesh = inference_mesh(options.devices)
         run = load_model(options.run, options.step, mesh)
+    if run.image is None and options.images:
+        raise ConfigError(f"--images {options.images}: {options.run} is a model of text; expected --prompt, or nothing")
+    if run.image is not None and not options.images:
+        raise ConfigError(f"{options.run} is a model of images; expected --images N --out FILE.png"
+                          + (" in place of a prompt" if prompt else ""))
     with nullcontext() if mesh is None else jax.set_mesh(mesh):
-        write(run, prompt, options, mesh)
+        if run.image is None:
+            write(run, prompt, options, mesh)
+        else:
+            write_images(run, run.image, options, mesh)
+
+
+def write_images(run: LoadedRun, image: ImageFormat, options: Options, mesh: Mesh | None) -> None:
+    """Write a grid of the samples of a run with images.
+
+    Raises:
+        ConfigError, DataError, OSError: as :func:`sample`.
+    """
+    assert options.out is not None
+    uppers = [None] if options.complete is None else read_upper(options.complete, image)
+    sampler = image_sampler(run.model, image, mesh)
+    status(f"{options.run}: step {run.step}, {','.join(run.config.model.attention)}, {image}, {image.levels} levels")
+    started = time.perf_counter()
+    found = [sample_images(sampler, image, dataclasses.replace(options, seed=(options.seed + number) % 2**32),
+                           samples=options.images, upper_YWC=upper) for number, upper in enumerate(uppers)]
+    seconds = time.perf_counter() - started
+    columns = len(uppers) if len(uppers) > 1 else None  # one for each given image
+    write_grid(options.out, np.stack(found, axis=1).reshape(-1, *found[0].shape[1:]), image.levels, columns=columns)
+    status(f"{options.out}: {len(uppers) * options.images} images in {seconds:.2f} s, compilation included")
 
 
 def write(run: LoadedRun, prompt: bytes, options: Options, mesh: Mesh | None) -> None:

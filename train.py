@@ -142,6 +142,7 @@ def begin(config: Config, run_dir: Path, corpora: Corpora, model: GPT, begun_wit
     write_json(run_dir / "environment.json", environment(
         model, parameters=parameters, tokenizer=corpora.tokenizer, checksum=corpora.checksum,
         segments=config.data.packing == "documents")
+        | ({} if corpora.image is None else {"image": corpora.image})
         | ({} if begun_with is None else {"init_from": begun_with}))
     status(f"{run_dir}: {parameters:,} parameters, {','.join(config.model.attention)} attention, context "
            f"{config.model.context:,}, {config.model.dtype}, {corpora.tokens('train'):,} tokens")

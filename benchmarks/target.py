@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".venv-gpu"
 TARGETS = Path(__file__).parent / "targets"
 PLUGIN = "jax_plugins.xla_cuda13"
-VOCABULARIES = {"gpt2": 50_257, "bytes": 257}
-"""Sizes of the tokenizers whose files may be missing."""
+VOCABULARIES = {"gpt2": 50_257, "bytes": 257, "pixels": 257}
+"""Sizes of the tokenizers whose files may be missing; of images, with 256 levels."""
 VOCABULARY_FLAG = report.flag("tokens in the vocabulary (those of the token files or of the tokenizer)",
                               type=report.positive)
 REMEDY = "`make gpu-check` builds an environment that can"

@@ -2,11 +2,6 @@
 // Draws the page from the payload of comparison/page.py. Controls change `state`, and `refresh` redraws everything from
 // it.
 (() => {
-  const METRICS = [
-    { key: "loss", button: "Loss", name: "loss" },
-    { key: "bits", button: "Bits per byte", name: "bits per byte" },
-    { key: "accuracy", button: "Accuracy", name: "accuracy" },
-  ];
   const SCALES = [{ key: "linear", button: "Linear" }, { key: "log", button: "Log" }];
   const INK = "#1f2328";
   const RULE = "#e6e9ed";
@@ -17,6 +12,11 @@
   const byId = (id) => document.getElementById(id);
   const payload = JSON.parse(byId("payload").textContent, decode);
   const { axes: AXES, runs, setups } = payload;
+  const METRICS = [
+    { key: "loss", button: "Loss", name: "loss" },
+    { key: "bits", button: payload.bits[0].toUpperCase() + payload.bits.slice(1), name: payload.bits },
+    { key: "accuracy", button: "Accuracy", name: "accuracy" },
+  ];
   const state = { axis: "train_seconds", metric: "loss", x: "linear", y: "linear", smoothing: 2, context: null,
                   size: null, hidden: new Set(), zoom: null };
 
@@ -257,7 +257,8 @@
             shownSetups().some(([, of]) => of.length > 1) && "Bands: ± one standard deviation over the seeds.",
             state.y === "linear" && state.metric !== "accuracy" &&
               "The first steps are above the figure: double-click it, or choose the logarithmic scale, to show all.",
-            state.metric === "bits" && "Train loss is converted with the bytes per token of the val split.",
+            state.metric === "bits" && payload.bits.includes("byte") &&
+              "Train loss is converted with the bytes per token of the val split.",
             "Click a legend entry to hide a run everywhere, double-click to show only that run.",
             axis && `Without ${text}: ${axis}.`,
             metric && `Without ${metricName()}: ${metric}.`].filter(Boolean).join(" ");
@@ -503,10 +504,11 @@
   }
 
   function drawSamples() {
-    byId("samples").replaceChildren(...runs.filter((run) => shown(run) && run.sample !== null).map((run) => {
+    byId("samples").replaceChildren(...runs.filter((run) => shown(run) && run.sample_step !== null).map((run) => {
       const step = element("span", {}, ` · step ${whole(run.sample_step)}`);
-      return element("figure", {}, element("figcaption", {}, run.name, step),
-                     element("pre", { tabindex: "0" }, run.sample));
+      const sample = run.sample_image === null ? element("pre", { tabindex: "0" }, run.sample)
+        : element("img", { src: run.sample_image, alt: `Images sampled from ${run.name}` });
+      return element("figure", {}, element("figcaption", {}, run.name, step), sample);
     }));
   }
 
@@ -524,7 +526,7 @@
     positions: [(run) => run.evaluations.length, drawPositions],
     gradient_norm: [(run) => column(run, "means", "gradient_norm"), drawGradient],
     learning_rate: [(run) => column(run, "means", "learning_rate"), drawRate],
-    samples: [(run) => run.sample !== null, drawSamples],
+    samples: [(run) => run.sample_step !== null, drawSamples],
   };
 
   function refresh() {

@@ -20,7 +20,7 @@ from comparison.table import TimesToLoss, table_note
 
 COLUMNS = ("step", "tokens", "train_seconds", "wall_seconds", "loss", "learning_rate", "gradient_norm", "accuracy",
            "lines")
-"""Columns of a curve. FLOPs are proportional to tokens, and bits per byte to losses: the page multiplies."""
+"""Columns of a curve. FLOPs are proportional to tokens, and bits to losses: the page multiplies."""
 MAX_SAMPLE = 4000
 """Most characters of a sample."""
 
@@ -65,6 +65,7 @@ def payload(comparison: Comparison) -> dict[str, Any]:
                    for i, setup in enumerate(setups)],
         "runs": [run_payload(run) for run in runs],
         "scored": scored(runs),
+        "bits": " or ".join(sorted({run.bits.replace("_", " ") for run in runs})),
         "verdict": comparison.verdict,
         "warnings": comparison.remarks,
         "figures": figures_table(comparison, index),
@@ -97,13 +98,15 @@ def run_payload(run: Run) -> dict[str, Any]:
         "means": packed(run.train.means),
         "val": packed(run.val.points if run.val.is_whole else run.val.means),
         "flops_per_token": finite(columns["flops"][-1] / columns["tokens"][-1]) if "flops" in columns else None,
-        "bits_per_nat": None if run.bytes_per_token is None else 1 / (math.log(2) * run.bytes_per_token),
+        "bits_per_nat": None if run.units_per_token is None else 1 / (math.log(2) * run.units_per_token),
         "tokens_per_second": finite(run.train.median_speed),
         "memory": finite(run.peak_bytes),
         "evaluations": [{"context": entry["context"], "corpus": entry["corpus"]}
                         | {key: [part[key] for part in entry["positions"]] for key in ("first", "last", "loss")}
                         for entry in run.evaluations],
         "sample": None if run.sample is None else shortened(run.sample),
+        "sample_image": None if run.sample_image is None else (
+            f"data:image/png;base64,{base64.b64encode(run.sample_image).decode()}"),
         "sample_step": run.sample_step,
     }
 

@@ -72,8 +72,10 @@ class Run:
     """The step of the evaluated checkpoint."""
     sample: str | None = None
     """The newest text in ``samples/``."""
+    sample_image: bytes | None = None
+    """The newest PNG file in ``samples/``, of a model of images."""
     sample_step: int | None = None
-    """Its step."""
+    """The step of either."""
 
     @property
     def attention(self) -> str:
@@ -185,13 +187,19 @@ class Run:
         return next((float(self.environment[name]) for name in ("peak_bytes", "step_bytes")
                      if isinstance(self.environment.get(name), int | float)), None)
 
+    @property
+    def bits(self) -> str:
+        """The quantity in bits of its val lines: ``bits_per_dimension`` for images, else ``bits_per_byte``."""
+        return "bits_per_dimension" if "bits_per_dimension" in self.val.points else "bits_per_byte"
+
     @cached_property
-    def bytes_per_token(self) -> float | None:
-        """Bytes of text per token of the val split: bits per byte are loss / ln 2 / this. None if unknown."""
+    def units_per_token(self) -> float | None:
+        """Bytes of text, or dimensions of images, per token of the val split: :attr:`bits` are loss / ln 2 / this. None
+        if unknown."""
         points = self.val.points
-        if "bits_per_byte" not in points:
+        if self.bits not in points:
             return None
-        ratio = points["loss"] / math.log(2) / points["bits_per_byte"]
+        ratio = points["loss"] / math.log(2) / points[self.bits]
         known = ratio[np.isfinite(ratio)]
         return float(np.median(known)) if len(known) else None
 
@@ -302,9 +310,9 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
     if not (train or val or evaluations or may_be_empty):
         raise RunError(f"{metrics}: no steps yet; train the run first, or evaluate it with evaluate.py")
     per_token = flops_per_token(config, environment)
-    sample_step, sample = newest_sample(path / "samples")
+    sample_step, sample, sample_image = newest_sample(path / "samples")
     return Run(path.resolve().name, path, config, environment, with_flops(train, per_token), with_flops(val, per_token),
-               evaluations, windows, evaluated_step, sample, sample_step)
+               evaluations, windows, evaluated_step, sample, sample_image, sample_step)
 
 
 def no_folder(path: Path) -> str:
@@ -339,13 +347,16 @@ def load_evaluations(path: Path) -> list[dict[str, Any]]:
     return evaluations  # pyright: ignore[reportReturnType]
 
 
-def newest_sample(folder: Path) -> tuple[int | None, str | None]:
-    """The newest text sample of training, ``STEP.txt``, and its step."""
-    files = sorted((int(path.stem), path) for path in folder.glob("*.txt") if path.stem.isdecimal())
+def newest_sample(folder: Path) -> tuple[int | None, str | None, bytes | None]:
+    """The step of the newest sample of training, and the text of ``STEP.txt`` or the contents of ``STEP.png``."""
+    files = sorted((int(path.stem), path) for path in folder.glob("*") if path.stem.isdecimal()
+                   and path.suffix in (".txt", ".png"))
     if not files:
-        return None, None
+        return None, None, None
     step, path = files[-1]
-    return step, path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix == ".png":
+        return step, None, path.read_bytes()
+    return step, path.read_text(encoding="utf-8", errors="replace"), None
 
 
 def scored(runs: Sequence[Run]) -> str:

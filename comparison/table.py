@@ -34,6 +34,7 @@ FIGURES = (
     Column("tokens_per_second", "tokens/s (median)", ",.0f"),
     Column("loss_at_shortest", "val loss at end of shortest run", ".4f"),
     Column("bits_per_byte", "bits per byte", ".4f", 2),
+    Column("bits_per_dimension", "bits per dimension", ".4f", 2),
     Column("accuracy", "val accuracy", ".4f", 2),
     Column("train_loss", "train loss (last 5 %)", ".4f", 2),
     Column("tokens", "tokens", ",.0f", 3),
@@ -172,6 +173,7 @@ def figures(run: Run, end_of_shortest: float | None, times: TimesToLoss | None) 
         "val_loss": run.final("loss"),
         "best_val_loss": float(np.nanmin(val)) if np.isfinite(val).any() else None,
         "bits_per_byte": run.final("bits_per_byte"),
+        "bits_per_dimension": run.final("bits_per_dimension"),
         "accuracy": run.final("accuracy"),
         "loss_at_shortest": None if end_of_shortest is None else run.loss_at(
             "train_seconds", end_of_shortest, "val"),

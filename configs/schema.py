@@ -186,7 +186,7 @@ class TrainConfig:
     """Validation batches per evaluation, always the same ones. A task of Long Range Arena with at most 2,000
     validation examples is evaluated on all of them."""
     sample_every: int = 0
-    """Updates between samples of text, written to RUN/samples/STEP.txt. 0: none."""
+    """Updates between samples, of text in RUN/samples/STEP.txt or of images in STEP.png. 0: none."""
 
 
 @dataclass(frozen=True)

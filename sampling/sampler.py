@@ -134,13 +134,15 @@ class Sampler:
     Args:
         model: the model; later changes take effect only with :meth:`update`.
         end_of_text: the token that ends a sample, if any.
+        excluded: a token that is never sampled, if any.
         mesh: the mesh that the model's arrays are sharded over. Set it (``jax.set_mesh``) for all calls.
 
     Raises:
         NotImplementedError: an attention mode of the model has no cached decode.
     """
 
-    def __init__(self, model: GPT, *, end_of_text: int | None = None, mesh: Mesh | None = None):
+    def __init__(self, model: GPT, *, end_of_text: int | None = None, excluded: int | None = None,
+                 mesh: Mesh | None = None):
         jax.eval_shape(lambda: model.init_cache(1, 1))
         self.end_of_text = end_of_text
         self.max_length = model.max_length
@@ -180,7 +182,10 @@ class Sampler:
             def step(carry: Any) -> Any:
                 done, tokens_BT, memory, ended_B = carry
                 keys_at_B = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys_B2), memory.cache.position_B)
-                token_B = jnp.where(ended_B, end, draw(memory.logits_BV, memory.seen_BV, keys_at_B, settings))
+                logits_BV = memory.logits_BV
+                if excluded is not None:
+                    logits_BV = logits_BV.at[:, excluded].set(-jnp.inf)
+                token_B = jnp.where(ended_B, end, draw(logits_BV, memory.seen_BV, keys_at_B, settings))
                 x_BTE, cache = model.forward(token_B[:, None], memory.cache)
                 memory = Memory(model.logits(x_BTE)[:, 0], cache, _mark(memory.seen_BV, token_B[:, None]))
                 return done + 1, tokens_BT.at[:, done].set(token_B), memory, ended_B | (token_B == end)

@@ -1,9 +1,9 @@
-"""Text samples: the text after a prompt, and the samples during training, ``RUN/samples/STEP.txt``."""
+"""Samples during training, ``RUN/samples/STEP.txt`` for text; and the text after a prompt."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from jaxtyping import Int32
@@ -68,24 +68,23 @@ def sample_text(sampler: Sampler, encoding: "tiktoken.Encoding", prompt: bytes, 
 
 
 class Samples:
-    """Writes text samples of a model, atomically.
-
-    Samples start a document, after end-of-text, with the default options of ``sample.py`` and the same random numbers
-    at every step.
+    """Writes samples of a model, atomically, with the same random numbers at every step. Subclasses say of what.
 
     Args:
         folder: output folder; created at the first sample.
-        tokenizer: name of the tokenizer.
         keep_through: the step that a run resumes from: samples of later steps are deleted.
 
     Raises:
         OSError: a sample cannot be removed.
     """
 
-    def __init__(self, folder: Path, tokenizer: str, *, keep_through: int):
-        self._folder, self._tokenizer = folder, tokenizer
+    suffix: ClassVar[str]
+    """Of the files, ``STEP.SUFFIX``."""
+
+    def __init__(self, folder: Path, *, keep_through: int):
+        self._folder = folder
         self._sampler: Sampler | None = None
-        for path in folder.glob("*.txt"):
+        for path in folder.glob(f"*{self.suffix}"):
             if path.stem.isdecimal() and int(path.stem) > keep_through:
                 path.unlink()
 
@@ -95,11 +94,40 @@ class Samples:
         Raises:
             OSError: it cannot be written.
         """
-        encoding = tokenizers.load(self._tokenizer)
         if self._sampler is None:
-            self._sampler = Sampler(model, end_of_text=tokenizers.end_of_text(encoding))
+            self._sampler = self.make_sampler(model)
         else:
             self._sampler.update(model)
-        text = sample_text(self._sampler, encoding, b"", Sampling(), max_new_tokens=SAMPLE_TOKENS)
         self._folder.mkdir(exist_ok=True)
-        write_text(self._folder / f"{step:08}.txt", text)
+        self.write_sample(self._folder / f"{step:08}{self.suffix}", self._sampler)
+
+    def make_sampler(self, model: GPT) -> Sampler:
+        """The sampler of a model."""
+        raise NotImplementedError
+
+    def write_sample(self, path: Path, sampler: Sampler) -> None:
+        """Write a sample of the model of ``sampler``."""
+        raise NotImplementedError
+
+
+class TextSamples(Samples):
+    """Text samples that start a document, after end-of-text, with the default options of ``sample.py``.
+
+    Args:
+        folder: output folder.
+        tokenizer: name of the tokenizer.
+        keep_through: as in :class:`Samples`.
+    """
+
+    suffix: ClassVar[str] = ".txt"
+
+    def __init__(self, folder: Path, tokenizer: str, *, keep_through: int):
+        super().__init__(folder, keep_through=keep_through)
+        self._tokenizer = tokenizer
+
+    def make_sampler(self, model: GPT) -> Sampler:
+        return Sampler(model, end_of_text=tokenizers.end_of_text(tokenizers.load(self._tokenizer)))
+
+    def write_sample(self, path: Path, sampler: Sampler) -> None:
+        write_text(path, sample_text(sampler, tokenizers.load(self._tokenizer), b"", Sampling(),
+                                     max_new_tokens=SAMPLE_TOKENS))

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -276,6 +277,8 @@ def test_what_cannot_be_evaluated(folder, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert "not a run, it has no config.json" in refused(capsys, 2, tmp_path / "empty")
     assert "no token files" in refused(capsys, 2, folder / "none", "--data.dir", tmp_path)
+    assert re.search(r"--split is test; .*tokens has only train and val", refused(
+        capsys, 2, folder / "none", "--split", "test"))
     assert "the val split of" in refused(capsys, 2, folder / "none", "--context", "10000000")
     for flag, value in (("--context", "0"), ("--context", "1k"), ("--context", ""), ("--windows", "-3"),
                         ("--batches", "0")):

@@ -16,9 +16,11 @@ from flax import nnx
 
 import sample
 from configs.schema import Config, DataConfig, ModelConfig
+from lineargpt import open_run
 from models import attention as attentions
 from models.gpt import GPT, resolve_config
 from sampling import terminal
+from support.errors import ConfigError
 from training.checkpoint import Checkpoints
 from training.run import load_model
 
@@ -275,6 +277,13 @@ def test_impossible_options_are_named(runs, capsys, arguments, name):
 
 
 @pytest.mark.fast
+def test_images_are_not_sampled_from_a_model_of_text(runs, tmp_path, capsys):
+    message = refused(capsys, 2, runs / "chunked", "--images", 4, "--out", tmp_path / "grid.png")
+    assert "chunked is a model of text; expected --prompt" in message
+    with pytest.raises(ConfigError, match=r"chunked is a model of text; use Run\.sample"):
+        open_run(runs / "chunked").sample_images()
+
+
 def test_help_says_that_the_prompt_is_not_in_the_output(capsys):
     with pytest.raises(SystemExit):
         sample.main(["--help"])

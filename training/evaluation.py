@@ -40,20 +40,24 @@ class Evaluation(NamedTuple):
 Scorer = Callable[[Batch], Scores]
 
 
-def check_contexts(model: GPT, corpora: Corpora, contexts: Sequence[int]) -> None:
-    """Checks that a model can be evaluated at these contexts on these corpora.
+def check_contexts(model: GPT, corpora: Corpora, contexts: Sequence[int], split: str = "val") -> None:
+    """Checks that a model can be evaluated at these contexts on a split of these corpora.
 
     Raises:
-        ConfigError: a context exceeds the model's positions or a val split.
-        DataError: there are no val tokens.
+        ConfigError: a context exceeds the model's positions or the split, or there is no split test.
+        DataError: there are no tokens.
     """
     for files in corpora.files:
-        tokens = files.tokens("val") if "val" in files.meta["splits"] else 0
+        splits = files.meta["splits"]
+        if split not in splits and split != "val":
+            raise ConfigError(f"--split is {split}; {files.directory} has only {' and '.join(splits)}")
+        tokens = files.tokens(split) if split in splits else 0
         if tokens < 2:
-            raise DataError(f"{files.directory}: no validation tokens; expected a corpus with a val split")
+            what = "validation" if split == "val" else split
+            raise DataError(f"{files.directory}: no {what} tokens; expected a corpus with a {split} split")
         for context in contexts:
             if context >= tokens:
-                raise ConfigError(f"--context is {context}; expected at most {tokens - 1}: the val split of "
+                raise ConfigError(f"--context is {context}; expected at most {tokens - 1}: the {split} split of "
                                   f"{files.directory} has {tokens} tokens")
     for context in contexts:
         if context < 1:
@@ -64,13 +68,14 @@ def check_contexts(model: GPT, corpora: Corpora, contexts: Sequence[int]) -> Non
 
 
 def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: Sequence[int], tokens: int,
-             tokens_at_once: int, packing: str = "stream",
+             tokens_at_once: int, packing: str = "stream", split: str = "val",
              progress: Callable[[str], None] = lambda _: None) -> list[Evaluation]:
-    """Evaluates a model on the val split of each corpus, at each context.
+    """Evaluates a model on a split of each corpus, at each context.
 
     With ``packing="stream"`` all contexts use the same tokens: stretches of the longest context, evenly spaced over the
     split and cut into windows, dropping the rest. With ``"documents"`` the windows of each context are packed
-    separately.
+    separately. With ``"rows"``, the context is that of the documents, and there are no short windows: the positions of
+    a window would not be those that it had in training.
 
     Args:
         model: the model.
@@ -80,42 +85,43 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
         tokens: tokens to evaluate, at least one window.
         tokens_at_once: tokens per forward pass, at least one window.
         packing: as ``data.packing``.
+        split: val or test.
         progress: called with a line at the start of each part.
 
     Returns:
         For each corpus and context the loss of each window, and ``corpus``, ``context``, ``trained_context``,
         ``windows``, ``windows_checksum`` (equal for the same windows of tokens), ``tokens`` (scored),
-        ``loss`` (nats per token), its ``standard_error``, ``perplexity``, ``bits_per_byte`` or, if the corpus has
-        weights, ``accuracy``; ``positions``, a list of ``first``, ``last``, ``tokens``, ``loss``, ``standard_error``
-        (and ``accuracy``) of the tokens with ``first`` to ``last`` tokens of context; ``short_context``, a list of
-        ``window``, ``least``, ``tokens``, ``loss_window``, ``loss``, its ``standard_error`` and ``gain`` (and
-        ``accuracy_window``, ``accuracy``) of the tokens with more than ``window`` tokens of context: their loss with
-        the last ``least`` to ``window`` tokens, with all tokens, and the difference. Standard errors assume independent
-        windows; None if only one window has scored tokens.
+        ``loss`` (nats per token), its ``standard_error``, ``perplexity``, ``bits_per_byte`` (``bits_per_dimension`` for
+        images) unless it is text with weights, and ``accuracy`` with weights; ``positions``, a list of ``first``,
+        ``last``, ``tokens``, ``loss``, ``standard_error`` (and ``accuracy``) of the tokens with ``first`` to ``last``
+        tokens of context; ``short_context``, a list of ``window``, ``least``, ``tokens``, ``loss_window``, ``loss``,
+        its ``standard_error`` and ``gain`` (and ``accuracy_window``, ``accuracy``) of the tokens with more than
+        ``window`` tokens of context: their loss with the last ``least`` to ``window`` tokens, with all tokens, and the
+        difference. Standard errors assume independent windows; None if only one window has scored tokens.
     """
     forward = _scorer(model, tokens_at_once)
     found = []
     for name, files in zip(corpora.names, corpora.files, strict=True):
-        for context, batch in _batches(files, contexts, tokens, packing):
+        for context, batch in _batches(files, split, contexts, tokens, packing):
             progress(f"corpus {name}: context {context:,}, {batch.targets_BT.size:,} tokens")
             scores = forward(batch)
             scored_BT, lengths_BT = np.asarray(batch.targets_BT) >= 0, context_lengths(batch)
             if not scored_BT.any():
-                raise DataError(f"{files.directory}: all weights are 0 in the evaluated windows of val; expected some "
-                                "weights of 1")
+                raise DataError(f"{files.directory}: all weights are 0 in the evaluated windows of {split}; expected "
+                                "some weights of 1")
             entry: dict[str, Any] = {"corpus": name, "context": context, "trained_context": model.config.context,
                                      "windows": len(scored_BT),
                                      "windows_checksum": windows_checksum(*map(np.asarray, jax.tree.leaves(batch)))}
             entry |= _figures(files, scores, scored_BT)
             loss = entry["loss"]
             entry["perplexity"] = math.exp(loss) if loss < 700 else None
-            entry |= Corpora.of(files).bits("val", loss)
+            entry |= Corpora.of(files).bits(split, loss)
             entry["positions"] = [
                 {"first": first, "last": last, **_figures(files, scores, scored_BT & inside_BT)}
                 for first, last in position_bins(context)
                 if (scored_BT & (inside_BT := (lengths_BT >= first) & (lengths_BT <= last))).any()]
             entry["short_context"] = []
-            for window in windows:
+            for window in windows if packing != "rows" else ():
                 beyond_BT = scored_BT & (lengths_BT > window)
                 if not beyond_BT.any():
                     continue
@@ -185,11 +191,12 @@ def _stride(window: int) -> int:
     return max(1, window // 4)
 
 
-def _batches(files: TokenFiles, contexts: Sequence[int], tokens: int, packing: str) -> Iterator[tuple[int, Batch]]:
+def _batches(files: TokenFiles, split: str, contexts: Sequence[int], tokens: int, packing: str,
+             ) -> Iterator[tuple[int, Batch]]:
     """All windows of each context, as one batch in host memory."""
 
     def together(context: int) -> Batch:
-        rows = fixed_batches(files, "val", context=context, batch_size=1, count=max(1, tokens // context),
+        rows = fixed_batches(files, split, context=context, batch_size=1, count=max(1, tokens // context),
                              packing=packing)
         return jax.tree.map(lambda *arrays: np.concatenate(arrays), *rows)
 

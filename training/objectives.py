@@ -14,8 +14,10 @@ from jax.sharding import NamedSharding
 
 from configs.schema import Config
 from data.loader import Batch, Corpora, batches, fixed_batches
+from data.sources.images import ImageFormat
 from data.token_files import TokenFiles
-from sampling.samples import Samples
+from sampling.images import ImageSamples
+from sampling.samples import Samples, TextSamples
 from training import step as steps
 from training.sharding import put
 
@@ -56,7 +58,7 @@ class Objective(Protocol):
         ...
 
     def samples(self, folder: Path, *, keep_through: int) -> Samples | None:
-        """The writer of text samples in ``folder``, if any."""
+        """The writer of samples in ``folder``, if any."""
         ...
 
 
@@ -112,7 +114,10 @@ class LanguageModelling:
         return figures
 
     def samples(self, folder: Path, *, keep_through: int) -> Samples:
-        return Samples(folder, self._corpora.tokenizer, keep_through=keep_through)
+        image = self._corpora.image
+        if image is not None:
+            return ImageSamples(folder, ImageFormat.of(image), keep_through=keep_through)
+        return TextSamples(folder, self._corpora.tokenizer, keep_through=keep_through)
 
 
 def _figures(files: TokenFiles, sums: Sequence[tuple[np.ndarray, ...]]) -> dict[str, float]:

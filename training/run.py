@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from configs.schema import Config, LraConfig, config_class, flatten
 from data import tokenizers
+from data.sources.images import ImageFormat
 from models import attention as attentions
 from models import gpt
 from models.gpt import GPT
@@ -44,6 +45,17 @@ class LoadedRun:
     """Number of updates."""
     environment: dict[str, Any]
     """Contents of ``environment.json``."""
+
+    @property
+    def image(self) -> ImageFormat | None:
+        """The format of the images of a model of images; None for text."""
+        return image_format(self.environment)
+
+
+def image_format(environment: dict[str, Any]) -> ImageFormat | None:
+    """The format of the images of a run with this ``environment.json``; None for text."""
+    entry = environment.get("image")
+    return None if entry is None else ImageFormat.of(entry)
 
 
 def check_folder(config: Config | LraConfig, run_dir: Path) -> dict[str, Any]:
@@ -259,9 +271,12 @@ def load_tokenizer(directory: Path, config: Config, vocabulary_size: int) -> "ti
     """Loads the tokenizer of a run's config.
 
     Raises:
-        ConfigError, DataError: as :func:`data.tokenizers.load`.
+        ConfigError, DataError: as :func:`data.tokenizers.load`; or the model is of images.
         RunError: the model's vocabulary lacks its end-of-text token.
     """
+    if config.data.tokenizer == tokenizers.PIXELS:
+        raise ConfigError(f"{directory} is a model of images, without a tokenizer of text; sample it with "
+                          f"python sample.py {directory} --images 16 --out grid.png")
     encoding = tokenizers.load(config.data.tokenizer)
     if tokenizers.end_of_text(encoding) >= vocabulary_size:
         raise RunError(f"{directory}: the model's vocabulary of {vocabulary_size} tokens is too small for the "

@@ -94,7 +94,7 @@ def test_bytes_memory_and_the_newest_sample(tmp_path):
     for step, text in ((20, "old"), (100, "new \N{SNOWMAN}")):
         (path / "samples" / f"{step:08}.txt").write_text(text)
     run = load_run(path)
-    assert run.bytes_per_token == pytest.approx(4)
+    assert run.units_per_token == pytest.approx(4)
     assert run.peak_bytes == 2**20
     assert (run.sample_step, run.sample) == (100, "new \N{SNOWMAN}")
     write_lines(path, [line | {"peak_bytes": line["step"] * 1000} for line in read_lines(path)])

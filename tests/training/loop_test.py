@@ -361,7 +361,7 @@ def test_the_time_of_samples_is_not_training_and_logs_get_every_line(recipe, tmp
             next(clock)
 
     monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    monkeypatch.setattr(objectives.Samples, "write", write)
+    monkeypatch.setattr(objectives.TextSamples, "write", write)
     monkeypatch.setattr(loop.Logs, "write", lambda self, record: logged.append(record))
     assert tiny.run(recipe, "--run-dir", tmp_path / "run", "--train.sample-every", 1) == 0
     assert logged == tiny.lines(tmp_path / "run")
