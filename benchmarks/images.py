@@ -5,8 +5,8 @@
 
 The model of ``--recipe`` has random weights. A sample is a batch of whole images, drawn by the sampler of
 ``sample.py``; modes take turns. Figures are medians. ``MODE:uncached`` computes the whole prefix again for each pixel.
-It is timed with 32, 64, 128, … and all tokens before the pixel, without drawing it; the time of an image is the sum
-over all pixels, interpolated linearly between those, and constant before 32 tokens.
+It is timed with 32, 64, 128, … and all tokens before the pixel, without drawing it; a sample is the sum over all
+pixels, interpolated linearly between those, and constant before 32 tokens.
 
 ``published`` are the images a second of "Transformers are RNNs" (Katharopoulos et al., 2020), on a GPU.
 ``× softmax`` is the speed relative to that of the mode ``softmax`` with the same batch.
@@ -121,12 +121,14 @@ def measure(models: Mapping[str, GPT], batch: int, repeats: int, published: Mapp
     for mode, row in rows.items():
         context = models[mode].config.context
         if mode.endswith(UNCACHED):
-            of_positions = {position: cases[mode, position][0] for position in positions(context)}
-            row.error = next((case.error for case in of_positions.values() if case.error is not None), None)
-            found = {at: case.milliseconds for at, case in of_positions.items() if case.milliseconds is not None}
-            row.pixel_milliseconds = found
+            at = positions(context)
+            timed = [cases[mode, position][0] for position in at]
+            row.error = next((case.error for case in timed if case.error is not None), None)
+            row.pixel_milliseconds = {position: case.milliseconds for position, case in zip(at, timed, strict=True)
+                                      if case.milliseconds is not None}
             if row.error is None:
-                row.milliseconds = float(np.interp(np.arange(1, context + 1), [*found], [*found.values()]).sum())
+                row.fill([np.interp(np.arange(1, context + 1), at, milliseconds).sum() / 1e3
+                          for milliseconds in zip(*(case.samples for case in timed), strict=True)])
         elif row.samples:
             seconds = np.median(calls[mode][-len(row.samples):], axis=0)
             pixels = np.minimum(TOKENS_PER_CALL, context - TOKENS_PER_CALL * np.arange(len(seconds)))
