@@ -16,7 +16,8 @@ Columns = dict[str, np.ndarray]
 """Float64 columns of equal length, by name, with NaN for missing values and without empty columns."""
 
 COLUMNS = ("step", "tokens", "train_seconds", "wall_seconds", "loss", "learning_rate", "gradient_norm",
-           "tokens_per_second", "bits_per_byte", "bits_per_dimension", "accuracy", "peak_bytes", "flops")
+           "tokens_per_second", "bits_per_byte", "bits_per_dimension", "accuracy", "error_rate", "peak_bytes",
+           "flops")
 """The fields to read."""
 STEP, LOSS, SPEED = (COLUMNS.index(name) for name in ("step", "loss", "tokens_per_second"))
 MAX_POINTS = 500

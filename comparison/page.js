@@ -15,7 +15,8 @@
   const METRICS = [
     { key: "loss", button: "Loss", name: "loss" },
     { key: "bits", button: payload.bits[0].toUpperCase() + payload.bits.slice(1), name: payload.bits },
-    { key: "accuracy", button: "Accuracy", name: "accuracy" },
+    { key: "accuracy", button: "Accuracy", name: "accuracy", valOnly: true },
+    { key: "error_rate", button: "Error rate", name: "error rate", valOnly: true },
   ];
   const state = { axis: "train_seconds", metric: "loss", x: "linear", y: "linear", smoothing: 2, context: null,
                   size: null, hidden: new Set(), zoom: null };
@@ -165,7 +166,8 @@
                                                  fillcolor: faded(setup.colour, 0.16) });
   }
 
-  const metricName = () => METRICS.find(({ key }) => key === state.metric).name;
+  const shownMetric = () => METRICS.find(({ key }) => key === state.metric);
+  const metricName = () => shownMetric().name;
   const quantityText = () => `${metricName()} %{y:.4f}`;
 
   /** The set-up's label, with the run's name unless the label already has it. */
@@ -216,7 +218,7 @@
       ...drawn.flatMap(([setup, members]) => line("val", setup, members, state.metric, {
         quantity: "val " + quantityText() })),
     ];
-    const range = state.y === "linear" && state.metric !== "accuracy" ? lossRange(traces) : null;
+    const range = state.y === "linear" && !shownMetric().valOnly ? lossRange(traces) : null;
     const [xaxis, yaxis] = [xAxis(), { type: state.y, title: { text }, ...(range ? { range } : { autorange: true }) }];
     const zoom = state.zoom?.of === quantities(xaxis, yaxis) ? state.zoom : null;
     plot("loss", traces, { ...xaxis, ...zoom?.x }, { ...yaxis, ...zoom?.y });
@@ -252,10 +254,10 @@
     const lacking = (key) => runs.filter((run) => shown(run) && hasCurve(run) && !known(run, key)).map((run) => run.name).join(", ");
     const [axis, metric] = [lacking(state.axis), lacking(state.metric)];
     const { title: text } = AXES.find(({ key }) => key === state.axis);
-    return [state.metric === "accuracy" ? "Lines with markers: val accuracy."
+    return [shownMetric().valOnly ? `Lines with markers: val ${metricName()}.`
               : "Lines with markers: val loss. Faint lines: train loss, smoothed and of single steps.",
             shownSetups().some(([, of]) => of.length > 1) && "Bands: ± one standard deviation over the seeds.",
-            state.y === "linear" && state.metric !== "accuracy" &&
+            state.y === "linear" && !shownMetric().valOnly &&
               "The first steps are above the figure: double-click it, or choose the logarithmic scale, to show all.",
             state.metric === "bits" && payload.bits.includes("byte") &&
               "Train loss is converted with the bytes per token of the val split.",

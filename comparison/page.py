@@ -19,7 +19,7 @@ from comparison.style import DASHES, colour, dashes
 from comparison.table import TimesToLoss, table_note
 
 COLUMNS = ("step", "tokens", "train_seconds", "wall_seconds", "loss", "learning_rate", "gradient_norm", "accuracy",
-           "lines")
+           "error_rate", "lines")
 """Columns of a curve. FLOPs are proportional to tokens, and bits to losses: the page multiplies."""
 MAX_SAMPLE = 4000
 """Most characters of a sample."""

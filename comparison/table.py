@@ -36,6 +36,7 @@ FIGURES = (
     Column("bits_per_byte", "bits per byte", ".4f", 2),
     Column("bits_per_dimension", "bits per dimension", ".4f", 2),
     Column("accuracy", "val accuracy", ".4f", 2),
+    Column("error_rate", "val error rate", ".4f", 2),
     Column("train_loss", "train loss (last 5 %)", ".4f", 2),
     Column("tokens", "tokens", ",.0f", 3),
     Column("peak_mib", "memory (MiB)", ",.0f", 2),
@@ -175,6 +176,7 @@ def figures(run: Run, end_of_shortest: float | None, times: TimesToLoss | None) 
         "bits_per_byte": run.final("bits_per_byte"),
         "bits_per_dimension": run.final("bits_per_dimension"),
         "accuracy": run.final("accuracy"),
+        "error_rate": run.final("error_rate"),
         "loss_at_shortest": None if end_of_shortest is None else run.loss_at(
             "train_seconds", end_of_shortest, "val"),
     } | ({} if times is None else dict(zip(map(_key, times.levels), times.seconds[run.name], strict=True)))

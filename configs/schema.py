@@ -1,8 +1,9 @@
 """The configuration of a run, as frozen dataclasses.
 
 A recipe (``configs/NAME.py``) returns a :class:`Config`, a recipe of the Long Range Arena (``configs/lra/NAME.py``) an
-:class:`LraConfig`. Every field is a flag of ``train.py`` or ``lra.train``. The resolved config is written to
-``RUN/config.json``. Of the project, this module imports only its errors.
+:class:`LraConfig`, a recipe of speech (``configs/speech/NAME.py``) a :class:`SpeechConfig`. Every field is a flag of
+``train.py``, ``lra.train`` or ``speech.train``. The resolved config is written to ``RUN/config.json``. Of the project,
+this module imports only its errors.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """A bidirectional encoder with a classifier: sizes, positions, pooling, and the attention mode of each layer."""
+    """A bidirectional encoder: sizes, positions, pooling, and the attention mode of each layer."""
 
     layers: int = 4
     """Number of transformer blocks."""
@@ -72,11 +73,11 @@ class EncoderConfig:
     """Position encoding."""
     pooling: Literal["cls", "mean", "none"] = "cls"
     """Output of the encoder. cls: that of a learned token before the sequence; mean: the mean over valid tokens; none:
-    one per position, which is not for classifiers."""
+    one per position, for speech, and not for classifiers."""
     towers: int = 1
     """Number of sequences in an example. With 2, both go through the same encoder."""
     classes: int = 2
-    """Number of classes."""
+    """Number of classes of a classifier."""
     dropout: float = 0.0
     """Dropout rate of the embeddings and of every layer's output."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -123,6 +124,21 @@ class TaskConfig:
     """Number of training examples. None: the task's default."""
     val_examples: int | None = None
     """Number of validation and of test examples. None: the task's default."""
+
+
+@dataclass(frozen=True)
+class SpeechDataConfig:
+    """Utterances and their transcripts."""
+
+    corpus: Literal["synthetic", "audio", "features"] = "synthetic"
+    """synthetic: generated tones; audio: a folder in the layout of LibriSpeech; features: a folder of arrays of
+    features, with transcripts of any symbols, such as phones."""
+    dir: str | None = None
+    """Folder of the corpora audio and features. Short form: --data-dir."""
+    train_utterances: int | None = None
+    """Number of training utterances, a random subset of a folder's. None: all of them, or 10,000 synthetic ones."""
+    val_utterances: int | None = None
+    """Number of validation and of test utterances. None: all of them, or 200 synthetic ones."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +199,8 @@ class TrainConfig:
     eval_every: int = 100
     """Updates between evaluations."""
     eval_batches: int = 8
-    """Validation batches per evaluation, always the same ones. A task of Long Range Arena with at most 2,000
-    validation examples is evaluated on all of them."""
+    """Validation batches per evaluation, always the same ones. A task of Long Range Arena or a corpus of speech with at
+    most 2,000 validation examples is evaluated on all of them."""
     sample_every: int = 0
     """Updates between samples, of text in RUN/samples/STEP.txt or of images in STEP.png. 0: none."""
 
@@ -230,6 +246,8 @@ class _Run:
 
     COMMAND: ClassVar[str]
     """The command that trains it."""
+    KIND: ClassVar[str]
+    """What it trains."""
 
     model: Any = None
     data: Any = None
@@ -285,6 +303,7 @@ class Config(_Run):
     """Config of a language-model run."""
 
     COMMAND: ClassVar[str] = "train.py"
+    KIND: ClassVar[str] = "language-model"
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -295,9 +314,25 @@ class LraConfig(_Run):
     """Config of a classifier run on a task of the Long Range Arena."""
 
     COMMAND: ClassVar[str] = "lra.train"
+    KIND: ClassVar[str] = "classifier"
 
     model: EncoderConfig = field(default_factory=EncoderConfig)
     data: TaskConfig = field(default_factory=TaskConfig)
+
+
+@dataclass(frozen=True)
+class SpeechConfig(_Run):
+    """Config of a run of speech recognition."""
+
+    COMMAND: ClassVar[str] = "speech.train"
+    KIND: ClassVar[str] = "speech-recognition"
+
+    model: EncoderConfig = field(default_factory=lambda: EncoderConfig(pooling="none"))
+    data: SpeechDataConfig = field(default_factory=SpeechDataConfig)
+
+
+RunConfig = Config | LraConfig | SpeechConfig
+"""The config of any run."""
 
 
 def check_format(values: dict[str, Any], source: object) -> None:
@@ -317,13 +352,15 @@ def check_format(values: dict[str, Any], source: object) -> None:
                        "wrote the file, or train the run again")
 
 
-def config_class(values: dict[str, Any]) -> type[Config] | type[LraConfig]:
+def config_class(values: dict[str, Any]) -> type[RunConfig]:
     """The class of the config in a ``config.json``."""
     data = values.get("data")
-    return LraConfig if isinstance(data, dict) and "task" in data else Config
+    if not isinstance(data, dict):
+        return Config
+    return LraConfig if "task" in data else SpeechConfig if "corpus" in data else Config
 
 
-def load_recipe[C: (Config, LraConfig)](path: str | Path, attention: str | None = None, kind: type[C] = Config,
+def load_recipe[C: RunConfig](path: str | Path, attention: str | None = None, kind: type[C] = Config,
                                         **given: Any) -> C:
     """The config of a recipe file.
 
@@ -341,7 +378,7 @@ def load_recipe[C: (Config, LraConfig)](path: str | Path, attention: str | None 
         root = Path(__file__).parent
         recipes = ", ".join(f"configs/{p.relative_to(root)}" for p in sorted(root.rglob("*.py"))
                             if "\ndef get_config(" in (text := p.read_text())
-                            and ("LraConfig" in text) == (kind is LraConfig))
+                            and f"-> {kind.__name__}:" in text)
         raise ConfigError(f"{path}: no such recipe; expected one of {recipes}")
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     if spec is None or spec.loader is None:

@@ -1,6 +1,7 @@
 """Training of classifiers: the objective that the loop of ``training`` needs, from a config and a task's data."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Int
 
 from configs.schema import LraConfig
@@ -19,11 +20,9 @@ from lra.tasks import Dataset, Split
 from models.encoder import Classifier
 from support.errors import ConfigError
 from training import step as steps
+from training.examples import evaluated, in_batches, of_rows, order
 from training.objectives import Evaluator, evaluate_each
 from training.sharding import put
-
-WHOLE_SPLIT = 2000
-"""Largest val split that is always evaluated whole."""
 
 
 class Examples(NamedTuple):
@@ -38,11 +37,11 @@ class Examples(NamedTuple):
 
 
 class Classification:
-    """A :class:`training.objectives.Objective`: an encoder with a classifier on the examples of a task.
+    """A :class:`training.scored.ScoredObjective`: an encoder with a classifier on the examples of a task.
 
     Every epoch has its own order, and a batch may span two epochs. An evaluation takes the whole val split if it has at
-    most ``WHOLE_SPLIT`` examples, else ``train.eval_batches`` batches evenly spaced over it. The test split is always
-    evaluated whole.
+    most ``WHOLE_SPLIT`` examples (training.examples), else ``train.eval_batches`` batches evenly spaced over it. The
+    test split is always evaluated whole.
 
     Args:
         config: resolved config.
@@ -58,6 +57,10 @@ class Classification:
         self._padded = tuple(any((split.lengths[tower] < config.model.context).any()
                                  for split in dataset.splits.values()) for tower in range(config.model.towers))
         self.model = nnx.eval_shape(self.make_model)
+        self.name, self.measure = config.data.task, "accuracy"
+        self.checksum, self.notes = dataset.checksum, dataset.notes
+        self.counts = {name: len(split.labels) for name, split in dataset.splits.items()}
+        self.facts = {"task": config.data.task, "baselines": dataset.baselines}
 
     @property
     def padded(self) -> bool:
@@ -75,18 +78,22 @@ class Classification:
         train = self._config.train
 
         def loss_sum(model: Classifier, batch: Examples, key: Array) -> tuple[Array, Array]:
-            logits_BC = _logits(model, batch, dropout=key, remat=train.remat)
+            logits_BC = self.logits(model, batch, dropout=key, remat=train.remat)
             losses_B = optax.softmax_cross_entropy_with_integer_labels(logits_BC, jnp.asarray(batch.labels_B))
             return losses_B.sum(), jnp.int32(len(losses_B))
 
         return steps.make_update(self.model, loss_sum, transform, parts=train.accumulate, seed=train.seed)
+
+    def logits(self, model: Classifier, batch: Examples, **options: Any) -> Array:
+        tokens, valid = jax.tree.map(jnp.asarray, (batch.tokens, batch.valid))
+        return model.forward(*tokens, valid_BT=valid, **options)
 
     def batch_shape(self, sharding: NamedSharding) -> Examples:
         config = self._config
         shape, towers = (config.train.batch_size, config.model.context), config.model.towers
         tokens_BT: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
         valid_BT: Any = jax.ShapeDtypeStruct(shape, jnp.bool, sharding=sharding)
-        labels_B: Any = jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=_of_rows(sharding))
+        labels_B: Any = jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=of_rows(sharding))
         valid = tuple(valid_BT if padded else None for padded in self._padded)
         return Examples((tokens_BT,) * towers, valid, labels_B)
 
@@ -97,11 +104,8 @@ class Classification:
             len(train.labels), self._config.train.batch_size, self._config.train.seed, start=start))
 
     def evaluator(self, sharding: NamedSharding) -> Evaluator:
-        val, train = self._dataset.splits["val"], self._config.train
-        count = len(val.labels)
-        if count > WHOLE_SPLIT:
-            count = min(count, train.eval_batches * train.batch_size)
-        rows_N = np.arange(count) * len(val.labels) // count
+        val = self._dataset.splits["val"]
+        rows_N = evaluated(len(val.labels), self._config.train)
         return lambda state, stops=lambda: False: self._figures(
             state.parameters, state.variables, val, rows_N, sharding, stops)
 
@@ -121,14 +125,12 @@ class Classification:
         # The batch size of training, to fit into memory.
         size = train.batch_size // train.accumulate
 
-        def batch_from(first: int) -> Examples:
-            rows_B = rows_N[first : first + size]
-            batch = self._take(split, np.resize(rows_B, size))
-            batch = batch._replace(labels_B=np.where(np.arange(size) < len(rows_B), batch.labels_B, -1))
-            return self._put(batch, sharding)
+        def batch_of(rows_B: np.ndarray, counted_B: np.ndarray) -> Examples:
+            batch = self._take(split, rows_B)
+            return self._put(batch._replace(labels_B=np.where(counted_B, batch.labels_B, -1)), sharding)
 
         sums = evaluate_each(lambda batch: self._evaluate(parameters, variables, batch),
-                             map(batch_from, range(0, len(rows_N), size)), stops)
+                             itertools.starmap(batch_of, in_batches(rows_N, size)), stops)
         if sums is None:
             return None
         loss, right = np.sum(sums, axis=0, dtype=np.float64) / len(rows_N)
@@ -140,7 +142,7 @@ class Classification:
 
         @jax.jit
         def evaluate(parameters: Any, variables: Any, batch: Examples) -> tuple[Array, Array]:
-            logits_BC = _logits(steps.build(self.model, parameters, variables), batch)
+            logits_BC = self.logits(steps.build(self.model, parameters, variables), batch)
             losses_B = optax.softmax_cross_entropy_with_integer_labels(logits_BC, jnp.maximum(batch.labels_B, 0))
             right_B = jnp.argmax(logits_BC, axis=1) == batch.labels_B
             return jnp.where(batch.labels_B >= 0, losses_B, 0).sum(), right_B.sum()
@@ -154,7 +156,7 @@ class Classification:
 
     def _put(self, batch: Examples, sharding: NamedSharding) -> Examples:
         tokens, valid = put((batch.tokens, batch.valid), sharding)
-        return Examples(tokens, valid, put(batch.labels_B, _of_rows(sharding)))
+        return Examples(tokens, valid, put(batch.labels_B, of_rows(sharding)))
 
 
 def check_data(config: LraConfig, dataset: Dataset) -> None:
@@ -170,21 +172,6 @@ def check_data(config: LraConfig, dataset: Dataset) -> None:
                           f"tokens: set --data.max-length, which sets the context")
 
 
-def order(count: int, size: int, seed: int, *, start: int = 0) -> Iterator[Int[np.ndarray, " B"]]:
-    """The rows of each batch from batch ``start`` on: one permutation per epoch, from ``seed`` and the epoch."""
-
-    @functools.lru_cache(maxsize=2)
-    def epoch_rows(epoch: int) -> np.ndarray:
-        return np.random.default_rng([seed, epoch]).permutation(count)
-
-    number = start
-    while True:
-        place_B = np.arange(number * size, (number + 1) * size)
-        yield np.concatenate([epoch_rows(epoch)[place_B[place_B // count == epoch] % count]
-                              for epoch in range(place_B[0] // count, place_B[-1] // count + 1)])
-        number += 1
-
-
 def take(split: Split, rows_B: Int[np.ndarray, " B"], context: int) -> Examples:
     """Examples in host memory, padded to the context."""
     def padded(tokens_NT: np.ndarray) -> np.ndarray:
@@ -194,13 +181,3 @@ def take(split: Split, rows_B: Int[np.ndarray, " B"], context: int) -> Examples:
 
     valid = tuple(np.arange(context)[None] < lengths_N[rows_B, None] for lengths_N in split.lengths)
     return Examples(tuple(map(padded, split.tokens)), valid, split.labels[rows_B])
-
-
-def _logits(model: Classifier, batch: Examples, **options: Any) -> Array:
-    tokens, valid = jax.tree.map(jnp.asarray, (batch.tokens, batch.valid))
-    return model.forward(*tokens, valid_BT=valid, **options)
-
-
-def _of_rows(sharding: NamedSharding) -> NamedSharding:
-    """The sharding of one scalar per row, from that of tokens."""
-    return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))

@@ -25,22 +25,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-import jax
 from flax import nnx
 
 from configs.schema import LraConfig, load_recipe
 from lra import tasks
 from lra.classification import Classification
 from models.encoder import Classifier
-from support.command import note, status
-from support.errors import ConfigError, RunError
-from support.files import read_json, write_json
-from training import cli, logging, loop, processes
+from support.errors import ConfigError
+from training import cli, processes, scored
 from training import run as runs
-from training.checkpoint import Checkpoints
-from training.environment import configure_jax, environment
+from training.environment import configure_jax
 from training.processes import Distributed
-from training.sharding import batch_sharding, check_shards, make_mesh, parameter_shardings, report_mesh
+from training.sharding import check_shards, make_mesh
 
 DATA_SEED = 0
 """Seed of generated data and of subsets: the same for all runs, whatever their seed."""
@@ -93,79 +89,11 @@ def fit_context(config: LraConfig, recipe: LraConfig) -> LraConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, context=length))
 
 
-def train(config: LraConfig, run_dir: Path, command_line: Sequence[str], *, stall_seconds: float | None = None) -> int:
-    """Check the inputs, write the run's config and environment, train, score, and report; returns the exit code.
-
-    Args:
-        config: validated config.
-        run_dir: run folder.
-        command_line: the command line, for ``environment.json``.
-        stall_seconds: see :class:`training.processes.Distributed`.
-    """
-    with processes.first_then_rest():  # the first generates the data if needed
-        dataset, objective, model = check_data_and_devices(config, run_dir)
-    runs.check_processes_agree(config, run_dir, dataset.checksum)
-    with runs.locked(run_dir):
-        newest, finished, scored = processes.from_first(
-            lambda: begin(config, run_dir, dataset, objective, model, command_line))
-        if scored:
-            return 0
-        if not finished:
-            outcome = loop.train(config, objective, run_dir, started=_STARTED, step=newest,
-                                 stall_seconds=stall_seconds)
-            if code := cli.report_outcome(run_dir, outcome):
-                return code
-        score(config, objective, dataset, run_dir)
-    return 0
-
-
-def begin(config: LraConfig, run_dir: Path, dataset: tasks.Dataset, objective: Classification, model: Classifier,
-          command_line: Sequence[str]) -> tuple[int | None, bool, bool]:
-    """Write the run's config and environment, unless it is finished; see :func:`train`.
-
-    Returns:
-        the step of the newest checkpoint, whether the run is finished, and whether it is scored, too.
-    """
-    runs.check_folder(config, run_dir)  # again: another process may have started the run since
-    newest, finished = runs.newest_step(config, run_dir)
-    if finished:
-        return newest, finished, _scored_step(run_dir) == newest
-    (run_dir / "test.json").unlink(missing_ok=True)  # of an earlier end of the run
-    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    write_json(run_dir / "config.json", config.to_dict())
-    write_json(run_dir / "environment.json", environment(
-        model.encoder, parameters=parameters, tokenizer=None, checksum=dataset.checksum,
-        command=command_line, segments=objective.padded))
-    status(f"{run_dir}: {config.data.task}, {parameters:,} parameters, {','.join(config.model.attention)} "
-           f"attention, context {config.model.context:,}, {config.model.dtype}, "
-           f"{len(dataset.splits['train'].labels):,} examples")
-    return newest, finished, False
-
-
-def check_data_and_devices(config: LraConfig, run_dir: Path) -> tuple[tasks.Dataset, Classification, Classifier]:
-    """Check that run folder, data, devices and model fit together. Writes nothing.
-
-    Returns:
-        the data, the objective, and the abstract model.
-
-    Raises:
-        ConfigError, NotImplementedError: they do not fit together.
-        LineargptError: the folder or the data are damaged.
-    """
-    before = runs.check_folder(config, run_dir)
-    logging.check(config.logging)
-    mesh = make_mesh(config)
-    dataset = load_data(config)
-    runs.check_corpus(before, dataset.checksum, f"this one of {config.data.task} (with its data.max_length, "
-                      "train_examples and val_examples)", run_dir)
-    objective = Classification(config, dataset)
-    model = objective.model
-    check_shards(mesh, model)
-    report_mesh(mesh, config)
-    # Tracing raises the errors of kernels that do not support the config.
-    batch = objective.batch_shape(batch_sharding(mesh))
-    nnx.eval_shape(lambda model, batch: model.forward(*batch.tokens, valid_BT=batch.valid), model, batch)
-    return dataset, objective, model
+def check_data_and_devices(config: LraConfig, run_dir: Path) -> Classification:
+    """The objective of a run; raises as :func:`training.scored.check_objective`."""
+    return scored.check_objective(
+        config, run_dir, lambda: Classification(config, load_data(config)),
+        f"this one of {config.data.task} (with its data.max_length, train_examples and val_examples)")
 
 
 def planned_model(config: LraConfig, run_dir: Path) -> Classifier:
@@ -189,69 +117,19 @@ def load_data(config: LraConfig) -> tasks.Dataset:
         DataError: files are missing or damaged, or a dataset cannot be downloaded.
     """
     data = config.data
-    dataset = tasks.load(data.task, folder=None if data.dir is None else Path(data.dir).expanduser(),
+    return tasks.load(data.task, folder=None if data.dir is None else Path(data.dir).expanduser(),
                          max_length=data.max_length, train_examples=data.train_examples,
                          val_examples=data.val_examples, seed=DATA_SEED,
                          cache=Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineargpt" / "lra")
-    for text in dataset.notes:
-        note(text)
-    return dataset
-
-
-def score(config: LraConfig, objective: Classification, dataset: tasks.Dataset, run_dir: Path) -> None:
-    """Write ``test.json``: the test accuracy of the kept checkpoint with the lowest val loss, of the last one, and of
-    the baselines.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-        RunError: ``environment.json`` is damaged.
-    """
-    mesh = make_mesh(config)
-    _, *states = nnx.split(objective.model, nnx.Param, ...)
-    parameters, variables = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        tuple(map(nnx.to_pure_dict, states)), parameter_shardings(mesh, objective.model))
-    figures: dict[int, dict[str, float]] = {}
-    with Checkpoints(run_dir / "checkpoints") as checkpoints:
-        last, best = processes.from_first(lambda: (checkpoints.steps()[-1], checkpoints.best()))
-        step = last if best is None else best
-        for wanted in sorted({step, last}):  # in the same order on all processes
-            restored = checkpoints.restore({"parameters": parameters, "variables": variables}, wanted)
-            assert restored is not None  # a finished run has a checkpoint
-            _, items = restored
-            figures[wanted] = objective.test(items["parameters"], items["variables"], batch_sharding(mesh))
-    if not processes.is_first():
-        return
-    chosen = "last" if step == last else "best by val loss"
-    made_with = read_json(run_dir / "environment.json", RunError)
-    write_json(run_dir / "test.json", {
-        "task": config.data.task, "attention": list(config.model.attention), "seed": config.train.seed,
-        "step": step, "checkpoint": chosen, "trained_steps": last,
-        **figures[step], "last": {"step": last, **figures[last]},
-        "examples": len(dataset.splits["test"].labels), "baselines": dataset.baselines,
-        "train_examples": len(dataset.splits["train"].labels), "context": config.model.context,
-        "notes": list(dataset.notes),
-        **{name: made_with.get(name) for name in ("command", "commit", "devices", "versions", "parameters",
-                                                  "corpus_checksum")}})
-    status(f"{run_dir}: test accuracy {figures[step]['accuracy']:.4f} at step {step:,} ({chosen})"
-           + ("" if step == last else f", {figures[last]['accuracy']:.4f} at the last step, {last:,}") + "; baselines: "
-           + ", ".join(f"{name} {value:.4f}" for name, value in dataset.baselines.items()))
-
-
-def _scored_step(run_dir: Path) -> int | None:
-    """The final step of the run when ``test.json`` was written; None if it is missing or damaged."""
-    try:
-        return read_json(run_dir / "test.json").get("trained_steps")
-    except (OSError, ValueError):
-        return None
 
 
 def command(arguments: Sequence[str]) -> int:
     """Train from a command line; returns the exit code."""
     configure_jax()
     line = parse(arguments, processes.join)
-    return train(line.config, line.run_dir, ["python", "-m", "lra.train", *arguments],
-                 stall_seconds=line.distributed.stall_seconds)
+    return scored.train(line.config, line.run_dir, lambda: check_data_and_devices(line.config, line.run_dir),
+                        ["python", "-m", "lra.train", *arguments], started=_STARTED,
+                        stall_seconds=line.distributed.stall_seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison.wording import few
-from configs.schema import Config, LraConfig
+from configs.schema import RunConfig
 from support.errors import ConfigError, DataError, LineargptError
 from support.files import read_json
 from sweeps.folder import is_finished
@@ -44,7 +44,7 @@ class Timing:
     memory: float | None
     """Bytes of the training step; None if unknown."""
 
-    def seconds(self, config: Config | LraConfig) -> float:
+    def seconds(self, config: RunConfig) -> float:
         """Wall time of a run with the same step."""
         train = config.train
         bounds = [train.steps * self.step] if train.steps is not None else []
@@ -167,7 +167,7 @@ class Estimates:
         return [f"cannot start here: {few(names)}: {why}" for why, names in runs_of.items()]
 
 
-def _checkpoints(config: Config | LraConfig, known: Timing | None) -> int | None:
+def _checkpoints(config: RunConfig, known: Timing | None) -> int | None:
     """Number of checkpoints that a run writes; None if its steps are unknown."""
     steps = config.train.steps
     if steps is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from comparison.runs import NOT_OF_SETUP, is_of
 from comparison.study import ROOT, Study, Variation
-from configs.schema import Config, LraConfig, flatten
+from configs.schema import RunConfig, flatten
 from support.errors import ConfigError
 
 RESULT = "result.json"
@@ -33,7 +33,7 @@ class PlannedRun:
 
     variation: Variation
     folder: Path
-    config: Config | LraConfig | None
+    config: RunConfig | None
     """The validated config; None for a benchmark."""
     fields: dict[str, Any]
     """The fields that determine its result, by dotted name, including defaults. The compute dtype is the requested one,

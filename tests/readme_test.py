@@ -80,7 +80,7 @@ def check_command(command: str) -> None:
     found = importlib.import_module(module)
     if not words:
         return
-    if module in ("train", "lra.train"):
+    if module in ("train", "lra.train", "speech.train"):
         found.parse([str(ROOT / words[0]), *words[1:]])
     elif module == "lra.table":
         found.PARTS[words[0]].parse(words[1:])

@@ -62,9 +62,10 @@ def flops_per_token(config: dict[str, Any], environment: dict[str, Any]) -> floa
     """Floating-point operations per token of forward and backward pass.
 
     These are 6 per parameter, excluding positions and parameters of an attention mode other than projections, and three
-    times those of the attention's forward pass. Rematerialisation does not count. For a classifier, tokens are examples
-    times the context; embeddings and head are excluded, both towers count, and attention has no mask. A token embedding
-    counts as the head that is tied to it.
+    times those of the attention's forward pass. Rematerialisation does not count. For an encoder, tokens are examples
+    times the context, and attention has no mask. For a classifier, embeddings and head are excluded, and both towers
+    count. A
+    token embedding counts as the head that is tied to it.
 
     Args:
         config: contents of ``config.json``.
@@ -82,7 +83,7 @@ def flops_per_token(config: dict[str, Any], environment: dict[str, Any]) -> floa
             parameters -= context * width
         if model.get("head") == "logistics":  # the embedding is only looked up
             parameters -= environment["vocabulary_size"] * width
-        if "classes" in model:
+        if model.get("pooling", "none") != "none":
             parameters -= environment["vocabulary_size"] * width + model["mlp_width"] * (
                 (4 if towers == 2 else 1) * width + model["classes"])
         layers = _layers(model)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 
-from configs.schema import Config, LraConfig
+from configs.schema import RunConfig
 from models import attention as attentions
 from support.command import status
 from support.errors import ConfigError
@@ -27,7 +27,7 @@ class RunFlags:
     """Run folder. None: runs/RECIPE-ATTENTION."""
 
 
-class CommandLine[C: (Config, LraConfig), F: RunFlags](NamedTuple):
+class CommandLine[C: RunConfig, F: RunFlags](NamedTuple):
     """A parsed command line."""
 
     recipe: Path
@@ -44,14 +44,14 @@ class CommandLine[C: (Config, LraConfig), F: RunFlags](NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fields[C: (Config, LraConfig)]:
+class _Fields[C: RunConfig]:
     """Flags with a group: the fields of the config and those of the processes."""
 
     config: Annotated[C, tyro.conf.arg(name="")]
     distributed: Distributed
 
 
-def parse_command_line[C: (Config, LraConfig), F: RunFlags](
+def parse_command_line[C: RunConfig, F: RunFlags](
         arguments: Sequence[str], kind: type[F], load: Callable[[Path, F], C], *, prog: str, usage: str,
         own_flags: str, amend: Callable[[C, C], C] | None = None,
         join: Callable[[Distributed], None] | None = None) -> CommandLine[C, F]:
@@ -81,7 +81,7 @@ def parse_command_line[C: (Config, LraConfig), F: RunFlags](
     default = load(recipe, flags)
     # tyro makes flags of existing values only, so fill in the options of each mode. --model.attention may name other
     # modes, which validate_config resolves.
-    model: Any = attentions.resolve(default.model)
+    model: Any = attentions.resolve(default.model)  # pyright: ignore[reportArgumentType]
     default = dataclasses.replace(default, model=model)
     for flag in fields:
         mode = flag.removeprefix("--model.modes.").partition(".")[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from configs.schema import Config, LraConfig, MeshConfig, OptimizerConfig, TrainConfig
+from configs.schema import Config, MeshConfig, OptimizerConfig, RunConfig, SpeechConfig, TrainConfig
 from data.tokenizers import PIXELS
 from kernels import device
 from models import attention as attentions
@@ -16,14 +16,18 @@ from support.command import note
 from support.errors import ConfigError
 
 
-def validate_config[C: (Config, LraConfig)](config: C) -> C:
+def validate_config[C: RunConfig](config: C) -> C:
     """The config with modes and compute dtype resolved, and lengths that are too long shortened, with a note each.
 
     Raises:
         ConfigError: the config cannot be run; the message names the field and what was expected.
     """
-    if isinstance(config, LraConfig) and config.train.sample_every:
-        raise ConfigError(f"train.sample_every is {config.train.sample_every}; expected 0 for a classifier")
+    if not isinstance(config, Config) and config.train.sample_every:
+        raise ConfigError(f"train.sample_every is {config.train.sample_every}; expected 0 for a {config.KIND} run")
+    if isinstance(config, SpeechConfig):
+        for name, value, expected in (("pooling", config.model.pooling, "none"), ("towers", config.model.towers, 1)):
+            if value != expected:
+                raise ConfigError(f"model.{name} is {value}; expected {expected} for a {config.KIND} run")
     if isinstance(config, Config) and config.model.head == "logistics" and (
             (config.data.tokenizer, config.data.packing) != (PIXELS, "rows")):
         raise ConfigError(f"model.head is logistics, data.tokenizer {config.data.tokenizer} and data.packing "
@@ -53,7 +57,7 @@ def _with_batch_size(train: TrainConfig, context: int) -> TrainConfig:
     return dataclasses.replace(train, batch_tokens=None)
 
 
-def _check_ranges(config: Config | LraConfig, train: TrainConfig) -> None:
+def _check_ranges(config: RunConfig, train: TrainConfig) -> None:
     optimizer, checkpoint = config.optimizer, config.checkpoint
     if train.steps is None and train.minutes is None:
         raise ConfigError("train.steps and train.minutes are both None; expected at least one of them")

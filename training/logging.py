@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from configs.schema import Config, LoggingConfig, LraConfig
+from configs.schema import LoggingConfig, RunConfig
 from support.errors import ConfigError
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
@@ -56,7 +56,7 @@ class Logs:
         step: the step that the run resumes from.
     """
 
-    def __init__(self, config: Config | LraConfig, run_dir: Path, *, step: int):
+    def __init__(self, config: RunConfig, run_dir: Path, *, step: int):
         self._logs: dict[str, _Log] = {}
         for flag, make in (("tensorboard", _TensorBoard), ("wandb", _WandB)):
             if getattr(config.logging, flag):
@@ -112,7 +112,7 @@ class _TensorBoard:
     writes the same records synchronously.
     """
 
-    def __init__(self, config: Config | LraConfig, run_dir: Path, step: int):
+    def __init__(self, config: RunConfig, run_dir: Path, step: int):
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.record_writer import RecordWriter
         from tensorboardX.summary import text
@@ -144,7 +144,7 @@ class _TensorBoard:
 class _WandB:
     """A run of Weights & Biases, with its id in ``RUN/wandb/id.txt``, so that a resumed run continues it."""
 
-    def __init__(self, config: Config | LraConfig, run_dir: Path, step: int):
+    def __init__(self, config: RunConfig, run_dir: Path, step: int):
         import wandb
 
         folder = run_dir / "wandb"

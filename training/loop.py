@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from configs.schema import Config, LraConfig
+from configs.schema import Config, RunConfig
 from data.verification import Verification
 from support.command import note, status
 from support.errors import CheckpointError, RunError, TrainingError
@@ -108,7 +108,7 @@ class _Clock:
         self.position.wall_seconds = self._before + time.perf_counter() - self.started
 
 
-def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, started: float,
+def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: float,
           step: int | None = None, quiet: bool = False, verification: Verification | None = None,
           stall_seconds: float | None = None) -> Outcome:
     """Train in ``run_dir`` from a checkpoint, or from the start, to the end set by the config.
@@ -242,7 +242,7 @@ def train(config: Config | LraConfig, objective: Objective, run_dir: Path, *, st
 class _Run:
     """The work of the loop between steps."""
 
-    config: Config | LraConfig
+    config: RunConfig
     model: Any
     """The abstract model."""
     mesh: jax.sharding.Mesh
@@ -449,18 +449,18 @@ def _restore(checkpoints: Checkpoints, step: int, shapes: Any, shardings: Any) -
             Position(**items["position"]))
 
 
-def is_finished(config: Config | LraConfig, position: dict[str, Any]) -> bool:
+def is_finished(config: RunConfig, position: dict[str, Any]) -> bool:
     """Whether a run at this position is complete."""
     at = Position(**position)
     return _finished(config, at) and not at.evaluation_due
 
 
-def _finished(config: Config | LraConfig, position: Position) -> bool:
+def _finished(config: RunConfig, position: Position) -> bool:
     steps_done = config.train.steps is not None and position.step >= config.train.steps
     return steps_done or (config.train.minutes is not None and position.train_seconds >= 60 * config.train.minutes)
 
 
-def _share(config: Config | LraConfig, position: Position) -> float:
+def _share(config: RunConfig, position: Position) -> float:
     """The completed fraction of the run: of its steps if given, else of its minutes."""
     if config.train.steps is not None:
         return position.step / config.train.steps
@@ -523,7 +523,7 @@ def _signals() -> Iterator[_Signals]:
 
 
 @contextmanager
-def _progress(config: Config | LraConfig, position: Position, quiet: bool) -> Iterator[Any]:
+def _progress(config: RunConfig, position: Position, quiet: bool) -> Iterator[Any]:
     """A progress bar on a terminal; otherwise a line at each evaluation."""
     bar = _Bar(config)
     if quiet or not sys.stderr.isatty():
@@ -543,7 +543,7 @@ def _progress(config: Config | LraConfig, position: Position, quiet: bool) -> It
 
 @dataclass
 class _Bar:
-    config: Config | LraConfig
+    config: RunConfig
     progress: Any = None
     task: Any = None
     lines: bool = False

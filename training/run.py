@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from configs.schema import Config, LraConfig, config_class, flatten
+from configs.schema import Config, LraConfig, RunConfig, SpeechConfig, config_class, flatten
 from data import tokenizers
 from data.sources.images import ImageFormat
 from models import attention as attentions
@@ -58,7 +58,7 @@ def image_format(environment: dict[str, Any]) -> ImageFormat | None:
     return None if entry is None else ImageFormat.of(entry)
 
 
-def check_folder(config: Config | LraConfig, run_dir: Path) -> dict[str, Any]:
+def check_folder(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     """Checks that a run can start or resume in a folder, with the same model and batches.
 
     Returns:
@@ -66,7 +66,7 @@ def check_folder(config: Config | LraConfig, run_dir: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: ``run_dir`` is a file, or holds other files, published weights, or a run of another model,
-            tokenizer, task, seed or batch size.
+            tokenizer, task, corpus, seed or batch size.
         RunError: a file is damaged, or has another format.
     """
     if run_dir.exists() and not run_dir.is_dir():
@@ -91,14 +91,15 @@ def check_folder(config: Config | LraConfig, run_dir: Path) -> dict[str, Any]:
     return environment
 
 
-def _identity(config: Config | LraConfig) -> dict[str, Any]:
+def _identity(config: RunConfig) -> dict[str, Any]:
     """The fields that must not change when a run resumes."""
     values = config.to_dict()
     model = {f"model.{name}": value for name, value in values["model"].items() if name != "modes"}
     modes = {f"model.modes.{mode}.{name}": value for mode, options in values["model"]["modes"].items()
              for name, value in options.items() if name not in attentions.load(mode).Attention.implementation_fields}
     # The checksum covers the other fields of a task's data.
-    data = ("task",) if isinstance(config, LraConfig) else ("tokenizer", "packing")
+    data = (("task",) if isinstance(config, LraConfig) else ("corpus",) if isinstance(config, SpeechConfig) else
+            ("tokenizer", "packing"))
     return {f"data.{name}": values["data"][name] for name in data} | model | modes | {
         f"train.{name}": values["train"][name] for name in ("seed", "batch_size")} | {
         "optimizer.name": config.optimizer.name}
@@ -120,7 +121,7 @@ def check_corpus(environment: dict[str, Any], checksum: str, corpus: object, run
         raise ConfigError(f"{run_dir} was trained on another corpus than {corpus}; give another --run-dir")
 
 
-def check_processes_agree(config: Config | LraConfig, run_dir: Path, checksum: str) -> None:
+def check_processes_agree(config: RunConfig, run_dir: Path, checksum: str) -> None:
     """Checks that all processes of the run train the same.
 
     Args:
@@ -178,7 +179,7 @@ def in_training(run_dir: Path) -> bool:
     return False
 
 
-def newest_step(config: Config | LraConfig, run_dir: Path) -> tuple[int | None, bool]:
+def newest_step(config: RunConfig, run_dir: Path) -> tuple[int | None, bool]:
     """The step of the newest intact checkpoint, and whether the run is finished; prints a message about it.
 
     Raises:
@@ -262,7 +263,7 @@ def read_run(directory: Path) -> tuple[Config, dict[str, Any]]:
         raise RunError(f"{directory}/environment.json: no vocabulary_size, which train.py writes; restore the file")
     config = read_config(directory)
     if not isinstance(config, Config):
-        raise ConfigError(f"{directory} is a classifier run of {config.COMMAND}; expected a language-model run of "
+        raise ConfigError(f"{directory} is a {config.KIND} run of {config.COMMAND}; expected a {Config.KIND} run of "
                           f"{Config.COMMAND}")
     return dataclasses.replace(config, model=gpt.resolve_config(config.model)), environment
 
@@ -284,7 +285,7 @@ def load_tokenizer(directory: Path, config: Config, vocabulary_size: int) -> "ti
     return encoding
 
 
-def read_config(run_dir: Path) -> Config | LraConfig:
+def read_config(run_dir: Path) -> RunConfig:
     """Reads the config in ``run_dir/config.json``; the options of modes are dicts.
 
     Raises:

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from configs.schema import Config, LraConfig
+from configs.schema import RunConfig
 from models.gpt import GPT
 from models.parameters import Axis, Declaration, declarations
 from support.command import note, status
@@ -56,7 +56,7 @@ def _divides(mesh: Mesh, axis: str, size: int) -> bool:
     return mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0
 
 
-def make_mesh(config: Config | LraConfig, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(config: RunConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of a run. An axis of size -1 takes as many of the remaining devices as it can split its dimension over.
 
     Args:
@@ -78,7 +78,7 @@ def make_mesh(config: Config | LraConfig, devices: Sequence[Any] | None = None) 
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:used])
 
 
-def mesh_sizes(config: Config | LraConfig, devices: int) -> dict[str, int]:
+def mesh_sizes(config: RunConfig, devices: int) -> dict[str, int]:
     """The size of each axis of :func:`make_mesh`, with this number of devices.
 
     Raises:
@@ -130,7 +130,7 @@ def inference_mesh(devices: int) -> Mesh | None:
                          devices=jax.devices()[:devices])
 
 
-def report_mesh(mesh: Mesh, config: Config | LraConfig) -> None:
+def report_mesh(mesh: Mesh, config: RunConfig) -> None:
     """Prints the axes of the mesh of a config and how many devices it uses, if there are several."""
     devices = jax.device_count()
     if devices == 1:

@@ -16,6 +16,7 @@ from kernels import device
 from kernels.partition import sum_over_data
 from models.encoder import Classifier
 from models.gpt import GPT
+from models.recogniser import Recogniser
 from training.optimizer import global_norm
 
 _OF_LOSS = 2**32 - 1
@@ -146,8 +147,8 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
     return step
 
 
-def jit_step(step: Callable[..., Any], model: GPT | Classifier, *, deterministic: bool = True, segments: bool = False,
-             **options: Any) -> jax.stages.Wrapped:
+def jit_step(step: Callable[..., Any], model: GPT | Classifier | Recogniser, *, deterministic: bool = True,
+             segments: bool = False, **options: Any) -> jax.stages.Wrapped:
     """A training step under ``jax.jit``, with donated state.
 
     Args:
@@ -161,7 +162,8 @@ def jit_step(step: Callable[..., Any], model: GPT | Classifier, *, deterministic
     return jax.jit(step, donate_argnums=0, compiler_options=of_compiler, **options)
 
 
-def _compiler_options(model: GPT | Classifier, deterministic: bool, segments: bool) -> dict[str, bool | int]:
+def _compiler_options(model: GPT | Classifier | Recogniser, deterministic: bool, segments: bool,
+                      ) -> dict[str, bool | int]:
     """Options of XLA for a GPU; docs/gpu.md has the cost of deterministic sums."""
     if not deterministic:
         return MERGING_OPTIONS

@@ -43,30 +43,6 @@ def missing(folder: Path, expected: str, otherwise: str) -> DataError:
     return DataError(f"--data-dir {folder}: expected {expected}; found {has}; {otherwise}")
 
 
-class Broken:
-    """Counts the broken rows of a source, which are skipped."""
-
-    def __init__(self, source: object):
-        self._source, self._count, self._first = source, 0, ""
-
-    def add(self, place: str) -> None:
-        """Counts a row, as ``line 3``."""
-        self._count += 1
-        self._first = self._first or place
-
-    def notes(self, total: int) -> tuple[str, ...]:
-        """Notes about the broken ones of ``total`` rows.
-
-        Raises:
-            DataError: more than one in a thousand is broken, or there are none.
-        """
-        if not total:
-            raise DataError(f"{self._source} has no rows; download it again")
-        said = f"{self._source}: {self._count:,} of {total:,} rows are broken, the first at {self._first}"
-        if self._count * 1000 > total:
-            raise DataError(f"{said}; expected at most one in a thousand: download it again")
-        return (f"{said}; they are skipped",) if self._count else ()
-
 
 def check_label(source: object, place: str, label: float, classes: int) -> None:
     """Raises :class:`DataError` unless a row's label is one of the classes."""

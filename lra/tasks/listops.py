@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Int32, Integer, UInt8
 
 from lra.tasks import Dataset, Split, dataset, files
+from support.broken import Broken
 from support.command import status
 from support.errors import DataError
 from support.files import reading
@@ -315,7 +316,7 @@ def _read(path: Path, name: str, max_length: int, count: int | None,
           seed: int) -> tuple[Split, tuple[str, ...]]:
     """A file of the official release: a heading, then one expression, with parentheses, and its value per line."""
     rows, labels, too_long, total = [], [], 0, 0
-    broken = files.Broken(path)
+    broken = Broken(path)
     with reading(path), path.open("rb") as file:
         if file.readline().split() != [b"Source", b"Target"]:
             raise DataError(f"{path}: expected a first line of Source and Target, separated by a tab")

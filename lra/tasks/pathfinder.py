@@ -39,6 +39,7 @@ from PIL import Image, ImageDraw
 from scipy import ndimage
 
 from lra.tasks import Dataset, Split, dataset, files
+from support.broken import Broken
 from support.command import run_command, status
 from support.errors import ConfigError, DataError
 
@@ -630,7 +631,7 @@ def _released(task: str, folder: Path, side: int, asked: dict[str, int | None],
     listed = _listed(root)
     order = np.random.default_rng(seed).permutation(len(listed))
     bounds = [0, len(listed) * 8 // 10, len(listed) * 9 // 10, len(listed)]
-    found, broken, read = {}, files.Broken(root), 0
+    found, broken, read = {}, Broken(root), 0
     for split, first, last in zip(asked, bounds[:-1], bounds[1:], strict=True):
         files.check_count(task, split, last - first, asked[split])
         rows = [listed[i] for i in order[first:last][:asked[split]]]

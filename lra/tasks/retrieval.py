@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from lra.tasks import Dataset, Split, dataset, files
+from support.broken import Broken
 from support.errors import ConfigError, DataError
 from support.files import reading
 
@@ -41,7 +42,7 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
 def _read(path: Path, name: str, max_length: int, count: int | None, seed: int) -> tuple[Split, tuple[str, ...]]:
     """Tab-separated rows of label, id, id, text, text, without heading or quotes. The file is read twice, first for its
     intact rows and then for the chosen texts, to save gigabytes of memory."""
-    offsets, labels, offset, total, broken = [], [], 0, 0, files.Broken(path)
+    offsets, labels, offset, total, broken = [], [], 0, 0, Broken(path)
     with reading(path), path.open("rb") as file:
         for total, line in enumerate(file, 1):
             columns = _columns(line)

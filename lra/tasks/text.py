@@ -13,6 +13,7 @@ import numpy as np
 
 from data.sources.tables import hub_tables, parquet_tables
 from lra.tasks import Dataset, Split, dataset, files
+from support.broken import Broken
 from support.files import reading
 
 VOCABULARY = files.BYTES
@@ -81,7 +82,7 @@ def _files(paths: list[tuple[Path, int]]) -> Iterator[tuple[bytes, int]]:
 
 def _checked(source: str, rows: Iterable[tuple[Any, Any]]) -> tuple[list[tuple[bytes, int]], tuple[str, ...]]:
     """The rows with a text and a label."""
-    found, total, broken = [], 0, files.Broken(source)
+    found, total, broken = [], 0, Broken(source)
     for total, (text, label) in enumerate(rows, 1):
         if not text or not isinstance(text, str | bytes) or not isinstance(label, int):
             broken.add(f"row {total:,}")

@@ -233,7 +233,7 @@ def test_a_run_is_named_after_recipe_and_attention_and_its_preset_reaches_the_re
      "--attention chunked: with these options it is causal and cannot be an encoder; leave out form, kernel"),
     (["--attention", "linear,"], "model.attention is 'linear,'; expected modes separated by commas"),
     (["--model.context", 9], "sequences of the task fake have up to 12 tokens: set --data.max-length"),
-    (["--train.sample-every", 1], "train.sample_every is 1; expected 0 for a classifier"),
+    (["--train.sample-every", 1], "train.sample_every is 1; expected 0 for a classifier run"),
     (["--optimizer.epsilon", 0], "optimizer.epsilon is 0.0; expected a number above 0"),
     (["--mesh.fsdp", 64], "mesh.fsdp × mesh.tensor × mesh.context is 64; expected 1 to"),
 ])
@@ -336,6 +336,6 @@ def test_what_computes_attention_is_asked_for_rows_as_they_are(recipe, tmp_path,
         asked.append(segments)
         raise DataError("that is enough")
 
-    monkeypatch.setattr(lra_train, "environment", environment)
+    monkeypatch.setattr("training.scored.environment", environment)
     assert fake.run(recipe, "--run-dir", tmp_path / "run") != 0
     assert asked == [padded]

@@ -1,0 +1,1 @@
+"""Speech recognition by connectionist temporal classification, with our encoders and modes."""

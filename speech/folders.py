@@ -1,0 +1,312 @@
+"""Corpora in a folder, whose splits are the folders train*, dev* and test* in it.
+
+``audio`` has the layout of LibriSpeech (Panayotov et al., 2015): SPLIT/SPEAKER/CHAPTER/ID.flac or ID.wav, and in each
+chapter a file *.trans.txt with lines of an ID and its transcript. The symbols are letters, and the features log
+energies of 40 mel bins, every 10 ms.
+
+``features`` has SPLIT/ID.npy, an array of frames and features, and SPLIT/transcripts.txt with lines of an ID and the
+symbols of its transcript, such as phones, with spaces between. The symbols are those of symbols.txt in the folder, one
+a line, or else those of the training transcripts.
+
+In both, every feature has mean 0 and deviation 1 over an utterance. Features are computed once, and kept in a folder.
+"""
+
+import hashlib
+import os
+import string
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from speech.utterances import BINS, SPLITS, Dataset, Split, checksum, frames_needed, normalized, padded
+from support.broken import Broken
+from support.command import status
+from support.errors import ConfigError, DataError
+from support.files import read_json, replacing, write_json
+
+LETTERS = (*string.ascii_uppercase, "'", " ")
+"""The symbols of LibriSpeech's transcripts."""
+RATE = 16_000
+"""Samples per second."""
+FOLDERS = {"train": "train", "val": "dev", "test": "test"}
+"""Start of the names of a split's folders."""
+_VERSION = 1
+
+
+class _Utterance(NamedTuple):
+    path: Path
+    """Of the audio or the features."""
+    place: str
+    """Of its transcript, for messages."""
+    symbols: Sequence[str]
+
+
+class _Read(NamedTuple):
+    """The frames of a file."""
+
+    frames_TK: Float[np.ndarray, "T K"]
+    """Empty if the file is damaged."""
+    damage: str = ""
+    """Why it cannot be used, if it is damaged."""
+    rate: int = RATE
+    """Samples per second of the audio."""
+
+
+class Mapped(NamedTuple):
+    """Frames in a mapped file; see :class:`speech.utterances.Frames`."""
+
+    frames_FK: Float[np.ndarray, "F K"]
+    """Those of all utterances, one after the other."""
+    starts_N: Int[np.ndarray, " N"]
+    lengths_N: Int[np.ndarray, " N"]
+
+    def __getitem__(self, row: Any) -> Any:
+        return self.frames_FK[self.starts_N[row] : self.starts_N[row] + self.lengths_N[row]]
+
+
+class Corpus(NamedTuple):
+    """How the folder of a corpus is read."""
+
+    kind: str
+    layout: str
+    """What is expected in the folder of a split, for messages."""
+    utterances: Callable[[Path], Iterator[_Utterance]]
+    """The utterances of a split's folder."""
+    read: Callable[[Path], _Read]
+    symbols: Callable[[Path, Sequence[_Utterance]], Sequence[str]]
+    """From the folder and the training utterances."""
+
+
+def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | None, val_utterances: int | None,
+         seed: int, cache: Path) -> Dataset:
+    """The corpus in a folder.
+
+    Args:
+        corpus: ``AUDIO`` or ``FEATURES``.
+        folder: ``--data-dir``.
+        context: longer training utterances are left out.
+        train_utterances: size of ``train``, a random subset if there are more; None: all.
+        val_utterances: size of ``val`` and of ``test``, likewise.
+        seed: of random subsets.
+        cache: folder for features.
+
+    Raises:
+        ConfigError: more utterances are wanted than there are.
+        DataError: the folder is not such a corpus, or more than one utterance in a thousand is broken.
+        OSError: the features cannot be written.
+    """
+    listed = {name: _listed(corpus, folder, name) for name in SPLITS}
+    symbols = tuple(corpus.symbols(folder, listed["train"]))
+    ids = {symbol: number for number, symbol in enumerate(symbols, 1)}
+    splits, notes, digests = {}, [], []
+    for name, utterances in listed.items():
+        index, frames_FK = _features(corpus, folder, name, utterances, cache)
+        digests.append(index["digest"])
+        if index["resampled"]:
+            notes.append(f"{folder}: {_resampled(index['resampled'])} in {FOLDERS[name]} resampled to {RATE:,} Hz")
+        kept, too_long = [], 0
+        broken = Broken(f"{folder}, {FOLDERS[name]}", "utterances", "correct them or leave them out")
+        for row, (utterance, length) in enumerate(zip(utterances, index["lengths"], strict=True)):
+            if problem := index["damaged"].get(str(row)):
+                broken.add(f"{utterance.path} ({problem})")
+            elif problem := _problem(utterance, length, ids):
+                broken.add(f"{utterance.place} ({problem})")
+            elif name == "train" and length > context:
+                too_long += 1
+            else:
+                kept.append(row)
+        notes += broken.notes(len(utterances))
+        if too_long:
+            notes.append(f"{folder}: {too_long:,} of {len(utterances):,} training utterances have more than "
+                         f"{context:,} frames; they are left out")
+        wanted = train_utterances if name == "train" else val_utterances
+        if not kept or (wanted is not None and wanted > len(kept)):
+            flag = "train_utterances" if name == "train" else "val_utterances"
+            raise ConfigError(f"data.{flag} is {wanted}; {FOLDERS[name]} of {folder} has {len(kept):,} that can be "
+                              f"used with model.context {context:,}")
+        rows_N = np.array(kept)[np.random.default_rng([seed, *name.encode()]).permutation(len(kept))[:wanted]]
+        lengths_N = np.array(index["lengths"], np.int32)
+        starts_N = np.cumsum(lengths_N, dtype=np.int64) - lengths_N
+        splits[name] = Split(Mapped(frames_FK, starts_N[rows_N], lengths_N[rows_N]), lengths_N[rows_N],
+                             padded([[ids[symbol] for symbol in utterances[row].symbols] for row in rows_N]))
+    features = {split.frames.frames_FK.shape[1] for split in splits.values()}
+    if len(features) > 1:
+        raise DataError(f"{folder}: the splits have {' and '.join(map(str, sorted(features)))} features; expected as "
+                        "many in each")
+    return Dataset(splits, features.pop(), symbols, checksum(splits, *digests, *symbols), tuple(notes))
+
+
+def _listed(corpus: Corpus, folder: Path, name: str) -> list[_Utterance]:
+    """The utterances of a split."""
+    prefix = FOLDERS[name]
+    if not folder.is_dir():
+        raise DataError(f"--data-dir {folder}: no such folder; expected {corpus.layout} in it")
+    places = sorted(path for path in folder.glob(f"{prefix}*") if path.is_dir())
+    if not places:
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+        raise DataError(f"--data-dir {folder}: expected {corpus.layout}; found no folder {prefix}*, but {found}")
+    utterances = [utterance for place in places for utterance in corpus.utterances(place)]
+    if not utterances:
+        raise DataError(f"{places[0]}: no utterances; expected {corpus.layout}")
+    return utterances
+
+
+def _problem(utterance: _Utterance, length: int, ids: dict[str, int]) -> str:
+    """Why an utterance cannot be trained on; empty if it can."""
+    if not utterance.symbols:
+        return "an empty transcript"
+    if unknown := sorted(set(utterance.symbols) - ids.keys()):
+        return f"unknown symbols {', '.join(map(repr, unknown))}; expected {' '.join(ids)}"
+    needed = frames_needed(np.array([ids[symbol] for symbol in utterance.symbols]))
+    return "" if length >= needed else f"{length} frames, and its transcript needs {needed}"
+
+
+def _resampled(counts: dict[str, int]) -> str:
+    return " and ".join(f"{count:,} files of {int(rate):,} Hz" for rate, count in sorted(counts.items()))
+
+
+def _features(corpus: Corpus, folder: Path, name: str, utterances: Sequence[_Utterance], cache: Path,
+              ) -> tuple[dict[str, Any], Float[np.ndarray, "F K"]]:
+    """The frames of all utterances, mapped, and their index: ``lengths``, ``damaged`` with the reason by row,
+    ``resampled`` with counts by rate, ``features`` and ``digest``."""
+    files = [(str(utterance.path), stat.st_size, stat.st_mtime_ns) if (stat := _stat(utterance.path)) else
+             str(utterance.path) for utterance in utterances]
+    key = hashlib.sha256(repr((_VERSION, corpus.kind, files)).encode()).hexdigest()[:16]
+    place = cache / f"{folder.resolve().name}-{name}-{key}"
+    data, listed = place / "frames.bin", place / "index.json"
+    try:
+        index = read_json(listed)
+        whole = data.stat().st_size == 4 * sum(index["lengths"]) * index["features"]
+    except (OSError, ValueError, KeyError):
+        index, whole = {}, False
+    if not whole:
+        status(f"reading {len(utterances):,} utterances of {folder}, {FOLDERS[name]}; their features are kept in "
+               f"{place} …")
+        place.mkdir(parents=True, exist_ok=True)
+        with replacing(data) as beside:
+            index = _compute(corpus, utterances, beside)
+        write_json(listed, index)
+    if not sum(index["lengths"]):
+        (row, reason), *_ = [*index["damaged"].items(), ("0", "no frames")]
+        raise DataError(f"{folder}, {FOLDERS[name]}: no utterance can be used; the first at "
+                        f"{utterances[int(row)].path} ({reason})")
+    return index, np.memmap(data, np.float32, "r").reshape(-1, index["features"])
+
+
+def _compute(corpus: Corpus, utterances: Sequence[_Utterance], path: Path) -> dict[str, Any]:
+    """Reads all files and writes their frames; returns the index."""
+    lengths, damaged, resampled, digest, features = [], {}, Counter[int](), hashlib.sha256(), 0
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with path.open("wb") as file, ThreadPoolExecutor(workers) as pool:
+        for row, found in enumerate(pool.map(lambda utterance: corpus.read(utterance.path), utterances)):
+            frames_TK, damage = found.frames_TK, found.damage
+            if not damage and len(frames_TK):
+                features = features or frames_TK.shape[1]
+                if frames_TK.shape[1] != features:
+                    damage = f"{frames_TK.shape[1]} features, where the first file has {features}"
+                elif not np.isfinite(frames_TK).all():
+                    damage = "values that are not finite"
+            if damage:
+                damaged[str(row)], frames_TK = damage, frames_TK[:0]
+            elif found.rate != RATE:
+                resampled[found.rate] += 1
+            written = np.ascontiguousarray(normalized(frames_TK), "<f4") if len(frames_TK) else b""
+            lengths.append(len(frames_TK))
+            file.write(written)
+            digest.update(written)
+    return {"lengths": lengths, "damaged": damaged, "features": features or BINS, "digest": digest.hexdigest(),
+            "resampled": {str(rate): count for rate, count in resampled.items()}}
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str, str]]:
+    """The ID, the rest and the place of each line of a file of transcripts."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    for number, line in enumerate(text.splitlines(), 1):
+        name, _, rest = line.strip().partition(" ")
+        if name:
+            yield name, rest.strip(), f"{path} line {number:,}"
+
+
+def _of_librispeech(place: Path) -> Iterator[_Utterance]:
+    for transcripts in sorted(place.rglob("*.trans.txt")):
+        for name, text, where in _lines(transcripts):
+            flac = transcripts.with_name(f"{name}.flac")
+            path = flac if flac.exists() else transcripts.with_name(f"{name}.wav")
+            yield _Utterance(path if path.exists() else flac, where, text)
+
+
+def _of_features(place: Path) -> Iterator[_Utterance]:
+    for name, text, where in _lines(place / "transcripts.txt"):
+        yield _Utterance(place / f"{name}.npy", where, text.split())
+
+
+def _read_audio(path: Path) -> _Read:
+    import soundfile
+
+    none = np.zeros((0, BINS), np.float32)
+    try:
+        samples_SC, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except (OSError, soundfile.SoundFileError) as error:
+        return _Read(none, "missing" if not path.exists() else " ".join(str(error).split()))
+    samples_S = samples_SC.mean(axis=1)
+    if rate != RATE and len(samples_S):
+        from scipy.signal import resample_poly
+
+        ratio = Fraction(RATE, rate)
+        samples_S = resample_poly(samples_S, ratio.numerator, ratio.denominator)
+    return _Read(log_mel(samples_S), rate=rate)
+
+
+def log_mel(samples_S: Float[np.ndarray, " S"]) -> Float[np.ndarray, "T 40"]:
+    """Log energies of mel bins in windows of 25 ms, one every 10 ms; from samples between −1 and 1, ``RATE`` a second.
+    """
+    import kaldi_native_fbank
+
+    options = kaldi_native_fbank.FbankOptions()
+    options.frame_opts.samp_freq, options.frame_opts.dither, options.mel_opts.num_bins = RATE, 0.0, BINS
+    bank = kaldi_native_fbank.OnlineFbank(options)
+    bank.accept_waveform(RATE, (samples_S * 32768).tolist())  # the range of its 16-bit samples
+    bank.input_finished()
+    frames = [bank.get_frame(number) for number in range(bank.num_frames_ready)]
+    return np.stack(frames) if frames else np.zeros((0, BINS), np.float32)
+
+
+def _read_features(path: Path) -> _Read:
+    none = np.zeros((0, 1), np.float32)
+    try:
+        frames_TK = np.load(path)
+    except (OSError, ValueError, EOFError) as error:
+        return _Read(none, "missing" if not path.exists() else " ".join(str(error).split()))
+    if frames_TK.ndim != 2 or frames_TK.dtype.kind != "f":
+        return _Read(none, f"an array {frames_TK.shape} of {frames_TK.dtype}; expected floats, frames × features")
+    return _Read(frames_TK)
+
+
+def _of_training(folder: Path, utterances: Sequence[_Utterance]) -> Sequence[str]:
+    path = folder / "symbols.txt"
+    if path.is_file():
+        return list(dict.fromkeys(path.read_text(encoding="utf-8").split()))
+    return sorted({symbol for utterance in utterances for symbol in utterance.symbols})
+
+
+AUDIO = Corpus("audio", "train*, dev* and test* with SPEAKER/CHAPTER/*.trans.txt and *.flac or *.wav",
+               _of_librispeech, _read_audio, lambda folder, utterances: LETTERS)
+FEATURES = Corpus("features", "train*, dev* and test* with transcripts.txt and *.npy", _of_features, _read_features,
+                  _of_training)
+CORPORA = {corpus.kind: corpus for corpus in (AUDIO, FEATURES)}

@@ -1,0 +1,193 @@
+"""Runs of an objective with a test split: what ``lra.train`` and ``speech.train`` do after their command line."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from configs.schema import RunConfig
+from support.command import note, status
+from support.errors import RunError
+from support.files import read_json, write_json
+from training import cli, logging, loop, processes
+from training import run as runs
+from training.checkpoint import Checkpoints
+from training.environment import environment
+from training.objectives import Objective
+from training.sharding import batch_sharding, check_shards, make_mesh, parameter_shardings, report_mesh
+
+
+class ScoredObjective(Objective, Protocol):
+    """An objective of a model with an ``encoder``, and with a test split."""
+
+    @property
+    def name(self) -> str:
+        """The name of the data in messages."""
+        ...
+
+    @property
+    def measure(self) -> str:
+        """The figure of the test split that is reported, such as ``accuracy``."""
+        ...
+
+    @property
+    def checksum(self) -> str:
+        """The checksum of the data."""
+        ...
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """The number of examples of each split."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Notes about the data, one line each."""
+        ...
+
+    @property
+    def padded(self) -> bool:
+        """Whether any sequence is shorter than the context."""
+        ...
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Further contents of ``test.json``."""
+        ...
+
+    def logits(self, model: Any, batch: Any, **options: Any) -> Any:
+        """The output of a model for a batch."""
+        ...
+
+    def test(self, parameters: Any, variables: Any, sharding: NamedSharding) -> dict[str, float]:
+        """The figures of the whole test split."""
+        ...
+
+
+def train(config: RunConfig, run_dir: Path, check: Callable[[], ScoredObjective], command_line: Sequence[str], *,
+          started: float, stall_seconds: float | None = None) -> int:
+    """Check the inputs, write the run's config and environment, train, score, and report; returns the exit code.
+
+    Args:
+        config: validated config.
+        run_dir: run folder.
+        check: loads the data, and checks that they can be trained on; see :func:`check_objective`.
+        command_line: the command line, for ``environment.json``.
+        started: ``time.perf_counter()`` at the start of the command.
+        stall_seconds: see :class:`training.processes.Distributed`.
+    """
+    with processes.first_then_rest():  # the first generates the data if needed
+        objective = check()
+    runs.check_processes_agree(config, run_dir, objective.checksum)
+    with runs.locked(run_dir):
+        newest, finished, scored = processes.from_first(lambda: _begin(config, run_dir, objective, command_line))
+        if scored:
+            return 0
+        if not finished:
+            outcome = loop.train(config, objective, run_dir, started=started, step=newest,
+                                 stall_seconds=stall_seconds)
+            if code := cli.report_outcome(run_dir, outcome):
+                return code
+        _score(config, objective, run_dir)
+    return 0
+
+
+def check_objective[O: ScoredObjective](config: RunConfig, run_dir: Path, load: Callable[[], O], corpus: str) -> O:
+    """Check that run folder, data, devices and model fit together. Writes nothing.
+
+    Args:
+        config: validated config.
+        run_dir: run folder.
+        load: loads the data; returns their objective.
+        corpus: the data in the message about a run on other data.
+
+    Raises:
+        ConfigError, NotImplementedError: they do not fit together.
+        LineargptError: the folder or the data are damaged.
+    """
+    before = runs.check_folder(config, run_dir)
+    logging.check(config.logging)
+    mesh = make_mesh(config)
+    objective = load()
+    for text in objective.notes:
+        note(text)
+    runs.check_corpus(before, objective.checksum, corpus, run_dir)
+    check_shards(mesh, objective.model)
+    report_mesh(mesh, config)
+    # Tracing raises the errors of kernels that do not support the config.
+    nnx.eval_shape(objective.logits, objective.model, objective.batch_shape(batch_sharding(mesh)))
+    return objective
+
+
+def _begin(config: RunConfig, run_dir: Path, objective: ScoredObjective, command_line: Sequence[str],
+           ) -> tuple[int | None, bool, bool]:
+    """Write the run's config and environment, unless it is finished; see :func:`train`.
+
+    Returns:
+        the step of the newest checkpoint, whether the run is finished, and whether it is scored, too.
+    """
+    runs.check_folder(config, run_dir)  # again: another process may have started the run since
+    newest, finished = runs.newest_step(config, run_dir)
+    if finished:
+        return newest, finished, _scored_step(run_dir) == newest
+    (run_dir / "test.json").unlink(missing_ok=True)  # of an earlier end of the run
+    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(objective.model, nnx.Param)))
+    write_json(run_dir / "config.json", config.to_dict())
+    write_json(run_dir / "environment.json", environment(
+        objective.model.encoder, parameters=parameters, tokenizer=None, checksum=objective.checksum,
+        command=command_line, segments=objective.padded))
+    status(f"{run_dir}: {objective.name}, {parameters:,} parameters, {','.join(config.model.attention)} "
+           f"attention, context {config.model.context:,}, {config.model.dtype}, "
+           f"{objective.counts['train']:,} examples")
+    return newest, finished, False
+
+
+def _score(config: RunConfig, objective: ScoredObjective, run_dir: Path) -> None:
+    """Write ``test.json``: the figures of the kept checkpoint with the lowest val loss, and of the last one.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        RunError: ``environment.json`` is damaged.
+    """
+    mesh = make_mesh(config)
+    _, *states = nnx.split(objective.model, nnx.Param, ...)
+    parameters, variables = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        tuple(map(nnx.to_pure_dict, states)), parameter_shardings(mesh, objective.model))
+    figures: dict[int, dict[str, float]] = {}
+    with Checkpoints(run_dir / "checkpoints") as checkpoints:
+        last, best = processes.from_first(lambda: (checkpoints.steps()[-1], checkpoints.best()))
+        step = last if best is None else best
+        for wanted in sorted({step, last}):  # in the same order on all processes
+            restored = checkpoints.restore({"parameters": parameters, "variables": variables}, wanted)
+            assert restored is not None  # a finished run has a checkpoint
+            _, items = restored
+            figures[wanted] = objective.test(items["parameters"], items["variables"], batch_sharding(mesh))
+    if not processes.is_first():
+        return
+    chosen = "last" if step == last else "best by val loss"
+    made_with = read_json(run_dir / "environment.json", RunError)
+    write_json(run_dir / "test.json", {
+        **objective.facts, "attention": list(config.model.attention), "seed": config.train.seed,
+        "step": step, "checkpoint": chosen, "trained_steps": last,
+        **figures[step], "last": {"step": last, **figures[last]},
+        "examples": objective.counts["test"], "train_examples": objective.counts["train"],
+        "context": config.model.context, "notes": list(objective.notes),
+        **{name: made_with.get(name) for name in ("command", "commit", "devices", "versions", "parameters",
+                                                  "corpus_checksum")}})
+    name, baselines = objective.measure, objective.facts.get("baselines", {})
+    status(f"{run_dir}: test {name.replace('_', ' ')} {figures[step][name]:.4f} at step {step:,} ({chosen})"
+           + ("" if step == last else f", {figures[last][name]:.4f} at the last step, {last:,}")
+           + ("; baselines: " if baselines else "")
+           + ", ".join(f"{baseline} {value:.4f}" for baseline, value in baselines.items()))
+
+
+def _scored_step(run_dir: Path) -> int | None:
+    """The final step of the run when ``test.json`` was written; None if it is missing or damaged."""
+    try:
+        return read_json(run_dir / "test.json").get("trained_steps")
+    except (OSError, ValueError):
+        return None
