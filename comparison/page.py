@@ -65,7 +65,7 @@ def payload(comparison: Comparison) -> dict[str, Any]:
                    for i, setup in enumerate(setups)],
         "runs": [run_payload(run) for run in runs],
         "scored": scored(runs),
-        "bits": " or ".join(sorted({run.bits.replace("_", " ") for run in runs})),
+        "bits": " or ".join(sorted({run.bits.replace("_", " ") for run in runs})) or "bits per byte",
         "verdict": comparison.verdict,
         "warnings": comparison.remarks,
         "figures": figures_table(comparison, index),
