@@ -8,9 +8,10 @@ import string
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Int
 
-from speech.utterances import BINS, Dataset, Split, checksum, normalized
+from speech.utterances import BINS, Dataset, Split, checksum, padded
+from support.errors import ConfigError
 
 SYMBOLS = tuple(string.ascii_lowercase[:20])
 UTTERANCES = {"train": 10_000, "val": 200, "test": 200}
@@ -32,6 +33,8 @@ WIDTH = 1.2
 """Standard deviation of a tone over mel bins. Neighbouring letters are 1.8 bins apart."""
 SHIFT = 0.3
 """Largest shift of all tones of an utterance, in bins."""
+LEAST_CONTEXT = 2 * (LENGTHS[0] + PAUSES[1])
+"""With it, the shortest utterance has a letter."""
 _VERSION = 1
 
 
@@ -87,11 +90,17 @@ class Tones:
         age_T = np.arange(lengths_P.sum()) - np.repeat(np.cumsum(lengths_P) - lengths_P, lengths_P)
         frames_TK = np.repeat(tone_PK, lengths_P, axis=0)
         frames_TK *= (FADED + (1 - FADED) * np.exp(-age_T / FADING))[:, None]
-        return normalized(frames_TK + NOISE * random.standard_normal(frames_TK.shape))
+        return (frames_TK + NOISE * random.standard_normal(frames_TK.shape)).astype(np.float32)
 
 
 def load(*, context: int, train_utterances: int | None, val_utterances: int | None, seed: int) -> Dataset:
-    """The corpus; utterances have at most ``context`` frames."""
+    """The corpus; utterances have at most ``context`` frames.
+
+    Raises:
+        ConfigError: ``context`` is less than ``LEAST_CONTEXT``.
+    """
+    if context < LEAST_CONTEXT:
+        raise ConfigError(f"model.context is {context}; expected at least {LEAST_CONTEXT} for synthetic utterances")
     counts = {"train": train_utterances, "val": val_utterances, "test": val_utterances}
     splits = {name: _split(Tones(seed, number, context), UTTERANCES[name] if count is None else count)
               for number, (name, count) in enumerate(counts.items())}
@@ -100,8 +109,5 @@ def load(*, context: int, train_utterances: int | None, val_utterances: int | No
 
 def _split(tones: Tones, count: int) -> Split:
     parts = [tones.parts(row) for row in range(count)]
-    rows = [symbols_P[symbols_P > 0] for symbols_P, _ in parts]
-    symbols_NL: Int32[np.ndarray, "N L"] = np.zeros((count, max(map(len, rows))), np.int32)
-    for symbols_L, row in zip(symbols_NL, rows, strict=True):
-        symbols_L[: len(row)] = row
-    return Split(tones, np.array([lengths_P.sum() for _, lengths_P in parts], np.int32), symbols_NL)
+    return Split(tones, np.array([lengths_P.sum() for _, lengths_P in parts], np.int32),
+                 padded([symbols_P[symbols_P > 0] for symbols_P, _ in parts]))

@@ -53,11 +53,11 @@ def frames_needed(symbols_L: Int[np.ndarray, " L"]) -> int:
 
 def normalized(frames_TK: Float[np.ndarray, "T K"]) -> Float[np.ndarray, "T K"]:
     """Float32 frames in which every feature has mean 0 and deviation 1 over the utterance."""
-    frames_TK = frames_TK.astype(np.float32)
-    return (frames_TK - frames_TK.mean(axis=0)) / (frames_TK.std(axis=0) + DEVIATION)
+    frames_TK = frames_TK.astype(np.float64)  # a feature may be almost constant
+    return ((frames_TK - frames_TK.mean(axis=0)) / (frames_TK.std(axis=0) + DEVIATION)).astype(np.float32)
 
 
-def padded(rows: Sequence[Sequence[int]]) -> Int32[np.ndarray, "N L"]:
+def padded(rows: Sequence[Sequence[int] | np.ndarray]) -> Int32[np.ndarray, "N L"]:
     """Rows of symbols as one array, with 0 beyond their ends."""
     symbols_NL = np.zeros((len(rows), max(map(len, rows), default=0)), np.int32)
     for symbols_L, row in zip(symbols_NL, rows, strict=True):

@@ -1,4 +1,4 @@
-"""The model of Katharopoulos et al. (2020, section 4.3) for speech, which the recipes of corpora in folders train.
+"""The model of Katharopoulos et al. (2020, section 4.3) for speech, for the recipes of corpora in folders.
 
 9 layers of 6 heads, width 192, and RAdam with a learning rate of 1e-4. There, the learning rate is halved when the
 validation error stops falling. We have no such schedule, and take a cosine over the run. The batch size, the steps and

@@ -21,6 +21,6 @@ def get_config(attention: str = "linear") -> SpeechConfig:
         data=SpeechDataConfig(corpus="synthetic"),
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50, final_fraction=0.05, weight_decay=0.05,
                                   beta2=0.98),
-        train=TrainConfig(steps=1200, batch_size=8, eval_every=100),
-        checkpoint=CheckpointConfig(every_steps=400),
+        train=TrainConfig(steps=600, batch_size=8, eval_every=100),
+        checkpoint=CheckpointConfig(every_steps=200),
     )

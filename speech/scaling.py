@@ -1,0 +1,119 @@
+"""Time of a training step of a recogniser against the number of frames, and its slope.
+
+    python -m speech.scaling --json speech/results/scaling_cpu.json --picture speech/results/scaling_cpu.png
+
+A case is the step of ``speech.train`` on generated tones at one length: forward pass, backward pass, CTC and optimizer.
+The cases take turns. The slope is that of a line fitted to the logarithms of the median step time and of the frames: 1
+is linear, 2 quadratic.
+"""
+
+from support import interrupts
+
+if __name__ == "__main__":  # before any other import, which takes seconds
+    interrupts.end_with_a_word()
+
+import functools
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import report
+from benchmarks.modes import HELP, mode_config
+from benchmarks.picture import Panel, curves
+from configs.schema import EncoderConfig, SpeechConfig, TrainConfig
+from models import attention
+from models.encoder import resolve_config
+from speech import synthetic
+from speech.recognition import Recognition
+from training.optimizer import decay_mask, make_optimizer
+from training.sharding import batch_sharding, make_mesh
+from training.step import jit_step
+
+
+@dataclass(kw_only=True)
+class Row(report.ModeRow):
+    """A mode at one length."""
+
+    frames: int
+
+    @property
+    def name(self) -> str:
+        """Name of the case."""
+        return f"{self.mode} at {self.frames:,}"
+
+
+def prepare(row: Row, options: Namespace) -> Callable[[], Any]:
+    """Compiles the step of a row; returns a function that runs it."""
+    mode, chosen = mode_config(row.mode, known=attention.encoder_modes())
+    config = SpeechConfig(
+        model=resolve_config(EncoderConfig(
+            layers=options.layers, heads=6, width=192, mlp_width=768, context=row.frames, pooling="none",
+            dtype=options.dtype, attention=(mode,), modes={mode: chosen})),
+        train=TrainConfig(batch_size=options.batch))
+    objective = Recognition(config, synthetic.load(context=row.frames, train_utterances=options.batch, val_utterances=1,
+                                                   seed=0))
+    transform = make_optimizer(config.optimizer, decay_mask(objective.model))
+    state = jax.jit(lambda: objective.initial(transform))()
+    with objective.batches(start=0, sharding=batch_sharding(make_mesh(config))) as batches:
+        batch = next(batches)
+    step = jit_step(objective.update(transform), objective.model).lower(state, batch, jnp.float32(1e-4)).compile()
+    row.peak_bytes = report.peak_bytes(step)
+    report.check_memory(row.peak_bytes)
+
+    def run() -> Any:
+        nonlocal state
+        state, metrics = step(state, batch, jnp.float32(1e-4))
+        return metrics.loss
+
+    return run
+
+
+def slope(rows: Sequence[Row]) -> float | None:
+    """The slope of log step time over log frames; None for fewer than two lengths."""
+    points = [(row.frames, row.milliseconds) for row in rows if row.milliseconds is not None]
+    if len(points) < 2:
+        return None
+    x, y = np.log(np.array(points, float)).T
+    return float(np.polyfit(x, y, 1)[0])
+
+
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """Step time against length."""
+    return [Panel(curves(rows, lambda row: row.mode, "frames", "milliseconds"), x="frames",
+                  y="milliseconds a training step")]
+
+
+TABLE = report.columns(("attention", "mode", ""), ("frames", "frames", ",d"), ("ms", "milliseconds", ",.1f"),
+                       ("fastest", "fastest", ",.1f"), ("samples", "count", "d"), ("MiB", "mebibytes", ",.0f"))
+
+
+@functools.partial(
+    report.Benchmark, module="speech.scaling", tables=TABLE, panels=panels, title="A training step of a recogniser",
+    flags={
+        "modes": report.flag(f"modes for encoders, each {HELP}", ("linear", "softmax"), type=report.names),
+        "frames": report.flag("lengths, with commas between", (512, 1024, 2048, 4096)),
+        "layers": report.flag("layers of 6 heads, width 192", 2),
+        "batch": report.flag("utterances a step", 1),
+        "dtype": report.flag("compute dtype", "float32", choices=("float32", "bfloat16")),
+        "steps": report.flag("steps timed of each case", 20)})
+def main(options: Namespace, results: report.Results) -> None:
+    """All cases, in turns."""
+    report.use_whole_device()
+    rows = [Row(mode=mode, frames=frames) for frames in options.frames for mode in options.modes]
+    report.time_cases({row.name: (row, functools.partial(prepare, row, options)) for row in rows}, options.steps,
+                      sample_seconds=0)
+    slopes = {mode: slope([row for row in rows if row.mode == mode]) for mode in options.modes}
+    results.model = f"{options.layers} layers of 6 heads, width 192, {options.dtype}"
+    results.more["slopes"] = slopes
+    results.remarks += [f"{mode}: slope {value:.2f}" for mode, value in slopes.items() if value is not None]
+    results.add(*rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

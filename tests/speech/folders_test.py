@@ -1,0 +1,171 @@
+"""Corpora in folders: layouts, features, what is left out, and bad input."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from speech import folders
+from support.errors import ConfigError, DataError
+from tests.speech import made
+
+TEXTS = {"train": ["HELLO", "A B", "IT'S", "GO", "STOP"], "val": ["YES"], "test": ["NO"]}
+PHONES = {"train": ["sil aa", "aa aa b"], "val": ["b"], "test": ["sil sil"]}
+
+
+def load(folder: Path, corpus: Any = folders.AUDIO, **changed: Any) -> Any:
+    settings = {"context": 100, "train_utterances": None, "val_utterances": None, "seed": 0,
+                "cache": folder.parent / "cache"}
+    return folders.load(corpus, folder, **settings | changed)
+
+
+def texts_of(dataset: Any, split: str) -> dict[str, np.ndarray]:
+    """The frames of each transcript."""
+    found = dataset.splits[split]
+    return {"".join(dataset.symbols[symbol - 1] for symbol in row[row > 0]): found.frames[number]
+            for number, row in enumerate(found.symbols_NL)}
+
+
+@pytest.mark.parametrize("suffix", ["flac", "wav"])
+def test_librispeech_is_read_with_its_transcripts(tmp_path, suffix):
+    dataset = load(made.audio(tmp_path / "corpus", TEXTS, suffix=suffix))
+    assert {split: set(texts_of(dataset, split)) for split in TEXTS} == {
+        split: set(texts) for split, texts in TEXTS.items()}
+    assert (dataset.features, len(dataset.symbols), dataset.notes) == (40, 28, ())
+    frames_TK = texts_of(dataset, "train")["HELLO"]
+    assert frames_TK.shape == (58, 40)  # 600 ms: the last window of 25 ms starts at 570
+    np.testing.assert_allclose(frames_TK.mean(axis=0), 0, atol=1e-3)
+
+
+def test_the_features_of_a_tone_are_loudest_at_its_pitch():
+    """The bins are even on the mel scale from 20 Hz to 8 kHz."""
+    def mel(hertz: float) -> float:
+        return 1127 * np.log(1 + hertz / 700)
+
+    for hertz in (500, 1500, 4000):
+        loudest = folders.log_mel(made.tone(0.2, folders.RATE, hertz).astype(np.float32)).mean(axis=0).argmax()
+        place = (mel(hertz) - mel(20)) / (mel(8000) - mel(20)) * 41 - 1
+        assert abs(loudest - place) < 1
+
+
+def test_audio_of_another_rate_is_resampled_with_a_note(tmp_path):
+    slow = load(made.audio(tmp_path / "slow", TEXTS, rate=8000))
+    assert f"{tmp_path / 'slow'}: 5 files of 8,000 Hz in train resampled to 16,000 Hz" in slow.notes
+    loudest = {folders._read_audio(make_tone(tmp_path / f"{rate}.wav", rate)).frames_TK[5:50].mean(axis=0).argmax()
+               for rate in (8000, 16_000)}
+    assert len(loudest) == 1
+
+
+def make_tone(path: Path, rate: int) -> Path:
+    soundfile.write(path, made.tone(0.6, rate, 1000), rate)
+    return path
+
+
+def test_features_are_computed_once(tmp_path, monkeypatch):
+    folder = made.audio(tmp_path / "corpus", TEXTS)
+    first = load(folder)
+
+    def refuse(*_):
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(folders, "_compute", refuse)
+    again = load(folder)
+    assert again.checksum == first.checksum
+    np.testing.assert_array_equal(texts_of(again, "train")["GO"], texts_of(first, "train")["GO"])
+    path = next((tmp_path / "corpus").rglob("*-0003.flac"))
+    soundfile.write(path, made.tone(0.5, 16_000, 200), 16_000)
+    with pytest.raises(AssertionError, match="read again"):
+        load(folder)
+
+
+def test_a_changed_file_changes_the_checksum(tmp_path):
+    folder = made.features(tmp_path / "corpus", PHONES)
+    first = load(folder, folders.FEATURES)
+    np.save(folder / "train_si284" / "u0.npy", np.ones((11, 3), np.float32))
+    assert load(folder, folders.FEATURES).checksum != first.checksum
+
+
+def test_features_and_phones_are_read_with_the_symbols_of_training(tmp_path):
+    folder = made.features(tmp_path / "corpus", PHONES)
+    dataset = load(folder, folders.FEATURES)
+    assert (dataset.symbols, dataset.features) == (("aa", "b", "sil"), 3)
+    assert sorted(row[row > 0].tolist() for row in dataset.splits["train"].symbols_NL) == [[1, 1, 2], [3, 1]]
+    assert dataset.splits["test"].symbols_NL.tolist() == [[3, 3]]
+    (folder / "symbols.txt").write_text("sil\nb\naa\n")
+    assert load(folder, folders.FEATURES).symbols == ("sil", "b", "aa")
+
+
+def test_subsets_are_random_but_the_same(tmp_path):
+    folder = made.audio(tmp_path / "corpus", TEXTS)
+    few = load(folder, train_utterances=2)
+    assert set(texts_of(few, "train")) == set(texts_of(load(folder, train_utterances=2), "train"))
+    assert len(few.splits["train"].lengths_N) == 2
+    with pytest.raises(ConfigError, match=r"data\.train_utterances is 6; train of .* has 5 that can be used"):
+        load(folder, train_utterances=6)
+
+
+@pytest.mark.parametrize(("break_it", "message"), [
+    (lambda folder: next(folder.rglob("19-198-0001.flac")).write_bytes(b"fLaC and nothing else"),
+     r"1 of 5 utterances are broken, the first at \S+19-198-0001\.flac \(.*\); expected at most one in a thousand"),
+    (lambda folder: next(folder.rglob("19-198-0002.flac")).unlink(), r"19-198-0002\.flac \(missing\)"),
+    (lambda folder: rewrite(folder, "GO", "GÖ 1"),
+     r"19-198\.trans\.txt line 4 \(unknown symbols '1', 'Ö'; expected A B C"),
+    (lambda folder: rewrite(folder, "GO", ""), r"line 4 \(an empty transcript\)"),
+    (lambda folder: rewrite(folder, "GO", "O" * 30), r"line 4 \(58 frames, and its transcript needs 59\)"),
+])
+def test_what_cannot_be_used_is_named_and_counted_and_refused_if_frequent(tmp_path, break_it, message):
+    folder = made.audio(tmp_path / "corpus", TEXTS)
+    break_it(folder)
+    with pytest.raises(DataError, match=message):
+        load(folder)
+
+
+def rewrite(folder: Path, old: str, new: str) -> None:
+    path = next(folder.rglob("19-198.trans.txt"))
+    path.write_text(path.read_text().replace(f" {old}\n", f" {new}\n"))
+
+
+@pytest.mark.parametrize(("array", "reason"), [
+    (np.ones((5, 4), np.float32), "4 features, where the first file has 3"),
+    (np.full((5, 3), np.nan, np.float32), "values that are not finite"),
+    (np.ones(5, np.float32), r"an array \(5,\) of float32; expected floats, frames × features"),
+])
+def test_arrays_of_other_shapes_and_values_are_broken(tmp_path, array, reason):
+    folder = made.features(tmp_path / "corpus", PHONES)
+    np.save(folder / "train_si284" / "u1.npy", array)
+    with pytest.raises(DataError, match=reason):
+        load(folder, folders.FEATURES)
+
+
+def test_one_in_a_thousand_is_left_out_with_a_note(tmp_path):
+    folder = made.features(tmp_path / "corpus", PHONES | {"train": ["sil b"] * 1000}, frames=3)
+    (folder / "train_si284" / "u7.npy").write_bytes(b"damaged")
+    dataset = load(folder, folders.FEATURES)
+    assert len(dataset.splits["train"].lengths_N) == 999
+    (note,) = dataset.notes
+    assert "1 of 1,000 utterances are broken, the first at" in note
+    assert "u7.npy" in note
+    assert note.endswith("they are skipped")
+
+
+def test_long_training_utterances_are_left_out_with_a_note(tmp_path):
+    folder = made.features(tmp_path / "corpus", PHONES)
+    np.save(folder / "train_si284" / "u1.npy", np.ones((101, 3), np.float32))
+    dataset = load(folder, folders.FEATURES)
+    assert len(dataset.splits["train"].lengths_N) == 1
+    assert dataset.notes == (f"{folder}: 1 of 2 training utterances have more than 100 frames; they are left out",)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda folder: None, "no such folder; expected train"),
+    (lambda folder: folder.mkdir(), r"found no folder train\*, but nothing"),
+    (lambda folder: (folder / "data").mkdir(parents=True), r"found no folder train\*, but data"),
+    (lambda folder: [(folder / name).mkdir(parents=True) for name in ("train", "dev", "test")],
+     r"train: no utterances; expected train"),
+])
+def test_an_empty_folder_is_refused(tmp_path, make, message):
+    make(tmp_path / "corpus")
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / "corpus")
