@@ -23,11 +23,11 @@ PAUSES = (2, 10)
 PAUSE_SHARE = 0.3
 NOISE = 0.5
 """Standard deviation of the noise."""
-AMPLITUDES = (3.0, 5.0)
+AMPLITUDES = (4.0, 5.0)
 """Least and largest amplitude of the first frame of a tone."""
 FADED = 0.3
 """Amplitude that a tone falls to, relative to that of its first frame."""
-FADING = 2.0
+FADING = 1.0
 """Frames in which the difference falls by the factor e."""
 WIDTH = 1.2
 """Standard deviation of a tone over mel bins. Neighbouring letters are 1.8 bins apart."""

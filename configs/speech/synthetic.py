@@ -19,8 +19,8 @@ def get_config(attention: str = "linear") -> SpeechConfig:
         model=EncoderConfig(layers=2, heads=4, width=128, mlp_width=256, context=512, positions="rotary",
                             pooling="none", attention=tuple(attention.split(","))),
         data=SpeechDataConfig(corpus="synthetic"),
-        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50, final_fraction=0.05, weight_decay=0.05,
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=100, final_fraction=0.05, weight_decay=0.05,
                                   beta2=0.98),
-        train=TrainConfig(steps=600, batch_size=8, eval_every=100),
+        train=TrainConfig(steps=1000, batch_size=8, eval_every=100),
         checkpoint=CheckpointConfig(every_steps=200),
     )

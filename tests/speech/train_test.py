@@ -1,0 +1,133 @@
+"""``python -m speech.train`` as a command: its files, resumption, and errors for invalid input."""
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from comparison.runs import load_run, scored
+from configs.schema import SpeechConfig, config_class
+from speech import train as speech_train
+from support.errors import ConfigError
+from tests import tiny
+from tests.speech import made
+from training import loop
+from training.run import load_model
+
+RECIPE = '''
+from configs.schema import CheckpointConfig, EncoderConfig, OptimizerConfig, SpeechConfig, SpeechDataConfig, TrainConfig
+
+
+def get_config(attention: str = "linear") -> SpeechConfig:
+    return SpeechConfig(
+        model=EncoderConfig(layers=1, heads=2, width=8, mlp_width=8, context=32, dtype="float32", pooling="none",
+                            attention=tuple(attention.split(","))),
+        data=SpeechDataConfig(train_utterances=12, val_utterances=5),
+        # The learning rate must not depend on the length of the run.
+        optimizer=OptimizerConfig(learning_rate=0.03, schedule="constant", warmup_steps=0),
+        train=TrainConfig(steps=4, batch_size=4, eval_every=2),
+        checkpoint=CheckpointConfig(every_steps=2, keep=1),
+    )
+'''
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settings():
+    with tiny.settings():
+        yield
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    (tmp_path / "tones.py").write_text(RECIPE)
+    return tmp_path / "tones.py"
+
+
+def refused(capsys, code: int, *arguments: object) -> str:
+    """Standard error of a command that stops with ``code`` and one message."""
+    capsys.readouterr()
+    assert made.run(*arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    return " ".join(err.replace("│", " ").split())
+
+
+@pytest.mark.thorough
+def test_a_run_logs_error_rates_resumes_and_is_scored_on_test(recipe, tmp_path, monkeypatch, capsys):
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert made.run(recipe, "--run-dir", straight) == 0
+    record = loop._Run.record
+
+    def interrupted(self, pending, step):
+        if step == 1:
+            signal.raise_signal(signal.SIGINT)
+        record(self, pending, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "record", interrupted)
+        assert made.run(recipe, "--run-dir", stopped) == 128 + signal.SIGINT
+    assert not (stopped / "test.json").exists()
+    assert made.run(recipe, "--run-dir", stopped) == 0
+    expected, found = tiny.arrays(straight, 4), tiny.arrays(stopped, 4)
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+    val = tiny.lines(straight, "val")
+    assert [list(line)[5:] for line in val] == [["loss", "error_rate", "flops"]] * 2
+    test = json.loads((straight / "test.json").read_text())
+    assert (test["corpus"], test["attention"], test["examples"], test["train_examples"]) == (
+        "synthetic", ["linear"], 5, 12)
+    assert json.loads((stopped / "test.json").read_text())["error_rate"] == test["error_rate"]
+    assert f"test error rate {test['error_rate']:.4f} at step" in capsys.readouterr().err
+    run = load_run(straight)
+    steps, rates = run.curve("step", "val", "error_rate")
+    assert (list(steps), list(rates)) == ([2, 4], [line["error_rate"] for line in val])
+    assert run.final("error_rate") == val[-1]["error_rate"]
+    assert scored([run]) == "symbol"
+    with pytest.raises(ConfigError, match=r"is a speech-recognition run of speech\.train; expected a language-model"):
+        load_model(straight)
+
+
+def test_a_config_names_its_kind(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = speech_train.parse([str(recipe), "--attention", "softmax,linear", "--data-dir", "here"])
+    assert (line.run_dir, line.config.data.dir) == (Path("runs/tones-softmax-linear"), "here")
+    values = line.config.to_dict()
+    assert config_class(values) is SpeechConfig
+    assert SpeechConfig.from_dict(values).to_dict() == values
+
+
+@pytest.mark.parametrize(("code", "arguments", "message"), [
+    (2, ["--model.pooling", "mean"], "model.pooling is mean; expected none for a speech-recognition run"),
+    (2, ["--model.towers", 2], "model.towers is 2; expected 1 for a speech-recognition run"),
+    (2, ["--train.sample-every", 1], "train.sample_every is 1; expected 0 for a speech-recognition run"),
+    (2, ["--data.corpus", "audio"], "data.dir is None; expected the folder of the corpus, as data.corpus is audio"),
+    (2, ["--data-dir", "x"], "data.dir is x; expected None, as data.corpus is synthetic"),
+    (2, ["--data.val-utterances", 0], "data.val_utterances is 0; expected a number above 0"),
+    (2, ["--model.context", 8], "model.context is 8; expected at least 32 for synthetic utterances"),
+    (2, ["--attention", "linear", "--model.modes.linear.form", "cumsum"], "it is causal and cannot be an encoder"),
+    (1, ["--data.corpus", "audio", "--data-dir", "nowhere"], "--data-dir nowhere: no such folder; expected train*"),
+])
+def test_what_cannot_be_run_stops_before_any_work(recipe, tmp_path, capsys, code, arguments, message):
+    assert message in refused(capsys, code, recipe, "--run-dir", tmp_path / "run", *arguments)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.thorough
+def test_a_folder_of_audio_is_trained_on(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = made.audio(tmp_path / "corpus", {"train": ["GO"] * 4, "val": ["A"], "test": ["B"]}, seconds=0.2)
+    assert made.run(recipe, "--run-dir", tmp_path / "run", "--data.corpus", "audio", "--data-dir", folder,
+                    "--data.train-utterances", 3, "--data.val-utterances", 1, "--train.steps", 2) == 0
+    test = json.loads((tmp_path / "run" / "test.json").read_text())
+    assert (test["corpus"], test["train_examples"], test["symbols"]) == ("audio", 3, 28)
+
+
+def test_each_command_names_the_other_where_a_recipe_is_of_that(capsys):
+    assert "listops.py: not a recipe of speech.train, but of lra.train" in refused(
+        capsys, 2, f"{tiny.ROOT}/configs/lra/listops.py")
+    message = refused(capsys, 2, "configs/nothing.py")
+    assert "configs/speech/synthetic.py" in message
+    assert "listops" not in message
