@@ -28,9 +28,10 @@ import tyro
 from flax import nnx
 from jax.sharding import Mesh
 
-from configs.schema import Config, load_recipe
+from configs.schema import Config, MaskedConfig, load_recipe
 from data.loader import Corpora, open_corpora
 from data.verification import Verification
+from models.encoder import Encoder, MaskedModel
 from models.gpt import GPT
 from sampling import samples
 from support.command import note, status
@@ -41,10 +42,9 @@ from training import run as runs
 from training.checkpoint import Checkpoints
 from training.environment import configure_jax, environment
 from training.initial_weights import InitialWeights, read_initial_weights, save_initial_checkpoint
-from training.objectives import LanguageModelling
+from training.objectives import LanguageModelling, MaskedLanguageModelling
 from training.processes import Distributed
 from training.sharding import check_shards, make_mesh, report_exchanges, report_mesh
-from training.step import abstract_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,21 +65,25 @@ all fields:  python train.py configs/quickstart.py --help"""
 
 
 def parse(arguments: Sequence[str], join: Callable[[Distributed], None] | None = None,
-          ) -> cli.CommandLine[Config, RunFlags]:
+          ) -> cli.CommandLine[Config | MaskedConfig, RunFlags]:
     """The command line, its config validated; see :func:`training.cli.parse_command_line`."""
     return cli.parse_command_line(arguments, RunFlags, load, prog="train.py", usage=USAGE, join=join, own_flags=(
         "--init-from RUN: initialise a new run with the parameters of another; with --init-from.reset attention, with "
         "all but those of the attention layers."))
 
 
-def load(recipe: Path, flags: RunFlags) -> Config:
+def load(recipe: Path, flags: RunFlags) -> Config | MaskedConfig:
     """The recipe's config."""
     if flags.init_from is None and flags.init_from_reset is not None:
         raise ConfigError("--init-from.reset requires --init-from RUN")
-    return load_recipe(recipe, flags.attention)
+    config = load_recipe(recipe, flags.attention, (Config, MaskedConfig))
+    if flags.init_from is not None and not isinstance(config, Config):
+        raise ConfigError(f"--init-from {flags.init_from}: {recipe} is a {config.KIND} recipe; expected a "
+                          f"{Config.KIND} recipe")
+    return config
 
 
-def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: str | None = None, *,
+def train(config: Config | MaskedConfig, run_dir: Path, init_from: Path | None = None, reset: str | None = None, *,
           started: float | None = None, stall_seconds: float | None = None) -> int:
     """Check the inputs, write the run's config and environment, train, and report; returns the exit code.
 
@@ -93,7 +97,8 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
     """
     started = time.perf_counter() if started is None else started
     with processes.first_then_rest():  # the first prepares the corpus if needed
-        corpora, model = check_data_and_devices(config, run_dir)
+        corpora, objective = check_data_and_devices(config, run_dir)
+    model = objective.model
     runs.check_processes_agree(config, run_dir, corpora.checksum)
     initial = initial_weights(run_dir, model, corpora.tokenizer, init_from, reset, make_mesh(config))
     begun_with = None if initial is None else {"run": str(initial.run), "step": initial.step, "reset": reset}
@@ -103,15 +108,16 @@ def train(config: Config, run_dir: Path, init_from: Path | None = None, reset: s
             return 0
         verification = Verification(corpora) if config.data.verify and newest is None else None
         if initial is not None:
+            assert isinstance(config, Config)
             save_initial_checkpoint(config, corpora.vocabulary_size, run_dir, initial)
             newest = 0
-        outcome = loop.train(config, LanguageModelling(config, corpora), run_dir, started=started, step=newest,
-                             verification=verification, stall_seconds=stall_seconds)
+        outcome = loop.train(config, objective, run_dir, started=started, step=newest, verification=verification,
+                             stall_seconds=stall_seconds)
     return cli.report_outcome(run_dir, outcome)
 
 
-def begin(config: Config, run_dir: Path, corpora: Corpora, model: GPT, begun_with: dict[str, Any] | None,
-          ) -> tuple[int | None, bool]:
+def begin(config: Config | MaskedConfig, run_dir: Path, corpora: Corpora, model: GPT | MaskedModel,
+          begun_with: dict[str, Any] | None) -> tuple[int | None, bool]:
     """Write the run's config and environment, unless it is finished.
 
     Args:
@@ -140,7 +146,7 @@ def begin(config: Config, run_dir: Path, corpora: Corpora, model: GPT, begun_wit
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     write_json(run_dir / "config.json", config.to_dict())
     write_json(run_dir / "environment.json", environment(
-        model, parameters=parameters, tokenizer=corpora.tokenizer, checksum=corpora.checksum,
+        encoder_of(model), parameters=parameters, tokenizer=corpora.tokenizer, checksum=corpora.checksum,
         segments=config.data.packing == "documents")
         | ({} if corpora.image is None else {"image": corpora.image})
         | ({} if begun_with is None else {"init_from": begun_with}))
@@ -152,11 +158,11 @@ def begin(config: Config, run_dir: Path, corpora: Corpora, model: GPT, begun_wit
     return newest, finished
 
 
-def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT]:
+def check_data_and_devices(config: Config | MaskedConfig, run_dir: Path) -> tuple[Corpora, LanguageModelling]:
     """Check that run folder, corpus, devices and model fit together. Writes nothing.
 
     Returns:
-        the corpora and the abstract model.
+        the corpora and the objective.
 
     Raises:
         ConfigError, NotImplementedError: they do not fit together.
@@ -168,29 +174,38 @@ def check_data_and_devices(config: Config, run_dir: Path) -> tuple[Corpora, GPT]
     runs.check_corpus(before, corpora.checksum, corpora, run_dir)
     corpora.check_context(config.model.context, config.data.packing)
     mesh = make_mesh(config)
-    model = abstract_model(config, corpora.vocabulary_size)
-    check_shards(mesh, model)
+    objective = (MaskedLanguageModelling(config, corpora) if isinstance(config, MaskedConfig) else
+                 LanguageModelling(config, corpora))
+    model = encoder_of(objective.model)
+    check_shards(mesh, objective.model)
     report_mesh(mesh, config)
     report_exchanges(mesh, model)
-    samples.check(config.train, model)
+    if isinstance(model, GPT):
+        samples.check(config.train, model)
     check_packing(config.data.packing, model)
     # Tracing raises the errors of kernels that do not support the config.
     tokens_BT = jax.ShapeDtypeStruct((1, config.model.context), jnp.int32)
     segment_ids_BT = tokens_BT if config.data.packing == "documents" else None
     nnx.eval_shape(lambda model, tokens_BT, segment_ids_BT: model.forward(tokens_BT, segment_ids_BT=segment_ids_BT),
                    model, tokens_BT, segment_ids_BT)
-    return corpora, model
+    return corpora, objective
 
 
-def planned_model(config: Config, run_dir: Path) -> GPT:
+def encoder_of(model: GPT | MaskedModel) -> GPT | Encoder:
+    """The model without its head, if that is separate."""
+    return model.encoder if isinstance(model, MaskedModel) else model
+
+
+def planned_model(config: Config | MaskedConfig, run_dir: Path) -> GPT | MaskedModel:
     """The abstract model of a run, for the estimates of sweep.py; raises as :func:`check_data_and_devices`."""
-    _, model = check_data_and_devices(config, run_dir)
-    return model
+    _, objective = check_data_and_devices(config, run_dir)
+    return objective.model
 
 
-def check_packing(packing: str, model: GPT) -> None:
+def check_packing(packing: str, model: GPT | Encoder) -> None:
     """Raises :class:`ConfigError` if ``packing`` is documents and a mode cannot separate them."""
-    layers = [block.attention for block in model.blocks if not block.attention.packs(causal=True)]
+    causal = isinstance(model, GPT)
+    layers = [block.attention for block in model.blocks if not block.attention.packs(causal=causal)]
     if packing == "documents" and layers:
         raise ConfigError(f"data.packing documents: attention mode {layers[0].name!r} cannot separate the documents "
                           "of a row; expected stream")

@@ -23,6 +23,7 @@ from pathlib import Path
 import jax
 
 from benchmarks import report
+from benchmarks.target import parse_words
 from benchmarks.train_step import Step
 from support.errors import INTERRUPTED
 
@@ -69,7 +70,7 @@ def main(options: Namespace, results: report.Results) -> int | None:
     flags = [options.recipe, "--attention", options.attention, "--train.steps", str(total), "--train.minutes", "None",
              "--train.eval-every", str(total), "--checkpoint.every-steps", str(total),
              "--optimizer.warmup-steps", str(total // 10), *options.words]
-    config = train.parse(flags).config
+    config = parse_words(flags, None)
     half = -(-options.steps // 2)
     tokens = 2 * half * config.train.batch_size * config.model.context
     step = Step(config, TokenFiles.open(ensure(config.data)).vocabulary_size)

@@ -193,12 +193,15 @@ def parse_words(words: Sequence[str], gpu: Target | None) -> Config:
     """The config of train.py's command line, validated for a GPU, or for this machine's devices.
 
     Raises:
-        ConfigError: the command line is wrong.
+        ConfigError: the command line is wrong, or the recipe is not of a language model.
     """
     import train  # a GPU machine may lack its packages
 
     with nullcontext() if gpu is None else gpu.tracing():
-        return train.parse(words).config
+        config = train.parse(words).config
+    if not isinstance(config, Config):
+        raise ConfigError(f"{words[0]} is a {config.KIND} recipe; expected a {Config.KIND} recipe")
+    return config
 
 
 def vocabulary_size(config: Config) -> int:

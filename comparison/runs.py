@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from comparison.curves import Columns, Curve, read_curves, smooth
-from configs.schema import Config, LraConfig, SpeechConfig, check_format, config_class, flatten
+from configs.schema import Config, LraConfig, MaskedConfig, SpeechConfig, check_format, config_class, flatten
 from support.errors import ConfigError, RunError
 from support.files import read_json
 from training.accounting import flops_per_token, state_bytes
@@ -360,8 +360,8 @@ def newest_sample(folder: Path) -> tuple[int | None, str | None, bytes | None]:
 
 
 def scored(runs: Sequence[Run]) -> str:
-    """What a loss is normalised by: a token, an example of a task, or a symbol of a transcript."""
-    names = {Config: "token", LraConfig: "example", SpeechConfig: "symbol"}
+    """What a loss is normalised by: a token, a masked token, an example of a task, or a symbol of a transcript."""
+    names = {Config: "token", MaskedConfig: "masked token", LraConfig: "example", SpeechConfig: "symbol"}
     return " or ".join(sorted({names[config_class(run.config)] for run in runs}))
 
 

@@ -1,9 +1,9 @@
 """The configuration of a run, as frozen dataclasses.
 
-A recipe (``configs/NAME.py``) returns a :class:`Config`, a recipe of the Long Range Arena (``configs/lra/NAME.py``) an
-:class:`LraConfig`, a recipe of speech (``configs/speech/NAME.py``) a :class:`SpeechConfig`. Every field is a flag of
-``train.py``, ``lra.train`` or ``speech.train``. The resolved config is written to ``RUN/config.json``. Of the project,
-this module imports only its errors.
+A recipe (``configs/NAME.py``) returns a :class:`Config` or a :class:`MaskedConfig`, a recipe of the Long Range Arena
+(``configs/lra/NAME.py``) an :class:`LraConfig`, a recipe of speech (``configs/speech/NAME.py``) a
+:class:`SpeechConfig`. Every field is a flag of ``train.py``, ``lra.train`` or ``speech.train``. The resolved config is
+written to ``RUN/config.json``. Of the project, this module imports only its errors.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ class EncoderConfig:
     """Position encoding."""
     pooling: Literal["cls", "mean", "none"] = "cls"
     """Output of the encoder. cls: that of a learned token before the sequence; mean: the mean over valid tokens; none:
-    one per position, for speech, and not for classifiers."""
+    one per position, for speech and masked language models."""
     towers: int = 1
     """Number of sequences in an example. With 2, both go through the same encoder."""
     classes: int = 2
@@ -310,6 +310,17 @@ class Config(_Run):
 
 
 @dataclass(frozen=True)
+class MaskedConfig(_Run):
+    """Config of a masked-language-model run."""
+
+    COMMAND: ClassVar[str] = "train.py"
+    KIND: ClassVar[str] = "masked-language-model"
+
+    model: EncoderConfig = field(default_factory=EncoderConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+@dataclass(frozen=True)
 class LraConfig(_Run):
     """Config of a classifier run on a task of the Long Range Arena."""
 
@@ -331,7 +342,7 @@ class SpeechConfig(_Run):
     data: SpeechDataConfig = field(default_factory=SpeechDataConfig)
 
 
-RunConfig = Config | LraConfig | SpeechConfig
+RunConfig = Config | MaskedConfig | LraConfig | SpeechConfig
 """The config of any run."""
 
 
@@ -354,31 +365,33 @@ def check_format(values: dict[str, Any], source: object) -> None:
 
 def config_class(values: dict[str, Any]) -> type[RunConfig]:
     """The class of the config in a ``config.json``."""
-    data = values.get("data")
-    if not isinstance(data, dict):
-        return Config
-    return LraConfig if "task" in data else SpeechConfig if "corpus" in data else Config
+    model, data = values.get("model"), values.get("data")
+    if isinstance(data, dict) and ("task" in data or "corpus" in data):
+        return LraConfig if "task" in data else SpeechConfig
+    return MaskedConfig if isinstance(model, dict) and "pooling" in model else Config
 
 
-def load_recipe[C: RunConfig](path: str | Path, attention: str | None = None, kind: type[C] = Config,
-                                        **given: Any) -> C:
+def load_recipe[C: RunConfig](path: str | Path, attention: str | None = None,
+                              kind: type[C] | tuple[type[C], ...] = Config, **given: Any) -> C:
     """The config of a recipe file.
 
     Args:
         path: the file.
         attention: attention mode, or a comma-separated pattern of modes. None: the recipe's default.
-        kind: the class that it must return.
+        kind: the class that it must return, or one of several of a command.
         given: other arguments of its ``get_config``.
 
     Raises:
         ConfigError: the file does not exist, has no ``get_config``, fails, or is a recipe of another command.
     """
     path = Path(path)
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    command = kinds[0].COMMAND
     if not path.is_file():
         root = Path(__file__).parent
         recipes = ", ".join(f"configs/{p.relative_to(root)}" for p in sorted(root.rglob("*.py"))
                             if "\ndef get_config(" in (text := p.read_text())
-                            and f"-> {kind.__name__}:" in text)
+                            and any(f"-> {one.__name__}:" in text for one in kinds))
         raise ConfigError(f"{path}: no such recipe; expected one of {recipes}")
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     if spec is None or spec.loader is None:
@@ -389,7 +402,7 @@ def load_recipe[C: RunConfig](path: str | Path, attention: str | None = None, ki
         if not hasattr(module, "get_config"):
             raise ConfigError(f"{path}: not a recipe; expected a function get_config(attention) -> Config")
         if unknown := given.keys() - inspect.signature(module.get_config).parameters.keys():
-            raise ConfigError(f"{path}: not a recipe of {kind.COMMAND}: its get_config has no argument "
+            raise ConfigError(f"{path}: not a recipe of {command}: its get_config has no argument "
                               f"{', '.join(unknown)}")
         config = module.get_config(**given) if attention is None else module.get_config(attention, **given)
     except ConfigError:
@@ -397,9 +410,11 @@ def load_recipe[C: RunConfig](path: str | Path, attention: str | None = None, ki
     except Exception as error:  # a recipe is the user's own code
         raise ConfigError(f"{path}: the recipe failed: {type(error).__name__}: {error}") from error
     if not isinstance(config, kind):
-        command = getattr(config, "COMMAND", None)
-        raise ConfigError(f"{path}: not a recipe of {kind.COMMAND}, "
-                          + (f"but of {command}" if command else f"whose get_config must return a {kind.__name__}"))
+        found = getattr(config, "COMMAND", None)
+        if found == command:
+            raise ConfigError(f"{path}: a {config.KIND} recipe; expected a {kinds[0].KIND} recipe")
+        raise ConfigError(f"{path}: not a recipe of {command}, "
+                          + (f"but of {found}" if found else f"whose get_config must return a {kinds[0].__name__}"))
     return config
 
 

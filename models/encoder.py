@@ -16,9 +16,11 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from configs.schema import EncoderConfig, Remat
 from kernels.mixed_precision import wide
+from kernels.segments import positions_of
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE, Linear, angles
 from models.block import Block, LayerNorm, check_heads, compute_dtype, head_width, layer_modes, linears
+from models.heads import Head, TiedHead
 from models.parameters import declare
 from support.errors import ConfigError
 
@@ -62,32 +64,40 @@ class Encoder(nnx.Module):
             linear.kernel[...] *= linear.kernel[...].shape[0] ** -0.5 / INITIAL_SCALE
 
     def forward(self, inputs: Int[Array, "B T"] | Float[Array, "B T K"], *,
-                valid_BT: Bool[Array, "B T"] | None = None, dropout: Key[Array, ""] | None = None,
-                remat: Remat = "none") -> Float[Array, "B E"] | Float[Array, "B T E"]:
+                valid_BT: Bool[Array, "B T"] | None = None, segment_ids_BT: Int[Array, "B T"] | None = None,
+                dropout: Key[Array, ""] | None = None, remat: Remat = "none",
+                ) -> Float[Array, "B E"] | Float[Array, "B T E"]:
         """One vector per sequence, that of the CLS token or the mean over valid positions; without pooling, one per
         position. Float32.
 
         Args:
             inputs: at most ``config.context`` tokens, or frames of K features.
             valid_BT: false on padding, which follows the valid positions of a row.
+            segment_ids_BT: without pooling, in place of ``valid_BT``: segment ids, −1 on padding; positions count from
+                the start of each segment.
             dropout: random key of dropout; None: no dropout, as in evaluation.
             remat: rematerialisation, as for a block's ``forward``.
 
         Raises:
-            ValueError: a sequence is longer than ``config.context``.
+            ValueError: a sequence is longer than ``config.context``, or segments are given to an encoder with pooling.
         """
+        if segment_ids_BT is not None and self.config.pooling != "none":
+            raise ValueError(f"model.pooling is {self.config.pooling}; expected none for rows with segments")
         B, length = inputs.shape[:2]
         if length > self.config.context:
             raise ValueError(f"a row of inputs has {length} positions; expected at most model.context, "
                              f"{self.config.context}")
         x_BTE = self.frame_projection(wide(inputs)) if self.token_embedding is None else self.token_embedding(inputs)
-        segment_ids_BT = None if valid_BT is None else jnp.where(valid_BT, 0, -1).astype(jnp.int32)
+        positions_BT = None if segment_ids_BT is None else positions_of(segment_ids_BT)
+        if valid_BT is not None:
+            segment_ids_BT = jnp.where(valid_BT, 0, -1).astype(jnp.int32)
         if self.cls_E is not None:
             cls_B1E = jnp.broadcast_to(self.cls_E[...][None, None], (B, 1, x_BTE.shape[2]))
             x_BTE = jnp.concatenate([cls_B1E, x_BTE], axis=1)
             if segment_ids_BT is not None:
                 segment_ids_BT = jnp.pad(segment_ids_BT, ((0, 0), (1, 0)))
-        positions_BT = jnp.broadcast_to(jnp.arange(x_BTE.shape[1])[None], x_BTE.shape[:2])
+        if positions_BT is None:
+            positions_BT = jnp.broadcast_to(jnp.arange(x_BTE.shape[1])[None], x_BTE.shape[:2])
         if self.config.positions == "sinusoidal":
             angles_BTD = angles(positions_BT, self.config.width // 2)
             x_BTE += jnp.concatenate([jnp.sin(angles_BTD), jnp.cos(angles_BTD)], axis=-1)
@@ -128,6 +138,39 @@ def dropping(rate: float, key: Key[Array, ""] | None) -> Callable[[Array], Array
 
 def _fold_in(key: Array | None, number: int) -> Array | None:
     return None if key is None else jax.random.fold_in(key, number)
+
+
+class MaskedModel(nnx.Module):
+    """An encoder that predicts masked tokens; the head is tied to the token embedding.
+
+    Devlin et al.: "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding", 2019; without
+    the dense layer and the bias of its head.
+
+    Args:
+        config: resolved config of the encoder, without pooling.
+        vocab_size: V, without the mask token, whose id is V.
+        rngs: as for :class:`Encoder`.
+    """
+
+    def __init__(self, config: EncoderConfig, vocab_size: int, *, rngs: nnx.Rngs):
+        self.encoder = Encoder(config, vocab_size + 1, rngs=rngs)
+        self.config, self.mask_token = config, vocab_size
+
+    def forward(self, tokens_BT: Int[Array, "B T"], **options: Any) -> Float[Array, "B T E"]:
+        """The input of :attr:`head`.
+
+        Args:
+            tokens_BT: tokens and mask tokens.
+            options: as for :meth:`Encoder.forward`.
+        """
+        # The embedding has variance 1, and so do the logits at first.
+        return (self.encoder.forward(tokens_BT, **options) * self.config.width ** -0.5).astype(self.config.dtype)
+
+    @property
+    def head(self) -> Head:
+        """The head; the encoder ends with a LayerNorm of its own."""
+        return TiedHead(None, self.encoder.token_embedding.embedding[...])
+
 
 
 class Classifier(nnx.Module):

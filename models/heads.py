@@ -25,7 +25,7 @@ BLOCK_TOKENS = 1024
 
 
 class Head(ABC):
-    """The final LayerNorm and the projection to logits. Targets below 0 are not scored."""
+    """The final LayerNorm, if any, and the projection to logits. Targets below 0 are not scored."""
 
     @abstractmethod
     def logits(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
@@ -48,12 +48,14 @@ class Head(ABC):
 
 @dataclass(frozen=True)
 class TiedHead(Head):
-    """GPT-2's head, tied to the token embedding: logits are norm(x) · embeddingᵀ."""
+    """GPT-2's head, tied to the token embedding: logits are norm(x) · embeddingᵀ, or x · embeddingᵀ without a norm."""
 
-    norm: Norm
+    norm: Norm | None
     weight_VE: Float[Array, "V E"]
 
     def logits(self, x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
+        if self.norm is None:
+            return product("bte,ve->btv", x_BTE, self.weight_VE.astype(x_BTE.dtype))
         return unembed(x_BTE, self.weight_VE, self.norm)
 
     def loss_sum(self, x_BTE: Float[Array, "B T E"], targets_BT: Int[Array, "B T"]) -> Float[Array, ""]:
@@ -67,7 +69,7 @@ class TiedHead(Head):
         return cross_entropy.score(*self._operands(x_BTE), targets_BT)
 
     def _operands(self, x_BTE: Array) -> tuple[Array, Array]:
-        return layer_norm(x_BTE, *self.norm), self.weight_VE
+        return x_BTE if self.norm is None else layer_norm(x_BTE, *self.norm), self.weight_VE
 
 
 @dataclass(frozen=True)

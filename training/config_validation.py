@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from configs.schema import Config, MeshConfig, OptimizerConfig, RunConfig, SpeechConfig, TrainConfig
+from configs.schema import Config, MaskedConfig, MeshConfig, OptimizerConfig, RunConfig, SpeechConfig, TrainConfig
 from data.tokenizers import PIXELS
 from kernels import device
 from models import attention as attentions
@@ -24,7 +24,7 @@ def validate_config[C: RunConfig](config: C) -> C:
     """
     if not isinstance(config, Config) and config.train.sample_every:
         raise ConfigError(f"train.sample_every is {config.train.sample_every}; expected 0 for a {config.KIND} run")
-    if isinstance(config, SpeechConfig):
+    if isinstance(config, MaskedConfig | SpeechConfig):
         for name, value, expected in (("pooling", config.model.pooling, "none"), ("towers", config.model.towers, 1)):
             if value != expected:
                 raise ConfigError(f"model.{name} is {value}; expected {expected} for a {config.KIND} run")

@@ -1,4 +1,5 @@
-"""Objectives: model, data and evaluation, for the training loop. :class:`LanguageModelling` is a GPT on corpora."""
+"""Objectives: model, data and evaluation, for the training loop. :class:`LanguageModelling` is a GPT on corpora,
+:class:`MaskedLanguageModelling` an encoder."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,14 +13,18 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from configs.schema import Config
+from configs.schema import Config, MaskedConfig
 from data.loader import Batch, Corpora, batches, fixed_batches
 from data.sources.images import ImageFormat
 from data.token_files import TokenFiles
 from sampling.images import ImageSamples
 from sampling.samples import Samples, TextSamples
+from support.errors import ConfigError
 from training import step as steps
 from training.sharding import put
+
+VAL_SEED = 0
+"""Seed of the masks of evaluation, the same for all runs, whatever their seed."""
 
 
 class Evaluator(Protocol):
@@ -65,14 +70,17 @@ class Objective(Protocol):
 class LanguageModelling:
     """An :class:`Objective`: a GPT on windows of corpora."""
 
-    def __init__(self, config: Config, corpora: Corpora):
+    def __init__(self, config: Config | MaskedConfig, corpora: Corpora):
         self._config, self._corpora = config, corpora
+        self._accuracy = corpora.weighted
+        """Whether val lines have the accuracy, in place of the bits per byte."""
         self.model = steps.abstract_model(config, corpora.vocabulary_size)
 
     def initial(self, transform: optax.GradientTransformationExtraArgs) -> steps.TrainState:
         return steps.initial_state(self._config, self._corpora.vocabulary_size, transform)
 
     def update(self, transform: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[steps.TrainState, Any]]:
+        assert isinstance(self._config, Config)
         return steps.make_train_step(self.model, self._config, transform)
 
     def batch_shape(self, sharding: NamedSharding) -> Batch:
@@ -88,11 +96,11 @@ class LanguageModelling:
     def evaluator(self, sharding: NamedSharding) -> Evaluator:
         train, corpora = self._config.train, self._corpora
         # As many sequences at once as in training, so that they fit into memory.
-        val = [[put(batch, sharding) for batch in fixed_batches(
+        val = [[put(batch, sharding) for batch in self._evaluated(fixed_batches(
             files, "val", context=self._config.model.context, batch_size=train.batch_size // train.accumulate,
-            count=train.eval_batches * train.accumulate, packing=self._config.data.packing)]
+            count=train.eval_batches * train.accumulate, packing=self._config.data.packing))]
             for files in corpora.files]
-        evaluate = jax.jit(steps.make_eval_step(self.model, accuracy=corpora.weighted))
+        evaluate = jax.jit(steps.make_eval_step(self.model, accuracy=self._accuracy))
 
         def figures(state: steps.TrainState, stops: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
             sums = evaluate_each(lambda batch: evaluate(state.parameters, state.variables, batch),
@@ -100,12 +108,12 @@ class LanguageModelling:
             if sums is None:
                 return None
             of_corpus = iter(sums)
-            each = [_figures(files, list(itertools.islice(of_corpus, len(batches_of))))
+            each = [self._figures(files, list(itertools.islice(of_corpus, len(batches_of))))
                     for files, batches_of in zip(corpora.files, val, strict=True)]
             values = {"loss": corpora.mean([figures["loss"] for figures in each])}
-            if corpora.weighted:
+            if self._accuracy:
                 values["accuracy"] = corpora.mean([figures["accuracy"] for figures in each])
-            values |= corpora.bits("val", values["loss"])
+            values |= self._bits(corpora, values["loss"])
             if len(each) > 1:
                 values |= {f"{name}/{corpus}": value for corpus, figures in zip(corpora.names, each, strict=True)
                            for name, value in figures.items()}
@@ -113,21 +121,64 @@ class LanguageModelling:
 
         return figures
 
-    def samples(self, folder: Path, *, keep_through: int) -> Samples:
+    def samples(self, folder: Path, *, keep_through: int) -> Samples | None:
         image = self._corpora.image
         if image is not None:
             return ImageSamples(folder, ImageFormat.of(image), keep_through=keep_through)
         return TextSamples(folder, self._corpora.tokenizer, keep_through=keep_through)
 
+    def _evaluated(self, batches: list[Batch]) -> list[Batch]:
+        """What is evaluated of the val batches of a corpus, in host memory."""
+        return batches
 
-def _figures(files: TokenFiles, sums: Sequence[tuple[np.ndarray, ...]]) -> dict[str, float]:
-    """The figures of the val split of one corpus."""
-    losses, counts, *right = zip(*sums, strict=True)
-    loss = float(sum(losses)) / int(sum(counts))
-    figures = {"loss": loss} | Corpora.of(files).bits("val", loss)
-    if right:
-        figures["accuracy"] = int(sum(right[0])) / int(sum(counts))
-    return figures
+    def _figures(self, files: TokenFiles, sums: Sequence[tuple[np.ndarray, ...]]) -> dict[str, float]:
+        """The figures of the val split of one corpus."""
+        losses, counts, *right = zip(*sums, strict=True)
+        figures = {"loss": (loss := float(sum(losses)) / int(sum(counts)))} | self._bits(Corpora.of(files), loss)
+        if right:
+            figures["accuracy"] = int(sum(right[0])) / int(sum(counts))
+        return figures
+
+    def _bits(self, corpora: Corpora, loss: float) -> dict[str, float]:
+        return corpora.bits("val", loss)
+
+
+class MaskedLanguageModelling(LanguageModelling):
+    """An :class:`Objective`: an encoder that predicts masked tokens of windows of corpora.
+
+    Masks of training depend only on seed and step. Those of evaluation depend only on the number of a window: they are
+    the same at every evaluation and in every run with the same windows.
+
+    Raises:
+        ConfigError: parts of the corpora are not scored.
+    """
+
+    def __init__(self, config: MaskedConfig, corpora: Corpora):
+        if corpora.weighted:
+            raise ConfigError(f"{corpora} has tokens that are not scored; expected a corpus of text for a "
+                              "masked-language-model recipe")
+        super().__init__(config, corpora)
+        self._accuracy = True
+
+    def update(self, transform: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[steps.TrainState, Any]]:
+        assert isinstance(self._config, MaskedConfig)
+        return steps.make_masked_step(self.model, self._config, transform)
+
+    def samples(self, folder: Path, *, keep_through: int) -> None:
+        """Not supported."""
+
+    def _bits(self, corpora: Corpora, loss: float) -> dict[str, float]:
+        """None: most of the text is not scored."""
+        return {}
+
+    def _evaluated(self, batches: list[Batch]) -> list[Batch]:
+        key, window = jax.random.key(VAL_SEED), 0
+        found = []
+        for batch in batches:
+            numbers_B = jnp.arange(window, window := window + len(batch.inputs_BT))
+            keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers_B)
+            found.append(jax.device_get(steps.mask(batch, keys_B, self.model.mask_token)))
+        return found
 
 
 def evaluate_each(evaluate: Callable[[Any], Any], batches: Iterable[Any], stops: Callable[[], bool],

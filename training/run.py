@@ -82,7 +82,8 @@ def check_folder(config: RunConfig, run_dir: Path) -> dict[str, Any]:
         return environment
     before = read_config(run_dir)
     if type(before) is not type(config):
-        raise ConfigError(f"{run_dir} is a run of {before.COMMAND}, not of {config.COMMAND}; give another --run-dir")
+        raise ConfigError(f"{run_dir} is a {before.KIND} run of {before.COMMAND}, not a {config.KIND} run of "
+                          f"{config.COMMAND}; give another --run-dir")
     there, here = _identity(before), _identity(config)
     differing = [f"{name} {there[name]}, not {value}" for name, value in here.items()
                  if name in there and there[name] != value]

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from configs.schema import RunConfig
+from models.encoder import Encoder
 from models.gpt import GPT
 from models.parameters import Axis, Declaration, declarations
 from support.command import note, status
@@ -155,7 +156,7 @@ def report_mesh(mesh: Mesh, config: RunConfig) -> None:
     note(f"{devices - mesh.size} of {devices} devices are idle: {remedy}")
 
 
-def report_exchanges(mesh: Mesh, model: GPT) -> None:
+def report_exchanges(mesh: Mesh, model: GPT | Encoder) -> None:
     """Names the modes whose devices exchange the tokens of the sequences that they share, if any."""
     exchanging = sorted({block.attention.name for block in model.blocks if not block.attention.splits_context})
     if mesh.shape["context"] > 1 and exchanging:

@@ -8,19 +8,21 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
-from configs.schema import Config, Remat
+from configs.schema import Config, MaskedConfig
 from data.loader import Batch
 from kernels import device
 from kernels.partition import sum_over_data
-from models.encoder import Classifier
+from models.encoder import Classifier, MaskedModel
 from models.gpt import GPT
 from models.recogniser import Recogniser
 from training.optimizer import global_norm
 
 _OF_LOSS = 2**32 - 1
 """Random stream of the loss, distinct from the numbers of the modules."""
+MASKED = 0.15
+"""Fraction of tokens that a masked language model predicts."""
 MERGING_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 8}
 """Largest products of one array that XLA merges: megabytes of operands and result.
 
@@ -53,12 +55,15 @@ class StepMetrics(NamedTuple):
     gradient_norm: Float[Array, ""]
 
 
-def make_model(config: Config, vocabulary_size: int) -> GPT:
+def make_model(config: Config | MaskedConfig, vocabulary_size: int) -> GPT | MaskedModel:
     """The model of a config, with parameters initialised from ``train.seed``."""
-    return GPT(config.model, vocabulary_size, rngs=nnx.Rngs(config.train.seed))
+    rngs = nnx.Rngs(config.train.seed)
+    if isinstance(config, MaskedConfig):
+        return MaskedModel(config.model, vocabulary_size, rngs=rngs)
+    return GPT(config.model, vocabulary_size, rngs=rngs)
 
 
-def abstract_model(config: Config, vocabulary_size: int) -> GPT:
+def abstract_model(config: Config | MaskedConfig, vocabulary_size: int) -> Any:
     """The abstract model of a config; :func:`build` combines it with arrays."""
     return nnx.eval_shape(lambda: make_model(config, vocabulary_size))
 
@@ -68,7 +73,8 @@ def build[M: nnx.Module](model: M, parameters: Any, variables: Any) -> M:
     return nnx.merge(nnx.graphdef(model), _merged(parameters, variables))
 
 
-def initial_state(config: Config, vocabulary_size: int, transform: optax.GradientTransformationExtraArgs) -> TrainState:
+def initial_state(config: Config | MaskedConfig, vocabulary_size: int,
+                  transform: optax.GradientTransformationExtraArgs) -> TrainState:
     """The state before the first update. Call it under jit, so that arrays are created with their sharding."""
     return state_of(make_model(config, vocabulary_size), transform)
 
@@ -85,12 +91,50 @@ def make_train_step(model: GPT, config: Config, transform: optax.GradientTransfo
     """:func:`make_update` of a language model, with the mean loss over scored targets."""
 
     def loss_sum(model: GPT, batch: Batch, _: Array) -> tuple[Array, Array]:
-        targets_BT = jnp.asarray(batch.targets_BT)
-        x_BTE = _residual_stream(model, batch, remat=config.train.remat)
-        return model.head.loss_sum(x_BTE, targets_BT), jnp.sum(targets_BT >= 0)
+        return _loss_sum(model, batch, remat=config.train.remat)
 
     return make_update(model, loss_sum, transform, parts=config.train.accumulate, seed=config.train.seed,
                        draws=False)
+
+
+def make_masked_step(model: MaskedModel, config: MaskedConfig, transform: optax.GradientTransformationExtraArgs,
+                     ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, StepMetrics]]:
+    """:func:`make_update` of a masked language model, with the mean loss over targets that each update draws."""
+
+    def loss_sum(model: MaskedModel, batch: Batch, key: Array) -> tuple[Array, Array]:
+        of_masks, of_dropout = jax.random.split(key)
+        batch = mask(batch, jax.random.split(of_masks, len(batch.inputs_BT)), model.mask_token)
+        return _loss_sum(model, batch, dropout=of_dropout, remat=config.train.remat)
+
+    return make_update(model, loss_sum, transform, parts=config.train.accumulate, seed=config.train.seed)
+
+
+def mask(batch: Batch, keys_B: Key[Array, " B"], mask_token: int) -> Batch:
+    """Targets of a masked language model in place of the next tokens: 15 % of the tokens, each at random.
+
+    Of the targets, 80 % are replaced by the mask token in the inputs, 10 % by a random token, and 10 % are kept (Devlin
+    et al., "BERT", 2019). Padding is no target.
+
+    Args:
+        batch: windows of tokens.
+        keys_B: the random key of each row.
+        mask_token: id of the mask token, which is the number of other tokens.
+    """
+    tokens_BT = jnp.asarray(batch.inputs_BT)
+
+    def draw(key: Array) -> tuple[Array, Array, Array]:
+        of_targets, of_kind, of_tokens = jax.random.split(key, 3)
+        shape = tokens_BT.shape[1:]
+        return (jax.random.uniform(of_targets, shape), jax.random.uniform(of_kind, shape),
+                jax.random.randint(of_tokens, shape, 0, mask_token))
+
+    chance_BT, kind_BT, random_BT = jax.vmap(draw)(keys_B)
+    target_BT = chance_BT < MASKED
+    if batch.segment_ids_BT is not None:
+        target_BT &= jnp.asarray(batch.segment_ids_BT) >= 0
+    shown_BT = jnp.where(kind_BT < 0.8, mask_token, jnp.where(kind_BT < 0.9, random_BT, tokens_BT))
+    return batch._replace(inputs_BT=jnp.where(target_BT, shown_BT, tokens_BT),
+                          targets_BT=jnp.where(target_BT, tokens_BT, -1))
 
 
 def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[Array, Array]],
@@ -147,8 +191,8 @@ def make_update(model: nnx.Module, loss_sum: Callable[[Any, Any, Array], tuple[A
     return step
 
 
-def jit_step(step: Callable[..., Any], model: GPT | Classifier | Recogniser, *, deterministic: bool = True,
-             segments: bool = False, **options: Any) -> jax.stages.Wrapped:
+def jit_step(step: Callable[..., Any], model: GPT | MaskedModel | Classifier | Recogniser, *,
+             deterministic: bool = True, segments: bool = False, **options: Any) -> jax.stages.Wrapped:
     """A training step under ``jax.jit``, with donated state.
 
     Args:
@@ -162,7 +206,7 @@ def jit_step(step: Callable[..., Any], model: GPT | Classifier | Recogniser, *, 
     return jax.jit(step, donate_argnums=0, compiler_options=of_compiler, **options)
 
 
-def _compiler_options(model: GPT | Classifier | Recogniser, deterministic: bool, segments: bool,
+def _compiler_options(model: GPT | MaskedModel | Classifier | Recogniser, deterministic: bool, segments: bool,
                       ) -> dict[str, bool | int]:
     """Options of XLA for a GPU; docs/gpu.md has the cost of deterministic sums."""
     if not deterministic:
@@ -173,7 +217,8 @@ def _compiler_options(model: GPT | Classifier | Recogniser, deterministic: bool,
     return MERGING_OPTIONS | SCATTER_OPTIONS | (CUDNN_OPTIONS if "cudnn" in forms else {})
 
 
-def make_eval_step(model: GPT, *, accuracy: bool = False) -> Callable[[Any, Any, Batch], tuple[Array, ...]]:
+def make_eval_step(model: GPT | MaskedModel, *, accuracy: bool = False,
+                   ) -> Callable[[Any, Any, Batch], tuple[Array, ...]]:
     """``evaluate(parameters, variables, batch)``: the sum of losses in nats, and the number of scored tokens.
 
     ``accuracy`` adds the number of targets with the highest logit, which computes the head a second time.
@@ -182,7 +227,7 @@ def make_eval_step(model: GPT, *, accuracy: bool = False) -> Callable[[Any, Any,
     def evaluate(parameters: Any, variables: Any, batch: Batch) -> tuple[Array, ...]:
         targets_BT = jnp.asarray(batch.targets_BT)
         built = build(model, parameters, variables)
-        x_BTE = _residual_stream(built, batch)
+        x_BTE = _head_input(built, batch)
         found = built.head.loss_sum(x_BTE, targets_BT), jnp.sum(targets_BT >= 0)
         return (*found, built.head.count_right(x_BTE, targets_BT)) if accuracy else found
 
@@ -204,9 +249,18 @@ def _resampled(model: nnx.Module, state: TrainState, step: Array, key: Array) ->
     return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
 
-def _residual_stream(model: GPT, batch: Batch, *, remat: Remat = "none") -> Array:
+def _loss_sum(model: GPT | MaskedModel, batch: Batch, **options: Any) -> tuple[Array, Array]:
+    """The sum of losses and the number of scored targets."""
+    targets_BT = jnp.asarray(batch.targets_BT)
+    return model.head.loss_sum(_head_input(model, batch, **options), targets_BT), jnp.sum(targets_BT >= 0)
+
+
+def _head_input(model: GPT | MaskedModel, batch: Batch, **options: Any) -> Array:
+    inputs_BT = jnp.asarray(batch.inputs_BT)
     segment_ids_BT = None if batch.segment_ids_BT is None else jnp.asarray(batch.segment_ids_BT)
-    return model.forward(jnp.asarray(batch.inputs_BT), segment_ids_BT=segment_ids_BT, remat=remat)[0]
+    if isinstance(model, MaskedModel):
+        return model.forward(inputs_BT, segment_ids_BT=segment_ids_BT, **options)
+    return model.forward(inputs_BT, segment_ids_BT=segment_ids_BT, **options)[0]
 
 
 def _merged(a: Any, b: Any) -> Any:

@@ -13,6 +13,7 @@ from configs.schema import (
     EncoderConfig,
     LoggingConfig,
     LraConfig,
+    MaskedConfig,
     ModelConfig,
     TaskConfig,
     TrainConfig,
@@ -121,9 +122,11 @@ def test_every_recipe_of_the_project_gives_a_config():
     assert {"listops", "text", "retrieval", "image", "pathfinder", "pathx"} < {path.stem for path in recipes}
     assert "quickstart" in {path.stem for path in recipes}
     for path in recipes:
-        config = load_recipe(path, "softmax", LraConfig if path.parent.name == "lra" else Config)
+        kinds = {"lra": LraConfig, "speech": SpeechConfig}.get(path.parent.name, (Config, MaskedConfig))
+        config = load_recipe(path, "softmax", kinds)
         assert config.model.attention == ("softmax",)
-        attention.resolve(config.model)
+        attention.resolve(config.model)  # pyright: ignore[reportArgumentType]
+        assert config_class(config.to_dict()) is type(config)
 
 
 def test_a_missing_recipe_is_told_with_those_there_are(tmp_path):

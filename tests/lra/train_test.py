@@ -280,7 +280,8 @@ def test_each_command_names_the_other_where_recipe_or_run_are_of_that(recipe, fi
     assert "not a recipe of train.py, but of lra.train" in capsys.readouterr().err
     language = tiny.make(tmp_path)
     assert tiny.run(language, "--run-dir", finished) == 2
-    assert f"{finished} is a run of lra.train, not of train.py" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"{finished} is a classifier run of lra.train, not a language-model run of train.py" in told
     with pytest.raises(train_command.ConfigError, match=r"is a classifier run of lra\.train"):
         load_model(finished)
 
