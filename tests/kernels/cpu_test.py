@@ -39,6 +39,9 @@ def drawn(sampling, logits_BV):
 CASES = {
     cpu.product: (functools.partial(gradients, functools.partial(product, "bte,ef->btf")),
                   [numbers((2, 5, 8), (8, 12), dtype=jnp.bfloat16)], 6e-3),
+    cpu.product_with_gradients: (lambda q, k, v: gradients(lambda q, k, v: product(
+        "bhts,bhsd->bhtd", product("bhtd,bhsd->bhts", q, k).astype(jnp.bfloat16), v), (q, k, v)),
+                                 numbers((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4), dtype=jnp.bfloat16), 6e-3),
     cpu.rounded: (functools.partial(gradients, gelu), [numbers((2, 5, 8), dtype=jnp.bfloat16)], 6e-3),
     cpu.project: (functools.partial(gradients, project), [numbers((2, 5, 8), (8, 12), (12,))], 1e-6),
     cpu.compute_once: (functools.partial(gradients, functools.partial(softmax_attention, implementation="blockwise")),
