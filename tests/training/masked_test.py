@@ -101,7 +101,7 @@ def test_only_targets_contribute_to_loss_and_gradient():
 
 
 def test_documents_of_a_row_do_not_see_each_other():
-    encoder = Encoder(config("softmax").model, VOCABULARY, rngs=nnx.Rngs(0))
+    encoder = Encoder(replace(config("softmax").model, positions="learned"), VOCABULARY, rngs=nnx.Rngs(0))
     tokens_BT = jnp.asarray(windows(1, 12).inputs_BT)
     segment_ids_BT = jnp.asarray([[0] * 5 + [1] * 4 + [-1] * 3])
     y_BTE = encoder.forward(tokens_BT, segment_ids_BT=segment_ids_BT)
