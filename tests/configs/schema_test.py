@@ -15,6 +15,7 @@ from configs.schema import (
     LraConfig,
     MaskedConfig,
     ModelConfig,
+    SpeechConfig,
     TaskConfig,
     TrainConfig,
     config_class,
