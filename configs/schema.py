@@ -338,7 +338,7 @@ class SpeechConfig(_Run):
     COMMAND: ClassVar[str] = "speech.train"
     KIND: ClassVar[str] = "speech-recognition"
 
-    model: EncoderConfig = field(default_factory=lambda: EncoderConfig(pooling="none"))
+    model: EncoderConfig = field(default_factory=EncoderConfig)
     data: SpeechDataConfig = field(default_factory=SpeechDataConfig)
 
 

@@ -259,13 +259,13 @@ def read_run(directory: Path) -> tuple[Config, dict[str, Any]]:
         if not (directory / name).is_file():
             raise ConfigError(f"{directory}: not a run, it has no {name}; name the --run-dir of a train.py run")
     environment = read_json(directory / "environment.json", RunError)
-    vocabulary_size = environment.get("vocabulary_size")
-    if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
-        raise RunError(f"{directory}/environment.json: no vocabulary_size, which train.py writes; restore the file")
     config = read_config(directory)
     if not isinstance(config, Config):
         raise ConfigError(f"{directory} is a {config.KIND} run of {config.COMMAND}; expected a {Config.KIND} run of "
                           f"{Config.COMMAND}")
+    vocabulary_size = environment.get("vocabulary_size")
+    if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
+        raise RunError(f"{directory}/environment.json: no vocabulary_size, which train.py writes; restore the file")
     return dataclasses.replace(config, model=gpt.resolve_config(config.model)), environment
 
 
