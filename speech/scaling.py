@@ -94,7 +94,7 @@ TABLE = report.columns(("attention", "mode", ""), ("frames", "frames", ",d"), ("
 
 
 @functools.partial(
-    report.Benchmark, module="speech.scaling", tables=TABLE, panels=panels, title="A training step of a recogniser",
+    report.Benchmark, module="speech.scaling", tables=TABLE, panels=panels, title="Speech",
     flags={
         "modes": report.flag(f"modes for encoders, each {HELP}", ("linear", "softmax"), type=report.names),
         "frames": report.flag("lengths, with commas between", (512, 1024, 2048, 4096)),
@@ -109,7 +109,7 @@ def main(options: Namespace, results: report.Results) -> None:
     report.time_cases({row.name: (row, functools.partial(prepare, row, options)) for row in rows}, options.steps,
                       sample_seconds=0)
     slopes = {mode: slope([row for row in rows if row.mode == mode]) for mode in options.modes}
-    results.model = f"{options.layers} layers of 6 heads, width 192, {options.dtype}"
+    results.model = f"{options.layers} layers, {options.dtype}"
     results.more["slopes"] = slopes
     results.remarks += [f"{mode}: slope {value:.2f}" for mode, value in slopes.items() if value is not None]
     results.add(*rows)

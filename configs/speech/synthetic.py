@@ -2,6 +2,9 @@
 
     python -m speech.train configs/speech/synthetic.py --attention softmax
     python -m speech.train configs/speech/synthetic.py --attention linear
+
+3 minutes of training on two cores that other work shares. Letter error rates on test (docs/speech.md): linear 0.22 %,
+softmax 0.11 %; val losses 0.006 and 0.004.
 """
 
 from configs.schema import (
