@@ -1,7 +1,7 @@
 """Evaluate a run on validation tokens: loss, loss by position, and the gain over a short window of context.
 
     python evaluate.py runs/softmax --context 1024,4096 --windows 64,256
-    python evaluate.py runs/digits-linear --split test --batches 100
+    python evaluate.py runs/digits-linear --split test
 
 Prints tables and writes RUN/evaluation.json, which compare.py draws. At the training context alone, the loss equals
 that of the run's val lines. Other contexts must fit the model's positions: any length with rotary positions or none, at
@@ -78,7 +78,7 @@ class Options:
     windows: str = "64,256"
     """Lengths of the short windows, comma-separated; those not shorter than the context are skipped."""
     batches: int | None = None
-    """Number of batches, at most all of the split. None: the run's train.eval_batches."""
+    """Number of batches, at most all of the split. None: the run's train.eval_batches, or all of test."""
     split: Literal["val", "test"] = "val"
     """Split to evaluate. Only images have the split test."""
     step: int | None = None
@@ -104,18 +104,20 @@ def evaluate(options: Options) -> None:
         run = load_model(options.run, options.step, mesh)
     contexts = contexts or [run.config.model.context]
     corpora = open_corpora(data_config(run, options.run, options.data))
-    if corpora.vocabulary_size > run.model.vocab_size:
-        raise ConfigError(f"{corpora} has a vocabulary of {corpora.vocabulary_size} tokens; expected that of the "
-                          f"model of {options.run}, {run.model.vocab_size}")
     if corpora.image != run.environment.get("image"):
         raise ConfigError(f"{corpora} has {_images(corpora.image)}; expected the images of {options.run}: "
                           f"{_images(run.environment.get('image'))}")
+    if corpora.vocabulary_size > run.model.vocab_size:
+        raise ConfigError(f"{corpora} has a vocabulary of {corpora.vocabulary_size} tokens; expected that of the "
+                          f"model of {options.run}, {run.model.vocab_size}")
     if corpora.checksum != run.environment.get("corpus_checksum"):
         status(f"{corpora} is not the training corpus of {options.run}")
     evaluation.check_contexts(run.model, corpora, contexts, options.split)
     train = run.config.train
     batches = train.eval_batches if options.batches is None else options.batches
     tokens = batches * train.batch_size * run.config.model.context
+    if options.split == "test" and options.batches is None:
+        tokens = max(files.tokens("test") for files in corpora.files)
     if contexts != [run.config.model.context]:  # otherwise the loss equals that of the val lines
         tokens = max(tokens, LEAST_WINDOWS * max(contexts))
     with nullcontext() if mesh is None else jax.set_mesh(mesh):

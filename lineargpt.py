@@ -165,7 +165,8 @@ class Run:
         sampler = self._image_sampler
         sampler.update(self.model)
         sampling = Sampling(float(temperature), top_k, float(top_p), float(min_p), seed=seed)
-        return sample_images(sampler, self.image, sampling, samples=images, upper_YWC=upper)
+        return sample_images(sampler, self.image, sampling, samples=images,
+                             upper_YWC=None if upper is None else np.asarray(upper))
 
     def sample(self, prompt: str | bytes = "", *, max_new_tokens: int = 200, stop: Sequence[str] = (),
                temperature: float = Sampling.temperature, top_k: int = Sampling.top_k, top_p: float = Sampling.top_p,

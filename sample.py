@@ -121,8 +121,9 @@ class Options(Sampling):
                 raise ConfigError(f"--{name} {getattr(self, name)} requires --images, the number of images")
         if not self.images:
             return
-        for name in ("prompt", "prompt_file", "stop", "interactive", "save_state", "load_state"):
-            if getattr(self, name) not in (None, False, ()):
+        for name in ("prompt", "prompt_file", "max_new_tokens", "num_samples", "stop", "interactive", "save_state",
+                     "load_state"):
+            if getattr(self, name) != getattr(Options, name):
                 raise ConfigError(f"--{name.replace('_', '-')} is for text, and --images for images: they are mutually "
                                   "exclusive")
         if self.out is None or self.out.suffix.lower() != ".png" or not self.out.absolute().parent.is_dir():
@@ -266,7 +267,7 @@ def command(arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see :func:`support.command.run_command`."""
-    return run_command("sample.py", command, arguments, memory_hint="lower --num-samples or --max-new-tokens")
+    return run_command("sample.py", command, arguments, memory_hint="lower --images, --num-samples or --max-new-tokens")
 
 
 if __name__ == "__main__":

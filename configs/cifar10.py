@@ -2,9 +2,12 @@
 
     python train.py configs/cifar10.py --attention linear
 
-Layers, width, heads and the optimizer are the paper's (Katharopoulos et al., 2020, section 4.2.2), which compares modes
-after equal time: --train.minutes 10080 is a week. The images are downloaded from the Hugging Face Hub; docs/images.md
-has other sources.
+Layers, width, attention heads and the optimizer are the paper's (Katharopoulos et al., 2020, section 4.2.2), which
+compares modes after equal time: --train.minutes 10080 is a week. The images are downloaded from the Hugging Face Hub;
+docs/images.md has other sources.
+
+--model.head logistics is the paper's mixture of logistics; the default here has a logit for each level. The recipe has
+not been run.
 """
 
 from configs.schema import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig

@@ -2,8 +2,12 @@
 
     python train.py configs/mnist.py --attention linear
 
-Layers, width, heads and the optimizer are the paper's (Katharopoulos et al., 2020, section 4.2.1). 1,350,000 updates of
-10 images are 250 epochs. The images are downloaded from the Hugging Face Hub; docs/images.md has other sources.
+Layers, width, attention heads and the optimizer are the paper's (Katharopoulos et al., 2020, section 4.2.1). 1,350,000
+updates of 10 images are 250 epochs. The images are downloaded from the Hugging Face Hub; docs/images.md has other
+sources.
+
+--model.head logistics is the paper's mixture of logistics; the default here has a logit for each level. The recipe has
+not been run.
 """
 
 from configs.schema import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig

@@ -68,6 +68,7 @@ def prepare(source: str, tokenizer: str, directory: Path, *, split: str | None =
                             ("val-share", val_share)):
             if value is not None:
                 raise ConfigError(f"--{name} {value}: {source} is images, whose splits are fixed; leave it out")
+        token_files.check_free(directory)
         with journal.lock(directory):
             return images.write_images(source, directory)
     opened = _open(source, directory, workers, split, column, val_documents, val_share)

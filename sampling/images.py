@@ -20,7 +20,7 @@ IMAGES = 16
 TEMPERATURE = 1.0
 """Default temperature: the model's own distribution."""
 _LEAST_SIDE = 64
-"""Smaller images are enlarged to about this size."""
+"""Images of at most half this size are enlarged by a whole factor, to at most this size."""
 _GAP = 4
 _GAP_SHADE = 128
 
@@ -49,11 +49,13 @@ def sample_images(sampler: Sampler, image: ImageFormat, sampling: Sampling, *, s
     """
     if samples < 1:
         raise ConfigError(f"the number of images is {samples}; expected at least 1")
-    if upper_YWC is not None and not (upper_YWC.ndim == 3 and 0 < len(upper_YWC) < image.height and (
-            upper_YWC.shape[1:] == (image.width, image.channels) and 0 <= upper_YWC.min() <= upper_YWC.max()
-            < image.levels)):
+    if upper_YWC is not None and not (
+            np.issubdtype(upper_YWC.dtype, np.integer) and upper_YWC.ndim == 3 and 0 < len(upper_YWC) < image.height
+            and upper_YWC.shape[1:] == (image.width, image.channels)
+            and 0 <= upper_YWC.min() <= upper_YWC.max() < image.levels):
         raise ConfigError(f"the given rows have the shape {upper_YWC.shape}; expected (Y, {image.width}, "
-                          f"{image.channels}) with Y from 1 to {image.height - 1}, and levels below {image.levels}")
+                          f"{image.channels}) with Y from 1 to {image.height - 1}, and whole levels below "
+                          f"{image.levels}")
     given_T = np.zeros(0, np.int32) if upper_YWC is None else upper_YWC.astype(np.int32).ravel()
     prompt_T = np.append(np.int32(image.vocabulary.separator), given_T)
     tokens = image.tokens - len(given_T)

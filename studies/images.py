@@ -59,7 +59,8 @@ def arm_of(run: Run) -> str:
 
 def images_of(run: Run) -> str:
     """The images of a run."""
-    return IMAGES[run.config["data"]["source"]]
+    source = run.config["data"]["source"]
+    return IMAGES.get(source, source)
 
 
 def figures(runs: Sequence[Run]) -> Sequence[Figure]:

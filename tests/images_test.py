@@ -68,7 +68,7 @@ def test_evaluation_of_val_and_of_test(folder, tmp_path, capsys, monkeypatch):
     assert entry["bits_per_dimension"] == pytest.approx(line["bits_per_dimension"], rel=1e-5)
     before = (folder / "run" / "evaluation.json").read_bytes()
     capsys.readouterr()
-    assert main(evaluate, folder / "run", "--split", "test", "--batches", 9) == 0
+    assert main(evaluate, folder / "run", "--split", "test") == 0  # on all of it
     assert (folder / "run" / "evaluation.json").read_bytes() == before
     entry, = json.loads((folder / "run" / "evaluation-test.json").read_text())["evaluations"]
     assert (entry["windows"], entry["tokens"]) == (10, 120)

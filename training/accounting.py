@@ -64,8 +64,7 @@ def flops_per_token(config: dict[str, Any], environment: dict[str, Any]) -> floa
     These are 6 per parameter, excluding positions and parameters of an attention mode other than projections, and three
     times those of the attention's forward pass. Rematerialisation does not count. For an encoder, tokens are examples
     times the context, and attention has no mask. For a classifier, embeddings and head are excluded, and both towers
-    count. A
-    token embedding counts as the head that is tied to it.
+    count. A token embedding counts as the head that is tied to it.
 
     Args:
         config: contents of ``config.json``.

@@ -278,7 +278,8 @@ def load_tokenizer(directory: Path, config: Config, vocabulary_size: int) -> "ti
     """
     if config.data.tokenizer == tokenizers.PIXELS:
         raise ConfigError(f"{directory} is a model of images, without a tokenizer of text; sample it with "
-                          f"python sample.py {directory} --images 16 --out grid.png")
+                          f"python sample.py {directory} --images 16 --out grid.png, or from Python with "
+                          "Run.sample_images")
     encoding = tokenizers.load(config.data.tokenizer)
     if tokenizers.end_of_text(encoding) >= vocabulary_size:
         raise RunError(f"{directory}: the model's vocabulary of {vocabulary_size} tokens is too small for the "

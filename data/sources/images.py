@@ -4,8 +4,8 @@ A source is one of
 
 - ``digits``, the 1,797 images of 8 × 8 pixels and 17 levels in scikit-learn, of which the last 197 are test;
 - a folder with the IDX files of MNIST, also as .gz; with the binary batches of CIFAR-10; with train*.parquet and
-  test*.parquet as on the Hub; or with PNG files of one size and mode, in its folders ``train`` and ``test`` or, without
-  test, anywhere in it, in the order of a hash of their names;
+  test*.parquet as on the Hub; or with PNG files of one size and mode, in its folders ``train`` and ``test`` or, if
+  neither has any, anywhere in it, all of train; in the order of a hash of their names;
 - the id of a dataset of the Hugging Face Hub with a column of images, such as ``ylecun/mnist``.
 
 The last tenth of train is val. Labels are not read. The id of a level is the level; the separator is the number of
@@ -118,6 +118,8 @@ def write_images(source: str, directory: Path) -> dict[str, Any]:
     splits = {"train": train[:start], "val": train[start:], **found}
     image = ImageFormat.of_shape(train.shape[1:], levels)
     for split, pixels in splits.items():
+        if not len(pixels):
+            raise DataError(f"data.source: {split} of {source} has no images")
         if pixels.shape[1:] != train.shape[1:]:
             own = ImageFormat.of_shape(pixels.shape[1:], levels)
             raise DataError(f"data.source: {source}: the images of {split} have {own}; expected {image}, as in train")
@@ -198,6 +200,7 @@ def read_images(source: str) -> Images:
     places = [(str(path), path) for paths in pngs.values() for path in paths]
     pixels, levels = decode_images(places)
     if "test" not in pngs:
+        status(f"{folder} has no folder test with PNG files: all {len(pixels):,} images are train and val")
         return Images({"train": pixels}, levels)
     count = len(pngs["train"])
     return Images({"train": pixels[:count], "test": pixels[count:]}, levels)
@@ -246,6 +249,8 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "N H W 1"]:
     if content[:4] != b"\0\0\x08\x03" or len(content) < 16:
         raise DataError(f"{path} is not an IDX file of images; expected unsigned bytes in three dimensions")
     count, height, width = struct.unpack(">3I", content[4:16])
+    if not count * height * width:
+        raise DataError(f"{path} holds no images; download it again")
     if len(content) - 16 != count * height * width:
         raise DataError(f"{path} has {len(content) - 16:,} bytes of pixels; expected {count * height * width:,} for "
                         f"{count:,} images of {height} × {width}: download it again")
@@ -304,6 +309,8 @@ def decode_images(encoded: Iterable[tuple[str, bytes | Path]], *, like: ImageFor
     found: list[np.ndarray] = []
     first = ""
     for name, image in encoded:
+        if image == b"":
+            raise DataError(f"{name}: there is no image{hint}")
         try:
             with PIL.Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
                 mode, pixels = opened.mode, np.asarray(opened).astype(np.uint8)
@@ -325,11 +332,12 @@ def decode_images(encoded: Iterable[tuple[str, bytes | Path]], *, like: ImageFor
 
 def _decoded(found: Mapping[str, tuple[str, Any]]) -> Images:
     """The images of Arrow tables, by their names in messages: each with its split."""
-    splits, levels = {}, 256
+    splits, like = {}, None
     for name, (split, table) in found.items():
         column = _image_column(name, table)
-        splits[split], levels = decode_images(encoded_images(name, table.column(column).to_pylist()))
-    return Images(splits, levels)
+        splits[split], levels = decode_images(encoded_images(name, table.column(column).to_pylist()), like=like)
+        like = ImageFormat.of_shape(splits[split].shape[1:], levels)
+    return Images(splits, 256 if like is None else like.levels)
 
 
 def _image_column(name: str, table: Any) -> str:

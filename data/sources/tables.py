@@ -54,7 +54,7 @@ def hub_tables(dataset: str, columns: Sequence[str] | None = None, *, otherwise:
         otherwise: what to do if it cannot be downloaded.
 
     Raises:
-        DataError: it cannot be downloaded.
+        DataError: it cannot be downloaded, or lacks a split.
     """
     import datasets
     import huggingface_hub
@@ -68,8 +68,12 @@ def hub_tables(dataset: str, columns: Sequence[str] | None = None, *, otherwise:
             except Exception as error:
                 config.HF_HUB_OFFLINE, reason = True, error
         found: Any = datasets.load_dataset(dataset)
+        if absent := {"train", "test"} - set(found):
+            raise DataError(f"the dataset {dataset} has the splits {', '.join(found)}, and no {min(absent)}")
         return {name: found[name].select_columns(list(columns or found[name].column_names)).with_format("arrow")[:]
                 for name in ("train", "test")}
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f"the dataset {dataset} is not cached and cannot be downloaded from the Hugging Face Hub "
                         f"({one_line(reason or error)}); {otherwise}") from error

@@ -43,7 +43,6 @@ def missing(folder: Path, expected: str, otherwise: str) -> DataError:
     return DataError(f"--data-dir {folder}: expected {expected}; found {has}; {otherwise}")
 
 
-
 def check_label(source: object, place: str, label: float, classes: int) -> None:
     """Raises :class:`DataError` unless a row's label is one of the classes."""
     if label not in range(classes):

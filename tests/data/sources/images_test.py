@@ -106,6 +106,9 @@ def test_damaged_idx_files(tmp_path):
     packed.write_bytes(packed.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"idx3-ubyte\.gz is truncated or damaged"):
         read_idx(packed)
+    write_idx(plain, GREYS[:0, ..., 0])
+    with pytest.raises(DataError, match="holds no images"):
+        read_idx(plain)
     plain.write_bytes(b"\0\0\x08\x01" + bytes(20))  # of labels
     with pytest.raises(DataError, match="not an IDX file of images; expected unsigned bytes in three dimensions"):
         read_idx(plain)
@@ -126,6 +129,19 @@ def test_parquet_has_its_column_of_images_by_any_name(tmp_path):
     write_parquet(tmp_path / "b", "img")
     for name in "ab":
         np.testing.assert_array_equal(read_images(str(tmp_path / name)).splits["test"], COLOURS[20:])
+
+
+def test_the_splits_of_parquet_have_one_mode_and_all_images(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    write_parquet(tmp_path / "a")
+    path = tmp_path / "a" / "test-00000-of-00001.parquet"
+    for image, said in ((png(GREYS[0], "1"), "test of .*: image 1 has 4 × 3 pixels, grey, 2 levels; expected 4 × 3"),
+                        (None, "test of .*: image 1: there is no image")):
+        pyarrow.parquet.write_table(pyarrow.table({"image": [{"bytes": image, "path": None}]}), path)
+        with pytest.raises(DataError, match=said):
+            read_images(str(tmp_path / "a"))
 
 
 def test_a_dataset_of_the_hub(tmp_path, monkeypatch):
