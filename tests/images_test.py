@@ -104,6 +104,7 @@ def test_a_grid_of_samples_and_completions(folder, tmp_path):
     (["--prompt", "a"], r"is a model of images; expected --images N --out FILE\.png in place of a prompt"),
     ([], r"run is a model of images; expected --images N --out FILE\.png$"),
     (["--images", 4, "--prompt", "a", "--out", "OUT"], "--prompt is for text, and --images for images"),
+    (["--images", 4, "--num-samples", 9, "--out", "OUT"], "--num-samples is for text, and --images for images"),
     (["--images", 4], r"--out is None; with --images, expected the name of a \.png file"),
     (["--out", "OUT"], "--out .* requires --images"),
     (["--images", 4, "--out", "OUT", "--complete", "PNG"],
