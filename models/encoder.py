@@ -172,7 +172,6 @@ class MaskedModel(nnx.Module):
         return TiedHead(None, self.encoder.token_embedding.embedding[...])
 
 
-
 class Classifier(nnx.Module):
     """An encoder and a two-layer head; two towers share the encoder.
 

@@ -36,7 +36,9 @@ RATE = 16_000
 """Samples per second."""
 FOLDERS = {"train": "train", "val": "dev", "test": "test"}
 """Start of the names of a split's folders."""
-_VERSION = 1
+_VERSION = 2
+_INDEX = {"lengths", "damaged", "resampled", "features", "digest"}
+"""The entries of the index of computed features."""
 
 
 class _Utterance(NamedTuple):
@@ -126,10 +128,14 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
             notes.append(f"{folder}: {too_long:,} of {len(utterances):,} training utterances have more than "
                          f"{context:,} frames; they are left out")
         wanted = train_utterances if name == "train" else val_utterances
-        if not kept or (wanted is not None and wanted > len(kept)):
+        if not kept:
+            shortest = min(filter(None, index["lengths"]))
+            raise ConfigError(f"model.context is {context}; expected at least {shortest}, the frames of the shortest "
+                              f"utterance of {FOLDERS[name]} in {folder}")
+        if wanted is not None and wanted > len(kept):
             flag = "train_utterances" if name == "train" else "val_utterances"
             raise ConfigError(f"data.{flag} is {wanted}; {FOLDERS[name]} of {folder} has {len(kept):,} that can be "
-                              f"used with model.context {context:,}")
+                              f"used{f' with model.context {context:,}' if name == 'train' else ''}")
         rows_N = np.array(kept)[np.random.default_rng([seed, *name.encode()]).permutation(len(kept))[:wanted]]
         lengths_N = np.array(index["lengths"], np.int32)
         starts_N = np.cumsum(lengths_N, dtype=np.int64) - lengths_N
@@ -149,8 +155,9 @@ def _listed(corpus: Corpus, folder: Path, name: str) -> list[_Utterance]:
         raise DataError(f"--data-dir {folder}: no such folder; expected {corpus.layout} in it")
     places = sorted(path for path in folder.glob(f"{prefix}*") if path.is_dir())
     if not places:
-        found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
-        raise DataError(f"--data-dir {folder}: expected {corpus.layout}; found no folder {prefix}*, but {found}")
+        names = ", ".join(sorted(path.name for path in folder.iterdir())[:5])
+        found = f"no folder {prefix}*, only {names}" if names else "an empty folder"
+        raise DataError(f"--data-dir {folder}: expected {corpus.layout}; found {found}")
     utterances = [utterance for place in places for utterance in corpus.utterances(place)]
     if not utterances:
         raise DataError(f"{places[0]}: no utterances; expected {corpus.layout}")
@@ -162,7 +169,7 @@ def _problem(utterance: _Utterance, length: int, ids: dict[str, int]) -> str:
     if not utterance.symbols:
         return "an empty transcript"
     if unknown := sorted(set(utterance.symbols) - ids.keys()):
-        return f"unknown symbols {', '.join(map(repr, unknown))}; expected {' '.join(ids)}"
+        return f"unknown symbols {', '.join(map(repr, unknown))}; expected {' '.join(map(repr, ids))}"
     needed = frames_needed(np.array([ids[symbol] for symbol in utterance.symbols]))
     return "" if length >= needed else f"{length} frames, and its transcript needs {needed}"
 
@@ -175,15 +182,16 @@ def _features(corpus: Corpus, folder: Path, name: str, utterances: Sequence[_Utt
               ) -> tuple[dict[str, Any], Float[np.ndarray, "F K"]]:
     """The frames of all utterances, mapped, and their index: ``lengths``, ``damaged`` with the reason by row,
     ``resampled`` with counts by rate, ``features`` and ``digest``."""
-    files = [(str(utterance.path), stat.st_size, stat.st_mtime_ns) if (stat := _stat(utterance.path)) else
-             str(utterance.path) for utterance in utterances]
+    files = [(str(utterance.path.absolute()), stat.st_size, stat.st_mtime_ns) if (stat := _stat(utterance.path)) else
+             str(utterance.path.absolute()) for utterance in utterances]
     key = hashlib.sha256(repr((_VERSION, corpus.kind, files)).encode()).hexdigest()[:16]
     place = cache / f"{folder.resolve().name}-{name}-{key}"
     data, listed = place / "frames.bin", place / "index.json"
     try:
         index = read_json(listed)
-        whole = data.stat().st_size == 4 * sum(index["lengths"]) * index["features"]
-    except (OSError, ValueError, KeyError):
+        whole = (index.keys() >= _INDEX and data.stat().st_size == 4 * sum(index["lengths"]) * index["features"]
+                 and _digest(data) == index["digest"])
+    except (OSError, ValueError, AttributeError, TypeError):
         index, whole = {}, False
     if not whole:
         status(f"reading {len(utterances):,} utterances of {folder}, {FOLDERS[name]}; their features are kept in "
@@ -197,6 +205,11 @@ def _features(corpus: Corpus, folder: Path, name: str, utterances: Sequence[_Utt
         raise DataError(f"{folder}, {FOLDERS[name]}: no utterance can be used; the first at "
                         f"{utterances[int(row)].path} ({reason})")
     return index, np.memmap(data, np.float32, "r").reshape(-1, index["features"])
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _compute(corpus: Corpus, utterances: Sequence[_Utterance], path: Path) -> dict[str, Any]:
@@ -238,9 +251,8 @@ def _lines(path: Path) -> Iterator[tuple[str, str, str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     for number, line in enumerate(text.splitlines(), 1):
-        name, _, rest = line.strip().partition(" ")
-        if name:
-            yield name, rest.strip(), f"{path} line {number:,}"
+        if words := line.split(maxsplit=1):
+            yield words[0], " ".join(words[1:]).strip(), f"{path} line {number:,}"
 
 
 def _of_librispeech(place: Path) -> Iterator[_Utterance]:
@@ -261,9 +273,17 @@ def _read_audio(path: Path) -> _Read:
 
     none = np.zeros((0, BINS), np.float32)
     try:
-        samples_SC, rate = soundfile.read(path, dtype="float32", always_2d=True)
-    except (OSError, soundfile.SoundFileError) as error:
-        return _Read(none, "missing" if not path.exists() else " ".join(str(error).split()))
+        with path.open("rb") as file:
+            if missing := _missing_bytes(file.read(12), path.stat().st_size):
+                return _Read(none, f"truncated: {missing:,} bytes are missing")
+            file.seek(0)
+            samples_SC, rate = soundfile.read(file, dtype="float32", always_2d=True)
+    except FileNotFoundError:
+        return _Read(none, "missing")
+    except soundfile.SoundFileError as error:
+        return _Read(none, " ".join(str(error).split()))
+    if not np.isfinite(samples_SC).all():
+        return _Read(none, "samples that are not finite")
     samples_S = samples_SC.mean(axis=1)
     if rate != RATE and len(samples_S):
         from scipy.signal import resample_poly
@@ -271,6 +291,16 @@ def _read_audio(path: Path) -> _Read:
         ratio = Fraction(RATE, rate)
         samples_S = resample_poly(samples_S, ratio.numerator, ratio.denominator)
     return _Read(log_mel(samples_S), rate=rate)
+
+
+def _missing_bytes(head: bytes, size: int) -> int:
+    """The bytes that a WAV file of ``size`` bytes lacks, by its first 12; 0 for other files.
+
+    libsndfile reads a truncated WAV as a shorter one.
+    """
+    if head[:4] != b"RIFF" or len(head) < 12:
+        return 0
+    return max(0, 8 + int.from_bytes(head[4:8], "little") - size)
 
 
 def log_mel(samples_S: Float[np.ndarray, " S"]) -> Float[np.ndarray, "T 40"]:
@@ -290,10 +320,13 @@ def log_mel(samples_S: Float[np.ndarray, " S"]) -> Float[np.ndarray, "T 40"]:
 def _read_features(path: Path) -> _Read:
     none = np.zeros((0, 1), np.float32)
     try:
-        frames_TK = np.load(path)
-    except (OSError, ValueError, EOFError) as error:
-        return _Read(none, "missing" if not path.exists() else " ".join(str(error).split()))
-    if frames_TK.ndim != 2 or frames_TK.dtype.kind != "f":
+        with path.open("rb") as file:
+            frames_TK = np.lib.format.read_array(file)
+    except FileNotFoundError:
+        return _Read(none, "missing")
+    except (ValueError, EOFError) as error:
+        return _Read(none, " ".join(str(error).split()))
+    if frames_TK.ndim != 2 or frames_TK.dtype.kind != "f" or not frames_TK.shape[1]:
         return _Read(none, f"an array {frames_TK.shape} of {frames_TK.dtype}; expected floats, frames × features")
     return _Read(frames_TK)
 
@@ -301,7 +334,13 @@ def _read_features(path: Path) -> _Read:
 def _of_training(folder: Path, utterances: Sequence[_Utterance]) -> Sequence[str]:
     path = folder / "symbols.txt"
     if path.is_file():
-        return list(dict.fromkeys(path.read_text(encoding="utf-8").split()))
+        try:
+            symbols = list(dict.fromkeys(path.read_text(encoding="utf-8").split()))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+        if not symbols:
+            raise DataError(f"{path} is empty; expected the symbols, one a line")
+        return symbols
     return sorted({symbol for utterance in utterances for symbol in utterance.symbols})
 
 

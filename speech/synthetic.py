@@ -33,8 +33,8 @@ WIDTH = 1.2
 """Standard deviation of a tone over mel bins. Neighbouring letters are 1.8 bins apart."""
 SHIFT = 0.3
 """Largest shift of all tones of an utterance, in bins."""
-LEAST_CONTEXT = 2 * (LENGTHS[0] + PAUSES[1])
-"""With it, the shortest utterance has a letter."""
+LEAST_CONTEXT = 2 * (LENGTHS[0] + 2 * PAUSES[1])
+"""With it, every utterance has a letter."""
 _VERSION = 1
 
 
@@ -104,7 +104,8 @@ def load(*, context: int, train_utterances: int | None, val_utterances: int | No
     counts = {"train": train_utterances, "val": val_utterances, "test": val_utterances}
     splits = {name: _split(Tones(seed, number, context), UTTERANCES[name] if count is None else count)
               for number, (name, count) in enumerate(counts.items())}
-    return Dataset(splits, BINS, SYMBOLS, checksum(splits, f"tones {_VERSION}", str(seed)), ())
+    generator = repr((_VERSION, NOISE, AMPLITUDES, FADED, FADING, WIDTH, SHIFT))
+    return Dataset(splits, BINS, SYMBOLS, checksum(splits, f"tones {generator}", str(seed)), ())
 
 
 def _split(tones: Tones, count: int) -> Split:

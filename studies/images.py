@@ -59,7 +59,7 @@ def arm_of(run: Run) -> str:
 
 def images_of(run: Run) -> str:
     """The images of a run."""
-    source = run.config["data"]["source"]
+    source: str = run.config["data"]["source"]
     return IMAGES.get(source, source)
 
 

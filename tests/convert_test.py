@@ -346,8 +346,8 @@ def test_what_is_no_run_cannot_be_loaded(tmp_path):
     with pytest.raises(ConfigError, match="there is no such folder"):
         load_model(tmp_path / "run")
     (tmp_path / "run").mkdir()
-    for name in ("config.json", "environment.json"):
-        (tmp_path / "run" / name).write_text("{}")
+    for name, content in (("config.json", '{"format": 1}'), ("environment.json", "{}")):
+        (tmp_path / "run" / name).write_text(content)
     with pytest.raises(RunError, match="no vocabulary_size"):
         load_model(tmp_path / "run")
 

@@ -87,8 +87,12 @@ def test_ctrl_c_saves_and_interrupts(recipe, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(MetricsWriter, "write", write_and_interrupt)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=9))
-        with pytest.raises(KeyboardInterrupt):
-            train_run(config, tmp_path / "run")
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                train_run(config, tmp_path / "run")
+        finally:
+            signal.signal(signal.SIGINT, handler)
     (stopped,) = tiny.saved_steps(tmp_path / "run")
     assert 1 <= stopped < 9
     assert train_run(config, tmp_path / "run").step == 9

@@ -111,7 +111,7 @@ def test_subsets_are_random_but_the_same(tmp_path):
      r"1 of 5 utterances are broken, the first at \S+19-198-0001\.flac \(.*\); expected at most one in a thousand"),
     (lambda folder: next(folder.rglob("19-198-0002.flac")).unlink(), r"19-198-0002\.flac \(missing\)"),
     (lambda folder: rewrite(folder, "GO", "GÖ 1"),
-     r"19-198\.trans\.txt line 4 \(unknown symbols '1', 'Ö'; expected A B C"),
+     r"19-198\.trans\.txt line 4 \(unknown symbols '1', 'Ö'; expected 'A' 'B' 'C'"),
     (lambda folder: rewrite(folder, "GO", ""), r"line 4 \(an empty transcript\)"),
     (lambda folder: rewrite(folder, "GO", "O" * 30), r"line 4 \(58 frames, and its transcript needs 59\)"),
 ])
@@ -131,12 +131,33 @@ def rewrite(folder: Path, old: str, new: str) -> None:
     (np.ones((5, 4), np.float32), "4 features, where the first file has 3"),
     (np.full((5, 3), np.nan, np.float32), "values that are not finite"),
     (np.ones(5, np.float32), r"an array \(5,\) of float32; expected floats, frames × features"),
+    (np.ones((5, 0), np.float32), r"an array \(5, 0\) of float32; expected floats, frames × features"),
 ])
 def test_arrays_of_other_shapes_and_values_are_broken(tmp_path, array, reason):
     folder = made.features(tmp_path / "corpus", PHONES)
     np.save(folder / "train_si284" / "u1.npy", array)
     with pytest.raises(DataError, match=reason):
         load(folder, folders.FEATURES)
+
+
+@pytest.mark.parametrize(("damage", "reason"), [
+    (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "truncated: 1,000 bytes are missing"),
+    (lambda path: soundfile.write(path, np.full(9600, np.nan), folders.RATE, subtype="FLOAT"),
+     "samples that are not finite"),
+])
+def test_damaged_wav_files_are_broken(tmp_path, damage, reason):
+    folder = made.audio(tmp_path / "corpus", TEXTS, suffix="wav")
+    damage(next(folder.rglob("19-198-0000.wav")))
+    with pytest.raises(DataError, match=reason):
+        load(folder)
+
+
+def test_damaged_features_in_the_cache_are_computed_again(tmp_path):
+    folder = made.features(tmp_path / "corpus", PHONES)
+    before = np.array(load(folder, folders.FEATURES).splits["train"].frames[0])
+    (kept,) = [path for path in tmp_path.rglob("frames.bin") if "-train-" in path.parent.name]
+    kept.write_bytes(bytes(kept.stat().st_size))
+    np.testing.assert_array_equal(load(folder, folders.FEATURES).splits["train"].frames[0], before)
 
 
 def test_one_in_a_thousand_is_left_out_with_a_note(tmp_path):
@@ -160,8 +181,8 @@ def test_long_training_utterances_are_left_out_with_a_note(tmp_path):
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda folder: None, "no such folder; expected train"),
-    (lambda folder: folder.mkdir(), r"found no folder train\*, but nothing"),
-    (lambda folder: (folder / "data").mkdir(parents=True), r"found no folder train\*, but data"),
+    (lambda folder: folder.mkdir(), r"found an empty folder"),
+    (lambda folder: (folder / "data").mkdir(parents=True), r"found no folder train\*, only data"),
     (lambda folder: [(folder / name).mkdir(parents=True) for name in ("train", "dev", "test")],
      r"train: no utterances; expected train"),
 ])

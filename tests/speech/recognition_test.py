@@ -19,7 +19,7 @@ from training.optimizer import decay_mask, make_optimizer
 from training.sharding import batch_sharding, make_mesh
 from training.step import build
 
-CONTEXT = 40
+CONTEXT = 60
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +168,6 @@ def test_an_accumulated_update_is_that_of_the_whole_batch():
 
 def test_utterances_beyond_the_context_are_refused():
     longer = synthetic.load(context=CONTEXT + 10, train_utterances=9, val_utterances=6, seed=0)
-    with pytest.raises(ConfigError, match=r"model\.context is 40; expected at least \d+, the frames of the longest"):
+    with pytest.raises(ConfigError, match=r"model\.context is 60; expected at least \d+, the frames of the longest"):
         Recognition(config(), longer)
     assert recognition.Recognition(config(), dataset()).padded

@@ -53,6 +53,6 @@ def test_utterances_depend_on_seed_split_and_number_alone():
 
 
 def test_the_shortest_utterances_have_a_letter():
-    assert (load(context=32).splits["train"].symbols_NL > 0).any(axis=1).all()
-    with pytest.raises(ConfigError, match=r"model\.context is 31; expected at least 32 for synthetic"):
-        load(context=31)
+    assert (load(context=52).splits["train"].symbols_NL > 0).any(axis=1).all()
+    with pytest.raises(ConfigError, match=r"model\.context is 51; expected at least 52 for synthetic"):
+        load(context=51)

@@ -22,7 +22,7 @@ from configs.schema import CheckpointConfig, EncoderConfig, OptimizerConfig, Spe
 
 def get_config(attention: str = "linear") -> SpeechConfig:
     return SpeechConfig(
-        model=EncoderConfig(layers=1, heads=2, width=8, mlp_width=8, context=32, dtype="float32", pooling="none",
+        model=EncoderConfig(layers=1, heads=2, width=8, mlp_width=8, context=52, dtype="float32", pooling="none",
                             attention=tuple(attention.split(","))),
         data=SpeechDataConfig(train_utterances=12, val_utterances=5),
         # The learning rate must not depend on the length of the run.
@@ -106,7 +106,7 @@ def test_a_config_names_its_kind(recipe, tmp_path, monkeypatch):
     (2, ["--data.corpus", "audio"], "data.dir is None; expected the folder of the corpus, as data.corpus is audio"),
     (2, ["--data-dir", "x"], "data.dir is x; expected None, as data.corpus is synthetic"),
     (2, ["--data.val-utterances", 0], "data.val_utterances is 0; expected a number above 0"),
-    (2, ["--model.context", 8], "model.context is 8; expected at least 32 for synthetic utterances"),
+    (2, ["--model.context", 8], "model.context is 8; expected at least 52 for synthetic utterances"),
     (2, ["--attention", "linear", "--model.modes.linear.form", "cumsum"], "it is causal and cannot be an encoder"),
     (1, ["--data.corpus", "audio", "--data-dir", "nowhere"], "--data-dir nowhere: no such folder; expected train*"),
 ])
