@@ -53,7 +53,7 @@ check: $(venv)  ## lint and the fast tests, for the edit loop: 1 minute on 2 cor
 test-fast: $(venv)
 	$(python) -m pytest -q -m 'fast and not heavy and not thorough'
 
-test: $(venv)  ## run all but the longest tests: 9 minutes on 2 cores, later starts 5
+test: $(venv)  ## run all but the longest tests: 11 minutes on 2 cores, later starts 5
 	$(pytest) -m 'not thorough'
 
 test-thorough: $(venv)  ## run the longest tests, such as whole runs and commands: 12 minutes

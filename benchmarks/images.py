@@ -113,7 +113,7 @@ def measure(models: Mapping[str, GPT], batch: int, repeats: int, published: Mapp
                 cases[mode, position] = report.Row(), functools.partial(uncached_pixel, model, position, batch)
         else:
             def prepare(model: GPT = model, seen: list[np.ndarray] = calls[mode]) -> Callable[[], None]:
-                sampler = Sampler(model)
+                sampler = Sampler(model, excluded=model.vocab_size - 1)
                 return lambda: seen.append(draw_images(sampler, batch))
 
             cases[mode, None] = rows[mode], prepare

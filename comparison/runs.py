@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 
 from comparison.curves import Columns, Curve, read_curves, smooth
-from configs.schema import Config, LraConfig, MaskedConfig, SpeechConfig, check_format, config_class, flatten
+from configs.schema import (
+    Config,
+    LraConfig,
+    MaskedConfig,
+    SpeechConfig,
+    check_format,
+    config_class,
+    flatten,
+    groups_of,
+)
 from support.errors import ConfigError, RunError
 from support.files import read_json
 from training.accounting import flops_per_token, state_bytes
@@ -289,7 +298,7 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
         raise NotARunError(f"{path}: not a run, it has no config.json; expected the --run-dir of a train.py run")
     config = read_json(path / "config.json", RunError)
     check_format(config, path / "config.json")
-    del config["format"]
+    config = groups_of(config)
     if not (isinstance(config.get("model"), dict) and config["model"].get("attention")
             and isinstance(config.get("train"), dict)):
         raise RunError(f"{path}/config.json: not a config written by train.py")
@@ -418,9 +427,7 @@ def shown_labels(runs: Sequence[Run]) -> dict[str, str]:
 
 def _defaults(config: dict[str, Any]) -> dict[str, Any]:
     """Default values of all fields: a config of an older version may lack some."""
-    defaults = config_class(config)().to_dict()
-    del defaults["format"]
-    return flatten(defaults) | _options_by_default(config)
+    return flatten(groups_of(config_class(config)().to_dict())) | _options_by_default(config)
 
 
 def _options_by_default(config: dict[str, Any]) -> dict[str, Any]:

@@ -258,8 +258,8 @@ class _Run:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def to_dict(self) -> dict[str, Any]:
-        """The format version and the groups as plain dicts, lists and numbers, as in ``config.json``."""
-        return {"format": FORMAT} | json.loads(json.dumps(dataclasses.asdict(self)))
+        """The format version, the kind, and the groups as plain dicts, lists and numbers, as in ``config.json``."""
+        return {"format": FORMAT, "kind": self.KIND} | json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: object = "config") -> Self:
@@ -274,13 +274,12 @@ class _Run:
             ConfigError: an unknown group or field.
         """
         check_format(values, source)
-        if not all(isinstance(group, dict) for name, group in values.items() if name != "format"):
+        given = groups_of(values)
+        if not all(isinstance(group, dict) for group in given.values()):
             raise RunError(f"{source}: not a config written by train.py")
         groups = {group.name: group.default_factory for group in dataclasses.fields(cls)}
         built = {}
-        for name, fields in values.items():
-            if name == "format":
-                continue
+        for name, fields in given.items():
             if name not in groups:
                 raise ConfigError(f"config: unknown group {name!r}; expected one of {', '.join(groups)}")
             known = {f.name for f in dataclasses.fields(groups[name])}  # pyright: ignore[reportArgumentType]
@@ -363,8 +362,16 @@ def check_format(values: dict[str, Any], source: object) -> None:
                        "wrote the file, or train the run again")
 
 
+def groups_of(values: dict[str, Any]) -> dict[str, Any]:
+    """The groups of a ``config.json``, without format version and kind."""
+    return {name: group for name, group in values.items() if name not in ("format", "kind")}
+
+
 def config_class(values: dict[str, Any]) -> type[RunConfig]:
-    """The class of the config in a ``config.json``."""
+    """The class of the config in a ``config.json``; by its fields, if it is older than the entry ``kind``."""
+    for config in (Config, MaskedConfig, LraConfig, SpeechConfig):
+        if values.get("kind") == config.KIND:
+            return config
     model, data = values.get("model"), values.get("data")
     if isinstance(data, dict) and ("task" in data or "corpus" in data):
         return LraConfig if "task" in data else SpeechConfig

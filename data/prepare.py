@@ -36,6 +36,7 @@ from data.sources import images, open_source
 from data.sources.source import Block, Selection, Source
 from support.command import note, run_command, status
 from support.errors import ConfigError
+from support.files import cache_folder
 from support.flags import checked_flags
 
 _VERSION = 2  # part of the cache folder's name: increase it when the tokens of a source change
@@ -160,7 +161,7 @@ def ensure(data: DataConfig) -> Path:
     tokenizers.check_name(data.tokenizer)
     if data.dir is not None:
         return _find(data, Path(data.dir).expanduser())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineargpt" / "data"
+    cache = cache_folder("data")
     if (task := synthetic_tasks.parse(data.source)) is not None:
         if data.tokenizer != "bytes":
             raise ConfigError(f"data.tokenizer is {data.tokenizer}; expected bytes for {data.source}")

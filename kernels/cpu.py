@@ -127,9 +127,9 @@ def product_with_gradients(formula: str, dtype: Any, x: Float[Array, "*x"], y: F
 
     Only for formulas whose gradients are sums over one dimension each.
 
-    Gain: 1.14 (1.06 to 1.19) for training steps with bigbird at context 4,096, 1.26 (1.24 to 1.34) with longformer,
-    1.06 (1.01 to 1.08) with local, in bfloat16 on a Xeon with AMX when this was written. The result file has no figure,
-    because it takes such a CPU: ``--measure steps --modes local,bigbird,longformer --contexts 4096`` on one.
+    Gain: 1.21 (1.19 to 1.22) for training steps with longformer at context 4,096, 1.15 (1.13 to 1.17) with bigbird,
+    1.04 (1.03 to 1.05) with local, in bfloat16 on a Xeon with AMX
+    (benchmarks/results/cpu_workarounds_grouped_cpu.json).
     """
     return _bfloat16_product(formula, dtype, x, y)
 

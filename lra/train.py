@@ -19,7 +19,6 @@ if __name__ == "__main__":  # before any other import, which takes seconds, or f
     packages.require_packages()
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from lra import tasks
 from lra.classification import Classification
 from models.encoder import Classifier
 from support.errors import ConfigError
+from support.files import cache_folder
 from training import cli, processes, scored
 from training import run as runs
 from training.environment import configure_jax
@@ -118,9 +118,9 @@ def load_data(config: LraConfig) -> tasks.Dataset:
     """
     data = config.data
     return tasks.load(data.task, folder=None if data.dir is None else Path(data.dir).expanduser(),
-                         max_length=data.max_length, train_examples=data.train_examples,
-                         val_examples=data.val_examples, seed=DATA_SEED,
-                         cache=Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineargpt" / "lra")
+                      max_length=data.max_length, train_examples=data.train_examples,
+                      val_examples=data.val_examples, seed=DATA_SEED,
+                      cache=cache_folder("lra"))
 
 
 def command(arguments: Sequence[str]) -> int:

@@ -68,7 +68,7 @@ def sample_text(sampler: Sampler, encoding: "tiktoken.Encoding", prompt: bytes, 
 
 
 class Samples:
-    """Writes samples of a model, atomically, with the same random numbers at every step. Subclasses say of what.
+    """Writes samples of a model, atomically, with the same random numbers at every step.
 
     Args:
         folder: output folder; created at the first sample.

@@ -1,12 +1,12 @@
 """The corpora: the generated one, and those of a folder."""
 
-import os
 from pathlib import Path
 
 from configs.schema import SpeechDataConfig
 from speech import folders, synthetic
 from speech.utterances import Dataset
 from support.errors import ConfigError
+from support.files import cache_folder
 
 
 def load(data: SpeechDataConfig, *, context: int, seed: int) -> Dataset:
@@ -32,6 +32,5 @@ def load(data: SpeechDataConfig, *, context: int, seed: int) -> Dataset:
     if data.dir is None:
         raise ConfigError(f"data.dir is None; expected the folder of the corpus, as data.corpus is {data.corpus}: give "
                           "--data-dir")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineargpt" / "speech"
     return folders.load(folders.CORPORA[data.corpus], Path(data.dir).expanduser(), context=context, seed=seed,
-                        cache=cache, **sizes)
+                        cache=cache_folder("speech"), **sizes)

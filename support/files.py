@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders."""
+"""Atomic writes of files and folders, and the user's cache."""
 
 import contextlib
 import json
@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from support.errors import DataError
+
+
+def cache_folder(name: str) -> Path:
+    """The folder ``name`` in the user's cache: ``$XDG_CACHE_HOME/lineargpt/NAME`` (``~/.cache``). It may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineargpt" / name
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 from comparison.runs import NOT_OF_SETUP, is_of
 from comparison.study import ROOT, Study, Variation
-from configs.schema import RunConfig, flatten
+from configs.schema import RunConfig, flatten, groups_of
 from support.errors import ConfigError
 
 RESULT = "result.json"
@@ -94,7 +94,7 @@ def plan_run(study: Path, variation: Variation, out: Path) -> PlannedRun:
             "arguments": json.loads(json.dumps(dict(variation.fields))), "attention": variation.attention,
             "recipe": variation.recipe})
     line = parse(module, variation, where)
-    config = flatten({name: group for name, group in line.config.to_dict().items() if name != "format"})
+    config = flatten(groups_of(line.config.to_dict()))
     fields = {name: value for name, value in config.items()
               if not is_of(name, NOT_OF_RESULT)}
     fields["model.dtype"] = line.asked.model.dtype

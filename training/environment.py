@@ -16,7 +16,7 @@ from kernels import cpu
 from models.encoder import Encoder
 from models.gpt import GPT
 from support.errors import RunError
-from support.files import read_json, write_json
+from support.files import cache_folder, read_json, write_json
 from training import autotuning
 
 PUBLISHED = "published_weights"
@@ -87,7 +87,7 @@ def compilation_cache() -> str | None:
     """The folder of JAX's compilation cache, created if missing; None if that fails."""
     directory = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if directory is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineargpt" / "jax"
+        cache = cache_folder("jax")
         try:
             cache.mkdir(parents=True, exist_ok=True)
         except OSError:

@@ -95,6 +95,7 @@ def test_a_config_names_its_kind(recipe, tmp_path, monkeypatch):
     line = speech_train.parse([str(recipe), "--attention", "softmax,linear", "--data-dir", "here"])
     assert (line.run_dir, line.config.data.dir) == (Path("runs/tones-softmax-linear"), "here")
     values = line.config.to_dict()
+    assert values["kind"] == "speech-recognition"
     assert config_class(values) is SpeechConfig
     assert SpeechConfig.from_dict(values).to_dict() == values
 
