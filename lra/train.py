@@ -26,30 +26,24 @@ from typing import Literal
 
 from flax import nnx
 
-from configs.schema import LraConfig, load_recipe
+from configs.schema import LraConfig
 from lra import tasks
 from lra.classification import Classification
 from models.encoder import Classifier
 from support.errors import ConfigError
 from support.files import cache_folder
-from training import cli, processes, scored
+from training import cli, scored
 from training import run as runs
-from training.environment import configure_jax
 from training.processes import Distributed
 from training.sharding import check_shards, make_mesh
 
-DATA_SEED = 0
-"""Seed of generated data and of subsets: the same for all runs, whatever their seed."""
-
 
 @dataclasses.dataclass(frozen=True)
-class RunFlags(cli.RunFlags):
+class RunFlags(scored.RunFlags):
     """The flags that are not fields of the config."""
 
     preset: Literal["paper", "released", "tuned"] = "tuned"
     """Sizes and optimizer: the paper's, those of its released code, or ours."""
-    data_dir: str | None = None
-    """Folder of the task's files, such as the official release's: --data.dir."""
 
 
 USAGE = """usage: python -m lra.train RECIPE [--attention MODE[,MODE…]] [--preset paper|released|tuned] [--run-dir DIR]
@@ -63,16 +57,9 @@ def parse(arguments: Sequence[str], join: Callable[[Distributed], None] | None =
           ) -> cli.CommandLine[LraConfig, RunFlags]:
     """The command line, its config validated; see :func:`training.cli.parse_command_line`."""
     return cli.parse_command_line(
-        arguments, RunFlags, load, prog="python -m lra.train", usage=USAGE, amend=fit_context, join=join, own_flags=(
+        arguments, RunFlags, lambda recipe, flags: scored.load_config(LraConfig, recipe, flags, preset=flags.preset),
+        prog="python -m lra.train", usage=USAGE, amend=fit_context, join=join, own_flags=(
             "--preset paper, released or tuned, and --data-dir DIR, the folder of the task's files"))
-
-
-def load(recipe: Path, flags: RunFlags) -> LraConfig:
-    """The recipe's config."""
-    config = load_recipe(recipe, flags.attention, LraConfig, preset=flags.preset)
-    if flags.data_dir is None:
-        return config
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, dir=flags.data_dir))
 
 
 def fit_context(config: LraConfig, recipe: LraConfig) -> LraConfig:
@@ -119,22 +106,12 @@ def load_data(config: LraConfig) -> tasks.Dataset:
     data = config.data
     return tasks.load(data.task, folder=None if data.dir is None else Path(data.dir).expanduser(),
                       max_length=data.max_length, train_examples=data.train_examples,
-                      val_examples=data.val_examples, seed=DATA_SEED,
-                      cache=cache_folder("lra"))
-
-
-def command(arguments: Sequence[str]) -> int:
-    """Train from a command line; returns the exit code."""
-    configure_jax()
-    line = parse(arguments, processes.join)
-    return scored.train(line.config, line.run_dir, lambda: check_data_and_devices(line.config, line.run_dir),
-                        ["python", "-m", "lra.train", *arguments], started=_STARTED,
-                        stall_seconds=line.distributed.stall_seconds)
+                      val_examples=data.val_examples, seed=scored.DATA_SEED, cache=cache_folder("lra"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`training.processes.run_together`."""
-    return processes.run_together("lra.train", command, arguments)
+    """The command; see :func:`training.scored.run`."""
+    return scored.run("lra.train", parse, check_data_and_devices, arguments, started=_STARTED)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,20 @@
 """Training of recognisers: the objective that the loop of ``training`` needs, from a config and a corpus."""
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import SpeechConfig
 from models.recogniser import Recogniser
 from speech.utterances import Dataset, Split
 from support.errors import ConfigError
-from training import step as steps
-from training.examples import evaluated, in_batches, of_rows, order
-from training.objectives import Evaluator, evaluate_each
-from training.sharding import put
+from training.examples import ScoredObjective
 
 
 class Utterances(NamedTuple):
@@ -35,16 +27,13 @@ class Utterances(NamedTuple):
     """Transcripts; 0 is padding."""
 
 
-class Recognition:
-    """A :class:`training.scored.ScoredObjective`: a recogniser of the utterances of a corpus.
+class Recognition(ScoredObjective[SpeechConfig]):
+    """A recogniser of the utterances of a corpus.
 
     The loss is that of connectionist temporal classification, the negative log-probability of a transcript in nats,
     divided by its number of symbols, with the mean over utterances. This is what PyTorch's ``CTCLoss`` computes by
     default. The error rate is the number of substitutions, deletions and insertions that turn the transcripts into the
     output of :func:`decode`, divided by the number of their symbols.
-
-    Every epoch has its own order, and a batch may span two epochs. Evaluations are as in Long Range Arena: see
-    :func:`training.examples.evaluated`. The test split is always evaluated whole.
 
     Args:
         config: resolved config.
@@ -59,7 +48,7 @@ class Recognition:
         if longest > context:
             raise ConfigError(f"model.context is {context}; expected at least {longest}, the frames of the longest "
                               "utterance")
-        self._config, self._dataset = config, dataset
+        self.config, self._dataset = config, dataset
         self._most_symbols = max(split.symbols_NL.shape[1] for split in dataset.splits.values())
         self.model = nnx.eval_shape(self.make_model)
         self.name, self.measure, self.padded = f"{config.data.corpus} speech", "error_rate", True
@@ -68,83 +57,23 @@ class Recognition:
         self.facts = {"corpus": config.data.corpus, "symbols": len(dataset.symbols)}
 
     def make_model(self) -> Recogniser:
-        """The recogniser, its parameters drawn from ``train.seed``."""
-        return Recogniser(self._config.model, features=self._dataset.features, symbols=len(self._dataset.symbols) + 1,
-                          rngs=nnx.Rngs(self._config.train.seed))
+        return Recogniser(self.config.model, features=self._dataset.features, symbols=len(self._dataset.symbols) + 1,
+                          rngs=nnx.Rngs(self.config.train.seed))
 
-    def initial(self, transform: optax.GradientTransformationExtraArgs) -> steps.TrainState:
-        return steps.state_of(self.make_model(), transform)
+    def take(self, split: str, rows_B: Int[np.ndarray, " B"]) -> Utterances:
+        return take(self._dataset.splits[split], rows_B, self.config.model.context, self._most_symbols)
 
-    def update(self, transform: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[steps.TrainState, Any]]:
-        train = self._config.train
-
-        def loss_sum(model: Recogniser, batch: Utterances, key: Array) -> tuple[Array, Array]:
-            losses_B = ctc_losses(self.logits(model, batch, dropout=key, remat=train.remat), *batch[1:])
-            return losses_B.sum(), jnp.int32(len(losses_B))
-
-        return steps.make_update(self.model, loss_sum, transform, parts=train.accumulate, seed=train.seed)
-
-    def logits(self, model: Recogniser, batch: Utterances, **options: Any) -> Array:
+    def logits(self, model: Recogniser, batch: Utterances, **options: Any) -> Float[Array, "B T V"]:
         return model.forward(jnp.asarray(batch.frames_BTK), valid_BT=jnp.asarray(batch.valid_BT), **options)
 
-    def batch_shape(self, sharding: NamedSharding) -> Utterances:
-        B, T = self._config.train.batch_size, self._config.model.context
-        frames_BTK: Any = jax.ShapeDtypeStruct((B, T, self._dataset.features), jnp.float32, sharding=sharding)
-        valid_BT: Any = jax.ShapeDtypeStruct((B, T), jnp.bool, sharding=sharding)
-        symbols_BL: Any = jax.ShapeDtypeStruct((B, self._most_symbols), jnp.int32, sharding=of_rows(sharding))
-        return Utterances(frames_BTK, valid_BT, symbols_BL)
+    def losses(self, logits: Float[Array, "B T V"], batch: Utterances) -> Float[Array, " B"]:
+        return ctc_losses(logits, *batch[1:])
 
-    @contextmanager
-    def batches(self, *, start: int, sharding: NamedSharding) -> Iterator[Iterator[Utterances]]:
-        train = self._config.train
-        yield (self._put(self._take("train", rows_B), sharding) for rows_B in order(
-            self.counts["train"], train.batch_size, train.seed, start=start))
+    def answers(self, logits: Float[Array, "B T V"], batch: Utterances) -> Int[Array, "B T"]:
+        return decode(logits, jnp.asarray(batch.valid_BT))
 
-    def evaluator(self, sharding: NamedSharding) -> Evaluator:
-        rows_N = evaluated(self.counts["val"], self._config.train)
-        return lambda state, stops=lambda: False: self._figures(
-            state.parameters, state.variables, "val", rows_N, sharding, stops)
-
-    def test(self, parameters: Any, variables: Any, sharding: NamedSharding) -> dict[str, float]:
-        """``loss`` and ``error_rate`` of the whole test split."""
-        figures = self._figures(parameters, variables, "test", np.arange(self.counts["test"]), sharding, lambda: False)
-        assert figures is not None  # nothing stops it
-        return figures
-
-    def samples(self, folder: Path, *, keep_through: int) -> None:
-        """Not supported."""
-
-    def _figures(self, parameters: Any, variables: Any, split: str, rows_N: np.ndarray, sharding: NamedSharding,
-                 stops: Callable[[], bool]) -> dict[str, float] | None:
-        train = self._config.train
-        # The batch size of training, to fit into memory.
-        batches = list(in_batches(rows_N, train.batch_size // train.accumulate))
-        evaluate = self._evaluate(sharding.mesh)
-        found = evaluate_each(lambda batch: evaluate(parameters, variables, batch),
-                              (self._put(self._take(split, rows_B), sharding) for rows_B, _ in batches), stops)
-        if found is None:
-            return None
-        counted_N = np.concatenate([counted_B for _, counted_B in batches])
-        losses_N, decoded_NT = (np.concatenate(arrays)[counted_N] for arrays in zip(*found, strict=True))
-        return {"loss": float(losses_N.mean(dtype=np.float64)),
-                "error_rate": error_rate(decoded_NT, self._dataset.splits[split].symbols_NL[rows_N])}
-
-    @functools.cache  # noqa: B019 (an objective lives as long as the process)
-    def _evaluate(self, mesh: jax.sharding.Mesh) -> Callable[[Any, Any, Utterances], tuple[Array, Array]]:
-        """The losses of a batch, and what it is decoded to, whole on every process."""
-
-        def evaluate(parameters: Any, variables: Any, batch: Utterances) -> tuple[Array, Array]:
-            logits_BTV = self.logits(steps.build(self.model, parameters, variables), batch)
-            return ctc_losses(logits_BTV, *batch[1:]), decode(logits_BTV, jnp.asarray(batch.valid_BT))
-
-        return jax.jit(evaluate, out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-    def _take(self, split: str, rows_B: Int[np.ndarray, " B"]) -> Utterances:
-        return take(self._dataset.splits[split], rows_B, self._config.model.context, self._most_symbols)
-
-    def _put(self, batch: Utterances, sharding: NamedSharding) -> Utterances:
-        frames_BTK, valid_BT = put(batch[:2], sharding)
-        return Utterances(frames_BTK, valid_BT, put(batch.symbols_BL, of_rows(sharding)))
+    def score(self, answers: Int[np.ndarray, "N T"], split: str, rows_N: Int[np.ndarray, " N"]) -> float:
+        return error_rate(answers, self._dataset.splits[split].symbols_NL[rows_N])
 
 
 def take(split: Split, rows_B: Int[np.ndarray, " B"], context: int, most_symbols: int) -> Utterances:

@@ -18,31 +18,18 @@ if __name__ == "__main__":  # before any other import, which takes seconds, or f
     interrupts.end_with_a_word()
     packages.require_packages()
 
-import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from configs.schema import SpeechConfig, load_recipe
+from configs.schema import SpeechConfig
 from models.recogniser import Recogniser
 from speech import corpora
 from speech.recognition import Recognition
 from speech.utterances import Dataset
-from training import cli, processes, scored
-from training.environment import configure_jax
+from training import cli, scored
 from training.processes import Distributed
-
-DATA_SEED = 0
-"""Seed of generated data and of subsets: the same for all runs, whatever their seed."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RunFlags(cli.RunFlags):
-    """The flags that are not fields of the config."""
-
-    data_dir: str | None = None
-    """Folder of the corpus: --data.dir."""
-
 
 USAGE = """usage: python -m speech.train RECIPE [--attention MODE[,MODE…]] [--run-dir DIR] [--data-dir DIR]
        [--GROUP.FIELD VALUE …]
@@ -52,23 +39,16 @@ all fields:  python -m speech.train configs/speech/synthetic.py --help"""
 
 
 def parse(arguments: Sequence[str], join: Callable[[Distributed], None] | None = None,
-          ) -> cli.CommandLine[SpeechConfig, RunFlags]:
+          ) -> cli.CommandLine[SpeechConfig, scored.RunFlags]:
     """The command line, its config validated; see :func:`training.cli.parse_command_line`."""
-    return cli.parse_command_line(arguments, RunFlags, load, prog="python -m speech.train", usage=USAGE, join=join,
-                                  own_flags="--data-dir DIR: the folder of the corpus.")
-
-
-def load(recipe: Path, flags: RunFlags) -> SpeechConfig:
-    """The recipe's config."""
-    config = load_recipe(recipe, flags.attention, SpeechConfig)
-    if flags.data_dir is None:
-        return config
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, dir=flags.data_dir))
+    return cli.parse_command_line(
+        arguments, scored.RunFlags, functools.partial(scored.load_config, SpeechConfig), prog="python -m speech.train",
+        usage=USAGE, join=join, own_flags="--data-dir DIR: the folder of the corpus.")
 
 
 def load_data(config: SpeechConfig) -> Dataset:
     """The corpus of a config; raises as :func:`speech.corpora.load`."""
-    return corpora.load(config.data, context=config.model.context, seed=DATA_SEED)
+    return corpora.load(config.data, context=config.model.context, seed=scored.DATA_SEED)
 
 
 def check_data_and_devices(config: SpeechConfig, run_dir: Path) -> Recognition:
@@ -83,18 +63,9 @@ def planned_model(config: SpeechConfig, run_dir: Path) -> Recogniser:
     return check_data_and_devices(config, run_dir).model
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Train from a command line; returns the exit code."""
-    configure_jax()
-    line = parse(arguments, processes.join)
-    return scored.train(line.config, line.run_dir, lambda: check_data_and_devices(line.config, line.run_dir),
-                        ["python", "-m", "speech.train", *arguments], started=_STARTED,
-                        stall_seconds=line.distributed.stall_seconds)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see :func:`training.processes.run_together`."""
-    return processes.run_together("speech.train", command, arguments)
+    """The command; see :func:`training.scored.run`."""
+    return scored.run("speech.train", parse, check_data_and_devices, arguments, started=_STARTED)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,147 @@
-"""Batches of the examples of a split that is in memory or mapped: rows of training and of evaluations."""
+"""Objectives on the examples of splits in memory or mapped: batches of training, evaluation, and the score on test."""
 
 import functools
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from configs.schema import TrainConfig
+from configs.schema import RunConfig, TrainConfig
+from training import step as steps
+from training.objectives import Evaluator, evaluate_each
+from training.sharding import put
 
 WHOLE_SPLIT = 2000
 """Largest val split that is always evaluated whole."""
+
+
+class ScoredObjective[C: RunConfig](ABC):
+    """A :class:`training.objectives.Objective` of a model with an ``encoder``, on splits ``train``, ``val``, ``test``.
+
+    Every epoch has its own order, and a batch may span two epochs. An evaluation takes the rows of :func:`evaluated`.
+    The test split is always evaluated whole.
+    """
+
+    config: C
+    """Resolved."""
+    model: Any
+    """Abstract."""
+    name: str
+    """The name of the data in messages."""
+    measure: str
+    """The figure of the test split that is reported, such as ``accuracy``."""
+    checksum: str
+    """The checksum of the data."""
+    counts: Mapping[str, int]
+    """The number of examples of each split."""
+    notes: Sequence[str]
+    """Notes about the data, one line each."""
+    padded: bool
+    """Whether any sequence is shorter than the context."""
+    facts: Mapping[str, Any]
+    """Further contents of ``test.json``."""
+
+    @abstractmethod
+    def make_model(self) -> Any:
+        """The model, its parameters drawn from ``train.seed``."""
+
+    @abstractmethod
+    def take(self, split: str, rows_B: Int[np.ndarray, " B"]) -> Any:
+        """A batch in host memory: a named tuple of arrays, in which the last, the targets, has no dimension of tokens.
+        """
+
+    @abstractmethod
+    def logits(self, model: Any, batch: Any, **options: Any) -> Array:
+        """The output of a model for a batch."""
+
+    @abstractmethod
+    def losses(self, logits: Array, batch: Any) -> Float[Array, " B"]:
+        """The loss of each example, in nats."""
+
+    @abstractmethod
+    def answers(self, logits: Array, batch: Any) -> Array:
+        """What is scored of the output, (B, …)."""
+
+    @abstractmethod
+    def score(self, answers: np.ndarray, split: str, rows_N: Int[np.ndarray, " N"]) -> float:
+        """The measure of the answers, (N, …), to these rows of a split."""
+
+    def initial(self, transform: optax.GradientTransformationExtraArgs) -> steps.TrainState:
+        return steps.state_of(self.make_model(), transform)
+
+    def update(self, transform: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[steps.TrainState, Any]]:
+        train = self.config.train
+
+        def loss_sum(model: Any, batch: Any, key: Array) -> tuple[Array, Array]:
+            losses_B = self.losses(self.logits(model, batch, dropout=key, remat=train.remat), batch)
+            return losses_B.sum(), jnp.int32(len(losses_B))
+
+        return steps.make_update(self.model, loss_sum, transform, parts=train.accumulate, seed=train.seed)
+
+    def batch_shape(self, sharding: NamedSharding) -> Any:
+        batch = self.take("train", np.zeros(self.config.train.batch_size, np.int64))
+        return self._placed(batch, sharding, lambda arrays, sharding: jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays))
+
+    @contextmanager
+    def batches(self, *, start: int, sharding: NamedSharding) -> Iterator[Iterator[Any]]:
+        train = self.config.train
+        yield (self._placed(self.take("train", rows_B), sharding, put) for rows_B in order(
+            self.counts["train"], train.batch_size, train.seed, start=start))
+
+    def evaluator(self, sharding: NamedSharding) -> Evaluator:
+        rows_N = evaluated(self.counts["val"], self.config.train)
+        return lambda state, stops=lambda: False: self._figures(
+            state.parameters, state.variables, "val", rows_N, sharding, stops)
+
+    def test(self, parameters: Any, variables: Any, sharding: NamedSharding) -> dict[str, float]:
+        """``loss`` and the measure of the whole test split."""
+        figures = self._figures(parameters, variables, "test", np.arange(self.counts["test"]), sharding, lambda: False)
+        assert figures is not None  # nothing stops it
+        return figures
+
+    def samples(self, folder: Path, *, keep_through: int) -> None:
+        """Not supported."""
+        return None
+
+    def _figures(self, parameters: Any, variables: Any, split: str, rows_N: np.ndarray, sharding: NamedSharding,
+                 stops: Callable[[], bool]) -> dict[str, float] | None:
+        train = self.config.train
+        # The batch size of training, to fit into memory.
+        batches = list(in_batches(rows_N, train.batch_size // train.accumulate))
+        evaluate = self._evaluate(sharding.mesh)
+        found = evaluate_each(lambda batch: evaluate(parameters, variables, batch), (
+            self._placed(self.take(split, rows_B), sharding, put) for rows_B, _ in batches), stops)
+        if found is None:
+            return None
+        counted_N = np.concatenate([counted_B for _, counted_B in batches])
+        losses_N, answers = (np.concatenate(arrays)[counted_N] for arrays in zip(*found, strict=True))
+        return {"loss": float(losses_N.mean(dtype=np.float64)), self.measure: self.score(answers, split, rows_N)}
+
+    @functools.cache  # noqa: B019 (an objective lives as long as the process)
+    def _evaluate(self, mesh: jax.sharding.Mesh) -> Callable[[Any, Any, Any], tuple[Array, Array]]:
+        """The losses of a batch, and its answers, whole on every process."""
+
+        def evaluate(parameters: Any, variables: Any, batch: Any) -> tuple[Array, Array]:
+            logits = self.logits(steps.build(self.model, parameters, variables), batch)
+            return self.losses(logits, batch), self.answers(logits, batch)
+
+        return jax.jit(evaluate, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    @staticmethod
+    def _placed(batch: Any, sharding: NamedSharding, place: Callable[[Any, NamedSharding], Any]) -> Any:
+        """``place`` of inputs and targets, each with its sharding; ``sharding`` is that of tokens or frames."""
+        *inputs, targets = batch
+        of_rows = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
+        return type(batch)(*place(inputs, sharding), place(targets, of_rows))
 
 
 def order(count: int, size: int, seed: int, *, start: int = 0) -> Iterator[Int[np.ndarray, " B"]]:
@@ -41,8 +172,3 @@ def in_batches(rows_N: Int[np.ndarray, " N"], size: int,
     for first in range(0, len(rows_N), size):
         rows_B = rows_N[first : first + size]
         yield np.resize(rows_B, size), np.arange(size) < len(rows_B)
-
-
-def of_rows(sharding: NamedSharding) -> NamedSharding:
-    """The sharding of arrays with rows only, from that of tokens or frames."""
-    return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))

@@ -1,98 +1,78 @@
-"""Runs of an objective with a test split: what ``lra.train`` and ``speech.train`` do after their command line."""
+"""Runs of an objective with a test split: what ``lra.train`` and ``speech.train`` have in common."""
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding
 
-from configs.schema import RunConfig
+from configs.schema import RunConfig, load_recipe
 from support.command import note, status
 from support.errors import RunError
 from support.files import read_json, write_json
 from training import cli, logging, loop, processes
 from training import run as runs
 from training.checkpoint import Checkpoints
-from training.environment import environment
-from training.objectives import Objective
+from training.environment import configure_jax, environment
+from training.examples import ScoredObjective
 from training.sharding import batch_sharding, check_shards, make_mesh, parameter_shardings, report_mesh
 
-
-class ScoredObjective(Objective, Protocol):
-    """An objective of a model with an ``encoder``, and with a test split."""
-
-    @property
-    def name(self) -> str:
-        """The name of the data in messages."""
-        ...
-
-    @property
-    def measure(self) -> str:
-        """The figure of the test split that is reported, such as ``accuracy``."""
-        ...
-
-    @property
-    def checksum(self) -> str:
-        """The checksum of the data."""
-        ...
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """The number of examples of each split."""
-        ...
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Notes about the data, one line each."""
-        ...
-
-    @property
-    def padded(self) -> bool:
-        """Whether any sequence is shorter than the context."""
-        ...
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Further contents of ``test.json``."""
-        ...
-
-    def logits(self, model: Any, batch: Any, **options: Any) -> Any:
-        """The output of a model for a batch."""
-        ...
-
-    def test(self, parameters: Any, variables: Any, sharding: NamedSharding) -> dict[str, float]:
-        """The figures of the whole test split."""
-        ...
+DATA_SEED = 0
+"""Seed of generated data and of subsets: the same for all runs, whatever their seed."""
 
 
-def train(config: RunConfig, run_dir: Path, check: Callable[[], ScoredObjective], command_line: Sequence[str], *,
-          started: float, stall_seconds: float | None = None) -> int:
+@dataclasses.dataclass(frozen=True)
+class RunFlags(cli.RunFlags):
+    """The flags that are not fields of the config; a command adds its own."""
+
+    data_dir: str | None = None
+    """Folder of the data: --data.dir."""
+
+
+def load_config[C: RunConfig](kind: type[C], recipe: Path, flags: RunFlags, **given: Any) -> C:
+    """The config of a recipe with these flags; ``given`` as in :func:`configs.schema.load_recipe`."""
+    config: Any = load_recipe(recipe, flags.attention, kind, **given)
+    if flags.data_dir is None:
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, dir=flags.data_dir))
+
+
+def run(name: str, parse: Callable[..., cli.CommandLine[Any, Any]], check: Callable[[Any, Path], ScoredObjective],
+        arguments: Sequence[str] | None, *, started: float) -> int:
     """Check the inputs, write the run's config and environment, train, score, and report; returns the exit code.
 
     Args:
-        config: validated config.
-        run_dir: run folder.
-        check: loads the data, and checks that they can be trained on; see :func:`check_objective`.
-        command_line: the command line, for ``environment.json``.
+        name: module of the command.
+        parse: parses the command line, and calls its second argument to join the other processes of the run.
+        check: loads the data of a config and a run folder, and checks that they can be trained on; see
+            :func:`check_objective`.
+        arguments: the command line; None: that of the process.
         started: ``time.perf_counter()`` at the start of the command.
-        stall_seconds: see :class:`training.processes.Distributed`.
     """
-    with processes.first_then_rest():  # the first generates the data if needed
-        objective = check()
-    runs.check_processes_agree(config, run_dir, objective.checksum)
-    with runs.locked(run_dir):
-        newest, finished, scored = processes.from_first(lambda: _begin(config, run_dir, objective, command_line))
-        if scored:
-            return 0
-        if not finished:
-            outcome = loop.train(config, objective, run_dir, started=started, step=newest,
-                                 stall_seconds=stall_seconds)
-            if code := cli.report_outcome(run_dir, outcome):
-                return code
-        _score(config, objective, run_dir)
-    return 0
+
+    def command(arguments: Sequence[str]) -> int:
+        configure_jax()
+        line = parse(arguments, processes.join)
+        config, run_dir = line.config, line.run_dir
+        with processes.first_then_rest():  # the first generates the data if needed
+            objective = check(config, run_dir)
+        runs.check_processes_agree(config, run_dir, objective.checksum)
+        with runs.locked(run_dir):
+            newest, finished, scored = processes.from_first(lambda: _begin(
+                config, run_dir, objective, ["python", "-m", name, *arguments]))
+            if scored:
+                return 0
+            if not finished:
+                outcome = loop.train(config, objective, run_dir, started=started, step=newest,
+                                     stall_seconds=line.distributed.stall_seconds)
+                if code := cli.report_outcome(run_dir, outcome):
+                    return code
+            _score(config, objective, run_dir)
+        return 0
+
+    return processes.run_together(name, command, arguments)
 
 
 def check_objective[O: ScoredObjective](config: RunConfig, run_dir: Path, load: Callable[[], O], corpus: str) -> O:
@@ -124,7 +104,7 @@ def check_objective[O: ScoredObjective](config: RunConfig, run_dir: Path, load: 
 
 def _begin(config: RunConfig, run_dir: Path, objective: ScoredObjective, command_line: Sequence[str],
            ) -> tuple[int | None, bool, bool]:
-    """Write the run's config and environment, unless it is finished; see :func:`train`.
+    """Write the run's config and environment, unless it is finished; see :func:`run`.
 
     Returns:
         the step of the newest checkpoint, whether the run is finished, and whether it is scored, too.
