@@ -11,7 +11,7 @@ if __name__ == "__main__":  # before any other import, which takes seconds
     interrupts.end_with_a_word()
 
 import functools
-import json
+import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -21,22 +21,20 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
-from jaxtyping import Array, Int
 
 from benchmarks import report
 from benchmarks.modes import HELP, mode_config, split_mode
 from benchmarks.picture import Panel, curves
-from configs.schema import EncoderConfig, OptimizerConfig
+from configs.schema import EncoderConfig, LraConfig, TaskConfig, TrainConfig
+from lra.classification import Classification
+from lra.tasks import Dataset, Split
 from models import attention
-from models.encoder import Classifier, resolve_config
+from models.encoder import resolve_config
 from support.command import status
 from support.errors import ConfigError
-from training.optimizer import decay_mask, make_optimizer
-from training.step import jit_step, make_update, state_of
+from support.files import read_json
+from training.examples import compiled_step
 
 MODULE = "lra.efficiency"
 BYTES = 257
@@ -136,34 +134,46 @@ class Result(Case):
         """Name of the case."""
         return f"{self.row} at {self.tokens:,}"
 
-
-class Examples(NamedTuple):
-    """A batch of byte texts."""
-
-    tokens_BT: Int[Array, "B T"]
-    labels_B: Int[Array, " B"]
+    @property
+    def gigabytes(self) -> float | None:
+        """``peak_bytes`` in GB."""
+        return None if self.peak_bytes is None else self.peak_bytes / 1e9
 
 
-def loss_sum(model: Classifier, batch: Examples, _: Array) -> tuple[Array, Array]:
-    """The sum of cross-entropies in nats, and the number of examples."""
-    losses_B = optax.softmax_cross_entropy_with_integer_labels(model.forward(batch.tokens_BT), batch.labels_B)
-    return losses_B.sum(), jnp.int32(len(losses_B))
+class Quantity(NamedTuple):
+    """What is measured of a row at a length, here and in the published table."""
+
+    field: str
+    """Its name in :class:`Result` and in the published rows."""
+    heading: str
+    axis: str
+    times: str
+    """What a ratio to materialised softmax is called."""
+    formats: tuple[str, str]
+    """Of ours, and of the published."""
+    less: bool
+    """Whether less of it is better."""
+
+    def ratio(self, value: float | None, base: float | None) -> float | None:
+        """By how many times ``value`` is better than ``base``; None if either is unknown."""
+        if not value or not base:
+            return None
+        return base / value if self.less else value / base
 
 
-def compiled_step(config: EncoderConfig, batch: int) -> tuple[Any, Any, Examples]:
-    """The compiled training step; a function that makes its initial state; a batch of random bytes."""
-    model = nnx.eval_shape(lambda: Classifier(config, BYTES, rngs=nnx.Rngs(0)))
-    transform = make_optimizer(OptimizerConfig(), decay_mask(model))
+SPEED = Quantity("steps_per_second", "Steps per second", "steps per second", "times", (".3g", ".1f"), less=False)
+MEMORY = Quantity("gigabytes", "Memory per step, GB", "memory per step (GB)", "times less than", (".2f", ".2f"),
+                  less=True)
 
-    def initial() -> Any:
-        return state_of(Classifier(config, BYTES, rngs=nnx.Rngs(0)), transform)
 
-    random = np.random.default_rng(0)
-    examples = Examples(jnp.asarray(random.integers(1, BYTES, (batch, config.context), dtype=np.int32)),
-                        jnp.asarray(random.integers(0, 2, batch, dtype=np.int32)))
-    step = jit_step(make_update(model, loss_sum, transform, seed=0), model)
-    compiled = step.lower(jax.eval_shape(initial), examples, jnp.float32(1e-3)).compile()
-    return compiled, jax.jit(initial), examples
+def objective(case: Case) -> Classification:
+    """The classifier of a case on random bytes, one batch of them; raises as :meth:`Case.config`."""
+    model, random = case.config(), np.random.default_rng(0)
+    batch = case.batch or SHAPES[case.shape].batch
+    tokens_BT = random.integers(1, BYTES, (batch, case.tokens), dtype=np.int32)
+    split = Split((tokens_BT,), (np.full(batch, case.tokens, np.int32),), random.integers(0, 2, batch, dtype=np.int32))
+    config = LraConfig(model=model, data=TaskConfig(task="text"), train=TrainConfig(batch_size=batch))
+    return Classification(config, Dataset({"train": split}, BYTES, 2, {}, "", ()))
 
 
 def measure(case: Case) -> Result:
@@ -172,34 +182,23 @@ def measure(case: Case) -> Result:
     Raises:
         ConfigError: as :meth:`Case.config`.
     """
-    config = case.config()
-    sequences = case.batch or SHAPES[case.shape].batch
-    compiled, initial, examples = compiled_step(config, sequences)
+    classifier = objective(case)
+    compiled, begin = compiled_step(classifier)
     planned = report.peak_bytes(compiled)
-    found = Result(**asdict(case), sequences=sequences, peak_bytes=planned)
+    found = Result(**asdict(case), sequences=classifier.counts["train"], peak_bytes=planned)
     if case.memory_only:
         return found
     try:
         report.check_memory(planned)
-        samples = _time_steps(compiled, initial(), examples, case)
+        step = begin()
+        (samples,) = report.time_by_turns({case: step}, case.steps, sample_seconds=0, seconds=case.seconds).values()
+        loss = float(step())
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         return replace(found, error=f"{type(error).__name__}: {error}".partition("\n")[0])
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss is {loss}")
     low, middle, high = (float(x) for x in np.quantile(samples, (0.25, 0.5, 0.75)))
     return replace(found, steps_per_second=1 / middle, quartiles=(low, high), samples=samples)
-
-
-def _time_steps(compiled: Any, state: Any, examples: Examples, case: Case) -> list[float]:
-    metrics: Any = None
-
-    def step() -> Array:
-        nonlocal state, metrics
-        state, metrics = compiled(state, examples, jnp.float32(1e-3))
-        return metrics.loss
-
-    (samples,) = report.time_by_turns({case: step}, case.steps, sample_seconds=0, seconds=case.seconds).values()
-    if not np.isfinite(metrics.loss):
-        raise FloatingPointError(f"the loss is {metrics.loss}")
-    return samples
 
 
 def in_process(case: Case, limit: float) -> Result:
@@ -212,15 +211,25 @@ def in_process(case: Case, limit: float) -> Result:
     return Result(**found | measured)
 
 
+def ratios(results: Sequence[Result], quantity: Quantity) -> Callable[[Result], float | None]:
+    """The ratio of a result to that of materialised softmax at its length."""
+    base = {result.tokens: getattr(result, quantity.field) for result in results if result.row == BASELINE}
+    return lambda result: quantity.ratio(getattr(result, quantity.field), base.get(result.tokens))
+
+
+def published_of(rows: Sequence[str], published: Mapping[str, Any]) -> dict[str, Any]:
+    """The published rows of ours; there, softmax is materialised."""
+    names = {row: {BASELINE: "softmax", "softmax": None}.get(row, row) for row in rows}
+    return {row: published[name] for row, name in names.items() if name in published}
+
+
 def markdown(results: Sequence[Result], origin: Mapping[str, Any]) -> str:
     """The table, with the published rows below ours."""
-    published = json.loads(PUBLISHED.read_text())["efficiency"]
-    rows, lengths, found = by_row_and_length(results)
-    # There, softmax is materialised.
-    others = {row: entry for row in rows
-              if (entry := published["rows"].get({BASELINE: "softmax", "softmax": None}.get(row, row))) is not None}
+    published = read_json(PUBLISHED)["efficiency"]
+    found = {(result.row, result.tokens): result for result in results}
+    rows, lengths = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
+    others = published_of(rows, published["rows"])
     first, base = results[0], published["rows"]["softmax"]
-    compared = f" ({{}} {BASELINE})" if BASELINE in rows else ""
     shape = SHAPES[first.shape]
     text = [f"# Long Range Arena: efficiency, {first.shape} shape", "",
             f"Measured on {origin['device']}, jax {origin['versions']['jax']}, {first.dtype}; sequences per step: "
@@ -228,38 +237,37 @@ def markdown(results: Sequence[Result], origin: Mapping[str, Any]) -> str:
             f"MLP {shape.mlp_width}:", "", f"    {origin['command']} --out NAME", "",
             f"Published: {published['source']}. {published['notes']}", ""]
 
-    def ours(cell: Any) -> list[str]:
-        return report.markdown(["", *(f"{tokens:,}" for tokens in lengths)],
-                               [[f"`{row}`", *(cell(found[row, tokens]) for tokens in lengths)] for row in rows])
+    def cell(value: float, style: str, ratio: float | None) -> str:
+        return f"{value:{style}}" + ("" if ratio is None else f" ({ratio:.1f}×)")
 
-    def theirs(quantity: str, style: str, *, inverse: bool) -> list[str]:
-        body = [[f"`{row}`", *(
-            f"{value:{style}} ({(base[quantity][at] / value) if inverse else (value / base[quantity][at]):.1f}×)"
-            for at, value in entry[quantity].items())] for row, entry in others.items()]
-        return report.markdown(["published", *(f"{int(at):,}" for at in base[quantity])], body)
+    def section(quantity: Quantity, *remark: str) -> list[str]:
+        (style, published_style), ratio = quantity.formats, ratios(results, quantity)
 
-    def speed(result: Result) -> str:
-        if result.steps_per_second is None:
-            return reason(result)
-        return f"{result.steps_per_second:.3g}{times(faster(result, found))}"
+        def ours(result: Result) -> str:
+            value = getattr(result, quantity.field)
+            return reason(result) if value is None else cell(value, style, ratio(result))
 
-    def memory(result: Result) -> str:
-        if result.peak_bytes is None:
-            return reason(result)
-        return f"{result.peak_bytes / 1e9:.2f}{times(smaller(result, found))}"
+        def theirs(entry: Mapping[str, float]) -> list[str]:
+            return [cell(value, published_style, quantity.ratio(value, base[quantity.field][at]))
+                    for at, value in entry.items()]
+
+        compared = f" ({quantity.times} {BASELINE})" if BASELINE in rows else ""
+        return [f"## {quantity.heading}{compared}", "", *remark,
+                *report.markdown(["", *(f"{tokens:,}" for tokens in lengths)],
+                                 [[f"`{row}`", *(ours(found[row, tokens]) for tokens in lengths)] for row in rows]), "",
+                *report.markdown(["published", *(f"{int(at):,}" for at in base[quantity.field])],
+                                 [[f"`{row}`", *theirs(entry[quantity.field])] for row, entry in others.items()]), ""]
 
     if not first.memory_only:
-        text += [f"## Steps per second{compared.format('times')}", "", *ours(speed), "",
-                 *theirs("steps_per_second", ".1f", inverse=False), ""]
+        text += section(SPEED)
         spreads = [(result.quartiles[1] - result.quartiles[0]) * result.steps_per_second for result in results
                    if result.quartiles is not None and result.steps_per_second is not None]
         if spreads:
             text += ["From the median step. The interquartile range of a case is "
                      f"{100 * median(spreads):.0f} % of the median step in the median case, "
                      f"{100 * max(spreads):.0f} % at most.", ""]
-    text += [f"## Memory per step, GB{compared.format('times less than')}", "",
-             "Memory planned by the compiler for arguments, outputs and temporaries, even if it does not fit.", "",
-             *ours(memory), "", *theirs("gigabytes", ".2f", inverse=True), ""]
+    text += section(MEMORY, "Memory planned by the compiler for arguments, outputs and temporaries, even if it does "
+                    "not fit.", "")
     text += ["## Options of the rows", "", *(f"- `{row}`: {_options_of(found[row, lengths[0]])}." for row in rows), ""]
     if any("released" in entry for entry in others.values()):
         text += ["Released code that differs from the paper it names; whether published figures came from it is not "
@@ -273,35 +281,6 @@ def _options_of(case: Case) -> str:
     return ", ".join(f"{name} {value}" for name, value in vars(options).items())
 
 
-def by_row_and_length(results: Sequence[Result]) -> tuple[list[str], list[int], dict[tuple[str, int], Result]]:
-    """The rows, the lengths, and the results by row and length."""
-    return (list(dict.fromkeys(result.row for result in results)), list(dict.fromkeys(
-        result.tokens for result in results)), {(result.row, result.tokens): result for result in results})
-
-
-def over_baseline(result: Result, found: Mapping[tuple[str, int], Result], name: str) -> float | None:
-    """A figure relative to materialised softmax at this length; None if either is unknown."""
-    base = found.get((BASELINE, result.tokens))
-    figure, of_base = getattr(result, name), None if base is None else getattr(base, name)
-    return figure / of_base if figure and of_base else None
-
-
-def faster(result: Result, found: Mapping[tuple[str, int], Result]) -> float | None:
-    """Steps per second relative to materialised softmax."""
-    return over_baseline(result, found, "steps_per_second")
-
-
-def smaller(result: Result, found: Mapping[tuple[str, int], Result]) -> float | None:
-    """Memory of materialised softmax relative to this."""
-    ratio = over_baseline(result, found, "peak_bytes")
-    return ratio and 1 / ratio
-
-
-def times(value: float | None) -> str:
-    """`` (5.6×)``, or nothing."""
-    return "" if value is None else f" ({value:.1f}×)"
-
-
 def reason(result: Result) -> str:
     """Why there is no figure, in a word or two."""
     error = result.error or ""
@@ -312,25 +291,17 @@ def reason(result: Result) -> str:
 
 def panels(results: Sequence[Result]) -> list[Panel]:
     """Speed and memory against length, absolute and relative to materialised softmax, with published rows dashed."""
-    published = json.loads(PUBLISHED.read_text())["efficiency"]["rows"]
-    rows, _, found = by_row_and_length(results)
-
-    def others(quantity: str, *, inverse: bool) -> dict[str, dict[Any, float | None]]:
-        base = published["softmax"][quantity]
-        return {row: {int(at): base[at] / y if inverse else y / base[at] for at, y in published[row][quantity].items()}
-                for row in rows if row in published and row != "softmax"}
-
-    def panel(y: str, value: str | Callable[[Result], float | None], quantity: str = "", *,
-              inverse: bool = False) -> Panel:
-        return Panel(curves(results, "row", "tokens", value), x="length (tokens)", y=y,
-                     published=others(quantity, inverse=inverse) if quantity else {})
-
-    speed = [panel("steps per second", "steps_per_second"),
-             panel("times materialised softmax", lambda result: faster(result, found), "steps_per_second")]
-    return [*([] if results[0].memory_only else speed),
-            panel("memory per step (GB)", lambda result: result.peak_bytes and result.peak_bytes / 1e9),
-            panel("times less than materialised softmax", lambda result: smaller(result, found), "gigabytes",
-                  inverse=True)]
+    published = read_json(PUBLISHED)["efficiency"]["rows"]
+    others = published_of([result.row for result in results if result.row != BASELINE], published)
+    found = []
+    for quantity in (MEMORY,) if results[0].memory_only else (SPEED, MEMORY):
+        base = published["softmax"][quantity.field]
+        dashed = {row: {int(at): quantity.ratio(value, base[at]) for at, value in entry[quantity.field].items()}
+                  for row, entry in others.items()}
+        found += [Panel(curves(results, "row", "tokens", quantity.field), x="length (tokens)", y=quantity.axis),
+                  Panel(curves(results, "row", "tokens", ratios(results, quantity)), x="length (tokens)",
+                        y=f"{quantity.times} materialised softmax", published=dashed)]
+    return found
 
 
 @functools.partial(
@@ -353,18 +324,17 @@ def main(options: Namespace, results: report.Results) -> None:
     report.use_whole_device()
     if options.rows is None:
         options.rows = tuple(table_rows())  # only now: it makes a layer of each mode
-    cases = {tokens: [Case(row, tokens, options.shape, options.layers, options.batch, options.dtype, options.steps,
-                           options.seconds, options.memory_only) for row in options.rows]
-             for tokens in options.lengths}
-    for case in (case for of_length in cases.values() for case in of_length):
+    cases = [Case(row, tokens, options.shape, options.layers, options.batch, options.dtype, options.steps,
+                  options.seconds, options.memory_only) for tokens in options.lengths for row in options.rows]
+    for case in cases:
         case.config()
     limit, options.limit = options.limit, None
     results.model = f"{options.shape} shape"
-    for tokens, of_length in cases.items():
-        for case in of_length:
-            status(f"{case.row} at {tokens:,} …")
-            results.add(in_process(case, limit))
-        results.write_text(markdown(results.rows["rows"], results.origin))
+    for case in cases:
+        status(f"{case.row} at {case.tokens:,} …")
+        results.add(in_process(case, limit))
+        if case.row == options.rows[-1]:
+            results.write_text(markdown(results.rows["rows"], results.origin))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report
@@ -31,9 +29,7 @@ from models import attention
 from models.encoder import resolve_config
 from speech import synthetic
 from speech.recognition import Recognition
-from training.optimizer import decay_mask, make_optimizer
-from training.sharding import batch_sharding, make_mesh
-from training.step import jit_step
+from training.examples import compiled_step
 
 
 @dataclass(kw_only=True)
@@ -58,20 +54,10 @@ def prepare(row: Row, options: Namespace) -> Callable[[], Any]:
         train=TrainConfig(batch_size=options.batch))
     objective = Recognition(config, synthetic.load(context=row.frames, train_utterances=options.batch, val_utterances=1,
                                                    seed=0))
-    transform = make_optimizer(config.optimizer, decay_mask(objective.model))
-    state = jax.jit(lambda: objective.initial(transform))()
-    with objective.batches(start=0, sharding=batch_sharding(make_mesh(config))) as batches:
-        batch = next(batches)
-    step = jit_step(objective.update(transform), objective.model).lower(state, batch, jnp.float32(1e-4)).compile()
-    row.peak_bytes = report.peak_bytes(step)
+    compiled, begin = compiled_step(objective)
+    row.peak_bytes = report.peak_bytes(compiled)
     report.check_memory(row.peak_bytes)
-
-    def run() -> Any:
-        nonlocal state
-        state, metrics = step(state, batch, jnp.float32(1e-4))
-        return metrics.loss
-
-    return run
+    return begin()
 
 
 def slope(rows: Sequence[Row]) -> float | None:

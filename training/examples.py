@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from configs.schema import RunConfig, TrainConfig
 from training import step as steps
 from training.objectives import Evaluator, evaluate_each
+from training.optimizer import decay_mask, make_optimizer
 from training.sharding import put
 
 WHOLE_SPLIT = 2000
@@ -142,6 +143,32 @@ class ScoredObjective[C: RunConfig](ABC):
         *inputs, targets = batch
         of_rows = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
         return type(batch)(*place(inputs, sharding), place(targets, of_rows))
+
+
+def compiled_step(objective: ScoredObjective) -> tuple[Any, Callable[[], Callable[[], Array]]]:
+    """The compiled training step of an objective on one device, for measurements.
+
+    Returns:
+        the step; and a function that makes the initial state, and returns one that makes a step on the first rows of
+        ``train`` whenever it is called, and returns the loss.
+    """
+    train, transform = objective.config.train, make_optimizer(objective.config.optimizer, decay_mask(objective.model))
+    batch = jax.device_put(objective.take("train", np.arange(train.batch_size)))
+    initial, rate = jax.jit(lambda: objective.initial(transform)), jnp.float32(1e-3)
+    step = steps.jit_step(objective.update(transform), objective.model)
+    compiled = step.lower(jax.eval_shape(initial), batch, rate).compile()
+
+    def begin() -> Callable[[], Array]:
+        state = initial()
+
+        def run() -> Array:
+            nonlocal state
+            state, metrics = compiled(state, batch, rate)
+            return metrics.loss
+
+        return run
+
+    return compiled, begin
 
 
 def order(count: int, size: int, seed: int, *, start: int = 0) -> Iterator[Int[np.ndarray, " B"]]:

@@ -4,12 +4,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import jax
+import numpy as np
 import pytest
 
 from lra import accuracy, efficiency, table
-from lra.efficiency import BYTES, Case, Result, compiled_step, in_process, measure
+from lra.efficiency import BYTES, Case, Result, in_process, measure, objective
 from support.errors import ConfigError
+from training.examples import compiled_step
 
 ORIGIN = {"device": "a machine", "versions": {"jax": "1"}, "command": "python -m lra.table efficiency"}
 
@@ -33,17 +34,16 @@ def test_a_case_is_a_training_step(small):
     assert found.steps_per_second
     assert found.quartiles
     assert found.quartiles[0] <= 1 / found.steps_per_second <= found.quartiles[1]
-    compiled, initial, examples = compiled_step(case.config(), 3)
-    state, losses = initial(), []
-    for _ in range(20):
-        state, metrics = compiled(state, examples, jax.numpy.float32(1e-2))
-        losses.append(float(metrics.loss))
+    classifier = objective(case)
+    step = compiled_step(classifier)[1]()
+    losses = [float(step()) for _ in range(120)]
     assert losses[-1] < 0.2 < losses[0]
-    assert 0 < int(examples.tokens_BT.min()) <= int(examples.tokens_BT.max()) < BYTES
+    (tokens_BT,) = classifier.take("train", np.arange(3)).tokens
+    assert 0 < tokens_BT.min() <= tokens_BT.max() < BYTES
 
 
 def test_memory_alone_runs_nothing(small, monkeypatch):
-    monkeypatch.setattr(efficiency, "_time_steps", None)
+    monkeypatch.setattr(efficiency.report, "time_by_turns", None)
     found = measure(Case("softmax:materialised", 40, "released", memory_only=True))
     assert found.peak_bytes
     assert found.steps_per_second is None
