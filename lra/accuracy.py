@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -184,25 +184,32 @@ def averages(row: Mapping[str, Any]) -> tuple[float | None, float | None]:
     return over(FIVE), over(tuple(TASKS))
 
 
-def average_of_runs(row: Mapping[str, Sequence[Run]], tasks: Sequence[str]) -> tuple[float, float | None] | None:
-    """Mean and standard deviation of a row's average over tasks, over the seeds that all of them have.
+class Mean(NamedTuple):
+    """An average over seeds."""
+
+    accuracy: float
+    deviation: float | None
+    """Standard deviation; None for one seed."""
+
+
+def mean(columns: Sequence[Sequence[Run]]) -> Mean | None:
+    """The mean over columns, averaged over the seeds that all of them have; None if there is no such seed.
 
     Args:
-        row: the runs of each column, one per seed.
-        tasks: tasks to average over.
-
-    Returns:
-        None if a task is missing or has several columns, or the tasks share no seed; the deviation is None for one
-        seed.
+        columns: the runs of each, one per seed.
     """
-    found = [[{run.seed: run.accuracy for run in seeds} for seeds in row.values() if seeds[0].task == task]
-             for task in tasks]
-    if any(len(of_task) != 1 for of_task in found):
+    found = [{run.seed: run.accuracy for run in seeds} for seeds in columns]
+    shared = sorted(set.intersection(*map(set, found)))
+    values = [float(np.mean([of_column[seed] for of_column in found])) for seed in shared]
+    if not values:
         return None
-    shared = set.intersection(*(set(of_task[0]) for of_task in found))
-    if not shared:
-        return None
-    return _mean_and_deviation([float(np.mean([of_task[0][seed] for of_task in found])) for seed in sorted(shared)])
+    return Mean(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None)
+
+
+def mean_over(tasks: Sequence[str], row: Mapping[str, Sequence[Run]]) -> Mean | None:
+    """The mean of a row over tasks; None if one of them is missing or has several columns, or they share no seed."""
+    columns = [seeds for seeds in row.values() if seeds[0].task in tasks]
+    return mean(columns) if sorted(seeds[0].task for seeds in columns) == sorted(tasks) else None
 
 
 def at_last(row: Mapping[str, Sequence[Run]]) -> dict[str, list[Run]]:
@@ -225,9 +232,8 @@ def accuracy_table(runs: Sequence[Run], published: Mapping[str, Any]) -> tuple[l
     tasks += [(column.task, column) for column in columns if column.task not in TASKS]
 
     def ours(name: str, row: Mapping[str, Sequence[Run]]) -> list[str]:
-        cells = [None if column is None or column.checksum not in row else mean_and_deviation(row[column.checksum])
-                 for _, column in tasks]
-        cells += [average_of_runs(row, FIVE), average_of_runs(row, tuple(TASKS))]
+        cells = [mean([row.get(column.checksum, ()) if column else ()]) for _, column in tasks]
+        cells += [mean_over(FIVE, row), mean_over(tuple(TASKS), row)]
         return [name, *("–" if cell is None else percent(*cell) for cell in cells)]
 
     def theirs(row: Mapping[str, Any]) -> list[str]:
@@ -280,15 +286,6 @@ def markdown(runs: Sequence[Run], published: Mapping[str, Any], origin: Mapping[
     return "\n".join(text)
 
 
-def mean_and_deviation(seeds: Sequence[Run]) -> tuple[float, float | None]:
-    """Mean and standard deviation of the accuracies; the latter is None for one seed."""
-    return _mean_and_deviation([run.accuracy for run in seeds])
-
-
-def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
-
-
 def percent(value: float, spread: float | None) -> str:
     """``37.2 ± 0.4``."""
     return f"{100 * value:.1f}" + ("" if spread is None else f" ± {100 * spread:.1f}")
@@ -298,18 +295,16 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
     """The contents of the JSON file."""
     _, rows = table(runs)
 
-    def entry(found: tuple[float, float | None] | None) -> dict[str, float | None] | None:
-        return None if found is None else {"accuracy": found[0], "deviation": found[1]}
+    def entry(found: Mean | None) -> dict[str, float | None] | None:
+        return found and found._asdict()
 
     return {"averages": [
-        {"row": name, "five_tasks": entry(average_of_runs(row, FIVE)),
-         "six_tasks": entry(average_of_runs(row, tuple(TASKS)))} for name, row in rows.items()],
+        {"row": name, "five_tasks": entry(mean_over(FIVE, row)), "six_tasks": entry(mean_over(tuple(TASKS), row))}
+        for name, row in rows.items()],
         "rows": [
-        {"row": name, "task": seeds[0].task, "seeds": [run.seed for run in seeds], "accuracy": mean,
-         "deviation": deviation, "last": entry(mean_and_deviation(last) if (last := at_last(row).get(data)) else None),
-         "baselines": seeds[0].baselines}
-        for name, row in rows.items() for data, seeds in row.items()
-        for mean, deviation in [mean_and_deviation(seeds)]],
+        {"row": name, "task": seeds[0].task, "seeds": [run.seed for run in seeds], **(entry(mean([seeds])) or {}),
+         "last": entry(mean([at_last(row).get(data, ())])), "baselines": seeds[0].baselines}
+        for name, row in rows.items() for data, seeds in row.items()],
         "runs": [{name: value for name, value in asdict(run).items() if name != "setup"}
                  | {"standard_error": run.standard_error, "beyond": run.beyond} for run in runs]}
 

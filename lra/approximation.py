@@ -54,6 +54,7 @@ FIT_RATE = 3e-3
 """Adam's learning rate for Linformer's E."""
 BIAS_FEATURES = 8
 FAVOR_SCALE = 0.6
+"""Scale of q and k for FAVOR: the variance of its largest weights grows exponentially with their squared norms."""
 BIAS_DRAWS = (1, 4, 16, 64, 256, 1024, 4096)
 FAVOR = {"orthogonal": ("favor", True), "independent": ("favor", False), "cosines": ("favor_trigonometric", True)}
 """Curves of FAVOR: feature map, and whether directions are orthogonal."""
@@ -66,16 +67,10 @@ SPECTRUM = (0.6, 1.0, 2.0)
 """Lengths of queries and keys, in those of standard normal vectors."""
 
 
-def inputs(seed: int) -> tuple[Array, Array, Array]:
-    """q, k and v (B, T, H, D), normal."""
-    q, k, v = jax.random.normal(jax.random.key(seed), (3, B, T, H, D))
-    return q, k, v
-
-
-def shorter_inputs() -> tuple[Array, Array, Array]:
-    """For FAVOR: the variance of its largest weights grows exponentially with squared norms of keys and queries."""
-    q, k, v = inputs(0)
-    return FAVOR_SCALE * q, FAVOR_SCALE * k, v
+def inputs(scale: float = 1.0) -> tuple[Array, Array, Array]:
+    """q, k and v (B, T, H, D), normal; q and k times ``scale``."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, B, T, H, D))
+    return scale * q, scale * k, v
 
 
 def softmax(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, own: bool = True) -> Array:
@@ -112,14 +107,9 @@ def _mixed(graph: Any, state: Any, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array) 
     return nnx.merge(graph, state).mix(q_BTHD, k_BTHD, v_BTHD, x_BTE=x_BTE, causal=False, segment_ids_BT=None)
 
 
-def over_draws(measure: Callable[[int], float], draws: int) -> float:
-    """The median over seeds."""
-    return median(measure(seed) for seed in range(draws))
-
-
 def favor(draws: int) -> dict[str, dict[int, float]]:
     """Error of the output against the number of features; there are two cosine features per direction."""
-    q, k, v = shorter_inputs()
+    q, k, v = inputs(FAVOR_SCALE)
     exact = softmax(q, k, v)
 
     def measure(phi: str, orthogonal: bool, count: int, seed: int) -> float:
@@ -127,8 +117,8 @@ def favor(draws: int) -> dict[str, dict[int, float]]:
         module = mode("performer", seed, phi=phi, orthogonal=orthogonal, features=directions)
         return error(mixed(module, q, k, v), exact)
 
-    return {name: {count: over_draws(lambda seed: measure(phi, orthogonal, count, seed), draws)  # noqa: B023
-                   for count in FEATURES} for name, (phi, orthogonal) in FAVOR.items()}
+    return {name: {count: median(measure(phi, orthogonal, count, seed) for seed in range(draws)) for count in FEATURES}
+            for name, (phi, orthogonal) in FAVOR.items()}
 
 
 def estimated(options: FeatureOptions, key: Array, q_BTHD: Array, k_BTHD: Array) -> Array:
@@ -145,7 +135,7 @@ def exact_weights(q_BTHD: Array, k_BTHD: Array) -> Array:
 
 def favor_matrix() -> dict[str, dict[int, float]]:
     """Mean squared error of the matrix of weights over its mean square, against the number of features."""
-    q, k, _ = shorter_inputs()
+    q, k, _ = inputs(FAVOR_SCALE)
     exact_BHTS = exact_weights(q, k)
 
     @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -161,10 +151,10 @@ def favor_matrix() -> dict[str, dict[int, float]]:
 
 def spectrum() -> dict[str, dict[int, float]]:
     """Share of the sum of singular values of softmax matrices in the first ones, the mean over heads."""
-    q, k, _ = inputs(0)
     found = {}
     for scale in SPECTRUM:
-        weights_BHTS = exact_weights(scale * q, scale * k)
+        q, k, _ = inputs(scale)
+        weights_BHTS = exact_weights(q, k)
         values_BHS = np.linalg.svd(np.asarray(weights_BHTS / weights_BHTS.sum(axis=-1, keepdims=True), np.float64),
                                    compute_uv=False)
         shares_S = np.mean(np.cumsum(values_BHS, axis=-1) / values_BHS.sum(axis=-1, keepdims=True), axis=(0, 1))
@@ -178,7 +168,7 @@ def linformer(draws: int) -> dict[str, dict[int, float]]:
 
     Untrained, E gives errors above 1, because its rows are not averages.
     """
-    q, k, v = inputs(0)
+    q, k, v = inputs()
     exact = softmax(q, k, v)
     transform = optax.adam(FIT_RATE)
 
@@ -199,23 +189,25 @@ def linformer(draws: int) -> dict[str, dict[int, float]]:
         graph, e, rest = nnx.split(mode("linformer", seed, k=count), nnx.PathContains("projection_KS"), ...)
         return error(mixed(nnx.merge(graph, fitted(graph, e, rest), rest), q, k, v), exact)
 
-    return {"linformer": {count: over_draws(lambda seed: measure(count, seed), min(draws, 3))  # noqa: B023
-                          for count in K}}
+    return {"linformer": {count: median(measure(count, seed) for seed in range(min(draws, 3))) for count in K}}
 
 
 def reformer(draws: int) -> dict[str, dict[int, float]]:
     """Error against hash rounds, for chunks of 32 and of 64 tokens; exact attention uses Reformer's keys."""
-    q, _, v = inputs(0)
+    q, _, v = inputs()
     k = np.sqrt(D) * q / jnp.linalg.norm(q, axis=-1, keepdims=True)
     exact = softmax(q, k, v, own=False)
-    return {f"chunks of {size}": {rounds: over_draws(lambda seed: error(
-        mixed(mode("reformer", seed, rounds=rounds, chunk_size=size), q, k, v), exact), draws)  # noqa: B023
-        for rounds in ROUNDS} for size in (32, 64)}
+
+    def measure(size: int, rounds: int, seed: int) -> float:
+        return error(mixed(mode("reformer", seed, rounds=rounds, chunk_size=size), q, k, v), exact)
+
+    return {f"chunks of {size}": {rounds: median(measure(size, rounds, seed) for seed in range(draws))
+                                  for rounds in ROUNDS} for size in (32, 64)}
 
 
 def bias() -> dict[str, dict[int, float]]:
     """Error of the mean over draws, for the weights and for the output."""
-    q, k, v = shorter_inputs()
+    q, k, v = inputs(FAVOR_SCALE)
     options = FeatureOptions(feature_map="favor", features=BIAS_FEATURES, normalize=False)
     exact_BHTS = exact_weights(q, k)
 
@@ -237,36 +229,33 @@ def bias() -> dict[str, dict[int, float]]:
 
 
 ERROR = "RMS error over RMS of softmax"
-PARTS: Mapping[str, tuple[Callable[..., dict[str, dict[int, float]]], str]] = {
-    "favor": (favor, "features"),
-    "linformer": (linformer, "k"),
-    "reformer": (reformer, "hash rounds"),
+PARTS: Mapping[str, tuple[Callable[[int], dict[str, dict[int, float]]], tuple[str, str, str]]] = {
+    "favor": (favor, ("favor", "features", ERROR)),
+    "linformer": (linformer, ("linformer", "k", ERROR)),
+    "reformer": (reformer, ("reformer", "hash rounds", ERROR)),
+    "bias": (lambda _: bias(), (f"mean over draws, {BIAS_FEATURES} features", "draws", ERROR)),
+    "favor_matrix": (lambda _: favor_matrix(), (
+        "favor's matrix", "features", "mean squared error over mean square")),
+    "spectrum": (lambda _: spectrum(), ("spectrum of softmax", "singular values", "share of their sum")),
 }
-"""The panels: what is approximated, and its argument."""
+"""The curves of each, from the number of draws, unless they have their own; and title, x and y of their panel."""
 
 
 @functools.partial(report.Benchmark, module="lra.approximation", files=True, flags={
     "draws": report.flag("seeds of each point", 9)})
 def main(options: Namespace, results: report.Results) -> None:
-    """All approximations, then the figures that have their own measure."""
-    others: Mapping[str, tuple[Callable[[], dict[str, dict[int, float]]], str, str, str]] = {
-        "bias": (bias, f"mean over draws, {BIAS_FEATURES} features", "draws", ERROR),
-        "favor_matrix": (favor_matrix, "favor's matrix", "features", "mean squared error over mean square"),
-        "spectrum": (spectrum, "spectrum of softmax", "singular values", "share of their sum"),
-    }
+    """All approximations, one after the other."""
     curves: dict[str, dict[str, dict[int, float]]] = {}
     results.more = {"shape": {"B": B, "T": T, "H": H, "D": D}, "curves": curves}
-    for name, measure in {**{name: functools.partial(part, options.draws) for name, (part, _) in PARTS.items()},
-                          **{name: part for name, (part, *_) in others.items()}}.items():
+    for name, (measure, _) in PARTS.items():
         status(f"{name} …")
-        curves[name] = measure()
+        curves[name] = measure(options.draws)
         results.keep()
         for label, points in curves[name].items():
             print(f"{name}, {label}: " + ", ".join(f"{x:,}: {y:.3g}" for x, y in points.items()))
     if report.has_matplotlib():
-        panels = [Panel(curves[name], title=name, x=x, y=ERROR) for name, (_, x) in PARTS.items()]
-        panels += [Panel(curves[name], title=title, x=x, y=y) for name, (_, title, x, y) in others.items()]
-        draw_panels(options.picture, panels, title="Approximations of softmax attention")
+        draw_panels(options.picture, [Panel(curves[name], *labels) for name, (_, labels) in PARTS.items()],
+                    title="Approximations of softmax attention")
 
 
 if __name__ == "__main__":
