@@ -1,4 +1,4 @@
-"""The tasks of Long Range Arena as arrays in memory: one module each, with a function ``load``.
+"""The tasks of Long Range Arena as arrays in memory: one module each, with ``VOCABULARY`` and a function ``load``.
 
 Tay et al., "Long Range Arena: A Benchmark for Efficient Transformers", 2020. Importing the modules requires neither jax
 nor a network; data are downloaded or generated when a task is loaded.
@@ -76,14 +76,14 @@ def load(task: str, *, folder: Path | None, max_length: int | None, train_exampl
         DataError: files are missing or damaged, or a download failed.
     """
     module = _module(task)
-    counts = {"max-length": max_length, "train-examples": train_examples, "val-examples": val_examples}
-    for name, value in counts.items():
+    asked = {"max-length": max_length, "train-examples": train_examples, "val-examples": val_examples}
+    for name, value in asked.items():
         if value is not None and value < 1:
             raise ConfigError(f"--data.{name} is {value}; expected a number above 0")
     if seed < 0:
         raise ConfigError(f"seed is {seed}; expected at least 0")
-    return module.load(folder=folder, max_length=max_length, train_examples=train_examples,
-                       val_examples=val_examples, seed=seed, cache=cache)
+    counts = {"train": train_examples, "val": val_examples, "test": val_examples}
+    return module.load(folder=folder, max_length=max_length, counts=counts, seed=seed, cache=cache)
 
 
 def _module(task: str) -> ModuleType:

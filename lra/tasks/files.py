@@ -2,7 +2,7 @@
 
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -84,25 +84,31 @@ def is_cached(dataset: str) -> bool:
     return (Path(config.HF_DATASETS_CACHE) / dataset.replace("/", "___")).is_dir()
 
 
-def read_npz(path: Path | None, names: Sequence[str]) -> dict[str, np.ndarray] | None:
-    """Reads the arrays of :func:`write_npz`; None if they are missing or damaged."""
-    if path is None:
-        return None
+def cached(folder: Path | None, name: str, make: Callable[[], dict[str, np.ndarray]],
+           ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """The arrays that ``make`` returns, from ``folder`` if they are intact there, else made and kept there.
+
+    Args:
+        folder: None: they are not kept.
+        name: of the file, without its suffix.
+        make: makes the arrays.
+
+    Returns:
+        the arrays; and a note if they cannot be written.
+    """
+    if folder is None:
+        return make(), ()
+    path = folder / f"{name}.npz"
     try:
         with path.open("rb") as file, np.load(file) as found:
-            return {name: found[name] for name in names}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-        return None
-
-
-def write_npz(path: Path | None, arrays: Mapping[str, np.ndarray]) -> tuple[str, ...]:
-    """Writes arrays to ``path``, if any; returns a note if it cannot be written."""
-    if path is None:
-        return ()
+            return dict(found), ()
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+        arrays = make()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as beside, beside.open("wb") as file:
             np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]
     except OSError as error:
-        return (f"{path} cannot be written ({error.strerror or error}); the data will be generated again next time",)
-    return ()
+        return arrays, (f"{path} cannot be written ({error.strerror or error}); the data will be generated again next "
+                        "time",)
+    return arrays, ()

@@ -5,6 +5,7 @@ Arena (Tay et al., 2020, section 2.2.4): 32 × 32 pixels row by row, hence 1,024
 because 0 is padding: 257 tokens, where Long Range Arena has 256. The last tenth of train is val.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ _EXPECTED = (f"cifar-10-batches-bin with {FILES['train'][0]} to {FILES['train'][
              "train*.parquet and test*.parquet with the columns img and label")
 
 
-def load(*, folder: Path | None, max_length: int | None, train_examples: int | None, val_examples: int | None,
-         seed: int, cache: Path | None = None) -> Dataset:
+def load(*, folder: Path | None, max_length: int | None, counts: Mapping[str, int | None], seed: int,
+         cache: Path | None) -> Dataset:
     """CIFAR-10, from the Hugging Face Hub or from a folder, in its binary format or the Hub's; see
     :func:`lra.tasks.load`. ``datasets`` caches downloads; ``cache`` is not used.
 
@@ -42,15 +43,13 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
         shades[name], labels[name] = shrink(grey(pixels), side), found
         if not len(found):
             raise DataError(f"{folder or HUB}: {name} has no images; download it again")
-        if found.min() < 0 or found.max() >= CLASSES:
-            row = int(np.flatnonzero((found < 0) | (found >= CLASSES))[0])
+        for row in np.flatnonzero((found < 0) | (found >= CLASSES)):
             files.check_label(f"{name} of {folder or HUB}", f"image {row + 1:,}", int(found[row]), CLASSES)
     border = images.val_start(len(labels["train"]))
     parts = {"train": ("train", slice(border)), "val": ("train", slice(border, None)), "test": ("test", slice(None))}
     splits = {}
     for name, (source, part) in parts.items():
-        wanted = train_examples if name == "train" else val_examples
-        chosen = files.choose("image", name, len(labels[source][part]), wanted, seed)
+        chosen = files.choose("image", name, len(labels[source][part]), counts[name], seed)
         tokens_NT = shades[source][part][chosen].astype(np.uint16) + np.uint16(1)
         lengths_N = np.full(len(chosen), side**2, np.int32)
         splits[name] = Split((tokens_NT,), (lengths_N,), labels[source][part][chosen])

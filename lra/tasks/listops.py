@@ -11,7 +11,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -60,8 +60,8 @@ class Level(NamedTuple):
     """Arguments of an operator, which are nodes of the next level; 0 for a digit."""
 
 
-def load(*, folder: Path | None, max_length: int | None, train_examples: int | None, val_examples: int | None,
-         seed: int, cache: Path | None = None) -> Dataset:
+def load(*, folder: Path | None, max_length: int | None, counts: Mapping[str, int | None], seed: int,
+         cache: Path | None) -> Dataset:
     """ListOps, generated, or from ``listops-1000`` of the official release; see :func:`lra.tasks.load`.
 
     Expressions of the release longer than ``max_length`` are skipped, because a truncated one has no value. ``val`` and
@@ -69,10 +69,8 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
     """
     files.check_length("listops", max_length, *_LENGTHS)
     max_length = max_length or MAX_LENGTH
-    counts = {"train": train_examples, "val": val_examples, "test": val_examples}
     if folder is None:
-        counts = {name: counts[name] or EXAMPLES[name] for name in EXAMPLES}
-        splits, notes = _generated(max_length, counts, seed, cache)
+        splits, notes = _generated(max_length, {name: counts[name] or EXAMPLES[name] for name in EXAMPLES}, seed, cache)
     else:
         splits, notes = {}, ()
         for name, path in files.find(folder, "listops-1000", FILES, "leave out --data-dir to generate ListOps").items():
@@ -103,11 +101,6 @@ def evaluate(tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> int:
     if len(lists) != 1 or len(lists[0][1]) != 1:
         raise ValueError("the tokens are not one expression")
     return lists[0][1][0]
-
-
-def text(tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> str:
-    """Tokens in their notation."""
-    return " ".join(TOKENS[int(token)] for token in tokens)
 
 
 def baselines(train: Split, test: Split) -> dict[str, float]:
@@ -163,14 +156,13 @@ def _generated(max_length: int, counts: dict[str, int], seed: int,
     order = ("test", "val", "train")
     name = "-".join(["listops", str(_VERSION), "length", str(max_length), "seed", str(seed),
                      *(f"{split}-{counts[split]}" for split in order)])
-    path = None if cache is None else cache / f"{name}.npz"
-    kept = files.read_npz(path, ("tokens", "lengths", "labels"))
-    notes: tuple[str, ...] = ()
-    if kept is None:
+
+    def made() -> dict[str, np.ndarray]:
         rows, labels = _draw(max_length, sum(counts.values()), seed)
-        kept = {"tokens": np.concatenate(rows), "lengths": np.array([len(row) for row in rows], np.int32),
+        return {"tokens": np.concatenate(rows), "lengths": np.array([len(row) for row in rows], np.int32),
                 "labels": labels}
-        notes = files.write_npz(path, kept)
+
+    kept, notes = files.cached(cache, name, made)
     tokens_NT = _padded(kept["tokens"], kept["lengths"], max_length)
     splits, start = {}, 0
     for split in order:

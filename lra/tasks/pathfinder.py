@@ -21,15 +21,15 @@ if __name__ == "__main__":  # before any other import, which takes seconds
 
 import copy
 import functools
-import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -282,8 +282,8 @@ class _Canvas:
     def overlaps(self, rows: np.ndarray, paddles: np.ndarray) -> np.ndarray:
         """Whether a paddle would be too close to another, or to the border."""
         masks = self.stamps.mask[paddles[:, 2]]
-        there = _window(self.mask, self.edge, rows, paddles, masks.shape[-1])
-        return (there.astype(np.uint16) + masks).max((1, 2)) >= OVERLAP
+        views, at = _windows(self.mask, self.edge, rows, paddles, masks.shape[-1])
+        return (views[at].astype(np.uint16) + masks).max((1, 2)) >= OVERLAP
 
     def copy(self, rows: np.ndarray) -> "_Canvas":
         """A canvas of these images only."""
@@ -303,18 +303,18 @@ class _Canvas:
         return np.flatnonzero(~taken)
 
 
-def _window(images: np.ndarray, edge: int, rows: np.ndarray, places: np.ndarray, width: int) -> np.ndarray:
-    views = sliding_window_view(images, (width, width), axis=(1, 2))
+def _windows(images: np.ndarray, edge: int, rows: np.ndarray, paddles: np.ndarray, width: int,
+             ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """The squares of images, as a view; and the index of those around paddles, one in each of the images in ``rows``.
+    """
     corner = edge - width // 2
-    return views[rows, places[:, 0] + corner, places[:, 1] + corner]
+    return (sliding_window_view(images, (width, width), axis=(1, 2), writeable=True),
+            (rows, paddles[:, 0] + corner, paddles[:, 1] + corner))
 
 
 def _stamp(images: np.ndarray, edge: int, rows: np.ndarray, paddles: np.ndarray, stamps: np.ndarray) -> None:
     """Draws one stamp into each of the images in ``rows``, which are unique; the brighter pixel stays."""
-    width = stamps.shape[-1]
-    views = sliding_window_view(images, (width, width), axis=(1, 2), writeable=True)
-    corner = edge - width // 2
-    at = (rows, paddles[:, 0] + corner, paddles[:, 1] + corner)
+    views, at = _windows(images, edge, rows, paddles, stamps.shape[-1])
     views[at] = np.maximum(views[at], stamps[paddles[:, 2]])
 
 
@@ -477,16 +477,21 @@ def draw(level: Level, scenes: Scenes) -> np.ndarray:
     return drawn
 
 
-def load(*, folder: Path | None, max_length: int | None, train_examples: int | None, val_examples: int | None,
-         seed: int, cache: Path | None = None, task: str = "pathfinder") -> Dataset:
+def draw_numbers(level: Level, seed: int, numbers: Sequence[int]) -> np.ndarray:
+    """(N, side, side) uint8: the images of these numbers."""
+    return draw(level, scenes(level, seed, np.array(numbers)))
+
+
+def load(*, folder: Path | None, max_length: int | None, counts: Mapping[str, int | None], seed: int,
+         cache: Path | None, task: str = "pathfinder") -> Dataset:
     """Pathfinder, or with ``task="pathx"`` Path-X: pixels row by row; a token is the grey value + 1.
 
     Args:
         folder: the release's ``lra_release``, shuffled by ``seed``: 80 % train, 10 % val, 10 % test; None: generate
             images.
         max_length: a square number of pixels below the task's: generates smaller images, with shorter contours.
-        train_examples: None: 160,000, as in the release.
-        val_examples: size of val and of test; None: 20,000.
+        counts: size of each split; None: 160,000 for train, as in the release, 20,000 for val and for test.
+        seed: of generated images, or of the order of the release's.
         cache: folder for generated images.
 
     Raises:
@@ -496,16 +501,15 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
     level = LEVELS[task]
     if max_length is not None:
         level = level.reduced(_side(max_length, level.side, task, generated=folder is None))
-    asked = {"train": train_examples, "val": val_examples, "test": val_examples}
     if folder is None:
-        counts = {split: DEFAULT_EXAMPLES[split] if count is None else count for split, count in asked.items()}
         notes = [f"generated {task}: {level.side} x {level.side} pixels, contours of {level.contour_length} paddles, "
                  f"seed {seed}"]
-        found = {split: _generated(task, level, split, seed, count, cache, notes) for split, count in counts.items()}
+        found = {split: _generated(task, level, split, seed, count or DEFAULT_EXAMPLES[split], cache, notes)
+                 for split, count in counts.items()}
     else:
-        found, notes = _released(task, folder, level.side, asked, seed)
+        found, notes = _released(task, folder, level.side, counts, seed)
     splits = {}
-    for split in asked:
+    for split in counts:
         images, labels_N = found.pop(split)  # frees gigabytes
         tokens_NT = images.reshape(len(images), -1).astype(np.uint16)
         tokens_NT += 1
@@ -565,11 +569,9 @@ def _generated(task: str, level: Level, split: str, seed: int, count: int, cache
     cached."""
     start = list(DEFAULT_EXAMPLES).index(split) * 2**40
     labels_N = labels(seed, np.arange(start, start + count))
-    path = None if cache is None else cache / f"{task}-{level.side}-{split}-{count}-seed{seed}-v{VERSION}.npz"
-    kept = files.read_npz(path, ("images",))
-    if kept is None:
-        kept = {"images": generate(level, seed, start, count, f"{task} {split}")}
-        notes.extend(files.write_npz(path, kept))
+    kept, remarks = files.cached(cache, f"{task}-{level.side}-{split}-{count}-seed{seed}-v{VERSION}", lambda: {
+        "images": generate(level, seed, start, count, f"{task} {split}")})
+    notes.extend(remarks)
     return kept["images"], labels_N
 
 
@@ -579,11 +581,10 @@ def generate(level: Level, seed: int, start: int, count: int, title: str = "imag
     Raises:
         DataError: a process failed.
     """
-    size = CHUNK // level.side**2
-    chunks = [(at, min(at + size, start + count)) for at in range(start, start + count, size)]
+    numbers, size = range(start, start + count), CHUNK // level.side**2
+    chunks = [numbers[at : at + size] for at in range(0, count, size)]
     if len(chunks) < 2:
-        numbers = np.arange(start, start + count)
-        return draw(level, scenes(level, seed, numbers))
+        return draw_numbers(level, seed, numbers)
     from rich.console import Console
     from rich.progress import track
 
@@ -592,24 +593,28 @@ def generate(level: Level, seed: int, start: int, count: int, title: str = "imag
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         drawn = pool.map(functools.partial(_in_process, level, seed), chunks)
         try:
-            for (first, last), chunk in zip(
-                    chunks, track(drawn, title, len(chunks), console=Console(stderr=True),
-                                  transient=True), strict=True):
-                images[first - start : last - start] = chunk
+            for at, chunk in zip(range(0, count, size), track(
+                    drawn, title, len(chunks), console=Console(stderr=True), transient=True), strict=True):
+                images[at : at + size] = chunk
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return images
 
 
-_CODE = "import sys; sys.path.insert(0, sys.argv[1]); from lra.tasks import pathfinder; pathfinder._serve(sys.argv[2])"
+_CODE = """
+import pickle, sys
+sys.path.insert(0, sys.argv[1])
+from lra.tasks import pathfinder
+sys.stdout.buffer.write(pathfinder.draw_numbers(*pickle.load(sys.stdin.buffer)).tobytes())
+"""
 
 
-def _in_process(level: Level, seed: int, chunk: tuple[int, int]) -> np.ndarray:
+def _in_process(level: Level, seed: int, numbers: range) -> np.ndarray:
     # multiprocessing would import the running script in each process, and with it jax and a model.
-    work = json.dumps({"level": asdict(level), "seed": seed, "chunk": chunk})
-    ended = subprocess.run([sys.executable, "-P", "-c", _CODE, str(Path(__file__).parents[2]), work],
-                           capture_output=True, check=False, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
+    ended = subprocess.run([sys.executable, "-P", "-c", _CODE, str(Path(__file__).parents[2])],
+                           input=pickle.dumps((level, seed, numbers)), capture_output=True, check=False,
+                           env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
     if ended.returncode:
         said = ended.stderr.decode(errors="replace").strip().splitlines()
         raise DataError(f"an image generation process ended (exit code {ended.returncode}"
@@ -617,14 +622,7 @@ def _in_process(level: Level, seed: int, chunk: tuple[int, int]) -> np.ndarray:
     return np.frombuffer(ended.stdout, np.uint8).reshape(-1, level.side, level.side)
 
 
-def _serve(work: str) -> None:
-    """Writes the bytes of images, in a process of :func:`generate`."""
-    task = json.loads(work)
-    level = Level(**task["level"] | {"margins": tuple(task["level"]["margins"])})
-    sys.stdout.buffer.write(draw(level, scenes(level, task["seed"], np.arange(*task["chunk"]))).tobytes())
-
-
-def _released(task: str, folder: Path, side: int, asked: dict[str, int | None],
+def _released(task: str, folder: Path, side: int, counts: Mapping[str, int | None],
               seed: int) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], list[str]]:
     """Images and labels of each split, and notes. Broken images are skipped."""
     root = folder / f"pathfinder{side}" / "curv_contour_length_14"
@@ -632,9 +630,9 @@ def _released(task: str, folder: Path, side: int, asked: dict[str, int | None],
     order = np.random.default_rng(seed).permutation(len(listed))
     bounds = [0, len(listed) * 8 // 10, len(listed) * 9 // 10, len(listed)]
     found, broken, read = {}, Broken(root), 0
-    for split, first, last in zip(asked, bounds[:-1], bounds[1:], strict=True):
-        files.check_count(task, split, last - first, asked[split])
-        rows = [listed[i] for i in order[first:last][:asked[split]]]
+    for (split, count), first, last in zip(counts.items(), bounds[:-1], bounds[1:], strict=True):
+        files.check_count(task, split, last - first, count)
+        rows = [listed[i] for i in order[first:last][:count]]
         images, whole = np.empty((len(rows), side, side), np.uint8), np.ones(len(rows), bool)
         for i, (path, _) in enumerate(rows):
             if (image := _grey(path, side)) is None:

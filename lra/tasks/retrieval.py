@@ -5,6 +5,7 @@ Radev et al., "The ACL Anthology Network Corpus", 2013, in the pairs of Long Ran
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,8 @@ FILES = {"train": "new_aan_pairs.train.tsv", "val": "new_aan_pairs.eval.tsv", "t
 RELEASE = "https://storage.googleapis.com/long-range-arena/lra_release.gz"
 
 
-def load(*, folder: Path | None, max_length: int | None, train_examples: int | None, val_examples: int | None,
-         seed: int, cache: Path | None = None) -> Dataset:
+def load(*, folder: Path | None, max_length: int | None, counts: Mapping[str, int | None], seed: int,
+         cache: Path | None) -> Dataset:
     """The pairs of the official release, whose folder is required; see :func:`lra.tasks.load`. ``cache`` is not
     used."""
     if folder is None:
@@ -33,8 +34,7 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
     files.check_length("retrieval", max_length, 1, MAX_BYTES)
     splits, notes = {}, ()
     for name, path in files.find(folder, "tsv_data", FILES, f"unpack {RELEASE} there").items():
-        wanted = train_examples if name == "train" else val_examples
-        splits[name], remarks = _read(path, name, max_length or MAX_LENGTH, wanted, seed)
+        splits[name], remarks = _read(path, name, max_length or MAX_LENGTH, counts[name], seed)
         notes += remarks
     return dataset(splits, VOCABULARY, CLASSES, notes)
 

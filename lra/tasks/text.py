@@ -5,7 +5,7 @@ section 2.2.2): a token is a byte + 1, and texts are cut to 4,000. Long Range Ar
 is a tenth of train.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ _COLUMNS = ("text", "label")
 _EXPECTED = "aclImdb/{train,test}/{neg,pos}/*.txt, or train*.parquet and test*.parquet with the columns text and label"
 
 
-def load(*, folder: Path | None, max_length: int | None, train_examples: int | None, val_examples: int | None,
-         seed: int, cache: Path | None = None) -> Dataset:
+def load(*, folder: Path | None, max_length: int | None, counts: Mapping[str, int | None], seed: int,
+         cache: Path | None) -> Dataset:
     """IMDb, from the Hugging Face Hub or from a folder, in its authors' layout or the Hub's; see
     :func:`lra.tasks.load`. ``datasets`` caches downloads; ``cache`` is not used."""
     files.check_length("text", max_length, 1, 2**16)
@@ -39,8 +39,7 @@ def load(*, folder: Path | None, max_length: int | None, train_examples: int | N
     reviews = {"train": [train[i] for i in order[held_out:]], "val": [train[i] for i in order[:held_out]], "test": test}
     splits = {}
     for name, rows in reviews.items():
-        wanted = train_examples if name == "train" else val_examples
-        chosen = [rows[i] for i in files.choose("text", name, len(rows), wanted, seed)]
+        chosen = [rows[i] for i in files.choose("text", name, len(rows), counts[name], seed)]
         tokens_NT = np.zeros((len(chosen), max_length or MAX_LENGTH), np.uint16)
         lengths_N = np.array([files.put(text, row_T) for (text, _), row_T in zip(chosen, tokens_NT, strict=True)],
                              np.int32)

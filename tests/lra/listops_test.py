@@ -166,7 +166,7 @@ def test_a_cache_that_cannot_be_written_is_remarked(tmp_path):
 def parenthesised(tokens) -> str:
     """Writes trees as in the release: nested to the left."""
     stack = []
-    for word in listops.text(tokens).split():
+    for word in (TOKENS[token] for token in tokens):
         if word != "]":
             stack.append([word in OPERATORS, word])
             continue

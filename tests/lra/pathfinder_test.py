@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from lra.tasks import Dataset, pathfinder, pathx
+from lra import tasks
+from lra.tasks import Dataset, pathfinder
 from lra.tasks.pathfinder import PATHFINDER, PATHX, Level, Scenes
 from support.errors import ConfigError, DataError
 
@@ -32,9 +33,9 @@ def images(request: pytest.FixtureRequest) -> tuple[Level, Scenes, np.ndarray]:
     return request.getfixturevalue(request.param)
 
 
-def load(**options) -> Dataset:
-    return pathfinder.load(**{"folder": None, "max_length": None, "train_examples": 40, "val_examples": 20, "seed": 0}
-                           | options)
+def load(task: str = "pathfinder", **options) -> Dataset:
+    return tasks.load(task, **{"folder": None, "max_length": None, "train_examples": 40, "val_examples": 20, "seed": 0}
+                      | options)
 
 
 @pytest.fixture(scope="module")
@@ -240,20 +241,21 @@ def test_guessing_by_the_distance_of_markers_is_told():
 
 
 @pytest.mark.parametrize(("task", "max_length", "folder", "expected"), [
-    (pathfinder, 600, None, r"expected 576 \(24 x 24\) or 625 \(25 x 25\): .* squares with sides of 12 to 32 pixels$"),
-    (pathfinder, 150, None, r"expected 144 \(12 x 12\) or 169 \(13 x 13\): images of"),
-    (pathfinder, 143, None, r"expected 144 \(12 x 12\): images of"),
-    (pathfinder, 121, None, r"expected 144 \(12 x 12\): images of"),
-    (pathfinder, 1000, None, r"expected 961 \(31 x 31\) or 1024 \(32 x 32\): images of"),
-    (pathfinder, 4900, None, r"expected 1024 \(32 x 32\): images of"),
-    (pathx, 4000, None, r"expected 3969 \(63 x 63\) or 4096 \(64 x 64\): .* squares with sides of 48 to 128 pixels$"),
-    (pathx, 16_385, None, r"expected 16384 \(128 x 128\): images of"),
-    (pathfinder, 576, Path("lra"), r"expected 1024 \(32 x 32\): .* have sides of 32 pixels and cannot be cropped$"),
-    (pathfinder, 5000, Path("lra"), r"expected 1024 \(32 x 32\): .* cannot be cropped$"),
+    ("pathfinder", 600, None,
+     r"expected 576 \(24 x 24\) or 625 \(25 x 25\): .* squares with sides of 12 to 32 pixels$"),
+    ("pathfinder", 150, None, r"expected 144 \(12 x 12\) or 169 \(13 x 13\): images of"),
+    ("pathfinder", 143, None, r"expected 144 \(12 x 12\): images of"),
+    ("pathfinder", 121, None, r"expected 144 \(12 x 12\): images of"),
+    ("pathfinder", 1000, None, r"expected 961 \(31 x 31\) or 1024 \(32 x 32\): images of"),
+    ("pathfinder", 4900, None, r"expected 1024 \(32 x 32\): images of"),
+    ("pathx", 4000, None, r"expected 3969 \(63 x 63\) or 4096 \(64 x 64\): .* squares with sides of 48 to 128 pixels$"),
+    ("pathx", 16_385, None, r"expected 16384 \(128 x 128\): images of"),
+    ("pathfinder", 576, Path("lra"), r"expected 1024 \(32 x 32\): .* have sides of 32 pixels and cannot be cropped$"),
+    ("pathfinder", 5000, Path("lra"), r"expected 1024 \(32 x 32\): .* cannot be cropped$"),
 ])
 def test_a_length_that_is_no_image_is_refused_with_the_nearest_that_are(task, max_length, folder, expected):
     with pytest.raises(ConfigError, match=rf"--data\.max-length is {max_length}; {expected}"):
-        task.load(folder=folder, max_length=max_length, train_examples=2, val_examples=2, seed=0)
+        load(task, folder=folder, max_length=max_length)
 
 
 def test_images_are_not_held_beside_all_their_tokens(monkeypatch):
@@ -304,7 +306,7 @@ def test_the_release_is_read(tmp_path):
 
 def test_path_x_reads_images_of_its_size(tmp_path):
     release(tmp_path, 128, 20)
-    data = pathx.load(folder=tmp_path, max_length=None, train_examples=None, val_examples=None, seed=0, cache=None)
+    data = load("pathx", folder=tmp_path, train_examples=None, val_examples=None)
     assert data.splits["train"].tokens[0].shape == (16, 128 * 128)
     with pytest.raises(DataError, match=r"pathfinder32.curv_contour_length_14: expected metadata"):
         load(folder=tmp_path)

@@ -14,7 +14,6 @@ from comparison.remarks import remarks
 from comparison.runs import group, load_run, scored
 from lra import accuracy, tasks
 from lra import train as lra_train
-from lra.tasks import listops
 from support.errors import DataError
 from tests import tiny
 from tests.comparison.made import write_run
@@ -204,7 +203,7 @@ def test_a_shortened_listops_is_trained_on_and_scored_beside_its_guessers(tmp_pa
                     *(word for name, value in flags.items() for word in (f"--{name}", value))) == 0
     found = read(tmp_path / "run" / "test.json")
     assert (found["task"], found["context"], found["train_examples"], found["examples"]) == ("listops", 16, 64, 32)
-    data = listops.load(folder=None, max_length=16, train_examples=64, val_examples=32, seed=0)
+    data = tasks.load("listops", folder=None, max_length=16, train_examples=64, val_examples=32, seed=0)
     assert found["corpus_checksum"] == data.checksum
     assert found["baselines"] == data.baselines
     assert found["baselines"].keys() > {"majority class", "root operator"}
