@@ -22,7 +22,7 @@ from data import synthetic_tasks, tokenizers
 from data.loader import Batch, Corpora
 from data.token_files import TokenFiles
 from support.files import write_json
-from tests import tiny
+from tests import several_devices, tiny
 from training import evaluation
 from training.run import load_model
 
@@ -117,10 +117,10 @@ def test_the_loss_is_that_of_the_val_lines(folder, capsys):
 @pytest.mark.thorough
 def test_devices_that_share_rows_and_parameters_score_as_one(folder):
     flags = [sys.executable, "evaluate.py", str(folder / "none"), "--windows", "8"]
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | several_devices.environment(2)
     losses = []
     for devices in "12":
-        done = subprocess.run([*flags, "--devices", devices], cwd=Path(__file__).parents[1], env=environment,
+        done = subprocess.run([*flags, "--devices", devices], cwd=tiny.ROOT, env=environment,
                               capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         (entry,) = found(folder / "none")["evaluations"]

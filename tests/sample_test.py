@@ -21,6 +21,7 @@ from models import attention as attentions
 from models.gpt import GPT, resolve_config
 from sampling import terminal
 from support.errors import ConfigError
+from tests import several_devices
 from training.checkpoint import Checkpoints
 from training.run import load_model
 
@@ -352,7 +353,7 @@ leaves = [x for x in jax.tree.leaves(model) if x.ndim > 1 and any(n % 2 == 0 for
 assert leaves and all(2 * x.addressable_shards[0].data.size == x.size for x in leaves)
 sys.exit(sample.main([*sys.argv[1:], "--prompt", "abc", "--max-new-tokens", "20", "--seed", "3"]))
 """
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | several_devices.environment(2)
     one, two = (subprocess.run([sys.executable, "-c", script, str(runs / "chunked"), "--devices", devices], check=False,
                                cwd=Path(__file__).parents[1], env=environment, capture_output=True) for devices in "12")
     assert (one.returncode, two.returncode) == (0, 0), two.stderr.decode()

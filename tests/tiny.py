@@ -18,6 +18,7 @@ import pytest
 
 import train
 from data.prepare import prepare
+from tests import several_devices
 from training.checkpoint import Checkpoints
 
 ROOT = Path(train.__file__).parent
@@ -83,12 +84,8 @@ def start_together(*arguments: object, of_each: tuple[tuple[object, ...], ...] =
     with socket.create_server(("127.0.0.1", 0)) as server:  # a free port
         address = f"127.0.0.1:{server.getsockname()[1]}"
     return [start(*arguments, *own, "--distributed.coordinator", address, "--distributed.processes", len(of_each),
-                  "--distributed.process", index, **on_devices(devices)) for index, own in enumerate(of_each)]
-
-
-def on_devices(count: int) -> dict[str, str]:
-    """The environment of a process with several devices."""
-    return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"}
+                  "--distributed.process", index, **several_devices.environment(devices))
+            for index, own in enumerate(of_each)]
 
 
 def lines(run_dir: Path, split: str | None = None) -> list[dict]:

@@ -1,13 +1,11 @@
 """Ops on sequences that are split over devices give the results of one device, with a traffic that does not grow."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests import several_devices
 
 SCRIPT = r"""
 import json, re, sys
@@ -94,11 +92,7 @@ OPS = ("linear", "delta", "delta_kernel", "power", "softmax", "window7", "window
 
 
 def compute(*cases: tuple) -> list[dict]:
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(cases)], cwd=Path(__file__).parents[2],
-                          env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return several_devices.printed(SCRIPT, json.dumps(cases), devices=4)
 
 
 @pytest.mark.parametrize(("op", "segments", "decays"), [

@@ -2,10 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +11,7 @@ import pytest
 
 from kernels.cross_entropy import count_right, cross_entropy, score
 from kernels.cross_entropy.cases import CASES
+from tests import several_devices
 
 B, T, E, V = 2, 7, 5, 11
 
@@ -150,11 +147,7 @@ def test_each_device_computes_the_head_of_its_own_tokens():
     one, odd = ((1, 1, 1, 1), 4, 8), ((1, 1, 1, 1), 3, 7)
     cases = [one, odd, ((4, 1, 1, 1), 4, 8), ((2, 2, 1, 1), 4, 8), ((1, 1, 4, 1), 4, 8), ((1, 1, 1, 4), 4, 8),
              ((2, 1, 1, 2), 3, 7)]
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", SPLIT, json.dumps(cases)], cwd=Path(__file__).parents[2],
-                          env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    whole, whole_odd, *split = json.loads(done.stdout)
+    whole, whole_odd, *split = several_devices.printed(SPLIT, json.dumps(cases), devices=4)
     for (sizes, B, _), found in zip(cases[2:], split, strict=True):
         expected = whole if B == 4 else whole_odd
         assert found["right"] == expected["right"] > 0, sizes

@@ -1,12 +1,9 @@
 """A kernel over several devices: each computes its own sequences and heads, and the result equals that of one."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests import several_devices
 
 SCRIPT = """
 import json
@@ -47,12 +44,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found():
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"}
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, cwd=Path(__file__).parents[2],
-                           capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout.splitlines()[-1])
+    return several_devices.printed(SCRIPT, devices=4)
 
 
 @pytest.mark.thorough

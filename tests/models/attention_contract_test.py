@@ -20,6 +20,7 @@ from kernels.layer_norm import Norm, layer_norm
 from models import attention
 from models.attention.self_attention import SelfAttention
 from models.parameters import Axis, declarations
+from tests import several_devices
 
 ROOT = Path(__file__).parents[2]
 PARTS = {"short_conv": 4, "qk_activation": "silu", "qk_norm": "rms", "output_norm": "rms", "output_gate": "sigmoid"}
@@ -453,9 +454,5 @@ def test_devices_that_share_a_sequence_exchange_as_much_at_any_context():
              if attention.modes()[name_of(mode)].Attention.splits_context}
     modes |= {"window": {"window": 32}}
     assert {"chunked", "chunked+parts", "gated", "gated_delta", "linear", "performer", "power", "window"} <= set(modes)
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", TRAFFIC, json.dumps(modes)], cwd=ROOT, env=environment,
-                          capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for mode, (short, long) in json.loads(done.stdout).items():
+    for mode, (short, long) in several_devices.printed(TRAFFIC, json.dumps(modes), devices=4).items():
         assert 0 < short == long, mode

@@ -1,13 +1,10 @@
 """An encoder of all supported modes on two devices, each with half of the rows."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests import several_devices
 from tests.models.encoder_test import BIDIRECTIONAL, SMALL
 
 pytestmark = pytest.mark.thorough
@@ -48,12 +45,7 @@ print(json.dumps({"rows": actual[0].addressable_shards[0].data.shape[0], "output
 def test_outputs_and_gradients_are_those_of_one_device():
     quick = SMALL | {"reformer": {"chunk_size": 8}}
     modes = {mode: quick.get(mode, {}) for mode in BIDIRECTIONAL}
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(modes)], cwd=Path(__file__).parents[2],
-                          env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
-                          check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = several_devices.printed(SCRIPT, json.dumps(modes), devices=2)
     assert found["rows"] == 2
     # Sums over rows in another order.
     assert max(found["output"], found["gradients"]) < 1e-5, found

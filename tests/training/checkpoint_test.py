@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 
 from support.errors import CheckpointError, ConfigError
+from tests import several_devices
 from training.checkpoint import CHECKSUMS, UNFINISHED, Checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -435,8 +436,7 @@ def test_a_checkpoint_moves_between_numbers_of_devices(tmp_path):
     w = jax.random.normal(jax.random.key(0), (8, 3))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, {"parameters": {"w": w}})
-    process = run_python(ON_TWO_DEVICES, tmp_path, JAX_PLATFORMS="cpu",
-                         XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    process = run_python(ON_TWO_DEVICES, tmp_path, **several_devices.environment(2))
     _, errors = process.communicate()
     assert process.returncode == 0, errors
     assert errors == ""

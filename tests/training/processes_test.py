@@ -18,7 +18,7 @@ from flax import nnx
 
 from data.prepare import prepare
 from support.errors import ConfigError, DataError
-from tests import tiny
+from tests import several_devices, tiny
 from training import processes
 from training.processes import Distributed
 from training.run import load_model
@@ -43,13 +43,13 @@ def test_two_processes_train_save_and_resume_as_one(recipe, tmp_path):
     # A constant rate, as the number of steps changes when a run resumes.
     flags = ("--optimizer.final-fraction", 1, "--train.eval-every", 2, "--train.sample-every", STEPS, "--mesh.fsdp", 2)
     one, two = tmp_path / "one", tmp_path / "two"
-    straight = tiny.start(recipe, "--run-dir", one, "--train.steps", STEPS, *flags, **tiny.on_devices(4))
+    straight = tiny.start(recipe, "--run-dir", one, "--train.steps", STEPS, *flags, **several_devices.environment(4))
     first, second = ended(*tiny.start_together(recipe, "--run-dir", two, "--train.steps", 2, *flags))
     assert "mesh axes: data 2 × fsdp 2; 4 of 4 devices" in first
     # Process 0 alone reports; XLA may print warnings in each.
     assert f"{two}: 2 steps in " in first
     assert not re.search(rf"^({two}|step \d|mesh axes|note)", second, re.MULTILINE)
-    ended(tiny.start(recipe, "--run-dir", two, "--train.steps", 4, *flags, **tiny.on_devices(4)))
+    ended(tiny.start(recipe, "--run-dir", two, "--train.steps", 4, *flags, **several_devices.environment(4)))
     ended(straight, *tiny.start_together(recipe, "--run-dir", two, "--train.steps", STEPS, *flags))
 
     expected, found = tiny.lines(one), tiny.lines(two)
