@@ -150,6 +150,22 @@ def test_a_run_says_that_it_goes_on_and_does_not_go_back(recipe, run_dir, capsys
     assert contents(run_dir) == before
 
 
+def test_a_run_that_goes_on_another_way_says_what_changes(recipe, finished, capsys):
+    def said(*flags: str) -> str:
+        config = train.parse([str(recipe), *flags]).config
+        capsys.readouterr()
+        assert runs.newest_step(config, finished) == (7, False)
+        return capsys.readouterr().err.removeprefix(f"note: {finished} resumes from step 7\n")
+
+    assert said("--train.steps", "9", "--optimizer.learning-rate", "0.02", "--optimizer.clip-norm", "None",
+                "--train.eval-every", "1") == (
+        "note: optimizer.learning_rate is 0.02 now, 0.01 until step 7; optimizer.clip_norm is None now, 1.0 until "
+        "step 7\n")
+    assert said("--train.steps", "70", "--optimizer.warmup-steps", "7") == ""  # the warm-up is over
+    assert "optimizer.warmup_steps is 8 now, 1 until step 7" in said("--train.steps", "80", "--optimizer.warmup-steps",
+                                                                     "9")
+
+
 def test_a_run_without_an_intact_checkpoint_is_left_as_it_is(recipe, run_dir, capsys):
     for path in (run_dir / "checkpoints").glob("*/SHA256SUMS"):
         path.write_text("x")

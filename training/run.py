@@ -204,7 +204,29 @@ def newest_step(config: RunConfig, run_dir: Path) -> tuple[int | None, bool]:
         status(f"{run_dir} is finished: step {newest[0]:,}. {more}")
     else:
         note(f"{run_dir} resumes from step {newest[0]:,}")
+        if changes := _changes(read_config(run_dir), config, newest[0]):
+            note("; ".join(changes))
     return newest[0], finished
+
+
+def _changes(before: RunConfig, config: RunConfig, step: int) -> list[str]:
+    """What a run that resumes at ``step`` does differently from then on: the fields of :func:`_course` that differ.
+
+    A warm-up that is over by then does not count: the length of the run may limit it, and a run that is merely longer
+    does nothing differently.
+    """
+    there, here = _course(before), _course(config)
+    if max(before.optimizer.warmup_steps, config.optimizer.warmup_steps) <= step:
+        del here["optimizer.warmup_steps"]
+    return [f"{name} is {value} now, {there[name]} until step {step:,}" for name, value in here.items()
+            if value != there[name]]
+
+
+def _course(config: RunConfig) -> dict[str, Any]:
+    """The fields, besides those of :func:`_identity` and the length of the run, that change its losses by more than
+    rounding."""
+    return flatten({"optimizer": dataclasses.asdict(config.optimizer),
+                    "train": {"eval_batches": config.train.eval_batches}})
 
 
 def load_model(directory: Path, step: int | None = None, mesh: Mesh | None = None) -> LoadedRun:
