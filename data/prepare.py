@@ -34,7 +34,7 @@ from data import journal, parts, synthetic_tasks, texts, token_files, tokenizers
 from data.parts import Part, PartName
 from data.sources import images, open_source
 from data.sources.source import Block, Selection, Source
-from support.command import note, run_command, status
+from support.command import message, note, run_command, status
 from support.errors import ConfigError
 from support.files import cache_folder
 from support.flags import checked_flags
@@ -92,9 +92,11 @@ def prepare_part(name: PartName, source: str, tokenizer: str, directory: Path, *
             and the same for all parts.
 
     Raises:
-        ConfigError: as in :func:`prepare`, or the folder holds a part made with other settings.
+        ConfigError: as in :func:`prepare`, the source is images, or the folder holds a part made with other settings.
         DataError: as in :func:`prepare`, or the part is damaged.
     """
+    if tokenizer == tokenizers.PIXELS:
+        raise ConfigError(f"--part {name}: {source} is images, which are prepared at once; leave it out")
     directory = Path(directory).absolute()
     encoding = tokenizers.load(tokenizer)
     opened = _open(source, directory, workers, split, column, val_documents, val_share)
@@ -477,6 +479,11 @@ def _report(meta: dict[str, Any]) -> None:
         print(f"{name}: {entry['tokens']:,} tokens, {entry['bytes']:,} bytes, {entry['documents']:,} documents")
 
 
+def _with_own_flags(error: BaseException) -> str:
+    """The text of an error that may name fields of the config, with this command's flags."""
+    return re.sub(r"\bdata\.tokenizer\b", "--tokenizer", message(error).removeprefix("data.source: "))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see :func:`support.command.run_command`."""
     def command(given: Sequence[str]) -> None:
@@ -484,7 +491,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         tyro.cli(_command, prog="python -m data.prepare", args=checked_flags(given, _command))
 
-    return run_command("data.prepare", command, arguments,
+    return run_command("data.prepare", command, arguments, describe=_with_own_flags,
                        interrupted=lambda: "; repeat the command to resume")
 
 

@@ -455,8 +455,19 @@ def test_the_command(folder, tmp_path):
     assert "train: 26 tokens, 24 bytes, 2 documents" in done.stdout
     wrong = command(str(folder), "--tokenizer", "byte", "--out", str(tmp_path / "other"))
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("data.prepare: data.tokenizer: no tokenizer 'byte'")
+    assert wrong.stderr.startswith("data.prepare: --tokenizer: no tokenizer 'byte'")
     assert wrong.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    (["digits"], "digits is images; expected --tokenizer pixels"),
+    (["digits", "--part", "1/2"], "digits is images; expected --tokenizer pixels"),
+    (["digits", "--tokenizer", "pixels", "--part", "1/2"], "--part 1/2: digits is images, which are prepared at once; "
+                                                           "leave it out"),
+])
+def test_the_command_names_its_own_flags(tmp_path, capsys, arguments, told):
+    assert prepare.main([*arguments, "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"data.prepare: {told}\n"
 
 
 def test_ensure_prepares_once_and_again_when_the_text_changes(folder, tmp_path, monkeypatch):
