@@ -4,7 +4,7 @@ from pathlib import Path
 
 from configs.schema import SpeechDataConfig
 from speech import folders, synthetic
-from speech.utterances import Dataset
+from speech.utterances import BINS, Dataset
 from support.errors import ConfigError
 from support.files import cache_folder
 
@@ -21,16 +21,40 @@ def load(data: SpeechDataConfig, *, context: int, seed: int) -> Dataset:
         ConfigError: the settings do not match.
         DataError: files are missing or broken.
     """
-    sizes = {"train_utterances": data.train_utterances, "val_utterances": data.val_utterances}
-    for name, value in sizes.items():
+    folder = _folder(data)
+    counts = {"train_utterances": data.train_utterances, "val_utterances": data.val_utterances}
+    if folder is None:
+        return synthetic.load(context=context, seed=seed, **counts)
+    return folders.load(folders.CORPORA[data.corpus], folder, context=context, seed=seed, cache=cache_folder("speech"),
+                        **counts)
+
+
+def sizes(data: SpeechDataConfig, *, context: int) -> tuple[int, int]:
+    """The features of a frame and the number of symbols of a corpus, without computing the features.
+
+    Args:
+        data, context: as for :func:`load`.
+
+    Raises:
+        ConfigError, DataError: as :func:`load`, as far as can be told without reading every utterance.
+    """
+    folder = _folder(data)
+    if folder is None:
+        synthetic.check_context(context)
+        return BINS, len(synthetic.SYMBOLS)
+    return folders.sizes(folders.CORPORA[data.corpus], folder)
+
+
+def _folder(data: SpeechDataConfig) -> Path | None:
+    """The folder of a corpus, its config checked; None for generated utterances."""
+    for name, value in (("train_utterances", data.train_utterances), ("val_utterances", data.val_utterances)):
         if value is not None and value < 1:
             raise ConfigError(f"data.{name} is {value}; expected a number above 0")
     if data.corpus == "synthetic":
         if data.dir is not None:
             raise ConfigError(f"data.dir is {data.dir}; expected None, as data.corpus is synthetic")
-        return synthetic.load(context=context, seed=seed, **sizes)
+        return None
     if data.dir is None:
         raise ConfigError(f"data.dir is None; expected the folder of the corpus, as data.corpus is {data.corpus}: give "
                           "--data-dir")
-    return folders.load(folders.CORPORA[data.corpus], Path(data.dir).expanduser(), context=context, seed=seed,
-                        cache=cache_folder("speech"), **sizes)
+    return Path(data.dir).expanduser()

@@ -148,6 +148,19 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
     return Dataset(splits, features.pop(), symbols, checksum(splits, *digests, *symbols), tuple(notes))
 
 
+def sizes(corpus: Corpus, folder: Path) -> tuple[int, int]:
+    """The features of a frame and the number of symbols of the corpus in a folder, from its training transcripts and a
+    single other file.
+
+    Raises:
+        DataError: the folder is not such a corpus.
+    """
+    utterances = _listed(corpus, folder, "train")
+    read = (corpus.read(utterance.path) for utterance in utterances)
+    features = next((found.frames_TK.shape[1] for found in read if not found.damage), BINS)
+    return features, len(corpus.symbols(folder, utterances))
+
+
 def _listed(corpus: Corpus, folder: Path, name: str) -> list[_Utterance]:
     """The utterances of a split."""
     prefix = FOLDERS[name]

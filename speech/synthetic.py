@@ -99,13 +99,18 @@ def load(*, context: int, train_utterances: int | None, val_utterances: int | No
     Raises:
         ConfigError: ``context`` is less than ``LEAST_CONTEXT``.
     """
-    if context < LEAST_CONTEXT:
-        raise ConfigError(f"model.context is {context}; expected at least {LEAST_CONTEXT} for synthetic utterances")
+    check_context(context)
     counts = {"train": train_utterances, "val": val_utterances, "test": val_utterances}
     splits = {name: _split(Tones(seed, number, context), UTTERANCES[name] if count is None else count)
               for number, (name, count) in enumerate(counts.items())}
     generator = repr((_VERSION, NOISE, AMPLITUDES, FADED, FADING, WIDTH, SHIFT))
     return Dataset(splits, BINS, SYMBOLS, checksum(splits, f"tones {generator}", str(seed)), ())
+
+
+def check_context(context: int) -> None:
+    """Raises :class:`ConfigError` if ``context`` is less than ``LEAST_CONTEXT``."""
+    if context < LEAST_CONTEXT:
+        raise ConfigError(f"model.context is {context}; expected at least {LEAST_CONTEXT} for synthetic utterances")
 
 
 def _split(tones: Tones, count: int) -> Split:

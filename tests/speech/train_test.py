@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from comparison.runs import load_run, scored
 from configs.schema import SpeechConfig, config_class
@@ -114,6 +115,19 @@ def test_a_config_names_its_kind(recipe, tmp_path, monkeypatch):
 def test_what_cannot_be_run_stops_before_any_work(recipe, tmp_path, capsys, code, arguments, message):
     assert message in refused(capsys, code, recipe, "--run-dir", tmp_path / "run", *arguments)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("corpus", ["synthetic", "audio", "features"])
+def test_a_run_is_planned_without_computing_features(recipe, tmp_path, monkeypatch, corpus):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make = {"synthetic": None, "audio": made.audio, "features": made.features}[corpus]
+    flags = [] if make is None else ["--data-dir", str(make(tmp_path / "corpus", {
+        "train": ["A B"] * 12, "val": ["A"] * 5, "test": ["B"] * 5}))]
+    config = speech_train.parse([str(recipe), "--data.corpus", corpus, "--model.context", "60", *flags]).config
+    planned = speech_train.planned_model(config, tmp_path / "run")
+    assert not (tmp_path / "cache").exists()
+    trained = speech_train.check_data_and_devices(config, tmp_path / "run").model
+    assert nnx.state(planned) == nnx.state(trained)
 
 
 @pytest.mark.thorough
