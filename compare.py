@@ -17,7 +17,6 @@ if __name__ == "__main__":  # before any other import, which takes seconds, or f
     interrupts.end_with_a_word()
     packages.require_packages()
 
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -201,6 +200,7 @@ def draw(options: Options) -> int:
     return 1 if drawn.left_out else 0
 
 
+@interrupts.exit_on_sigterm()
 def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int:
     """:func:`draw` whenever the runs change, until Ctrl-C; prints the table once. The last page does not reload.
 
@@ -208,11 +208,6 @@ def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int
         SystemExit: SIGTERM, with code 143.
     """
     source, said, seen, drawn = Source(options), set[str](), None, None
-
-    def terminate(*_: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, terminate)
     try:
         while True:
             took = time.monotonic()
@@ -239,7 +234,6 @@ def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int
         status("stopped watching")
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
         if drawn is not None:
             write_page(options, drawn, watched=False)
 

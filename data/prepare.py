@@ -38,6 +38,7 @@ from support.command import message, note, run_command, status
 from support.errors import ConfigError
 from support.files import cache_folder
 from support.flags import checked_flags
+from support.progress import progress_bar
 
 _VERSION = 2  # part of the cache folder's name: increase it when the tokens of a source change
 _PLACES = 2  # increase it when the places in a source change
@@ -393,31 +394,14 @@ def _processes(encoding: Any, source: Source, workers: int | None) -> int:
 @contextlib.contextmanager
 def _progress_bar(name: str, show: bool) -> Iterator[Callable[[int, float | None], None]]:
     """Yields a function that takes the tokens written since the last call, and the fraction of the source read."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.table import Column
-
-    # At 80 columns the name and the bar shrink, never the remaining time.
-    fixed = Column(no_wrap=True, overflow="ignore")
-    columns = (TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=24)),
-               BarColumn(bar_width=None, table_column=Column(ratio=1)),
-               TextColumn("{task.fields[speed]}", table_column=fixed), TimeElapsedColumn(table_column=fixed),
-               TextColumn("left:", table_column=fixed), TimeRemainingColumn(table_column=fixed))
-    with Progress(*columns, console=Console(stderr=True), disable=not show, speed_estimate_period=60,
-                  expand=True) as bar:
-        task = bar.add_task(escape(Path(name).name), total=None, speed="")
-        written, begun = 0, time.monotonic()
+    written, begun = 0, time.monotonic()
+    with progress_bar(Path(name).name, show=show) as update:
 
         def advance(tokens: int, share: float | None) -> None:
             nonlocal written
             written += tokens
             rate = written / max(time.monotonic() - begun, 1e-3)
-            speed = f"{written / 1e6:,.1f}M tokens, {rate / 1e6:,.2f}M/s"
-            if share is None:
-                bar.update(task, speed=speed)
-            else:
-                bar.update(task, total=1.0, completed=share, speed=speed)
+            update(share, f"{written / 1e6:,.1f}M tokens, {rate / 1e6:,.2f}M/s")
 
         yield advance
 

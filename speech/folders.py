@@ -25,10 +25,12 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from speech.utterances import BINS, SPLITS, Dataset, Split, checksum, frames_needed, normalized, padded
+from support import interrupts
 from support.broken import Broken
 from support.command import status
 from support.errors import ConfigError, DataError
 from support.files import read_json, replacing, write_json
+from support.progress import progress_bar
 
 LETTERS = (*string.ascii_uppercase, "'", " ")
 """The symbols of LibriSpeech's transcripts."""
@@ -210,8 +212,8 @@ def _features(corpus: Corpus, folder: Path, name: str, utterances: Sequence[_Utt
         status(f"reading {len(utterances):,} utterances of {folder}, {FOLDERS[name]}; their features are kept in "
                f"{place} …")
         place.mkdir(parents=True, exist_ok=True)
-        with replacing(data) as beside:
-            index = _compute(corpus, utterances, beside)
+        with interrupts.exit_on_sigterm(), replacing(data) as beside:
+            index = _compute(corpus, utterances, beside, f"{folder.resolve().name}, {FOLDERS[name]}")
         write_json(listed, index)
     if not sum(index["lengths"]):
         (row, reason), *_ = [*index["damaged"].items(), ("0", "no frames")]
@@ -225,11 +227,12 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _compute(corpus: Corpus, utterances: Sequence[_Utterance], path: Path) -> dict[str, Any]:
-    """Reads all files and writes their frames; returns the index."""
+def _compute(corpus: Corpus, utterances: Sequence[_Utterance], path: Path, title: str) -> dict[str, Any]:
+    """Reads all files and writes their frames, with a progress bar; returns the index."""
     lengths, damaged, resampled, digest, features = [], {}, Counter[int](), hashlib.sha256(), 0
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with path.open("wb") as file, ThreadPoolExecutor(workers) as pool:
+    total = len(utterances)
+    with path.open("wb") as file, ThreadPoolExecutor(workers) as pool, progress_bar(title) as update:
         for row, found in enumerate(pool.map(lambda utterance: corpus.read(utterance.path), utterances)):
             frames_TK, damage = found.frames_TK, found.damage
             if not damage and len(frames_TK):
@@ -246,6 +249,7 @@ def _compute(corpus: Corpus, utterances: Sequence[_Utterance], path: Path) -> di
             lengths.append(len(frames_TK))
             file.write(written)
             digest.update(written)
+            update((row + 1) / total, f"{row + 1:,} of {total:,} utterances")
     return {"lengths": lengths, "damaged": damaged, "features": features or BINS, "digest": digest.hexdigest(),
             "resampled": {str(rate): count for rate, count in resampled.items()}}
 

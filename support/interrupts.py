@@ -1,8 +1,9 @@
-"""Ctrl-C during the imports of a command, which take seconds.
+"""Ctrl-C during the imports of a command, which take seconds, and SIGTERM where there is something to clean up.
 
 Standard library only, in syntax that older Python 3 versions can parse.
 """
 
+import contextlib
 import os
 import signal
 
@@ -24,3 +25,16 @@ def exit_interrupted(*_):
     """
     os.write(2, b"interrupted\n")
     os._exit(130)
+
+
+@contextlib.contextmanager
+def exit_on_sigterm():
+    """Within, SIGTERM raises SystemExit with code 143, so that temporary files are deleted. For the main thread."""
+    def terminate(*_):
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,5 +1,6 @@
 """Corpora in folders: layouts, features, what is left out, and bad input."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,23 @@ def test_features_are_computed_once(tmp_path, monkeypatch):
     soundfile.write(path, made.tone(0.5, 16_000, 200), 16_000)
     with pytest.raises(AssertionError, match="read again"):
         load(folder)
+
+
+def test_computing_features_shows_progress_and_ends_on_sigterm_without_a_rest(tmp_path, capsys):
+    folder, before = made.features(tmp_path / "corpus", PHONES), signal.getsignal(signal.SIGTERM)
+
+    def terminated(path: Path) -> Any:
+        if path.name == "u1.npy":
+            signal.raise_signal(signal.SIGTERM)
+        return folders.FEATURES.read(path)
+
+    with pytest.raises(SystemExit) as ended:
+        load(folder, folders.FEATURES._replace(read=terminated))
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+    load(folder, folders.FEATURES)
+    assert "2 of 2 utterances" in capsys.readouterr().err
 
 
 def test_a_changed_file_changes_the_checksum(tmp_path):
