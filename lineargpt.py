@@ -285,7 +285,8 @@ class RunComparison:
              for column in self.comparison.columns})
 
     def picture(self, kind: Literal["png", "svg"] = "svg") -> bytes:
-        """The picture: val loss against steps and against training time, a line for each set-up.
+        """The picture: val loss against steps and against training time, a line for each set-up; below it, accuracy and
+        error rate where runs have them.
 
         Raises:
             RunError: no run has a curve.

@@ -3,28 +3,33 @@
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from comparison import Comparison
 from comparison.curves import mean_curve
 from comparison.remarks import tokenizers_differ
-from comparison.runs import AXES, Run, scored
+from comparison.runs import AXES, Run, Setup, scored
 from comparison.style import DASHES, colour, dashes
 from comparison.wording import seeds_text
 from support.errors import RunError
 
 if TYPE_CHECKING:
+    import matplotlib.axes
     import matplotlib.figure
-
 
 WITHIN_AXES = 32
 """Most characters of a label for a legend inside the axes; otherwise it is below."""
+AXES_DRAWN = ("step", "train_seconds")
+"""One for each column of panels."""
+SCORES = ("accuracy", "error_rate")
+"""Columns of the val lines with a row of panels of their own, in runs that have them."""
 
 
 def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
-    """Plots val loss against steps and against training time, with a colour per mode.
+    """Plots val loss against steps and against training time, with a colour per mode; below it, val accuracy and error
+    rate of runs that have them.
 
     Several seeds are drawn as their mean, with a band of ± one standard deviation; those that ended early are thin
     lines of their own. If a run has no val loss, train loss is drawn; if tokenizers differ, bits per byte. The output
@@ -44,35 +49,45 @@ def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
     split = "val" if all(run.val for setup in setups for run in setup.lasting if run.has_curve) else "train"
     quantity = "bits_per_byte" if split == "val" and tokenizers_differ(runs) else "loss"
     unit = "bits per byte" if quantity == "bits_per_byte" else f"loss (nats per {scored(runs)})"
-    with drawing(figsize=(10, 4.2)) as canvas:
-        panels = canvas.subplots(1, 2, sharey=True)
-        for panel, axis in zip(panels, ("step", "train_seconds"), strict=True):
-            for setup, dash in zip(setups, dashes([setup.attention for setup in setups]), strict=True):
-                drawn = {run.name: curve for run in setup.runs if len((curve := run.curve(axis, split, quantity))[0])}
-                curves = [drawn.pop(run.name) for run in setup.lasting if run.name in drawn]
-                if not curves:
-                    continue
-                look = {"color": colour(setup.attention), "linestyle": DASHES[dash][0]}
-                x, mean, spread = mean_curve(curves)
-                for alone in drawn.values():
-                    panel.plot(*alone, linewidth=0.8, **look)
-                seeds = "" if len(curves) == 1 else f", mean of {seeds_text(len(curves), len(setup.runs))}"
-                panel.plot(x, mean, linewidth=2.2, label=setup.label + seeds, **look)
-                if len(curves) > 1:
-                    panel.fill_between(x, mean - spread, mean + spread, color=look["color"], alpha=0.18, linewidth=0)
-            panel.set_xlabel(AXES[axis][1])
-            panel.grid(color="#eceef1")
-        panels[0].set_ylim(loss_range(runs, split, quantity))
-        panels[0].set_ylabel(f"{split} {unit}")
-        lines, labels = panels[1].get_legend_handles_labels()
+    scores = [name for name in SCORES if any(len(run.curve("step", "val", name)[0]) for run in runs)]
+    with drawing(figsize=(10, 4.2 + 3 * len(scores))) as canvas:
+        panels = canvas.subplots(1 + len(scores), 2, sharex="col", sharey="row", squeeze=False)
+        for column, axis in zip(panels.T, AXES_DRAWN, strict=True):
+            _draw(column[0], setups, axis, split, quantity)
+            for panel, score in zip(column[1:], scores, strict=True):
+                _draw(panel, setups, axis, "val", score)
+            column[-1].set_xlabel(AXES[axis][1])
+        panels[0, 0].set_ylim(loss_range(runs, split, quantity))
+        panels[0, 0].set_ylabel(f"{split} {unit}")
+        for panel, score in zip(panels[1:, 0], scores, strict=True):
+            panel.set_ylabel(f"val {score.replace('_', ' ')}")
+        lines, labels = panels[0, 1].get_legend_handles_labels()
         longest = max(map(len, labels))
         if longest > WITHIN_AXES:
             canvas.legend(lines, labels, frameon=False, loc="outside lower center", ncols=2 if longest <= 60 else 1)
         else:
-            panels[1].legend(frameon=False)
+            panels[0, 1].legend(frameon=False)
         if title:
             canvas.suptitle(title)
         return saved(canvas, kind)
+
+
+def _draw(panel: "matplotlib.axes.Axes", setups: Sequence[Setup], axis: str, split: str, quantity: str) -> None:
+    """Draws the curves of all set-ups that have them."""
+    for setup, dash in zip(setups, dashes([setup.attention for setup in setups]), strict=True):
+        drawn = {run.name: curve for run in setup.runs if len((curve := run.curve(axis, split, quantity))[0])}
+        curves = [drawn.pop(run.name) for run in setup.lasting if run.name in drawn]
+        if not curves:
+            continue
+        look: dict[str, Any] = {"color": colour(setup.attention), "linestyle": DASHES[dash][0]}
+        x, mean, spread = mean_curve(curves)
+        for alone in drawn.values():
+            panel.plot(*alone, linewidth=0.8, **look)
+        seeds = "" if len(curves) == 1 else f", mean of {seeds_text(len(curves), len(setup.runs))}"
+        panel.plot(x, mean, linewidth=2.2, label=setup.label + seeds, **look)
+        if len(curves) > 1:
+            panel.fill_between(x, mean - spread, mean + spread, color=look["color"], alpha=0.18, linewidth=0)
+    panel.grid(color="#eceef1")
 
 
 @contextmanager

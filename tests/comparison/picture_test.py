@@ -9,7 +9,7 @@ import comparison
 from comparison.picture import picture
 from comparison.runs import load_run
 from comparison.style import COLOURS
-from tests.comparison.made import write_run
+from tests.comparison.made import read_lines, write_lines, write_run
 
 
 def test_picture_draws_setups_in_their_modes_colours_and_seeds_as_a_band(tmp_path):
@@ -25,6 +25,18 @@ def test_picture_draws_setups_in_their_modes_colours_and_seeds_as_a_band(tmp_pat
     assert "softmax, mean of 2 seeds" in text
     assert "val bits per byte" in text
     assert picture(compared, "png").startswith(b"\x89PNG")
+
+
+def test_error_rates_have_panels_of_their_own(tmp_path):
+    runs = [load_run(write_run(tmp_path / mode, mode)) for mode in ("softmax", "chunked")]
+    assert "error rate" not in picture(comparison.compare(runs), "svg").decode()
+    write_lines(runs[0].path, [line | ({"error_rate": 1 - line["step"] / 100} if line["split"] == "val" else {})
+                               for line in read_lines(runs[0].path)])
+    text = picture(comparison.compare([load_run(run.path) for run in runs]), "svg").decode()
+    assert "val error rate" in text
+    # A line of both runs in the two panels of the loss, and of one in those of the error rate.
+    assert re.findall("stroke: (#[0-9a-f]{6}); stroke-width: 2.2", text).count(COLOURS["softmax"]) == 5
+    assert re.findall("stroke: (#[0-9a-f]{6}); stroke-width: 2.2", text).count(COLOURS["chunked"]) == 3
 
 
 def test_a_seed_that_ended_early_is_a_line_of_its_own_and_does_not_end_the_mean(tmp_path, monkeypatch):
