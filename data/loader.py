@@ -28,6 +28,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from configs.schema import DataConfig
+from data import token_files
 from data.packing import pack_documents
 from data.prepare import ensure
 from data.token_files import SPLITS, TokenFiles, has_token_files
@@ -213,6 +214,11 @@ class Corpora:
             return self.files[0].checksum
         lines = [f"{share!r} {files.checksum}\n" for share, files in zip(self.shares, self.files, strict=True)]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def verify(self) -> None:
+        """:func:`data.token_files.verify` of each."""
+        for files in self.files:
+            token_files.verify(files.directory)
 
     @property
     def weighted(self) -> bool:

@@ -1,18 +1,21 @@
-"""Verification of token files while a run trains."""
+"""Verification of data files while a run trains."""
 
 import threading
+from collections.abc import Callable
 
-from data import token_files
-from data.loader import Corpora
 from support.errors import DataError
 
 
 class Verification:
-    """Compares the token files of corpora with their checksums, on a thread of its own."""
+    """Compares files with their checksums, on a thread of its own.
 
-    def __init__(self, corpora: Corpora):
+    Args:
+        verify: reads the files, and raises a :class:`DataError` that names a damaged one.
+    """
+
+    def __init__(self, verify: Callable[[], object]):
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._verify, args=(corpora,), name="verification", daemon=True)
+        self._thread = threading.Thread(target=self._verify, args=(verify,), name="verification", daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -24,15 +27,14 @@ class Verification:
         """Raises what the verification has found so far.
 
         Raises:
-            DataError: a shard is missing, damaged or cannot be read; the message names it.
+            DataError: a file is missing, damaged or cannot be read; the message names it.
         """
         if self._error is not None:
             raise self._error
 
-    def _verify(self, corpora: Corpora) -> None:
+    def _verify(self, verify: Callable[[], object]) -> None:
         try:
-            for files in corpora.files:
-                token_files.verify(files.directory)
+            verify()
         except OSError as error:
             self._error = DataError(f"{error.filename} cannot be read: {error.strerror}")
         except Exception as error:

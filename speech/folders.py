@@ -24,7 +24,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from speech.utterances import BINS, SPLITS, Dataset, Split, checksum, frames_needed, normalized, padded
+from speech.utterances import (
+    BINS,
+    SPLITS,
+    ComputedFeatures,
+    Dataset,
+    Split,
+    checksum,
+    frames_needed,
+    normalized,
+    padded,
+)
 from support import interrupts
 from support.broken import Broken
 from support.command import status
@@ -108,10 +118,10 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
     listed = {name: _listed(corpus, folder, name) for name in SPLITS}
     symbols = tuple(corpus.symbols(folder, listed["train"]))
     ids = {symbol: number for number, symbol in enumerate(symbols, 1)}
-    splits, notes, digests = {}, [], []
+    splits, notes, files = {}, [], []
     for name, utterances in listed.items():
-        index, frames_FK = _features(corpus, folder, name, utterances, cache)
-        digests.append(index["digest"])
+        index, frames_FK, file = _features(corpus, folder, name, utterances, cache)
+        files.append(file)
         if index["resampled"]:
             notes.append(f"{folder}: {_resampled(index['resampled'])} in {FOLDERS[name]} resampled to {RATE:,} Hz")
         kept, too_long = [], 0
@@ -147,7 +157,8 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
     if len(features) > 1:
         raise DataError(f"{folder}: the splits have {' and '.join(map(str, sorted(features)))} features; expected as "
                         "many in each")
-    return Dataset(splits, features.pop(), symbols, checksum(splits, *digests, *symbols), tuple(notes))
+    return Dataset(splits, features.pop(), symbols, checksum(splits, *(file.sha256 for file in files), *symbols),
+                   tuple(notes), tuple(files))
 
 
 def sizes(corpus: Corpus, folder: Path) -> tuple[int, int]:
@@ -194,9 +205,10 @@ def _resampled(counts: dict[str, int]) -> str:
 
 
 def _features(corpus: Corpus, folder: Path, name: str, utterances: Sequence[_Utterance], cache: Path,
-              ) -> tuple[dict[str, Any], Float[np.ndarray, "F K"]]:
-    """The frames of all utterances, mapped, and their index: ``lengths``, ``damaged`` with the reason by row,
-    ``resampled`` with counts by rate, ``features`` and ``digest``."""
+              ) -> tuple[dict[str, Any], Float[np.ndarray, "F K"], ComputedFeatures]:
+    """The frames of all utterances, mapped, their file, and their index: ``lengths``, ``damaged`` with the reason by
+    row, ``resampled`` with counts by rate, ``features`` and ``digest``. Of a file of an earlier run, only the size is
+    checked."""
     files = [(str(utterance.path.absolute()), stat.st_size, stat.st_mtime_ns) if (stat := _stat(utterance.path)) else
              str(utterance.path.absolute()) for utterance in utterances]
     key = hashlib.sha256(repr((_VERSION, corpus.kind, files)).encode()).hexdigest()[:16]
@@ -204,8 +216,7 @@ def _features(corpus: Corpus, folder: Path, name: str, utterances: Sequence[_Utt
     data, listed = place / "frames.bin", place / "index.json"
     try:
         index = read_json(listed)
-        whole = (index.keys() >= _INDEX and data.stat().st_size == 4 * sum(index["lengths"]) * index["features"]
-                 and _digest(data) == index["digest"])
+        whole = index.keys() >= _INDEX and data.stat().st_size == 4 * sum(index["lengths"]) * index["features"]
     except (OSError, ValueError, AttributeError, TypeError):
         index, whole = {}, False
     if not whole:
@@ -219,12 +230,8 @@ def _features(corpus: Corpus, folder: Path, name: str, utterances: Sequence[_Utt
         (row, reason), *_ = [*index["damaged"].items(), ("0", "no frames")]
         raise DataError(f"{folder}, {FOLDERS[name]}: no utterance can be used; the first at "
                         f"{utterances[int(row)].path} ({reason})")
-    return index, np.memmap(data, np.float32, "r").reshape(-1, index["features"])
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    frames_FK = np.memmap(data, np.float32, "r").reshape(-1, index["features"])
+    return index, frames_FK, ComputedFeatures(data, listed, index["digest"])
 
 
 def _compute(corpus: Corpus, utterances: Sequence[_Utterance], path: Path, title: str) -> dict[str, Any]:

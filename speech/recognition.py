@@ -75,6 +75,10 @@ class Recognition(ScoredObjective[SpeechConfig]):
     def score(self, answers: Int[np.ndarray, "N T"], split: str, rows_N: Int[np.ndarray, " N"]) -> float:
         return error_rate(answers, self._dataset.splits[split].symbols_NL[rows_N])
 
+    def verify(self) -> None:
+        """Raises as :meth:`speech.utterances.Dataset.verify`."""
+        self._dataset.verify()
+
 
 def take(split: Split, rows_B: Int[np.ndarray, " B"], context: int, most_symbols: int) -> Utterances:
     """Utterances in host memory, padded to ``context`` frames and ``most_symbols`` symbols."""

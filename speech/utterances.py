@@ -2,10 +2,13 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Float, Int, Int32
+
+from support.errors import DataError
 
 BINS = 40
 """Mel bins of the features that are computed or generated here."""
@@ -31,6 +34,20 @@ class Split(NamedTuple):
     """From 1; 0 beyond the transcript."""
 
 
+class ComputedFeatures(NamedTuple):
+    """A file of features, kept after they were computed."""
+
+    path: Path
+    index_path: Path
+    """Without this file, the features are computed again."""
+    sha256: str
+
+    def is_intact(self) -> bool:
+        """Reads the file, and compares it with its checksum."""
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
+
+
 class Dataset(NamedTuple):
     """A corpus."""
 
@@ -44,6 +61,22 @@ class Dataset(NamedTuple):
     """Checksum of frames and transcripts; a resumed run requires the same."""
     notes: tuple[str, ...]
     """Notes for the user, one line each."""
+    files: tuple[ComputedFeatures, ...] = ()
+    """Those of the splits that are mapped."""
+
+    def verify(self) -> None:
+        """Reads all files of features.
+
+        Raises:
+            DataError: some are damaged; the next :func:`speech.corpora.load` computes them again.
+            OSError: one cannot be read.
+        """
+        damaged = [file for file in self.files if not file.is_intact()]
+        for file in damaged:
+            file.index_path.unlink(missing_ok=True)
+        if damaged:
+            raise DataError("; ".join(f"{file.path} does not match its checksum" for file in damaged)
+                            + "; repeat the command to compute the features again")
 
 
 def frames_needed(symbols_L: Int[np.ndarray, " L"]) -> int:

@@ -75,6 +75,13 @@ class ScoredObjective[C: RunConfig](ABC):
     def score(self, answers: np.ndarray, split: str, rows_N: Int[np.ndarray, " N"]) -> float:
         """The measure of the answers, (N, …), to these rows of a split."""
 
+    def verify(self) -> None:  # noqa: B027 (most data have no files with checksums)
+        """Compares the files of the data with their checksums, during the first start of a run.
+
+        Raises:
+            DataError: a file is damaged.
+        """
+
     def initial(self, transform: optax.GradientTransformationExtraArgs) -> steps.TrainState:
         return steps.state_of(self.make_model(), transform)
 

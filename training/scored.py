@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from configs.schema import RunConfig, load_recipe
+from data.verification import Verification
 from support.command import note, status
 from support.errors import RunError
 from support.files import read_json, write_json
@@ -65,8 +66,9 @@ def run(name: str, parse: Callable[..., cli.CommandLine[Any, Any]], check: Calla
             if scored:
                 return 0
             if not finished:
+                verification = Verification(objective.verify) if newest is None else None
                 outcome = loop.train(config, objective, run_dir, started=started, step=newest,
-                                     stall_seconds=line.distributed.stall_seconds)
+                                     verification=verification, stall_seconds=line.distributed.stall_seconds)
                 if code := cli.report_outcome(run_dir, outcome):
                     return code
             _score(config, objective, run_dir)
