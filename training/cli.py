@@ -111,7 +111,10 @@ def report_outcome(run_dir: Path, outcome: Outcome) -> int:
     position = outcome.position
     status(f"{run_dir}: {outcome.timing.wall_seconds:,.1f} s wall time: {outcome.timing}")
     if outcome.signal is not None:
-        status(f"{run_dir}: stopped and saved at step {position.step:,}; repeat the command to resume")
+        if position.step:
+            status(f"{run_dir}: stopped and saved at step {position.step:,}; repeat the command to resume")
+        else:
+            status(f"{run_dir}: stopped before its first step; repeat the command to start it")
         return 128 + outcome.signal
     status(f"{run_dir}: {position.step:,} steps in {position.train_seconds:,.1f} s of training, "
            f"val loss {outcome.val_loss:.4f}")

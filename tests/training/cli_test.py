@@ -65,3 +65,9 @@ def test_how_a_run_ended_is_told(capsys, signal, code, said):
     assert cli.report_outcome(Path("run"), loop.Outcome(position, 1.25, signal, timing)) == code
     assert capsys.readouterr() == (
         "", f"run: 5.0 s wall time: compile 2.0 s (40%), step 2.0 s (40%), start-up and other 1.0 s (20%)\n{said}")
+
+
+def test_a_run_that_was_stopped_before_its_first_step_was_not_saved(capsys):
+    timing = Timing(Path("timing.json"), 0.0, {"other": 1.0})
+    assert cli.report_outcome(Path("run"), loop.Outcome(loop.Position(), None, 15, timing)) == 143
+    assert capsys.readouterr().err.endswith("run: stopped before its first step; repeat the command to start it\n")
