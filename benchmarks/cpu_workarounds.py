@@ -33,13 +33,14 @@ from flax import nnx
 
 from benchmarks import report
 from benchmarks.modes import HELP
-from benchmarks.train_step import Size, Step, model_config, step_and_shapes
+from benchmarks.train_step import Size, Step, model_config
 from configs.schema import Config, ModelConfig, TrainConfig
 from kernels import cpu, device
 from models.gpt import GPT
 from sampling.sampler import Sampler, Sampling, Settings, draw
 from support.command import status
 from support.errors import BenchmarkError, ConfigError
+from training.abstract_step import step_and_shapes
 
 MEASURES = ("steps", "tokens", "process")
 VOCABULARY, GPT2_VOCABULARY = 257, 50_257

@@ -5,8 +5,8 @@
     python -m benchmarks.estimate --kernel linear_attention:1,8192,96,128
     python -m benchmarks.estimate configs/gpt2_124m.py --devices 8 --mesh.context 8 --mesh.data 1 --train.batch-size 1
 
-A launch takes the longest of the times for its bytes, its operations and the launch itself, by the constants of the
-card (``CARDS``). Launches do not overlap. The constants are from data sheets and from measurements by others, and were
+A launch takes the longest of the times for its bytes, its operations and the launch itself, by the rates of the card in
+compilation/cards.py. Launches do not overlap. The rates are from data sheets and from measurements by others, and were
 never checked on a card with this code: the ratio of two estimates says more than either. An estimate does not include
 waits inside a kernel, waves of its programs, or what stays in the cache between launches.
 
@@ -35,26 +35,28 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import devices, gpu_check, memory, report, target
-from benchmarks.launches import Launch, launches, pallas_kernels, read_graphed
-from benchmarks.program import read_program
+from benchmarks import report
+from benchmarks.recipes import parse_program
+from compilation import target
+from compilation.cards import MEMORY, RATES, missing_bytes, verdict, verdicts
+from compilation.cost import estimate, share_of_step, use_cpu_devices
+from compilation.target import Target
 from configs.schema import Config
 from kernels import cases as op_cases
 from models import gpt
 from support.command import status
-from support.errors import BenchmarkError, ConfigError
+from support.errors import ConfigError
 from training import accounting
+from training.sharding import mesh_sizes
 from training.step import abstract_model
 
 MODULE = "benchmarks.estimate"
@@ -63,83 +65,18 @@ ROWS = 20
 BASELINE = "softmax"
 LEAST_PASSES = 11
 """Over an array of the size of q: q, k, v and y, then q, k, v, dy and three gradients."""
+CPU = "cpu"
+"""In place of the name of a card: this machine's CPU."""
+
+Told = tuple[list[str], dict[str, Any]]
+"""Lines about an estimate, and what the file has of it."""
 
 
-@dataclass(frozen=True)
-class Card:
-    """What a card does, for an estimate."""
-
-    memory: float
-    """Bytes a second that a kernel reads or writes."""
-    cache: float
-    """Bytes a second from the second-level cache, where several programs of a kernel read the same."""
-    operations: Mapping[str, float]
-    """Operations per second of products, by dtype."""
-    launch: float
-    """Seconds from one launch to the next at least."""
-    graph_launch: float
-    """The same inside a CUDA graph."""
-
-    def seconds(self, launch: Launch) -> float:
-        """Of a launch, once."""
-        work = launch.work
-        products = sum(count / self.operations.get(name, self.operations["f32"])
-                       for name, count in work.operations.items())
-        return max(work.memory / self.memory, work.moved / self.cache, products,
-                   self.graph_launch if launch.in_graph else self.launch)
-
-    def __str__(self) -> str:
-        return (f"{self.memory / 1e12:g} TB/s ({self.cache / 1e12:g} from the cache), "
-                f"{self.operations['bf16'] / 1e12:g} TFLOP/s in bfloat16, {self.launch * 1e6:g} µs a launch "
-                f"({self.graph_launch * 1e6:g} in a CUDA graph)")
-
-
-CARDS = {
-    # Of 4.8 TB/s and 989 TFLOP/s on the data sheet, what large copies and products reach; TF32 has half the speed, and
-    # three products of it a sixth. The cache: as measured on an H100.
-    "h200": Card(4.0e12, 5.5e12, {"bf16": 650e12, "f16": 650e12, "f32": 325e12, "f32x3": 325e12 / 3, "f64": 60e12},
-                 3e-6, 1.5e-6),
-}
-"""By the name of the description in ``targets``."""
-
-
-def estimate(gpu: target.Target, traced: jax.stages.Traced, card: Card) -> dict[str, Any]:
-    """The estimate of a program, with the launches in groups.
-
-    Raises:
-        BenchmarkError: it cannot be compiled.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        compiled = gpu.compile(traced, Path(folder))
-        graphed = read_graphed(Path(folder))
-    text, planned = compiled.as_text(), compiled.memory_analysis()
-    if text is None or planned is None:
-        raise BenchmarkError("the compiler does not report the program")
-    rows = grouped(launches(read_program(text), pallas_kernels(traced.jaxpr), graphed), card)
-    return {"ms": sum(row["ms"] for row in rows), "launches": sum(row["count"] for row in rows),
-            "bytes": sum(row["bytes"] for row in rows), "operations": sum(row["operations"] for row in rows),
-            "peak_bytes": report.peak_bytes(compiled), "rows": rows,
-            "argument_bytes": planned.argument_size_in_bytes, "output_bytes": planned.output_size_in_bytes}
-
-
-def grouped(found: Iterable[Launch], card: Card) -> list[dict[str, Any]]:
-    """Sums over the launches of each group, the longest first."""
-    groups: dict[str, dict[str, Any]] = {}
-    for launch in found:
-        row = groups.setdefault(launch.group, {"group": launch.group, "count": 0, "bytes": 0, "operations": 0, "ms": 0})
-        for name, of_one in (("count", 1), ("bytes", launch.work.memory),
-                             ("operations", sum(launch.work.operations.values())), ("ms", 1e3 * card.seconds(launch))):
-            row[name] += launch.count * of_one
-    return sorted(groups.values(), key=lambda row: -row["ms"])
-
-
-def trace(gpu: target.Target, config: Config, vocabulary: int, sampling: bool) -> jax.stages.Traced:
+def trace(gpu: Target, config: Config, vocabulary: int, sampling: bool) -> jax.stages.Traced:
     """A token of one sample, or a training step."""
     with gpu.tracing():
         config = replace(config, model=gpt.resolve_config(config.model))
-    if sampling:
-        return gpu_check.trace_token(gpu, config.model, vocabulary)
-    return gpu.trace_step(config, vocabulary)
+    return gpu.trace_token(config.model, vocabulary) if sampling else gpu.trace_step(config, vocabulary)
 
 
 class Call(NamedTuple):
@@ -173,7 +110,7 @@ def parse_call(text: str) -> Call:
     return Call(found[op], (B, T, H, D))
 
 
-def trace_call(gpu: target.Target, call: Call) -> jax.stages.Traced:
+def trace_call(gpu: Target, call: Call) -> jax.stages.Traced:
     """Forward and backward pass of a call with a causal mask."""
     @jax.jit
     def passes(q_BTHD: Any, k_BTHD: Any, v_BTHD: Any, dy_BTHD: Any) -> Any:
@@ -182,11 +119,6 @@ def trace_call(gpu: target.Target, call: Call) -> jax.stages.Traced:
         return y_BTHD, backward(dy_BTHD)
 
     return gpu.trace(passes, *[jax.ShapeDtypeStruct(call.shape, jnp.bfloat16)] * 4)
-
-
-def missing_bytes(peak: int, card: str) -> float:
-    """By how much a program exceeds the memory of a card; negative if it fits."""
-    return peak - memory.MOST_SHARE * memory.CARDS[card] * 2**20
 
 
 def check_fits(peak: int, card: str) -> None:
@@ -199,20 +131,59 @@ def check_fits(peak: int, card: str) -> None:
             "shorter --model.context needs less")
 
 
-def describe_call(call: Call, found: Mapping[str, Any], card: Card) -> tuple[list[str], dict[str, Any]]:
-    """Lines about the estimate of a call, and what the file has beside it."""
-    passes, least = found["bytes"] / call.q_bytes, LEAST_PASSES * call.q_bytes / card.memory * 1e3
+def check_mesh(config: Config, devices: int) -> None:
+    """Raises :class:`ConfigError` if the mesh of a config does not take all devices."""
+    sizes = mesh_sizes(config, devices)
+    used = math.prod(sizes.values())
+    if used < devices:
+        told = " × ".join(f"mesh.{axis} {size}" for axis, size in sizes.items())
+        raise ConfigError(
+            f"--devices is {devices}; the mesh {told} takes {used}: train.batch_size / train.accumulate is "
+            f"{config.train.batch_size // config.train.accumulate}; expected --devices {used}, a larger "
+            "--train.batch-size, or a mesh that splits more than the batch, such as --mesh.context "
+            f"{sizes['context'] * devices // used}")
+
+
+def tell_shares(config: Config, vocabulary: int, gpu: Target | None, options: Namespace) -> Told:
+    """What each of ``options.devices`` devices takes of a step.
+
+    Raises:
+        ConfigError: the mesh does not take all devices.
+        BenchmarkError: the step cannot be compiled.
+    """
+    check_mesh(config, options.devices)
+    status("compiling …")
+    found = share_of_step(config, options.devices, vocabulary, gpu)
+    mesh = " × ".join(f"{axis} {size}" for axis, size in found["mesh"].items() if size > 1) or "one device"
+    return [f"compiled, not run: {options.devices} × {options.card}, {mesh}; of each device:",
+            f"{describe(config, options)}: {found['operations'] / 1e12:,.4f} TFLOP of products, "
+            f"{found['peak_bytes'] / 2**30:,.2f} GiB, {found['temporary_bytes'] / 2**30:,.2f} of them temporary",
+            *(f"{kind}: {size / 1e6:,.2f} MB" for kind, size in sorted(found["collectives"].items())),
+            *([] if gpu is None else [verdict(found["peak_bytes"], MEMORY[options.card] * 2**20)])], {
+        "card": options.card, "devices": options.devices, "vocabulary": vocabulary, **fields_of(config), **found}
+
+
+def tell_call(call: Call, gpu: Target, options: Namespace) -> Told:
+    """The estimate of a call."""
+    status("compiling …")
+    found = estimate(gpu, trace_call(gpu, call), RATES[options.card])
+    passes, least = found["bytes"] / call.q_bytes, LEAST_PASSES * call.q_bytes
+    limit = 1e3 * RATES[options.card].limit(least, 0)
     return [f"bfloat16: {found['ms']:,.3f} ms, {found['launches']:,} launches, {passes:.1f} passes over memory, each "
-            f"of {call.q_bytes / 1e6:,.1f} MB, the size of q", f"limit: {least:,.3f} ms, {LEAST_PASSES} passes"
-            ], {"passes": passes, "limit": {"bytes": LEAST_PASSES * call.q_bytes, "ms": least}}
+            f"of {call.q_bytes / 1e6:,.1f} MB, the size of q", f"limit: {limit:,.3f} ms, {LEAST_PASSES} passes"
+            ], {"passes": passes, "limit": {"bytes": least, "ms": limit}, **found}
 
 
-def describe_program(config: Config, found: Mapping[str, Any], gpu: target.Target, options: Namespace,
-                     vocabulary: int) -> tuple[list[str], dict[str, Any]]:
-    """The same for a step or a token."""
-    card = CARDS[options.card]
-    what = "a token of one sample" if options.sampling else (
-        f"a step of {config.train.batch_size} × {config.model.context:,} tokens, remat {config.train.remat}")
+def tell_program(config: Config, vocabulary: int, gpu: Target, options: Namespace) -> Told:
+    """The estimate of a step or a token, and of that of the baseline.
+
+    Raises:
+        ConfigError: it does not fit the card.
+    """
+    rates = RATES[options.card]
+    status("compiling …")
+    found = estimate(gpu, trace(gpu, config, vocabulary, options.sampling), rates)
+    check_fits(found["peak_bytes"], options.card)
     parameters, cache_bytes = count_parameters(gpu, config, vocabulary)
     if options.sampling:
         least, needed = 2 * parameters + cache_bytes, 2.0 * parameters
@@ -220,15 +191,37 @@ def describe_program(config: Config, found: Mapping[str, Any], gpu: target.Targe
         least = found["argument_bytes"] + found["output_bytes"]
         needed = config.train.batch_size * config.model.context * (
             accounting.flops_per_token(config.to_dict(), {"parameters": parameters}) or 0.0)
-    limit = 1e3 * max(least / card.memory, needed / card.operations["bf16"])
-    return [f"{','.join(config.model.attention)} attention, {config.model.dtype}, {what}: {found['ms']:,.3f} ms, "
-            f"{found['launches']:,} launches, {found['bytes'] / 1e9:,.2f} GB, {found['operations'] / 1e12:,.3f} TFLOP",
-            f"limit: {limit:,.3f} ms: {least / 1e9:,.2f} GB, {needed / 1e12:,.3f} TFLOP"], {
-        "model": config.to_dict()["model"], "train": config.to_dict()["train"],
-        "limit": {"bytes": least, "operations": needed, "ms": limit}}
+    limit = 1e3 * rates.limit(least, needed)
+    lines = [f"{describe(config, options)}: {found['ms']:,.3f} ms, {found['launches']:,} launches, "
+             f"{found['bytes'] / 1e9:,.2f} GB, {found['operations'] / 1e12:,.3f} TFLOP",
+             f"limit: {limit:,.3f} ms: {least / 1e9:,.2f} GB, {needed / 1e12:,.3f} TFLOP",
+             f"memory: {found['peak_bytes'] / 2**30:,.2f} GiB, as compiled for this card; "
+             f"{verdicts(found['peak_bytes'])}"]
+    more = fields_of(config) | {"limit": {"bytes": least, "operations": needed, "ms": limit}, **found}
+    if config.model.attention != (BASELINE,):
+        status(f"compiling {BASELINE} …")
+        baseline = replace(config, model=replace(config.model, attention=(BASELINE,), modes={}))
+        other = estimate(gpu, trace(gpu, baseline, vocabulary, options.sampling), rates)
+        missing = missing_bytes(other["peak_bytes"], options.card)
+        lines.append(f"{BASELINE}: {other['ms']:,.3f} ms, {other['ms'] / found['ms']:.2f} times as long"
+                     + (f", if it fitted: {missing / 2**30:,.1f} GiB are missing" if missing > 0 else ""))
+        more[BASELINE] = {name: other[name] for name in ("ms", "launches", "peak_bytes")}
+    return lines, more
 
 
-def count_parameters(gpu: target.Target, config: Config, vocabulary: int) -> tuple[int, int]:
+def describe(config: Config, options: Namespace) -> str:
+    """The program of a config, in words."""
+    return f"{','.join(config.model.attention)} attention, {config.model.dtype}, " + (
+        "a token of one sample" if options.sampling else
+        f"a step of {config.train.batch_size} × {config.model.context:,} tokens, remat {config.train.remat}")
+
+
+def fields_of(config: Config) -> dict[str, Any]:
+    """What the file has of a config."""
+    return {name: config.to_dict()[name] for name in ("model", "train")}
+
+
+def count_parameters(gpu: Target, config: Config, vocabulary: int) -> tuple[int, int]:
     """Of the model; and the bytes of what it keeps of one sample, over the whole context."""
     with gpu.tracing():
         model = abstract_model(config, vocabulary)
@@ -249,12 +242,14 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 @functools.partial(
     report.Benchmark, module=MODULE, passes_on=True, tables=report.Table(
         ("launches", "count", "MB", "GFLOP", "ms", "share"), lines),
-    flags={"card": report.flag("card with a description in benchmarks/targets; cpu: only with --devices", "h200",
-                               choices=(*CARDS, devices.CPU)),
+    flags={"card": report.flag("card with a description in compilation/targets; cpu: only with --devices", "h200",
+                               choices=(*RATES, CPU)),
            "devices": report.flag("devices of the mesh: what each computes, exchanges and keeps, without the time",
                                   type=report.positive),
            "kernel": report.flag("one call of an op, in place of a recipe", metavar="OP:B,T,H,D"),
-           "sampling": report.flag("one token of one sample", False), "vocabulary": target.VOCABULARY_FLAG})
+           "sampling": report.flag("one token of one sample", False),
+           "vocabulary": report.flag("tokens in the vocabulary (those of the token files or of the tokenizer)",
+                                     type=report.positive)})
 def main(options: Namespace, results: report.Results) -> int | None:
     """Compiles a program and estimates its time."""
     if not options.words and options.kernel is None:
@@ -263,52 +258,38 @@ def main(options: Namespace, results: report.Results) -> int | None:
         raise ConfigError("--devices estimates a training step: it takes neither --kernel nor --sampling")
     if options.kernel is not None and (options.words or options.sampling):
         raise ConfigError("--kernel estimates one call of an op: it takes neither a recipe nor --sampling")
-    if options.card == devices.CPU and options.devices is None:
+    if options.card == CPU and options.devices is None:
         raise ConfigError("--card cpu: there is no estimate of the time on a CPU; give --devices, or another card")
     call = None if options.kernel is None else parse_call(options.kernel)
-    gpu = None if options.card == devices.CPU else target.Target(options.card)
+    gpu = None if options.card == CPU else Target(options.card)
     if options.devices is not None:
-        devices.use_cpu_devices(options.devices)
+        use_cpu_devices(options.devices)
     with contextlib.redirect_stderr(io.StringIO()) as notes:  # the other Python prints them too
-        program = None if call is not None else target.parse_program(options, gpu)
+        program = None if call is not None else parse_program(options, gpu)
     if gpu is not None and (python := target.find_python()) != sys.executable:
         # Its environment may lack the tokenizer. Remarks of XLA on programs too large for the card are left out.
         given = [*options.arguments, *([] if program is None else ["--vocabulary", str(program[1])])]
         environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
         return subprocess.run([python, "-m", MODULE, *given], env=environment, check=False).returncode
     print(notes.getvalue(), end="", file=sys.stderr)
-    if options.devices is not None:
-        assert program is not None
-        devices.tell(*program, gpu, options, results)
+    if program is not None and options.devices is not None:
+        told, results.more = tell_shares(*program, gpu, options)
+        print("\n".join(told))
+        results.keep()
         return 0
     assert gpu is not None
-    card = CARDS[options.card]
-    told = [f"an estimate, no measurement: {gpu.kind} at {card}; jax {jax.__version__}, "
-            f"XLA_FLAGS {os.environ.get('XLA_FLAGS') or 'none'}"]
-    status("compiling …")
-    if call is not None:
-        found = estimate(gpu, trace_call(gpu, call), card)
-        text, more = describe_call(call, found, card)
+    rates = RATES[options.card]
+    if program is not None:
+        told, found = tell_program(*program, gpu, options)
     else:
-        assert program is not None
-        config, vocabulary = program
-        found = estimate(gpu, trace(gpu, config, vocabulary, options.sampling), card)
-        check_fits(found["peak_bytes"], options.card)
-        text, more = describe_program(config, found, gpu, options, vocabulary)
-        text.append(f"memory: {found['peak_bytes'] / 2**30:,.2f} GiB, as compiled for this card; "
-                    f"{memory.verdicts(found['peak_bytes'])}")
-        if config.model.attention != (BASELINE,):
-            status(f"compiling {BASELINE} …")
-            baseline = replace(config, model=replace(config.model, attention=(BASELINE,), modes={}))
-            other = estimate(gpu, trace(gpu, baseline, vocabulary, options.sampling), card)
-            missing = missing_bytes(other["peak_bytes"], options.card)
-            text.append(f"{BASELINE}: {other['ms']:,.3f} ms, {other['ms'] / found['ms']:.2f} times as long"
-                        + (f", if it fitted: {missing / 2**30:,.1f} GiB are missing" if missing > 0 else ""))
-            more[BASELINE] = {name: other[name] for name in ("ms", "launches", "peak_bytes")}
-    results.heading = "\n".join([*told, *text])
-    results.more = {"card": options.card, "constants": asdict(card), "jax": jax.__version__, **more} | {
-        name: value for name, value in found.items() if name != "rows"}
-    results.add(*found["rows"])
+        assert call is not None
+        told, found = tell_call(call, gpu, options)
+    results.heading = "\n".join([
+        f"an estimate, no measurement: {gpu.kind} at {rates}; jax {jax.__version__}, "
+        f"XLA_FLAGS {os.environ.get('XLA_FLAGS') or 'none'}", *told])
+    rows = found.pop("rows")
+    results.more = {"card": options.card, "constants": asdict(rates), "jax": jax.__version__, **found}
+    results.add(*rows)
     return None
 
 

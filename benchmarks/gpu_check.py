@@ -17,12 +17,11 @@ if __name__ == "__main__":  # before any other import, which takes seconds
 
 import functools
 import re
-import subprocess
 import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,22 +30,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks import report
-from benchmarks.target import REMEDY, ROOT, Target, can_compile, cuda_folder
+from compilation.machine_code import Kernel, MachineCode, inspect
+from compilation.target import REMEDY, ROOT, Target, can_compile
 from configs.schema import EncoderConfig, ModelConfig, TrainConfig, load_recipe
 from kernels import cases as op_cases
 from models import attention, gpt
 from models.encoder import Classifier, resolve_config
-from sampling.sampler import with_product_weights
 from support.command import status
-from support.errors import BenchmarkError, ConfigError
+from support.errors import ConfigError
 
 PROJECTION = "projection_decode"
 """Prefix of the kernels that compute the projections for a token of a single sample."""
 RECIPE = ROOT / "configs" / "gpt2_124m.py"
 VOCABULARY = 50_257
-CONTROL = ("kSequential", "kWhile", "kConditional")
-"""What XLA lists beside launches: these contain launches."""
-ATOMIC_ADDITION = re.compile(r"\b(atom|red)\.(?=[\w.:]*\badd\b)(?=[\w.:]*\bb?f(16|32|64))")
 DETERMINISTIC = ("chunked", "linear", "softmax")
 """The modes whose training steps have to be deterministic."""
 
@@ -92,39 +88,6 @@ MOST_LAUNCHES = {
 most of the time of decoding small batches."""
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel in machine code, from the output of the assembler."""
-
-    name: str
-    registers: int
-    """Per thread."""
-    spilled_bytes: int
-    """Per thread, stores and loads."""
-    shared_bytes: int
-    """Per block."""
-    threads: int | None = None
-    """Per block."""
-    serialised: str | None = None
-    """Why its wgmma instructions are serialised."""
-
-    @property
-    def ours(self) -> bool:
-        """Whether it is of this project and not of the compiler."""
-        return self.name.startswith(our_kernels())
-
-    def faults(self, shared_limit: int) -> list[str]:
-        """Why it is slow or cannot be launched."""
-        found = []
-        if self.spilled_bytes:
-            found.append(f"spills registers, {self.spilled_bytes:,} bytes")
-        if self.serialised is not None:
-            found.append(f"serialises wgmma, due to {self.serialised}")
-        if self.shared_bytes > shared_limit:
-            found.append(f"needs {self.shared_bytes:,} bytes of shared memory, but a block has {shared_limit:,}")
-        return found
-
-
 class Case(NamedTuple):
     """A program to compile."""
 
@@ -138,83 +101,6 @@ class Case(NamedTuple):
     """Whether two runs have to be equal to the bit."""
 
 
-class Program(NamedTuple):
-    """A compiled program, from its dump."""
-
-    kernels: list[Kernel]
-    launches: int
-    """Kernels, copies and library calls; those in a loop count once."""
-    atomics: tuple[str, ...] = ()
-    """Kernels with atomic additions of floating-point numbers, whose order changes from run to run."""
-
-
-def read_assembler(text: str) -> list[Kernel]:
-    """The kernels in the output of ``ptxas -v``.
-
-    Raises:
-        ValueError: the registers of a kernel are missing.
-    """
-    serialised = {name: reason for reason, name in re.findall(
-        r"wgmma\.mma_async instructions are serialized due to (.*?) (?:in|for) (?:the )?function '([^']+)'", text)}
-    parts = re.split(r"Compiling entry function '([^']+)'", text)
-    kernels = []
-    for name, part in zip(parts[1::2], parts[2::2], strict=True):
-        registers = re.search(r"Used (\d+) registers", part)
-        if registers is None:
-            raise ValueError(f"ptxas does not report the registers of {name}")
-        spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", part)))
-        shared = re.search(r"(\d+) bytes smem", part)
-        kernels.append(Kernel(name, int(registers[1]), spilled, int(shared[1]) if shared else 0,
-                              serialised=serialised.get(name)))
-    return kernels
-
-
-def read_launches(text: str) -> dict[str, tuple[int, int]]:
-    """Threads of a block and its dynamic shared memory, by kernel, from XLA's list of launches."""
-    launches: dict[str, tuple[int, int]] = {}
-    for name, threads, shared in re.findall(
-            r"(\S+) grid: \[[^]]*\] threads: \[([^]]*)\]\s+shared_memory: (\d+) bytes", text):
-        x, y, z = map(int, threads.split(","))
-        launches[name] = x * y * z, max(int(shared), launches.get(name, (0, 0))[1])
-    return launches
-
-
-def count_launches(text: str) -> int:
-    """Kernels, copies and library calls in XLA's list of launches; those in a loop count once."""
-    return sum(kind not in CONTROL for kind in re.findall(r"^\s*\d+: (k\w+)", text, re.MULTILINE))
-
-
-def inspect(dump: Path, architecture: str) -> Program:
-    """A compiled program, from its dump.
-
-    Raises:
-        RuntimeError: the assembler cannot be run, or refuses a kernel.
-    """
-    text = "\n".join(path.read_text() for path in dump.glob("*thunk_sequence.txt"))
-    launches = read_launches(text)
-    # Constants have a file of their own.
-    sources = {str(path): source for path in sorted(dump.glob("*.ptx")) if ".entry" in (source := path.read_text())}
-    paths = list(sources)
-    if not paths:
-        return Program([], count_launches(text))
-    # All in one go: a kernel takes less time than the assembler's start.
-    command = [f"{cuda_folder()}/bin/ptxas", "-v", f"-arch={architecture}", *paths, "-o", "/dev/null"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise BenchmarkError(f"ptxas: {(ended.stderr or ended.stdout).strip().splitlines()[-1]}")
-    kernels = []
-    for kernel in read_assembler(ended.stdout + ended.stderr):
-        threads, shared = launches.get(kernel.name, (None, 0))
-        kernels.append(replace(kernel, threads=threads, shared_bytes=kernel.shared_bytes + shared))
-    return Program(kernels, count_launches(text), find_atomics("\n".join(sources.values())))
-
-
-def find_atomics(text: str) -> tuple[str, ...]:
-    """The kernels of an assembler's source that add floating-point numbers atomically."""
-    parts = re.split(r"\.entry (\w+)", text)
-    return tuple(name for name, source in zip(parts[1::2], parts[2::2], strict=True) if ATOMIC_ADDITION.search(source))
-
-
 def cases(target: Target) -> Iterator[Case]:
     """All programs that are compiled."""
     found = {}
@@ -224,7 +110,7 @@ def cases(target: Target) -> Iterator[Case]:
     for name, (case, computed) in found.items():
         yield Case(name, functools.partial(trace_op, target, case, computed), case.gpu_kernels)
     for token in (*TOKENS, *(Token(RECIPE.stem, (mode,)) for mode in attention.sampling_modes())):
-        yield Case(token.name, lambda token=token: trace_token(target, model_of(target, token), VOCABULARY, token.B),
+        yield Case(token.name, lambda token=token: target.trace_token(model_of(target, token), VOCABULARY, token.B),
                    token.ours, token=True)
     causal = attention.causal_modes()
     for mode in causal:
@@ -233,12 +119,6 @@ def cases(target: Target) -> Iterator[Case]:
     for mode in attention.modes():
         if mode not in causal:
             yield Case(f"encoder, {mode}", lambda mode=mode: trace_encoder(target, mode), ())
-
-
-@functools.cache
-def our_kernels() -> tuple[str, ...]:
-    """Prefixes of the kernels of all ops."""
-    return tuple(dict.fromkeys(name for case in op_cases.find_cases("gpu-check") for name in case.gpu_kernels))
 
 
 def trace_op(target: Target, case: op_cases.Case, computed: str | None) -> jax.stages.Traced:
@@ -254,22 +134,6 @@ def model_of(target: Target, token: Token) -> ModelConfig:
     with target.tracing():
         config = load_recipe(RECIPE.with_stem(token.recipe), token.modes[0]).model
         return gpt.resolve_config(replace(config, attention=token.modes, layers=len(token.modes), dtype=token.dtype))
-
-
-def trace_token(target: Target, config: ModelConfig, vocabulary_size: int, B: int = 1) -> jax.stages.Traced:
-    """The step of a sampler for a token of B samples, without the draw."""
-    with target.tracing():
-        model = nnx.eval_shape(lambda: with_product_weights(gpt.GPT(config, vocabulary_size, rngs=nnx.Rngs(0))))
-        cache = jax.eval_shape(lambda: model.init_cache(B, config.context))
-    graph, state = nnx.split(model)
-
-    @functools.partial(jax.jit, donate_argnums=2)
-    def extend(state: Any, tokens_BT: Any, cache: gpt.Cache) -> Any:
-        model = nnx.merge(graph, state)
-        x_BTE, cache = model.forward(tokens_BT, cache)
-        return model.logits(x_BTE), cache
-
-    return target.trace(extend, state, jax.ShapeDtypeStruct((B, 1), jnp.int32), cache)
 
 
 def trace_step(target: Target, mode: str) -> jax.stages.Traced:
@@ -294,14 +158,14 @@ def trace_encoder(target: Target, mode: str) -> jax.stages.Traced:
     return target.trace(gradient, state, *(jax.ShapeDtypeStruct((8, 4096), dtype) for dtype in (jnp.int32, bool)))
 
 
-def check(case: Case, target: Target) -> tuple[Program, list[str]]:
+def check(case: Case, target: Target) -> tuple[MachineCode, list[str]]:
     """The program of a case, and its problems other than those of its kernels."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             target.compile(case.trace(), Path(folder))
             program = inspect(Path(folder), target.architecture)
         except (RuntimeError, NotImplementedError, ValueError) as error:
-            return Program([], 0), [f"cannot be compiled: {str(error).strip().partition(chr(10))[0]}"]
+            return MachineCode([], 0), [f"cannot be compiled: {str(error).strip().partition(chr(10))[0]}"]
     if not program.kernels:
         return program, ["it has no kernel"]
     problems = [f"our kernel {prefix}… is missing" for prefix in case.ours

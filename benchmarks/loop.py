@@ -23,7 +23,7 @@ from pathlib import Path
 import jax
 
 from benchmarks import report
-from benchmarks.target import parse_words
+from benchmarks.recipes import parse_words
 from benchmarks.train_step import Step
 from support.errors import INTERRUPTED
 

@@ -35,7 +35,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
 from benchmarks import nanogpt, picture, report
 from benchmarks.modes import HELP, mode_config
@@ -45,9 +44,9 @@ from models import gpt
 from support.command import status
 from support.errors import ConfigError
 from training import accounting
+from training.abstract_step import step_and_shapes
 from training.optimizer import decay_mask, make_optimizer
-from training.sharding import batch_sharding, state_shardings
-from training.step import StepMetrics, TrainState, abstract_model, initial_state, jit_step, make_train_step
+from training.step import StepMetrics, abstract_model, initial_state
 
 CASE_SECONDS = 60.0
 """Default of ``--seconds-per-case``."""
@@ -142,26 +141,6 @@ class Step:
         """Starts one update; its metrics."""
         self._state, metrics = self._compiled(self._state, self._batch, self._learning_rate)
         return metrics
-
-
-def step_and_shapes(config: Config, vocabulary_size: int, mesh: Mesh | None = None) -> tuple[
-        jax.stages.Wrapped, tuple[TrainState, Batch, Any]]:
-    """The training step of a config under ``jax.jit``, and the shapes of its arguments, sharded over a mesh if any."""
-    model = abstract_model(config, vocabulary_size)
-    transform = make_optimizer(config.optimizer, decay_mask(model))
-    state = jax.eval_shape(lambda: initial_state(config, vocabulary_size, transform))
-    of_tokens: Any = None
-    options: dict[str, Any] = {}
-    if mesh is not None:
-        shardings = state_shardings(mesh, model, state)
-        state = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state,
-                             shardings)
-        of_tokens, options = batch_sharding(mesh), {"out_shardings": (shardings, None)}
-    step = jit_step(make_train_step(model, config, transform), model, deterministic=config.train.deterministic,
-                    **options)
-    tokens_BT: Any = jax.ShapeDtypeStruct((config.train.batch_size, config.model.context), jnp.int32,
-                                          sharding=of_tokens)
-    return step, (state, Batch(tokens_BT, tokens_BT), jax.ShapeDtypeStruct((), jnp.float32))
 
 
 def sizes(options: Namespace) -> dict[str | None, Size]:

@@ -1,6 +1,6 @@
 """The device that a function is traced for: the default device, or a compilation target.
 
-A program can be compiled for a GPU on a machine without one (``benchmarks/target.py``). Choices by device then follow
+A program can be compiled for a GPU on a machine without one (``compilation/target.py``). Choices by device then follow
 the target, which is the abstract device of the current mesh.
 """
 

@@ -11,7 +11,7 @@ flock 8
 # NVIDIA's assembler with its inputs, and cuDNN, whose plans for attention are compiled too. They are pinned, because
 # another assembler may spill where this one does not. Nothing runs on a GPU, so no other libraries are needed.
 packages=(nvidia-cuda-nvcc==13.5.37 nvidia-nvvm==13.5.37 nvidia-cudnn-cu13==9.28.0.42)
-# The dependencies of kernels, models and benchmarks, at the versions of the lock.
+# The dependencies of kernels, models, compilation and benchmarks, at the versions of the lock.
 names='absl-py|flax|jaxtyping|ml-dtypes|msgpack|numpy|opt-einsum|optax|pyyaml|rich|markdown-it-py|mdurl|pygments'
 names+='|scipy|treescope|typing-extensions|wadler-lindig|etils|orbax-checkpoint'
 # To read a recipe, for `benchmarks.estimate`.

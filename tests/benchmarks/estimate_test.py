@@ -1,159 +1,38 @@
-"""The estimate reads launches, bytes and operations right, by numbers worked out by hand, and says what it lacks."""
+"""The estimates of programs and of the devices of a mesh: their text and files, and what the command says it lacks."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
-from jax import lax
-from jax.experimental import pallas as pl
 
-from benchmarks import estimate, memory, target
-from benchmarks.launches import Launch, PallasCall, Work, launches, pallas_kernels, read_graphed
-from benchmarks.program import Shape, read_program
+from benchmarks import estimate
+from compilation import cards, cost, target
+from compilation.launches import Launch, Work
+from configs.schema import Config, MeshConfig, TrainConfig
 from kernels import embedding
 from support.errors import ConfigError
-
-pytestmark = pytest.mark.fast
-
-PROGRAM = """\
-HloModule jit_step, entry_computation_layout={()->f32[]}
-
-%fused_slice (p0: f32[100,8], p1: s32[]) -> bf16[10,8] {
-  %p0 = f32[100,8]{1,0} parameter(0)
-  %p1 = s32[] parameter(1)
-  %slice.1 = f32[10,8]{1,0} dynamic-slice(%p0, %p1, %p1), dynamic_slice_sizes={10,8}
-  ROOT %convert.1 = bf16[10,8]{1,0} convert(%slice.1)
-}
-
-%fused_update (p0.1: f32[100,8], p1.1: f32[10,8], p2.1: s32[]) -> f32[100,8] {
-  %p0.1 = f32[100,8]{1,0} parameter(0)
-  %p1.1 = f32[10,8]{1,0} parameter(1)
-  %p2.1 = s32[] parameter(2)
-  ROOT %update.1 = f32[100,8]{1,0} dynamic-update-slice(%p0.1, %p1.1, %p2.1, %p2.1)
-}
-
-%fused_product (p0.2: bf16[10,8], p1.2: bf16[8,16]) -> f32[10,16] {
-  %p0.2 = bf16[10,8]{1,0} parameter(0)
-  %p1.2 = bf16[8,16]{1,0} parameter(1)
-  ROOT %dot.1 = f32[10,16]{1,0} dot(%p0.2, %p1.2), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-%body (state: (s32[], f32[100,8], bf16[8,16])) -> (s32[], f32[100,8], bf16[8,16]) {
-  %state = (s32[], f32[100,8]{1,0}, bf16[8,16]{1,0}) parameter(0)
-  %i = s32[] get-tuple-element(%state), index=0
-  %x = f32[100,8]{1,0} get-tuple-element(%state), index=1
-  %w = bf16[8,16]{1,0} get-tuple-element(%state), index=2
-  %sliced = bf16[10,8]{1,0} fusion(%x, %i), kind=kLoop, calls=%fused_slice, \
-metadata={op_name="jit(step)/jvp()/while/body/dynamic_slice"}
-  %y = f32[10,16]{1,0} fusion(%sliced, %w), kind=kCustom, calls=%fused_product, \
-metadata={op_name="jit(step)/transpose(jvp(Block))/while/body/ij,jk->ik/dot_general"}
-  %again = f32[100,8]{1,0} fusion(%x, %x, %i), kind=kLoop, calls=%fused_update
-  ROOT %next = (s32[], f32[100,8]{1,0}, bf16[8,16]{1,0}) tuple(%i, %again, %w)
-}
-
-%condition (state.1: (s32[], f32[100,8], bf16[8,16])) -> pred[] {
-  %state.1 = (s32[], f32[100,8]{1,0}, bf16[8,16]{1,0}) parameter(0)
-  ROOT %true = pred[] constant(true)
-}
-
-ENTRY %main (start: (s32[], f32[100,8], bf16[8,16]), q: bf16[1,64,2,8], left: bf16[64,16], right: bf16[16,32]) -> \
-f32[1,64,2,8] {
-  %start = (s32[], f32[100,8]{1,0}, bf16[8,16]{1,0}) parameter(0)
-  %q = bf16[1,64,2,8]{3,2,1,0} parameter(1)
-  %left = bf16[64,16]{1,0} parameter(2)
-  %right = bf16[16,32]{1,0} parameter(3)
-  %loop = (s32[], f32[100,8]{1,0}, bf16[8,16]{1,0}) while(%start), condition=%condition, body=%body, \
-backend_config={"known_trip_count":{"n":"7"}}
-  %flash = (bf16[1,64,2,8]{3,2,1,0}, f32[1,2,64]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), \
-custom_call_target="__cudnn$fmhaSoftmax", backend_config={"mask_type": "CAUSAL"}
-  %call.1 = f32[1,64,2,8]{3,2,1,0} custom-call(%q, %q), custom_call_target="__gpu$xla.gpu.triton", \
-metadata={op_name="jit(step)/jvp(mix_forward)/pallas_call"}, backend_config={ir = "ML\\EFR"}
-  %product = (f32[64,32]{1,0}, s8[4194304]{0}) custom-call(%left, %right), custom_call_target="__cublas$lt$matmul", \
-backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
-  ROOT %copied = f32[1,64,2,8]{3,2,1,0} copy(%call.1)
-}
-"""
-MIX = PallasCall("mix_forward", (Shape("bf16", (1, 64, 2, 8)),) * 2)
-
-
-def test_launches_bytes_and_operations_of_a_program():
-    work = Work(1, 2, 3, {"bf16": 4})
-    sliced, product, update, flash, ours, cublas, copied = launches(read_program(PROGRAM), {MIX: work}, {"y", "copied"})
-    assert [launch.count for launch in (sliced, product, update, flash, ours, copied)] == [7, 7, 7, 1, 1, 1]
-    # Of 100 rows ten are read, and written in another format; the index is read too.
-    assert (sliced.work.read, sliced.work.written) == (10 * 8 * 4 + 4, 10 * 8 * 2)
-    assert product.work == Work(10 * 8 * 2 + 8 * 16 * 2, 10 * 16 * 4, 160 + 256 + 640, {"bf16": 2 * 10 * 8 * 16})
-    # What is updated in place is not read; here the same array is what is written too.
-    assert update.work.written == 10 * 8 * 4
-    assert flash.work.operations == {"bf16": 2 * 2 * 2 * 64 * 64 * 8 // 2}
-    assert ours.work is work
-    # The room that cuBLAS works in is no result.
-    assert cublas.work == Work(64 * 16 * 2 + 16 * 32 * 2, 64 * 32 * 4, 3072 + 8192, {"bf16": 2 * 64 * 16 * 32})
-    assert copied.work == Work(4096, 4096, 8192)
-    assert [launch.name for launch in (sliced, product, flash, ours, copied) if launch.in_graph] == ["y", "copied"]
-    assert (product.group, ours.group) == ("y: ij,jk->ik dot_general, backward", "mix_forward")
-    assert flash.group == "cuDNN's attention"
-
-
-def test_a_kernel_moves_its_blocks_in_every_program():
-    def kernel(x_ref, y_ref, out_ref):
-        def step(i, total):
-            return total + lax.dot_general(x_ref[...], y_ref[...], (((1,), (1,)), ((), ())),
-                                           precision=lax.DotAlgorithmPreset.TF32_TF32_F32_X3)
-        out_ref[...] = lax.fori_loop(0, 5, step, jnp.zeros((16, 16), jnp.float32))
-
-    def call(x, y):
-        return pl.pallas_call(
-            kernel, grid=(4, 3), out_shape=jax.ShapeDtypeStruct((64, 48), jnp.float32), name="products",
-            in_specs=[pl.BlockSpec((16, 32), lambda i, j: (i, 0)), pl.BlockSpec((16, 32), lambda i, j: (j, 0))],
-            out_specs=pl.BlockSpec((16, 16), lambda i, j: (i, j)))(x, y)
-
-    traced = jax.jit(lambda x, y: lax.scan(lambda c, _: (call(x, y).sum(), None), 0.0, length=2)[0]).trace(
-        *(jax.ShapeDtypeStruct((rows, 32), jnp.float32) for rows in (64, 48)))
-    (found, work), = pallas_kernels(traced.jaxpr).items()
-    assert found == PallasCall("products", (Shape("f32", (64, 32)), Shape("f32", (48, 32))))
-    assert (work.read, work.written) == ((64 + 48) * 32 * 4, 64 * 48 * 4)
-    assert work.moved == 12 * (2 * 16 * 32 + 16 * 16) * 4
-    assert work.operations == {"f32x3": 12 * 5 * 2 * 16 * 16 * 32}
-
-
-def test_which_launches_are_in_a_cuda_graph(tmp_path: Path):
-    (tmp_path / "module.thunk_metadata.txt").write_text("".join(
-        f'thunk_metadata {{\n  thunk_info {{\n    profile_annotation: "{name}"\n    thunk_id: {number}\n  }}\n'
-        f'  thunk_kind: "kKernel"\n}}\n' for number, name in enumerate(("a", "b.1", "c", "d.2"), 1)))
-    (tmp_path / "module.thunk_sequence_after_thunk_passes.txt").write_text(
-        "000: kCommandBuffer [source | sink]\n    001: kKernel [source] x grid: [1, 1, 1]\n"
-        "    002: kCopy [source]\n003: kWhile [prev=000]\n  body:\n    004: kKernel [source]\n")
-    assert read_graphed(tmp_path) == {"a", "b.1"}
-
-
-@pytest.mark.parametrize(("work", "in_graph", "seconds"), [
-    (Work(3_000_000_000, 1_000_000_000, 4_000_000_000), False, 1e-3),
-    (Work(4_000, 0, 11_000_000_000), False, 2e-3), (Work(0, 0, 0, {"bf16": 650 * 10**9, "f32x3": 325 * 10**9}), False,
-                                                   4e-3),
-    (Work(), False, 3e-6), (Work(), True, 1.5e-6),
-])
-def test_a_launch_takes_what_is_longest(work: Work, in_graph: bool, seconds: float):
-    assert estimate.CARDS["h200"].seconds(Launch("x", "x", 5, work, in_graph)) == pytest.approx(seconds)
 
 
 def _fake(launched: Mapping[str, Work], peak: int = 2**30):
     """Estimates by mode; the program of a call counts as that of ``kernel``."""
-    def estimated(gpu: target.Target, mode: str, card: estimate.Card) -> dict[str, Any]:
-        rows = estimate.grouped([Launch("a", "a product", 10, launched.get(mode, Work()), False)], card)
+    def estimated(gpu: target.Target, mode: str, rates: cards.Rates) -> dict[str, Any]:
+        rows = cost.grouped([Launch("a", "a product", 10, launched.get(mode, Work()), False)], rates)
         return rows[0] | {"launches": 10, "peak_bytes": peak, "argument_bytes": 2**20, "output_bytes": 2**20,
                           "rows": rows}
 
     return estimated
 
 
+@pytest.mark.fast
 def test_the_answer_and_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(target, "find_python", lambda: sys.executable)
     monkeypatch.setattr(estimate, "trace", lambda gpu, config, *_: ",".join(config.model.attention))
@@ -180,6 +59,7 @@ def test_the_answer_and_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert "11 passes" in said
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("flags", "told"), [
     ([], "expected a recipe and flags of train.py, or --kernel"),
     (["--kernel", "linear_attention:1,2,3,4", "--sampling"], "takes neither a recipe"),
@@ -200,6 +80,7 @@ def test_usage_errors(flags: list[str], told: str, monkeypatch: pytest.MonkeyPat
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.fast
 def test_the_program_is_compiled_by_the_python_that_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     started = []
     monkeypatch.setattr(target, "find_python", lambda: "envs/0.11.2/bin/python")
@@ -212,8 +93,9 @@ def test_the_program_is_compiled_by_the_python_that_can(monkeypatch: pytest.Monk
     assert started == [[*start, *given, "--vocabulary", "50257"], [*start, "--kernel", "linear_attention:2,64,4,32"]]
 
 
+@pytest.mark.fast
 def test_what_does_not_fit_says_how_much_is_missing_and_what_helps():
-    has = memory.MOST_SHARE * memory.CARDS["h200"] / 2**10
+    has = cards.MOST_SHARE * cards.MEMORY["h200"] / 2**10
     with pytest.raises(ConfigError, match=rf"needs 200.0 GiB, .* may take {has:.1f} .*: {200 - has:.1f} GiB are missing"
                                           r"; a larger --train.accumulate"):
         estimate.check_fits(200 * 2**30, "h200")
@@ -238,7 +120,7 @@ def test_estimates_of_a_small_step(devices: int | None, tmp_path: Path):
     assert found["argument_bytes"] >= 3 * 4 * (512 * 128 + 12 * 128**2)  # float32 weights and their two moments alone
     assert found["operations"] == pytest.approx(dense + 7 * 1024**2 * 128 + of_embedding, rel=0.01)
     # Some launches are in a CUDA graph, where they take less than others can.
-    assert any(row["ms"] < 1e3 * row["count"] * estimate.CARDS["h200"].launch for row in found["rows"])
+    assert any(row["ms"] < 1e3 * row["count"] * cards.RATES["h200"].launch for row in found["rows"])
 
 
 @pytest.mark.thorough
@@ -261,3 +143,49 @@ def _run(folder: Path, *flags: str) -> dict[str, Any]:
                           text=True, cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text())
+
+
+def run_devices(*flags: str) -> subprocess.CompletedProcess[str]:
+    """In a new process, because the number of devices is fixed when jax starts."""
+    return subprocess.run([sys.executable, "-m", "benchmarks.estimate", "configs/quickstart.py", *flags],
+                          cwd=Path(__file__).parents[2], env=os.environ | {"JAX_PLATFORMS": "cpu"},
+                          capture_output=True, text=True, check=False)
+
+
+def test_a_mesh_that_does_not_take_all_devices_is_refused():
+    done = run_devices("--devices", "3", "--card", "cpu", "--mesh.context", "2", "--mesh.data", "1")
+    assert done.returncode == 2
+    assert "is 2, which leaves 1 of 3 devices idle" in done.stderr
+
+
+@pytest.mark.fast
+def test_a_batch_that_does_not_take_all_devices_is_refused_with_what_would_help():
+    config = Config(train=TrainConfig(batch_size=1, accumulate=1))
+    with pytest.raises(ConfigError, match=re.escape(
+            "--devices is 8; the mesh mesh.data 1 × mesh.fsdp 1 × mesh.tensor 1 × mesh.context 1 takes 1: "
+            "train.batch_size / train.accumulate is 1; expected --devices 1, a larger --train.batch-size, or a mesh "
+            "that splits more than the batch, such as --mesh.context 8")):
+        estimate.check_mesh(config, 8)
+    with pytest.raises(ConfigError, match=r"expected --devices 2, .*, such as --mesh\.context 8"):
+        estimate.check_mesh(replace(config, mesh=MeshConfig(context=2)), 8)
+    estimate.check_mesh(config, 1)
+    estimate.check_mesh(replace(config, mesh=MeshConfig(context=8)), 8)
+    estimate.check_mesh(replace(config, train=TrainConfig(batch_size=8, accumulate=1)), 8)
+
+
+@pytest.mark.thorough
+def test_each_device_computes_its_share_of_a_step(tmp_path):
+    small = ("--card", "cpu", "--vocabulary", "257", "--model.layers", "1", "--model.width", "32", "--model.heads", "2",
+             "--model.context", "64", "--train.batch-size", "2", "--train.accumulate", "1", "--mesh.data", "1")
+    found = {}
+    for devices in (1, 2):
+        path = tmp_path / f"{devices}.json"
+        done = run_devices("--devices", str(devices), "--mesh.context", str(devices), *small, "--json", str(path))
+        assert done.returncode == 0, done.stderr
+        found[devices] = json.loads(path.read_text())
+    assert "context 2; of each device" in done.stdout
+    assert found[1]["collectives"] == {}
+    # Shorter chunks, but a device folds its tokens into a state besides.
+    assert found[2]["operations"] / found[1]["operations"] == pytest.approx(0.5, abs=0.05)
+    assert found[2]["collectives"]["all-reduce"] > 4 * 257 * 32  # the gradients
+    assert found[2]["temporary_bytes"] < found[1]["temporary_bytes"]

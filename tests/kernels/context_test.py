@@ -11,7 +11,7 @@ SCRIPT = r"""
 import json, re, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from benchmarks.program import read_program
+from compilation.program import read_program
 from kernels.delta_rule import delta_rule
 from kernels.linear_attention import State, linear_attention
 from kernels.power_attention import power_attention

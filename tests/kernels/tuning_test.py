@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from benchmarks.launches import pallas_kernels
+from compilation.launches import pallas_kernels
 from kernels import device
 from kernels.cases import find_cases
 from kernels.linear_attention import linear_attention, tuning

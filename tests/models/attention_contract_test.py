@@ -425,7 +425,7 @@ import json, sys
 import jax, jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from benchmarks.program import read_program
+from compilation.program import read_program
 from models import attention
 
 def moved(name, options, T):

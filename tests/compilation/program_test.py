@@ -1,4 +1,4 @@
-"""Operations of compiled programs, and those that ``metrics.jsonl`` counts from shapes."""
+"""Operations of compiled programs, and those that ``metrics.jsonl`` counts from shapes; collectives by hand."""
 
 from dataclasses import asdict
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from benchmarks.program import Products, read_program
+from compilation.program import Products, read_program
 from configs.schema import EncoderConfig, ModelConfig
 from models import encoder, gpt
 from models.encoder import Classifier
@@ -87,3 +87,56 @@ def check_operations(config, kind, loss):
     assert counted is not None
     assert found.operations == pytest.approx(counted * B * T, rel=0.03)
     assert found.calls == found.unbounded_loops == 0
+
+
+PROGRAM = """\
+HloModule jit_step
+
+%add (left: f32[], right: f32[]) -> f32[] {
+  %left = f32[] parameter(0)
+  %right = f32[] parameter(1)
+  ROOT %added = f32[] add(%left, %right)
+}
+
+%scattered (p0.3: f32[8,4]) -> f32[2,4] {
+  %p0.3 = f32[8,4]{1,0} parameter(0)
+  ROOT %inner = f32[2,4]{1,0} reduce-scatter(%p0.3), dimensions={0}, to_apply=%add
+}
+
+%body (state: (s32[], f32[2,4])) -> (s32[], f32[2,4]) {
+  %state = (s32[], f32[2,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f32[2,4]{1,0} get-tuple-element(%state), index=1
+  %start = (f32[2,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%x), dimensions={0}
+  %done = f32[8,4]{1,0} all-gather-done(%start)
+  %wrapped = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-start(%done), calls=%scattered
+  %back = f32[2,4]{1,0} async-done(%wrapped), calls=%scattered
+  ROOT %next = (s32[], f32[2,4]{1,0}) tuple(%i, %back)
+}
+
+%condition (state.1: (s32[], f32[2,4])) -> pred[] {
+  %state.1 = (s32[], f32[2,4]{1,0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main (first: f32[2,4], whole: bf16[16]) -> f32[2,4] {
+  %first = f32[2,4]{1,0} parameter(0)
+  %whole = bf16[16]{0} parameter(1)
+  %zero = s32[] constant(0)
+  %packed = (s32[], f32[2,4]{1,0}) tuple(%zero, %first)
+  %loop = (s32[], f32[2,4]{1,0}) while(%packed), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
+  %sum = (bf16[16]{0}, f32[2,4]{1,0}) all-reduce(%whole, %first), to_apply=%add
+  %begun = (f32[2,4]{1,0}, f32[2,4]{1,0}) collective-permute-start(%first), source_target_pairs={{0,1}}
+  %ended = f32[2,4]{1,0} collective-permute-done(%begun)
+  %exchanged = f32[2,4]{1,0} all-to-all(%ended), dimensions={0}
+  ROOT %result = f32[2,4]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+@pytest.mark.fast
+def test_collectives_count_as_often_as_their_loop_runs():
+    assert read_program(PROGRAM).collectives == {
+        "all-gather": 5 * 128, "reduce-scatter": 5 * 128, "all-reduce": 32 + 32, "collective-permute": 32,
+        "all-to-all": 32}

@@ -1,36 +1,35 @@
-"""Compiling for a GPU on a machine without one, for ``gpu_check`` and ``estimate``.
+"""Compiling for a GPU on a machine without one.
 
 XLA needs no driver and no card to compile for one, only its description (``targets/NAME.txtpb``), jax's CUDA plug-in
 and NVIDIA's assembler, which ``scripts/gpu_check.sh`` installs into environments of their own, ``.venv-gpu/VERSION``.
 """
 
+import functools
 import importlib.util
 import re
 import sys
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
-from benchmarks import report
-from benchmarks.train_step import step_and_shapes
-from configs.schema import Config
-from support.errors import BenchmarkError, ConfigError, DataError
+from configs.schema import Config, ModelConfig
+from models import gpt
+from sampling.sampler import with_product_weights
+from support.errors import BenchmarkError, ConfigError
+from training.abstract_step import step_and_shapes
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".venv-gpu"
 TARGETS = Path(__file__).parent / "targets"
 PLUGIN = "jax_plugins.xla_cuda13"
-VOCABULARIES = {"gpt2": 50_257, "bytes": 257, "pixels": 257}
-"""Sizes of the tokenizers whose files may be missing; of images, with 256 levels."""
-VOCABULARY_FLAG = report.flag("tokens in the vocabulary (those of the token files or of the tokenizer)",
-                              type=report.positive)
 REMEDY = "`make gpu-check` builds an environment that can"
 
 
@@ -87,6 +86,21 @@ class Target:
         with self.tracing():
             step, arguments = step_and_shapes(config, vocabulary_size)
         return self.trace(step, *arguments)
+
+    def trace_token(self, config: ModelConfig, vocabulary_size: int, B: int = 1) -> jax.stages.Traced:
+        """The step of a sampler for a token of B samples, without the draw, traced."""
+        with self.tracing():
+            model = nnx.eval_shape(lambda: with_product_weights(gpt.GPT(config, vocabulary_size, rngs=nnx.Rngs(0))))
+            cache = jax.eval_shape(lambda: model.init_cache(B, config.context))
+        graph, state = nnx.split(model)
+
+        @functools.partial(jax.jit, donate_argnums=2)
+        def extend(state: Any, tokens_BT: Any, cache: gpt.Cache) -> Any:
+            model = nnx.merge(graph, state)
+            x_BTE, cache = model.forward(tokens_BT, cache)
+            return model.logits(x_BTE), cache
+
+        return self.trace(extend, state, jax.ShapeDtypeStruct((B, 1), jnp.int32), cache)
 
     def compile(self, traced: jax.stages.Traced, dump: Path | None = None, **flags: bool) -> jax.stages.Compiled:
         """Compiles a function from :meth:`trace`.
@@ -166,61 +180,6 @@ def find_python() -> str:
                           f"{REMEDY}; then repeat the command")
     best = max(built, key=lambda folder: (folder.name == jax.__version__, _numbers(folder.name)))
     return str(best / "bin" / "python")
-
-
-def parse_program(options: Namespace, gpu: Target | None) -> tuple[Config, int]:
-    """The config of ``options.words``, flags of train.py, and the size of its vocabulary.
-
-    Raises:
-        ConfigError: the command line is wrong, asks for several devices without ``options.devices``, or the size of
-            the vocabulary is unknown.
-    """
-    config = parse_words(options.words, gpu)
-    if options.devices is None:
-        check_one_device(config)
-    return config, options.vocabulary or vocabulary_size(config)
-
-
-def check_one_device(config: Config) -> None:
-    """Raises :class:`ConfigError` if a config asks for more than one device."""
-    for axis in ("data", "fsdp", "tensor", "context"):
-        if getattr(config.mesh, axis) not in ((1, -1) if axis == "data" else (1,)):
-            raise ConfigError(f"mesh.{axis} is {getattr(config.mesh, axis)}; expected 1: the program is compiled for "
-                              "one device, so give it the share of the batch of one device")
-
-
-def parse_words(words: Sequence[str], gpu: Target | None) -> Config:
-    """The config of train.py's command line, validated for a GPU, or for this machine's devices.
-
-    Raises:
-        ConfigError: the command line is wrong, or the recipe is not of a language model.
-    """
-    import train  # a GPU machine may lack its packages
-
-    with nullcontext() if gpu is None else gpu.tracing():
-        config = train.parse(words).config
-    if not isinstance(config, Config):
-        raise ConfigError(f"{words[0]} is a {config.KIND} recipe; expected a {Config.KIND} recipe")
-    return config
-
-
-def vocabulary_size(config: Config) -> int:
-    """The vocabulary size of the token files if they are prepared, else of the tokenizer.
-
-    Raises:
-        ConfigError: the tokenizer does not exist or cannot be read.
-    """
-    from data import tokenizers
-    from data.token_files import TokenFiles
-
-    if config.data.dir is not None and Path(config.data.dir, "meta.json").exists():
-        return TokenFiles.open(Path(config.data.dir)).vocabulary_size
-    name = config.data.tokenizer
-    try:
-        return VOCABULARIES[name] if name in VOCABULARIES else tokenizers.load(name).n_vocab
-    except DataError as error:
-        raise ConfigError(f"the tokenizer {name} is not on this machine; give its vocabulary size: "
-                          "--vocabulary N") from error
 
 
 def _numbers(version: str) -> tuple[int, ...]:

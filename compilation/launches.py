@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.program import Computation, Instruction, Program, Shape, users
+from compilation.program import Computation, Instruction, Program, Shape, users
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
         "opt-barrier", "copy-done", "async-done", "fusion-done", "call-done"}
@@ -273,7 +273,7 @@ def _shape(aval: Any) -> Shape:
 
 def read_graphed(dump: Path) -> set[str]:
     """Names of the instructions in CUDA graphs, from a dump of the compiler; see
-    :meth:`benchmarks.target.Target.compile`."""
+    :meth:`compilation.target.Target.compile`."""
     names: dict[int, str] = {}
     for path in dump.glob("*thunk_metadata.txt"):
         for part in path.read_text().split("thunk_metadata {"):

@@ -1,0 +1,1 @@
+"""Compiles programs for a GPU on a machine without one, and reads what they cost from the compiled text."""

@@ -1,0 +1,56 @@
+"""The assembler's output and XLA's lists of launches are read right."""
+
+import pytest
+
+from compilation.machine_code import Kernel, count_launches, find_atomics, read_assembler, read_launches
+from tests.compilation.made import ATOMICS, CLEAN, COMPILERS, LAUNCHES, LIMIT, SPILLING
+
+pytestmark = pytest.mark.fast
+
+
+def test_reads_registers_spills_and_serialised_products():
+    (spilling,), (clean,), (compilers,) = map(read_assembler, (SPILLING, CLEAN, COMPILERS))
+    assert (spilling.name, spilling.registers, spilling.spilled_bytes) == ("linear_attention_dq", 255, 704 + 732)
+    assert spilling.serialised == "insufficient register resources"
+    assert (clean.registers, clean.spilled_bytes, clean.shared_bytes, clean.serialised) == (96, 0, 0, None)
+    assert (compilers.spilled_bytes, compilers.shared_bytes, compilers.ours) == (120, 33024, False)
+    assert [kernel.name for kernel in read_assembler(CLEAN + COMPILERS)] == [clean.name, compilers.name]
+
+
+@pytest.mark.parametrize(("name", "ours"), [
+    ("linear_attention_dq", True), ("softmax_decode_splits", True), ("softmax_decode_combine__1", True),
+    ("input_add_reduce_fusion", False), ("gemm_fusion_linear_attention_", False),
+])
+def test_our_kernels_are_known_by_their_names(name, ours):
+    assert Kernel(name, 32, 0, 0).ours is ours
+
+
+def test_an_assembler_that_says_nothing_is_no_clean_kernel():
+    with pytest.raises(ValueError, match="registers of linear_attention_forward"):
+        read_assembler(CLEAN.replace("Used", "Took"))
+
+
+def test_reads_threads_and_shared_memory_of_launches():
+    launches = read_launches(LAUNCHES)
+    assert launches == {"loop_pad_fusion_3": (128, 0), "linear_attention_dq": (256, 118784)}
+
+
+def test_counts_kernels_and_copies_and_not_the_loop_around_them():
+    loop = "040: kWhile        [prev=039 (2) | sink         ] kWhile\n  001: kGemm        [source] kGemm\n"
+    assert count_launches(LAUNCHES) == 3
+    assert count_launches(LAUNCHES + loop) == 4
+
+
+@pytest.mark.parametrize(("kernel", "faults"), [
+    (Kernel("linear_attention_dk", 255, 0, LIMIT), []),
+    (Kernel("linear_attention_dk", 255, 24, 0), ["spills registers, 24 bytes"]),
+    (Kernel("linear_attention_dk", 255, 0, 0, serialised="a wait"), ["serialises wgmma, due to a wait"]),
+    (Kernel("linear_attention_dk", 255, 0, LIMIT + 1),
+     ["needs 232,449 bytes of shared memory, but a block has 232,448"]),
+])
+def test_faults(kernel, faults):
+    assert kernel.faults(LIMIT) == faults
+
+
+def test_atomic_additions_of_floats_are_found():
+    assert find_atomics(ATOMICS) == ("input_scatter_fusion", "reduce_1")
