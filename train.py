@@ -33,6 +33,7 @@ from data.loader import Corpora, open_corpora
 from data.verification import Verification
 from models.encoder import Encoder, MaskedModel
 from models.gpt import GPT
+from models.parameters import count_parameters
 from sampling import samples
 from support.command import note, status
 from support.errors import ConfigError
@@ -143,7 +144,7 @@ def begin(config: Config | MaskedConfig, run_dir: Path, corpora: Corpora, model:
             # Without the flag it would differ from its environment.json.
             raise ConfigError(f"{run_dir} was started with --init-from {begun_with['run']} and has no intact "
                               "checkpoint; repeat the flag or choose another --run-dir")
-    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    parameters = count_parameters(model)
     write_json(run_dir / "config.json", config.to_dict())
     write_json(run_dir / "environment.json", environment(
         encoder_of(model), parameters=parameters, tokenizer=corpora.tokenizer, checksum=corpora.checksum,

@@ -18,11 +18,6 @@ outputs and temporaries. A case that does not fit, is not supported or takes too
 time; larger cases for which the reason holds too are not tried.
 """
 
-from support import interrupts
-
-if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
-
 import functools
 import importlib.util
 import math
@@ -38,10 +33,10 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import report
-from benchmarks.modes import HELP, mode_config, split_mode
 from benchmarks.picture import Panel, curves, published
 from kernels.cases import TimedAttention, find_attentions
 from models.attention import abstract, causal_modes, encoder_modes, load
+from models.mode_text import HELP, mode_config, split_mode
 from support.command import status
 from support.errors import ConfigError
 

@@ -12,11 +12,6 @@ Times are those of the processor, of all threads, which other work on the machin
 medians. Its 95 % interval is by bootstrap over the rounds (Efron, "Bootstrap Methods", 1979).
 """
 
-from support import interrupts
-
-if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
-
 import functools
 import sys
 import time
@@ -32,11 +27,11 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import report
-from benchmarks.modes import HELP
 from benchmarks.train_step import Size, Step, model_config
 from configs.schema import Config, ModelConfig, TrainConfig
 from kernels import cpu, device
 from models.gpt import GPT
+from models.mode_text import HELP
 from sampling.sampler import Sampler, Sampling, Settings, draw
 from support.command import status
 from support.errors import BenchmarkError, ConfigError
@@ -66,11 +61,6 @@ class Row(report.Row):
     """Time over that with all workarounds."""
     interval: tuple[float, float] | None = None
     """95 % interval of the ratio."""
-
-    @property
-    def name(self) -> str:
-        """Name of the case."""
-        return f"{self.measure}: {self.case}, without {self.without}"
 
 
 def compare(measure: str, case: str, seconds: Mapping[str, Sequence[float]]) -> list[Row]:

@@ -10,11 +10,6 @@ the first one warms up. For a growing mode it is the last point over the first. 
 beyond that of training.
 """
 
-from support import interrupts
-
-if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
-
 import functools
 import sys
 import time
@@ -30,11 +25,12 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import picture, report
-from benchmarks.modes import HELP, recipe_model
+from benchmarks.recipes import recipe_model
 from configs.schema import ModelConfig
 from kernels import cpu
 from models import attention, gpt
 from models.gpt import GPT
+from models.mode_text import HELP
 from sampling.sampler import Sampler, Sampling
 from support.command import status
 from support.errors import ConfigError
@@ -43,7 +39,6 @@ WINDOWS = 50
 """Points of the curve of a mode with a state of constant size."""
 LEAST_GROWING = 1024
 """Tokens of the first point of a growing mode; each further one has twice as many."""
-HEADINGS = ("mode", "positions", "tokens", "ms/token early", "late", "late/early", "MiB early", "late", "late/early")
 
 
 @dataclass
@@ -62,8 +57,13 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Name of the case."""
-        return f"{self.mode}, {self.positions} positions"
+        """Name of the curve."""
+        return f"{self.mode}, {self.positions}"
+
+    @property
+    def mebibytes(self) -> float | None:
+        """``resident_bytes`` in MiB."""
+        return self.resident_bytes and self.resident_bytes / 2**20
 
 
 def draw_tokens(case: dict[str, Any]) -> dict[str, Any]:
@@ -118,53 +118,49 @@ def _draw(mode: str, config: ModelConfig, vocabulary: int, tokens: int, windows:
     return [Row(mode, config.positions, *window) for window in found["windows"]]
 
 
-def growth(values: Sequence[float]) -> tuple[float, float]:
-    """Medians of the second and of the last fifth; of few values, of a growing mode, the first and the last."""
+def growth(values: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Medians of the second and of the last fifth, and their ratio; of few values, of a growing mode, the first and the
+    last. None if they are unknown."""
     fifth = len(values) // 5
-    return (median(values[fifth:2 * fifth]), median(values[-fifth:])) if fifth > 1 else (values[0], values[-1])
+    if None in values:
+        return None, None, None
+    early, late = (median(values[fifth:2 * fifth]), median(values[-fifth:])) if fifth > 1 else (values[0], values[-1])
+    return early, late, late / early
 
 
-def lines(rows: Sequence[Row]) -> list[list[str]]:
-    """Lines of the table, one for each mode and kind of positions."""
-    found = []
-    for curve in _curves(rows):
-        times, memory = growth([row.milliseconds for row in curve]), growth([row.resident_bytes or 0 for row in curve])
-        found.append([curve[0].mode, curve[0].positions, f"{curve[-1].position:,}",
-                      f"{times[0]:.3f}", f"{times[1]:.3f}", f"{times[1] / times[0]:.2f}",
-                      *(("–", "–", "–") if not memory[0] else (
-                          f"{memory[0] / 2**20:,.0f}", f"{memory[1] / 2**20:,.0f}", f"{memory[1] / memory[0]:.2f}"))])
-    return found
+def summary(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
+    """A line for each mode and kind of positions."""
+    curves: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.error is None:
+            curves.setdefault(row.name, []).append(row)
+    return [(curve[0].mode, curve[0].positions, curve[-1].position, *growth([row.milliseconds for row in curve]),
+             *growth([row.mebibytes for row in curve])) for curve in curves.values()]
+
+
+TABLE = report.columns(
+    ("mode", 0, ""), ("positions", 1, ""), ("tokens", 2, ","), ("ms/token early", 3, ".3f"), ("late", 4, ".3f"),
+    ("late/early", 5, ".2f"), ("MiB early", 6, ",.0f"), ("late", 7, ",.0f"), ("late/early", 8, ".2f"), summary=summary)
 
 
 def panels(rows: Sequence[Row]) -> list[picture.Panel]:
     """Time per token and resident memory against position."""
-    curves = {f"{curve[0].mode}, {curve[0].positions}": curve for curve in _curves(rows)}
-    return [picture.Panel({name: _by_power({row.position: value(row) for row in curve if value(row) is not None})
-                           for name, curve in curves.items()}, x="tokens drawn", y=y)
-            for y, value in (("milliseconds a token", lambda row: row.milliseconds),
-                             ("resident MiB", lambda row: row.resident_bytes and row.resident_bytes / 2**20))]
+    return [picture.Panel({name: _by_power(curve) for name, curve in picture.curves(
+                rows, "name", "position", value).items()}, x="tokens drawn", y=y)
+            for y, value in (("milliseconds a token", "milliseconds"), ("resident MiB", "mebibytes"))]
 
 
-def _curves(rows: Sequence[Row]) -> list[list[Any]]:
-    """The rows of each mode and kind of positions, without those that failed."""
-    curves: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row.error is None:
-            curves.setdefault((row.mode, row.positions), []).append(row)
-    return list(curves.values())
-
-
-def _by_power(points: dict[int, float]) -> picture.Curve:
+def _by_power(points: picture.Curve) -> picture.Curve:
     """The medians of the points up to each power of two."""
     groups: dict[int, list[float]] = {}
-    for x, y in points.items():
-        groups.setdefault(1 << (x - 1).bit_length(), []).append(y)
-    last = max(points, default=0)
-    return {min(x, last): median(ys) for x, ys in groups.items()}
+    known = {x: y for x, y in points.items() if y is not None}
+    for x, y in known.items():
+        groups.setdefault(min(1 << (x - 1).bit_length(), max(known)), []).append(y)
+    return {x: median(ys) for x, ys in groups.items()}
 
 
 @functools.partial(
-    report.Benchmark, module="benchmarks.endless", tables=report.Table(HEADINGS, lines), panels=panels,
+    report.Benchmark, module="benchmarks.endless", tables=TABLE, panels=panels,
     title="Sampling without end", answer=draw_tokens, flags={
         "recipe": report.flag("recipe of the model", Path("configs/quickstart.py"), Path),
         "modes": report.flag(HELP, ("chunked", "softmax")),

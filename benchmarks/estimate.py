@@ -23,11 +23,6 @@ the tokens before.
 evaluations and other programs on the card come on top. By default jax reserves three quarters of a card's memory.
 """
 
-from support import interrupts
-
-if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
-
 import contextlib
 import functools
 import io
@@ -42,10 +37,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from benchmarks import report
 from benchmarks.recipes import parse_program
+from benchmarks.train_step import model_flops
 from compilation import target
 from compilation.cards import MEMORY, RATES, missing_bytes, verdict, verdicts
 from compilation.cost import estimate, share_of_step, use_cpu_devices
@@ -53,9 +48,9 @@ from compilation.target import Target
 from configs.schema import Config
 from kernels import cases as op_cases
 from models import gpt
+from models.parameters import count_parameters
 from support.command import status
 from support.errors import ConfigError
-from training import accounting
 from training.sharding import mesh_sizes
 from training.step import abstract_model
 
@@ -184,13 +179,15 @@ def tell_program(config: Config, vocabulary: int, gpu: Target, options: Namespac
     status("compiling …")
     found = estimate(gpu, trace(gpu, config, vocabulary, options.sampling), rates)
     check_fits(found["peak_bytes"], options.card)
-    parameters, cache_bytes = count_parameters(gpu, config, vocabulary)
-    if options.sampling:
-        least, needed = 2 * parameters + cache_bytes, 2.0 * parameters
-    else:
-        least = found["argument_bytes"] + found["output_bytes"]
-        needed = config.train.batch_size * config.model.context * (
-            accounting.flops_per_token(config.to_dict(), {"parameters": parameters}) or 0.0)
+    with gpu.tracing():
+        if options.sampling:
+            model = abstract_model(config, vocabulary)
+            parameters, cache = count_parameters(model), jax.eval_shape(lambda: model.init_cache(
+                1, config.model.context))
+            least = 2 * parameters + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+            needed = 2.0 * parameters
+        else:
+            least, needed = found["argument_bytes"] + found["output_bytes"], model_flops(config, vocabulary)
     limit = 1e3 * rates.limit(least, needed)
     lines = [f"{describe(config, options)}: {found['ms']:,.3f} ms, {found['launches']:,} launches, "
              f"{found['bytes'] / 1e9:,.2f} GB, {found['operations'] / 1e12:,.3f} TFLOP",
@@ -221,27 +218,22 @@ def fields_of(config: Config) -> dict[str, Any]:
     return {name: config.to_dict()[name] for name in ("model", "train")}
 
 
-def count_parameters(gpu: Target, config: Config, vocabulary: int) -> tuple[int, int]:
-    """Of the model; and the bytes of what it keeps of one sample, over the whole context."""
-    with gpu.tracing():
-        model = abstract_model(config, vocabulary)
-        cache = jax.eval_shape(lambda: model.init_cache(1, config.model.context))
-    return (sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))),
-            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)))
-
-
-def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups of launches that take longest, and the others in one line."""
-    whole, rest = sum(row["ms"] for row in rows), rows[ROWS:]
-    others: list[dict[str, Any]] = [{"group": f"{len(rest)} others"} | {
-        name: sum(row[name] for row in rest) for name in ("count", "bytes", "operations", "ms")}] * bool(rest)
-    return [[row["group"], f"{row['count']:,}", f"{row['bytes'] / 1e6:,.1f}", f"{row['operations'] / 1e9:,.1f}",
-             f"{row['ms']:,.3f}", f"{row['ms'] / whole:.1%}"] for row in (*rows[:ROWS], *others)]
+    whole, others = sum(row["ms"] for row in rows), rows[ROWS:]
+    rest = {"group": f"{len(others)} others"} | {name: sum(row[name] for row in others) for name in (
+        "count", "bytes", "operations", "ms")}
+    return [row | {"share": row["ms"] / whole} for row in [*rows[:ROWS], *[rest] * bool(others)]]
+
+
+TABLE = report.columns(
+    ("launches", "group", ""), ("count", "count", ","), ("MB", lambda row: row["bytes"] / 1e6, ",.1f"),
+    ("GFLOP", lambda row: row["operations"] / 1e9, ",.1f"), ("ms", "ms", ",.3f"), ("share", "share", ".1%"),
+    summary=summary)
 
 
 @functools.partial(
-    report.Benchmark, module=MODULE, passes_on=True, tables=report.Table(
-        ("launches", "count", "MB", "GFLOP", "ms", "share"), lines),
+    report.Benchmark, module=MODULE, passes_on=True, tables=TABLE,
     flags={"card": report.flag("card with a description in compilation/targets; cpu: only with --devices", "h200",
                                choices=(*RATES, CPU)),
            "devices": report.flag("devices of the mesh: what each computes, exchanges and keeps, without the time",

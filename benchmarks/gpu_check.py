@@ -10,11 +10,6 @@ of chunked, linear or softmax has atomic additions of floating-point numbers, wi
 kernels of the compiler and of cuDNN are not checked.
 """
 
-from support import interrupts
-
-if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
-
 import functools
 import re
 import sys
@@ -69,23 +64,17 @@ class Token(NamedTuple):
 
 COMPARED = ("chunked", "softmax")
 """The modes of the tokens at every size. The smallest size has a token of every mode."""
-TOKENS = (
-    *(Token(recipe, COMPARED) for recipe in ("gpt2_124m", "gpt2_355m", "gpt2_774m", "gpt2_1558m")),
-    Token("gpt2_124m", COMPARED, B=32),
-    Token("gpt2_1558m", COMPARED, dtype="float32"),
-)
-MOST_LAUNCHES = {
-    **{f"token B1 {recipe} chunked,softmax bfloat16": 22
-       for recipe in ("gpt2_124m", "gpt2_355m", "gpt2_774m", "gpt2_1558m")},
-    "token B32 gpt2_124m chunked,softmax bfloat16": 39,
-    "token B1 gpt2_1558m chunked,softmax float32": 22,
-    **{f"token B1 gpt2_124m {mode} bfloat16": launches for mode, launches in {
+TOKENS = {
+    **{Token(recipe, COMPARED): 22 for recipe in ("gpt2_124m", "gpt2_355m", "gpt2_774m", "gpt2_1558m")},
+    Token("gpt2_124m", COMPARED, B=32): 39,
+    Token("gpt2_1558m", COMPARED, dtype="float32"): 22,
+    **{Token("gpt2_124m", (mode,)): most for mode, most in {
         "bigbird": 25, "chunked": 9, "gated": 9, "gated_delta": 9, "linear": 9, "local": 20, "longformer": 32,
         "performer": 15, "power": 15, "reformer": 34, "softmax": 17, "sparse": 31, "synthesizer": 17,
         "window": 18}.items()},
 }
-"""Most launches of tokens: those of the version of jax that takes more. A launch costs a microsecond or two, which is
-most of the time of decoding small batches."""
+"""Tokens, and the most launches that each may take: those of the version of jax that takes more. A launch costs a
+microsecond or two, which is most of the time of decoding small batches."""
 
 
 class Case(NamedTuple):
@@ -97,6 +86,8 @@ class Case(NamedTuple):
     """Prefixes of our kernels that it must have."""
     token: bool = False
     """Whether its launches are counted."""
+    most: int | None = None
+    """Most launches that it may have."""
     deterministic: bool = False
     """Whether two runs have to be equal to the bit."""
 
@@ -109,9 +100,9 @@ def cases(target: Target) -> Iterator[Case]:
             found[" ".join(filter(None, (case.op, case.name, computed)))] = case, computed
     for name, (case, computed) in found.items():
         yield Case(name, functools.partial(trace_op, target, case, computed), case.gpu_kernels)
-    for token in (*TOKENS, *(Token(RECIPE.stem, (mode,)) for mode in attention.sampling_modes())):
+    for token in dict.fromkeys((*TOKENS, *(Token(RECIPE.stem, (mode,)) for mode in attention.sampling_modes()))):
         yield Case(token.name, lambda token=token: target.trace_token(model_of(target, token), VOCABULARY, token.B),
-                   token.ours, token=True)
+                   token.ours, token=True, most=TOKENS.get(token))
     causal = attention.causal_modes()
     for mode in causal:
         yield Case(f"training step, {mode}", lambda mode=mode: trace_step(target, mode),
@@ -172,9 +163,8 @@ def check(case: Case, target: Target) -> tuple[MachineCode, list[str]]:
                 if not any(kernel.name.startswith(prefix) for kernel in program.kernels)]
     if case.deterministic:
         problems += [f"adds floating-point numbers atomically, in {name}" for name in program.atomics]
-    most = MOST_LAUNCHES.get(case.name)
-    if most is not None and program.launches > most:
-        problems.append(f"has {program.launches} launches, more than {most}")
+    if case.most is not None and program.launches > case.most:
+        problems.append(f"has {program.launches} launches, more than {case.most}")
     return program, problems
 
 
@@ -192,7 +182,7 @@ def run(chosen: Sequence[Case], target: Target, results: report.Results) -> None
         status(f"jax {jax.__version__}: {n}/{len(chosen)} {case.name} …")
         program, problems = check(case, target)
         if case.token:
-            results.add({"case": case.name, "launches": program.launches, "most": MOST_LAUNCHES.get(case.name)},
+            results.add({"case": case.name, "launches": program.launches, "most": case.most},
                         table="launches")
         found = rows(case.name, program.kernels, target.shared_bytes)
         results.add(*found, table="kernels")

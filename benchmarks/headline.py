@@ -8,11 +8,6 @@ compilation, evaluation and checkpoints. Further flags are those of ``train.py``
 folder has the runs, the page (``headline.html``), and its picture and figures (``.png``, ``.json``).
 """
 
-from support import interrupts
-
-if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
-
 import functools
 import importlib.util
 import re
@@ -21,8 +16,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.modes import HELP, train_flags
+from benchmarks.recipes import train_flags
 from kernels import device
+from models.mode_text import HELP
 from support.errors import ConfigError
 from training.environment import configure_jax
 

@@ -12,11 +12,6 @@ pixels, interpolated linearly between those, and constant before 32 tokens.
 ``× softmax`` is the speed relative to that of the mode ``softmax`` with the same batch.
 """
 
-from support import interrupts
-
-if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
-
 import functools
 import sys
 import time
@@ -33,8 +28,9 @@ from flax import nnx
 from jaxtyping import Float
 
 from benchmarks import picture, report
-from benchmarks.modes import HELP, recipe_model
+from benchmarks.recipes import recipe_model
 from models.gpt import GPT
+from models.mode_text import HELP
 from sampling.sampler import TOKENS_PER_CALL, Sampler, Sampling
 from support.command import status
 
@@ -53,11 +49,6 @@ class Row(report.ModeRow):
     """Published images a second."""
     pixel_milliseconds: dict[int, float] = field(default_factory=dict)
     """Milliseconds for a pixel of every image, by the number of tokens before it."""
-
-    @property
-    def name(self) -> str:
-        """Name of the case."""
-        return f"{self.mode}, batch {self.batch}"
 
 
 TABLE = report.columns(
@@ -136,8 +127,7 @@ def measure(models: Mapping[str, GPT], batch: int, repeats: int, published: Mapp
                                       for at in positions(context)}
         row.images_per_second = row.milliseconds and 1e3 * batch / row.milliseconds
     for row in rows.values():
-        softmax = rows["softmax"].milliseconds if "softmax" in rows else None
-        row.ratio = row.milliseconds and softmax and row.milliseconds / softmax
+        row.ratio = report.ratio(row.milliseconds, rows["softmax"].milliseconds if "softmax" in rows else None)
     return list(rows.values())
 
 

@@ -7,16 +7,10 @@ evaluation or a checkpoint between them. The same step is called in a bare loop 
 flags are those of ``train.py``, such as ``--model.context 1024``.
 """
 
-from support import interrupts
-
-if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
-
 import functools
 import json
 import sys
 import tempfile
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -29,16 +23,6 @@ from support.errors import INTERRUPTED
 
 WARM_UP_STEPS = 10
 """Steps before the first line that counts."""
-
-
-def bare_seconds(step: Step, steps: int) -> float:
-    """Seconds of consecutive steps, with one wait at the end."""
-    metrics = jax.block_until_ready(step())
-    start = time.perf_counter()
-    for _ in range(steps):
-        metrics = step()
-    jax.block_until_ready(metrics)
-    return time.perf_counter() - start
 
 
 def rates(metrics: Path) -> dict[str, float]:
@@ -72,9 +56,9 @@ def main(options: Namespace, results: report.Results) -> int | None:
              "--optimizer.warmup-steps", str(total // 10), *options.words]
     config = parse_words(flags, None)
     half = -(-options.steps // 2)
-    tokens = 2 * half * config.train.batch_size * config.model.context
     step = Step(config, TokenFiles.open(ensure(config.data)).vocabulary_size)
-    before = bare_seconds(step, half)
+    jax.block_until_ready(step())
+    before = report.seconds_a_call(step, half)
     with tempfile.TemporaryDirectory() as directory:
         code = train.main([*flags, "--run-dir", f"{directory}/run"])
         if code == INTERRUPTED:
@@ -82,7 +66,8 @@ def main(options: Namespace, results: report.Results) -> int | None:
         if code:
             return code
         row = rates(Path(directory, "run", "metrics.jsonl"))
-    bare = tokens / (before + bare_seconds(step, half))
+    jax.block_until_ready(step())
+    bare = 2 * config.train.batch_size * config.model.context / (before + report.seconds_a_call(step, half))
     ratio = row["tokens_per_second"] / bare
     results.more = {"model": config.to_dict()["model"], "ratio": ratio}
     results.add(row | {"bare_tokens_per_second": bare, "ratio": ratio,

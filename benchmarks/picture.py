@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.command import note
+
 PUBLISHED = Path(__file__).parent / "published.json"
 
 COLOURS = (*(f"C{i}" for i in range(10)), "black", "navy", "maroon", "gold", "lime")
@@ -43,22 +45,22 @@ def curves(rows: Iterable[Any], name: str | Callable[[Any], str], x: str,
 
 
 def draw_panels(path: Path, panels: Sequence[Panel], *, title: str) -> None:
-    """Writes a PNG or SVG, by the suffix of ``path``.
+    """Writes a PNG or SVG, by the suffix of ``path``; without matplotlib, prints a note.
 
     Args:
         path: file to write.
         panels: two in a row.
         title: line above all panels, with the device.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        note("no picture: matplotlib is not installed")
+        return
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
-    figure, grid = pyplot.subplots(rows, columns, figsize=(7 * columns, 4.5 * rows), layout="constrained",
-                                   squeeze=False)
+    figure = Figure(figsize=(7 * columns, 4.5 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
     for axes, panel in zip(grid.flat, panels, strict=False):
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
         axes.grid(alpha=0.3)
@@ -67,7 +69,6 @@ def draw_panels(path: Path, panels: Sequence[Panel], *, title: str) -> None:
         axes.remove()
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def _draw_curves(axes: Any, panel: Panel) -> None:

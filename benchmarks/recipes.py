@@ -1,12 +1,16 @@
-"""The run that a benchmark takes from a recipe and flags of ``train.py``."""
+"""What a benchmark takes from a recipe: a run, with flags of ``train.py``, or a model with another mode."""
 
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from compilation.target import Target
-from configs.schema import Config
+from configs.schema import Config, ModelConfig, load_recipe
+from models import gpt
+from models.mode_text import mode_config, mode_options
 from support.errors import ConfigError, DataError
 
 VOCABULARIES = {"gpt2": 50_257, "bytes": 257, "pixels": 257}
@@ -66,3 +70,17 @@ def vocabulary_size(config: Config) -> int:
     except DataError as error:
         raise ConfigError(f"the tokenizer {name} is not on this machine; give its vocabulary size: "
                           "--vocabulary N") from error
+
+
+def recipe_model(recipe: Path, text: str, **fields: Any) -> ModelConfig:
+    """The model of a recipe with a mode, whose options replace those of the recipe, and with other fields."""
+    name, _ = mode_options(text)
+    model = load_recipe(recipe, name).model
+    return gpt.resolve_config(replace(model, modes=dict([mode_config(text, defaults=model.modes.get(name))]), **fields))
+
+
+def train_flags(text: str) -> list[str]:
+    """The flags of ``train.py`` for a mode."""
+    name, options = mode_options(text)
+    return ["--attention", name, *(word for option, value in options.items()
+                                   for word in (f"--model.modes.{name}.{option}", str(value)))]

@@ -6,7 +6,6 @@ to :class:`Results`. The harness writes the rows as they come, and prints and dr
 
 import argparse
 import functools
-import importlib.util
 import itertools
 import json
 import math
@@ -18,8 +17,8 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -30,7 +29,7 @@ import jax
 from benchmarks.picture import Panel, draw_panels
 from kernels import cpu, device
 from support.command import message as error_message
-from support.command import note, run_command, status
+from support.command import run_command, status
 from support.errors import ConfigError, LineargptError
 from support.files import write_json, write_text
 from training.environment import git_commit
@@ -88,7 +87,7 @@ def time_by_turns[Name](runs: Mapping[Name, Callable[[], Any]], repeats: int, sa
     calls: dict[Name, int] = {}
     turns: dict[Name, int] = {}
     for name, run in runs.items():
-        call = [_seconds(run, 1, clock) for _ in range(WARM_UPS)][-1]
+        call = [seconds_a_call(run, 1, clock) for _ in range(WARM_UPS)][-1]
         calls[name] = max(1, math.ceil(sample_seconds / call))
         possible = repeats if seconds is None else max(LEAST_SAMPLES, int(seconds / (calls[name] * call)))
         turns[name] = min(repeats, possible)
@@ -96,13 +95,13 @@ def time_by_turns[Name](runs: Mapping[Name, Callable[[], Any]], repeats: int, sa
     for turn in range(repeats):
         for name, run in runs.items():
             if turn < turns[name]:
-                samples[name].append(_seconds(run, calls[name], clock))
+                samples[name].append(seconds_a_call(run, calls[name], clock))
     return samples
 
 
-def _seconds(run: Callable[[], Any], calls: int, clock: Callable[[], float]) -> float:
-    result = None
-    start = clock()
+def seconds_a_call(run: Callable[[], Any], calls: int, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Of consecutive calls, with one wait for the device at the end."""
+    result, start = None, clock()
     for _ in range(calls):
         result = run()
     jax.block_until_ready(result)
@@ -126,6 +125,14 @@ class Row:
         """Sets the samples."""
         self.samples = [1e3 * sample for sample in seconds]
         self.milliseconds = median(self.samples)
+
+    @property
+    def name(self) -> str:
+        """The fields of the case: those without a default."""
+        values = [(told.name, getattr(self, told.name)) for told in fields(self)
+                  if told.default is MISSING and told.default_factory is MISSING]
+        return ", ".join([*(value for _, value in values if isinstance(value, str)),
+                          *(f"{name} {value:,}" for name, value in values if not isinstance(value, str))])
 
     @property
     def fastest(self) -> float | None:
@@ -197,6 +204,11 @@ def time_cases[Name](cases: Mapping[Name, tuple[Row, Callable[[], Callable[[], A
         row, prepare = cases[name]
         row.error, row.alone = None, True
         time_cases({name: (row, prepare)}, repeats, sample_seconds=sample_seconds, seconds=seconds)
+
+
+def ratio(figure: float | None, base: float | None) -> float | None:
+    """Their ratio; None if either is unknown."""
+    return figure / base if figure and base else None
 
 
 def reason(error: BaseException) -> str:
@@ -327,38 +339,46 @@ def flag(meaning: str, default: Any = None, type: Callable[[str], Any] | None = 
     if default is False:
         return {"action": "store_true", "help": meaning}
     if isinstance(default, tuple) and "choices" in more:
-        type = names_of(more.pop("choices"))
+        type = functools.partial(names, known=more.pop("choices"))
     elif isinstance(default, tuple):
         type = type or (positives if isinstance(default[0], int) else names)
-    type = type or {int: positive, float: above_zero}.get(default.__class__, str)
+    elif isinstance(default, int | float):
+        type = type or number(default.__class__)
     told = meaning if default in (None, (), "") else f"{meaning} ({_flag(default)})"
-    return {"default": default, "type": type, "help": told} | more
+    return {"default": default, "type": type or str, "help": told} | more
+
+
+Column = tuple[str, str | int | Callable[[Any], Any], str]
+"""Heading, value and format of a column of a table; the value is an attribute, a key or a function of a line."""
 
 
 @dataclass(frozen=True)
 class Table:
     """A table that is printed."""
 
-    headings: Sequence[str]
-    lines: Callable[[Sequence[Any]], list[list[str]]]
-    """From the rows."""
+    columns: Sequence[Column]
     title: str = ""
     """Printed above it, unless it is the first table."""
+    summary: Callable[[Sequence[Any]], Iterable[Any]] = iter
+    """Rows of the file ↦ what has a line."""
 
+    def lines(self, rows: Sequence[Any]) -> list[list[str]]:
+        """The cells of each line."""
+        return [[self._cell(line, value, form) for _, value, form in self.columns] for line in self.summary(rows)]
 
-def columns(*told: tuple[str, str | Callable[[Any], Any], str], title: str = "") -> Table:
-    """A table with a line for each row.
+    def text(self, rows: Sequence[Any]) -> str:
+        """Headings and lines."""
+        return table([heading for heading, _, _ in self.columns], self.lines(rows))
 
-    Args:
-        told: heading, value and format of each column; the value is an attribute, a key or a function of the row.
-    """
-    def cell(row: Any, value: str | Callable[[Any], Any], form: str) -> str:
-        found = (value(row) if not isinstance(value, str) else row[value] if isinstance(row, dict) else
-                 getattr(row, value))
+    def _cell(self, line: Any, value: Any, form: str) -> str:
+        found = value(line) if callable(value) else line[value] if isinstance(line, dict | tuple) else getattr(
+            line, value)
         return "–" if found is None else format(found, form)
 
-    return Table([heading for heading, _, _ in told],
-                 lambda rows: [[cell(row, value, form) for _, value, form in told] for row in rows], title)
+
+def columns(*told: Column, **more: Any) -> Table:
+    """A :class:`Table` of these columns."""
+    return Table(told, **more)
 
 
 class Results:
@@ -497,11 +517,11 @@ class Benchmark:
         print(results.text or results.heading or "; ".join(filter(None, (device, results.model))))
         for told, rows in zip(tables.values(), results.rows.values(), strict=True):
             if rows and not results.text:
-                print(f"\n{told.title}\n" * bool(told.title) + table(told.headings, told.lines(rows)))
+                print(f"\n{told.title}\n" * bool(told.title) + told.text(rows))
         for remark in results.remarks:
             print(remark)
         panels = self.panels(*results.rows.values()) if picture is not None and self.panels is not None else []
-        if picture is not None and panels and has_matplotlib():
+        if picture is not None and panels:
             draw_panels(picture, panels, title=f"{', '.join(filter(None, (self.title, results.model)))} on {device}")
         for row in itertools.chain(*results.rows.values()):
             if getattr(row, "error", None) is not None:
@@ -547,59 +567,42 @@ def make_folder(path: Path) -> None:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        reason = None if os.access(path, os.W_OK) else "cannot be written"
+        reason = "" if os.access(path, os.W_OK) else "cannot be written"
     except OSError as error:
         reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
-    if reason is not None:
+    if reason:
         raise ConfigError(f"--out {path}: {reason}; name a folder that can be made and written to")
 
 
-def has_matplotlib() -> bool:
-    """Whether pictures can be drawn; prints a note if not."""
-    found = importlib.util.find_spec("matplotlib") is not None
-    if not found:
-        note("no picture: matplotlib is not installed")
-    return found
+def number(kind: type[float]) -> Callable[[str], Any]:
+    """The type of a flag whose value is a finite number above 0, ``int`` or ``float``."""
+    def parse(text: str) -> float:
+        if not 0 < (value := kind(text)) < math.inf:
+            raise ValueError(text)
+        return value
+
+    parse.__name__ = "positive number" if kind is int else "number above 0"  # in the messages of argparse
+    return parse
 
 
-def positive(text: str) -> int:
-    """A flag's value: a whole number of at least 1."""
-    if int(text) < 1:
-        raise ValueError(text)
-    return int(text)
-
-
-def above_zero(text: str) -> float:
-    """A flag's value: a finite number above 0."""
-    if not 0 < float(text) < math.inf:
-        raise ValueError(text)
-    return float(text)
+positive = number(int)
 
 
 def positives(text: str) -> tuple[int, ...]:
     """A flag's value: whole numbers of at least 1 with commas between."""
-    return tuple(positive(part) for part in text.split(","))
+    return tuple(map(positive, text.split(",")))
 
 
-def names(text: str) -> tuple[str, ...]:
-    """A flag's value: words with commas between, each of them once."""
-    return tuple(dict.fromkeys(text.split(",")))
+positives.__name__ = "list of positive numbers"
 
 
-def names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """The type of a flag whose words are among the known ones."""
-    def parse(text: str) -> tuple[str, ...]:
-        for name in names(text):
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name}: expected {', '.join(known)}, or several with commas between")
-        return names(text)
-
-    return parse
-
-
-# Their names in the messages of argparse.
-positive.__name__, above_zero.__name__ = "positive number", "number above 0"
-positives.__name__, names.__name__ = "list of positive numbers", "list of names"
+def names(text: str, known: Sequence[str] = ()) -> tuple[str, ...]:
+    """A flag's value: words with commas between, each of them once; among the known ones if there are any."""
+    words = tuple(dict.fromkeys(text.split(",")))
+    for word in words if known else ():
+        if word not in known:
+            raise argparse.ArgumentTypeError(f"{word}: expected {', '.join(known)}, or several with commas between")
+    return words
 
 
 def _flag(value: Any) -> str:

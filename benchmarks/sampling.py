@@ -19,16 +19,9 @@ the first batch named. A case that does not fit into memory is a row with ``erro
 times softmax GPT-2 of the same size in the package ``transformers``, which has to be installed with torch.
 """
 
-from support import interrupts
-
-if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
-
 import functools
 import importlib.util
 import sys
-import time
-import zlib
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,10 +36,11 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import picture, report, transformers_gpt2
-from benchmarks.modes import recipe_model
+from benchmarks.recipes import recipe_model
 from benchmarks.train_step import CASE_SECONDS, SIZE_FLAGS, model_config, sizes
 from configs.schema import ModelConfig
 from models.gpt import GPT
+from models.parameters import count_parameters
 from sampling.sampler import TOKENS_PER_CALL, Memory, Sampler, Sampling
 from support.command import status
 from support.errors import ConfigError
@@ -65,7 +59,7 @@ class Row(report.ModeRow):
 
     position: int
     """Tokens before the first one drawn."""
-    batch: int = 1
+    batch: int
     """Sequences at once."""
     size: str | None = None
     """Key of ``SIZES`` or name of the recipe; None: by the flags."""
@@ -77,11 +71,6 @@ class Row(report.ModeRow):
     """Share of the peak of the device; None if that is unknown."""
     batch_ratio: float | None = None
     """Tokens per second over those of the mode with the first batch, at the same position."""
-
-    @property
-    def name(self) -> str:
-        """Name of the case."""
-        return f"{self.mode} at {self.position:,}, batch {self.batch}"
 
 
 TABLES = {
@@ -98,7 +87,7 @@ TABLES = {
 def bytes_read(model: GPT, position: int, batch: int) -> int:
     """Bytes read for a token of each of ``batch`` sequences after ``position`` tokens."""
     products = jnp.dtype(model.config.dtype).itemsize
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    parameters = count_parameters(model)
     layers = jax.eval_shape(lambda: model.init_cache(1, 1)).layers
     kept = 0
     for block, cache in zip(model.blocks, layers, strict=True):
@@ -133,24 +122,18 @@ def continuation(sampler: Sampler, position: int, *, calls: int, samples: int = 
 
     def fill() -> Memory:
         key = jax.random.key(0)
-
-        def contents(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
-            if jnp.issubdtype(x.dtype, jnp.integer):
-                return jnp.full(x.shape, position, x.dtype)
-            name = jax.tree_util.keystr(path)
-            return jax.random.uniform(jax.random.fold_in(key, zlib.crc32(name.encode())), x.shape, x.dtype)
-
-        shapes = jax.eval_shape(lambda: model.init_cache(samples, room))
+        leaves, structure = jax.tree.flatten(jax.eval_shape(lambda: model.init_cache(samples, room)))
+        filled = [jax.random.uniform(jax.random.fold_in(key, n), x.shape, x.dtype) if jnp.issubdtype(
+            x.dtype, jnp.floating) else jnp.zeros(x.shape, x.dtype) for n, x in enumerate(leaves)]
         logits_BV = jax.random.normal(key, (samples, model.vocab_size))
-        return Memory(logits_BV, jax.tree.map_with_path(contents, shapes), jnp.zeros(logits_BV.shape, bool))
-
-    carry, decode = sampler.start(jax.jit(fill)()), sampler.decoder(Sampling(), samples)
+        return back(Memory(logits_BV, jax.tree.unflatten(structure, filled), jnp.zeros(logits_BV.shape, bool)))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def back(memory: Memory) -> Memory:
         return jax.tree.map(lambda x: jnp.full_like(x, position) if jnp.issubdtype(x.dtype, jnp.integer) else x,
                             memory)
 
+    carry, decode = sampler.start(jax.jit(fill)()), sampler.decoder(Sampling(), samples)
     drawn = 0
 
     def draw_tokens() -> jax.Array:
@@ -183,15 +166,13 @@ def measure(samplers: Mapping[str, Sampler], positions: Sequence[int], batch: in
         jax.block_until_ready(draw_tokens())
         return lambda: [draw_tokens() for _ in range(CALLS_PER_SAMPLE)][-1]
 
-    cases: dict[Any, tuple[Row, Callable[[], Any]]] = {}
-    for position in positions:
-        for mode, sampler in samplers.items():
-            row = Row(position, batch, size, mode=mode, bytes_read=bytes_read(sampler.model, position, batch))
-            cases[mode, position] = row, functools.partial(prepare, sampler, row)
-    report.time_cases(cases, repeats, sample_seconds=0, seconds=seconds)
-    for row, _ in cases.values():
+    rows = [Row(position, batch, size, mode=mode, bytes_read=bytes_read(sampler.model, position, batch))
+            for position in positions for mode, sampler in samplers.items()]
+    report.time_cases({(row.mode, row.position): (row, functools.partial(prepare, samplers[row.mode], row))
+                       for row in rows}, repeats, sample_seconds=0, seconds=seconds)
+    for row in rows:
         _fill(row, [sample / 1e3 / CALLS_PER_SAMPLE / TOKENS_PER_CALL for sample in row.samples])
-    return [row for row, _ in cases.values()]
+    return rows
 
 
 def measure_prompt(sampler: Sampler, tokens: int) -> dict[str, float]:
@@ -205,10 +186,8 @@ def measure_prompt(sampler: Sampler, tokens: int) -> dict[str, float]:
 
 
 def _draw_seconds(sampler: Sampler, tokens: int) -> float:
-    start = time.perf_counter()
-    for _ in sampler.generate(np.zeros(1, np.int64), Sampling(), max_new_tokens=tokens):
-        pass
-    return time.perf_counter() - start
+    return report.seconds_a_call(lambda: list(sampler.generate(
+        np.zeros(1, np.int64), Sampling(), max_new_tokens=tokens)), 1)
 
 
 def measure_peer(config: ModelConfig, vocabulary: int, positions: Sequence[int], batch: int, samples: int, *,
@@ -225,13 +204,11 @@ def measure_peer(config: ModelConfig, vocabulary: int, positions: Sequence[int],
 
 
 def _fill(row: Row, seconds: Sequence[float]) -> None:
-    if not seconds:
-        return
-    row.fill(seconds)
-    token, peak = median(seconds), accounting.peak()
-    row.tokens_per_second = row.batch / token
-    if peak is not None and row.bytes_read is not None:
-        row.bandwidth = row.bytes_read / token / peak.bandwidth
+    if seconds:
+        row.fill(seconds)
+        token, peak = median(seconds), accounting.peak()
+        row.tokens_per_second = row.batch / token
+        row.bandwidth = report.ratio(row.bytes_read and row.bytes_read / token, peak and peak.bandwidth)
 
 
 def compare(rows: Sequence[Row]) -> None:
@@ -239,10 +216,9 @@ def compare(rows: Sequence[Row]) -> None:
     firsts: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         at_first = firsts.setdefault((row.size, row.mode, row.batch, "position"), row)
-        row.ratio = row.milliseconds and at_first.milliseconds and row.milliseconds / at_first.milliseconds
+        row.ratio = report.ratio(row.milliseconds, at_first.milliseconds)
         of_first = firsts.setdefault((row.size, row.mode, row.position, "batch"), row)
-        row.batch_ratio = (row.tokens_per_second and of_first.tokens_per_second
-                           and row.tokens_per_second / of_first.tokens_per_second)
+        row.batch_ratio = report.ratio(row.tokens_per_second, of_first.tokens_per_second)
 
 
 def panels(rows: Sequence[Row], _: Sequence[Any]) -> list[picture.Panel]:

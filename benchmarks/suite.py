@@ -14,11 +14,6 @@ skipped, and plain JAX replaces the kernels. The packages needed are jax, flax, 
 for the first step. The exit code is 1 if a test fails or the tests do not end.
 """
 
-from support import interrupts
-
-if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
-
 import functools
 import importlib.util
 import json

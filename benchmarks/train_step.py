@@ -16,11 +16,6 @@ the first softmax mode over that of a mode. Lines below the table say at which c
 case that does not fit into memory, is not supported or would take too long is a row with ``error`` and without times.
 """
 
-from support import interrupts
-
-if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
-
 import functools
 import itertools
 import math
@@ -34,13 +29,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from benchmarks import nanogpt, picture, report
-from benchmarks.modes import HELP, mode_config
 from configs.schema import Config, ModelConfig, TrainConfig
 from data.loader import Batch
 from models import gpt
+from models.mode_text import HELP, mode_config
+from models.parameters import count_parameters
 from support.command import status
 from support.errors import ConfigError
 from training import accounting
@@ -92,11 +87,6 @@ class Row(report.ModeRow):
     """Share of the peak of one device in the compute dtype; None if the peak is unknown."""
     compile_seconds: float | None = None
     """On a GPU with autotuning, unless it is cached."""
-
-    @property
-    def name(self) -> str:
-        """Name of the case."""
-        return f"{self.mode} at {self.context:,}"
 
     @property
     def form(self) -> str:
@@ -171,17 +161,10 @@ def model_config(mode: str, context: int, size: Size, *, dtype: Any, features: s
 
 def model_flops(config: Config, vocabulary_size: int) -> float:
     """Floating-point operations of a step; see :func:`training.accounting.flops_per_token`."""
-    model = abstract_model(config, vocabulary_size)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    parameters = count_parameters(abstract_model(config, vocabulary_size))
     per_token = accounting.flops_per_token(config.to_dict(), {"parameters": parameters})
     assert per_token is not None  # of a mode that is here
     return per_token * config.train.batch_size * config.model.context
-
-
-def implementation(config: Config, vocabulary_size: int) -> str | None:
-    """The implementation of the first layer's attention on this device; None if the mode has only one."""
-    model = abstract_model(config, vocabulary_size)
-    return model.blocks[0].attention.implementation(jnp.dtype(model.config.dtype))
 
 
 def measure(configs: Mapping[str, Config], vocabulary_size: int, repeats: int, *, seconds: float = CASE_SECONDS,
@@ -202,8 +185,9 @@ def measure(configs: Mapping[str, Config], vocabulary_size: int, repeats: int, *
     outlook = outlook or report.Outlook(seconds)
     cases: dict[str, tuple[Row, Callable[[], Callable[[], Any]]]] = {}
     for mode, config in configs.items():
+        attention = abstract_model(config, vocabulary_size).blocks[0].attention
         row = Row(config.model.context, config.train.batch_size, size, config.train.accumulate, mode=mode,
-                  implementation=report.form(implementation(config, vocabulary_size)),
+                  implementation=report.form(attention.implementation(jnp.dtype(config.model.dtype))),
                   flops=model_flops(config, vocabulary_size))
         row.error = outlook.refusal((size, mode), row.flops or 0)
         cases[mode] = row, functools.partial(_prepare, config, vocabulary_size, row, remat)
@@ -213,16 +197,14 @@ def measure(configs: Mapping[str, Config], vocabulary_size: int, repeats: int, *
     report.time_cases(cases, repeats, seconds=seconds)
     rows = {name: row for name, (row, _) in cases.items()}
     softmax = next((row.milliseconds for mode, row in rows.items()
-                    if mode.partition(":")[0] == "softmax" and row.milliseconds is not None), None)
-    peak = accounting.peak()
+                    if mode.startswith("softmax") and row.milliseconds is not None), None)
+    peak = accounting.peak_flops(config.model.dtype, 1)
     for mode, row in rows.items():
         outlook.learn((size, mode), row.flops or 0, f"{row.context:,}", row)
-        if row.milliseconds is not None:
-            row.tokens_per_second = 1e3 * row.batch * row.context / row.milliseconds
-            row.ratio = softmax and softmax / row.milliseconds
-            most = None if peak is None or row.flops is None else peak.flops.get(config.model.dtype)
-            if most is not None and row.flops is not None:
-                row.utilisation = 1e3 * row.flops / row.milliseconds / most
+        row.ratio = report.ratio(softmax, row.milliseconds)
+        row.tokens_per_second = report.ratio(1e3 * row.batch * row.context, row.milliseconds)
+        speed = report.ratio(row.flops and 1e3 * row.flops, row.milliseconds)
+        row.utilisation = report.ratio(speed, peak)
     return list(rows.values())
 
 

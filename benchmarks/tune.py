@@ -10,11 +10,6 @@ tolerance of a case is a row with ``error``. At the end the fastest candidate an
 stay unless it is 3 % faster. Other rows of the table stay as they are.
 """
 
-from support import interrupts
-
-if __name__ == "__main__":  # before any other import, which takes seconds
-    interrupts.end_with_a_word()
-
 import functools
 import math
 import sys
@@ -60,11 +55,6 @@ class Row(report.Row):
     """What is changed."""
     shape: str
     tiles: str
-
-    @property
-    def name(self) -> str:
-        """Name of the case."""
-        return f"{self.shape}, {self.tiles}"
 
 
 def describe(row: tuning.Row) -> str:

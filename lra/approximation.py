@@ -253,9 +253,8 @@ def main(options: Namespace, results: report.Results) -> None:
         results.keep()
         for label, points in curves[name].items():
             print(f"{name}, {label}: " + ", ".join(f"{x:,}: {y:.3g}" for x, y in points.items()))
-    if report.has_matplotlib():
-        draw_panels(options.picture, [Panel(curves[name], *labels) for name, (_, labels) in PARTS.items()],
-                    title="Approximations of softmax attention")
+    draw_panels(options.picture, [Panel(curves[name], *labels) for name, (_, labels) in PARTS.items()],
+                title="Approximations of softmax attention")
 
 
 if __name__ == "__main__":

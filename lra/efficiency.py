@@ -24,13 +24,13 @@ import jax
 import numpy as np
 
 from benchmarks import report
-from benchmarks.modes import HELP, mode_config, split_mode
 from benchmarks.picture import Panel, curves
 from configs.schema import EncoderConfig, LraConfig, TaskConfig, TrainConfig
 from lra.classification import Classification
 from lra.tasks import Dataset, Split
 from models import attention
 from models.encoder import resolve_config
+from models.mode_text import HELP, mode_config, split_mode
 from support.command import status
 from support.errors import ConfigError
 from support.files import read_json
@@ -78,7 +78,7 @@ class Case:
     """One row of the table at one length."""
 
     row: str
-    """A mode for encoders, with its form and options: see :mod:`benchmarks.modes`."""
+    """A mode for encoders, with its form and options: see :mod:`models.mode_text`."""
     tokens: int
     """T, without the CLS token."""
     shape: str = "paper"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 from flax import nnx
 
 Axis = Literal["width", "heads", "mlp", "vocabulary", "positions"] | None
@@ -53,6 +54,11 @@ def declarations(model: nnx.Module, of: Any = nnx.Param) -> Any:
                              f"{'nothing' if found is None else f'axes {found.axes}'}; expected "
                              "nnx.Param(value, **declare(...)) with one axis for each dimension and decays")
     return nnx.to_pure_dict(state, extract_fn=_declaration)
+
+
+def count_parameters(model: nnx.Module) -> int:
+    """Total size of a model's parameters; the model may be abstract."""
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 def own_parameters(layer: nnx.Module) -> int:

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
-from benchmarks.modes import HELP, mode_config
 from benchmarks.picture import Panel, curves
 from configs.schema import EncoderConfig, SpeechConfig, TrainConfig
 from models import attention
 from models.encoder import resolve_config
+from models.mode_text import HELP, mode_config
 from speech import synthetic
 from speech.recognition import Recognition
 from training.examples import compiled_step

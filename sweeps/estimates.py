@@ -188,8 +188,7 @@ def _counted(folder: Path) -> int | None:
 
 def _count_of(run: PlannedRun) -> int | str:
     """Number of parameters of the abstract model, or why this machine cannot build it."""
-    import jax
-    from flax import nnx
+    from models.parameters import count_parameters
 
     module = module_of(run.variation.command, run.name)
     try:
@@ -197,7 +196,7 @@ def _count_of(run: PlannedRun) -> int | str:
             model = module.planned_model(run.config, run.folder)
     except (ConfigError, LineargptError, NotImplementedError) as error:  # another machine may be able to
         return str(error)
-    return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    return count_parameters(model)
 
 
 def check_disk(estimates: Estimates, runs: Sequence[PlannedRun], out: Path, *, keep_all: bool, parallel: int) -> None:

@@ -10,6 +10,7 @@ from flax import nnx
 
 from configs.schema import RunConfig, load_recipe
 from data.verification import Verification
+from models.parameters import count_parameters
 from support.command import note, status
 from support.errors import RunError
 from support.files import read_json, write_json
@@ -116,7 +117,7 @@ def _begin(config: RunConfig, run_dir: Path, objective: ScoredObjective, command
     if finished:
         return newest, finished, _scored_step(run_dir) == newest
     (run_dir / "test.json").unlink(missing_ok=True)  # of an earlier end of the run
-    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(objective.model, nnx.Param)))
+    parameters = count_parameters(objective.model)
     write_json(run_dir / "config.json", config.to_dict())
     write_json(run_dir / "environment.json", environment(
         objective.model.encoder, parameters=parameters, tokenizer=None, checksum=objective.checksum,

@@ -20,8 +20,7 @@ pytestmark = pytest.mark.fast
 @pytest.mark.parametrize(("most", "code"), [(3, 0), (2, 1)])
 def test_more_launches_than_there_were_fail(most, code, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "inspect", lambda *_: MachineCode(read_assembler(CLEAN), 3))
-    monkeypatch.setattr(gpu_check, "MOST_LAUNCHES", {"a token": most})
-    case = gpu_check.Case("a token", lambda: "traced", ("linear_attention_",), token=True)
+    case = gpu_check.Case("a token", lambda: "traced", ("linear_attention_",), token=True, most=most)
     assert run(case, monkeypatch) == code
     printed = capsys.readouterr()
     assert "Launches for a token\ncase " in printed.out

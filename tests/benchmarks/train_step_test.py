@@ -72,7 +72,7 @@ def test_a_case_beyond_the_memory_or_the_device_is_a_row_without_times(tmp_path,
     assert large["milliseconds"] is None
     assert large["samples"] == []
     assert "needs 1073741824.0 GiB" in large["error"]
-    assert "softmax:materialised at 32: out of memory: needs" in capsys.readouterr().err
+    assert "softmax:materialised, context 32, batch 2: out of memory: needs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "message"), [

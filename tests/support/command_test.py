@@ -135,7 +135,7 @@ def test_the_commands_are_found():
             "benchmarks/attention.py"} <= set(ENTRIES)
 
 
-@pytest.mark.parametrize("script", ENTRIES)
+@pytest.mark.parametrize("script", [script for script in ENTRIES if not script.startswith("benchmarks/")])
 def test_the_first_lines_of_a_command_are_those_that_end_ctrl_c_in_a_word(script):
     """The first import of any package outside Python's standard library comes after them."""
     lines = (ROOT / script).read_text().splitlines()
@@ -148,7 +148,8 @@ def test_the_first_lines_of_a_command_are_those_that_end_ctrl_c_in_a_word(script
 
 @pytest.mark.parametrize("script", ENTRIES)
 def test_ctrl_c_while_a_command_is_imported_ends_it_in_a_word(script):
-    """Sent during the first slow import, or that of a module that causes one."""
+    """Sent during the first slow import, or that of a module that causes one. With -m, Python imports the package while
+    the first argument is "-m": that of the benchmarks does it for all of them."""
     module = script.removesuffix(".py").replace("/", ".")
     code = f"""
 import os, runpy, signal, sys
@@ -163,7 +164,7 @@ class Interrupt:
 from support import packages
 packages.PACKAGES = ()
 sys.meta_path.insert(0, Interrupt())
-sys.argv = [{script!r}, "--help"]
+sys.argv = ["-m", "--help"]
 runpy.run_module({module!r}, run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

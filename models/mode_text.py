@@ -1,13 +1,10 @@
-"""Attention modes on the command line of a benchmark: a name, its form and its options, with colons between, such as
+"""Attention modes as text, for command lines: a name, its form and its options, with colons between, such as
 ``chunked``, ``softmax:materialised`` or ``reformer:rounds=4:chunk-size=32``."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from configs.schema import ModelConfig, load_recipe
-from models import attention, gpt
+from models import attention
 from support.errors import ConfigError
 from support.flags import parse_value
 
@@ -82,20 +79,6 @@ def mode_config(text: str, flag: str = "--modes", known: Sequence[str] | None = 
         return name, attention.load(name).Config(**values)
     except ConfigError as error:
         raise ConfigError(f"{flag} {text}: {error}") from error
-
-
-def recipe_model(recipe: Path, text: str, **fields: Any) -> ModelConfig:
-    """The model of a recipe with a mode, whose options replace those of the recipe, and with other fields."""
-    name, _ = mode_options(text)
-    model = load_recipe(recipe, name).model
-    return gpt.resolve_config(replace(model, modes=dict([mode_config(text, defaults=model.modes.get(name))]), **fields))
-
-
-def train_flags(text: str) -> list[str]:
-    """The flags of ``train.py`` for a mode."""
-    name, options = mode_options(text)
-    return ["--attention", name, *(word for option, value in options.items()
-                                   for word in (f"--model.modes.{name}.{option}", str(value)))]
 
 
 def _names(hint: Any) -> list[str]:

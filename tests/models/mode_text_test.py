@@ -1,10 +1,9 @@
-"""Modes on the command line of a benchmark: names, forms and options, and what is wrong with them."""
+"""Modes as text: names, forms and options, and what is wrong with them."""
 
 import pytest
 
-from benchmarks.modes import mode_config, recipe_model, train_flags
+from models.mode_text import mode_config
 from support.errors import ConfigError
-from tests import tiny
 
 pytestmark = pytest.mark.fast
 
@@ -49,17 +48,3 @@ def test_options_of_the_text_replace_defaults_and_a_mode_ignores_those_that_it_l
 def test_what_is_wrong_with_a_mode_is_told(text, message):
     with pytest.raises(ConfigError, match=message):
         mode_config(text, flag="--rows", known=("softmax", "linear", "reformer"))
-
-
-def test_the_options_of_a_mode_replace_those_of_a_recipe(tmp_path):
-    recipe = tmp_path / "tiny.py"
-    recipe.write_text(tiny.RECIPE)
-    model = recipe_model(recipe, "chunked:normalize=False", positions="none")
-    assert (model.modes["chunked"].normalize, model.positions) == (False, "none")
-
-
-def test_the_flags_of_a_training_run_are_those_of_the_mode():
-    assert train_flags("softmax") == ["--attention", "softmax"]
-    assert train_flags("softmax:blockwise:forget-gate=True") == [
-        "--attention", "softmax", "--model.modes.softmax.forget_gate", "True", "--model.modes.softmax.form",
-        "blockwise"]
