@@ -118,11 +118,6 @@ class Row(report.ModeRow):
         return f"{self.mode} at {self.shape_name}, {self.passes}"
 
     @property
-    def group(self) -> tuple[Any, ...]:
-        """Cases with equal groups take turns: they are the same call."""
-        return self.part, self.passes, *self.shape, self.dtype
-
-    @property
     def series(self) -> tuple[Any, ...]:
         """What stays the same while the work grows."""
         return self.mode, self.passes, self.head_width, self.dtype, self.chunk_size
@@ -282,9 +277,10 @@ def measure_all(rows: Iterable[Row], repeats: int, *, seconds: float) -> Iterato
         repeats: samples of each.
         seconds: about how long the samples of a case may take; a case whose call takes longer is not run.
     """
-    outlook, groups = report.Outlook(seconds), {}
+    outlook = report.Outlook(seconds)
+    groups: dict[tuple[Any, ...], list[Row]] = {}  # cases of the same call take turns
     for row in rows:
-        groups.setdefault(row.group, []).append(row)
+        groups.setdefault((row.part, row.passes, row.shape, row.dtype), []).append(row)
     for group in groups.values():
         for row in group:
             row.error = outlook.refusal(row.series, row.work)
@@ -299,14 +295,17 @@ def measure_all(rows: Iterable[Row], repeats: int, *, seconds: float) -> Iterato
 
 def compare(rows: Sequence[Row]) -> None:
     """Fills in the times of one shape relative to softmax, fla and the default chunk size."""
-    timed = [(row, row.milliseconds) for row in rows if row.milliseconds is not None]
-    softmax = min((time for row, time in timed if row.mode.startswith(BASELINE)), default=None)
-    fla = min((time for row, time in timed if row.mode in FLA), default=None)
-    default = {row.mode: time for row, time in timed if row.part == "chunks" and row.chunk_size is None}
-    for row, time in timed:
-        row.ratio = softmax and softmax / time
-        row.times_fla = fla and time / fla
-        row.times_default = time / default[row.mode] if row.mode in default else None
+    softmax = _fastest(row for row in rows if row.mode.startswith(BASELINE))
+    fla = _fastest(row for row in rows if row.mode in FLA)
+    default = {row.mode: row.milliseconds for row in rows if row.part == "chunks" and row.chunk_size is None}
+    for row in rows:
+        row.ratio = report.ratio(softmax, row.milliseconds)
+        row.times_fla = report.ratio(row.milliseconds, fla)
+        row.times_default = report.ratio(row.milliseconds, default.get(row.mode))
+
+
+def _fastest(rows: Iterable[Row]) -> float | None:
+    return min((row.milliseconds for row in rows if row.milliseconds is not None), default=None)
 
 
 def cases_of(part: str, options: Namespace) -> list[Row]:

@@ -87,14 +87,7 @@ def uncached_pixel(model: GPT, position: int, batch: int) -> Callable[[], jax.Ar
 
 
 def measure(models: Mapping[str, GPT], batch: int, repeats: int, published: Mapping[str, float]) -> list[Row]:
-    """The rows of a batch.
-
-    Args:
-        models: by mode, as on the command line.
-        batch: images at once.
-        repeats: samples of each.
-        published: images a second by mode.
-    """
+    """The rows of a batch, from the models and the published images a second, by mode."""
     rows = {mode: Row(batch, mode=mode, published=published.get(mode)) for mode in models}
     cases: dict[Any, tuple[report.Row, Callable[[], Callable[[], Any]]]] = {}
     calls: dict[str, list[np.ndarray]] = {mode: [] for mode in models}

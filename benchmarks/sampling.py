@@ -37,7 +37,7 @@ from flax import nnx
 
 from benchmarks import picture, report, transformers_gpt2
 from benchmarks.recipes import recipe_model
-from benchmarks.train_step import CASE_SECONDS, SIZE_FLAGS, model_config, sizes
+from benchmarks.train_step import SIZE_FLAGS, model_config, sizes
 from configs.schema import ModelConfig
 from models.gpt import GPT
 from models.parameters import count_parameters
@@ -148,18 +148,8 @@ def continuation(sampler: Sampler, position: int, *, calls: int, samples: int = 
     return draw_tokens
 
 
-def measure(samplers: Mapping[str, Sampler], positions: Sequence[int], batch: int, repeats: int, *,
-            seconds: float = CASE_SECONDS, size: str | None = None) -> list[Row]:
-    """The rows of a batch.
-
-    Args:
-        samplers: by mode, as on the command line.
-        positions: tokens that stand before.
-        batch: sequences at once.
-        repeats: samples of each.
-        seconds: about how long the samples of a case may take.
-        size: name of the size.
-    """
+def measure(samplers: Mapping[str, Sampler], size: str | None, batch: int, options: Namespace) -> list[Row]:
+    """The rows of a batch: all positions of the samplers, by mode, in turns."""
     def prepare(sampler: Sampler, row: Row) -> Callable[[], jax.Array]:
         report.check_memory(row.bytes_read)
         draw_tokens = continuation(sampler, row.position, samples=batch, calls=CALLS_PER_SAMPLE)
@@ -167,9 +157,9 @@ def measure(samplers: Mapping[str, Sampler], positions: Sequence[int], batch: in
         return lambda: [draw_tokens() for _ in range(CALLS_PER_SAMPLE)][-1]
 
     rows = [Row(position, batch, size, mode=mode, bytes_read=bytes_read(sampler.model, position, batch))
-            for position in positions for mode, sampler in samplers.items()]
+            for position in options.positions for mode, sampler in samplers.items()]
     report.time_cases({(row.mode, row.position): (row, functools.partial(prepare, samplers[row.mode], row))
-                       for row in rows}, repeats, sample_seconds=0, seconds=seconds)
+                       for row in rows}, options.repeats, sample_seconds=0, seconds=options.seconds_per_case)
     for row in rows:
         _fill(row, [sample / 1e3 / CALLS_PER_SAMPLE / TOKENS_PER_CALL for sample in row.samples])
     return rows
@@ -190,14 +180,13 @@ def _draw_seconds(sampler: Sampler, tokens: int) -> float:
         np.zeros(1, np.int64), Sampling(), max_new_tokens=tokens)), 1)
 
 
-def measure_peer(config: ModelConfig, vocabulary: int, positions: Sequence[int], batch: int, samples: int, *,
-                 size: str | None) -> list[Row]:
+def measure_peer(config: ModelConfig, vocabulary: int, size: str | None, batch: int, options: Namespace) -> list[Row]:
     """The rows of GPT-2 in ``transformers`` with the sizes of a model."""
-    rows = [Row(position, batch, size, mode="transformers") for position in positions]
+    rows = [Row(position, batch, size, mode="transformers") for position in options.positions]
     for row in rows:
         status(f"{row.name} …")
         try:
-            _fill(row, transformers_gpt2.measure(config, vocabulary, row.position, batch, samples))
+            _fill(row, transformers_gpt2.measure(config, vocabulary, row.position, batch, options.repeats))
         except Exception as error:  # from another project
             row.error = report.reason(error)
     return rows
@@ -276,11 +265,9 @@ def main(options: Namespace, results: report.Results) -> None:
         samplers = {mode: Sampler(GPT(config, vocabulary, rngs=nnx.Rngs(0))) for mode, config in modes.items()}
         for batch in options.batches:
             status(f"{size or 'model'}, batch {batch} …")
-            add(measure(samplers, options.positions, batch, options.repeats, seconds=options.seconds_per_case,
-                        size=size))
+            add(measure(samplers, size, batch, options))
             if options.peer:
-                add(measure_peer(next(iter(modes.values())), vocabulary, options.positions, batch, options.repeats,
-                                 size=size))
+                add(measure_peer(next(iter(modes.values())), vocabulary, size, batch, options))
         for mode, sampler in samplers.items() if options.prompt else ():
             status(f"{mode}, a prompt of {options.prompt:,} tokens …")
             results.add({"mode": mode, "tokens": options.prompt, "size": size,

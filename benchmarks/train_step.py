@@ -24,6 +24,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -42,9 +43,6 @@ from training import accounting
 from training.abstract_step import step_and_shapes
 from training.optimizer import decay_mask, make_optimizer
 from training.step import StepMetrics, abstract_model, initial_state
-
-CASE_SECONDS = 60.0
-"""Default of ``--seconds-per-case``."""
 
 
 class Size(NamedTuple):
@@ -167,34 +165,31 @@ def model_flops(config: Config, vocabulary_size: int) -> float:
     return per_token * config.train.batch_size * config.model.context
 
 
-def measure(configs: Mapping[str, Config], vocabulary_size: int, repeats: int, *, seconds: float = CASE_SECONDS,
-            remat: str = "none", size: str | None = None, outlook: report.Outlook | None = None,
-            peers: Mapping[str, Callable[[], Callable[[], Any]]] | None = None) -> list[Row]:
-    """The rows of one context: the steps of all modes, timed in turns.
+def measure(configs: Mapping[str, Config], size: str | None, options: Namespace, outlook: report.Outlook,
+            peer: Path | None = None) -> list[Row]:
+    """The rows of one size and context: the steps of all modes, timed in turns.
 
     Args:
         configs: by mode, as on the command line.
-        vocabulary_size: V.
-        repeats: samples of each.
-        seconds: about how long the samples of a mode may take.
-        remat: as ``train.remat``, or ``auto``: the first of ``none``, ``names`` and ``block`` that fits.
         size: name of the size.
+        options: the flags.
         outlook: has the shorter contexts.
-        peers: functions that make the steps of other projects, by name.
+        peer: nanoGPT's ``model.py``, if its step is timed too.
     """
-    outlook = outlook or report.Outlook(seconds)
     cases: dict[str, tuple[Row, Callable[[], Callable[[], Any]]]] = {}
+    vocabulary_size = sizes(options)[size].vocabulary
     for mode, config in configs.items():
         attention = abstract_model(config, vocabulary_size).blocks[0].attention
         row = Row(config.model.context, config.train.batch_size, size, config.train.accumulate, mode=mode,
                   implementation=report.form(attention.implementation(jnp.dtype(config.model.dtype))),
                   flops=model_flops(config, vocabulary_size))
         row.error = outlook.refusal((size, mode), row.flops or 0)
-        cases[mode] = row, functools.partial(_prepare, config, vocabulary_size, row, remat)
+        cases[mode] = row, functools.partial(_prepare, config, vocabulary_size, row, options.remat)
     config = next(iter(configs.values()))
-    for name, peer in (peers or {}).items():
-        cases[name] = Row(config.model.context, config.train.batch_size, size, mode=name), peer
-    report.time_cases(cases, repeats, seconds=seconds)
+    if peer is not None:
+        cases["nanogpt"] = (Row(config.model.context, config.train.batch_size, size, mode="nanogpt"),
+                            functools.partial(nanogpt.make_step, peer, config, vocabulary_size))
+    report.time_cases(cases, options.repeats, seconds=options.seconds_per_case)
     rows = {name: row for name, (row, _) in cases.items()}
     softmax = next((row.milliseconds for mode, row in rows.items()
                     if mode.startswith("softmax") and row.milliseconds is not None), None)
@@ -283,7 +278,7 @@ SIZE_FLAGS = {
     "heads": report.flag("attention heads", 4), "vocabulary": report.flag("tokens in the vocabulary", 257),
     "repeats": report.flag("samples of each case", 20),
     "sizes": report.flag(f"sizes of GPT-2, in place of those flags: {','.join(SIZES)}", (), choices=tuple(SIZES)),
-    "seconds-per-case": report.flag("about how long the samples of a case may take", CASE_SECONDS)}
+    "seconds-per-case": report.flag("about how long the samples of a case may take", 60.0)}
 """Also the flags of ``benchmarks.sampling``."""
 
 
@@ -311,11 +306,7 @@ def main(options: Namespace, results: report.Results) -> None:
     outlook = report.Outlook(options.seconds_per_case)
     for (name, context), modes in configs.items():
         status(f"{name or 'model'} at context {context:,} …")
-        vocabulary_size = sizes(options)[name].vocabulary
-        peers = {} if peer is None else {
-            "nanogpt": functools.partial(nanogpt.make_step, peer, modes[options.modes[0]], vocabulary_size)}
-        results.add(*measure(modes, vocabulary_size, options.repeats, seconds=options.seconds_per_case,
-                             remat=options.remat, size=name, outlook=outlook, peers=peers))
+        results.add(*measure(modes, name, options, outlook, peer))
     results.remarks += crossings(results.rows["rows"])
 
 

@@ -87,7 +87,7 @@ def test_the_peer_is_timed_at_the_same_sizes_or_a_row_with_the_reason(monkeypatc
 
     monkeypatch.setattr(sampling.transformers_gpt2, "measure", measure)
     config = ModelConfig(layers=1, heads=2, width=16)
-    rows = sampling.measure_peer(config, 257, [4, 8], 2, 3, size=None)
+    rows = sampling.measure_peer(config, 257, None, 2, sampling.main.parse(["--positions", "4,8", "--repeats", "3"]))
     assert cases == [(config, 257, 4, 2, 3), (config, 257, 8, 2, 3)]
     assert (rows[0].mode, rows[0].milliseconds, rows[0].tokens_per_second) == ("transformers", 3.0, 2 / 3e-3)
     assert rows[1].error == "ModuleNotFoundError: No module named 'torch'"
@@ -131,7 +131,8 @@ def test_interrupted_the_file_has_the_batches_before(tmp_path, monkeypatch, caps
 
 def test_times_are_of_a_token_and_relative_to_the_first_position(monkeypatch):
     monkeypatch.setattr(report, "time_by_turns", lambda runs, *_: {case: [1.0 * case[1]] for case in runs})
-    rows = sampling.measure({"chunked": make_sampler()}, [8, 16], 2, 1)
+    options = sampling.main.parse(["--positions", "8,16", "--repeats", "1"])
+    rows = sampling.measure({"chunked": make_sampler()}, None, 2, options)
     sampling.compare(rows)
     seconds = 8 / sampling.CALLS_PER_SAMPLE / TOKENS_PER_CALL
     assert rows[0].milliseconds == pytest.approx(1e3 * seconds)

@@ -6,6 +6,7 @@ import sys
 import time
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -152,10 +153,11 @@ def test_what_does_not_fit_beside_others_is_timed_alone(found_out, error, monkey
                 raise error("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(train_step, "Step", Step)
-    options = train_step.main.parse([*TINY])
+    monkeypatch.setattr(nanogpt, "make_step", lambda *_: lambda: None)
+    options = train_step.main.parse([*TINY, "--repeats", "4", "--remat", "none"])
     configs = {mode: train_step.make_config(mode, 32, train_step.sizes(options)[None], options)
                for mode in ("softmax", "chunked", "linear")}
-    *rows, peer = train_step.measure(configs, 257, 4, peers={"nanogpt": lambda: lambda: None})
+    *rows, peer = train_step.measure(configs, None, options, report.Outlook(60), Path("model.py"))
     assert [row.mode for row in rows] == list(configs)
     assert [row.alone for row in rows] == [found_out != "when it is made", True, True]
     assert (peer.error, len(peer.samples), peer.alone) == (None, 4, found_out != "when it is made")
