@@ -33,9 +33,7 @@ from models.encoder import Classifier
 from support.errors import ConfigError
 from support.files import cache_folder
 from training import cli, scored
-from training import run as runs
 from training.processes import Distributed
-from training.sharding import check_shards, make_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,16 +82,9 @@ def check_data_and_devices(config: LraConfig, run_dir: Path) -> Classification:
 
 
 def planned_model(config: LraConfig, run_dir: Path) -> Classifier:
-    """The abstract model of a run, for the estimates of sweep.py; without the data, which take hours to generate.
-
-    Raises:
-        ConfigError, NotImplementedError: run folder, devices and model do not fit together.
-        LineargptError: the folder is damaged.
-    """
-    runs.check_folder(config, run_dir)
-    model = nnx.eval_shape(lambda: Classifier(config.model, tasks.vocabulary(config.data.task), rngs=nnx.Rngs(0)))
-    check_shards(make_mesh(config), model)
-    return model
+    """The abstract model of a run; raises as :func:`training.scored.plan`."""
+    return scored.plan(config, run_dir, lambda: Classifier(
+        config.model, tasks.vocabulary(config.data.task), rngs=nnx.Rngs(0)))
 
 
 def load_data(config: LraConfig) -> tasks.Dataset:

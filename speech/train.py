@@ -31,9 +31,7 @@ from speech import corpora
 from speech.recognition import Recognition
 from speech.utterances import Dataset
 from training import cli, scored
-from training import run as runs
 from training.processes import Distributed
-from training.sharding import check_shards, make_mesh
 
 USAGE = """usage: python -m speech.train RECIPE [--attention MODE[,MODE…]] [--run-dir DIR] [--data-dir DIR]
        [--GROUP.FIELD VALUE …]
@@ -63,17 +61,10 @@ def check_data_and_devices(config: SpeechConfig, run_dir: Path) -> Recognition:
 
 
 def planned_model(config: SpeechConfig, run_dir: Path) -> Recogniser:
-    """The abstract model of a run, for the estimates of sweep.py; without computing features, which may take hours.
-
-    Raises:
-        ConfigError, NotImplementedError: run folder, devices, data and model do not fit together.
-        LineargptError: the folder or the corpus is damaged.
-    """
-    runs.check_folder(config, run_dir)
+    """The abstract model of a run; raises as :func:`training.scored.plan` and :func:`speech.corpora.sizes`."""
     features, symbols = corpora.sizes(config.data, context=config.model.context)
-    model = nnx.eval_shape(lambda: Recogniser(config.model, features=features, symbols=symbols + 1, rngs=nnx.Rngs(0)))
-    check_shards(make_mesh(config), model)
-    return model
+    return scored.plan(config, run_dir, lambda: Recogniser(
+        config.model, features=features, symbols=symbols + 1, rngs=nnx.Rngs(0)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -105,6 +105,24 @@ def check_objective[O: ScoredObjective](config: RunConfig, run_dir: Path, load: 
     return objective
 
 
+def plan[M: nnx.Module](config: RunConfig, run_dir: Path, make_model: Callable[[], M]) -> M:
+    """The abstract model of a run, for the estimates of sweep.py; without the data, which may take hours to generate.
+
+    Args:
+        config: validated config.
+        run_dir: run folder.
+        make_model: makes the model, with any parameters.
+
+    Raises:
+        ConfigError, NotImplementedError: run folder, devices and model do not fit together.
+        LineargptError: the folder is damaged.
+    """
+    runs.check_folder(config, run_dir)
+    model = nnx.eval_shape(make_model)
+    check_shards(make_mesh(config), model)
+    return model
+
+
 def _begin(config: RunConfig, run_dir: Path, objective: ScoredObjective, command_line: Sequence[str],
            ) -> tuple[int | None, bool, bool]:
     """Write the run's config and environment, unless it is finished; see :func:`run`.
