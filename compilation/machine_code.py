@@ -3,6 +3,7 @@
 import functools
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from support.errors import BenchmarkError
 
 CONTROL = ("kSequential", "kWhile", "kConditional")
 """What XLA lists beside launches: these contain launches."""
+ENTRY = re.compile(r"\.entry (\w+)")
 ATOMIC_ADDITION = re.compile(r"\b(atom|red)\.(?=[\w.:]*\badd\b)(?=[\w.:]*\bb?f(16|32|64))")
 
 
@@ -53,6 +55,7 @@ class MachineCode(NamedTuple):
     """A program in machine code."""
 
     kernels: list[Kernel]
+    """Ours, and what the compiler has put into a file with them."""
     launches: int
     """Kernels, copies and library calls; those in a loop count once."""
     atomics: tuple[str, ...] = ()
@@ -99,30 +102,41 @@ def inspect(dump: Path, architecture: str) -> MachineCode:
     """A compiled program, from its dump.
 
     Raises:
-        RuntimeError: the assembler cannot be run, or refuses a kernel.
+        BenchmarkError: there is no kernel, or the assembler refuses one.
     """
     text = "\n".join(path.read_text() for path in dump.glob("*thunk_sequence.txt"))
     launches = read_launches(text)
     # Constants have a file of their own.
-    sources = {str(path): source for path in sorted(dump.glob("*.ptx")) if ".entry" in (source := path.read_text())}
-    paths = list(sources)
-    if not paths:
-        return MachineCode([], count_launches(text))
-    # All in one go: a kernel takes less time than the assembler's start.
-    command = [f"{cuda_folder()}/bin/ptxas", "-v", f"-arch={architecture}", *paths, "-o", "/dev/null"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise BenchmarkError(f"ptxas: {(ended.stderr or ended.stdout).strip().splitlines()[-1]}")
+    sources = {path: source for path in sorted(dump.glob("*.ptx")) if ".entry" in (source := path.read_text())}
+    if not sources:
+        raise BenchmarkError("the compiler has written no kernel")
     kernels = []
-    for kernel in read_assembler(ended.stdout + ended.stderr):
+    for kernel in read_assembler(assemble([path for path, source in sources.items() if any(
+            name.startswith(our_kernels()) for name in ENTRY.findall(source))], architecture)):
         threads, shared = launches.get(kernel.name, (None, 0))
         kernels.append(replace(kernel, threads=threads, shared_bytes=kernel.shared_bytes + shared))
     return MachineCode(kernels, count_launches(text), find_atomics("\n".join(sources.values())))
 
 
+def assemble(paths: Sequence[Path], architecture: str) -> str:
+    """The output of ``ptxas -v`` for all files in one go: a kernel takes less time than the assembler's start.
+
+    Raises:
+        BenchmarkError: the assembler refuses a kernel.
+    """
+    if not paths:
+        return ""
+    command = [f"{cuda_folder()}/bin/ptxas", "-v", f"-arch={architecture}", *map(str, paths), "-o", "/dev/null"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    output = ended.stdout + ended.stderr
+    if ended.returncode:
+        raise BenchmarkError(f"ptxas: {(output.strip().splitlines() or [f'exit code {ended.returncode}'])[-1]}")
+    return output
+
+
 def find_atomics(text: str) -> tuple[str, ...]:
     """The kernels of an assembler's source that add floating-point numbers atomically."""
-    parts = re.split(r"\.entry (\w+)", text)
+    parts = ENTRY.split(text)
     return tuple(name for name, source in zip(parts[1::2], parts[2::2], strict=True) if ATOMIC_ADDITION.search(source))
 
 

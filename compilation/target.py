@@ -102,7 +102,7 @@ class Target:
 
         return self.trace(extend, state, jax.ShapeDtypeStruct((B, 1), jnp.int32), cache)
 
-    def compile(self, traced: jax.stages.Traced, dump: Path | None = None, **flags: bool) -> jax.stages.Compiled:
+    def compile(self, traced: jax.stages.Traced, dump: Path | None = None, **flags: bool | int) -> jax.stages.Compiled:
         """Compiles a function from :meth:`trace`.
 
         Args:

@@ -48,7 +48,7 @@ class _Target(target.Target):
     (CLEAN + COMPILERS, 0, "1 kernels of ours in 1 programs: no spill, no serialised wgmma, no overrun"),
     (CLEAN + SPILLING, 1, "a case: linear_attention_dq spills registers, 1,436 bytes; serialises wgmma"),
     (COMPILERS, 1, "a case: our kernel linear_attention_… is missing"),
-    ("", 1, "a case: it has no kernel"),
+    ("", 1, "a case: our kernel linear_attention_… is missing"),
 ])
 def test_fails_on_faults_of_ours_alone(kernels, code, said, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "inspect", lambda *_: MachineCode(read_assembler(kernels), 3))
@@ -67,6 +67,11 @@ def test_atomic_additions_fail_where_two_runs_have_to_be_equal(deterministic, mo
     assert run(case, monkeypatch) == int(deterministic)
     printed = capsys.readouterr()
     assert ("a step: adds floating-point numbers atomically, in input_scatter_fusion" in printed.err) is deterministic
+
+
+def test_a_program_without_a_kernel_fails(monkeypatch, capsys):
+    assert run(gpu_check.Case("a case", lambda: "traced", ()), monkeypatch) == 1
+    assert "a case: cannot be compiled: the compiler has written no kernel\n" in capsys.readouterr().err
 
 
 def test_what_cannot_be_compiled_fails_with_the_first_line(monkeypatch, capsys):

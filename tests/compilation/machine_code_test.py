@@ -2,6 +2,7 @@
 
 import pytest
 
+from compilation import machine_code
 from compilation.machine_code import Kernel, count_launches, find_atomics, read_assembler, read_launches
 from tests.compilation.made import ATOMICS, CLEAN, COMPILERS, LAUNCHES, LIMIT, SPILLING
 
@@ -54,3 +55,12 @@ def test_faults(kernel, faults):
 
 def test_atomic_additions_of_floats_are_found():
     assert find_atomics(ATOMICS) == ("input_scatter_fusion", "reduce_1")
+
+
+def test_only_files_with_kernels_of_ours_are_assembled(tmp_path, monkeypatch):
+    for name in ("linear_attention_forward", "input_scatter_fusion"):
+        (tmp_path / f"{name}.ptx").write_text(f".visible .entry {name}(\n")
+    (tmp_path / "constants.ptx").write_text(".global .align 4 .b8 c[4];\n")
+    monkeypatch.setattr(machine_code, "assemble", lambda paths, _: (
+        CLEAN if [path.name for path in paths] == ["linear_attention_forward.ptx"] else ""))
+    assert [kernel.name for kernel in machine_code.inspect(tmp_path, "sm_90a").kernels] == ["linear_attention_forward"]
