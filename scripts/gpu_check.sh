@@ -23,19 +23,19 @@ newest=$(locked jax)
 # Background jobs of a shell ignore Ctrl-C.
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 versions=(0.11.2 "${newest#jax==}")
-for version in "${versions[@]}"; do
-    bash scripts/environment.sh ".venv-gpu/$version" --quiet --no-deps "${packages[@]}" \
-        "jax==$version" "jaxlib==$version" "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" 8>&-
-done
 reports=()
 start() { # VERSION REPORT ARGUMENTS, in the background
     local version=$1 report=.venv-gpu/$1/$2
     reports+=("$report")
     ".venv-gpu/$version/bin/python" -m benchmarks.gpu_check "${@:3}" > "$report" &
 }
-# In parallel, because much of a compilation uses one core.
+# In parallel, because much of a compilation uses one core, and beside the next download.
+for version in "${versions[@]}"; do
+    bash scripts/environment.sh ".venv-gpu/$version" --quiet --no-deps "${packages[@]}" \
+        "jax==$version" "jaxlib==$version" "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" 8>&-
+    start "$version" report.txt --ours "$@"
+done
 # With the older version only what has a kernel of ours: the rest is XLA's alone.
-for version in "${versions[@]}"; do start "$version" report.txt --ours "$@"; done
 start "${versions[1]}" report-others.txt --others "$@"
 failed=0
 for job in $(jobs -p); do wait "$job" || failed=$?; done
