@@ -58,9 +58,10 @@ class Options:
     json: Path | None = None
     """JSON file for the table and the findings on top of the page."""
     png: Path | None = None
-    """PNG file for a plot of val loss against steps and training time."""
+    """PNG file for the plots of val loss, and of val accuracy and error rate if runs have them, against steps and
+    training time."""
     svg: Path | None = None
-    """SVG file for the same plot."""
+    """SVG file for the same plots."""
     title: str = ""
     """Title of the page and the plots."""
     note: str = ""

@@ -70,7 +70,7 @@ def _without_flags() -> Iterator[None]:
     try:
         yield
     except (ConfigError, LineargptError, NotImplementedError) as error:
-        error.args = (re.sub(r"python .*|--([a-z]+(?:[-.][a-z0-9]+)*)", name, str(error)),)
+        error.args = (re.sub(r"python .*|(?<![\w./-])--([a-z]+(?:[-.][a-z0-9]+)*)", name, str(error)),)
         raise
 
 

@@ -62,6 +62,11 @@ class Row(report.Row):
     interval: tuple[float, float] | None = None
     """95 % interval of the ratio."""
 
+    @property
+    def name(self) -> str:
+        """Name of the case."""
+        return f"{self.measure}: {self.case}, without {self.without}"
+
 
 def compare(measure: str, case: str, seconds: Mapping[str, Sequence[float]]) -> list[Row]:
     """The rows of one case, from the samples of each program by the missing workaround, or ``ALL``."""

@@ -132,7 +132,7 @@ class Row:
         values = [(told.name, getattr(self, told.name)) for told in fields(self)
                   if told.default is MISSING and told.default_factory is MISSING]
         return ", ".join([*(value for _, value in values if isinstance(value, str)),
-                          *(f"{name} {value:,}" for name, value in values if not isinstance(value, str))])
+                          *(f"{name} {value:,}" for name, value in values if isinstance(value, int))])
 
     @property
     def fastest(self) -> float | None:

@@ -22,7 +22,7 @@ MOST_SHARE = 0.95
 
 @dataclass(frozen=True)
 class Rates:
-    """What a card does in a second."""
+    """What a card does in a second, and how long a launch takes."""
 
     memory: float
     """Bytes a second that a kernel reads or writes."""
@@ -43,9 +43,9 @@ class Rates:
         return max(work.memory / self.memory, work.moved / self.cache, products,
                    self.graph_launch if launch.in_graph else self.launch)
 
-    def limit(self, moved: float, operations: float) -> float:
+    def limit(self, memory: float, operations: float) -> float:
         """Least seconds of a program that reads and writes so many bytes and multiplies in bfloat16."""
-        return max(moved / self.memory, operations / self.operations["bf16"])
+        return max(memory / self.memory, operations / self.operations["bf16"])
 
     def __str__(self) -> str:
         return (f"{self.memory / 1e12:g} TB/s ({self.cache / 1e12:g} from the cache), "

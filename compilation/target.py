@@ -108,7 +108,7 @@ class Target:
         Args:
             traced: the function.
             dump: empty folder for the assembly (``*.ptx``) and the lists of launches (``*thunk_*.txt``).
-            flags: further options of XLA.
+            flags: further options of XLA, such as ``xla_gpu_autotune_level=0``, which compiles no candidates.
 
         Raises:
             BenchmarkError: it cannot be compiled, such as a kernel with too much shared memory.

@@ -97,7 +97,8 @@ def prepare_part(name: PartName, source: str, tokenizer: str, directory: Path, *
         DataError: as in :func:`prepare`, or the part is damaged.
     """
     if tokenizer == tokenizers.PIXELS:
-        raise ConfigError(f"--part {name}: {source} is images, which are prepared at once; leave it out")
+        raise ConfigError(f"--part {name}: --tokenizer pixels is for images, which are prepared in one piece; leave "
+                          "out --part")
     directory = Path(directory).absolute()
     encoding = tokenizers.load(tokenizer)
     opened = _open(source, directory, workers, split, column, val_documents, val_share)

@@ -238,7 +238,7 @@ PARTS: Mapping[str, tuple[Callable[[int], dict[str, dict[int, float]]], tuple[st
         "favor's matrix", "features", "mean squared error over mean square")),
     "spectrum": (lambda _: spectrum(), ("spectrum of softmax", "singular values", "share of their sum")),
 }
-"""The curves of each, from the number of draws, unless they have their own; and title, x and y of their panel."""
+"""By name: a function of the number of draws, which some ignore, and title, x and y of the panel."""
 
 
 @functools.partial(report.Benchmark, module="lra.approximation", files=True, flags={

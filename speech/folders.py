@@ -162,8 +162,8 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
 
 
 def sizes(corpus: Corpus, folder: Path) -> tuple[int, int]:
-    """The features of a frame and the number of symbols of the corpus in a folder, from its training transcripts and a
-    single other file.
+    """The features of a frame and the number of symbols of the corpus in a folder, from its training transcripts and
+    the first undamaged utterance.
 
     Raises:
         DataError: the folder is not such a corpus.
@@ -206,9 +206,11 @@ def _resampled(counts: dict[str, int]) -> str:
 
 def _features(corpus: Corpus, folder: Path, name: str, utterances: Sequence[_Utterance], cache: Path,
               ) -> tuple[dict[str, Any], Float[np.ndarray, "F K"], ComputedFeatures]:
-    """The frames of all utterances, mapped, their file, and their index: ``lengths``, ``damaged`` with the reason by
-    row, ``resampled`` with counts by rate, ``features`` and ``digest``. Of a file of an earlier run, only the size is
-    checked."""
+    """The index, the frames of all utterances, mapped, and their file.
+
+    The index has ``lengths``, ``damaged`` with the reason by row, ``resampled`` with counts by rate, ``features`` and
+    ``digest``. Of a file of an earlier run, only the size is checked.
+    """
     files = [(str(utterance.path.absolute()), stat.st_size, stat.st_mtime_ns) if (stat := _stat(utterance.path)) else
              str(utterance.path.absolute()) for utterance in utterances]
     key = hashlib.sha256(repr((_VERSION, corpus.kind, files)).encode()).hexdigest()[:16]

@@ -62,7 +62,7 @@ class Dataset(NamedTuple):
     notes: tuple[str, ...]
     """Notes for the user, one line each."""
     files: tuple[ComputedFeatures, ...] = ()
-    """Those of the splits that are mapped."""
+    """The files of features; none for generated utterances."""
 
     def verify(self) -> None:
         """Reads all files of features.
@@ -76,7 +76,8 @@ class Dataset(NamedTuple):
             file.index_path.unlink(missing_ok=True)
         if damaged:
             raise DataError("; ".join(f"{file.path} does not match its checksum" for file in damaged)
-                            + "; repeat the command to compute the features again")
+                            + "; the next start computes the features again; give it another --run-dir if this run "
+                            "has saved a checkpoint, which was trained on them")
 
 
 def frames_needed(symbols_L: Int[np.ndarray, " L"]) -> int:

@@ -25,6 +25,11 @@ def print_only_errors(name: str) -> None:
     warnings.simplefilter("ignore")
 
 
+def prints_only_errors() -> bool:
+    """Whether :func:`print_only_errors` was called."""
+    return _only_errors_of is not None
+
+
 def status(text: str) -> None:
     """Prints a line on standard error and flushes it."""
     if _only_errors_of is None:

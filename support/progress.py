@@ -3,10 +3,12 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
+from support.command import prints_only_errors
+
 
 @contextlib.contextmanager
 def progress_bar(name: str, *, show: bool = True) -> Iterator[Callable[[float | None, str], None]]:
-    """A progress bar on standard error, with the elapsed and the remaining time.
+    """A progress bar on standard error, with the elapsed and the remaining time; of several processes, one draws it.
 
     Args:
         name: what is being done; shortened to 24 characters.
@@ -26,8 +28,8 @@ def progress_bar(name: str, *, show: bool = True) -> Iterator[Callable[[float | 
                BarColumn(bar_width=None, table_column=Column(ratio=1)),
                TextColumn("{task.fields[text]}", table_column=fixed), TimeElapsedColumn(table_column=fixed),
                TextColumn("left:", table_column=fixed), TimeRemainingColumn(table_column=fixed))
-    with Progress(*columns, console=Console(stderr=True), disable=not show, speed_estimate_period=60,
-                  expand=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), disable=not show or prints_only_errors(),
+                  speed_estimate_period=60, expand=True) as bar:
         task = bar.add_task(escape(name), total=None, text="")
 
         def update(share: float | None, text: str) -> None:

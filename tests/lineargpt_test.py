@@ -279,8 +279,8 @@ def test_errors_name_fields_and_arguments_not_flags(recipe, folder, tmp_path):
     data = dataclasses.replace(config.data, tokenizer="gpt2")
     with pytest.raises(ConfigError, match=r"; set data\.tokenizer bytes or another data\.dir$"):
         train_run(dataclasses.replace(config, data=data), tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"; name the run_dir of a train\.py run$"):
-        open_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"/models--gpt2: .*; name the run_dir of a train\.py run$"):
+        open_run(tmp_path / "models--gpt2")
     with pytest.raises(ConfigError, match=r"; create one with: python train\.py configs/quickstart\.py --attention "):
         compare_runs([tmp_path / "run"])
 

@@ -9,8 +9,9 @@ from typing import Any
 
 
 def environment(count: int) -> dict[str, str]:
-    """What differs from the environment of the tests; level 0 is quick to compile."""
-    return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0"}
+    """What such a process has in place of the tests' own flags for XLA. Level 0 is quick to compile."""
+    return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0",
+            "JAX_PLATFORMS": "cpu"}
 
 
 def printed(script: str, *arguments: object, devices: int) -> Any:

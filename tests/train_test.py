@@ -159,11 +159,11 @@ def test_a_run_that_goes_on_another_way_says_what_changes(recipe, finished, caps
 
     assert said("--train.steps", "9", "--optimizer.learning-rate", "0.02", "--optimizer.clip-norm", "None",
                 "--train.eval-every", "1") == (
-        "note: optimizer.learning_rate is 0.02 now, 0.01 until step 7; optimizer.clip_norm is None now, 1.0 until "
-        "step 7\n")
+        "note: optimizer.learning_rate is 0.02 now, 0.01 at the last start; optimizer.clip_norm is None now, 1.0 at "
+        "the last start\n")
     assert said("--train.steps", "70", "--optimizer.warmup-steps", "7") == ""  # the warm-up is over
-    assert "optimizer.warmup_steps is 8 now, 1 until step 7" in said("--train.steps", "80", "--optimizer.warmup-steps",
-                                                                     "9")
+    assert "optimizer.warmup_steps is 8 now, 1 at the last start" in said(
+        "--train.steps", "80", "--optimizer.warmup-steps", "9")
 
 
 def test_a_run_without_an_intact_checkpoint_is_left_as_it_is(recipe, run_dir, capsys):

@@ -76,7 +76,7 @@ class ScoredObjective[C: RunConfig](ABC):
         """The measure of the answers, (N, …), to these rows of a split."""
 
     def verify(self) -> None:  # noqa: B027 (most data have no files with checksums)
-        """Compares the files of the data with their checksums, during the first start of a run.
+        """Compares the files of the data with their checksums, while a run trains.
 
         Raises:
             DataError: a file is damaged.

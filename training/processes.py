@@ -337,6 +337,11 @@ def run_together(prog: str, command: Callable[[Sequence[str]], int | None], argu
 
     try:
         code = run_command(prog, agreed, arguments, describe=describe)
+    except SystemExit as error:  # of a signal
+        if _team is None:
+            raise
+        code = error.code if isinstance(error.code, int) else FAILURE
+        said.append("a signal ended it")
     except BaseException as error:
         if _team is None:
             raise

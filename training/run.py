@@ -218,7 +218,7 @@ def _changes(before: RunConfig, config: RunConfig, step: int) -> list[str]:
     there, here = _course(before), _course(config)
     if max(before.optimizer.warmup_steps, config.optimizer.warmup_steps) <= step:
         del here["optimizer.warmup_steps"]
-    return [f"{name} is {value} now, {there[name]} until step {step:,}" for name, value in here.items()
+    return [f"{name} is {value} now, {there[name]} at the last start" for name, value in here.items()
             if value != there[name]]
 
 

@@ -67,9 +67,9 @@ def run(name: str, parse: Callable[..., cli.CommandLine[Any, Any]], check: Calla
             if scored:
                 return 0
             if not finished:
-                verification = Verification(objective.verify) if newest is None else None
                 outcome = loop.train(config, objective, run_dir, started=started, step=newest,
-                                     verification=verification, stall_seconds=line.distributed.stall_seconds)
+                                     verification=Verification(objective.verify),
+                                     stall_seconds=line.distributed.stall_seconds)
                 if code := cli.report_outcome(run_dir, outcome):
                     return code
             _score(config, objective, run_dir)

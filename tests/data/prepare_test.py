@@ -462,8 +462,8 @@ def test_the_command(folder, tmp_path):
 @pytest.mark.parametrize(("arguments", "told"), [
     (["digits"], "digits is images; expected --tokenizer pixels"),
     (["digits", "--part", "1/2"], "digits is images; expected --tokenizer pixels"),
-    (["digits", "--tokenizer", "pixels", "--part", "1/2"], "--part 1/2: digits is images, which are prepared at once; "
-                                                           "leave it out"),
+    *(([source, "--tokenizer", "pixels", "--part", "1/2"], "--part 1/2: --tokenizer pixels is for images, which are "
+       "prepared in one piece; leave out --part") for source in ("digits", "README.md")),
 ])
 def test_the_command_names_its_own_flags(tmp_path, capsys, arguments, told):
     assert prepare.main([*arguments, "--out", str(tmp_path / "out")]) == 2

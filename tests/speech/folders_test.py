@@ -178,7 +178,7 @@ def test_damaged_features_in_the_cache_are_computed_again(tmp_path):
     np.testing.assert_array_equal(load(folder, folders.FEATURES).splits["train"].frames[0], before)
     kept.write_bytes(bytes(kept.stat().st_size))
     damaged = load(folder, folders.FEATURES)  # a start does not read them
-    with pytest.raises(DataError, match=r"frames\.bin does not match its checksum; repeat the command"):
+    with pytest.raises(DataError, match=r"frames\.bin does not match its checksum; the next start computes "):
         damaged.verify()
     again = load(folder, folders.FEATURES)
     again.verify()

@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 
 from data.prepare import prepare
+from support import interrupts
 from support.errors import ConfigError, DataError
 from tests import several_devices, tiny
 from training import processes
@@ -316,6 +317,21 @@ def test_a_failure_ends_this_process_and_is_told_to_the_others(join_fake, capsys
     assert told[0] == code
     assert str(error) in told[1]
     assert str(error) in capsys.readouterr().err
+
+
+@pytest.mark.fast
+def test_a_signal_that_ends_this_process_has_its_code_and_is_told_to_the_others(join_fake, capsys):
+    team = join_fake(0)
+
+    def command(_):
+        with interrupts.exit_on_sigterm():
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ending:
+        processes.run_together("prog", command, [])
+    assert ending.value.code == 143
+    assert list(team.all("failed").values()) == [[143, "a signal ended it"]]
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.fast
