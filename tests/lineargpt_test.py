@@ -132,7 +132,7 @@ def test_an_opened_run_has_config_model_and_tokenizer(folder):
     assert run.config.to_dict() == json.loads((folder / "python" / "config.json").read_text())
     assert run.environment["vocabulary_size"] == 257
     assert run.step == 2
-    assert run.model(jax.numpy.zeros((1, 8), int)).shape == (1, 8, 257)
+    assert jax.jit(lambda tokens_BT: run.model(tokens_BT))(np.zeros((1, 8), int)).shape == (1, 8, 257)
     assert run.model is run.model
     assert run.tokenizer.encode_ordinary("def") == [100, 101, 102]
     assert repr(run) == f"Run(path={folder / 'python'!r}, checkpoint='newest')"

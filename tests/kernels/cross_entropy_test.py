@@ -38,6 +38,9 @@ def expected_loss(x, embedding, targets):
     return jnp.sum(jnp.where(targets >= 0, losses, 0))
 
 
+scaled_expected = jax.jit(jax.value_and_grad(lambda *a: 0.7 * expected_loss(*a), (0, 1)))
+
+
 def relative_error(actual, expected) -> float:
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
@@ -54,7 +57,7 @@ def test_values_and_gradients(dtype, tolerance):
     # Rounded to x's dtype, as in the products: that error is by design.
     exact = x.astype(np.float64), embedding.astype(x.dtype).astype(np.float64)
     with jax.enable_x64(True):
-        expected, expected_gradients = jax.value_and_grad(lambda *a: 0.7 * expected_loss(*a), (0, 1))(*exact, targets)
+        expected, expected_gradients = scaled_expected(*exact, targets)
     assert loss.dtype == (np.float64 if dtype == "float64" else np.float32)
     assert (gradients[0].dtype, gradients[1].dtype) == (x.dtype, embedding.dtype)
     assert relative_error(loss, expected) < min(tolerance, 1e-5)  # sums and the loss are never rounded to 8 bits
@@ -71,7 +74,7 @@ def test_logits_far_below_zero():
     found = jax.jit(jax.value_and_grad(cross_entropy, (0, 1)))(x, embedding, targets)
     with jax.enable_x64(True):
         exact = x.astype(np.float64), embedding.astype(np.float64)
-        expected = jax.value_and_grad(expected_loss, (0, 1))(*exact, targets)
+        expected = jax.jit(jax.value_and_grad(expected_loss, (0, 1)))(*exact, targets)
     for actual, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert relative_error(actual, want) < 1e-4  # logits of 200 are rounded to 2e-5
 
@@ -92,7 +95,7 @@ def test_the_scores_of_targets():
     x, embedding, targets = make_inputs("float32")
     losses_BT, right_BT = jax.jit(score)(x, embedding, targets)
     logits = x @ embedding.T
-    expected = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
+    expected = jax.jit(optax.softmax_cross_entropy_with_integer_labels)(logits, np.maximum(targets, 0))
     np.testing.assert_allclose(losses_BT, np.where(targets >= 0, expected, 0), rtol=1e-5)
     np.testing.assert_array_equal(right_BT, np.argmax(logits, axis=-1) == targets)
 
@@ -100,8 +103,8 @@ def test_the_scores_of_targets():
 @pytest.mark.fast
 def test_nothing_scored_is_zero():
     x, embedding, targets = make_inputs("float32")
-    arguments = map(jnp.asarray, (x, embedding, np.full_like(targets, -1)))
-    loss, gradients = jax.value_and_grad(cross_entropy, (0, 1))(*arguments)
+    arguments = x, embedding, np.full_like(targets, -1)
+    loss, gradients = jax.jit(jax.value_and_grad(cross_entropy, (0, 1)))(*arguments)
     assert loss == 0
     assert not any(np.any(g) for g in gradients)
 

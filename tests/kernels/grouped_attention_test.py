@@ -61,13 +61,16 @@ def test_it_is_attention_to_what_is_visible(monkeypatch, at_once, largest):
 
 def test_parts_are_put_together_as_one_softmax():
     """Keys before token 9, the same for all groups, and those from there on."""
-    q, k, v = inputs()
-    s = jnp.arange(T)[None].repeat(B, axis=0)
-    parts = [grouped_attention(blocks_of(q, 5), blocks_of(k, T), blocks_of(v, T), tag_blocks_of(s, 5, -1),
-                               tag_blocks_of(s, T, -1), lambda t_BHT, s_BHS, early=early: jnp.broadcast_to(
-                                   ((s_BHS < 9) == early)[..., None, :], (*t_BHT.shape, s_BHS.shape[-1])))
-             for early in (True, False)]
-    np.testing.assert_allclose(tokens_of(combine(parts), T), dense(q, k, v, np.ones((T, T), bool)), atol=1e-5)
+    @jax.jit
+    def attend(q, k, v):
+        s = jnp.arange(T)[None].repeat(B, axis=0)
+        parts = [grouped_attention(blocks_of(q, 5), blocks_of(k, T), blocks_of(v, T), tag_blocks_of(s, 5, -1),
+                                   tag_blocks_of(s, T, -1), lambda t_BHT, s_BHS, early=early: jnp.broadcast_to(
+                                       ((s_BHS < 9) == early)[..., None, :], (*t_BHT.shape, s_BHS.shape[-1])))
+                 for early in (True, False)]
+        return tokens_of(combine(parts), T)
+
+    np.testing.assert_allclose(attend(*inputs()), dense(*inputs(), np.ones((T, T), bool)), atol=1e-5)
 
 
 def test_gradients_are_the_slopes_through_both_results():

@@ -167,6 +167,10 @@ def test_packed_segments_are_the_segments_one_by_one(implementation, causal, dec
     assert not np.any(np.asarray(packed)[ids < 0])
 
 
+_reference_not_normalised = jax.jit(
+    functools.partial(linear_attention, normalize=False, implementation="reference"))
+
+
 @pytest.mark.parametrize("implementation", [
     pytest.param(form, marks=[] if form in ("chunked", "recurrent") else pytest.mark.thorough)
     for form in ("reference", *PLAIN_FORMS)])
@@ -184,9 +188,8 @@ def test_what_a_strong_decay_leaves_is_what_comes_after_it(implementation, stron
 
     y, end = jax.jit(run)(q, k, v, state, log_decay)
     with jax.enable_x64(True):
-        after = [jnp.asarray(x[:, start:], np.float64) for x in (q, k, v, log_decay)]
-        expected, expected_end = linear_attention(*after[:3], log_decay_BTH=jnp.maximum(after[3], -1e4),
-                                                  normalize=False, implementation="reference")
+        after = [np.asarray(x[:, start:], np.float64) for x in (q, k, v, log_decay)]
+        expected, expected_end = _reference_not_normalised(*after[:3], log_decay_BTH=np.maximum(after[3], -1e4))
     size_BTH = np.linalg.norm(expected, axis=-1)
     assert (np.linalg.norm(y[:, start:] - np.asarray(expected), axis=-1) / size_BTH).max() < 1e-5
     for x, wanted in zip(end, expected_end, strict=True):
@@ -229,8 +232,13 @@ def test_a_decay_of_zero_is_none():
 def test_a_decay_has_a_gradient_in_its_own_format():
     (q, k, v), _ = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), make_inputs(20))
     log_decay = jnp.asarray(make_log_decay(20), jnp.bfloat16)
-    y, pull = jax.vjp(lambda log_decay: linear_attention(q, k, v, log_decay_BTH=log_decay)[0], log_decay)
-    assert y.dtype == pull(y)[0].dtype == jnp.bfloat16
+
+    @jax.jit
+    def outputs_and_gradient(log_decay):
+        y, pull = jax.vjp(lambda log_decay: linear_attention(q, k, v, log_decay_BTH=log_decay)[0], log_decay)
+        return y, pull(y)[0]
+
+    assert [x.dtype for x in outputs_and_gradient(log_decay)] == [jnp.bfloat16] * 2
 
 
 @pytest.mark.parametrize(("implementation", "growth"),
