@@ -28,12 +28,18 @@ pytestmark = pytest.mark.fast
 
 B, T, H, D, E = 2, 9, 2, 4, 8
 X_BTE = jax.random.normal(jax.random.key(0), (B, T, E))
+POSITIONS_BT = np.arange(T)[None].repeat(B, axis=0)
 
 
 def build(mode: str = "softmax", *, head_width: int = D, **options):
     module = attention.modes()[mode]
     return module.Attention(module.Config(**options), heads=H, head_width=head_width, width=E, max_length=T,
                             rngs=nnx.Rngs(3))
+
+
+def forward(layer: SelfAttention, *inputs, **options):
+    """``layer.forward``, compiled anew at each call, because tests patch what it calls."""
+    return jax.jit(lambda *inputs, **options: layer.forward(*inputs, **options))(*inputs, **options)
 
 
 def test_a_layer_without_parts_has_no_parameters_of_them():
@@ -43,31 +49,35 @@ def test_a_layer_without_parts_has_no_parameters_of_them():
 
 @pytest.mark.parametrize("options", [{"short_conv": 4}, {"output_gate": "sigmoid"}, {"output_gate": "silu"}])
 def test_a_convolution_and_a_gate_begin_as_nothing(options):
-    np.testing.assert_allclose(build(**options).forward(X_BTE)[0], build().forward(X_BTE)[0], rtol=1e-6)
+    np.testing.assert_allclose(forward(build(**options), X_BTE)[0], forward(build(), X_BTE)[0], rtol=1e-6)
 
 
 def test_the_order_is_convolution_activation_norm_rotation_and_then_norm_and_gate():
     layer = build("softmax", short_conv=2, qk_activation="silu", qk_norm="l2", output_norm="rms", output_gate="silu")
-    taps = {name: 0.5 + jax.random.normal(jax.random.key(n), (2, H * D))
+    taps = {name: 0.5 + np.asarray(jax.random.normal(jax.random.key(n), (2, H * D)))
             for n, name in enumerate(("query", "key", "value"))}
     for name, taps_KF in taps.items():
         getattr(layer, f"{name}_taps_KF")[...] = taps_KF
     layer.gate.kernel[...] = jax.random.normal(jax.random.key(9), (E, H * D))
     layer.output_scale_HD[...] = scale_HD = jax.random.normal(jax.random.key(7), (H, D))
-    positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
-    heads = {}
-    for name in taps:
-        x_BTF = getattr(layer, name)(X_BTE)
-        before_BTF = jnp.pad(x_BTF, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-        x_BTF = jax.nn.silu(taps[name][0][None, None] * before_BTF + taps[name][1][None, None] * x_BTF)
-        heads[name] = x_BTF.reshape(B, T, H, D)
-    q, k = (rotate(x_BTHD / jnp.sqrt(jnp.sum(x_BTHD**2, axis=-1, keepdims=True) + 1e-6), positions_BT)
-            for x_BTHD in (heads["query"], heads["key"]))
-    y = layer.mix(q, k, heads["value"], x_BTE=X_BTE, causal=True, segment_ids_BT=None)
-    y = y / jnp.sqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-6) * scale_HD[None, None]
-    y = y.reshape(B, T, H * D) * jax.nn.silu(layer.gate(X_BTE))
-    found = layer.forward(X_BTE, positions_BT=positions_BT)[0]
-    np.testing.assert_allclose(found, layer.output(y), rtol=1e-4, atol=1e-6)
+
+    @jax.jit
+    def in_order(x_BTE, positions_BT):
+        heads = {}
+        for name in taps:
+            x_BTF = getattr(layer, name)(x_BTE)
+            before_BTF = jnp.pad(x_BTF, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+            x_BTF = jax.nn.silu(taps[name][0][None, None] * before_BTF + taps[name][1][None, None] * x_BTF)
+            heads[name] = x_BTF.reshape(B, T, H, D)
+        q, k = (rotate(x_BTHD / jnp.sqrt(jnp.sum(x_BTHD**2, axis=-1, keepdims=True) + 1e-6), positions_BT)
+                for x_BTHD in (heads["query"], heads["key"]))
+        y = layer.mix(q, k, heads["value"], x_BTE=x_BTE, causal=True, segment_ids_BT=None)
+        y = y / jnp.sqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-6) * scale_HD[None, None]
+        y = y.reshape(B, T, H * D) * jax.nn.silu(layer.gate(x_BTE))
+        return layer.output(y)
+
+    found = forward(layer, X_BTE, positions_BT=POSITIONS_BT)[0]
+    np.testing.assert_allclose(found, in_order(X_BTE, POSITIONS_BT), rtol=1e-4, atol=1e-6)
 
 
 def test_the_parts_are_counted():
@@ -109,10 +119,9 @@ def test_the_division_is_off_where_the_output_is_normed():
 
 
 def test_a_mode_without_rotary_positions_keeps_none():
-    positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
     for rotary in (False, True):
         layer = build("gated", rotary=rotary)
-        same = np.allclose(layer.forward(X_BTE, positions_BT=positions_BT)[0], layer.forward(X_BTE)[0], rtol=1e-5)
+        same = np.allclose(forward(layer, X_BTE, positions_BT=POSITIONS_BT)[0], forward(layer, X_BTE)[0], rtol=1e-5)
         assert same == (not rotary)
 
 
@@ -120,7 +129,7 @@ def test_a_head_need_not_be_its_share_of_the_width():
     config = gpt.resolve_config(ModelConfig(layers=1, heads=3, width=16, head_width=6, context=8, dtype="float32"))
     model = gpt.GPT(config, 11, rngs=nnx.Rngs(0))
     assert model.blocks[0].attention.query.kernel.shape == (16, 18)
-    assert model(jnp.zeros((1, 8), jnp.int32)).shape == (1, 8, 11)
+    assert jax.eval_shape(model, jnp.zeros((1, 8), jnp.int32)).shape == (1, 8, 11)
 
 
 @pytest.mark.parametrize(("mode", "options", "message"), [
@@ -193,7 +202,7 @@ def test_the_convolution_kernel_of_one_token_does_what_the_plain_form_does(norm,
     cache, expected = drawn(layer)
     called = count(monkeypatch, "models.attention.self_attention.convolve_token", convolve_token)
     monkeypatch.setattr(self_attention, "has_token_kernel", lambda x_BTF, taps_KF: x_BTF.shape[1] == 1)
-    found = layer.forward(X_BTE[:, :1], cache)
+    found = forward(layer, X_BTE[:, :1], cache)
     assert len(called) == 1
     assert_close(found, expected)
 
@@ -211,7 +220,7 @@ def test_the_kernel_of_one_step_does_what_the_plain_forms_do(mode, options, monk
     called = count(monkeypatch, f"models.attention.{module}.recurrent_step", recurrent_step)
     monkeypatch.setattr(self_attention, "has_kernel", lambda *_: True)
     monkeypatch.setitem(IMPLEMENTATIONS, "reference", IMPLEMENTATIONS["decode"])
-    found = layer.forward(X_BTE[:, :1], cache)
+    found = forward(layer, X_BTE[:, :1], cache)
     assert len(called) == 1
     assert_close(found, expected)
 
@@ -221,24 +230,36 @@ def test_the_kernel_of_one_step_does_what_the_plain_forms_do(mode, options, monk
 def test_the_kernels_of_a_sequence_do_what_the_plain_forms_do(mode, options, monkeypatch):
     """Interpreted, with heads that do not fill a tile."""
     layer = build(mode, head_width=6, **options)
-    _, expected = drawn(layer), layer.forward(X_BTE)
+    move(layer)
+    expected = forward(layer, X_BTE)
     called = [count(monkeypatch, f"kernels.gated_norm.api.{form}", getattr(api, form))
               for form in ("gated_norm_tiles", "_elementwise")]
     monkeypatch.setattr(self_attention, "has_tiles", lambda x_BTE: True)
     monkeypatch.setattr(self_attention, "has_sequence_kernel", lambda x_BTE, taps_KF: True)
     monkeypatch.setattr(api, "has_tiles", lambda y_BTHD: True)
-    found = layer.forward(X_BTE)
+    found = forward(layer, X_BTE)
     assert [len(calls) for calls in called] == [1, 0]
     assert_close(found, expected)
 
 
-def drawn(layer: SelfAttention) -> tuple:
-    """A cache with a text in it, and what the plain forms make of one more token; all parameters count."""
+def move(layer: SelfAttention) -> None:
+    """Moves the parameters from where they begin, so that all of them count."""
     for path, parameter in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
         if path[-1] != "log_rate_H":
-            parameter[...] += jax.random.normal(jax.random.key(len(str(path))), parameter[...].shape)
-    _, cache = layer.forward(X_BTE, layer.layer_cache(B, T, jnp.float32))
-    return cache, layer.forward(X_BTE[:, :1], cache)
+            by = jax.random.normal(jax.random.key(len(str(path))), parameter[...].shape)
+            parameter[...] = jnp.asarray(np.asarray(parameter[...]) + np.asarray(by))
+
+
+def drawn(layer: SelfAttention) -> tuple:
+    """A cache with a text in it, and what the plain forms make of one more token; all parameters count."""
+    move(layer)
+
+    @jax.jit
+    def plain(x_BTE):
+        _, cache = layer.forward(x_BTE, layer.layer_cache(B, T, jnp.float32))
+        return cache, layer.forward(x_BTE[:, :1], cache)
+
+    return plain(X_BTE)
 
 
 def assert_close(found, expected) -> None:
