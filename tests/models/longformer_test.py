@@ -17,10 +17,10 @@ from support.errors import ConfigError
 from train import check_packing
 
 B, T, H, D = 2, 23, 2, 4
-POSITIONS = jnp.arange(T)[None].repeat(B, axis=0)
-PADDED = jnp.where(jnp.arange(T)[None] < jnp.array([[T], [9]]), 0, -1)
-SHORT = jnp.where(jnp.arange(T)[None] < jnp.array([[15], [1]]), 0, -1)
-PACKED = jnp.repeat(jnp.array([0, 1, -1, 2]), jnp.array([5, 9, 2, 7]))[None].repeat(B, axis=0)
+POSITIONS = jnp.asarray(np.arange(T)[None].repeat(B, axis=0))
+PADDED = jnp.asarray(np.where(np.arange(T)[None] < np.array([[T], [9]]), 0, -1))
+SHORT = jnp.asarray(np.where(np.arange(T)[None] < np.array([[15], [1]]), 0, -1))
+PACKED = jnp.asarray(np.repeat([0, 1, -1, 2], [5, 9, 2, 7])[None].repeat(B, axis=0))
 
 
 def build(window: int, global_tokens: int) -> Attention:
@@ -80,9 +80,9 @@ def test_it_is_attention_to_the_window_and_the_global_tokens(window, global_toke
     module = build(window, global_tokens)
     if segment_ids is PACKED and not module.packs(causal):
         pytest.skip("global tokens of several segments require a causal mask")
-    y = jax.jit(lambda: module.forward(inputs(), causal=causal, positions_BT=positions,
-                                       segment_ids_BT=segment_ids)[0])()
-    np.testing.assert_allclose(y, dense(module, inputs(), causal, positions, segment_ids), atol=1e-5)
+    y = jax.jit(lambda x: module.forward(x, causal=causal, positions_BT=positions, segment_ids_BT=segment_ids)[0])
+    expected = jax.jit(lambda x: dense(module, x, causal, positions, segment_ids))
+    np.testing.assert_allclose(y(inputs()), expected(inputs()), atol=1e-5)
 
 
 @pytest.mark.thorough
@@ -97,7 +97,7 @@ def test_gradients_are_those_of_the_definition(causal, segment_ids):
 
     actual = jax.jit(lambda: gradients(lambda module, x: module.forward(
         x, causal=causal, positions_BT=POSITIONS, segment_ids_BT=segment_ids)[0]))()
-    expected = gradients(lambda module, x: dense(module, x, causal, POSITIONS, segment_ids))
+    expected = jax.jit(lambda: gradients(lambda module, x: dense(module, x, causal, POSITIONS, segment_ids)))()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
 
 
@@ -108,14 +108,15 @@ def test_decoding_in_pieces(window, global_tokens):
     tokens; rotary positions."""
     module = build(window, global_tokens)
     graph, state = nnx.split(module)
-    x = inputs()
-    expected = dense(module, x, True, POSITIONS, None)
+    x = np.asarray(inputs())
+    expected = np.asarray(jax.jit(lambda x: dense(module, x, True, POSITIONS, None))(x))
     decode = jax.jit(lambda x, cache, positions, lengths: nnx.merge(graph, state).forward(
         x, cache, positions_BT=positions, lengths_B=lengths))
     cache, at = module.init_cache(B, T, jnp.float32), np.zeros(B, np.int32)
     for lengths in ([1, 0], [1, 2], [4, 8], [0, 1], [8, 1], [8, 8]):
-        piece = jnp.stack([jnp.pad(x[b, n:], ((0, T), (0, 0)))[:8] for b, n in enumerate(at)])
-        y, cache = decode(piece, cache, jnp.arange(8)[None] + at[:, None], jnp.array(lengths))
+        piece = np.stack([np.pad(x[b, n:], ((0, T), (0, 0)))[:8] for b, n in enumerate(at)])
+        y, cache = decode(piece, cache, np.arange(8)[None] + at[:, None], np.array(lengths))
+        y = np.asarray(y)
         for b, (n, more) in enumerate(zip(at, lengths, strict=True)):
             np.testing.assert_allclose(y[b, :more], expected[b, n:n + more], atol=1e-5)
         at += lengths

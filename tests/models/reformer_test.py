@@ -119,13 +119,14 @@ def test_decoding_sorts_every_prefix_anew():
     """A token's output is that at the end of the sequence up to it, here with many chunks per bucket."""
     module = build(rounds=3, chunk_size=3, buckets=4)
     prefixes_TT = np.where(np.tri(T, dtype=bool), 0, -1)
-    y_TTHD = mix(module, prefixes_TT, causal=True, qkv=[x[:1].repeat(T, axis=0) for x in inputs()])
+    qkv = [np.asarray(x) for x in inputs()]
+    y_TTHD = mix(module, prefixes_TT, causal=True, qkv=[x[:1].repeat(T, axis=0) for x in qkv])
     last_THD = y_TTHD[range(T), range(T)]
     extend = jax.jit(lambda cache, *qkv: module.extend(*qkv, cache, x_BTE=jnp.zeros(())))
     cache, start = module.init_cache(B, T, jnp.float32), 0
     for tokens in (20, *[1] * (T - 20)):
-        y_BTHD, cache = extend(cache, *(x[:, start:start + tokens] for x in inputs()))
-        np.testing.assert_allclose(y_BTHD[0], last_THD[start:start + tokens], atol=1e-5)
+        y_BTHD, cache = extend(cache, *(x[:, start:start + tokens] for x in qkv))
+        np.testing.assert_allclose(np.asarray(y_BTHD)[0], last_THD[start:start + tokens], atol=1e-5)
         start += tokens
 
 

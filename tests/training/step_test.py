@@ -297,8 +297,8 @@ def test_packed_documents_have_the_loss_and_the_gradient_that_they_have_alone(at
 @pytest.mark.parametrize("data", [uneven, packed])
 def test_accuracy_is_the_share_of_scored_targets_that_are_most_likely(data):
     model, state = abstract_model(tiny(), VOCABULARY), initial()
-    logits_BTV = build(model, state.parameters, state.variables)(
-        data().inputs_BT, segment_ids_BT=data().segment_ids_BT)
+    logits_BTV = jax.jit(lambda state, batch: build(model, state.parameters, state.variables)(
+        batch.inputs_BT, segment_ids_BT=batch.segment_ids_BT))(state, data())
     right_BT = np.argmax(logits_BTV, axis=-1) == np.asarray(data().targets_BT)
     evaluate = jax.jit(make_eval_step(model, accuracy=True))
     total, count, right = evaluate(state.parameters, state.variables, data())
