@@ -198,14 +198,14 @@ def test_a_sample_does_not_depend_on_how_many_are_drawn():
 
 
 def test_draws_follow_the_softmax_at_the_temperature():
-    logits_V, n = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])), 20_000
+    logits_V, n = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32)), 20_000
     keys_B = jax.random.split(jax.random.key(0), n)
-    logits_BV = jnp.broadcast_to(logits_V[None], (n, 4))
-    jitted = jax.jit(draw)
+    logits_BV = jnp.asarray(np.broadcast_to(logits_V, (n, 4)))
+    seen_BV, jitted = jnp.asarray(np.zeros((n, 4), bool)), jax.jit(draw)
 
     def drawn(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> jax.Array:
-        settings = Settings(*map(jnp.float32, (temperature, top_k, top_p, min_p, 1)))._replace(top_k=jnp.int32(top_k))
-        return jitted(logits_BV, jnp.zeros(logits_BV.shape, bool), keys_B, settings)
+        settings = Settings(*map(np.float32, (temperature, top_k, top_p, min_p, 1)))._replace(top_k=np.int32(top_k))
+        return jitted(logits_BV, seen_BV, keys_B, settings)
 
     for temperature, p_V in ((1.0, jax.nn.softmax(logits_V)), (0.5, jax.nn.softmax(2 * logits_V))):
         # Five standard deviations of a frequency at p = 1/2.
@@ -225,12 +225,12 @@ def test_draws_follow_the_softmax_at_the_temperature():
 
 
 def test_the_repetition_penalty_is_on_tokens_of_prompt_and_text():
-    logits_BV = jnp.array([[3.0, 2.9, -1.0, -1.1]])
-    greedy = Settings(*map(jnp.float32, (0, 0, 1, 0, 1.5)))._replace(top_k=jnp.int32(0))
+    logits_BV = np.array([[3.0, 2.9, -1.0, -1.1]], np.float32)
+    greedy = Settings(*map(np.float32, (0, 0, 1, 0, 1.5)))._replace(top_k=np.int32(0))
     jitted = jax.jit(draw)
 
-    def token(logits_BV: jax.Array, *seen: int) -> int:
-        seen_BV = jnp.isin(jnp.arange(4), jnp.array(seen, int))[None]
+    def token(logits_BV: np.ndarray, *seen: int) -> int:
+        seen_BV = np.isin(np.arange(4), seen)[None]
         return int(jitted(logits_BV, seen_BV, jax.random.split(jax.random.key(0), 1), greedy)[0])
 
     assert [token(logits_BV), token(logits_BV, 0), token(logits_BV, 0, 1)] == [0, 1, 0]
@@ -247,10 +247,12 @@ def test_the_repetition_penalty_is_on_tokens_of_prompt_and_text():
 
 
 def test_filters_keep_the_likeliest():
-    logits_BV = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]]))
+    logits_BV = np.log(np.array([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]], np.float32))
+    compiled = jax.jit(likeliest)
 
     def kept(top_k: int, top_p: float) -> list[list[int]]:
-        return [np.flatnonzero(row).tolist() for row in likeliest(logits_BV, jnp.int32(top_k), jnp.float32(top_p))]
+        found_BV = compiled(logits_BV, np.int32(top_k), np.float32(top_p))
+        return [np.flatnonzero(row).tolist() for row in np.asarray(found_BV)]
 
     assert kept(2, 1.0) == [[1, 3], [0, 1]]  # of ties, no more than requested
     assert kept(0, 0.65) == [[1, 3], [0, 1, 2]]
@@ -260,8 +262,9 @@ def test_filters_keep_the_likeliest():
 
 
 def test_top_p_of_one_keeps_the_tail():
-    logits_BV = jnp.zeros((1, 50_257)).at[0, 0].set(25.0)  # the rest is below the rounding of a sum near 1
-    assert likeliest(logits_BV, jnp.int32(50_000), jnp.float32(1)).sum() == 50_000
+    logits_BV = np.zeros((1, 50_257), np.float32)
+    logits_BV[0, 0] = 25  # the rest is below the rounding of a sum near 1
+    assert np.sum(jax.jit(likeliest)(logits_BV, np.int32(50_000), np.float32(1))) == 50_000
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
