@@ -85,8 +85,9 @@ def test_sums_beyond_the_range_of_float16():
     (q, k, v), _ = make_inputs(make_case(200, 64, 64, "float16"))
     q, k = 100 * q, 100 * k
     assert np.einsum("bthm,bthm->bth", q, k, dtype=np.float32).min() > np.finfo(np.float16).max
-    actual, _ = linear_attention(*map(jnp.asarray, (q, k, v)), implementation=SERIAL)
-    expected, _ = linear_attention(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), implementation="chunked")
+    attend = jax.jit(linear_attention, static_argnames="implementation")
+    actual, _ = attend(q, k, v, implementation=SERIAL)
+    expected, _ = attend(*(x.astype(np.float32) for x in (q, k, v)), implementation="chunked")
     assert_close(actual, expected, KERNEL_TOLERANCES["float16"])
 
 

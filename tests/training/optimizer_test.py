@@ -16,9 +16,11 @@ CONFIG = OptimizerConfig(learning_rate=2.0, final_fraction=0.25, warmup_steps=4)
 
 def test_decay_is_on_what_is_flagged_only():
     transform = make_optimizer(OptimizerConfig(weight_decay=0.5), {"kernel": True, "bias": False, "scale": False})
-    parameters = {"kernel": jnp.full((2, 3), 4.0), "bias": jnp.full(3, 4.0), "scale": jnp.full(2, 4.0)}
-    zeros = jax.tree.map(jnp.zeros_like, parameters)
-    updates: Any = transform.update(zeros, transform.init(parameters), parameters)[0]
+    parameters = {name: np.full(shape, 4, np.float32) for name, shape in (
+        ("kernel", (2, 3)), ("bias", 3), ("scale", 2))}
+    zeros = jax.tree.map(np.zeros_like, parameters)
+    updates: Any = jax.jit(lambda zeros, parameters: transform.update(
+        zeros, transform.init(parameters), parameters)[0])(zeros, parameters)
     np.testing.assert_array_equal(updates["kernel"], np.full((2, 3), 2.0))
     np.testing.assert_array_equal(updates["bias"], np.zeros(3))
     np.testing.assert_array_equal(updates["scale"], np.zeros(2))
