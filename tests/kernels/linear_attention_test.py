@@ -167,8 +167,7 @@ def test_packed_segments_are_the_segments_one_by_one(implementation, causal, dec
     assert not np.any(np.asarray(packed)[ids < 0])
 
 
-_reference_not_normalised = jax.jit(
-    functools.partial(linear_attention, normalize=False, implementation="reference"))
+_reference_not_normalised = jax.jit(functools.partial(linear_attention, normalize=False, implementation="reference"))
 
 
 @pytest.mark.parametrize("implementation", [
