@@ -53,10 +53,10 @@ check: $(venv)  ## lint and the fast tests, for the edit loop: 1 minute on 2 cor
 test-fast: $(venv)
 	$(python) -m pytest -q -m 'fast and not heavy and not thorough'
 
-test: $(venv)  ## run all but the longest tests: 11 minutes on 2 cores, later starts 5
+test: $(venv)  ## run all but the longest tests: 7 to 9 minutes on 2 cores, later starts 3
 	$(pytest) -m 'not thorough'
 
-test-thorough: $(venv)  ## run the longest tests, such as whole runs and commands: 12 minutes
+test-thorough: $(venv)  ## run the longest tests, such as whole runs and commands: 9 to 11 minutes
 	$(pytest) -m thorough
 
 # pyright and its node come as wheels; without this setting it looks for newer versions on the internet.
@@ -65,7 +65,7 @@ lint: $(venv)  ## ruff, import-linter and pyright
 	.venv/bin/lint-imports --no-cache --no-logo
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(python) -m pyright
 
-gpu-check:  ## compile kernels and training steps for an H200, without one: 9 minutes on 2 cores, 3 GB of disk
+gpu-check:  ## compile kernels and training steps for an H200, without one: 5 minutes on 2 cores, 3 GB of disk
 	@bash scripts/gpu_check.sh
 
 lock:  ## update requirements.lock after a change of the dependencies in pyproject.toml
