@@ -72,6 +72,18 @@ def gpu() -> None:
         pytest.skip("needs a GPU")
 
 
+@pytest.fixture
+def gpu_python() -> str:
+    """A Python that can compile for a GPU."""
+    from compilation.target import find_python
+    from support.errors import ConfigError
+
+    try:
+        return find_python()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
 def pytest_collection_finish() -> None:
     """Makes the garbage collector ignore imported objects, and run less often during tracing."""
     gc.collect()

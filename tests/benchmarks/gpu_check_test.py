@@ -11,7 +11,6 @@ import pytest
 from benchmarks import gpu_check
 from compilation import target
 from compilation.machine_code import Kernel, MachineCode, find_atomics, read_assembler
-from support.errors import ConfigError
 from tests.compilation.made import ATOMICS, CLEAN, COMPILERS, LIMIT, SPILLING
 
 pytestmark = pytest.mark.fast
@@ -113,15 +112,6 @@ def test_where_nothing_can_be_compiled_the_commands_say_what_to_do(monkeypatch, 
     assert "`make gpu-check` builds an environment that can" in capsys.readouterr().err
 
 
-@pytest.fixture
-def python() -> str:
-    """A Python that can compile for a GPU."""
-    try:
-        return target.find_python()
-    except ConfigError as error:
-        pytest.skip(str(error))
-
-
 SPILL = """
 import sys
 from benchmarks import gpu_check
@@ -132,9 +122,9 @@ sys.exit(gpu_check.main(["--only", "B8 T1024"]))
 
 
 @pytest.mark.thorough
-def test_a_kernel_with_too_few_warps_fails_the_check(python):
+def test_a_kernel_with_too_few_warps_fails_the_check(gpu_python):
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    ended = subprocess.run([python, "-c", SPILL], cwd=Path(target.ROOT), env=environment, capture_output=True,
+    ended = subprocess.run([gpu_python, "-c", SPILL], cwd=Path(target.ROOT), env=environment, capture_output=True,
                            text=True)
     assert ended.returncode == 1, ended.stderr
     assert "spills registers" in ended.stdout

@@ -6,7 +6,6 @@ import jax
 import pytest
 
 from compilation import target
-from support.errors import ConfigError
 
 pytestmark = pytest.mark.fast
 
@@ -26,15 +25,6 @@ def test_the_environment_of_this_jax_comes_first(monkeypatch, tmp_path):
     assert target.find_python() == str(tmp_path / "0.10.2/bin/python")
     (tmp_path / jax.__version__ / ".complete").touch()
     assert target.find_python() == str(tmp_path / jax.__version__ / "bin/python")
-
-
-@pytest.fixture
-def python() -> str:
-    """A Python that can compile for a GPU."""
-    try:
-        return target.find_python()
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 LOOP = """
@@ -63,8 +53,8 @@ assert "dot" in found and "convert" in found, found
 
 
 @pytest.mark.thorough
-def test_the_head_converts_and_fills_up_the_embedding_once(python):
-    ended = subprocess.run([python, "-c", LOOP], cwd=target.ROOT, capture_output=True, text=True)
+def test_the_head_converts_and_fills_up_the_embedding_once(gpu_python):
+    ended = subprocess.run([gpu_python, "-c", LOOP], cwd=target.ROOT, capture_output=True, text=True)
     assert ended.stdout.splitlines()[-1:] == ["4"], ended.stdout + ended.stderr  # trips, and nothing of V × E
 
 
@@ -85,9 +75,9 @@ print(*sorted(set(re.findall("__cudnn[$]fmha[A-Za-z]+|__cublas[$]lt[$]matmul|__t
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("attention", "cudnn"), [("softmax", True), ("chunked,softmax", True), ("chunked", False)])
-def test_a_step_with_the_attention_of_cudnn_leaves_products_to_cublas(attention, cudnn, python):
+def test_a_step_with_the_attention_of_cudnn_leaves_products_to_cublas(attention, cudnn, gpu_python):
     """XLA takes no Triton where cuDNN has to add up in one order, and could not compile it without a card."""
-    ended = subprocess.run([python, "-c", STEP, attention], cwd=target.ROOT, capture_output=True, text=True)
+    ended = subprocess.run([gpu_python, "-c", STEP, attention], cwd=target.ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]
     with_cudnn = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "__cublas$lt$matmul"}
     assert set(ended.stdout.split()) == (with_cudnn if cudnn else {"__triton_nested_gemm"})
