@@ -53,10 +53,10 @@ check: $(venv)  ## lint and the fast tests, for the edit loop: 1 minute on 2 cor
 test-fast: $(venv)
 	$(python) -m pytest -q -m 'fast and not heavy and not thorough'
 
-test: $(venv)  ## run all but the longest tests: 7 to 9 minutes on 2 cores, later starts 3
+test: $(venv)  ## run all but the longest tests: 7 minutes on 2 cores, later starts 3
 	$(pytest) -m 'not thorough'
 
-test-thorough: $(venv)  ## run the longest tests, such as whole runs and commands: 9 to 11 minutes
+test-thorough: $(venv)  ## run the longest tests, such as whole runs and commands: 9 minutes
 	$(pytest) -m thorough
 
 # pyright and its node come as wheels; without this setting it looks for newer versions on the internet.

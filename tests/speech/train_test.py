@@ -131,15 +131,23 @@ def test_a_run_is_planned_without_computing_features(recipe, tmp_path, monkeypat
 
 
 @pytest.mark.thorough
-def test_damaged_features_end_the_first_start_and_are_computed_again(recipe, tmp_path, monkeypatch, capsys):
+def test_damaged_features_end_every_start_and_are_computed_again(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = made.features(tmp_path / "corpus", {"train": ["b"] * 12, "val": ["b"] * 5, "test": ["b"] * 5})
     command = (recipe, "--run-dir", tmp_path / "run", "--data.corpus", "features", "--data-dir", folder)
     line = speech_train.parse([*map(str, (recipe, *command[3:]))])
-    for file in speech_train.load_data(line.config).files:
-        file.path.write_bytes(bytes(file.path.stat().st_size))
+
+    def damage() -> None:
+        for file in speech_train.load_data(line.config).files:
+            file.path.write_bytes(bytes(file.path.stat().st_size))
+
+    damage()
     assert "frames.bin does not match its checksum" in refused(capsys, 1, *command)
     assert tiny.saved_steps(tmp_path / "run") == []
+    assert made.run(*command, "--train.steps", 2) == 0
+    damage()
+    assert "frames.bin does not match its checksum" in refused(capsys, 1, *command, "--train.steps", 3)
+    assert tiny.saved_steps(tmp_path / "run") == [2]
     speech_train.load_data(line.config).verify()
 
 

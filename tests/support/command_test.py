@@ -151,6 +151,7 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_in_a_word(script):
     """Sent during the first slow import, or that of a module that causes one. With -m, Python imports the package while
     the first argument is "-m": that of the benchmarks does it for all of them."""
     module = script.removesuffix(".py").replace("/", ".")
+    first = "-m" if script.startswith("benchmarks/") else script
     code = f"""
 import os, runpy, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -164,7 +165,7 @@ class Interrupt:
 from support import packages
 packages.PACKAGES = ()
 sys.meta_path.insert(0, Interrupt())
-sys.argv = ["-m", "--help"]
+sys.argv = [{first!r}, "--help"]
 runpy.run_module({module!r}, run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

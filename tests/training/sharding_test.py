@@ -89,14 +89,15 @@ print(json.dumps(found))
 MESHES = {"one": {"data": 1}, "data": {"data": 2}, "fsdp": {"data": 1, "fsdp": 2}, "tensor": {"data": 1, "tensor": 2},
           "context": {"data": 1, "context": 2}, "all": {"data": 1, "fsdp": 2, "tensor": 2, "context": 2}}
 CONVOLVED = {"short_conv": 4}
+MODES = {"linear": {"chunked": {}, "gated": CONVOLVED},
+         "recurrent": {"gated_delta": CONVOLVED, "power": {}, "window": {"window": 20}}}
 KEY_BIAS = "['key']['bias']"
 """Its gradient is zero but for rounding in modes that a constant in all keys does not change."""
 
 
-def train_on_each_mesh(meshes: dict[str, Any], modes: dict[str, Any], folder: Path, *, segments: bool = False,
-                       head: str = "tied") -> dict[str, Any]:
+def train_on_each_mesh(modes: dict[str, Any], folder: Path, *, segments: bool, head: str) -> dict[str, Any]:
     """Five updates on each mesh."""
-    found = several_devices.printed(SCRIPT, json.dumps(meshes), json.dumps(modes), folder,
+    found = several_devices.printed(SCRIPT, json.dumps(MESHES), json.dumps(modes), folder,
                                     "segments" if segments else "", head, devices=8)
     for name, run in found.items():
         run["arrays"] = dict(np.load(folder / f"{name}.npz"))
@@ -106,8 +107,8 @@ def train_on_each_mesh(meshes: dict[str, Any], modes: dict[str, Any], folder: Pa
 def assert_same_updates(runs: dict[str, Any]) -> None:
     """Five losses, the first gradients and the last parameters are those of one device.
 
-    Each of the five updates moves a parameter by up to the learning rate, 0.001. Adam magnifies the rounding of small
-    gradients: parameters may differ by a thousandth of what they can have moved.
+    Adam magnifies the rounding of small gradients. A bias that begins at 0 may differ by 1e-6: five updates move it by
+    up to the learning rate, 0.001, each.
     """
     expected = runs["one"]
     for mesh, found in runs.items():
@@ -115,17 +116,23 @@ def assert_same_updates(runs: dict[str, Any]) -> None:
         assert found["arrays"].keys() == expected["arrays"].keys()
         for name, want in expected["arrays"].items():
             error = np.sqrt(np.mean((found["arrays"][name] - want) ** 2))
+            size = np.sqrt(np.mean(want**2))
             if name.endswith(KEY_BIAS):
                 bound = 1e-6 if name.startswith("gradient") else 1e-2
             else:
-                bound = 1e-5 * max(np.sqrt(np.mean(want**2)), 1e-6) if name.startswith("gradient") else 1e-3 * 5 * 0.001
+                bound = 1e-5 * max(size, 1e-6) if name.startswith("gradient") else max(1e-4 * size, 1e-6)
             assert error < bound, (mesh, name, error)
 
 
 @pytest.mark.thorough
-def test_a_run_on_several_devices_is_that_of_one_and_each_axis_splits_what_it_is_for(tmp_path):
-    """One test, because the runs take long to compile."""
-    runs = train_on_each_mesh(MESHES, {"chunked": {}, "gated": CONVOLVED}, tmp_path)
+@pytest.mark.parametrize("kind", MODES)
+def test_a_run_on_several_devices_is_that_of_one_and_each_axis_splits_what_it_is_for(kind, tmp_path):
+    """The recurrent modes have documents that cross the border of two devices, and a head of logistics.
+
+    One test, because the runs take long to compile.
+    """
+    recurrent = kind == "recurrent"
+    runs = train_on_each_mesh(MODES[kind], tmp_path, segments=recurrent, head="logistics" if recurrent else "tied")
     assert {name: run["devices"] for name, run in runs.items()} == {
         name: math.prod(sizes.values()) for name, sizes in MESHES.items()}
     assert_same_updates(runs)
@@ -137,14 +144,6 @@ def test_a_run_on_several_devices_is_that_of_one_and_each_axis_splits_what_it_is
     assert 0.9 < runs["context"]["share"] < 1  # the position embedding
     assert runs["fsdp"]["share"] < 0.6  # except biases and norms, a large part of so small a model
     assert runs["tensor"]["share"] < 0.65  # nor the position embedding
-
-
-@pytest.mark.thorough
-def test_recurrent_modes_train_on_split_documents_as_on_one_device(tmp_path):
-    """With a head of logistics."""
-    modes = {"gated_delta": CONVOLVED, "power": {}, "window": {"window": 20}}
-    meshes = {name: MESHES[name] for name in ("one", "context", "all")}
-    assert_same_updates(train_on_each_mesh(meshes, modes, tmp_path, segments=True, head="logistics"))
 
 
 def test_projections_are_split_by_heads_and_back_together():
