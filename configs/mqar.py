@@ -18,7 +18,7 @@ def get_config(attention: str = "chunked") -> Config:
         model=ModelConfig(layers=2, heads=1, width=64, context=64, positions="rotary", dtype="float32",
                           initial_scale=0.125, attention=tuple(attention.split(","))),
         # The context is the length of the documents.
-        data=DataConfig(source="mqar:length=64,pairs=8,vocabulary=32", packing="documents"),
+        data=DataConfig(source="mqar:length=64,pairs=8,vocabulary=32,answers=hidden", packing="documents"),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=100, final_fraction=0.3, weight_decay=0.01,
                                   beta2=0.98),
         train=TrainConfig(steps=1000, batch_size=64, eval_every=100, eval_batches=8),

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 from jaxtyping import Integer
@@ -35,17 +35,20 @@ class Document(NamedTuple):
     weights_L: Integer[np.ndarray, " L"] | None = None
     """1 for tokens that are scored as targets, else 0. None: all are, and the separator too, which otherwise is not.
     The first token of a packed document is never a target."""
+    targets_L: Integer[np.ndarray, " L"] | None = None
+    """With weights: ids to predict in place of ``ids_L``, which remain the input. None: ``ids_L``."""
 
 
 def write_corpus(directory: Path, splits: Mapping[str, Iterable[Document]], *, source: str,
                  vocabulary: Vocabulary = BYTES, **about: Any) -> dict[str, Any]:
-    """Writes token files, with weights if documents have them, and returns the contents of ``meta.json``.
+    """Writes token files, with weights and targets if documents have them, and returns the contents of ``meta.json``.
 
     The folder is created atomically.
 
     Args:
         directory: output folder.
-        splits: documents of "train", "val" and perhaps "test"; either all have weights or none.
+        splits: documents of "train", "val" and perhaps "test"; either all have weights or none, and
+            likewise targets.
         source: description for ``meta.json``.
         vocabulary: vocabulary of the ids. With the tokenizer ``bytes``, ids are bytes and samples are readable. No
             document may contain the separator.
@@ -72,7 +75,7 @@ def write_corpus(directory: Path, splits: Mapping[str, Iterable[Document]], *, s
 
 def _write_document(writer: TokenFilesWriter, split: str, number: int, document: Document, vocabulary: Vocabulary,
                     ) -> None:
-    ids_L, weights_L = document
+    ids_L, weights_L, targets_L = document
     if not len(ids_L) or ids_L.min() < 0 or ids_L.max() >= vocabulary.size or (ids_L == vocabulary.separator).any():
         raise DataError(f"document {number} of {split}: expected ids from 0 to {vocabulary.size - 1} other than the "
                         f"separator, {vocabulary.separator}")
@@ -80,12 +83,18 @@ def _write_document(writer: TokenFilesWriter, split: str, number: int, document:
         if weights_L.shape != ids_L.shape or not np.isin(weights_L, (0, 1)).all():
             raise DataError(f"document {number} of {split}: expected a weight of 0 or 1 for each token")
         weights_L = np.append(weights_L, 0)
+    if targets_L is not None:
+        if targets_L.shape != ids_L.shape or targets_L.min() < 0 or targets_L.max() >= vocabulary.size:
+            raise DataError(f"document {number} of {split}: expected a target from 0 to {vocabulary.size - 1} for each "
+                            "token")
+        targets_L = np.append(targets_L, vocabulary.separator)
     # A symbol counts as a byte, so that bits per byte are bits per symbol.
-    writer.write(split, np.append(ids_L, vocabulary.separator), weights_L, text_bytes=len(ids_L), documents=1)
+    writer.write(split, np.append(ids_L, vocabulary.separator), weights_L, targets_L, text_bytes=len(ids_L),
+                 documents=1)
 
 
 class Task:
-    """A generator of documents. A task is a dataclass whose fields are its settings, all integers."""
+    """A generator of documents. A task is a dataclass whose fields are its settings: integers, or one of some words."""
 
     documents: int
     val_documents: int
@@ -163,15 +172,21 @@ class Copy(Task):
 
 @dataclass(frozen=True)
 class Mqar(Task):
-    """Multi-query associative recall: pairs of key and value, then queries, keys followed by their scored values.
+    """Multi-query associative recall: pairs of key and value, then queries, keys at which the value is to be predicted.
+
+    With ``answers=hidden``, a filler follows a query in the input, as in Zoology: only the pair tells the value. With
+    ``answers=shown`` the value follows, so that a key that is asked again is answered by its nearer query: 68 % of the
+    queries of ``mqar:length=64,pairs=8`` are. In both forms, documents are otherwise the same.
 
     Keys are sampled without replacement from one half of the vocabulary, values from the other half. Queries are
-    sampled
-    with replacement: if every key is queried once, models get stuck on excluding the values already given
-    (benchmarks/results/mqar.md). Without recall the loss is ln(pairs) nats, or less if pairs share values. Fillers at
-    random places between the queries are neither keys nor values, so that nothing overwrites a pair. The state of
-    linear attention has features × head width numbers per head. Arora et al., "Zoology: Measuring and Improving Recall
-    in Efficient Language Models", 2023, which queries each key once.
+    sampled with replacement: if every key is queried once and answers are shown, models get stuck on excluding the
+    values already given (benchmarks/results/mqar.md). Without recall the loss is ln(pairs) nats, or less if pairs share
+    values. Fillers at random places between the queries are neither keys nor values, so that nothing overwrites a pair.
+    The state of linear attention has features × head width numbers per head.
+
+    Arora et al., "Zoology: Measuring and Improving Recall in Efficient Language Models", 2023. There each key is
+    queried once, the distance of a query from the pairs follows a power law instead of being uniform, all values of a
+    document differ, fillers are random tokens, keys and values among them, and the vocabulary has 8,192 tokens.
     """
 
     length: int = 64
@@ -179,6 +194,8 @@ class Mqar(Task):
     queries: int = 0
     """Number of queries. 0: three per pair."""
     vocabulary: int = 128
+    answers: Literal["hidden", "shown"] = "hidden"
+    """Whether the value of a query follows it in the input."""
     documents: int = 50_000
     val_documents: int = 1_000
     seed: int = 0
@@ -192,9 +209,15 @@ class Mqar(Task):
         at, keys, values = self._places(random, self._queries), *self._symbols
         asked = random.integers(0, self.pairs, self._queries)
         ids_L[at], ids_L[at + 1] = keys[key_of[asked]], values[value_of[asked]]
+        return self._asking(ids_L, at + 1)
+
+    def _asking(self, ids_L: np.ndarray, answers: np.ndarray) -> Document:
+        """A document that scores the answers at these places."""
         weights_L = np.zeros(self.length, np.uint8)
-        weights_L[at + 1] = 1
-        return Document(ids_L, weights_L)
+        weights_L[answers] = 1
+        if self.answers == "shown":
+            return Document(ids_L, weights_L)
+        return Document(np.where(weights_L, FILLER, ids_L), weights_L, ids_L)
 
     @property
     def _queries(self) -> int:
@@ -254,7 +277,6 @@ class Rebind(Mqar):
     def document(self, random: np.random.Generator) -> Document:
         ids_L, key_of, value_of = self._pairs(random)
         count, keys, values = self._queries + self.rebindings, *self._symbols
-        weights_L = np.zeros(self.length, np.uint8)
         at = self._places(random, count)
         rebinds = np.zeros(count, bool)
         rebinds[random.permutation(count)[: self.rebindings]] = True
@@ -263,8 +285,7 @@ class Rebind(Mqar):
             if again:
                 value_of[pair] = (value_of[pair] + random.integers(1, len(values))) % len(values)
             ids_L[place], ids_L[place + 1] = keys[key_of[pair]], values[value_of[pair]]
-            weights_L[place + 1] = not again
-        return Document(ids_L, weights_L)
+        return self._asking(ids_L, at[~rebinds] + 1)
 
 
 TASKS: dict[str, type[Task]] = {task.name(): task for task in (Copy, Mqar, Rebind)}
@@ -274,11 +295,12 @@ def parse(source: str) -> Task | None:
     """The task of a ``data.source``; None for other sources.
 
     Raises:
-        ConfigError: a setting is unknown, not a number, or inconsistent with others.
+        ConfigError: a setting is unknown, not one of its values, or inconsistent with others.
     """
     name, _, rest = source.partition(":")
     if name not in TASKS:
         return None
+    types = get_type_hints(TASKS[name])
     known = list(vars(TASKS[name]()))
     settings: dict[str, Any] = {}
     for part in rest.split(",") if rest else ():
@@ -288,11 +310,15 @@ def parse(source: str) -> Task | None:
             perhaps = f"; perhaps you meant {close[0]}" if close else ""
             raise ConfigError(f"data.source: {name} has no setting {key!r}{perhaps}; expected one of "
                               f"{', '.join(known)}")
-        if not equals or not value.isdecimal():
+        if words := get_args(types[key]):
+            if value not in words:
+                raise ConfigError(f"data.source: {source}: expected {' or '.join(f'{key}={word}' for word in words)}, "
+                                  f"found {part!r}")
+        elif not equals or not value.isdecimal():
             raise ConfigError(f"data.source: {source}: expected a whole number in {name}:{key}=NUMBER, found {part!r}")
         if key in settings:
             raise ConfigError(f"data.source: {source} sets {key} twice")
-        settings[key] = int(value)
+        settings[key] = value if words else int(value)
     task = TASKS[name](**settings)
     task.check()
     return task

@@ -2,8 +2,9 @@
 
 ``DIR`` has shards ``{train,val}-00000.bin``, …: token ids, little-endian uint16 (uint32 for vocabularies above 65,536),
 with a separator after each document. A shard may have weights, ``{train,val}-00000.weights.bin``, a uint8 per token: 1
-for scored targets, else 0. ``meta.json`` describes them, with the SHA-256 of each file. Images may also have the split
-test.
+for scored targets, else 0. With weights it may have targets, ``{train,val}-00000.targets.bin``, an id per token: what
+is predicted at its place, where that is another token than the one that follows in the input. ``meta.json`` describes
+them, with the SHA-256 of each file. Images may also have the split test.
 """
 
 import contextlib
@@ -28,6 +29,9 @@ SHARD_TOKENS = 100_000_000
 """Maximum number of tokens per shard."""
 _DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _WEIGHT_DTYPE = np.dtype("u1")
+_SUFFIXES = {"sha256": ".bin", "weights_sha256": ".weights.bin", "targets_sha256": ".targets.bin"}
+"""Files of a shard, by the name of their checksum."""
+_FORMAT = 2  # 2: with targets; meta.json of format 1 has no number
 _REQUIRED = ("tokenizer", "vocabulary_size", "document_separator", "dtype", "checksum", "splits")
 _TOKENS_AT_ONCE = 2**24  # when reading all tokens, to bound the memory
 _BYTES_AT_ONCE = 2**23
@@ -52,11 +56,6 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
     return _DTYPES["uint16" if vocabulary_size <= 2**16 else "uint32"]
 
 
-def _weights_path(shard: Path) -> Path:
-    """The file of a shard's weights."""
-    return shard.with_suffix(".weights.bin")
-
-
 def has_token_files(directory: Path) -> bool:
     """Whether a folder has token files, which may be damaged."""
     return (directory / "meta.json").is_file()
@@ -79,11 +78,13 @@ def read_meta(directory: Path) -> dict[str, Any]:
         raise DataError(f"{error}, or {_REMEDY}") from error
     if missing := [name for name in _REQUIRED if name not in meta]:
         raise DataError(f"{path} is damaged ({', '.join(missing)} missing); {_REMEDY}")
+    if (found := meta.get("format", 1)) not in range(1, _FORMAT + 1):
+        raise DataError(f"{path} has format {found!r}; expected 1 to {_FORMAT}: use a newer lineargpt, or {_REMEDY}")
     return meta
 
 
 class _File(NamedTuple):
-    """A shard, or its weights, as described in ``meta.json``."""
+    """A shard, its weights or its targets, as described in ``meta.json``."""
 
     path: Path
     tokens: int
@@ -104,6 +105,8 @@ class _SplitFiles(NamedTuple):
     shards: list[_File]
     weights: list[_File]
     """Weights of each shard, or empty."""
+    targets: list[_File]
+    """Targets of each shard, or empty."""
 
 
 def _find_files(directory: Path, meta: dict[str, Any]) -> tuple[dict[str, _SplitFiles], list[str]]:
@@ -118,10 +121,12 @@ def _find_files(directory: Path, meta: dict[str, Any]) -> tuple[dict[str, _Split
         for name, entry in meta["splits"].items():
             shards = [_File(directory / shard["file"], shard["tokens"], dtype, shard["sha256"])
                       for shard in entry["shards"]]
-            weights = [_File(_weights_path(directory / shard["file"]), shard["tokens"], _WEIGHT_DTYPE,
-                             shard["weights_sha256"]) for shard in entry["shards"] if meta.get("weights")]
-            splits[name] = _SplitFiles(shards, weights)
-            wrong += [file.problem for file in (*shards, *weights) if file.problem is not None]
+            weights, targets = ([_File(_file_of(directory / shard["file"], checksum), shard["tokens"], kind,
+                                       shard[checksum]) for shard in entry["shards"] if meta.get(there)]
+                                for there, checksum, kind in (("weights", "weights_sha256", _WEIGHT_DTYPE),
+                                                              ("targets", "targets_sha256", dtype)))
+            splits[name] = _SplitFiles(shards, weights, targets)
+            wrong += [file.problem for file in (*shards, *weights, *targets) if file.problem is not None]
             if (found := sum(file.tokens for file in shards)) != entry["tokens"]:
                 wrong.append(f"{directory / 'meta.json'} is damaged: it gives {name} {entry['tokens']:,} tokens, and "
                              f"its shards {found:,}")
@@ -133,7 +138,7 @@ def _find_files(directory: Path, meta: dict[str, Any]) -> tuple[dict[str, _Split
     known = {file.path for split in splits.values() for files in split for file in files}
     wrong += [f"{path}: not in meta.json, perhaps from another tokenizer; move it away"
               for path in sorted(directory.glob("*.bin"))
-              if re.fullmatch(r"(train|val|test)-\d+(\.weights)?\.bin", path.name) and path not in known]
+              if re.fullmatch(r"(train|val|test)-\d+(\.weights|\.targets)?\.bin", path.name) and path not in known]
     return splits, wrong
 
 
@@ -206,9 +211,12 @@ class TokenFiles:
         Raises:
             DataError: an id beyond the vocabulary, or a position beyond the split.
         """
+        return self._ids(split, self._splits[split].shards, start, stop)
+
+    def _ids(self, split: str, files: list[_File], start: int, stop: int) -> Int32[np.ndarray, " T"]:
         out_T = np.empty(stop - start, np.int32)
         filled = 0
-        for file, part in self._parts(self._splits[split].shards, start, stop):
+        for file, part in self._parts(files, start, stop):
             out_T[filled : filled + len(part)] = part
             if len(part) and int(part.max()) >= self.vocabulary_size:
                 raise DataError(f"{file.path}: the token {int(part.max())} is beyond the vocabulary of "
@@ -220,13 +228,15 @@ class TokenFiles:
         return out_T
 
     def scored(self, split: str, start: int, tokens_T: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:
-        """Tokens from ``start`` on as targets: −1 if the weight is 0.
+        """Tokens from ``start`` on as targets: −1 if the weight is 0, else the corpus's own target if it has targets.
 
         Raises:
-            DataError: a weight is neither 0 nor 1.
+            DataError: a weight is neither 0 nor 1, or a target is beyond the vocabulary.
         """
         if not self.weighted:
             return tokens_T
+        if targets := self._splits[split].targets:
+            tokens_T = self._ids(split, targets, start, start + len(tokens_T))
         parts = []
         for file, part in self._parts(self._splits[split].weights, start, start + len(tokens_T)):
             parts.append(part)
@@ -254,7 +264,7 @@ class TokenFiles:
 
 
 def verify(directory: Path) -> dict[str, Any]:
-    """Reads all shards and weights of a folder, compares them with ``meta.json``, and returns the latter.
+    """Reads all files of a folder, compares them with ``meta.json``, and returns the latter.
 
     Raises:
         ConfigError: there are no token files.
@@ -265,7 +275,7 @@ def verify(directory: Path) -> dict[str, Any]:
     splits, wrong = _find_files(directory, meta)
     for name, split in splits.items():
         largest = -1
-        for file in (*split.shards, *split.weights):
+        for file in (*split.shards, *split.weights, *split.targets):
             if file.problem is not None:
                 continue
             digest = hashlib.sha256()
@@ -336,34 +346,39 @@ class TokenFilesWriter:
                  splits: Sequence[str] = SPLITS):
         self._folder, self._vocabulary = folder, vocabulary
         shards = [shard for entry in (state or {}).values() for shard in entry["shards"]]
-        self._weighted = "weights_sha256" in shards[0] if shards else None
+        self._files = shards[0].keys() & set(_SUFFIXES) if shards else None
         self._splits = {split: _SplitWriter(folder, split, token_dtype(vocabulary.size), (state or {}).get(split))
                         for split in splits}
 
     @staticmethod
     def files(state: dict[str, Any]) -> set[str]:
-        """Names of the shards and weights in a state."""
+        """Names of the files in a state."""
         return {_file_of(Path(shard["file"]), checksum).name for entry in state.values() for shard in entry["shards"]
-                for checksum in ("sha256", "weights_sha256") if checksum in shard}
+                for checksum in _SUFFIXES if checksum in shard}
 
     def write(self, split: str, ids_T: Integer[np.ndarray, " T"], weights_T: Integer[np.ndarray, " T"] | None = None,
-              *, text_bytes: int, documents: int) -> None:
+              targets_T: Integer[np.ndarray, " T"] | None = None, *, text_bytes: int, documents: int) -> None:
         """Adds tokens to a split.
 
         Args:
             split: one of the splits.
             ids_T: ids, including separators.
             weights_T: 1 for scored targets, else 0; in all calls or none.
+            targets_T: ids to predict in place of ``ids_T``; in all calls or none, and only with weights.
             text_bytes: bytes of text of the tokens.
             documents: number of documents that end among them.
 
         Raises:
-            DataError: only some calls have weights.
+            DataError: only some calls have weights or targets, or there are targets without weights.
         """
-        if self._weighted not in (None, weights_T is not None):
-            raise DataError(f"{split}: expected weights with all documents or with none")
-        self._weighted = weights_T is not None
-        self._splits[split].write(ids_T, weights_T, text_bytes, documents)
+        arrays = {"sha256": ids_T, "weights_sha256": weights_T, "targets_sha256": targets_T}
+        given = {checksum: array_T for checksum, array_T in arrays.items() if array_T is not None}
+        if self._files not in (None, given.keys()):
+            raise DataError(f"{split}: expected weights with all documents or with none, and likewise targets")
+        if targets_T is not None and weights_T is None:
+            raise DataError(f"{split}: targets without weights; expected a weight for each token")
+        self._files = set(given)
+        self._splits[split].write(given, text_bytes, documents)
 
     def documents(self, split: str) -> int:
         """Number of documents written to a split."""
@@ -390,13 +405,15 @@ class TokenFilesWriter:
             writer.close_shard()
         splits = self.state()
         if checksum is None:
-            digests = [shard["sha256"] + shard.get("weights_sha256", "") for entry in splits.values()
-                       for shard in entry["shards"]]
+            digests = [shard.get(name, "") for entry in splits.values() for shard in entry["shards"]
+                       for name in _SUFFIXES]
             checksum = hashlib.sha256("".join(digests).encode()).hexdigest()
+        files = self._files or ()
         meta = {**origin, "checksum": checksum, "tokenizer": self._vocabulary.tokenizer,
                 "tokenizer_fingerprint": self._vocabulary.fingerprint, "vocabulary_size": self._vocabulary.size,
                 "document_separator": self._vocabulary.separator, "dtype": token_dtype(self._vocabulary.size).name,
-                **counts, **({"weights": True} if self._weighted else {}), "splits": splits}
+                **counts, **({"weights": True} if "weights_sha256" in files else {}),
+                **({"targets": True, "format": _FORMAT} if "targets_sha256" in files else {}), "splits": splits}
         write_json(self._folder / "meta.json", meta)
         return meta
 
@@ -421,7 +438,7 @@ class _SplitWriter:
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, entry: dict[str, Any] | None):
         self._folder, self._split = folder, split
-        self._dtypes = {"sha256": dtype, "weights_sha256": _WEIGHT_DTYPE}
+        self._dtypes = {"sha256": dtype, "weights_sha256": _WEIGHT_DTYPE, "targets_sha256": dtype}
         self._files: dict[str, HashedFile] = {}  # files of the incomplete shard, by the name of their checksums
         self.entry = {"tokens": 0, "bytes": 0, "documents": 0, "largest_id": 0, "shards": []} | deepcopy(entry or {})
         self._shards: list[dict[str, Any]] = self.entry["shards"]
@@ -436,12 +453,12 @@ class _SplitWriter:
                 if not shard[checksum]:
                     self._files[checksum] = HashedFile(path, keep=size)
 
-    def write(self, ids_T: np.ndarray, weights_T: np.ndarray | None, text_bytes: int, documents: int) -> None:
+    def write(self, arrays: dict[str, np.ndarray], text_bytes: int, documents: int) -> None:
+        ids_T = arrays["sha256"]
         self.entry["bytes"] += text_bytes
         self.entry["documents"] += documents
         self.entry["tokens"] += len(ids_T)
         self.entry["largest_id"] = max(self.entry["largest_id"], int(ids_T.max(initial=0)))
-        arrays = {"sha256": ids_T} | ({} if weights_T is None else {"weights_sha256": weights_T})
         start = 0
         while start < len(ids_T):
             if not self._files:
@@ -474,7 +491,8 @@ class _SplitWriter:
 
 
 def _file_of(shard: Path, checksum: str) -> Path:
-    return shard if checksum == "sha256" else _weights_path(shard)
+    """The shard itself, its weights or its targets, by the name of their checksum in ``meta.json``."""
+    return shard.with_suffix(_SUFFIXES[checksum])
 
 
 class HashedFile:

@@ -49,27 +49,32 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
     """The model that ``folder/config.json`` describes, and its vocabulary size.
 
     Raises:
-        ConfigError: there is no config.json, or a field has an unsupported value.
-        WeightsError: config.json is damaged.
+        ConfigError: there are no config.json and safetensors files, or a field has an unsupported value.
+        WeightsError: config.json is damaged, or gives larger sizes than the tensors have.
     """
     values = read_file(folder / CONFIG)
     if "model_type" not in values:
         raise ConfigError(f"{folder / CONFIG}: no model_type; expected gpt2")
     for name, computed in COMPUTED.items():
         if (value := values.get(name, computed[0])) not in computed:
-            raise ConfigError(f"{folder / CONFIG}: {name} is {json.dumps(value)}, which is not supported; expected "
+            raise ConfigError(f"{folder / CONFIG}: {name} is {_shown(value)}, which is not supported; expected "
                               f"{' or '.join(map(json.dumps, computed))}")
     sizes = {name: values.get(name, default) for name, default in SIZES.items()}
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigError(f"{folder / CONFIG}: {name} is {json.dumps(size)}; expected a whole number of at least 1")
+            raise ConfigError(f"{folder / CONFIG}: {name} is {_shown(size)}; expected a whole number of at least 1")
     inner = values.get("n_inner")
     if inner not in (None, 4 * sizes["n_embd"]):
-        raise ConfigError(f"{folder / CONFIG}: n_inner is {json.dumps(inner)}, which is not supported; expected null "
+        raise ConfigError(f"{folder / CONFIG}: n_inner is {_shown(inner)}, which is not supported; expected null "
                           f"or {4 * sizes['n_embd']}")
     if sizes["n_embd"] % sizes["n_head"]:
-        raise ConfigError(f"{folder / CONFIG}: n_head is {sizes['n_head']}, which does not divide n_embd, "
-                          f"{sizes['n_embd']}")
+        raise ConfigError(f"{folder / CONFIG}: n_head is {_shown(sizes['n_head'])}, which does not divide n_embd, "
+                          f"{_shown(sizes['n_embd'])}")
+    # Before anything is built: a model of a billion layers takes days.
+    for name, most in _sizes_of_tensors(folder).items():
+        if sizes[name] > most:
+            raise WeightsError(f"{folder / CONFIG}: {name} is {_shown(sizes[name])}, and that of the tensors beside it "
+                               f"is {most}; restore the files")
     model = ModelConfig(layers=sizes["n_layer"], heads=sizes["n_head"], width=sizes["n_embd"],
                         context=sizes["n_positions"], positions="learned", dtype="float32", attention=("softmax",))
     return gpt.resolve_config(model), sizes["vocab_size"]
@@ -220,6 +225,21 @@ def _tensors_of(model: GPT, source: str, dtypes: dict[str, str]) -> dict[str, np
     return tensors
 
 
+def _sizes_of_tensors(folder: Path) -> dict[str, int]:
+    """The sizes of the model whose tensors are in a folder, but for the number of heads."""
+    with _tensors(folder) as (file_of, _, shape_and_dtype):
+        tables: dict[str, tuple[int, ...]] = {"wte.weight": (), "wpe.weight": ()}
+        if missing := [name for name in tables if name not in file_of]:
+            raise WeightsError(f"{folder}: missing tensors: {_some(missing)}")
+        for name in tables:
+            tables[name], _ = shape_and_dtype(name)
+            if len(tables[name]) != 2:
+                raise WeightsError(f"{file_of[name]}: {name} has shape {tables[name]}, expected two dimensions")
+        layers = {found[1] for name in file_of if (found := re.match(r"h\.(\d+)\.", name))}
+    (vocabulary, width), (context, _) = tables.values()
+    return {"vocab_size": vocabulary, "n_embd": width, "n_positions": context, "n_layer": len(layers)}
+
+
 def _check_complete(folder: Path, file_of: dict[str, Path], names: dict[str, tuple[str, ...]]) -> None:
     """Raises :class:`WeightsError` with the names of missing or unexpected tensors."""
     tied = read_file(folder / CONFIG).get("tie_word_embeddings", True)
@@ -286,6 +306,12 @@ def _name(path: tuple[Any, ...]) -> str:
 def _some(names: list[str]) -> str:
     """The first few names, and the number of the others."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _shown(value: Any) -> str:
+    """A value of config.json in a message."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _is_mask(name: str) -> bool:

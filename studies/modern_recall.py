@@ -23,12 +23,12 @@ RECIPE = "configs/mqar.py"
 RATE = "optimizer.learning_rate"
 RATES = (1.5e-3, 3e-3, 6e-3)
 TASKS: dict[str, dict[str, Any]] = {
-    "8": {"data.source": "mqar:length=64,pairs=8,vocabulary=32", "model.context": 64, "model.heads": 1,
+    "8": {"data.source": "mqar:length=64,pairs=8,vocabulary=32,answers=hidden", "model.context": 64, "model.heads": 1,
           "train.steps": 600},
-    "16": {"data.source": "mqar:length=128,pairs=16,vocabulary=64", "model.context": 128, "model.heads": 4,
-           "train.steps": 500},
-    "rebind": {"data.source": "rebind:length=128,pairs=8,rebindings=16,vocabulary=64", "model.context": 128,
-               "model.heads": 4, "train.steps": 500},
+    "16": {"data.source": "mqar:length=128,pairs=16,vocabulary=64,answers=hidden", "model.context": 128,
+           "model.heads": 4, "train.steps": 500},
+    "rebind": {"data.source": "rebind:length=128,pairs=8,rebindings=16,vocabulary=64,answers=hidden",
+               "model.context": 128, "model.heads": 4, "train.steps": 500},
 }
 WITHOUT_CONVOLUTION = ("chunked", "softmax", "power")
 """Modes that have none by default."""

@@ -3,10 +3,11 @@
     python sweep.py studies/recall.py --out runs/recall --quick
     python sweep.py studies/recall.py --out runs/recall
 
-Multi-query associative recall (Arora et al., "Zoology", 2023), configs/mqar.py: documents of 8 tokens per pair. Linear
-attention, computed chunked, has a state of width² / heads elements per layer: 4,096, 2,048 or 1,024, set by the heads.
-Softmax keeps every key and value, and shows the effect of the heads alone. All runs have 4,000 steps, so that each
-schedule ends, two learning rates, of which a mode's better one counts at each point, and three seeds.
+Multi-query associative recall (Arora et al., "Zoology", 2023), configs/mqar.py: documents of 8 tokens per pair, whose
+queries are not followed by their answers. Linear attention, computed chunked, has a state of width² / heads elements
+per layer: 4,096, 2,048 or 1,024, set by the heads. Softmax keeps every key and value, and shows the effect of the heads
+alone. All runs have 4,000 steps, so that each schedule ends, two learning rates, of which a mode's better one counts at
+each point, and three seeds.
 
 The quick form has 2 and 4 pairs, 1 and 4 heads, two seeds and 800 steps, at each mode's rate in
 benchmarks/results/mqar.md: 16 runs, within 10 minutes on two idle CPU cores. There softmax recalls, except with one
@@ -38,7 +39,8 @@ def get_runs(quick: bool) -> list[Variation]:
 
 def pairs(*counts: int) -> dict[int, dict[str, object]]:
     """The task with this many pairs; more than 8 need a larger vocabulary."""
-    return {count: {"data.source": f"mqar:length={8 * count},pairs={count},vocabulary={32 if count <= 8 else 64}",
+    return {count: {"data.source": f"mqar:length={8 * count},pairs={count},vocabulary={32 if count <= 8 else 64},"
+                                   "answers=hidden",
                     "model.context": 8 * count} for count in counts}
 
 

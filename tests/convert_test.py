@@ -238,6 +238,21 @@ def test_a_config_that_this_model_does_not_compute_is_refused_by_field(source, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"n_layer": 10**9}, "config.json: n_layer is 1000000000, and that of the tensors beside it is 2; restore the fil"),
+    ({"vocab_size": 10**12}, "config.json: vocab_size is 1000000000000, and that of the tensors beside it is 97"),
+    ({"n_positions": 10**9}, "config.json: n_positions is 1000000000, and that of the tensors beside it is 64"),
+    ({"n_embd": 4 * 10**9, "n_head": 10**9}, "config.json: n_embd is 4000000000, and that of the tensors beside it is"),
+    ({"n_layer": 10**4000}, f"config.json: n_layer is 1{'0' * 79}…, and that of the tensors beside it is 2;"),
+])
+def test_sizes_beyond_those_of_the_tensors_are_refused_before_anything_is_built(source, tmp_path, capsys, monkeypatch,
+                                                                                changes, message):
+    monkeypatch.setattr(convert, "GPT", None)
+    edit(source, changes)
+    assert message in refused(capsys, 1, "import", source, "--out", tmp_path / "run")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
 def without(name: str):
     return lambda tensors: {n: x for n, x in tensors.items() if n != name}
 
@@ -254,6 +269,9 @@ def swapped_head(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
      "h.0.ln_1.bias has shape (31,), expected (32,)"),
     (lambda x: x | {"transformer.h.0.attn.c_attn.weight": x["transformer.h.0.attn.c_attn.weight"].T.copy()},
      "h.0.attn.c_attn.weight has shape (96, 32), expected (32, 96)"),
+    (without("transformer.wpe.weight"), "missing tensors: wpe.weight"),
+    (lambda x: x | {"transformer.wte.weight": np.zeros(32, np.float32)},
+     "wte.weight has shape (32,), expected two dimensions"),
     (lambda x: x | {"transformer.ln_f.bias": np.zeros(32, np.int8)}, "ln_f.bias has dtype I8, expected F32, F16, BF16"),
     (lambda x: x | {"ln_f.bias": x["transformer.ln_f.bias"]}, "ln_f.bias is also in"),
     (swapped_head, "lm_head.weight differs from wte.weight"),

@@ -128,11 +128,12 @@ def join(flags: Distributed) -> None:
     place = _place(flags)
     if place is None:
         return
-    call_roll(place.coordinator, place.count, place.index, flags.wait_seconds)
+    bound = call_roll(place.coordinator, place.count, place.index, flags.wait_seconds)
     # JAX's service for preemptions handles SIGTERM, and the loop does.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         place.coordinator, place.count, place.index, place.local_device_ids, cluster_detection_method="deactivate",
+        coordinator_bind_address=bound,  # by default it listens at all addresses of the machine
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS)
     from jax._src import distributed  # its store of keys and values has no public name
 

@@ -17,6 +17,7 @@ import hashlib
 import io
 import re
 import struct
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ HELD_OUT = 0.1
 """Fraction of train that is held out for val."""
 CIFAR_FILES = {"train": tuple(f"data_batch_{number}.bin" for number in range(1, 6)), "test": ("test_batch.bin",)}
 CIFAR_SIDE = 32
+
+MOST_PIXELS = 2**22
+"""Maximum number of pixels of an image, which is one sequence of the model: a small file can unpack to gigabytes."""
+MOST_RATIO, MOST_UNPACKED = 200, 2**28
+"""Maximum number of bytes of pixels per byte of a .gz, if they are more than ``MOST_UNPACKED``. MNIST has 5."""
 
 _DIGITS_TEST = 197
 _MODES = {"1": 2, "L": 256, "RGB": 256}
@@ -239,22 +245,32 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "N H W 1"]:
     .gz.
 
     Raises:
-        DataError: the file cannot be read, is truncated, or holds no images.
+        DataError: the file cannot be read, is truncated, holds no images, or too large ones.
     """
     try:
         with reading(path), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read()
+            head = file.read(16)
+            if head[:4] != b"\0\0\x08\x03" or len(head) < 16:
+                raise DataError(f"{path} is not an IDX file of images; expected unsigned bytes in three dimensions")
+            count, height, width = struct.unpack(">3I", head[4:])
+            expected = count * height * width
+            if not expected:
+                raise DataError(f"{path} holds no images; download it again")
+            if height * width > MOST_PIXELS:
+                raise DataError(f"{path} has images of {height:,} × {width:,} pixels; expected at most "
+                                f"{MOST_PIXELS:,} pixels")
+            size = path.stat().st_size
+            most = max(MOST_UNPACKED, MOST_RATIO * size) if path.suffix == ".gz" else size
+            pixels = file.read(min(expected, most) + 1)
     except (EOFError, zlib.error) as error:
         raise DataError(f"{path} is truncated or damaged ({one_line(error)}); download it again") from error
-    if content[:4] != b"\0\0\x08\x03" or len(content) < 16:
-        raise DataError(f"{path} is not an IDX file of images; expected unsigned bytes in three dimensions")
-    count, height, width = struct.unpack(">3I", content[4:16])
-    if not count * height * width:
-        raise DataError(f"{path} holds no images; download it again")
-    if len(content) - 16 != count * height * width:
-        raise DataError(f"{path} has {len(content) - 16:,} bytes of pixels; expected {count * height * width:,} for "
-                        f"{count:,} images of {height} × {width}: download it again")
-    return np.frombuffer(content, np.uint8, offset=16).reshape(count, height, width, 1)
+    if len(pixels) > most:
+        raise DataError(f"{path} of {size:,} bytes unpacks to more than {most:,}; expected images")
+    if len(pixels) != expected:
+        more = "more" if len(pixels) > expected else f"{len(pixels):,}"
+        raise DataError(f"{path} has {more} bytes of pixels; expected {expected:,} for {count:,} images of {height} × "
+                        f"{width}: download it again")
+    return np.frombuffer(pixels, np.uint8).reshape(count, height, width, 1)
 
 
 def cifar_batches(folder: Path) -> dict[str, list[Path]] | None:
@@ -302,20 +318,14 @@ def decode_images(encoded: Iterable[tuple[str, bytes | Path]], *, like: ImageFor
         hint: end of the message about an image that cannot be read.
 
     Raises:
-        DataError: an image cannot be read, or has another size or mode.
+        DataError: an image cannot be read, is too large, or has another size or mode.
     """
-    import PIL.Image
-
     found: list[np.ndarray] = []
     first = ""
     for name, image in encoded:
         if image == b"":
             raise DataError(f"{name}: there is no image{hint}")
-        try:
-            with PIL.Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
-                mode, pixels = opened.mode, np.asarray(opened).astype(np.uint8)
-        except (OSError, ValueError, SyntaxError) as error:  # of Pillow, for damaged PNG files
-            raise DataError(f"{name} cannot be read ({one_line(error)}){hint}") from error
+        mode, pixels = _decode(name, image, hint)
         if mode not in _MODES:
             raise DataError(f"{name} has the mode {mode}; expected one of {', '.join(_MODES)}")
         pixels = pixels.reshape(*pixels.shape[:2], -1)
@@ -328,6 +338,25 @@ def decode_images(encoded: Iterable[tuple[str, bytes | Path]], *, like: ImageFor
     like = like or ImageFormat(1, 1, 1, 256)
     return np.concatenate([np.zeros((0, like.height, like.width, like.channels), np.uint8), *(
         pixels[None] for pixels in found)]), like.levels
+
+
+def _decode(name: str, image: bytes | Path, hint: str) -> tuple[str, UInt8[np.ndarray, "..."]]:
+    """The mode and the pixels of an image, whose size is checked first."""
+    import PIL.Image
+
+    too_large = DataError(f"{name} has too many pixels; expected at most {MOST_PIXELS:,}{hint}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # of a higher limit
+            opened = PIL.Image.open(io.BytesIO(image) if isinstance(image, bytes) else image)
+        with opened:
+            if opened.width * opened.height > MOST_PIXELS:
+                raise too_large
+            return opened.mode, np.asarray(opened).astype(np.uint8)
+    except PIL.Image.DecompressionBombError as error:
+        raise too_large from error
+    except (OSError, ValueError, SyntaxError) as error:  # of Pillow, for damaged PNG files
+        raise DataError(f"{name} cannot be read ({one_line(error)}){hint}") from error
 
 
 def _decoded(found: Mapping[str, tuple[str, Any]]) -> Images:

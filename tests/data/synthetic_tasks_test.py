@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from configs.schema import DataConfig
-from data.loader import fixed_batches
+from data.loader import fixed_batches, windows
 from data.prepare import ensure
 from data.synthetic_tasks import FILLER, Document, Mqar, Rebind, parse, write_corpus
-from data.token_files import TokenFiles
+from data.token_files import TokenFiles, verify
 from support.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.fast
@@ -24,7 +24,8 @@ def examples(source: str, count: int = 50):
 
 def test_copy_scores_the_second_time_alone():
     lengths = set()
-    for ids_L, weights_L in examples("copy:length=128,symbols=10", 400):
+    for ids_L, weights_L, targets_L in examples("copy:length=128,symbols=10", 400):
+        assert targets_L is None
         assert weights_L is not None
         scored = np.flatnonzero(weights_L)
         n = len(scored)
@@ -44,7 +45,8 @@ def test_mqar_asks_for_what_was_said_and_nothing_overwrites_it(source):
     task = parse(source)
     assert isinstance(task, Mqar)
     places = set()
-    for ids_L, weights_L in examples(source):
+    for inputs_L, weights_L, ids_L in examples(source):
+        assert ids_L is not None
         assert len(ids_L) == task.length
         keys, values = ids_L[: 2 * task.pairs : 2], ids_L[1 : 2 * task.pairs : 2]
         assert len(set(keys)) == task.pairs
@@ -55,6 +57,9 @@ def test_mqar_asks_for_what_was_said_and_nothing_overwrites_it(source):
         assert len(at) == (task.queries or 3 * task.pairs)
         assert at.min() > 2 * task.pairs
         assert [said[key] for key in ids_L[at - 1].tolist()] == ids_L[at].tolist()
+        # The input has each pair once, and no value after a query.
+        assert np.flatnonzero(np.isin(inputs_L, values)).tolist() == list(range(1, 2 * task.pairs, 2))
+        assert set(inputs_L[at]) == {FILLER}
         # Everything else after the pairs is filler, neither key nor value.
         rest = np.setdiff1d(np.arange(2 * task.pairs, task.length), np.concatenate([at - 1, at]))
         assert set(ids_L[rest]) <= {FILLER}
@@ -63,13 +68,35 @@ def test_mqar_asks_for_what_was_said_and_nothing_overwrites_it(source):
     assert places == set(range(2 * task.pairs + 1, task.length)) or task.length == 64
 
 
+@pytest.mark.parametrize("source", ["mqar:length=64,pairs=8", "rebind"])
+def test_shown_answers_follow_their_queries_and_change_nothing_else(source):
+    separator = "," if ":" in source else ":"
+    shown, hidden, default = (examples(source + setting) for setting in (
+        f"{separator}answers=shown", f"{separator}answers=hidden", ""))
+    nearer = asked = 0
+    for (ids_L, weights_L, none), (inputs_L, weights, targets_L) in zip(shown, hidden, strict=True):
+        assert none is None
+        assert weights_L is not None
+        np.testing.assert_array_equal(weights_L, weights)
+        np.testing.assert_array_equal(ids_L, targets_L)
+        np.testing.assert_array_equal(np.where(weights_L == 0, ids_L, FILLER), inputs_L)
+        keys = ids_L[np.flatnonzero(weights_L) - 1].tolist()
+        asked, nearer = asked + len(keys), nearer + len(keys) - len(set(keys))
+    # With replacement, 24 queries ask for 8 (1 - (7/8)^24) = 7.68 of 8 keys on average: 68 % repeat an earlier one.
+    assert nearer / asked == pytest.approx(0.68, abs=0.01)
+    for document, same in zip(hidden, default, strict=True):
+        for array_L, same_L in zip(document, same, strict=True):
+            np.testing.assert_array_equal(array_L, same_L)
+
+
 @pytest.mark.parametrize("source", ["rebind", "rebind:length=64,pairs=4,rebindings=8,queries=20,vocabulary=16"])
 def test_rebind_asks_for_the_latest_value(source):
     task = parse(source)
     assert isinstance(task, Rebind)
     stale = 0
-    for ids_L, weights_L in examples(source):
+    for _, weights_L, ids_L in examples(source):
         assert weights_L is not None
+        assert ids_L is not None
         assert weights_L.sum() == (task.queries or 3 * task.pairs)
         first, said, rebound, t = {}, {}, 0, 0
         while t < len(ids_L):
@@ -102,14 +129,20 @@ def test_token_files_are_the_same_every_time_and_of_the_seed(tmp_path):
     assert a.checksum == b.checksum != c.checksum
     assert name == same != other
     assert a.weighted
-    assert a.meta["source"] == "mqar:length=16,pairs=3,queries=3,vocabulary=128,documents=20,val_documents=4,seed=0"
+    assert a.meta["source"] == ("mqar:length=16,pairs=3,queries=3,vocabulary=128,answers=hidden,documents=20,"
+                                "val_documents=4,seed=0")
     assert a.read("train", 0, 4 * 17).tolist() != a.read("val", 0, 4 * 17).tolist()
     # A document is one window, and its scored targets are the queried values.
     (batch,) = fixed_batches(a, "val", context=16, batch_size=4, count=1, packing="documents")
     assert batch.inputs_BT.shape == (4, 16)
     assert batch.segment_ids_BT is not None
     assert not np.any(batch.segment_ids_BT)
-    assert (np.sum(np.asarray(batch.targets_BT) >= 0, axis=1) == 3).all()
+    for inputs_T, targets_T in zip(np.asarray(batch.inputs_BT), np.asarray(batch.targets_BT), strict=True):
+        pairs = inputs_T[inputs_T < 256][:6].tolist()
+        said = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        at = np.flatnonzero(targets_T >= 0)
+        assert len(at) == 3
+        assert [said[key] for key in inputs_T[at].tolist()] == targets_T[at].tolist()
 
 
 def test_a_source_names_a_task_and_is_generated_on_first_use():
@@ -123,11 +156,43 @@ def test_a_source_names_a_task_and_is_generated_on_first_use():
         ensure(DataConfig(source="copy", tokenizer="gpt2"))
 
 
+def test_targets_are_read_in_every_packing_and_verified(tmp_path):
+    ids, targets, weights = np.array([1, 2, 3]), np.array([4, 5, 6]), np.array([0, 1, 1])
+    documents = [Document(ids, weights, targets)] * 3
+    meta = write_corpus(tmp_path / "tokens", {"train": documents, "val": documents}, source="targets")
+    assert (meta["format"], meta["targets"], meta["weights"]) == (2, True, True)
+    files = TokenFiles.open(tmp_path / "tokens")
+    for packing, context in (("stream", 4), ("documents", 4), ("rows", 3)):
+        row = windows(files, "val", context, packing)[0]
+        scored = {(before, target) for before, target in zip(
+            row.inputs_BT.tolist(), row.targets_BT.tolist(), strict=True) if target != -1}
+        assert scored == {(1, 5), (2, 6)}  # inputs stay 1, 2, 3
+        assert {4, 5, 6}.isdisjoint(row.inputs_BT.tolist())
+    path = tmp_path / "tokens" / "val-00000.targets.bin"
+    as_written = path.read_bytes()
+    for damage, message in ((as_written[:-2] + b"\7\0", " does not match its checksum"),
+                            (as_written[:-2], ": expected 24 bytes, found 22"), (None, " is missing; expected 24")):
+        path.unlink() if damage is None else path.write_bytes(damage)
+        with pytest.raises(DataError, match=rf"val-00000\.targets\.bin{message}"):
+            verify(tmp_path / "tokens")
+    path.write_bytes(b"\1\1" + as_written[2:])
+    files = TokenFiles.open(tmp_path / "tokens")
+    with pytest.raises(DataError, match=r"val-00000\.targets\.bin: the token 257 is beyond the vocabulary"):
+        windows(files, "val", 3, "rows")[0]
+    (tmp_path / "tokens" / "meta.json").write_text(json.dumps(meta | {"format": 3}))
+    with pytest.raises(DataError, match=r"meta\.json has format 3; expected 1 to 2: use a newer lineargpt, or delete"):
+        TokenFiles.open(tmp_path / "tokens")
+    with pytest.raises(DataError, match="train: targets without weights"):
+        write_corpus(tmp_path / "other", {"train": [Document(ids, None, targets)], "val": documents}, source="bad")
+
+
 @pytest.mark.parametrize(("source", "message"), [
     ("copy:simbols=10", "copy has no setting 'simbols'; perhaps you meant symbols; expected one of length, symbols, "),
     ("copy:length", "expected a whole number in copy:length=NUMBER, found 'length'"),
     ("copy:length=1.5", "expected a whole number in copy:length=NUMBER, found 'length=1.5'"),
     ("copy:length=64,length=32", "sets length twice"),
+    ("mqar:answers=none", "expected answers=hidden or answers=shown, found 'answers=none'"),
+    ("mqar:answers", "expected answers=hidden or answers=shown, found 'answers'"),
     ("copy:length=4", "copy:length is 4; expected at least 8"),
     ("copy:symbols=222", "copy:symbols is 222; expected at most 221"),
     ("mqar:pairs=0", "mqar:pairs is 0; expected at least 1"),
@@ -156,7 +221,9 @@ def test_generated_corpora_are_whole_or_not_there(tmp_path):
             ([Document(np.array([256]))], "document 1 of val"), ([Document(np.array([], int))], "document 1 of val"),
             ([Document(ids, np.array([1]))], "expected a weight of 0 or 1 for each token"),
             ([Document(ids, np.array([1, 2]))], "expected a weight of 0 or 1 for each token"),
-            ([Document(ids, ids - 1)], "weights with all documents or with none")):
+            ([Document(ids, ids - 1)], "weights with all documents or with none"),
+            ([Document(ids, None, ids)], "likewise targets"), ([Document(ids, ids - 1, ids[1:])], "expected a target"),
+            ([Document(ids, ids - 1, ids + 256)], "document 1 of val: expected a target from 0 to 256 for each token")):
         with pytest.raises(DataError, match=message):
             write_corpus(tmp_path / "tokens", {"train": [good], "val": documents}, source="bad")
         assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,7 @@ import io
 import json
 import struct
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -185,6 +186,39 @@ def test_images_of_another_size_or_mode(tmp_path, other, mode, message):
     (tmp_path / "source" / "other.png").write_bytes(png(other, mode))
     with pytest.raises(DataError, match=message):
         read_images(str(tmp_path / "source"))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("side", [2_049, 10_000, 30_000])  # accepted, warned of, and refused by Pillow
+def test_an_image_that_unpacks_to_too_many_pixels_is_named(tmp_path, side):
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    write_pngs(tmp_path / "source", GREYS[:3])
+    (tmp_path / "source" / "bomb.png").write_bytes(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">2I5B", side, side, 8, 0, 0, 0, 0))
+        + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b""))
+    with pytest.raises(DataError, match=r"bomb\.png has too many pixels; expected at most 4,194,304"):
+        read_images(str(tmp_path / "source"))
+
+
+@pytest.mark.fast
+def test_idx_files_that_unpack_to_too_much_are_named(tmp_path, monkeypatch):
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    path.write_bytes(gzip.compress(b"\0\0\x08\x03" + struct.pack(">3I", 1, 2_049, 2_049)))
+    with pytest.raises(DataError, match=r"idx3-ubyte\.gz has images of 2,049 × 2,049 pixels; expected at most 4"):
+        read_idx(path)
+    monkeypatch.setattr("data.sources.images.MOST_UNPACKED", 1_000)
+    write_idx(path, np.zeros((100, 100, 100), np.uint8))
+    size = path.stat().st_size
+    with pytest.raises(DataError, match=rf"idx3-ubyte\.gz of {size:,} bytes unpacks to more than {200 * size:,}"):
+        read_idx(path)
+    write_idx(path, GREYS[:5, ..., 0])
+    assert read_idx(path).shape == (5, 4, 3, 1)
+    with gzip.open(path, "ab") as file:
+        file.write(bytes(1_000))
+    with pytest.raises(DataError, match="has more bytes of pixels; expected 60 for 5 images of 4 × 3"):
+        read_idx(path)
 
 
 def test_folders_and_sources_that_have_no_images(tmp_path, monkeypatch):
