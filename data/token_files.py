@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from jaxtyping import Int32, Int64, Integer
+from jaxtyping import Bool, Int32, Int64, Integer
 
 from support.errors import ConfigError, DataError
 from support.files import read_json, write_json
@@ -234,6 +234,15 @@ class TokenFiles:
                 raise DataError(f"{file.path}: weight {int(part.max())}, expected 0 or 1; the file is damaged: "
                                 f"{_REMEDY}")
         return np.where(np.concatenate(parts) == 0, -1, tokens_T).astype(np.int32)
+
+    def weights_at(self, split: str, positions_N: Int64[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
+        """Whether the tokens at these positions are scored."""
+        scored_N, offset = np.ones(len(positions_N), bool), 0
+        for file in self._splits[split].weights:
+            inside_N = (positions_N >= offset) & (positions_N < offset + file.tokens)
+            scored_N[inside_N] = self._arrays[file.path][positions_N[inside_N] - offset] > 0
+            offset += file.tokens
+        return scored_N
 
     def _parts(self, files: list[_File], start: int, stop: int) -> Iterator[tuple[_File, np.ndarray]]:
         """The parts of ``start`` to ``stop`` in each file."""

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs.schema import DataConfig
+from configs.schema import EARLIER_DOCUMENTS, DataConfig
 from data import prepare, token_files
 from data.loader import Batch, Corpora, batches, fixed_batches, open_corpora, windows
 from data.synthetic_tasks import Document, write_corpus
@@ -250,38 +250,56 @@ def packed(files: TokenFiles, context: int, split: str = "train") -> list[Batch]
     return [rows[i] for i in range(len(rows))]
 
 
-def test_documents_lie_whole_in_their_windows_and_predict_their_separators(tmp_path):
+@pytest.mark.fast
+def test_documents_lie_whole_in_their_windows_between_separators(tmp_path):
     files = corpus(tmp_path / "tokens", [3, 8, 4, 5, 2])
     found = packed(files, 8)
     assert [row.inputs_BT.tolist() for row in found] == [
-        [1, 2, 3, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 1, 2, 0, 0]]
+        [0, 1, 2, 3, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 0]]
     assert [row.targets_BT.tolist() for row in found] == [
-        [2, 3, 0, 2, 3, 4, 5, 0], [2, 3, 4, 5, 6, 7, 8, 0], [2, 3, 4, 0, 2, 0, -1, -1]]
+        [1, 2, 3, 0, -1, -1, -1, -1], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 0, 1, 2, 0], [1, 2, 3, 4, 5, 0, -1, -1]]
     assert [row.segment_ids_BT.tolist() for row in found] == [  # pyright: ignore[reportOptionalMemberAccess]
-        [0, 0, 0, 1, 1, 1, 1, 1], [0] * 8, [0, 0, 0, 0, 1, 1, -1, -1]]
-    assert windows(files, "train", 8, "documents").padding == pytest.approx(2 / 24)
+        [0, 0, 0, 0, -1, -1, -1, -1], [0] * 8, [0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0, -1, -1]]
+    assert windows(files, "train", 8, "documents").padding == pytest.approx(6 / 32)
     assert all(array.dtype == np.int32 for row in found for array in jax.tree.leaves(row))
+
+
+@pytest.mark.fast
+def test_the_first_token_of_each_document_is_a_target_after_the_separator(tmp_path):
+    # Documents that all begin with 1, as texts that begin with "Q": a model must learn it from end-of-text.
+    files = corpus(tmp_path / "tokens", [3, 5, 9, 16, 2] * 20)
+    after_separator = collections.Counter()
+    for row in packed(files, 8):
+        begins = (row.inputs_BT == files.separator) & (row.targets_BT >= 0)
+        after_separator.update(row.targets_BT[begins].tolist())
+    assert after_separator == {1: 100}
 
 
 def test_a_document_longer_than_a_window_is_cut_and_loses_no_target(tmp_path):
     files = corpus(tmp_path / "tokens", [20, 2])
     found = packed(files, 8)
     assert [row.inputs_BT.tolist() for row in found] == [
-        [1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16], [17, 18, 19, 20, 1, 2, 0, 0]]
-    assert found[1].targets_BT.tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
-    assert found[2].targets_BT.tolist() == [18, 19, 20, 0, 2, 0, -1, -1]
+        [0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 0, 1, 2]]
+    assert [row.targets_BT.tolist() for row in found] == [
+        [1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16], [17, 18, 19, 20, 0, 1, 2, 0]]
+
+
+def test_a_document_that_fills_its_windows_leaves_out_the_separator_after_it(tmp_path):
+    files = corpus(tmp_path / "tokens", [16, 8, 7])
+    assert [row.targets_BT.tolist() for row in packed(files, 8)] == [
+        [1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 0]]
 
 
 def test_a_last_document_without_separator_ends_in_a_target(tmp_path):
-    files = corpus(tmp_path / "tokens", [3, 5])
+    files = corpus(tmp_path / "tokens", [2, 4])
     meta = json.loads((tmp_path / "tokens" / "meta.json").read_text())
     shard = meta["splits"]["train"]["shards"][0]
     meta["splits"]["train"]["tokens"] = shard["tokens"] = files.tokens("train") - 1
     (tmp_path / "tokens" / "meta.json").write_text(json.dumps(meta))
     os.truncate(tmp_path / "tokens" / shard["file"], 2 * shard["tokens"])
-    (window,) = packed(TokenFiles.open(tmp_path / "tokens"), 8)
-    assert window.inputs_BT.tolist() == [1, 2, 3, 1, 2, 3, 4, 0]
-    assert window.targets_BT.tolist() == [2, 3, 0, 2, 3, 4, 5, -1]
+    _, window = packed(TokenFiles.open(tmp_path / "tokens"), 6)
+    assert window.inputs_BT.tolist() == [0, 1, 2, 3, 0, 0]
+    assert window.targets_BT.tolist() == [1, 2, 3, 4, -1, -1]
 
 
 @pytest.mark.fast
@@ -292,7 +310,8 @@ def test_packing_is_best_fit_and_loses_nothing(tmp_path, context):
     rows = windows(files, "train", context, "documents")
     assert windows(files, "train", context, "documents") is rows
     rooms: list[int] = []  # best fit, a document at a time
-    parts = [min(context, length - start) for length in lengths for start in range(0, length, context)]
+    whole = [length + (length % context > 0) for length in lengths]  # with the separator, unless it would not fit
+    parts = [min(context, length - start) for length in whole for start in range(0, length, context)]
     for part in sorted(parts, reverse=True):
         fitting = [room for room in rooms if room >= part]
         if fitting:
@@ -308,15 +327,16 @@ def test_packing_is_best_fit_and_loses_nothing(tmp_path, context):
         targets.update(row.targets_BT[tokens].tolist())
         assert (row.targets_BT[~tokens] == -1).all()
     expected = collections.Counter(token for length in lengths for token in range(1, length + 1))
-    assert inputs == expected
-    assert targets == expected - collections.Counter({1: 400}) + collections.Counter({0: 400})
+    full = collections.Counter(length for length in lengths if length % context == 0)
+    assert targets == expected + collections.Counter({0: 400 - full.total()})
+    assert inputs == expected - full + collections.Counter({0: 400})
 
 
 def test_packed_text_keeps_its_documents(directory):
     files = TokenFiles.open(directory)
     (first, *_, last) = packed(files, 32)
-    assert first.inputs_BT.tolist() == list(range(32))
-    assert last.targets_BT[last.targets_BT >= 0].tolist() == [*range(97, 120), 256]
+    assert first.inputs_BT.tolist() == [256, *range(31)]
+    assert last.targets_BT[last.targets_BT >= 0].tolist() == [*range(96, 120), 256]
 
 
 def test_weights_take_targets_out_in_both_packings(tmp_path):
@@ -324,9 +344,22 @@ def test_weights_take_targets_out_in_both_packings(tmp_path):
     rows = windows(files, "train", 7, "stream")
     assert [rows[i].inputs_BT.tolist() for i in range(2)] == [[1, 2, 3, 0, 1, 2, 3], [4, 5, 0, 1, 2, 3, 4]]
     assert [rows[i].targets_BT.tolist() for i in range(2)] == [[2, -1, -1, -1, 2, -1, 4], [-1, -1, -1, 2, -1, 4, -1]]
+    # Separators with weight 0 take no position of a window.
+    assert [row.inputs_BT.tolist() for row in packed(files, 7)] == [[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 0]]
     assert [row.targets_BT.tolist() for row in packed(files, 7)] == [
-        [2, -1, -1, 2, -1, 4, -1], [2, -1, 4, -1, -1, -1, -1]]
+        [-1, 2, -1, -1, 2, -1, 4], [-1, 2, -1, 4, -1, -1, -1]]
     assert files.weighted
+
+
+def test_a_separator_with_weight_1_is_a_target(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "SHARD_TOKENS", 6)  # weights of separators in several files
+    with token_files.TokenFilesWriter(tmp_path, Vocabulary("bytes", None, 9, 0)) as writer:
+        for split in ("train", "val"):
+            for weight in (0, 1, 1):
+                writer.write(split, np.array([1, 2, 3, 0]), np.array([1, 0, 1, weight]), text_bytes=3, documents=1)
+        writer.finish({})
+    assert [row.targets_BT.tolist() for row in packed(TokenFiles.open(tmp_path), 7)] == [
+        [1, -1, 3, 1, -1, 3, 0], [1, -1, 3, 0, -1, -1, -1]]
 
 
 def test_weights_that_are_missing_damaged_or_all_zero(tmp_path):
@@ -433,7 +466,7 @@ def mixed(data: DataConfig, count: int, *, start: int = 0, seed: int = 0, batch_
 
 
 def test_a_mixture_has_its_shares_at_every_moment(mixture):
-    which = mixed(mixture, 100)[:, 0] // 100
+    which = mixed(mixture, 100)[:, 1] // 100
     given = np.cumsum(which[:, None] == np.arange(3)[None, :], axis=0)
     assert np.abs(given - np.arange(1, 401)[:, None] * np.array([[5, 2, 1]]) / 8).max() < 3
     assert given[-1].tolist() == [250, 100, 50]
@@ -499,9 +532,14 @@ def test_a_mixture_that_does_not_go_together(mixture, change, message):
         open_corpora(DataConfig(mixture=tuple(change(mixture.mixture))))
 
 
+def test_documents_of_an_earlier_version_have_no_windows(files):
+    with pytest.raises(ConfigError, match=r"of an earlier version of lineargpt; evaluate the run with that version"):
+        windows(files, "train", 4, EARLIER_DOCUMENTS)
+
+
 def test_a_corpus_shorter_than_a_window_is_refused_in_both_packings(tmp_path):
     files = corpus(tmp_path / "tokens", [3, 4])
-    assert len(packed(files, 8)) == 1
+    assert len(packed(files, 8)) == 2
     for packing in ("stream", "documents"):
         with pytest.raises(ConfigError, match=r"context is 9; the train split in .* has only 9 tokens"):
             windows(files, "train", 9, packing)

@@ -110,6 +110,10 @@ def test_token_files_are_the_same_every_time_and_of_the_seed(tmp_path):
     assert batch.segment_ids_BT is not None
     assert not np.any(batch.segment_ids_BT)
     assert (np.sum(np.asarray(batch.targets_BT) >= 0, axis=1) == 3).all()
+    ids_NL = a.read("val", 0, 4 * 17).reshape(4, 17)[:, :16]
+    assert batch.inputs_BT.tolist() == np.pad(ids_NL[:, :-1], [(0, 0), (1, 0)], constant_values=a.separator).tolist()
+    scored_BT = batch.targets_BT >= 0
+    assert np.array_equal(batch.targets_BT[scored_BT], ids_NL[scored_BT])
 
 
 def test_a_source_names_a_task_and_is_generated_on_first_use():
