@@ -102,9 +102,10 @@ class DataConfig:
     tokenizer: str = "bytes"
     """Tokenizer: bytes, a tiktoken encoding such as gpt2, or pixels for images."""
     packing: Literal["stream", "documents", "rows"] = "stream"
-    """stream: windows of the token stream, across document boundaries. documents: whole documents packed into rows, each
-    after a separator, padded at the end, without attention across documents (softmax then uses its blockwise form, not
-    cuDNN's). rows: a document of exactly model.context tokens a row, after a separator; images require it."""
+    """stream: windows of the token stream, across document boundaries. documents: whole documents, each after a
+    separator, packed into rows and padded at the end, without attention across documents (softmax then uses its
+    blockwise form, not cuDNN's). rows: a document of exactly model.context tokens a row, after a separator; images
+    require it."""
     mixture: tuple[tuple[str, float], ...] = ()
     """Mixture of corpora, in place of dir and source: pairs of a folder of token files or a source, and its weight."""
     verify: bool = True

@@ -20,7 +20,7 @@ import hashlib
 import math
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -30,10 +30,11 @@ import numpy as np
 from jaxtyping import Int32
 
 from configs.schema import EARLIER_DOCUMENTS, DataConfig
-from data import token_files
+from data import token_files, tokenizers
 from data.packing import pack_documents
 from data.prepare import ensure
 from data.token_files import SPLITS, TokenFiles, has_token_files
+from support.command import note
 from support.errors import ConfigError, DataError
 
 
@@ -248,13 +249,17 @@ class Corpora:
         """The mean of one value per corpus, weighted by the shares."""
         return sum(share * value for share, value in zip(self.shares, values, strict=True))
 
-    def bits(self, split: str, loss: float) -> dict[str, float]:
-        """A loss in nats per token as ``bits_per_byte`` or, for images, ``bits_per_dimension``; empty if parts of the
-        text are not scored, which would make it meaningless."""
-        units = [found for files in self.files if (found := files.units_per_token(split)) is not None]
-        if len(units) < len(self.files):
+    def bits(self, loss: float, units: Sequence[float | None]) -> dict[str, float]:
+        """A loss in nats per token as ``bits_per_byte`` or, for images, ``bits_per_dimension``.
+
+        Args:
+            loss: mean over the scored tokens.
+            units: :func:`units_per_token` of each corpus. If any is None, the result is empty.
+        """
+        known = [found for found in units if found is not None]
+        if len(known) < len(self.files):
             return {}
-        return {f"bits_per_{self.files[0].unit}": loss / math.log(2) / self.mean(units)}
+        return {f"bits_per_{self.files[0].unit}": loss / math.log(2) / self.mean(known)}
 
     def check_context(self, context: int, packing: str) -> None:
         """Raises :class:`ConfigError` if train or val has no windows; see :func:`windows`."""
@@ -265,6 +270,51 @@ class Corpora:
     def padding(self, split: str, context: int, packing: str) -> float:
         """Fraction of training positions that are padding."""
         return self.mean([windows(files, split, context, packing).padding for files in self.files])
+
+
+def units_per_token(files: TokenFiles, split: str, batches: Iterable[Batch]) -> float | None:
+    """Average bytes of text, or dimensions of images, per scored token: bits per unit = loss / ln 2 / this.
+
+    Separators count, with no bytes. Without the vocabulary of the tokens, the average is that of the whole split.
+
+    Args:
+        files: the token files.
+        split: the split of the batches.
+        batches: what is scored, in host memory.
+
+    Returns:
+        1 for images, whose scored tokens are dimensions. None for text with weights, parts of which are not scored,
+        and if the tokens have no bytes.
+
+    Raises:
+        DataError: the vocabulary on this machine is another one.
+    """
+    if files.unit != "byte":
+        return 1.0
+    if files.weighted:
+        return None
+    bytes_V = _token_bytes(files)
+    if bytes_V is None:
+        return files.text_bytes(split) / files.tokens(split) or None
+    scored = [targets_BT[targets_BT >= 0] for targets_BT in (np.asarray(batch.targets_BT) for batch in batches)]
+    return int(sum(bytes_V[ids].sum() for ids in scored)) / sum(map(len, scored)) or None
+
+
+@functools.lru_cache(maxsize=64)
+def _token_bytes(files: TokenFiles) -> np.ndarray | None:
+    """The bytes of text of each token of a vocabulary; None if it cannot be loaded. The symbols of generated corpora
+    count as a byte each."""
+    if files.meta.get("tokenizer_fingerprint") is None:
+        bytes_V = np.ones(files.vocabulary_size, np.int64)
+        bytes_V[files.separator] = 0
+        return bytes_V
+    try:
+        encoding = tokenizers.load(files.tokenizer)
+    except DataError as error:
+        note(f"bits_per_byte is computed with the average bytes per token of the whole split: {error}")
+        return None
+    token_files.check_fingerprint(files.directory, files.meta, tokenizers.fingerprint(encoding))
+    return tokenizers.token_bytes(encoding)
 
 
 def open_corpora(data: DataConfig) -> Corpora:

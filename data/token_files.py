@@ -191,14 +191,9 @@ class TokenFiles:
         """The format of its images, as of :class:`data.sources.images.ImageFormat`; None for text."""
         return self.meta.get("image")
 
-    def units_per_token(self, split: str) -> float | None:
-        """Average units per scored token: bits per unit = loss / ln 2 / this.
-
-        1 for images, whose scored tokens are dimensions. None for text with weights, parts of which are not scored.
-        """
-        if self.unit != "byte":
-            return 1.0
-        return None if self.weighted else self.meta["splits"][split]["bytes"] / self.tokens(split)
+    def text_bytes(self, split: str) -> int:
+        """Number of bytes of text of a split."""
+        return self.meta["splits"][split]["bytes"]
 
     def read(self, split: str, start: int, stop: int) -> Int32[np.ndarray, " T"]:
         """Tokens ``start`` to ``stop`` of a split, across shards.

@@ -12,13 +12,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tiktoken
 
 from configs.schema import EARLIER_DOCUMENTS, DataConfig
-from data import prepare, token_files
-from data.loader import Batch, Corpora, batches, fixed_batches, open_corpora, windows
+from data import prepare, token_files, tokenizers
+from data.loader import Batch, Corpora, batches, fixed_batches, open_corpora, units_per_token, windows
 from data.synthetic_tasks import Document, write_corpus
 from data.token_files import TokenFiles, Vocabulary
 from support.errors import ConfigError, DataError
+from tests.data.tokenizers_test import GPT2_FILES
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 4
@@ -177,9 +179,64 @@ def test_a_context_beyond_the_data_names_both(files, directory, make):
         make(files, "val", context=14, batch_size=1, **options)
 
 
-def test_units_per_token(files):
-    assert files.tokens("val") == 14
-    assert files.units_per_token("val") == 13 / 14
+@pytest.fixture(params=["small", "gpt2"])
+def encoding(request, monkeypatch) -> tiktoken.Encoding:
+    """A tokenizer whose tokens have several bytes, and end-of-text none."""
+    if request.param == "gpt2":
+        if not GPT2_FILES.is_dir():
+            pytest.skip(f"the vocabulary of gpt2 is not in {GPT2_FILES}")
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_FILES))
+        return tokenizers.load("gpt2")
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"th": 256, b"the": 257, b" the": 258}
+    found = tiktoken.Encoding("o200k_base", pat_str=r" ?[a-z]+|.", mergeable_ranks=ranks,
+                              special_tokens={"<|endoftext|>": 259})
+    monkeypatch.setattr(tokenizers, "load", lambda name: found)
+    return found
+
+
+@pytest.fixture
+def short_documents(encoding, tmp_path) -> TokenFiles:
+    """Documents of few tokens, of which some have many bytes."""
+    texts = ["the cat", "a", "the", "Rhythm there, the other theme", "xyz"] * 8
+    (tmp_path / "tokens").mkdir()
+    with token_files.TokenFilesWriter(tmp_path / "tokens", tokenizers.vocabulary(encoding)) as writer:
+        for split in ("train", "val"):
+            for text in texts:
+                writer.write(split, np.append(encoding.encode(text), encoding.eot_token), text_bytes=len(text),
+                             documents=1)
+        writer.finish({})
+    return TokenFiles.open(tmp_path / "tokens")
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_bits_per_byte_are_those_of_the_bytes_of_scored_tokens(encoding, short_documents, packing):
+    for count in (1, 2, 1000):  # a part of the windows, and all
+        found = fixed_batches(short_documents, "val", context=6, batch_size=2, count=count, packing=packing)
+        scored = [token for batch in found for token in batch.targets_BT.ravel().tolist() if token >= 0]
+        text = encoding.decode_bytes([token for token in scored if token != encoding.eot_token])
+        expected = len(text) / len(scored)
+        assert units_per_token(short_documents, "val", found) == pytest.approx(expected)
+        nats = 2.5 * len(scored)
+        bits = Corpora.of(short_documents).bits(2.5, [units_per_token(short_documents, "val", found)])
+        assert bits == {"bits_per_byte": pytest.approx(nats / np.log(2) / len(text))}
+
+
+def test_bits_per_byte_without_the_vocabulary_are_those_of_the_split(short_documents, monkeypatch, capsys):
+    def load(name):
+        raise DataError(f"tokenizer {name}: its vocabulary cannot be downloaded")
+
+    monkeypatch.setattr(tokenizers, "load", load)
+    found = fixed_batches(short_documents, "val", context=6, batch_size=2, count=1)
+    entry = short_documents.meta["splits"]["val"]
+    assert units_per_token(short_documents, "val", found) == entry["bytes"] / entry["tokens"]
+    assert "note: bits_per_byte is computed with the average bytes per token of the whole split: tokenizer " in (
+        capsys.readouterr().err)
+
+
+def test_tokens_of_another_vocabulary_have_no_bits_per_byte(short_documents):
+    short_documents.meta["tokenizer_fingerprint"] = "a" * 64
+    with pytest.raises(DataError, match="its vocabulary differs from that of"):
+        units_per_token(short_documents, "val", [])
 
 
 def test_a_truncated_file_is_named_with_what_was_expected(directory):
@@ -447,8 +504,9 @@ def test_documents_that_are_no_rows_are_refused(tmp_path):
     for packing in ("stream", "documents"):
         with pytest.raises(ConfigError, match=rf"data\.packing is {packing}; expected rows for the images in"):
             windows(images, "train", 4, packing)
-    assert Corpora.of(images).bits("val", np.log(2)) == {"bits_per_dimension": 1.0}
-    assert Corpora.of(files).bits("val", np.log(2)) == {"bits_per_byte": 15 / 12}
+    for one, unit in ((images, "dimension"), (files, "byte")):  # no separator is scored
+        found = fixed_batches(one, "val", context=4, batch_size=3, count=1, packing="rows")
+        assert Corpora.of(one).bits(np.log(2), [units_per_token(one, "val", found)]) == {f"bits_per_{unit}": 1.0}
 
 
 @pytest.fixture

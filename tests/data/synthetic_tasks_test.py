@@ -167,6 +167,6 @@ def test_generated_corpora_are_whole_or_not_there(tmp_path):
     meta = write_corpus(tmp_path / "tokens", {"train": [good], "val": [good, good]}, source="good")
     assert meta == json.loads((tmp_path / "tokens" / "meta.json").read_text())
     assert sorted(path.name for path in tmp_path.glob("**/*.bin")) == ["train-00000.bin", "val-00000.bin"]
-    assert TokenFiles.open(tmp_path / "tokens").units_per_token("val") == 4 / 6
+    assert TokenFiles.open(tmp_path / "tokens").text_bytes("val") == 4
     with pytest.raises(ConfigError, match=r"already holds token files .*; choose another folder"):
         write_corpus(tmp_path / "tokens", {"train": [good], "val": [good]}, source="good")
