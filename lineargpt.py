@@ -219,7 +219,7 @@ class Run:
         sampler = self._sampler
         sampler.update(self.model)
         return sample_text(sampler, self.tokenizer, os.fsencode(prompt), sampling, max_new_tokens=max_new_tokens,
-                           stop=stop)
+                           stop=stop, by_document=self.config.data.packing == "documents")
 
 
 @_without_flags()

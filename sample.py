@@ -199,7 +199,8 @@ def write(run: LoadedRun, prompt: bytes, options: Options, mesh: Mesh | None) ->
     writer = SampleWriter(
         sampler, encoding, options, max_new_tokens=options.max_new_tokens, stop=options.stop,
         samples=options.num_samples, resumable=options.resumable,
-        end_line=options.interactive or (sys.stdout.isatty() and options.max_new_tokens > 0))
+        end_line=options.interactive or (sys.stdout.isatty() and options.max_new_tokens > 0),
+        by_document=run.config.data.packing == "documents")
     origin = f"{options.run}: step {run.step}, {','.join(run.config.model.attention)}"
     if options.interactive:
         status(f"{origin}. Ctrl-C stops a sample, Ctrl-D quits")

@@ -17,8 +17,10 @@ from typing import Any, ClassVar, Literal, Self
 
 from support.errors import ConfigError, RunError
 
-FORMAT = 1
-"""Format version of ``config.json``. Increase it when older files would be misread."""
+FORMAT = 2
+"""Format version of ``config.json``. Increase it when older files would be misread; :func:`groups_of` reads those."""
+EARLIER_DOCUMENTS = "documents without their first tokens as targets"
+"""``data.packing`` of runs with packed documents in format 1. They can be sampled and compared, but not resumed."""
 
 Remat = Literal["none", "block", "names"]
 """What the backward pass recomputes."""
@@ -100,9 +102,10 @@ class DataConfig:
     tokenizer: str = "bytes"
     """Tokenizer: bytes, a tiktoken encoding such as gpt2, or pixels for images."""
     packing: Literal["stream", "documents", "rows"] = "stream"
-    """stream: windows of the token stream, across document boundaries. documents: whole documents packed into rows,
-    padded at the end, without attention across documents (softmax then uses its blockwise form, not cuDNN's). rows: a
-    document of exactly model.context tokens a row, after a separator; images require it."""
+    """stream: windows of the token stream, across document boundaries. documents: whole documents, each after a
+    separator, packed into rows and padded at the end, without attention across documents (softmax then uses its
+    blockwise form, not cuDNN's). rows: a document of exactly model.context tokens a row, after a separator; images
+    require it."""
     mixture: tuple[tuple[str, float], ...] = ()
     """Mixture of corpora, in place of dir and source: pairs of a folder of token files or a source, and its weight."""
     verify: bool = True
@@ -356,15 +359,19 @@ def check_format(values: dict[str, Any], source: object) -> None:
         RunError: another format version.
     """
     found = values.get("format")
-    if found != FORMAT:
+    if found not in (1, FORMAT) or isinstance(found, bool):
         what = "no format version" if found is None else f"format {json.dumps(found)}"
-        raise RunError(f"{source}: {what}; this version of lineargpt reads format {FORMAT}: use the version that "
-                       "wrote the file, or train the run again")
+        raise RunError(f"{source}: {what}; this version of lineargpt reads formats 1 and {FORMAT}: use the version "
+                       "that wrote the file, or train the run again")
 
 
 def groups_of(values: dict[str, Any]) -> dict[str, Any]:
-    """The groups of a ``config.json``, without format version and kind."""
-    return {name: group for name, group in values.items() if name not in ("format", "kind")}
+    """The groups of a ``config.json``, without format version and kind, as in the present format."""
+    groups = {name: group for name, group in values.items() if name not in ("format", "kind")}
+    data = groups.get("data")
+    if values.get("format") == 1 and isinstance(data, dict) and data.get("packing") == "documents":
+        groups["data"] = data | {"packing": EARLIER_DOCUMENTS}
+    return groups
 
 
 def config_class(values: dict[str, Any]) -> type[RunConfig]:

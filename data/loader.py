@@ -4,10 +4,12 @@ Batch n depends only on the seed and n, so that the state of the loader is the n
 number of processes.
 
 A row of a batch is a window. With ``packing="stream"``, window i has tokens i T to (i + 1) T of the split, regardless
-of documents. With ``packing="documents"``, a window has several whole documents. A document of L tokens and a separator
-takes L positions: its tokens are the inputs, and its second token to its separator the targets. A document longer than
-T is cut into parts of T positions and a rest, each a separate segment. All tokens but the first of a document are
-targets. A document of exactly T tokens is exactly one window.
+of documents. With ``packing="documents"``, a window has several whole documents. A document of L tokens takes L + 1
+positions: the inputs are a separator and its tokens, and the targets its tokens and its separator. A model learns from
+them how a document begins, and how it ends. A document longer than T is cut into parts of T positions and a rest, each
+a separate segment. All tokens of a document are targets. The separator after it is one too, except where the tokens
+fill their windows, or where it has weight 0: then the document takes L positions, so that a document of exactly T
+tokens is exactly one window.
 
 With ``packing="rows"``, all documents have T tokens, and a window is one of them: its tokens are the targets, and the
 separator and all tokens but the last are the inputs.
@@ -18,7 +20,7 @@ import hashlib
 import math
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -27,11 +29,12 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
-from configs.schema import DataConfig
-from data import token_files
+from configs.schema import EARLIER_DOCUMENTS, DataConfig
+from data import token_files, tokenizers
 from data.packing import pack_documents
 from data.prepare import ensure
 from data.token_files import SPLITS, TokenFiles, has_token_files
+from support.command import note
 from support.errors import ConfigError, DataError
 
 
@@ -89,10 +92,13 @@ class PackedWindows:
 
     def __init__(self, files: TokenFiles, split: str, context: int):
         self.files, self.split, self.context = files, split, context
-        ends = files.separators(split)
-        if not len(ends) or ends[-1] != files.tokens(split) - 1:  # the last token is only a target
-            ends = np.append(ends, files.tokens(split) - 1)
-        self._packing = pack_documents(ends, context)
+        ends_N, tokens = files.separators(split), files.tokens(split)
+        scored_N = files.weights_at(split, ends_N)
+        if not len(ends_N) or ends_N[-1] != tokens - 1:  # the last document has no separator
+            ends_N, scored_N = np.append(ends_N, tokens), np.append(scored_N, False)
+        starts_N = np.concatenate([[0], ends_N[:-1] + 1])
+        lengths_N = ends_N - starts_N
+        self._packing = pack_documents(starts_N, lengths_N + (scored_N & (lengths_N % context > 0)), context)
         tokens = int(self._packing.lengths_P.sum())
         self.padding = 1 - tokens / (len(self) * context) if len(self) else 0.0
 
@@ -107,9 +113,12 @@ class PackedWindows:
         starts_P, lengths_P, bounds_W = self._packing
         for segment, part in enumerate(range(bounds_W[index], bounds_W[index + 1])):
             start, length = int(starts_P[part]), int(lengths_P[part])
-            tokens_L = self.files.read(self.split, start, start + length + 1)
-            inputs_T[at : at + length] = tokens_L[:-1]
-            targets_T[at : at + length] = self.files.scored(self.split, start + 1, tokens_L[1:])
+            tokens_L = self.files.read(self.split, max(start - 1, 0), start + length)
+            if start:  # the token before the first document is the separator that the window is filled with
+                inputs_T[at] = tokens_L[0]
+            tokens_L = tokens_L[-length:]
+            inputs_T[at + 1 : at + length] = tokens_L[:-1]
+            targets_T[at : at + length] = self.files.scored(self.split, start, tokens_L)
             segment_ids_T[at : at + length] = segment
             at += length
         return Batch(inputs_T, targets_T, segment_ids_T)
@@ -163,8 +172,12 @@ def windows(files: TokenFiles, split: str, context: int, packing: str) -> Window
         packing: as ``data.packing``.
 
     Raises:
-        ConfigError: the split is shorter than a window, or ``packing`` does not fit its documents.
+        ConfigError: the split is shorter than a window, or ``packing`` is that of an earlier version, or does not fit
+            its documents.
     """
+    if packing == EARLIER_DOCUMENTS:
+        raise ConfigError(f"data.packing is {packing}, of an earlier version of lineargpt; evaluate the run with that "
+                          "version, or train it again")
     if packing != "rows":
         if files.unit != "byte":
             raise ConfigError(f"data.packing is {packing}; expected rows for the images in {files.directory}")
@@ -236,13 +249,17 @@ class Corpora:
         """The mean of one value per corpus, weighted by the shares."""
         return sum(share * value for share, value in zip(self.shares, values, strict=True))
 
-    def bits(self, split: str, loss: float) -> dict[str, float]:
-        """A loss in nats per token as ``bits_per_byte`` or, for images, ``bits_per_dimension``; empty if parts of the
-        text are not scored, which would make it meaningless."""
-        units = [found for files in self.files if (found := files.units_per_token(split)) is not None]
-        if len(units) < len(self.files):
+    def bits(self, loss: float, units: Sequence[float | None]) -> dict[str, float]:
+        """A loss in nats per token as ``bits_per_byte`` or, for images, ``bits_per_dimension``.
+
+        Args:
+            loss: mean over the scored tokens.
+            units: :func:`units_per_token` of each corpus. If any is None, the result is empty.
+        """
+        known = [found for found in units if found is not None]
+        if len(known) < len(self.files):
             return {}
-        return {f"bits_per_{self.files[0].unit}": loss / math.log(2) / self.mean(units)}
+        return {f"bits_per_{self.files[0].unit}": loss / math.log(2) / self.mean(known)}
 
     def check_context(self, context: int, packing: str) -> None:
         """Raises :class:`ConfigError` if train or val has no windows; see :func:`windows`."""
@@ -253,6 +270,51 @@ class Corpora:
     def padding(self, split: str, context: int, packing: str) -> float:
         """Fraction of training positions that are padding."""
         return self.mean([windows(files, split, context, packing).padding for files in self.files])
+
+
+def units_per_token(files: TokenFiles, split: str, batches: Iterable[Batch]) -> float | None:
+    """Average bytes of text, or dimensions of images, per scored token: bits per unit = loss / ln 2 / this.
+
+    Separators count, with no bytes. Without the vocabulary of the tokens, the average is that of the whole split.
+
+    Args:
+        files: the token files.
+        split: the split of the batches.
+        batches: what is scored, in host memory.
+
+    Returns:
+        1 for images, whose scored tokens are dimensions. None for text with weights, parts of which are not scored,
+        and if the tokens have no bytes.
+
+    Raises:
+        DataError: the vocabulary on this machine is another one.
+    """
+    if files.unit != "byte":
+        return 1.0
+    if files.weighted:
+        return None
+    bytes_V = _token_bytes(files)
+    if bytes_V is None:
+        return files.text_bytes(split) / files.tokens(split) or None
+    scored = [targets_BT[targets_BT >= 0] for targets_BT in (np.asarray(batch.targets_BT) for batch in batches)]
+    return int(sum(bytes_V[ids].sum() for ids in scored)) / sum(map(len, scored)) or None
+
+
+@functools.lru_cache(maxsize=64)
+def _token_bytes(files: TokenFiles) -> np.ndarray | None:
+    """The bytes of text of each token of a vocabulary; None if it cannot be loaded. The symbols of generated corpora
+    count as a byte each."""
+    if files.meta.get("tokenizer_fingerprint") is None:
+        bytes_V = np.ones(files.vocabulary_size, np.int64)
+        bytes_V[files.separator] = 0
+        return bytes_V
+    try:
+        encoding = tokenizers.load(files.tokenizer)
+    except DataError as error:
+        note(f"bits_per_byte is computed with the average bytes per token of the whole split: {error}")
+        return None
+    token_files.check_fingerprint(files.directory, files.meta, tokenizers.fingerprint(encoding))
+    return tokenizers.token_bytes(encoding)
 
 
 def open_corpora(data: DataConfig) -> Corpora:

@@ -11,24 +11,28 @@ class Packing(NamedTuple):
     """P documents or parts of them, in the order of windows: window w has ``bounds_W[w]`` to ``bounds_W[w + 1]``."""
 
     starts_P: Int64[np.ndarray, " P"]
-    """Positions of their first tokens in the split."""
+    """Positions of their first targets in the split."""
     lengths_P: Int32[np.ndarray, " P"]
-    """Number of inputs of each, without the separator."""
+    """Number of targets of each."""
     bounds_W: Int64[np.ndarray, " W+1"]
 
 
-def pack_documents(ends_N: Int64[np.ndarray, " N"], context: int) -> Packing:
-    """Packs consecutive documents, with separators at ``ends_N``, into windows of ``context`` tokens.
+def pack_documents(starts_N: Int64[np.ndarray, " N"], lengths_N: Int64[np.ndarray, " N"], context: int) -> Packing:
+    """Packs documents into windows of ``context`` positions, one for each target.
 
     A document longer than a window is cut into parts. Windows are in the order of their first documents, so that evenly
     spaced windows are evenly spaced in the text.
+
+    Args:
+        starts_N: position of the first target of each document in the split.
+        lengths_N: number of its targets, which are consecutive.
+        context: positions per window.
     """
-    starts_N = np.concatenate([[0], ends_N[:-1] + 1])
-    parts_N = -(-(ends_N - starts_N) // context)
+    parts_N = -(-lengths_N // context)
     document_P = np.repeat(np.arange(len(starts_N)), parts_N)
     part_P = np.arange(len(document_P)) - np.repeat(np.cumsum(parts_N) - parts_N, parts_N)
     starts_P = starts_N[document_P] + part_P * context
-    lengths_P = np.minimum(ends_N[document_P] - starts_P, context)
+    lengths_P = np.minimum(lengths_N[document_P] - part_P * context, context)
     window_P = best_fit(lengths_P, context)
     count = int(window_P.max(initial=-1)) + 1
     first_W = np.full(count, np.iinfo(np.int64).max)

@@ -33,8 +33,7 @@ class Document(NamedTuple):
 
     ids_L: Integer[np.ndarray, " L"]
     weights_L: Integer[np.ndarray, " L"] | None = None
-    """1 for tokens that are scored as targets, else 0. None: all are, and the separator too, which otherwise is not.
-    The first token of a packed document is never a target."""
+    """1 for tokens that are scored as targets, else 0. None: all are, and the separator too, which otherwise is not."""
     targets_L: Integer[np.ndarray, " L"] | None = None
     """With weights: ids to predict in place of ``ids_L``, which remain the input. None: ``ids_L``."""
 

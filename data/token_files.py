@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from jaxtyping import Int32, Int64, Integer
+from jaxtyping import Bool, Int32, Int64, Integer
 
 from support.errors import ConfigError, DataError
 from support.files import read_json, write_json
@@ -196,14 +196,9 @@ class TokenFiles:
         """The format of its images, as of :class:`data.sources.images.ImageFormat`; None for text."""
         return self.meta.get("image")
 
-    def units_per_token(self, split: str) -> float | None:
-        """Average units per scored token: bits per unit = loss / ln 2 / this.
-
-        1 for images, whose scored tokens are dimensions. None for text with weights, parts of which are not scored.
-        """
-        if self.unit != "byte":
-            return 1.0
-        return None if self.weighted else self.meta["splits"][split]["bytes"] / self.tokens(split)
+    def text_bytes(self, split: str) -> int:
+        """Number of bytes of text of a split."""
+        return self.meta["splits"][split]["bytes"]
 
     def read(self, split: str, start: int, stop: int) -> Int32[np.ndarray, " T"]:
         """Tokens ``start`` to ``stop`` of a split, across shards.
@@ -244,6 +239,15 @@ class TokenFiles:
                 raise DataError(f"{file.path}: weight {int(part.max())}, expected 0 or 1; the file is damaged: "
                                 f"{_REMEDY}")
         return np.where(np.concatenate(parts) == 0, -1, tokens_T).astype(np.int32)
+
+    def weights_at(self, split: str, positions_N: Int64[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
+        """Whether the tokens at these positions are scored."""
+        scored_N, offset = np.ones(len(positions_N), bool), 0
+        for file in self._splits[split].weights:
+            inside_N = (positions_N >= offset) & (positions_N < offset + file.tokens)
+            scored_N[inside_N] = self._arrays[file.path][positions_N[inside_N] - offset] > 0
+            offset += file.tokens
+        return scored_N
 
     def _parts(self, files: list[_File], start: int, stop: int) -> Iterator[tuple[_File, np.ndarray]]:
         """The parts of ``start`` to ``stop`` in each file."""

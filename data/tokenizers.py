@@ -119,6 +119,14 @@ def fingerprint(encoding: "tiktoken.Encoding") -> str:
     return digest.hexdigest()
 
 
+def token_bytes(encoding: "tiktoken.Encoding") -> Int64[np.ndarray, " V"]:
+    """The number of bytes of text of each token; 0 for special tokens."""
+    bytes_V = np.zeros(encoding.n_vocab, np.int64)
+    for token, rank in encoding._mergeable_ranks.items():
+        bytes_V[rank] = len(token)
+    return bytes_V
+
+
 def vocabulary(encoding: "tiktoken.Encoding") -> Vocabulary:
     """The vocabulary of an encoding, for token files."""
     return Vocabulary(encoding.name, fingerprint(encoding), encoding.n_vocab, end_of_text(encoding))

@@ -31,16 +31,25 @@ def check(config: TrainConfig, model: GPT) -> None:
                           "no cached decode")
 
 
-def tokenize_prompt(encoding: "tiktoken.Encoding", prompt: bytes, *, starts: bool = True) -> Int32[np.ndarray, " T"]:
-    """The tokens of a prompt; end-of-text for an empty one that ``starts`` a text."""
+def tokenize_prompt(encoding: "tiktoken.Encoding", prompt: bytes, *, starts: bool = True, by_document: bool = False,
+                    ) -> Int32[np.ndarray, " T"]:
+    """The tokens of a prompt.
+
+    Args:
+        encoding: tokenizer of the model.
+        prompt: UTF-8.
+        starts: whether the prompt starts a text. An empty one that does is end-of-text.
+        by_document: whether the model was trained on packed documents, each after end-of-text: a prompt that starts a
+            text then follows it too.
+    """
     prompt_T = tokenizers.encode_document(encoding, prompt).astype(np.int32)
-    if starts and not len(prompt_T):
-        prompt_T = np.array([tokenizers.end_of_text(encoding)], np.int32)
+    if starts and (by_document or not len(prompt_T)):
+        prompt_T = np.append(np.int32(tokenizers.end_of_text(encoding)), prompt_T)
     return prompt_T
 
 
 def sample_text(sampler: Sampler, encoding: "tiktoken.Encoding", prompt: bytes, sampling: Sampling, *,
-                max_new_tokens: int, stop: Sequence[str] = ()) -> str:
+                max_new_tokens: int, stop: Sequence[str] = (), by_document: bool = False) -> str:
     """Samples the text that follows a prompt, to end-of-text, a stop string or ``max_new_tokens``.
 
     Args:
@@ -50,6 +59,7 @@ def sample_text(sampler: Sampler, encoding: "tiktoken.Encoding", prompt: bytes, 
         sampling: sampling options.
         max_new_tokens: maximum number of new tokens.
         stop: the sample ends before the first of these strings.
+        by_document: as in :func:`tokenize_prompt`.
 
     Raises:
         ConfigError: an option is out of range, a stop string is empty, or the prompt is longer than the positions of
@@ -60,7 +70,8 @@ def sample_text(sampler: Sampler, encoding: "tiktoken.Encoding", prompt: bytes, 
     if "" in stop:
         raise ConfigError("stop has an empty string; expected at least one character")
     stream, texts = TextStream(encoding, [os.fsencode(text) for text in stop]), []
-    for tokens_BT in sampler.generate(tokenize_prompt(encoding, prompt), sampling, max_new_tokens=max_new_tokens):
+    prompt_T = tokenize_prompt(encoding, prompt, by_document=by_document)
+    for tokens_BT in sampler.generate(prompt_T, sampling, max_new_tokens=max_new_tokens):
         texts.append(stream.feed(tokens_BT[0]))
         if stream.ended:
             break

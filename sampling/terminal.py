@@ -44,10 +44,12 @@ class SampleWriter:
     """Whether the decode state of the text is needed."""
     end_line: bool = False
     """Whether to write a line break after the last sample."""
+    by_document: bool = False
+    """As in :func:`sampling.samples.tokenize_prompt`."""
 
     def tokenize(self, prompt: bytes, memory: Memory | None) -> np.ndarray:
-        """The tokens of a prompt; end-of-text if there is no text."""
-        return tokenize_prompt(self.encoding, prompt, starts=memory is None)
+        """The tokens of a prompt; see :func:`sampling.samples.tokenize_prompt`."""
+        return tokenize_prompt(self.encoding, prompt, starts=memory is None, by_document=self.by_document)
 
     def write_samples(self, prompt_T: np.ndarray, memory: Memory | None, *, verbose: bool = False,
                       stopped: threading.Event | None = None) -> Memory | None:

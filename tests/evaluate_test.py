@@ -19,7 +19,7 @@ from flax import nnx
 import evaluate
 from comparison.runs import load_evaluations, load_run
 from data import synthetic_tasks, tokenizers
-from data.loader import Batch, Corpora
+from data.loader import Batch, Corpora, fixed_batches
 from data.token_files import TokenFiles
 from support.files import write_json
 from tests import several_devices, tiny
@@ -89,6 +89,9 @@ def test_the_loss_is_that_of_the_val_lines(folder, capsys):
     (line,) = tiny.lines(folder / "none", "val")
     assert entry["loss"] == pytest.approx(line["loss"], rel=1e-5)  # summed in another order
     assert entry["bits_per_byte"] == pytest.approx(line["bits_per_byte"], rel=1e-5)
+    evaluated = fixed_batches(TokenFiles.open(folder / "tokens"), "val", context=32, batch_size=4, count=2)
+    text_bytes = sum(int((batch.targets_BT != 256).sum()) for batch in evaluated)
+    assert entry["bits_per_byte"] == pytest.approx(entry["loss"] * entry["tokens"] / math.log(2) / text_bytes)
     assert entry["perplexity"] == pytest.approx(math.exp(entry["loss"]))
     assert report["step"] == 2
     assert report["corpus_checksum"] == json.loads((folder / "none" / "environment.json").read_text())[

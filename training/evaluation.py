@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from data.loader import Batch, Corpora, fixed_batches
+from data.loader import Batch, Corpora, fixed_batches, units_per_token
 from data.token_files import TokenFiles
 from models.gpt import GPT
 from support.errors import ConfigError, DataError
@@ -115,7 +115,7 @@ def evaluate(model: GPT, corpora: Corpora, *, contexts: Sequence[int], windows: 
             entry |= _figures(files, scores, scored_BT)
             loss = entry["loss"]
             entry["perplexity"] = math.exp(loss) if loss < 700 else None
-            entry |= Corpora.of(files).bits(split, loss)
+            entry |= Corpora.of(files).bits(loss, [units_per_token(files, split, [batch])])
             entry["positions"] = [
                 {"first": first, "last": last, **_figures(files, scores, scored_BT & inside_BT)}
                 for first, last in position_bins(context)

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from configs.schema import Config, MaskedConfig
-from data.loader import Batch, Corpora, batches, fixed_batches
+from data.loader import Batch, Corpora, batches, fixed_batches, units_per_token
 from data.sources.images import ImageFormat
 from data.token_files import TokenFiles
 from sampling.images import ImageSamples
@@ -96,10 +96,11 @@ class LanguageModelling:
     def evaluator(self, sharding: NamedSharding) -> Evaluator:
         train, corpora = self._config.train, self._corpora
         # As many sequences at once as in training, so that they fit into memory.
-        val = [[put(batch, sharding) for batch in self._evaluated(fixed_batches(
+        windows = [fixed_batches(
             files, "val", context=self._config.model.context, batch_size=train.batch_size // train.accumulate,
-            count=train.eval_batches * train.accumulate, packing=self._config.data.packing))]
-            for files in corpora.files]
+            count=train.eval_batches * train.accumulate, packing=self._config.data.packing) for files in corpora.files]
+        units = [self._units(files, batches) for files, batches in zip(corpora.files, windows, strict=True)]
+        val = [[put(batch, sharding) for batch in self._evaluated(batches)] for batches in windows]
         evaluate = jax.jit(steps.make_eval_step(self.model, accuracy=self._accuracy))
 
         def figures(state: steps.TrainState, stops: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
@@ -108,12 +109,12 @@ class LanguageModelling:
             if sums is None:
                 return None
             of_corpus = iter(sums)
-            each = [self._figures(files, list(itertools.islice(of_corpus, len(batches_of))))
-                    for files, batches_of in zip(corpora.files, val, strict=True)]
+            each = [self._figures(files, of_files, list(itertools.islice(of_corpus, len(batches_of))))
+                    for files, of_files, batches_of in zip(corpora.files, units, val, strict=True)]
             values = {"loss": corpora.mean([figures["loss"] for figures in each])}
             if self._accuracy:
                 values["accuracy"] = corpora.mean([figures["accuracy"] for figures in each])
-            values |= self._bits(corpora, values["loss"])
+            values |= corpora.bits(values["loss"], units)
             if len(each) > 1:
                 values |= {f"{name}/{corpus}": value for corpus, figures in zip(corpora.names, each, strict=True)
                            for name, value in figures.items()}
@@ -131,16 +132,18 @@ class LanguageModelling:
         """What is evaluated of the val batches of a corpus, in host memory."""
         return batches
 
-    def _figures(self, files: TokenFiles, sums: Sequence[tuple[np.ndarray, ...]]) -> dict[str, float]:
+    def _units(self, files: TokenFiles, batches: list[Batch]) -> float | None:
+        """:func:`data.loader.units_per_token` of the val batches of a corpus."""
+        return units_per_token(files, "val", batches)
+
+    def _figures(self, files: TokenFiles, units: float | None, sums: Sequence[tuple[np.ndarray, ...]],
+                 ) -> dict[str, float]:
         """The figures of the val split of one corpus."""
         losses, counts, *right = zip(*sums, strict=True)
-        figures = {"loss": (loss := float(sum(losses)) / int(sum(counts)))} | self._bits(Corpora.of(files), loss)
+        figures = {"loss": (loss := float(sum(losses)) / int(sum(counts)))} | Corpora.of(files).bits(loss, [units])
         if right:
             figures["accuracy"] = int(sum(right[0])) / int(sum(counts))
         return figures
-
-    def _bits(self, corpora: Corpora, loss: float) -> dict[str, float]:
-        return corpora.bits("val", loss)
 
 
 class MaskedLanguageModelling(LanguageModelling):
@@ -167,9 +170,8 @@ class MaskedLanguageModelling(LanguageModelling):
     def samples(self, folder: Path, *, keep_through: int) -> None:
         """Not supported."""
 
-    def _bits(self, corpora: Corpora, loss: float) -> dict[str, float]:
+    def _units(self, files: TokenFiles, batches: list[Batch]) -> None:
         """None: most of the text is not scored."""
-        return {}
 
     def _evaluated(self, batches: list[Batch]) -> list[Batch]:
         key, window = jax.random.key(VAL_SEED), 0

@@ -113,7 +113,8 @@ def mask(batch: Batch, keys_B: Key[Array, " B"], mask_token: int) -> Batch:
     """Targets of a masked language model in place of the next tokens: 15 % of the tokens, each at random.
 
     Of the targets, 80 % are replaced by the mask token in the inputs, 10 % by a random token, and 10 % are kept (Devlin
-    et al., "BERT", 2019). Padding is no target.
+    et al., "BERT", 2019). Padding is no target, nor is the first token of a segment: the separator before a document,
+    which is always the same.
 
     Args:
         batch: windows of tokens.
@@ -131,7 +132,9 @@ def mask(batch: Batch, keys_B: Key[Array, " B"], mask_token: int) -> Batch:
     chance_BT, kind_BT, random_BT = jax.vmap(draw)(keys_B)
     target_BT = chance_BT < MASKED
     if batch.segment_ids_BT is not None:
-        target_BT &= jnp.asarray(batch.segment_ids_BT) >= 0
+        segment_ids_BT = jnp.asarray(batch.segment_ids_BT)
+        follows_BT = jnp.diff(segment_ids_BT, axis=1, prepend=-1) == 0
+        target_BT &= (segment_ids_BT >= 0) & follows_BT
     shown_BT = jnp.where(kind_BT < 0.8, mask_token, jnp.where(kind_BT < 0.9, random_BT, tokens_BT))
     return batch._replace(inputs_BT=jnp.where(target_BT, shown_BT, tokens_BT),
                           targets_BT=jnp.where(target_BT, tokens_BT, -1))

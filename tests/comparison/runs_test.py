@@ -62,6 +62,14 @@ def test_a_copy_is_no_second_seed_and_an_older_config_no_other_setup(tmp_path):
     assert remarks(runs) == ["a and c have the same config and seed: they are not averaged."]
 
 
+def test_packed_documents_of_another_version_are_another_set_up(tmp_path):
+    paths = [set_fields(write_run(tmp_path / name, seed=seed), {"data.packing": "documents"})
+             for seed, name in enumerate("abc")]
+    set_fields(paths[2], {"format": 1})
+    runs = [load_run(path) for path in paths]
+    assert [[run.name for run in setup.runs] for setup in group(runs)] == [["a", "b"], ["c"]]
+
+
 def test_names_say_what_a_run_is(tmp_path):
     paths = [write_run(tmp_path / "run-1"), write_run(tmp_path / "2", "chunked", learning_rate=0.25, seed=3),
              write_run(tmp_path / "wide"), write_run(tmp_path / "other" / "wide")]

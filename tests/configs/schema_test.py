@@ -8,8 +8,10 @@ import pytest
 
 import configs.schema
 from configs.schema import (
+    EARLIER_DOCUMENTS,
     FORMAT,
     Config,
+    DataConfig,
     EncoderConfig,
     LoggingConfig,
     LraConfig,
@@ -98,14 +100,24 @@ def test_unknown_groups_and_fields_are_named(values, message):
 
 
 @pytest.mark.parametrize(("number", "message"), [
-    ({}, "config: no format version; this version of lineargpt reads format 1: use the version that wrote"),
-    ({"format": 2}, "config: format 2; this version"), ({"format": "1"}, 'config: format "1"; this'),
+    ({}, "config: no format version; this version of lineargpt reads formats 1 and 2: use the version that wrote"),
+    ({"format": 3}, "config: format 3; this version"), ({"format": "1"}, 'config: format "1"; this'),
+    ({"format": True}, "config: format true; this"),
 ])
 def test_another_format_is_refused(number, message):
     values = Config().to_dict()
-    assert values.pop("format") == FORMAT == 1
+    assert values.pop("format") == FORMAT == 2
     with pytest.raises(RunError, match=message):
         Config.from_dict(number | values)
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents", "rows"])
+def test_packed_documents_of_format_1_are_not_those_of_now(packing):
+    config = Config(data=DataConfig(packing=packing))
+    assert Config.from_dict(config.to_dict()) == config
+    earlier = Config.from_dict(config.to_dict() | {"format": 1})
+    assert earlier.data.packing == (EARLIER_DOCUMENTS if packing == "documents" else packing)
+    assert (earlier == config) == (packing != "documents")
 
 
 def test_a_recipe_is_given_the_attention(tmp_path):

@@ -12,13 +12,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tiktoken
 
-from configs.schema import DataConfig
-from data import prepare, token_files
-from data.loader import Batch, Corpora, batches, fixed_batches, open_corpora, windows
+from configs.schema import EARLIER_DOCUMENTS, DataConfig
+from data import prepare, token_files, tokenizers
+from data.loader import Batch, Corpora, batches, fixed_batches, open_corpora, units_per_token, windows
 from data.synthetic_tasks import Document, write_corpus
 from data.token_files import TokenFiles, Vocabulary
 from support.errors import ConfigError, DataError
+from tests.data.tokenizers_test import GPT2_FILES
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 4
@@ -177,9 +179,64 @@ def test_a_context_beyond_the_data_names_both(files, directory, make):
         make(files, "val", context=14, batch_size=1, **options)
 
 
-def test_units_per_token(files):
-    assert files.tokens("val") == 14
-    assert files.units_per_token("val") == 13 / 14
+@pytest.fixture(params=["small", "gpt2"])
+def encoding(request, monkeypatch) -> tiktoken.Encoding:
+    """A tokenizer whose tokens have several bytes, and end-of-text none."""
+    if request.param == "gpt2":
+        if not GPT2_FILES.is_dir():
+            pytest.skip(f"the vocabulary of gpt2 is not in {GPT2_FILES}")
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_FILES))
+        return tokenizers.load("gpt2")
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"th": 256, b"the": 257, b" the": 258}
+    found = tiktoken.Encoding("o200k_base", pat_str=r" ?[a-z]+|.", mergeable_ranks=ranks,
+                              special_tokens={"<|endoftext|>": 259})
+    monkeypatch.setattr(tokenizers, "load", lambda name: found)
+    return found
+
+
+@pytest.fixture
+def short_documents(encoding, tmp_path) -> TokenFiles:
+    """Documents of few tokens, of which some have many bytes."""
+    texts = ["the cat", "a", "the", "Rhythm there, the other theme", "xyz"] * 8
+    (tmp_path / "tokens").mkdir()
+    with token_files.TokenFilesWriter(tmp_path / "tokens", tokenizers.vocabulary(encoding)) as writer:
+        for split in ("train", "val"):
+            for text in texts:
+                writer.write(split, np.append(encoding.encode(text), encoding.eot_token), text_bytes=len(text),
+                             documents=1)
+        writer.finish({})
+    return TokenFiles.open(tmp_path / "tokens")
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_bits_per_byte_are_those_of_the_bytes_of_scored_tokens(encoding, short_documents, packing):
+    for count in (1, 2, 1000):  # a part of the windows, and all
+        found = fixed_batches(short_documents, "val", context=6, batch_size=2, count=count, packing=packing)
+        scored = [token for batch in found for token in batch.targets_BT.ravel().tolist() if token >= 0]
+        text = encoding.decode_bytes([token for token in scored if token != encoding.eot_token])
+        expected = len(text) / len(scored)
+        assert units_per_token(short_documents, "val", found) == pytest.approx(expected)
+        nats = 2.5 * len(scored)
+        bits = Corpora.of(short_documents).bits(2.5, [units_per_token(short_documents, "val", found)])
+        assert bits == {"bits_per_byte": pytest.approx(nats / np.log(2) / len(text))}
+
+
+def test_bits_per_byte_without_the_vocabulary_are_those_of_the_split(short_documents, monkeypatch, capsys):
+    def load(name):
+        raise DataError(f"tokenizer {name}: its vocabulary cannot be downloaded")
+
+    monkeypatch.setattr(tokenizers, "load", load)
+    found = fixed_batches(short_documents, "val", context=6, batch_size=2, count=1)
+    entry = short_documents.meta["splits"]["val"]
+    assert units_per_token(short_documents, "val", found) == entry["bytes"] / entry["tokens"]
+    assert "note: bits_per_byte is computed with the average bytes per token of the whole split: tokenizer " in (
+        capsys.readouterr().err)
+
+
+def test_tokens_of_another_vocabulary_have_no_bits_per_byte(short_documents):
+    short_documents.meta["tokenizer_fingerprint"] = "a" * 64
+    with pytest.raises(DataError, match="its vocabulary differs from that of"):
+        units_per_token(short_documents, "val", [])
 
 
 def test_a_truncated_file_is_named_with_what_was_expected(directory):
@@ -250,38 +307,56 @@ def packed(files: TokenFiles, context: int, split: str = "train") -> list[Batch]
     return [rows[i] for i in range(len(rows))]
 
 
-def test_documents_lie_whole_in_their_windows_and_predict_their_separators(tmp_path):
+@pytest.mark.fast
+def test_documents_lie_whole_in_their_windows_between_separators(tmp_path):
     files = corpus(tmp_path / "tokens", [3, 8, 4, 5, 2])
     found = packed(files, 8)
     assert [row.inputs_BT.tolist() for row in found] == [
-        [1, 2, 3, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 1, 2, 0, 0]]
+        [0, 1, 2, 3, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 0]]
     assert [row.targets_BT.tolist() for row in found] == [
-        [2, 3, 0, 2, 3, 4, 5, 0], [2, 3, 4, 5, 6, 7, 8, 0], [2, 3, 4, 0, 2, 0, -1, -1]]
+        [1, 2, 3, 0, -1, -1, -1, -1], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 0, 1, 2, 0], [1, 2, 3, 4, 5, 0, -1, -1]]
     assert [row.segment_ids_BT.tolist() for row in found] == [  # pyright: ignore[reportOptionalMemberAccess]
-        [0, 0, 0, 1, 1, 1, 1, 1], [0] * 8, [0, 0, 0, 0, 1, 1, -1, -1]]
-    assert windows(files, "train", 8, "documents").padding == pytest.approx(2 / 24)
+        [0, 0, 0, 0, -1, -1, -1, -1], [0] * 8, [0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0, -1, -1]]
+    assert windows(files, "train", 8, "documents").padding == pytest.approx(6 / 32)
     assert all(array.dtype == np.int32 for row in found for array in jax.tree.leaves(row))
+
+
+@pytest.mark.fast
+def test_the_first_token_of_each_document_is_a_target_after_the_separator(tmp_path):
+    # Documents that all begin with 1, as texts that begin with "Q": a model must learn it from end-of-text.
+    files = corpus(tmp_path / "tokens", [3, 5, 9, 16, 2] * 20)
+    after_separator = collections.Counter()
+    for row in packed(files, 8):
+        begins = (row.inputs_BT == files.separator) & (row.targets_BT >= 0)
+        after_separator.update(row.targets_BT[begins].tolist())
+    assert after_separator == {1: 100}
 
 
 def test_a_document_longer_than_a_window_is_cut_and_loses_no_target(tmp_path):
     files = corpus(tmp_path / "tokens", [20, 2])
     found = packed(files, 8)
     assert [row.inputs_BT.tolist() for row in found] == [
-        [1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16], [17, 18, 19, 20, 1, 2, 0, 0]]
-    assert found[1].targets_BT.tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
-    assert found[2].targets_BT.tolist() == [18, 19, 20, 0, 2, 0, -1, -1]
+        [0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 0, 1, 2]]
+    assert [row.targets_BT.tolist() for row in found] == [
+        [1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16], [17, 18, 19, 20, 0, 1, 2, 0]]
+
+
+def test_a_document_that_fills_its_windows_leaves_out_the_separator_after_it(tmp_path):
+    files = corpus(tmp_path / "tokens", [16, 8, 7])
+    assert [row.targets_BT.tolist() for row in packed(files, 8)] == [
+        [1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 0]]
 
 
 def test_a_last_document_without_separator_ends_in_a_target(tmp_path):
-    files = corpus(tmp_path / "tokens", [3, 5])
+    files = corpus(tmp_path / "tokens", [2, 4])
     meta = json.loads((tmp_path / "tokens" / "meta.json").read_text())
     shard = meta["splits"]["train"]["shards"][0]
     meta["splits"]["train"]["tokens"] = shard["tokens"] = files.tokens("train") - 1
     (tmp_path / "tokens" / "meta.json").write_text(json.dumps(meta))
     os.truncate(tmp_path / "tokens" / shard["file"], 2 * shard["tokens"])
-    (window,) = packed(TokenFiles.open(tmp_path / "tokens"), 8)
-    assert window.inputs_BT.tolist() == [1, 2, 3, 1, 2, 3, 4, 0]
-    assert window.targets_BT.tolist() == [2, 3, 0, 2, 3, 4, 5, -1]
+    _, window = packed(TokenFiles.open(tmp_path / "tokens"), 6)
+    assert window.inputs_BT.tolist() == [0, 1, 2, 3, 0, 0]
+    assert window.targets_BT.tolist() == [1, 2, 3, 4, -1, -1]
 
 
 @pytest.mark.fast
@@ -292,7 +367,8 @@ def test_packing_is_best_fit_and_loses_nothing(tmp_path, context):
     rows = windows(files, "train", context, "documents")
     assert windows(files, "train", context, "documents") is rows
     rooms: list[int] = []  # best fit, a document at a time
-    parts = [min(context, length - start) for length in lengths for start in range(0, length, context)]
+    whole = [length + (length % context > 0) for length in lengths]  # with the separator, unless it would not fit
+    parts = [min(context, length - start) for length in whole for start in range(0, length, context)]
     for part in sorted(parts, reverse=True):
         fitting = [room for room in rooms if room >= part]
         if fitting:
@@ -308,15 +384,16 @@ def test_packing_is_best_fit_and_loses_nothing(tmp_path, context):
         targets.update(row.targets_BT[tokens].tolist())
         assert (row.targets_BT[~tokens] == -1).all()
     expected = collections.Counter(token for length in lengths for token in range(1, length + 1))
-    assert inputs == expected
-    assert targets == expected - collections.Counter({1: 400}) + collections.Counter({0: 400})
+    full = collections.Counter(length for length in lengths if length % context == 0)
+    assert targets == expected + collections.Counter({0: 400 - full.total()})
+    assert inputs == expected - full + collections.Counter({0: 400})
 
 
 def test_packed_text_keeps_its_documents(directory):
     files = TokenFiles.open(directory)
     (first, *_, last) = packed(files, 32)
-    assert first.inputs_BT.tolist() == list(range(32))
-    assert last.targets_BT[last.targets_BT >= 0].tolist() == [*range(97, 120), 256]
+    assert first.inputs_BT.tolist() == [256, *range(31)]
+    assert last.targets_BT[last.targets_BT >= 0].tolist() == [*range(96, 120), 256]
 
 
 def test_weights_take_targets_out_in_both_packings(tmp_path):
@@ -324,9 +401,22 @@ def test_weights_take_targets_out_in_both_packings(tmp_path):
     rows = windows(files, "train", 7, "stream")
     assert [rows[i].inputs_BT.tolist() for i in range(2)] == [[1, 2, 3, 0, 1, 2, 3], [4, 5, 0, 1, 2, 3, 4]]
     assert [rows[i].targets_BT.tolist() for i in range(2)] == [[2, -1, -1, -1, 2, -1, 4], [-1, -1, -1, 2, -1, 4, -1]]
+    # Separators with weight 0 take no position of a window.
+    assert [row.inputs_BT.tolist() for row in packed(files, 7)] == [[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 0]]
     assert [row.targets_BT.tolist() for row in packed(files, 7)] == [
-        [2, -1, -1, 2, -1, 4, -1], [2, -1, 4, -1, -1, -1, -1]]
+        [-1, 2, -1, -1, 2, -1, 4], [-1, 2, -1, 4, -1, -1, -1]]
     assert files.weighted
+
+
+def test_a_separator_with_weight_1_is_a_target(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "SHARD_TOKENS", 6)  # weights of separators in several files
+    with token_files.TokenFilesWriter(tmp_path, Vocabulary("bytes", None, 9, 0)) as writer:
+        for split in ("train", "val"):
+            for weight in (0, 1, 1):
+                writer.write(split, np.array([1, 2, 3, 0]), np.array([1, 0, 1, weight]), text_bytes=3, documents=1)
+        writer.finish({})
+    assert [row.targets_BT.tolist() for row in packed(TokenFiles.open(tmp_path), 7)] == [
+        [1, -1, 3, 1, -1, 3, 0], [1, -1, 3, 0, -1, -1, -1]]
 
 
 def test_weights_that_are_missing_damaged_or_all_zero(tmp_path):
@@ -414,8 +504,9 @@ def test_documents_that_are_no_rows_are_refused(tmp_path):
     for packing in ("stream", "documents"):
         with pytest.raises(ConfigError, match=rf"data\.packing is {packing}; expected rows for the images in"):
             windows(images, "train", 4, packing)
-    assert Corpora.of(images).bits("val", np.log(2)) == {"bits_per_dimension": 1.0}
-    assert Corpora.of(files).bits("val", np.log(2)) == {"bits_per_byte": 15 / 12}
+    for one, unit in ((images, "dimension"), (files, "byte")):  # no separator is scored
+        found = fixed_batches(one, "val", context=4, batch_size=3, count=1, packing="rows")
+        assert Corpora.of(one).bits(np.log(2), [units_per_token(one, "val", found)]) == {f"bits_per_{unit}": 1.0}
 
 
 @pytest.fixture
@@ -433,7 +524,7 @@ def mixed(data: DataConfig, count: int, *, start: int = 0, seed: int = 0, batch_
 
 
 def test_a_mixture_has_its_shares_at_every_moment(mixture):
-    which = mixed(mixture, 100)[:, 0] // 100
+    which = mixed(mixture, 100)[:, 1] // 100
     given = np.cumsum(which[:, None] == np.arange(3)[None, :], axis=0)
     assert np.abs(given - np.arange(1, 401)[:, None] * np.array([[5, 2, 1]]) / 8).max() < 3
     assert given[-1].tolist() == [250, 100, 50]
@@ -499,9 +590,14 @@ def test_a_mixture_that_does_not_go_together(mixture, change, message):
         open_corpora(DataConfig(mixture=tuple(change(mixture.mixture))))
 
 
+def test_documents_of_an_earlier_version_have_no_windows(files):
+    with pytest.raises(ConfigError, match=r"of an earlier version of lineargpt; evaluate the run with that version"):
+        windows(files, "train", 4, EARLIER_DOCUMENTS)
+
+
 def test_a_corpus_shorter_than_a_window_is_refused_in_both_packings(tmp_path):
     files = corpus(tmp_path / "tokens", [3, 4])
-    assert len(packed(files, 8)) == 1
+    assert len(packed(files, 8)) == 2
     for packing in ("stream", "documents"):
         with pytest.raises(ConfigError, match=r"context is 9; the train split in .* has only 9 tokens"):
             windows(files, "train", 9, packing)

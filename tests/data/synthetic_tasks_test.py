@@ -137,6 +137,8 @@ def test_token_files_are_the_same_every_time_and_of_the_seed(tmp_path):
     assert batch.inputs_BT.shape == (4, 16)
     assert batch.segment_ids_BT is not None
     assert not np.any(batch.segment_ids_BT)
+    ids_NL = a.read("val", 0, 4 * 17).reshape(4, 17)[:, :16]
+    assert batch.inputs_BT.tolist() == np.pad(ids_NL[:, :-1], [(0, 0), (1, 0)], constant_values=a.separator).tolist()
     for inputs_T, targets_T in zip(np.asarray(batch.inputs_BT), np.asarray(batch.targets_BT), strict=True):
         pairs = inputs_T[inputs_T < 256][:6].tolist()
         said = dict(zip(pairs[::2], pairs[1::2], strict=True))
@@ -230,6 +232,6 @@ def test_generated_corpora_are_whole_or_not_there(tmp_path):
     meta = write_corpus(tmp_path / "tokens", {"train": [good], "val": [good, good]}, source="good")
     assert meta == json.loads((tmp_path / "tokens" / "meta.json").read_text())
     assert sorted(path.name for path in tmp_path.glob("**/*.bin")) == ["train-00000.bin", "val-00000.bin"]
-    assert TokenFiles.open(tmp_path / "tokens").units_per_token("val") == 4 / 6
+    assert TokenFiles.open(tmp_path / "tokens").text_bytes("val") == 4
     with pytest.raises(ConfigError, match=r"already holds token files .*; choose another folder"):
         write_corpus(tmp_path / "tokens", {"train": [good], "val": [good]}, source="good")

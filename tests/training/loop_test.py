@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import ModelConfig, TrainConfig
+import lineargpt
+import sample
+from configs.schema import EARLIER_DOCUMENTS, ModelConfig, TrainConfig
 from data import tokenizers
 from data.synthetic_tasks import Document, write_corpus
 from data.verification import Verification
 from models.gpt import GPT, resolve_config
 from sampling.sampler import Sampler, Sampling
-from sampling.samples import SAMPLE_TOKENS, check
+from sampling.samples import SAMPLE_TOKENS, check, sample_text
 from sampling.text_stream import TextStream
 from support.errors import CheckpointError, ConfigError
 from tests import tiny
@@ -408,6 +410,39 @@ def test_packed_weighted_documents_train_and_tell_padding_and_accuracy(recipe, t
     assert "bits_per_byte" not in val
     assert tiny.run(*command[:-2]) == 2
     assert f"{folder} is a run with data.packing documents, not stream" in capsys.readouterr().err
+    # In format 1 the first tokens of documents were no targets.
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"format": 1}))
+    assert tiny.run(*command, "--train.steps", 4) == 2
+    assert f"{folder} is a run with data.packing {EARLIER_DOCUMENTS}, not documents" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_packed_documents_teach_how_a_document_begins_and_ends(recipe, tmp_path, capsys):
+    random, letters = np.random.default_rng(0), np.frombuffer(b"abc", np.uint8)
+    texts = [b"Q" + bytes(letters[random.integers(0, 3, random.integers(2, 12))]) for _ in range(420)]
+    documents = [Document(np.frombuffer(text, np.uint8).astype(int)) for text in texts]
+    write_corpus(tmp_path / "tokens", {"train": documents[:400], "val": documents[400:]}, source="questions")
+    assert tiny.run(recipe, "--data.dir", tmp_path / "tokens", "--data.packing", "documents", "--run-dir",
+                    tmp_path / "run", "--attention", "softmax", "--train.steps", 150, "--train.sample-every", 150,
+                    "--optimizer.learning-rate", 3e-2) == 0
+    run = lineargpt.open_run(tmp_path / "run")
+    end = tokenizers.end_of_text(run.tokenizer)
+    logits_TV = np.asarray(nnx.jit(run.model)(np.array([[end, ord("Q"), ord("a"), ord("b")]]))[0], np.float64)
+    p_TV = np.exp(logits_TV) / np.exp(logits_TV).sum(axis=1, keepdims=True)
+    assert p_TV[0, ord("Q")] > 0.95
+    assert p_TV[3, [*letters, end]].sum() > 0.95
+    samples = [(tmp_path / "run" / "samples" / "00000150.txt").read_text(),
+               *(run.sample(seed=seed) for seed in range(23))]
+    assert sum(re.fullmatch("Q[abc]*", text) is not None for text in samples) >= 22
+    assert len(set(samples)) > 12
+    # A prompt is the start of a document, as in training.
+    capsys.readouterr()
+    assert sample.main([str(tmp_path / "run"), "--prompt", "Qa", "--temperature", "0"]) == 0
+    out, err = capsys.readouterr()
+    assert "prompt of 3 tokens" in err
+    assert out == run.sample("Qa", temperature=0) == sample_text(
+        run._sampler, run.tokenizer, b"Qa", Sampling(0.0), max_new_tokens=200, by_document=True)
 
 
 @pytest.mark.thorough

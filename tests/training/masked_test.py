@@ -69,6 +69,14 @@ def test_padding_is_no_target():
     assert (mask(windows(1, 512, segment_ids_BT)).targets_BT[:, 300:] == -1).all()
 
 
+@pytest.mark.fast
+def test_the_separator_before_a_document_is_no_target():
+    segment_ids_BT = np.repeat(np.arange(128), 4).astype(np.int32)[None]
+    target_T = mask(windows(1, 512, segment_ids_BT)).targets_BT[0] >= 0
+    assert not target_T[::4].any()
+    assert target_T.sum() > 30
+
+
 def config(mode: str) -> MaskedConfig:
     model = EncoderConfig(layers=1, heads=2, width=8, mlp_width=16, context=32, positions="rotary", pooling="none",
                           dtype="float32", attention=(mode,))
