@@ -17,8 +17,12 @@ from typing import Any, ClassVar, Literal, Self
 
 from support.errors import ConfigError, RunError
 
-FORMAT = 1
-"""Format version of ``config.json``. Increase it when older files would be misread."""
+FORMAT = 2
+"""Format version of ``config.json``. Increase it when older files would be misread.
+
+1: the learning-rate schedule ``cosine`` decayed from step 0, and the warm-up multiplied it.
+2: it decays from the end of the warm-up.
+"""
 
 Remat = Literal["none", "block", "names"]
 """What the backward pass recomputes."""
@@ -151,16 +155,16 @@ class OptimizerConfig:
     learning_rate: float = 1e-3
     """Peak learning rate. With inverse_sqrt, the factor of the schedule."""
     schedule: Literal["cosine", "constant", "drop", "inverse_sqrt"] = "cosine"
-    """Schedule after warm-up. cosine: decays to final_fraction at the end of the run; constant: stays at the peak;
-    drop: falls from the peak to final_fraction after --optimizer.drop-step; inverse_sqrt: proportional to
+    """Schedule after warm-up. cosine: decays from the peak to final_fraction over the rest of the run; constant: stays
+    at the peak; drop: falls from the peak to final_fraction after --optimizer.drop-step; inverse_sqrt: proportional to
     1 / sqrt(step), independent of the length of the run."""
     drop_step: int | None = None
     """With schedule drop: the last step at the peak learning rate."""
     final_fraction: float = 0.1
     """Final learning rate of the schedules cosine and drop, as a fraction of the peak."""
     warmup_steps: int = 100
-    """Steps of linear warm-up. Except with inverse_sqrt, at most a tenth of the run: of --train.steps or, without
-    steps, of --train.minutes."""
+    """Steps of linear warm-up to the peak. Except with inverse_sqrt, at most a tenth of the run: of --train.steps or,
+    without steps, of --train.minutes."""
     weight_decay: float = 0.1
     """Decoupled weight decay, applied to weight matrices and embeddings."""
     beta1: float = 0.9
@@ -270,7 +274,7 @@ class _Run:
             source: name of ``values`` in the messages of a ``RunError``.
 
         Raises:
-            RunError: another format version, or a group that is not a dict.
+            RunError: the format version is missing or unknown, or a group is not a dict.
             ConfigError: an unknown group or field.
         """
         check_format(values, source)
@@ -353,12 +357,12 @@ def check_format(values: dict[str, Any], source: object) -> None:
         source: its name in the message.
 
     Raises:
-        RunError: another format version.
+        RunError: the format version is missing or unknown.
     """
     found = values.get("format")
-    if found != FORMAT:
+    if type(found) is not int or not 1 <= found <= FORMAT:
         what = "no format version" if found is None else f"format {json.dumps(found)}"
-        raise RunError(f"{source}: {what}; this version of lineargpt reads format {FORMAT}: use the version that "
+        raise RunError(f"{source}: {what}; this version of lineargpt reads formats 1 to {FORMAT}: use the version that "
                        "wrote the file, or train the run again")
 
 

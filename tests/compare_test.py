@@ -73,7 +73,7 @@ def test_what_is_wrong_with_lines_is_reported_and_counted(two, tmp_path, capsys)
     lambda run: (run / "config.json").write_text("[1]"),
     lambda run: (run / "config.json").write_text("{}"),
     lambda run: (run / "config.json").write_text(
-        (run / "config.json").read_text().replace('"format": 1', '"format": 2')),
+        (run / "config.json").read_text().replace('"format": 2', '"format": 3')),
     lambda run: (run / "environment.json").write_text("\0\0\0"),
     lambda run: (run / "metrics.jsonl").write_text('{"step": 1, "split": "train", "loss": 2.0}\n'),
     lambda run: (run / "metrics.jsonl").write_text(""),

@@ -305,7 +305,7 @@ def test_folders_that_are_no_runs_are_named(runs, tmp_path, capsys):
     for content, message in (("[1]", "damaged"), ('{"format": 1, "model": 3}', "not a config"),
                              ('{"format": 1, "model": {"size": 3}}', "unknown field model.size"),
                              ('{"model": {}}', "config.json: no format version; this version of lineargpt"),
-                             ('{"format": 2}', "config.json: format 2; this version of lineargpt")):
+                             ('{"format": 3}', "config.json: format 3; this version of lineargpt")):
         (copy / "config.json").write_text(content)
         assert run(copy) in (1, 2)
         assert message in capsys.readouterr().err

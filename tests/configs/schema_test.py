@@ -98,12 +98,13 @@ def test_unknown_groups_and_fields_are_named(values, message):
 
 
 @pytest.mark.parametrize(("number", "message"), [
-    ({}, "config: no format version; this version of lineargpt reads format 1: use the version that wrote"),
-    ({"format": 2}, "config: format 2; this version"), ({"format": "1"}, 'config: format "1"; this'),
+    ({}, "config: no format version; this version of lineargpt reads formats 1 to 2: use the version that wrote"),
+    ({"format": 3}, "config: format 3; this version"), ({"format": True}, "config: format true; this"),
+    ({"format": "1"}, 'config: format "1"; this'),
 ])
 def test_another_format_is_refused(number, message):
     values = Config().to_dict()
-    assert values.pop("format") == FORMAT == 1
+    assert values.pop("format") == FORMAT == 2
     with pytest.raises(RunError, match=message):
         Config.from_dict(number | values)
 
