@@ -18,7 +18,12 @@ from typing import Any, ClassVar, Literal, Self
 from support.errors import ConfigError, RunError
 
 FORMAT = 2
-"""Format version of ``config.json``. Increase it when older files would be misread; :func:`groups_of` reads those."""
+"""Format version of ``config.json``. Increase it when older files would be misread; :func:`groups_of` reads those.
+
+1: the learning-rate schedule ``cosine`` decayed from step 0, and the warm-up multiplied it. The first token of a
+   packed document was not a target.
+2: the cosine decays from the end of the warm-up. The separator predicts the first token of a packed document.
+"""
 EARLIER_DOCUMENTS = "documents without their first tokens as targets"
 """``data.packing`` of runs with packed documents in format 1. They can be sampled and compared, but not resumed."""
 
@@ -154,16 +159,16 @@ class OptimizerConfig:
     learning_rate: float = 1e-3
     """Peak learning rate. With inverse_sqrt, the factor of the schedule."""
     schedule: Literal["cosine", "constant", "drop", "inverse_sqrt"] = "cosine"
-    """Schedule after warm-up. cosine: decays to final_fraction at the end of the run; constant: stays at the peak;
-    drop: falls from the peak to final_fraction after --optimizer.drop-step; inverse_sqrt: proportional to
+    """Schedule after warm-up. cosine: decays from the peak to final_fraction over the rest of the run; constant: stays
+    at the peak; drop: falls from the peak to final_fraction after --optimizer.drop-step; inverse_sqrt: proportional to
     1 / sqrt(step), independent of the length of the run."""
     drop_step: int | None = None
     """With schedule drop: the last step at the peak learning rate."""
     final_fraction: float = 0.1
     """Final learning rate of the schedules cosine and drop, as a fraction of the peak."""
     warmup_steps: int = 100
-    """Steps of linear warm-up. Except with inverse_sqrt, at most a tenth of the run: of --train.steps or, without
-    steps, of --train.minutes."""
+    """Steps of linear warm-up to the peak. Except with inverse_sqrt, at most a tenth of the run: of --train.steps or,
+    without steps, of --train.minutes."""
     weight_decay: float = 0.1
     """Decoupled weight decay, applied to weight matrices and embeddings."""
     beta1: float = 0.9
@@ -273,7 +278,7 @@ class _Run:
             source: name of ``values`` in the messages of a ``RunError``.
 
         Raises:
-            RunError: another format version, or a group that is not a dict.
+            RunError: the format version is missing or unknown, or a group is not a dict.
             ConfigError: an unknown group or field.
         """
         check_format(values, source)
@@ -356,13 +361,13 @@ def check_format(values: dict[str, Any], source: object) -> None:
         source: its name in the message.
 
     Raises:
-        RunError: another format version.
+        RunError: the format version is missing or unknown.
     """
     found = values.get("format")
-    if found not in (1, FORMAT) or isinstance(found, bool):
+    if type(found) is not int or not 1 <= found <= FORMAT:
         what = "no format version" if found is None else f"format {json.dumps(found)}"
-        raise RunError(f"{source}: {what}; this version of lineargpt reads formats 1 and {FORMAT}: use the version "
-                       "that wrote the file, or train the run again")
+        raise RunError(f"{source}: {what}; this version of lineargpt reads formats 1 to {FORMAT}: use the version that "
+                       "wrote the file, or train the run again")
 
 
 def groups_of(values: dict[str, Any]) -> dict[str, Any]:

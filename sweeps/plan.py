@@ -16,6 +16,7 @@ from typing import Any
 
 from comparison.runs import NOT_OF_SETUP, is_of
 from comparison.study import ROOT, Study, Variation
+from configs.schema import FORMAT as CONFIG_FORMAT
 from configs.schema import RunConfig, flatten, groups_of
 from support.errors import ConfigError
 
@@ -36,8 +37,8 @@ class PlannedRun:
     config: RunConfig | None
     """The validated config; None for a benchmark."""
     fields: dict[str, Any]
-    """The fields that determine its result, by dotted name, including defaults. The compute dtype is the requested one,
-    since ``auto`` depends on the device."""
+    """The fields that determine its result, by dotted name, including defaults, and the format of ``config.json``. The
+    compute dtype is the requested one, since ``auto`` depends on the device."""
 
     @property
     def name(self) -> str:
@@ -97,7 +98,7 @@ def plan_run(study: Path, variation: Variation, out: Path) -> PlannedRun:
     config = flatten(groups_of(line.config.to_dict()))
     fields = {name: value for name, value in config.items()
               if not is_of(name, NOT_OF_RESULT)}
-    fields["model.dtype"] = line.asked.model.dtype
+    fields |= {"model.dtype": line.asked.model.dtype, "format": CONFIG_FORMAT}
     others = {name: value for name, value in dataclasses.asdict(line.flags).items()
               if name not in ("attention", "run_dir") and value is not None}
     return PlannedRun(variation, out / variation.name, line.config,

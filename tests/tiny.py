@@ -34,7 +34,7 @@ def get_config(attention: str = "chunked") -> Config:
         model=ModelConfig(layers=2, heads=2, width=16, context=32, dtype="float32",
                           attention=tuple(attention.split(","))),
         data=DataConfig(dir=str(Path(__file__).parent / "tokens")),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
         train=TrainConfig(steps=2, batch_size=4, eval_every=10, eval_batches=2),
         checkpoint=CheckpointConfig(every_steps=10),
     )

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -161,12 +162,47 @@ def test_a_run_that_goes_on_another_way_says_what_changes(recipe, finished, caps
         return capsys.readouterr().err.removeprefix(f"note: {finished} resumes from step 7\n")
 
     assert said("--train.steps", "9", "--optimizer.learning-rate", "0.02", "--optimizer.clip-norm", "None",
-                "--train.eval-every", "1") == (
-        "note: optimizer.learning_rate is 0.02 now, 0.01 at the last start; optimizer.clip_norm is None now, 1.0 at "
-        "the last start\n")
-    assert said("--train.steps", "70", "--optimizer.warmup-steps", "7") == ""  # the warm-up is over
-    assert "optimizer.warmup_steps is 8 now, 1 at the last start" in said(
+                "--train.eval-every", "1", "--optimizer.schedule", "constant") == (
+        "note: optimizer.learning_rate is 0.02 now, 0.01 at the last start; optimizer.schedule is constant now, cosine "
+        "at the last start; optimizer.clip_norm is None now, 1.0 at the last start; the learning rate of step 8 is "
+        "0.02 now, 0.001 at the last start: optimizer.schedule is constant, over 9 steps\n")
+    # The warm-up is over.
+    assert "warmup_steps" not in said("--train.steps", "70", "--optimizer.warmup-steps", "7")
+    assert "optimizer.warmup_steps is 8 now, 0 at the last start" in said(
         "--train.steps", "80", "--optimizer.warmup-steps", "9")
+
+
+def test_a_finished_run_that_is_extended_says_how_its_learning_rate_changes(recipe, run_dir, capsys):
+    def said(*flags: str) -> str:
+        config = train.parse([str(recipe), *flags]).config
+        capsys.readouterr()
+        assert runs.newest_step(config, run_dir) == (7, False)
+        return capsys.readouterr().err.removeprefix(f"note: {run_dir} resumes from step 7\n")
+
+    # The cosine from 0.01 to 0.001 is at its end after 7 steps of 7, and half-way after 7 of 14.
+    assert said("--train.steps", "14") == (
+        "note: the learning rate of step 8 is 0.0055 now, 0.001 at the last start: optimizer.schedule is cosine, over "
+        "14 steps\n")
+    path = run_dir / "config.json"
+    values = json.loads(path.read_text())
+    values["optimizer"]["schedule"] = "constant"
+    path.write_text(json.dumps(values))
+    assert said("--train.steps", "14", "--optimizer.schedule", "constant") == ""
+
+
+def test_a_run_of_the_earlier_cosine_says_that_it_changes(recipe, run_dir, capsys):
+    path = run_dir / "config.json"
+    values = json.loads(path.read_text()) | {"format": 1}
+    values["train"]["steps"], values["optimizer"]["warmup_steps"] = 50, 5
+    path.write_text(json.dumps(values))
+    config = train.parse([str(recipe), "--train.steps", "50", "--optimizer.warmup-steps", "5"]).config
+    capsys.readouterr()
+    runs.newest_step(config, run_dir)
+    earlier, now = (1e-3 + 9e-3 * (1 + math.cos(math.pi * share)) / 2 for share in (7 / 50, 2 / 45))
+    assert capsys.readouterr().err == (
+        f"note: {run_dir} resumes from step 7\nnote: the cosine decays from the end of the warm-up now, from step 0 at "
+        f"the last start, by an earlier version; the learning rate of step 8 is {now:.3g} now, {earlier:.3g} at the "
+        "last start: optimizer.schedule is cosine, over 50 steps\n")
 
 
 def test_a_run_without_an_intact_checkpoint_is_left_as_it_is(recipe, run_dir, capsys):
@@ -387,7 +423,7 @@ def test_a_folder_that_is_no_run_is_left_alone(recipe, tmp_path, capsys):
     assert contents(tmp_path) == {"thesis.tex": b"years of work"}
 
 
-@pytest.mark.parametrize(("change", "said"), [({"format": 2}, "format 2"), (None, "no format version")])
+@pytest.mark.parametrize(("change", "said"), [({"format": 3}, "format 3"), (None, "no format version")])
 def test_a_run_of_another_format_is_refused_and_left_alone(recipe, run_dir, tmp_path, capsys, change, said):
     import compare
     import convert
@@ -395,10 +431,10 @@ def test_a_run_of_another_format_is_refused_and_left_alone(recipe, run_dir, tmp_
     import sample
 
     values = json.loads((run_dir / "config.json").read_text())
-    assert values.pop("format") == 1
+    assert values.pop("format") == 2
     (run_dir / "config.json").write_text(json.dumps(values | (change or {})))
     before = contents(run_dir)
-    message = f"{run_dir / 'config.json'}: {said}; this version of lineargpt reads format 1: use the version that"
+    message = f"{run_dir / 'config.json'}: {said}; this version of lineargpt reads formats 1 to 2: use the version that"
     assert message in refused(capsys, 1, recipe, "--run-dir", run_dir)
     assert message in refused(capsys, 1, recipe, "--run-dir", tmp_path / "new", "--init-from", run_dir)
     for command, arguments in ((sample, []), (evaluate, []), (compare, ["--out", str(tmp_path / "page.html")])):

@@ -114,7 +114,7 @@ def _with_fitting_warmup(optimizer: OptimizerConfig, train: TrainConfig) -> Opti
     # The warm-up of inverse_sqrt also sets its peak.
     if optimizer.schedule == "inverse_sqrt" or train.steps is None:
         return optimizer
-    longest = max(1, train.steps // 10)
+    longest = train.steps // 10
     if optimizer.warmup_steps <= longest:
         return optimizer
     note(f"optimizer.warmup_steps is {longest}, not {optimizer.warmup_steps}: at most a tenth of the run")

@@ -277,8 +277,7 @@ class _Run:
 
     def _decision(self) -> _Decision:
         config, position = self.config, self.clock.position
-        return _Decision(_finished(config, position), self.signals.first, learning_rate(
-            config.optimizer, position.step, _share(config, position), by_steps=config.train.steps is not None))
+        return _Decision(_finished(config, position), self.signals.first, next_learning_rate(config, position))
 
     def complete_verification(self, verification: Verification) -> None:
         """Wait until the data are verified on all processes, or a signal arrives."""
@@ -458,6 +457,11 @@ def is_finished(config: RunConfig, position: dict[str, Any]) -> bool:
 def _finished(config: RunConfig, position: Position) -> bool:
     steps_done = config.train.steps is not None and position.step >= config.train.steps
     return steps_done or (config.train.minutes is not None and position.train_seconds >= 60 * config.train.minutes)
+
+
+def next_learning_rate(config: RunConfig, position: Position) -> float:
+    """The learning rate of the update after a position."""
+    return learning_rate(config.optimizer, position.step, _share(config, position))
 
 
 def _share(config: RunConfig, position: Position) -> float:

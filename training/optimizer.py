@@ -15,7 +15,7 @@ from models.parameters import declarations
 _SMALL = 2**14
 """Maximum size of arrays whose sums are computed together."""
 _WARMUP_SHARE = 0.1
-"""Maximum fraction of a run bounded by time that is warm-up, whatever its steps."""
+"""Maximum fraction of a run that is warm-up."""
 
 
 def make_optimizer(config: OptimizerConfig, decays: Any) -> optax.GradientTransformationExtraArgs:
@@ -67,34 +67,35 @@ def decay_mask(model: nnx.Module) -> Any:
     return jax.tree.map(lambda declared: declared.decays, declarations(model))
 
 
-def learning_rate(config: OptimizerConfig, step: int, share: float, *, by_steps: bool) -> float:
-    """The learning rate: linear warm-up, then the schedule.
+def learning_rate(config: OptimizerConfig, step: int, share: float) -> float:
+    """The learning rate of the next update: linear warm-up to the peak, then the schedule.
 
-    ``cosine`` decays to ``final_fraction`` of the peak at the end of the run, ``drop`` falls to it after ``drop_step``
-    updates, and ``constant`` stays at the peak. ``inverse_sqrt`` is min(1, t / w) / sqrt(max(t, w)) times
-    ``learning_rate``, with w steps of warm-up and the step t, counted from 1: Vaswani et al., "Attention Is All You
+    The warm-up is (t + 1) / (w + 1) of the peak at t of w steps; update w + 1 is the first at the peak. ``cosine``
+    decays over what is left of the run, to ``final_fraction`` of the peak at its end, as in nanoGPT. ``drop`` falls to
+    it after ``drop_step`` updates, and ``constant`` stays at the peak. ``inverse_sqrt`` is min(1, t / w) /
+    sqrt(max(t, w)) times ``learning_rate``, with the step t counted from 1: Vaswani et al., "Attention Is All You
     Need", 2017, up to a factor.
 
+    In a run bounded by minutes, the warm-up ends after its steps or after a tenth of the time, whichever is first. Its
+    share of the run follows from the mean duration of the updates so far.
+
     Args:
-        config: schedule and peak.
+        config: schedule and peak; except with ``inverse_sqrt``, its warm-up is at most a tenth of a run with a number
+            of steps.
         step: number of completed updates.
-        share: completed fraction of the run, 0 to 1: of its steps, or of its minutes if it has no steps.
-        by_steps: whether the fraction is of steps.
+        share: completed fraction of the run: of its steps, or of its minutes if it has no steps.
     """
-    warm = (step + 1) / max(1, config.warmup_steps)
+    warmup = config.warmup_steps
     if config.schedule == "inverse_sqrt":
-        return config.learning_rate * min(1.0, warm) / math.sqrt(max(step + 1, config.warmup_steps))
-    if not by_steps:
-        warm = max(warm, share / _WARMUP_SHARE)
-    return config.learning_rate * min(1.0, warm) * _fraction(config, step, share)
-
-
-def _fraction(config: OptimizerConfig, step: int, share: float) -> float:
-    """The learning rate after warm-up, as a fraction of the peak; of every schedule but ``inverse_sqrt``."""
+        return config.learning_rate * min(1.0, (step + 1) / max(1, warmup)) / math.sqrt(max(step + 1, warmup))
+    warm = max((step + 1) / (warmup + 1), share / _WARMUP_SHARE)
+    if warm < 1:
+        return config.learning_rate * warm
     if config.schedule == "constant":
-        return 1.0
+        return config.learning_rate
     if config.schedule == "drop":
         assert config.drop_step is not None  # as validated
-        return 1.0 if step < config.drop_step else config.final_fraction
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
-    return config.final_fraction + (1 - config.final_fraction) * cosine
+        return config.learning_rate * (1.0 if step < config.drop_step else config.final_fraction)
+    start = min(share * warmup / max(1, step), _WARMUP_SHARE)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, (share - start) / (1 - start))))
+    return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * cosine)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -204,22 +205,36 @@ def newest_step(config: RunConfig, run_dir: Path) -> tuple[int | None, bool]:
         status(f"{run_dir} is finished: step {newest[0]:,}. {more}")
     else:
         note(f"{run_dir} resumes from step {newest[0]:,}")
-        if changes := _changes(read_config(run_dir), config, newest[0]):
+        if changes := _changes(run_dir, config, loop.Position(**newest[1]["position"])):
             note("; ".join(changes))
     return newest[0], finished
 
 
-def _changes(before: RunConfig, config: RunConfig, step: int) -> list[str]:
-    """What a run that resumes at ``step`` does differently from then on: the fields of :func:`_course` that differ.
+def _changes(run_dir: Path, config: RunConfig, position: loop.Position) -> list[str]:
+    """What a run that resumes at a position does differently from then on: the fields of :func:`_course` that differ,
+    and the learning rate, which also depends on the length of the run.
 
-    A warm-up that is over by then does not count: the length of the run may limit it, and a run that is merely longer
-    does nothing differently.
+    A warm-up that is over by then does not count: the length of the run may limit it.
     """
+    before = read_config(run_dir)
     there, here = _course(before), _course(config)
-    if max(before.optimizer.warmup_steps, config.optimizer.warmup_steps) <= step:
+    if max(before.optimizer.warmup_steps, config.optimizer.warmup_steps) <= position.step:
         del here["optimizer.warmup_steps"]
-    return [f"{name} is {value} now, {there[name]} at the last start" for name, value in here.items()
-            if value != there[name]]
+    changes = [f"{name} is {value} now, {there[name]} at the last start" for name, value in here.items()
+               if value != there[name]]
+    version = read_json(run_dir / "config.json", RunError)["format"]
+    if version == 1 and before.optimizer.schedule == "cosine" and before.optimizer.warmup_steps:
+        changes.append("the cosine decays from the end of the warm-up now, from step 0 at the last start, by an "
+                       "earlier version")
+        if before.optimizer.warmup_steps <= position.step:  # its schedule from then on
+            before = dataclasses.replace(before, optimizer=dataclasses.replace(before.optimizer, warmup_steps=0))
+    rate, rate_there = (loop.next_learning_rate(c, position) for c in (config, before))
+    if not math.isclose(rate, rate_there, rel_tol=1e-6):
+        steps, minutes = config.train.steps, config.train.minutes
+        length = f"{steps:,} steps" if steps is not None else f"{minutes:g} minutes"
+        changes.append(f"the learning rate of step {position.step + 1:,} is {rate:.3g} now, {rate_there:.3g} at the "
+                       f"last start: optimizer.schedule is {config.optimizer.schedule}, over {length}")
+    return changes
 
 
 def _course(config: RunConfig) -> dict[str, Any]:

@@ -100,9 +100,9 @@ def test_unknown_groups_and_fields_are_named(values, message):
 
 
 @pytest.mark.parametrize(("number", "message"), [
-    ({}, "config: no format version; this version of lineargpt reads formats 1 and 2: use the version that wrote"),
-    ({"format": 3}, "config: format 3; this version"), ({"format": "1"}, 'config: format "1"; this'),
-    ({"format": True}, "config: format true; this"),
+    ({}, "config: no format version; this version of lineargpt reads formats 1 to 2: use the version that wrote"),
+    ({"format": 3}, "config: format 3; this version"), ({"format": True}, "config: format true; this"),
+    ({"format": "1"}, 'config: format "1"; this'),
 ])
 def test_another_format_is_refused(number, message):
     values = Config().to_dict()

@@ -195,9 +195,9 @@ def test_what_is_no_scored_run_is_named(tmp_path, capsys):
     assert made(tmp_path, run, damaged)[0] == 1
     assert f"left out: {damaged / 'test.json'} is damaged (" in capsys.readouterr().err
     values = json.loads((damaged / "config.json").read_text())
-    (damaged / "config.json").write_text(json.dumps(values | {"format": 2}))
+    (damaged / "config.json").write_text(json.dumps(values | {"format": 3}))
     assert made(tmp_path, run, damaged)[0] == 1
-    assert f"left out: {damaged / 'config.json'}: format 2; this version" in capsys.readouterr().err
+    assert f"left out: {damaged / 'config.json'}: format 3; this version" in capsys.readouterr().err
     copy, language = write_run(tmp_path / "d"), write_run(tmp_path / "e")
     (language / "config.json").write_text(json.dumps(Config().to_dict()))
     for runs, message in (((run, tmp_path / "x"), f"{tmp_path / 'x'}: not a run, it has no config.json"),

@@ -50,47 +50,68 @@ def test_the_global_norm_is_of_small_and_large_arrays():
     assert float(global_norm(tree)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_run_in_steps_warms_up_linearly_and_ends_at_the_final_fraction():
-    def rate(step):
-        return learning_rate(CONFIG, step, step / 1_000_000, by_steps=True)
+def nanogpt_rates(steps: int, warmup: int, peak: float, least: float) -> np.ndarray:
+    """The learning rates of nanoGPT's train.py, with lr_decay_iters = max_iters."""
+    it = np.arange(steps)
+    ratio = (it - warmup) / (steps - warmup)
+    return np.where(it < warmup, peak * (it + 1) / (warmup + 1), least + 0.5 * (1 + np.cos(np.pi * ratio)) * (
+        peak - least))
 
-    assert [rate(step) for step in range(5)] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
-    assert learning_rate(CONFIG, 50, 0.5, by_steps=True) == pytest.approx(2 * (0.25 + 0.75 / 2))
-    assert learning_rate(CONFIG, 100, 1.0, by_steps=True) == pytest.approx(0.5)
+
+@pytest.mark.parametrize(("steps", "warmup", "final"), [
+    (1000, 100, 0.1), (2000, 100, 0.05), (600, 7, 0.0), (50, 5, 0.25), (9, 0, 0.1), (1, 0, 0.1)])
+def test_the_cosine_is_nanogpts_at_every_step_and_reaches_the_peak(steps, warmup, final):
+    config = OptimizerConfig(learning_rate=2.0, final_fraction=final, warmup_steps=warmup)
+    rates = np.array([learning_rate(config, step, step / steps) for step in range(steps)])
+    assert np.abs(rates - nanogpt_rates(steps, warmup, 2.0, 2 * final)).max() < 1e-7 * 2
+    assert rates.max() == rates[warmup] == 2.0
+    assert learning_rate(config, steps, 1.0) == pytest.approx(2 * final)
 
 
-def test_a_run_in_minutes_follows_the_share_and_is_warm_after_a_tenth_of_it():
-    slow = OptimizerConfig(learning_rate=2.0, final_fraction=1.0, warmup_steps=1000)
-    assert learning_rate(slow, 3, 0.05, by_steps=False) == pytest.approx(1.0)
-    assert learning_rate(slow, 6, 0.1, by_steps=False) == pytest.approx(2.0)
+def test_a_run_in_minutes_has_the_rates_of_a_run_in_steps_at_a_constant_pace():
+    config = OptimizerConfig(learning_rate=2.0, final_fraction=0.05, warmup_steps=30)
+    rates = np.array([learning_rate(config, step, step * 0.12 / 60) for step in range(500)])  # 500 steps of 0.12 s
+    assert np.abs(rates - nanogpt_rates(500, 30, 2.0, 0.1)).max() < 1e-7 * 2
+
+
+def test_a_run_in_minutes_is_warm_after_a_tenth_of_it_and_decays_over_the_rest():
+    slow = OptimizerConfig(learning_rate=2.0, final_fraction=0.25, warmup_steps=1000)
+    assert learning_rate(slow, 3, 0.05) == pytest.approx(1.0)
+    assert learning_rate(slow, 6, 0.1) == pytest.approx(2.0)
+    assert learning_rate(slow, 40, 0.55) == pytest.approx(2 * (0.25 + 0.75 / 2))
     # The warm-up ends after its steps if these are over sooner.
-    assert learning_rate(slow, 999, 0.001, by_steps=False) == pytest.approx(2.0)
+    assert learning_rate(slow, 1000, 0.001) == 2.0
+    # The rates go down whatever the pace.
+    random = np.random.default_rng(0)
+    shares = np.cumsum(random.exponential(size=2000) ** 3)
+    rates = [learning_rate(CONFIG, step, share) for step, share in enumerate(shares / shares[-1])]
+    assert np.all(np.diff(rates[5:]) <= 0)
     # The last step of a run may begin after its time.
-    assert learning_rate(CONFIG, 100, 1.2, by_steps=False) == pytest.approx(0.5)
+    assert learning_rate(CONFIG, 100, 1.2) == pytest.approx(0.5)
 
 
 def test_a_constant_rate_stays_at_the_peak():
     constant = OptimizerConfig(learning_rate=2.0, schedule="constant", final_fraction=0.25, warmup_steps=4)
-    rates = [learning_rate(constant, step, step / 100, by_steps=True) for step in (0, 3, 50, 99)]
-    assert rates == pytest.approx([0.5, 2.0, 2.0, 2.0])
-    assert learning_rate(constant, 1, 0.9, by_steps=False) == pytest.approx(2.0)
+    rates = [learning_rate(constant, step, step / 100) for step in (0, 3, 4, 50, 99)]
+    assert rates == pytest.approx([0.4, 1.6, 2.0, 2.0, 2.0])
+    assert learning_rate(constant, 1, 0.9) == pytest.approx(2.0)
 
 
 def test_the_rate_drops_after_the_published_3000_updates_of_the_copy_task():
     published = OptimizerConfig(learning_rate=1e-3, schedule="drop", drop_step=3000, final_fraction=0.1, warmup_steps=0)
-    rates = [learning_rate(published, update - 1, (update - 1) / 10_000, by_steps=True)
+    rates = [learning_rate(published, update - 1, (update - 1) / 10_000)
              for update in (1, 3000, 3001, 10_000)]
     assert rates == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
-    assert learning_rate(published, 3000, 0.01, by_steps=False) == pytest.approx(1e-4)
+    assert learning_rate(published, 3000, 0.01) == pytest.approx(1e-4)
 
 
 def test_the_inverse_root_follows_the_step_alone():
     lra = OptimizerConfig(learning_rate=0.05, schedule="inverse_sqrt", warmup_steps=1000)
-    rates = [learning_rate(lra, t - 1, share, by_steps=True) for t, share in ((1, 0), (500, 0.9), (1000, 0), (4000, 1))]
+    rates = [learning_rate(lra, t - 1, share) for t, share in ((1, 0), (500, 0.9), (1000, 0), (4000, 1))]
     # S(w) = min(1, t / w) / sqrt(max(t, w)), 1.6e-3 at the end of the warm-up.
     assert rates == pytest.approx([0.05 / 1000**1.5, 0.025 / 1000**0.5, 0.05 / 1000**0.5, 0.05 / 4000**0.5])
     assert rates[2] == pytest.approx(1.58e-3, rel=1e-3)
-    assert learning_rate(lra, 499, 0.5, by_steps=False) == pytest.approx(rates[1])
+    assert learning_rate(lra, 499, 0.5) == pytest.approx(rates[1])
 
 
 def test_epsilon_is_beside_the_root_and_clipping_may_be_left_out():
@@ -101,7 +122,7 @@ def test_epsilon_is_beside_the_root_and_clipping_may_be_left_out():
 
 
 def test_no_warmup_starts_at_the_peak():
-    assert learning_rate(OptimizerConfig(warmup_steps=0, learning_rate=3.0), 0, 0.0, by_steps=True) == 3.0
+    assert learning_rate(OptimizerConfig(warmup_steps=0, learning_rate=3.0), 0, 0.0) == 3.0
 
 
 def test_radam_makes_the_updates_of_its_algorithm_with_decoupled_decay():
