@@ -1,9 +1,7 @@
 """The training loop: dispatches steps, reads their metrics one step late, evaluates, saves and stops."""
 
 import math
-import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +15,8 @@ import jax.numpy as jnp
 
 from configs.schema import Config, RunConfig
 from data.verification import Verification
-from support.command import note, status
+from support import interrupts
+from support.command import error_stream, note, status
 from support.errors import CheckpointError, RunError, TrainingError
 from support.files import read_json
 from training import autotuning, processes
@@ -306,16 +305,16 @@ class _Run:
         loss, norm = (float(x) for x in jax.device_get(pending.metrics))
         was_continued = self.signals.was_continued()
         seconds = self.clock.split(trains=not was_continued)
-        if was_continued:
-            note(f"step {step}: the process was stopped and continued; its {seconds:.1f} s count as wall time, not as "
-                 "training time")
-        else:
+        if not was_continued:
             self.watch.step(seconds)
         tokens = self.config.train.batch_size * self.config.model.context
         utilisation = {} if self.flops_per_token is None or self.peak_flops is None else {
             "mfu": tokens * self.flops_per_token / seconds / self.peak_flops}
         self._write(step, split="train", loss=loss, learning_rate=pending.learning_rate, gradient_norm=norm,
                     tokens_per_second=tokens / seconds, **utilisation)
+        if was_continued:
+            note(f"step {step}: the process was stopped and continued; its {seconds:.1f} s count as wall time, not as "
+                 "training time")
         self._check(step, loss=loss, gradient=norm)
         self.bar.update(step, loss, tokens / seconds, self.clock.position)
 
@@ -473,7 +472,7 @@ class _Signals:
     """The signals that a run has received: this process's, and on process 0 those of all."""
 
     stops: list[int] = field(default_factory=list)
-    """SIGTERM and Ctrl-C."""
+    """Those of :func:`support.interrupts.stop_signals`."""
     continued: bool = False
     """Whether SIGCONT has arrived."""
 
@@ -503,16 +502,17 @@ class _Signals:
 
 @contextmanager
 def _signals() -> Iterator[_Signals]:
-    """Collects signals. The first SIGTERM or Ctrl-C stops the loop; a second one acts immediately."""
+    """Collects signals. The first one that stops the loop lets it save; a second SIGTERM or Ctrl-C acts immediately."""
     received = _Signals()
     before: dict[int, Any] = {}
 
     def on_stop(number: int, _frame: FrameType | None) -> None:
         received.receive(number)
-        signal.signal(number, before[number])
-        os.write(2, b"\nStopping after this step; saving.\n")  # print could fail inside a print it interrupts
+        if number != signal.SIGHUP:  # the system and the shell may both send that at the end of a terminal
+            signal.signal(number, before[number])
+        interrupts.write_word(b"\nStopping after this step; saving.\n")
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in interrupts.stop_signals():
         before[number] = signal.signal(number, on_stop)
     before[signal.SIGCONT] = signal.signal(signal.SIGCONT, lambda number, _: received.receive(number))
     try:
@@ -526,7 +526,8 @@ def _signals() -> Iterator[_Signals]:
 def _progress(config: RunConfig, position: Position, quiet: bool) -> Iterator[Any]:
     """A progress bar on a terminal; otherwise a line at each evaluation."""
     bar = _Bar(config)
-    if quiet or not sys.stderr.isatty():
+    stream = error_stream()
+    if quiet or not stream.isatty():
         yield replace(bar, lines=not quiet)
         return
     from rich.console import Console
@@ -535,7 +536,7 @@ def _progress(config: RunConfig, position: Position, quiet: bool) -> Iterator[An
     columns = (TextColumn("step {task.fields[step]}"), BarColumn(), TextColumn("loss {task.fields[loss]:.4f}"),
                TextColumn("val {task.fields[val]}"), TextColumn("{task.fields[rate]:,.0f} tokens/s"),
                TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=120) as progress:
+    with Progress(*columns, console=Console(file=stream), speed_estimate_period=120) as progress:
         task = progress.add_task("", total=1.0, step=position.step, loss=math.nan, val="–", rate=0.0)
         progress.update(task, completed=_share(config, position))
         yield replace(bar, progress=progress, task=task)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -124,6 +125,52 @@ def test_a_signal_saves_and_the_same_command_goes_on(recipe, straight, tmp_path,
     assert_clocks_go_on(folder)
     # The time until the first line of the second part counts too.
     assert tiny.lines(folder, "train")[last]["wall_seconds"] > wall_seconds
+
+
+def test_a_signal_is_heard_though_nobody_can_be_told(monkeypatch):
+    error, (reader, closed) = os.dup(2), os.pipe()
+    os.close(reader)
+    os.dup2(closed, 2)
+    try:
+        with loop._signals() as received:
+            signal.raise_signal(signal.SIGINT)
+            assert received.first == signal.SIGINT
+    finally:
+        os.dup2(error, 2)
+        os.close(error)
+        os.close(closed)
+
+
+def test_the_end_of_the_terminal_stops_a_run_however_often_it_is_told():
+    with loop._signals() as received:
+        for _ in range(3):  # the system and the shell send it
+            signal.raise_signal(signal.SIGHUP)
+        assert received.first == signal.SIGHUP
+
+
+def test_a_run_under_nohup_outlives_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with loop._signals() as received:
+            signal.raise_signal(signal.SIGHUP)
+            assert received.first is None
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.thorough
+def test_ctrl_c_saves_a_run_whose_output_nobody_reads(recipe, tmp_path):
+    folder = tmp_path / "run"
+    process = tiny.start(recipe, "--run-dir", folder, "--train.steps", STEPS, "--train.eval-every", 1,
+                         "--train.eval-batches", 50)
+    wait_for(lambda: len(tiny.lines(folder, "train")) >= 3, process)
+    for stream in (process.stdout, process.stderr):  # as where tee ends first
+        assert stream is not None
+        stream.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 130
+    assert tiny.saved_steps(folder)[-1] == tiny.lines(folder, "train")[-1]["step"]
 
 
 def test_a_signal_ends_an_evaluation_and_the_same_command_makes_up_for_it(recipe, tmp_path, monkeypatch):
