@@ -1,10 +1,11 @@
 """The training loop: dispatches steps, reads their metrics one step late, evaluates, saves and stops."""
 
+import itertools
 import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -23,7 +24,7 @@ from training import autotuning, processes
 from training import step as steps
 from training.accounting import Timing, flops_per_token, peak_flops
 from training.checkpoint import Checkpoints
-from training.environment import add_to_environment, peak_bytes
+from training.environment import add_to_environment, note_checkpoint, peak_bytes
 from training.logging import Logs
 from training.metrics import MetricsWriter
 from training.objectives import Objective, Samples
@@ -69,6 +70,10 @@ class _Pending(NamedTuple):
     learning_rate: float
 
 
+class _OutOfPlaceError(Exception):
+    """The run folder or its metrics file was deleted, renamed or replaced; raised on all processes."""
+
+
 class _Decision(NamedTuple):
     """What happens next; process 0 decides for all."""
 
@@ -77,6 +82,8 @@ class _Decision(NamedTuple):
     """The signal that stops the run, if any."""
     learning_rate: float
     """Of the next step."""
+    in_place: bool
+    """Whether the run folder and its metrics file still have their names."""
 
 
 @dataclass
@@ -146,7 +153,7 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
         stack.enter_context(timing)  # writes last, also on an error
         stack.enter_context(jax.set_mesh(mesh))
         timing.enter("checkpoint")
-        checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep))
+        checkpoints = stack.enter_context(_open_checkpoints(run_dir, config.checkpoint.keep))
         restored = None if step is None else _restore(checkpoints, step, shapes, shardings)
         timing.enter("compile")
         autotuning.restore(run_dir)
@@ -175,21 +182,23 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
             autotuning.keep(run_dir)
             add_to_environment(run_dir, step_bytes=peak_bytes(update), peak_flops=peak, mesh=dict(mesh.shape))
         per_token = flops_per_token(config.to_dict(), read_json(run_dir / "environment.json", RunError))
+        records = {name: (run_dir / name).read_bytes() for name in ("config.json", "environment.json")}
         signals = stack.enter_context(_signals())
         bar = stack.enter_context(_progress(config, position, quiet or not first))
         watch = StallWatch(timing, stall_seconds, processes.fail)
         if processes.several() or stall_seconds is not None:
             stack.enter_context(watch)
         run = _Run(config, objective.model, mesh, clock, timing, per_token, peak, writer, logs, samples, checkpoints,
-                   evaluate, jax.jit(global_norm), bar, verification, signals, watch)
+                   run_dir, records, evaluate, jax.jit(global_norm), bar, verification, signals, watch)
 
+        pending: _Pending | None = None
+        stack.enter_context(run.saved_elsewhere(lambda: (state, pending)))
         if position.evaluation_due:  # it was ended by a signal
             run.evaluate(state)
             if config.train.sample_every and position.step % config.train.sample_every == 0:
                 run.sample(state)
             if not position.evaluation_due:  # in place of the checkpoint without the evaluation
                 run.save(state)
-        pending: _Pending | None = None
         run.resume()
         while True:
             decision = run.decide()
@@ -222,6 +231,7 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
                 run.resume()
         if pending is not None:
             run.record(pending, position.step)
+            pending = None
         finished = processes.from_first(lambda: _finished(config, position))
         if finished:
             run.evaluate(state)
@@ -232,6 +242,7 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
         run.save(state)
         timing.enter("checkpoint")
         run.complete_save(state)  # while only a second signal ends the process
+        run.check_in_place()
         timing.enter("other")
         stopped = run.stop_signal()
         return Outcome(position, run.val_loss, None if finished and not position.evaluation_due else stopped, timing)
@@ -256,6 +267,9 @@ class _Run:
     logs: Logs | None
     samples: Samples | None
     checkpoints: Checkpoints
+    run_dir: Path
+    records: dict[str, bytes]
+    """Contents of ``config.json`` and ``environment.json``."""
     figures: Callable[[steps.TrainState, Callable[[], bool]], dict[str, float] | None]
     """Computes the figures of a val line, unless it is to stop."""
     parameter_norm: Any
@@ -271,13 +285,78 @@ class _Run:
     """Whether the last save has failed."""
 
     def decide(self) -> _Decision:
-        """What happens next, the same on all processes."""
-        return _Decision(*processes.from_first(self._decision))
+        """What happens next, the same on all processes; raises as :meth:`check_in_place`."""
+        decision = _Decision(*processes.from_first(self._decision))
+        if not decision.in_place:
+            raise _OutOfPlaceError
+        return decision
 
     def _decision(self) -> _Decision:
         config, position = self.config, self.clock.position
         return _Decision(_finished(config, position), self.signals.first, learning_rate(
-            config.optimizer, position.step, _share(config, position), by_steps=config.train.steps is not None))
+            config.optimizer, position.step, _share(config, position), by_steps=config.train.steps is not None),
+            self._is_in_place())
+
+    def _is_in_place(self) -> bool:
+        return self.writer is None or self.writer.is_in_place()
+
+    def check_in_place(self) -> None:
+        """Raises :class:`_OutOfPlaceError` on all processes if the run folder was deleted, renamed or replaced."""
+        if not processes.from_first(self._is_in_place):
+            raise _OutOfPlaceError
+
+    @contextmanager
+    def saved_elsewhere(self, latest: Callable[[], tuple[steps.TrainState, _Pending | None]]) -> Iterator[None]:
+        """Within, a run whose folder was deleted or renamed is saved where the folder went, or else beside its name.
+
+        Args:
+            latest: the state of the current step, and its metrics unless they are written.
+
+        Raises:
+            TrainingError: the folder is gone; the message says what is saved and how to go on.
+            CheckpointError, OSError, DataError: the same, and the run cannot be saved.
+        """
+        try:
+            yield
+        except (_OutOfPlaceError, OSError, CheckpointError) as error:
+            noticed = isinstance(error, _OutOfPlaceError)
+            # A write just after the folder has gone may fail before it is noticed.
+            if not noticed and (processes.several() or self._is_in_place()):
+                raise
+            state, pending = latest()
+            if noticed and pending is not None:
+                self.record(pending, self.clock.position.step)
+            with suppress(CheckpointError):  # of a save to the old folder
+                self.checkpoints.wait()
+            folder, happened, remedy = processes.from_first(self._prepare_elsewhere)
+            self.saved_at = -1
+            with _open_checkpoints(Path(folder), self.checkpoints.keep) as self.checkpoints:
+                self.save(state)
+                self.complete_save(state)
+            step = self.clock.position.step
+            saved = f"Step {step:,} is saved in {folder}; {remedy}" if step else "No step had been made"
+            raise TrainingError(f"{happened} while it trained. {saved}") from error
+
+    def _prepare_elsewhere(self) -> tuple[str, str, str]:
+        """On process 0: the folder to save in, made into a run folder; what happened; and how to go on."""
+        assert self.writer is not None
+        now, before, metrics = self.writer.folder(), self.run_dir, self.writer.path
+        folder = _free_name(before.with_name(f"{before.name}.deleted-while-training")) if now is None else now
+        if now is None:
+            folder.mkdir(parents=True)
+            for name, contents in self.records.items():
+                (folder / name).write_bytes(contents)
+        lines, self.writer = self.writer.keep_in(folder), None
+        self.timing.path = folder / "timing.json"
+        go_on = f"repeat the command with --run-dir {folder} to resume"
+        if now is None:
+            return str(folder), f"{before} was deleted, or moved to another file system,", go_on
+        if not (before.is_dir() and before.samefile(now)):
+            return str(folder), f"{before} was renamed to {folder}", go_on
+        if lines.name == metrics.name:
+            return str(before), f"{metrics} was deleted", "repeat the command to resume"
+        return str(before), f"{metrics} was replaced", (
+            f"rename {lines}, which has the lines of this run, to {metrics.name} and repeat the command to resume")
 
     def complete_verification(self, verification: Verification) -> None:
         """Wait until the data are verified on all processes, or a signal arrives."""
@@ -345,6 +424,7 @@ class _Run:
         position = self.clock.position
         if not self.config.train.sample_every or self.sampled_at == position.step or position.evaluation_due:
             return
+        self.check_in_place()
         with on_one_device(self.mesh, (state.parameters, state.variables)) as (parameters, variables):
             if self.samples is not None:
                 self.samples.write(position.step, steps.build(self.model, parameters, variables))
@@ -363,12 +443,15 @@ class _Run:
         position = self.clock.position
         if self.saved_at == position.step or position.step == 0:
             return
+        self.check_in_place()
         if self.verification is not None:
             self.verification.check()
         self.timing.enter("checkpoint")
         self._check(position.step, **{"parameters' norm": float(self.parameter_norm(state.parameters))})
         if self.logs is not None:
             self.logs.flush()
+        if self.writer is not None:
+            self.writer.sync()  # before the checkpoint: no power loss leaves its step without lines
         self.clock.read()
         self._complete_save()
         try:
@@ -437,6 +520,17 @@ class _Run:
                   "wall_seconds": position.wall_seconds, **values, **flops}
         self.writer.write(record)
         self.logs.write(record)
+
+
+def _open_checkpoints(run_dir: Path, keep: int) -> Checkpoints:
+    """The checkpoints of a run that notes in ``environment.json`` that it has some."""
+    return Checkpoints(run_dir / "checkpoints", keep=keep, completed=lambda: note_checkpoint(run_dir))
+
+
+def _free_name(path: Path) -> Path:
+    """The path, with a number if it exists."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
+    return next(name for name in names if not name.exists())
 
 
 def _restore(checkpoints: Checkpoints, step: int, shapes: Any, shardings: Any) -> tuple[Any, Position]:
