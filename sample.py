@@ -258,11 +258,7 @@ def command(arguments: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal lacks become question marks
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # prompts are bytes
-    try:
-        sample(options)
-    except BrokenPipeError:  # the reader closed the pipe
-        # Discard the rest of the buffer, which would fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sample(options)
     return 0
 
 

@@ -27,7 +27,7 @@ import tyro
 
 from comparison.study import Study, draw, load_study
 from models import attention
-from support.command import run_command, status
+from support.command import output_stream, run_command, status
 from support.errors import FAILURE, ConfigError
 from support.files import write_text
 from support.flags import checked_flags
@@ -143,7 +143,7 @@ def run(options: Options, study: Study, runs: Sequence[PlannedRun]) -> int:
         status(line)
     if options.index is None and progress.finished:
         for path in draw(study, options.out):
-            print(path)
+            print(path, file=output_stream())
     return FAILURE if progress.failed else 0
 
 

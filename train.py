@@ -41,7 +41,7 @@ from support.files import write_json
 from training import cli, logging, loop, processes
 from training import run as runs
 from training.checkpoint import Checkpoints
-from training.environment import configure_jax, environment
+from training.environment import CHECKPOINTED, configure_jax, environment
 from training.initial_weights import InitialWeights, read_initial_weights, save_initial_checkpoint
 from training.objectives import LanguageModelling, MaskedLanguageModelling
 from training.processes import Distributed
@@ -149,7 +149,7 @@ def begin(config: Config | MaskedConfig, run_dir: Path, corpora: Corpora, model:
     write_json(run_dir / "environment.json", environment(
         encoder_of(model), parameters=parameters, tokenizer=corpora.tokenizer, checksum=corpora.checksum,
         segments=config.data.packing == "documents")
-        | ({} if corpora.image is None else {"image": corpora.image})
+        | {CHECKPOINTED: newest is not None} | ({} if corpora.image is None else {"image": corpora.image})
         | ({} if begun_with is None else {"init_from": begun_with}))
     status(f"{run_dir}: {parameters:,} parameters, {','.join(config.model.attention)} attention, context "
            f"{config.model.context:,}, {config.model.dtype}, {corpora.tokens('train'):,} tokens")

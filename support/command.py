@@ -5,11 +5,15 @@ Imports the standard library only, so that benchmarks can use it on a machine wi
 
 import errno
 import importlib.util
+import io
+import os
+import select
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from support import interrupts
 from support.errors import FAILURE, INTERRUPTED, USAGE, ConfigError, LineargptError
@@ -30,8 +34,37 @@ def prints_only_errors() -> bool:
     return _only_errors_of is not None
 
 
+class _Unfailing:
+    """A text stream whose failed writes are dropped."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # a closed pipe, a full disk, a terminal that is gone; a closed file
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def error_stream() -> Any:
+    """Standard error for work that must not end because nobody can read about it: failed writes are dropped."""
+    return _Unfailing(sys.stderr or io.StringIO())  # None where the process started without one
+
+
+def output_stream() -> Any:
+    """Standard output, like :func:`error_stream`."""
+    return _Unfailing(sys.stdout or io.StringIO())
+
+
 def status(text: str) -> None:
-    """Prints a line on standard error and flushes it."""
+    """Prints a line on standard error and flushes it. A failed write is dropped."""
     if _only_errors_of is None:
         _print(text)
 
@@ -42,7 +75,7 @@ def report_error(text: str) -> None:
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(text, file=error_stream(), flush=True)
 
 
 def note(text: str) -> None:
@@ -64,7 +97,8 @@ def run_command(prog: str, command: Callable[[Sequence[str]], int | None], argum
 
     Usage errors (:class:`ConfigError`, ``NotImplementedError``, a missing package) return 2, failures
     (:class:`LineargptError`, ``OSError``, out of memory) 1, and Ctrl-C 130. Each prints one message. Other exceptions
-    are bugs and propagate with their traceback.
+    are bugs and propagate with their traceback. A closed pipe as standard output, such as that of ``head``, ends the
+    command without a message, and returns 0.
 
     Args:
         prog: name of the command, at the start of its messages.
@@ -74,12 +108,20 @@ def run_command(prog: str, command: Callable[[Sequence[str]], int | None], argum
         interrupted: text to append to the message of Ctrl-C, such as what was saved.
         memory_hint: how to reduce memory use.
     """
+    code = 0
     formats, ends_at_once = warnings.formatwarning, signal.getsignal(signal.SIGINT) is interrupts.exit_interrupted
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         if ends_at_once:  # from here on there may be something to clean up
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        return command(sys.argv[1:] if arguments is None else arguments) or 0
+        try:
+            code = command(sys.argv[1:] if arguments is None else arguments) or 0
+        except SystemExit as error:
+            if not error.code:  # of --help
+                _flush_output()
+            raise
+        _flush_output()
+        return code
     except (ConfigError, NotImplementedError) as error:
         report_error(f"{prog}: {describe(error)}")
         return USAGE
@@ -94,6 +136,8 @@ def run_command(prog: str, command: Callable[[Sequence[str]], int | None], argum
         report_error(f"{prog}: {describe(error)}")
         return FAILURE
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads_output():
+            return code
         remedy = "; free disk space and repeat the command to resume" if error.errno == errno.ENOSPC else ""
         report_error(f"{prog}: {describe(error)}{remedy}")
         return FAILURE
@@ -107,9 +151,44 @@ def run_command(prog: str, command: Callable[[Sequence[str]], int | None], argum
         report_error(f"interrupted{interrupted()}")
         return INTERRUPTED
     finally:
+        for stream in (sys.stdout, sys.stderr):
+            _discard_unwritten(stream)
         warnings.formatwarning = formats
         if ends_at_once:
             signal.signal(signal.SIGINT, interrupts.exit_interrupted)
+
+
+def _flush_output() -> None:
+    """Writes what is left of standard output, so that an error of it is one of the command."""
+    if sys.stdout is None or sys.stdout.closed:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from error
+
+
+def _nobody_reads_output() -> bool:
+    """Whether standard output is a pipe whose reader is gone."""
+    try:
+        output = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):
+        return False
+    poll = select.poll()
+    poll.register(output, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _discard_unwritten(stream: Any) -> None:
+    """Sends what cannot be written to /dev/null. Python would try again at its end, and exit with 120."""
+    try:
+        if stream is not None and not stream.closed:
+            stream.flush()
+    except OSError:
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -51,6 +51,15 @@ def sync_entry(path: Path) -> None:
         os.close(descriptor)
 
 
+def path_of(descriptor: int) -> Path | None:
+    """The present path of an open file or folder; None if it was deleted, or the system does not tell."""
+    try:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        return path if os.path.samestat(os.fstat(descriptor), path.stat()) else None
+    except OSError:
+        return None
+
+
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turns an ``OSError`` into a :class:`DataError` that names the file."""

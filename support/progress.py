@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-from support.command import prints_only_errors
+from support.command import error_stream, prints_only_errors
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def progress_bar(name: str, *, show: bool = True) -> Iterator[Callable[[float | 
                BarColumn(bar_width=None, table_column=Column(ratio=1)),
                TextColumn("{task.fields[text]}", table_column=fixed), TimeElapsedColumn(table_column=fixed),
                TextColumn("left:", table_column=fixed), TimeRemainingColumn(table_column=fixed))
-    with Progress(*columns, console=Console(stderr=True), disable=not show or prints_only_errors(),
+    with Progress(*columns, console=Console(file=error_stream()), disable=not show or prints_only_errors(),
                   speed_estimate_period=60, expand=True) as bar:
         task = bar.add_task(escape(name), total=None, text="")
 

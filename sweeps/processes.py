@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from comparison.study import ROOT
-from support.command import status
+from support import interrupts
+from support.command import output_stream, status
 from support.errors import ConfigError
 from sweeps.estimates import Estimates, duration
 from sweeps.folder import finish, is_finished, last_lines
@@ -125,7 +126,7 @@ def run_all(runs: Sequence[PlannedRun], estimates: Estimates, places: Sequence[s
             environment: Mapping[str, str], *, keep_all: bool) -> Progress:
     """Run the unfinished runs in order, one per place at a time.
 
-    Ctrl-C and SIGTERM are forwarded to active runs, and no other run starts.
+    Ctrl-C, SIGTERM and SIGHUP are forwarded to active runs, and no other run starts.
 
     Args:
         runs: the runs of the study, with folders created.
@@ -257,9 +258,9 @@ def failures(progress: Progress) -> list[str]:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects Ctrl-C and SIGTERM in a list."""
+    """Collects the signals that stop the sweep in a list."""
     received: list[int] = []
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = interrupts.stop_signals()
     before = [signal.signal(number, lambda number, _: received.append(number)) for number in numbers]
     try:
         yield received
@@ -283,12 +284,14 @@ class Display(Protocol):
 @contextmanager
 def _display(progress: Progress, parallel: int) -> Iterator[Display]:
     """A live table on a terminal; otherwise a line when a run starts or ends."""
-    if not sys.stdout.isatty():
+    output = output_stream()
+    if not output.isatty():
         yield Lines(progress, parallel)
         return
+    from rich.console import Console
     from rich.live import Live
 
-    with Live(auto_refresh=False) as live:
+    with Live(console=Console(file=output), auto_refresh=False) as live:
         table = LiveTable(progress, parallel, live)
         yield table
         table.update([], now=True)
@@ -309,7 +312,8 @@ class Lines:
     parallel: int
 
     def say(self, run: PlannedRun, what: str, active: Sequence[Active]) -> None:
-        print(f"{run.name}: {what} ({summary(self.progress, active, self.parallel)})", flush=True)
+        print(f"{run.name}: {what} ({summary(self.progress, active, self.parallel)})",
+              file=output_stream(), flush=True)
 
     def update(self, active: Sequence[Active]) -> None:
         pass

@@ -17,7 +17,7 @@ import logging
 import math
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,16 +49,18 @@ class Checkpoints:
     Args:
         directory: ``RUN/checkpoints``; created at the first save.
         keep: number of newest checkpoints kept, in addition to the one with the lowest loss.
+        completed: called on process 0, on a thread, when a checkpoint is complete.
 
     Raises:
         ConfigError: ``keep`` is less than 1.
     """
 
-    def __init__(self, directory: Path, *, keep: int = 2):
+    def __init__(self, directory: Path, *, keep: int = 2, completed: Callable[[], object] = lambda: None):
         if keep < 1:
             raise ConfigError(f"checkpoint.keep: expected at least 1, got {keep}")
         self.directory = Path(directory)
         self.keep = keep
+        self._completed = completed
         self._unfinished = self.directory.absolute() / UNFINISHED  # Orbax requires absolute paths
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
@@ -247,6 +249,7 @@ class Checkpoints:
             self._remove(step)
             written.rename(self.directory / str(step))
             sync_entry(self.directory)
+            self._completed()
             self._damaged.discard(step)
             self._prune(step)
 

@@ -22,6 +22,8 @@ from training import autotuning
 PUBLISHED = "published_weights"
 """Key of ``environment.json`` for runs imported by ``convert.py``: source and dtypes of the weights, and other values
 to export."""
+CHECKPOINTED = "checkpointed"
+"""Key of ``environment.json``: whether the run has ever had a checkpoint. Earlier versions did not write it."""
 
 
 def environment(model: GPT | Encoder, *, parameters: int, tokenizer: str | None, checksum: str,
@@ -59,6 +61,12 @@ def add_to_environment(run_dir: Path, **values: Any) -> None:
     """
     path = run_dir / "environment.json"
     write_json(path, read_json(path, RunError) | values)
+
+
+def note_checkpoint(run_dir: Path) -> None:
+    """Notes in ``environment.json`` that the run has a checkpoint; raises as :func:`add_to_environment`."""
+    if read_json(run_dir / "environment.json", RunError).get(CHECKPOINTED) is not True:
+        add_to_environment(run_dir, **{CHECKPOINTED: True})
 
 
 def git_commit() -> str | None:

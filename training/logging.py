@@ -13,7 +13,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import secrets
 import socket
 import textwrap
@@ -25,13 +24,12 @@ from typing import Any, Protocol, Self
 
 from configs.schema import LoggingConfig, RunConfig
 from support.errors import ConfigError
+from training.metrics import last_step
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """The package of each flag; the extra that installs it has the name of the flag."""
 HINTS = {"wandb": ". Without a network, set WANDB_MODE=offline"}
 """Hints for failed logs."""
-TAIL_BYTES = 65_536
-"""Bytes at the end of a metrics file that contain its last lines."""
 
 
 def check(config: LoggingConfig) -> None:
@@ -151,7 +149,7 @@ class _WandB:
         folder.mkdir(exist_ok=True)
         kept = folder / "id.txt"
         # Lines after the step that a run resumes from were logged before a crash.
-        self._logged = max(step, _last_step(run_dir / "metrics.jsonl")) if kept.exists() else step
+        self._logged = max(step, last_step(run_dir / "metrics.jsonl")) if kept.exists() else step
         if not kept.exists():
             kept.write_text(secrets.token_hex(8) + "\n")
         self._run = wandb.init(
@@ -168,13 +166,3 @@ class _WandB:
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
-
-
-def _last_step(metrics: Path) -> int:
-    """Step of the last line of a metrics file; 0 if there is none."""
-    if not metrics.exists():
-        return 0
-    with metrics.open("rb") as file:
-        file.seek(max(0, metrics.stat().st_size - TAIL_BYTES))
-        steps = re.findall(rb'^\{"step":(\d+),', file.read(), re.MULTILINE)
-    return int(steps[-1]) if steps else 0

@@ -1,12 +1,11 @@
 """The training loop: dispatches steps, reads their metrics one step late, evaluates, saves and stops."""
 
+import itertools
 import math
-import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -17,14 +16,15 @@ import jax.numpy as jnp
 
 from configs.schema import Config, RunConfig
 from data.verification import Verification
-from support.command import note, status
+from support import interrupts
+from support.command import error_stream, note, status
 from support.errors import CheckpointError, RunError, TrainingError
 from support.files import read_json
 from training import autotuning, processes
 from training import step as steps
 from training.accounting import Timing, flops_per_token, peak_flops
 from training.checkpoint import Checkpoints
-from training.environment import add_to_environment, peak_bytes
+from training.environment import add_to_environment, note_checkpoint, peak_bytes
 from training.logging import Logs
 from training.metrics import MetricsWriter
 from training.objectives import Objective, Samples
@@ -70,6 +70,10 @@ class _Pending(NamedTuple):
     learning_rate: float
 
 
+class _OutOfPlaceError(Exception):
+    """The run folder or its metrics file was deleted, renamed or replaced; raised on all processes."""
+
+
 class _Decision(NamedTuple):
     """What happens next; process 0 decides for all."""
 
@@ -78,6 +82,8 @@ class _Decision(NamedTuple):
     """The signal that stops the run, if any."""
     learning_rate: float
     """Of the next step."""
+    in_place: bool
+    """Whether the run folder and its metrics file still have their names."""
 
 
 @dataclass
@@ -147,7 +153,7 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
         stack.enter_context(timing)  # writes last, also on an error
         stack.enter_context(jax.set_mesh(mesh))
         timing.enter("checkpoint")
-        checkpoints = stack.enter_context(Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep))
+        checkpoints = stack.enter_context(_open_checkpoints(run_dir, config.checkpoint.keep))
         restored = None if step is None else _restore(checkpoints, step, shapes, shardings)
         timing.enter("compile")
         autotuning.restore(run_dir)
@@ -176,21 +182,23 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
             autotuning.keep(run_dir)
             add_to_environment(run_dir, step_bytes=peak_bytes(update), peak_flops=peak, mesh=dict(mesh.shape))
         per_token = flops_per_token(config.to_dict(), read_json(run_dir / "environment.json", RunError))
+        records = {name: (run_dir / name).read_bytes() for name in ("config.json", "environment.json")}
         signals = stack.enter_context(_signals())
         bar = stack.enter_context(_progress(config, position, quiet or not first))
         watch = StallWatch(timing, stall_seconds, processes.fail)
         if processes.several() or stall_seconds is not None:
             stack.enter_context(watch)
         run = _Run(config, objective.model, mesh, clock, timing, per_token, peak, writer, logs, samples, checkpoints,
-                   evaluate, jax.jit(global_norm), bar, verification, signals, watch)
+                   run_dir, records, evaluate, jax.jit(global_norm), bar, verification, signals, watch)
 
+        pending: _Pending | None = None
+        stack.enter_context(run.saved_elsewhere(lambda: (state, pending)))
         if position.evaluation_due:  # it was ended by a signal
             run.evaluate(state)
             if config.train.sample_every and position.step % config.train.sample_every == 0:
                 run.sample(state)
             if not position.evaluation_due:  # in place of the checkpoint without the evaluation
                 run.save(state)
-        pending: _Pending | None = None
         run.resume()
         while True:
             decision = run.decide()
@@ -223,6 +231,7 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
                 run.resume()
         if pending is not None:
             run.record(pending, position.step)
+            pending = None
         finished = processes.from_first(lambda: _finished(config, position))
         if finished:
             run.evaluate(state)
@@ -233,6 +242,7 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
         run.save(state)
         timing.enter("checkpoint")
         run.complete_save(state)  # while only a second signal ends the process
+        run.check_in_place()
         timing.enter("other")
         stopped = run.stop_signal()
         return Outcome(position, run.val_loss, None if finished and not position.evaluation_due else stopped, timing)
@@ -257,6 +267,9 @@ class _Run:
     logs: Logs | None
     samples: Samples | None
     checkpoints: Checkpoints
+    run_dir: Path
+    records: dict[str, bytes]
+    """Contents of ``config.json`` and ``environment.json``."""
     figures: Callable[[steps.TrainState, Callable[[], bool]], dict[str, float] | None]
     """Computes the figures of a val line, unless it is to stop."""
     parameter_norm: Any
@@ -272,12 +285,77 @@ class _Run:
     """Whether the last save has failed."""
 
     def decide(self) -> _Decision:
-        """What happens next, the same on all processes."""
-        return _Decision(*processes.from_first(self._decision))
+        """What happens next, the same on all processes; raises as :meth:`check_in_place`."""
+        decision = _Decision(*processes.from_first(self._decision))
+        if not decision.in_place:
+            raise _OutOfPlaceError
+        return decision
 
     def _decision(self) -> _Decision:
         config, position = self.config, self.clock.position
-        return _Decision(_finished(config, position), self.signals.first, next_learning_rate(config, position))
+        return _Decision(_finished(config, position), self.signals.first, next_learning_rate(config, position),
+                         self._is_in_place())
+
+    def _is_in_place(self) -> bool:
+        return self.writer is None or self.writer.is_in_place()
+
+    def check_in_place(self) -> None:
+        """Raises :class:`_OutOfPlaceError` on all processes if the run folder was deleted, renamed or replaced."""
+        if not processes.from_first(self._is_in_place):
+            raise _OutOfPlaceError
+
+    @contextmanager
+    def saved_elsewhere(self, latest: Callable[[], tuple[steps.TrainState, _Pending | None]]) -> Iterator[None]:
+        """Within, a run whose folder was deleted or renamed is saved where the folder went, or else beside its name.
+
+        Args:
+            latest: the state of the current step, and its metrics unless they are written.
+
+        Raises:
+            TrainingError: the folder is gone; the message says what is saved and how to go on.
+            CheckpointError, OSError, DataError: the same, and the run cannot be saved.
+        """
+        try:
+            yield
+        except (_OutOfPlaceError, OSError, CheckpointError) as error:
+            noticed = isinstance(error, _OutOfPlaceError)
+            # A write just after the folder has gone may fail before it is noticed.
+            if not noticed and (processes.several() or self._is_in_place()):
+                raise
+            state, pending = latest()
+            if noticed and pending is not None:
+                self.record(pending, self.clock.position.step)
+            with suppress(CheckpointError):  # of a save to the old folder
+                self.checkpoints.wait()
+            folder, happened, remedy = processes.from_first(self._prepare_elsewhere)
+            self.saved_at = -1
+            with _open_checkpoints(Path(folder), self.checkpoints.keep) as self.checkpoints:
+                self.save(state)
+                self.complete_save(state)
+            step = self.clock.position.step
+            saved = f"Step {step:,} is saved in {folder}; {remedy}" if step else "No step had been made"
+            raise TrainingError(f"{happened} while it trained. {saved}") from error
+
+    def _prepare_elsewhere(self) -> tuple[str, str, str]:
+        """On process 0: the folder to save in, made into a run folder; what happened; and how to go on."""
+        assert self.writer is not None
+        now, before, metrics = self.writer.folder(), self.run_dir, self.writer.path
+        folder = _free_name(before.with_name(f"{before.name}.deleted-while-training")) if now is None else now
+        if now is None:
+            folder.mkdir(parents=True)
+            for name, contents in self.records.items():
+                (folder / name).write_bytes(contents)
+        lines, self.writer = self.writer.keep_in(folder), None
+        self.timing.path = folder / "timing.json"
+        go_on = f"repeat the command with --run-dir {folder} to resume"
+        if now is None:
+            return str(folder), f"{before} was deleted, or moved to another file system,", go_on
+        if not (before.is_dir() and before.samefile(now)):
+            return str(folder), f"{before} was renamed to {folder}", go_on
+        if lines.name == metrics.name:
+            return str(before), f"{metrics} was deleted", "repeat the command to resume"
+        return str(before), f"{metrics} was replaced", (
+            f"rename {lines}, which has the lines of this run, to {metrics.name} and repeat the command to resume")
 
     def complete_verification(self, verification: Verification) -> None:
         """Wait until the data are verified on all processes, or a signal arrives."""
@@ -305,16 +383,16 @@ class _Run:
         loss, norm = (float(x) for x in jax.device_get(pending.metrics))
         was_continued = self.signals.was_continued()
         seconds = self.clock.split(trains=not was_continued)
-        if was_continued:
-            note(f"step {step}: the process was stopped and continued; its {seconds:.1f} s count as wall time, not as "
-                 "training time")
-        else:
+        if not was_continued:
             self.watch.step(seconds)
         tokens = self.config.train.batch_size * self.config.model.context
         utilisation = {} if self.flops_per_token is None or self.peak_flops is None else {
             "mfu": tokens * self.flops_per_token / seconds / self.peak_flops}
         self._write(step, split="train", loss=loss, learning_rate=pending.learning_rate, gradient_norm=norm,
                     tokens_per_second=tokens / seconds, **utilisation)
+        if was_continued:
+            note(f"step {step}: the process was stopped and continued; its {seconds:.1f} s count as wall time, not as "
+                 "training time")
         self._check(step, loss=loss, gradient=norm)
         self.bar.update(step, loss, tokens / seconds, self.clock.position)
 
@@ -345,6 +423,7 @@ class _Run:
         position = self.clock.position
         if not self.config.train.sample_every or self.sampled_at == position.step or position.evaluation_due:
             return
+        self.check_in_place()
         with on_one_device(self.mesh, (state.parameters, state.variables)) as (parameters, variables):
             if self.samples is not None:
                 self.samples.write(position.step, steps.build(self.model, parameters, variables))
@@ -363,12 +442,15 @@ class _Run:
         position = self.clock.position
         if self.saved_at == position.step or position.step == 0:
             return
+        self.check_in_place()
         if self.verification is not None:
             self.verification.check()
         self.timing.enter("checkpoint")
         self._check(position.step, **{"parameters' norm": float(self.parameter_norm(state.parameters))})
         if self.logs is not None:
             self.logs.flush()
+        if self.writer is not None:
+            self.writer.sync()  # before the checkpoint: no power loss leaves its step without lines
         self.clock.read()
         self._complete_save()
         try:
@@ -439,6 +521,17 @@ class _Run:
         self.logs.write(record)
 
 
+def _open_checkpoints(run_dir: Path, keep: int) -> Checkpoints:
+    """The checkpoints of a run that notes in ``environment.json`` that it has some."""
+    return Checkpoints(run_dir / "checkpoints", keep=keep, completed=lambda: note_checkpoint(run_dir))
+
+
+def _free_name(path: Path) -> Path:
+    """The path, with a number if it exists."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
+    return next(name for name in names if not name.exists())
+
+
 def _restore(checkpoints: Checkpoints, step: int, shapes: Any, shardings: Any) -> tuple[Any, Position]:
     abstract = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes,
                             shardings)
@@ -477,7 +570,7 @@ class _Signals:
     """The signals that a run has received: this process's, and on process 0 those of all."""
 
     stops: list[int] = field(default_factory=list)
-    """SIGTERM and Ctrl-C."""
+    """Those of :func:`support.interrupts.stop_signals`."""
     continued: bool = False
     """Whether SIGCONT has arrived."""
 
@@ -507,16 +600,17 @@ class _Signals:
 
 @contextmanager
 def _signals() -> Iterator[_Signals]:
-    """Collects signals. The first SIGTERM or Ctrl-C stops the loop; a second one acts immediately."""
+    """Collects signals. The first one that stops the loop lets it save; a second SIGTERM or Ctrl-C acts immediately."""
     received = _Signals()
     before: dict[int, Any] = {}
 
     def on_stop(number: int, _frame: FrameType | None) -> None:
         received.receive(number)
-        signal.signal(number, before[number])
-        os.write(2, b"\nStopping after this step; saving.\n")  # print could fail inside a print it interrupts
+        if number != signal.SIGHUP:  # the system and the shell may both send that at the end of a terminal
+            signal.signal(number, before[number])
+        interrupts.write_word(b"\nStopping after this step; saving.\n")
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in interrupts.stop_signals():
         before[number] = signal.signal(number, on_stop)
     before[signal.SIGCONT] = signal.signal(signal.SIGCONT, lambda number, _: received.receive(number))
     try:
@@ -530,7 +624,8 @@ def _signals() -> Iterator[_Signals]:
 def _progress(config: RunConfig, position: Position, quiet: bool) -> Iterator[Any]:
     """A progress bar on a terminal; otherwise a line at each evaluation."""
     bar = _Bar(config)
-    if quiet or not sys.stderr.isatty():
+    stream = error_stream()
+    if quiet or not stream.isatty():
         yield replace(bar, lines=not quiet)
         return
     from rich.console import Console
@@ -539,7 +634,7 @@ def _progress(config: RunConfig, position: Position, quiet: bool) -> Iterator[An
     columns = (TextColumn("step {task.fields[step]}"), BarColumn(), TextColumn("loss {task.fields[loss]:.4f}"),
                TextColumn("val {task.fields[val]}"), TextColumn("{task.fields[rate]:,.0f} tokens/s"),
                TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=120) as progress:
+    with Progress(*columns, console=Console(file=stream), speed_estimate_period=120) as progress:
         task = progress.add_task("", total=1.0, step=position.step, loss=math.nan, val="–", rate=0.0)
         progress.update(task, completed=_share(config, position))
         yield replace(bar, progress=progress, task=task)

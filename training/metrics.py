@@ -3,8 +3,10 @@
 Every line has ``split`` ("train" or "val") and numbers: step, tokens, train_seconds, wall_seconds, loss, ….
 """
 
+import contextlib
 import errno
 import io
+import itertools
 import json
 import math
 import os
@@ -16,7 +18,7 @@ from typing import Any, BinaryIO, Self, TypeGuard
 import numpy as np
 import orjson
 
-from support.files import replacing
+from support.files import path_of, replacing, sync_entry
 
 BLOCK_BYTES = 1 << 20
 """Bytes per read."""
@@ -41,7 +43,8 @@ class MetricsWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _cut(self.path, math.inf if keep_through is None else keep_through)
-        self._file = self.path.open("ab", buffering=0)
+        self._file = self.path.open("a+b", buffering=0)
+        self._folder = os.open(self.path.parent, os.O_RDONLY)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line.
@@ -62,9 +65,46 @@ class MetricsWriter:
         if written != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
+    def sync(self) -> None:
+        """Wait until all lines are on disk, where a power loss keeps them.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        os.fsync(self._file.fileno())
+        sync_entry(self.path.parent)
+
+    def is_in_place(self) -> bool:
+        """Whether the file still has its name: neither it nor a folder above it was deleted, renamed or replaced."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def folder(self) -> Path | None:
+        """Where the folder of the file is now; None if it was deleted, or the system does not tell."""
+        return path_of(self._folder)
+
+    def keep_in(self, folder: Path) -> Path:
+        """The file in a folder that has all lines: this one, or a copy under a free name, also after it was deleted.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        for number in itertools.count():
+            path = folder / (f"{self.path.name}.{number}" if number else self.path.name)
+            with contextlib.suppress(FileExistsError), path.open("xb") as copy:
+                for offset in range(0, os.fstat(self._file.fileno()).st_size, BLOCK_BYTES):
+                    copy.write(os.pread(self._file.fileno(), BLOCK_BYTES, offset))
+                return path
+            if os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
+                return path
+        raise AssertionError
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+        os.close(self._folder)
 
     def __enter__(self) -> Self:
         return self
@@ -128,6 +168,19 @@ def read_columns(path: Path) -> dict[str, np.ndarray]:
 
     return {name: np.array([value(row.get(name)) for row in rows])
             for name in dict.fromkeys(name for row in rows for name in row)}
+
+
+def last_step(path: Path) -> int:
+    """The step of the last line of a metrics file; 0 if there is none.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    for records in read_blocks(path) if path.exists() else ():
+        for record in reversed(records):
+            if isinstance(step := record.get("step"), int):
+                return step
+    return 0
 
 
 def _blocks_of_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -27,7 +26,7 @@ from typing import Any
 
 import jax
 
-from support.command import message, print_only_errors, report_error, run_command
+from support.command import error_stream, message, output_stream, print_only_errors, report_error, run_command
 from support.errors import FAILURE, ConfigError
 from training.roll_call import call_roll, name
 
@@ -37,7 +36,7 @@ SHUTDOWN_SECONDS = 10
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 3 * POLL_SECONDS
 """How long process 0, when it fails, waits for the others to end first."""
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGCONT)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCONT)
 """Signals that process 0 receives from the others."""
 KEPT_VALUES = 1000
 """Values of process 0 that are kept for processes that lag behind; collectives keep these within a few."""
@@ -350,7 +349,7 @@ def run_together(prog: str, command: Callable[[Sequence[str]], int | None], argu
         if isinstance(error, jax.errors.JaxRuntimeError):
             report_error(f"{said[-1]}. If another process is lost, the coordination service names it and ends this one")
             time.sleep(2 * HEARTBEAT_SECONDS)
-        traceback.print_exc()
+        traceback.print_exc(file=error_stream())
         code = FAILURE
     if _team is not None:
         if not together:
@@ -426,6 +425,6 @@ def _watch(team: _Team) -> None:
 
 def _exit(code: int) -> None:
     """Ends the process at once: JAX's end waits for all others."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    output_stream().flush()
+    error_stream().flush()
     os._exit(code)

@@ -23,7 +23,8 @@ from support.errors import CheckpointError, ConfigError, RunError, TrainingError
 from support.files import read_json
 from training import loop, processes
 from training.checkpoint import Checkpoints
-from training.environment import PUBLISHED, git_commit
+from training.environment import CHECKPOINTED, PUBLISHED, git_commit
+from training.metrics import last_step
 from training.sharding import parameter_shardings
 
 if TYPE_CHECKING:
@@ -187,10 +188,12 @@ def newest_step(config: RunConfig, run_dir: Path) -> tuple[int | None, bool]:
     Raises:
         ConfigError: the run is beyond ``train.steps``.
         CheckpointError: no checkpoint is intact, or the newest has no optimizer state.
+        RunError: as :func:`check_nothing_is_lost`.
     """
     with Checkpoints(run_dir / "checkpoints") as checkpoints:
         newest = checkpoints.resume({"position": None}, verify=("parameters", "variables", "optimizer"))
         if newest is None:
+            check_nothing_is_lost(run_dir)
             return None, False
         finished = loop.is_finished(config, newest[1]["position"])
         if not finished:
@@ -208,6 +211,28 @@ def newest_step(config: RunConfig, run_dir: Path) -> tuple[int | None, bool]:
         if changes := _changes(run_dir, config, loop.Position(**newest[1]["position"])):
             note("; ".join(changes))
     return newest[0], finished
+
+
+def check_nothing_is_lost(run_dir: Path) -> None:
+    """Checks that a run without checkpoints has never had one: a new start cuts its metrics and samples.
+
+    Raises:
+        RunError: it has had one, or ``environment.json`` does not tell and there are lines or samples.
+    """
+    metrics, samples = run_dir / "metrics.jsonl", run_dir / "samples"
+    step = last_step(metrics)
+    found = [*([f"{metrics} (up to step {step:,})"] if step else []),
+             *([str(samples)] if samples.is_dir() and any(samples.iterdir()) else [])]
+    if not found:
+        return
+    path = run_dir / "environment.json"
+    environment = read_json(path, RunError) if path.exists() else {}
+    # --init-from makes a checkpoint before the first step.
+    if environment.get(CHECKPOINTED) is False and "init_from" not in environment:
+        note(f"{run_dir} ended at step {step:,}, before its first checkpoint; it starts from the beginning")
+        return
+    raise RunError(f"{run_dir} has no checkpoints, but it has {' and '.join(found)} from before. If the checkpoints "
+                   "were moved, or their disk is not mounted, put them back. To start over, delete what is named here")
 
 
 def _changes(run_dir: Path, config: RunConfig, position: loop.Position) -> list[str]:

@@ -17,7 +17,7 @@ from support.files import read_json, write_json
 from training import cli, logging, loop, processes
 from training import run as runs
 from training.checkpoint import Checkpoints
-from training.environment import configure_jax, environment
+from training.environment import CHECKPOINTED, configure_jax, environment
 from training.examples import ScoredObjective
 from training.sharding import batch_sharding, check_shards, make_mesh, parameter_shardings, report_mesh
 
@@ -139,7 +139,7 @@ def _begin(config: RunConfig, run_dir: Path, objective: ScoredObjective, command
     write_json(run_dir / "config.json", config.to_dict())
     write_json(run_dir / "environment.json", environment(
         objective.model.encoder, parameters=parameters, tokenizer=None, checksum=objective.checksum,
-        command=command_line, segments=objective.padded))
+        command=command_line, segments=objective.padded) | {CHECKPOINTED: newest is not None})
     status(f"{run_dir}: {objective.name}, {parameters:,} parameters, {','.join(config.model.attention)} "
            f"attention, context {config.model.context:,}, {config.model.dtype}, "
            f"{objective.counts['train']:,} examples")

@@ -1,6 +1,8 @@
 """How commands end."""
 
 import errno
+import io
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from support import packages
-from support.command import note, run_command, status, warnings_as_notes
+from support.command import error_stream, note, run_command, status, warnings_as_notes
 from support.errors import ConfigError, LineargptError, RunError
 
 ROOT = Path(packages.__file__).parents[1]
@@ -102,6 +104,90 @@ def test_it_imports_no_package():
     assert done.stdout == "[]\n"
 
 
+# Output that cannot be written
+
+
+class Broken(io.StringIO):
+    """A stream on a full disk."""
+
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self):
+        if not self.closed:
+            self.write("")
+
+
+def test_what_cannot_be_printed_ends_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Broken())
+    note("it is shortened")
+    assert run_command("prog", raising(ConfigError("--x is 3; expected 4")), []) == 2
+    monkeypatch.setattr(sys, "stderr", closed := io.StringIO())
+    closed.close()
+    note("it is shortened")
+    monkeypatch.setattr(sys, "stderr", None)
+    note("it is shortened")
+
+
+def test_a_progress_bar_that_cannot_be_drawn_ends_nothing(monkeypatch):
+    from rich.console import Console
+    from rich.progress import Progress
+
+    monkeypatch.setattr(sys, "stderr", Broken())
+    with Progress(console=Console(file=error_stream(), force_terminal=True), auto_refresh=False) as bar:
+        bar.update(bar.add_task("rows"), advance=1)
+        bar.refresh()
+        status("a line above the bar")  # rich replaces sys.stderr meanwhile
+
+
+def in_a_shell(redirected: str, code: str) -> subprocess.CompletedProcess:
+    """A Python process whose streams a shell redirects."""
+    command = f'set -o pipefail; "$0" -c "$1" {redirected}'
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(["bash", "-c", command, sys.executable, HARNESS + code], capture_output=True, text=True,
+                          env=buffered)
+
+
+PRINTS = "sys.exit(run_command('prog', lambda _: print('x' * {count}, flush={flush})))"
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_closed_pipe_as_standard_output_ends_a_command_without_a_word(flush):
+    # "read" ends at once, so that the pipe is closed.
+    done = in_a_shell("| { exec <&-; }", "import select; p = select.poll(); p.register(1, 0); p.poll(); "
+                      + PRINTS.format(count=10**5, flush=flush))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_help_into_a_closed_pipe_ends_without_a_word():
+    done = in_a_shell("| { exec <&-; }", "import select; p = select.poll(); p.register(1, 0); p.poll(); "
+                      "run_command('prog', lambda _: (print('usage'), sys.exit(0)))")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_full_disk_as_standard_output_is_told():
+    done = in_a_shell("> /dev/full", PRINTS.format(count=1, flush=False))
+    assert (done.returncode, done.stderr) == (1, "prog: standard output: No space left on device; free disk space and "
+                                              "repeat the command to resume\n")
+
+
+def test_a_full_disk_as_standard_error_changes_no_exit_code():
+    for code, command in ((0, "status('step 3')"), (1, "raising(OSError('lost'))")):
+        done = in_a_shell("2> /dev/full", "from support.command import status\n"
+                          "def raising(error): raise error\n"
+                          f"sys.exit(run_command('prog', lambda _: {command}))")
+        assert done.returncode == code
+
+
+def test_a_file_never_takes_the_place_of_a_closed_standard_stream(tmp_path):
+    path = tmp_path / "metrics"
+    done = in_a_shell("<&- >&- 2>&-", f"file = open({str(path)!r}, 'w'); file.write('kept'); file.flush()\n"
+                      "os.write(2, b'a message'); sys.stdout.write('text')\n"
+                      "sys.exit(run_command('prog', lambda _: interrupt()))")
+    assert (done.returncode, path.read_text()) == (130, "kept")
+    assert os.listdir(tmp_path) == ["metrics"]
+
+
 # Ctrl-C
 
 
@@ -122,6 +208,7 @@ interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
 def test_ctrl_c_ends_a_script_in_a_word_whenever_it_comes(when):
     done = subprocess.run([sys.executable, "-c", HARNESS + when], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    assert in_a_shell("2> /dev/full", when).returncode == 130
 
 
 ENTRIES = [str(path.relative_to(ROOT)) for folder, pattern in (

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -126,6 +128,52 @@ def test_a_signal_saves_and_the_same_command_goes_on(recipe, straight, tmp_path,
     assert_clocks_go_on(folder)
     # The time until the first line of the second part counts too.
     assert tiny.lines(folder, "train")[last]["wall_seconds"] > wall_seconds
+
+
+def test_a_signal_is_heard_though_nobody_can_be_told(monkeypatch):
+    error, (reader, closed) = os.dup(2), os.pipe()
+    os.close(reader)
+    os.dup2(closed, 2)
+    try:
+        with loop._signals() as received:
+            signal.raise_signal(signal.SIGINT)
+            assert received.first == signal.SIGINT
+    finally:
+        os.dup2(error, 2)
+        os.close(error)
+        os.close(closed)
+
+
+def test_the_end_of_the_terminal_stops_a_run_however_often_it_is_told():
+    with loop._signals() as received:
+        for _ in range(3):  # the system and the shell send it
+            signal.raise_signal(signal.SIGHUP)
+        assert received.first == signal.SIGHUP
+
+
+def test_a_run_under_nohup_outlives_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with loop._signals() as received:
+            signal.raise_signal(signal.SIGHUP)
+            assert received.first is None
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.thorough
+def test_ctrl_c_saves_a_run_whose_output_nobody_reads(recipe, tmp_path):
+    folder = tmp_path / "run"
+    process = tiny.start(recipe, "--run-dir", folder, "--train.steps", STEPS, "--train.eval-every", 1,
+                         "--train.eval-batches", 50)
+    wait_for(lambda: len(tiny.lines(folder, "train")) >= 3, process)
+    for stream in (process.stdout, process.stderr):  # as where tee ends first
+        assert stream is not None
+        stream.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 130
+    assert tiny.saved_steps(folder)[-1] == tiny.lines(folder, "train")[-1]["step"]
 
 
 def test_a_signal_ends_an_evaluation_and_the_same_command_makes_up_for_it(recipe, tmp_path, monkeypatch):
@@ -287,6 +335,143 @@ def test_a_run_bounded_by_time_ends_at_its_time_and_is_finished(recipe, tmp_path
     assert tiny.run(*command) == 0
     assert "is finished" in capsys.readouterr().err
     assert tiny.lines(folder, "train") == found
+
+
+def moving(monkeypatch, step: int, move: Callable[[], object]) -> None:
+    """Makes something happen to the run folder once the line of a step is written."""
+    record = loop._Run.record
+
+    def and_move(self, pending, at):
+        record(self, pending, at)
+        if at == step:
+            move()
+
+    monkeypatch.setattr(loop._Run, "record", and_move)
+
+
+@pytest.mark.parametrize("every", [pytest.param(2, marks=pytest.mark.thorough), 10])
+def test_a_run_whose_folder_is_renamed_is_saved_there(recipe, tmp_path, capsys, monkeypatch, every):
+    """Noticed at the save of a step, and between two steps."""
+    folder, there = tmp_path / "run", tmp_path / "renamed"
+    moving(monkeypatch, 2, lambda: folder.rename(there))
+    command = (recipe, "--train.steps", 6, "--checkpoint.every-steps", every)
+    assert tiny.run(*command, "--run-dir", folder) == 1
+    last = 2 if every == 2 else 3
+    assert (f"{folder} was renamed to {there} while it trained. Step {last} is saved in {there}; repeat the command "
+            f"with --run-dir {there} to resume") in capsys.readouterr().err
+    assert not folder.exists()
+    assert tiny.saved_steps(there) == [last]
+    assert [line["step"] for line in tiny.lines(there, "train")] == [*range(1, last + 1)]
+    monkeypatch.undo()
+    assert tiny.run(*command, "--run-dir", there) == 0
+    assert [line["step"] for line in tiny.lines(there, "train")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_whose_folder_is_deleted_is_saved_beside_it(recipe, tmp_path, capsys, monkeypatch):
+    folder, there = tmp_path / "runs" / "run", tmp_path / "runs" / "run.deleted-while-training"
+
+    def replace():  # by another one of the same name
+        shutil.rmtree(folder.parent)
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("of another run")
+
+    moving(monkeypatch, 2, replace)
+    command = (recipe, "--train.steps", 6)
+    assert tiny.run(*command, "--run-dir", folder) == 1
+    assert (f"{folder} was deleted, or moved to another file system, while it trained. Step 3 is saved in {there}; "
+            f"repeat the command with --run-dir {there} to resume") in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
+    assert (folder / "metrics.jsonl").read_text() == "of another run"
+    monkeypatch.undo()
+    assert tiny.run(*command, "--run-dir", there) == 0
+    assert [line["step"] for line in tiny.lines(there, "train")] == [1, 2, 3, 4, 5, 6]
+    assert tiny.saved_steps(there) == [3, 6]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_whose_metrics_are_taken_away_keeps_its_lines(recipe, tmp_path, capsys, monkeypatch, replaced):
+    folder = tmp_path / "run"
+    metrics = folder / "metrics.jsonl"
+
+    def take_away():
+        metrics.unlink()
+        if replaced:
+            metrics.write_text("edited")
+
+    moving(monkeypatch, 1, take_away)
+    assert tiny.run(recipe, "--run-dir", folder) == 1
+    kept = folder / ("metrics.jsonl.1" if replaced else "metrics.jsonl")
+    assert [json.loads(line)["step"] for line in kept.read_text().splitlines()] == [1, 2]
+    happened = f"{metrics} was {'replaced' if replaced else 'deleted'} while it trained"
+    assert f"{happened}. Step 2 is saved in {folder}; " in capsys.readouterr().err
+    assert tiny.saved_steps(folder) == [2]
+    assert not replaced or metrics.read_text() == "edited"
+
+
+@pytest.mark.thorough
+def test_a_run_whose_folder_goes_during_a_save_is_saved_beside_it(recipe, tmp_path, monkeypatch):
+    folder, finish = tmp_path / "run", Checkpoints._finish
+
+    def deleted(self, step, response, loss):
+        response.result()
+        if self.directory.parent == folder:
+            shutil.rmtree(folder)
+        finish(self, step, response, loss)
+
+    monkeypatch.setattr(Checkpoints, "_finish", deleted)
+    assert tiny.run(recipe, "--run-dir", folder) == 1
+    assert tiny.saved_steps(tmp_path / "run.deleted-while-training") == [2]
+    assert [line["split"] for line in tiny.lines(tmp_path / "run.deleted-while-training")] == ["train", "train", "val"]
+
+
+@pytest.mark.parametrize("kept", ["samples", "metrics.jsonl"])
+def test_a_run_whose_checkpoints_are_gone_is_left_as_it_is(recipe, straight, tmp_path, capsys, kept):
+    folder = Path(shutil.copytree(straight, tmp_path / "run"))
+    shutil.rmtree(folder / "checkpoints")
+    other = folder / ("metrics.jsonl" if kept == "samples" else "samples")
+    shutil.move(other, tmp_path / "elsewhere")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    capsys.readouterr()
+    assert tiny.run(recipe, "--run-dir", folder, "--train.steps", STEPS) == 1
+    named = f"{folder / 'metrics.jsonl'} (up to step {STEPS})" if kept == "metrics.jsonl" else str(folder / "samples")
+    assert f"{folder} has no checkpoints, but it has {named} from before. If the checkpoints were moved" in (
+        capsys.readouterr().err)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"} == before
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(recipe, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "run"
+
+    def killed(self, step, *_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", killed)
+        assert tiny.run(recipe, "--run-dir", folder) == 130
+    assert tiny.run(recipe, "--run-dir", folder) == 0
+    assert f"note: {folder} ended at step 2, before its first checkpoint; it starts from the" in capsys.readouterr().err
+    assert [line["step"] for line in tiny.lines(folder, "train")] == [1, 2]
+    shutil.rmtree(folder / "checkpoints")  # now it has had one
+    assert tiny.run(recipe, "--run-dir", folder) == 1
+    assert [line["step"] for line in tiny.lines(folder, "train")] == [1, 2]
+
+
+def test_lines_are_on_disk_before_the_checkpoint_has_its_name(recipe, tmp_path, monkeypatch):
+    happened, folder = [], tmp_path / "run"
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(descriptor):
+        happened.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", lambda self, to: (happened.append(Path(to)), rename(self, to))[1])
+    assert tiny.run(recipe, "--run-dir", folder) == 0
+    lines = happened.index(folder / "metrics.jsonl")
+    assert happened[lines + 1] == folder
+    assert lines < happened.index(folder / "checkpoints" / "2")
+    assert folder / "metrics.jsonl" not in happened[lines + 1:]
 
 
 @pytest.mark.thorough

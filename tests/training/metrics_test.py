@@ -1,6 +1,7 @@
 """A metrics file stays readable whatever happens to its run."""
 
 import math
+import shutil
 import warnings
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import orjson
 import pytest
 
 import training.metrics
-from training.metrics import MetricsWriter, read_blocks, read_columns
+from training.metrics import MetricsWriter, last_step, read_blocks, read_columns
 
 pytestmark = pytest.mark.fast
 
@@ -139,6 +140,46 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
         writer._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
         with pytest.raises(OSError, match=r"No space left on device.*metrics\.jsonl"):
             writer.write({"step": 1, "split": "train", "loss": 1.0})
+
+
+@pytest.mark.parametrize(("move", "folder"), [
+    (lambda run: run.rename(run.with_name("other")), "other"),
+    (lambda run: run.parent.rename(run.parent.with_name("others")), "../others/run"),
+    (shutil.rmtree, None),
+    (lambda run: (run / "metrics.jsonl").unlink(), "run"),
+    (lambda run: (run / "metrics.jsonl").replace(run / "metrics.old"), "run"),
+])
+def test_a_file_that_lost_its_name_is_noticed_and_its_lines_can_be_kept(tmp_path, move, folder):
+    run, kept = tmp_path / "runs" / "run", tmp_path / "kept"
+    kept.mkdir()
+    (kept / "metrics.jsonl").write_text("of another run")
+    with MetricsWriter(run / "metrics.jsonl") as writer:
+        writer.write({"step": 1, "split": "train", "loss": 1.0})
+        assert writer.is_in_place()
+        assert writer.folder() == run
+        assert writer.keep_in(run) == run / "metrics.jsonl"
+        move(run)
+        assert not writer.is_in_place()
+        assert writer.folder() == (None if folder is None else (tmp_path / "runs" / folder).resolve())
+        writer.write({"step": 2, "split": "train", "loss": 1.0})
+        assert writer.keep_in(kept) == kept / "metrics.jsonl.1"
+    assert steps(kept / "metrics.jsonl.1") == [1, 2]
+    assert (kept / "metrics.jsonl").read_text() == "of another run"
+
+
+def test_a_folder_made_anew_is_another_one(tmp_path):
+    run = tmp_path / "run"
+    with MetricsWriter(run / "metrics.jsonl") as writer:
+        shutil.rmtree(run)
+        write_lines(run / "metrics.jsonl", 1)
+        assert not writer.is_in_place()
+
+
+def test_the_last_step_is_that_of_the_last_line_that_has_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_step(path) == 0
+    path.write_text(COMPLETE + '{"split":"note"}\n{"step":9,"spl')
+    assert last_step(path) == 2
 
 
 def test_an_interrupted_resume_loses_no_line(tmp_path, monkeypatch):
