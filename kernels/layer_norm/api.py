@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kernels import cpu, device
+from kernels.layer_norm.moments import Moments, mean_of, rest_of
 from kernels.layer_norm.pallas_gpu import layer_norm_gradient, layer_norm_of_sum
 from kernels.mixed_precision import rounded, wide
 
@@ -60,6 +61,8 @@ def layer_norm(x_BTE: Float[Array, "B T E"] | Sum, scale_E: Float[Array, " E"], 
                epsilon: float, dtype: Any) -> Float[Array, "B T E"]:
     """(x − mean) / √(variance + ε) · scale + bias over the last axis, computed in float32 or better, left in ``dtype``.
 
+    Accurate however far the mean is from 0.
+
     The backward pass saves x and two numbers per token. Autodiff would also save the intermediates, and the scale
     broadcast to all tokens.
     """
@@ -86,11 +89,10 @@ def _forward(x_BTE, scale_E, bias_E, epsilon, dtype):
         of_sum = Sum(*(jnp.zeros((), x.dtype) for x in x_BTE))  # their dtypes
         return (normed_BTE, sum_BTE), (sum_BTE, mean, rate, scale_E, bias_E, of_sum)
     x = wide(x_BTE)
-    mean = x.mean(axis=2, keepdims=True)
-    variance = jnp.maximum((x * x).mean(axis=2, keepdims=True) - mean * mean, 0)
-    rate = lax.rsqrt(variance + epsilon)
-    y = (x - mean) * rate * scale_E[None, None] + bias_E[None, None]
-    return (rounded(y, dtype), x_BTE), (x_BTE, mean, rate, scale_E, bias_E, None)
+    # Computed again in another order, the mean would differ from the one that the rest belongs to.
+    moments = Moments.of(x, lax.optimization_barrier(mean_of(x)), epsilon)
+    y = moments.normalise(x) * scale_E[None, None] + bias_E[None, None]
+    return (rounded(y, dtype), x_BTE), (x_BTE, moments.mean, moments.rate, scale_E, bias_E, None)
 
 
 def _backward(epsilon, dtype, saved, gradients):
@@ -105,8 +107,8 @@ def _backward(epsilon, dtype, saved, gradients):
     if device.platform() == "gpu" and mean.dtype == jnp.float32 and device.count() == 1:
         dx_BTE, dscale, dbias = layer_norm_gradient(x_BTE, mean, rate, scale_E, dy_BTE, dx_BTE)
         return dx_BTE, dscale.astype(scale_E.dtype), dbias.astype(bias_E.dtype)
-    E, dy = x_BTE.shape[2], dy_BTE.astype(mean.dtype)
-    normal = (x_BTE.astype(mean.dtype) - mean) * rate
+    E, x, dy = x_BTE.shape[2], x_BTE.astype(mean.dtype), dy_BTE.astype(mean.dtype)
+    normal = Moments(mean, rest_of(x, mean), rate).normalise(x)
     product = dy * normal
     along, mean_dnormal = _weighted_sum(product, scale_E) / E, _weighted_sum(dy, scale_E) / E
     dx = rate * (dy * scale_E[None, None] - mean_dnormal - normal * along)

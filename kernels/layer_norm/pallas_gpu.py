@@ -1,9 +1,9 @@
 """LayerNorm of a sum and the gradient of LayerNorm on a GPU: Pallas kernels that read their inputs once.
 
-XLA reads x twice in the forward pass, once for mean and variance. It reads x and both gradients three times in the
-backward pass: for the gradient of x, for that of the scale and for that of the bias. Here a program of the gradient
-walks over a span of tokens, keeps its sums for scale and bias in registers and writes them at its end. No atomics: two
-runs give the same bits.
+XLA reads x three times in the forward pass: for the mean, for the variance and for the result. It reads x and both
+gradients three times in the backward pass: for the gradient of x, for that of the scale and for that of the bias. Here
+a program of the gradient walks over a span of tokens, keeps its sums for scale and bias in registers and writes them at
+its end. No atomics: two runs give the same bits.
 """
 
 import functools
@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Float
 
 from kernels import device
+from kernels.layer_norm.moments import Moments, mean_of, rest_of
 
 WARPS = 8
 TILE = 2048
@@ -153,11 +154,12 @@ def _gradient_kernel(x_ref: Any, mean_ref: Any, rate_ref: Any, scale_ref: Any, d
     def step(i: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         tile = walk.tile(program, i)
         x_re, dy_re, dx_re = map(tile.load, (x_ref, dy_ref, dx_ref))
-        mean_r, rate_r = map(tile.load_numbers, (mean_ref, rate_ref))
-        normal_re = jnp.where(tile.mask_re, (x_re - mean_r[:, None]) * rate_r[:, None], 0)
+        mean_r1, rate_r1 = (tile.load_numbers(ref)[:, None] for ref in (mean_ref, rate_ref))
+        rest_r1 = rest_of(x_re, mean_r1, width=walk.E, mask=tile.mask_re)
+        normal_re = jnp.where(tile.mask_re, Moments(mean_r1, rest_r1, rate_r1).normalise(x_re), 0)
         dnormal_re = dy_re * scale_e[None]
         along_r, mean_r = jnp.sum(dnormal_re * normal_re, axis=1) / walk.E, jnp.sum(dnormal_re, axis=1) / walk.E
-        dx_re += rate_r[:, None] * (dnormal_re - mean_r[:, None] - normal_re * along_r[:, None])
+        dx_re += rate_r1 * (dnormal_re - mean_r[:, None] - normal_re * along_r[:, None])
         tile.store(out_ref, dx_re)
         terms = dy_re * normal_re, dy_re
         if rounded_ref is not None:
@@ -211,11 +213,9 @@ def _sum_kernel(x_ref: Any, y_ref: Any, added_ref: Any, scale_ref: Any, bias_ref
         tile = walk.tile(program, i)
         sum_re = tile.load(x_ref) + tile.load(y_ref) + added_e[None]
         tile.store(sum_ref, sum_re)
-        mean_r = jnp.sum(sum_re, axis=1) / walk.E
-        centred_re = jnp.where(tile.mask_re, sum_re - mean_r[:, None], 0)
-        rate_r = lax.rsqrt(jnp.sum(centred_re * centred_re, axis=1) / walk.E + epsilon)
-        tile.store(normed_ref, centred_re * rate_r[:, None] * scale_e[None] + bias_e[None])
-        for ref, numbers_r in ((mean_ref, mean_r), (rate_ref, rate_r)):
-            triton.store(ref.at[tile.these], numbers_r, mask=tile.among_r)
+        moments = Moments.of(sum_re, mean_of(sum_re, width=walk.E), epsilon, width=walk.E, mask=tile.mask_re)
+        tile.store(normed_ref, moments.normalise(sum_re) * scale_e[None] + bias_e[None])
+        for ref, numbers_r1 in ((mean_ref, moments.mean), (rate_ref, moments.rate)):
+            triton.store(ref.at[tile.these], numbers_r1.reshape(walk.rows), mask=tile.among_r)
 
     lax.fori_loop(0, walk.steps, step, None)

@@ -58,11 +58,13 @@ class DecodeCase(Case):
     """Without biases."""
     narrow: int = 0
     """Columns of two more weights."""
+    mean: int = 0
+    """That of x, in standard deviations."""
 
     @property
     def sizes(self) -> str:
         extras = {"GELU and sum": self.fused, "unembedding": self.unembedding,
-                  f"and {self.narrow} × 2": self.narrow > 0}
+                  f"and {self.narrow} × 2": self.narrow > 0, f"a mean of {self.mean}": self.mean > 0}
         return " ".join(["a token", f"E{self.E} F{self.F} × {self.count}", self.dtype,
                          *(name for name, told in extras.items() if told)])
 
@@ -79,6 +81,7 @@ class DecodeCase(Case):
 
     def make_inputs(self) -> dict[str, np.ndarray]:
         drawn = super().make_inputs()
+        drawn["x"] += np.float32(self.mean)
         return {name: x * np.asarray(self.E**-0.5, x.dtype) if name.startswith("w") else x for name, x in drawn.items()}
 
     def call(self, implementation: str | None, **inputs: Any) -> Arrays:
@@ -126,6 +129,7 @@ CASES: tuple[Case, ...] = (
     *(_decode(48, 83, 1, dtype, unembedding=True) for dtype in FORMATS),
     # Narrow weights of which each program has one column and the last programs none, and of which each has two.
     *(_decode(48, 100, 4, dtype, narrow=narrow) for dtype in FORMATS for narrow in (3, 13)),
+    *(_decode(100, 48, 1, "float32", mean=mean) for mean in (100, 1000)),
     # Of the largest GPT-2: queries, keys and values; these with the gates of a layer; a hidden layer; the head.
     _compiled(1600, 1600, 3, "bfloat16"),
     _compiled(1600, 1600, 4, "bfloat16", narrow=25),

@@ -21,6 +21,7 @@ from jaxtyping import Float
 
 from kernels import device
 from kernels.layer_norm import Norm
+from kernels.layer_norm.moments import Moments, mean_of
 
 WARPS = 8
 TILES = (16, 8, 4)
@@ -136,12 +137,12 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, widths: S
     def load_widest(first: Any) -> list[Array | None]:
         return [load_weight(i, first) if width == widest else None for i, width in enumerate(widths)]
 
-    def load_x(first: Any, mean: Any, rate: Any) -> Array:
+    def load_x(first: Any, moments: Moments | None) -> Array:
         x_e = vector(x_ref, first, rows).astype(jnp.float32)
-        if norm is None or norm_refs is None:
+        if norm is None or norm_refs is None or moments is None:
             return x_e
         scale_ref, bias_ref = norm_refs
-        x_e = (x_e - mean) * rate * vector(scale_ref, first, rows) + vector(bias_ref, first, rows)
+        x_e = moments.normalise(x_e) * vector(scale_ref, first, rows) + vector(bias_ref, first, rows)
         return x_e.astype(norm.dtype).astype(jnp.float32)
 
     def products(x_e: Array, loaded: list[Array | None], first: Any) -> list[Array]:
@@ -157,16 +158,16 @@ def _kernel(operands: _Operands, out_refs: tuple[Any, ...], *, E: int, widths: S
     first_weights = load_widest(0)
     biases = [] if bias_refs is None else list(map(load, bias_refs, of_results))
     onto_f = None if onto_ref is None else load(onto_ref, of_results[0])
-    mean = rate = None
+    moments = None
     if norm is not None:
         x_E = vector(x_ref, 0, pl.next_power_of_2(E)).astype(jnp.float32)
-        mean = jnp.sum(x_E) / E
-        rate = lax.rsqrt(jnp.maximum(jnp.sum(x_E * x_E) / E - mean * mean, 0) + norm.epsilon)
-    sums = products(load_x(0, mean, rate), first_weights, 0)
+        moments = Moments.of(x_E, mean_of(x_E, width=E), norm.epsilon, width=E,
+                             mask=lax.iota(jnp.int32, x_E.size) < E)
+    sums = products(load_x(0, moments), first_weights, 0)
     if rows < E:
         def step(i: Any, sums: list[Array]) -> list[Array]:
             weights = load_widest(i * rows)
-            more = products(load_x(i * rows, mean, rate), weights, i * rows)
+            more = products(load_x(i * rows, moments), weights, i * rows)
             return [y_f + more_f for y_f, more_f in zip(sums, more, strict=True)]
 
         sums = lax.fori_loop(1, -(-E // rows), step, sums)
