@@ -46,9 +46,17 @@ LETTERS = (*string.ascii_uppercase, "'", " ")
 """The symbols of LibriSpeech's transcripts."""
 RATE = 16_000
 """Samples per second."""
+MOST_SECONDS, MOST_SAMPLES = 3_600, 3_600 * 48_000
+"""Maximum length of a recording, and number of its samples in all channels: three hours of silence fit in a FLAC file
+of a few kilobytes."""
+MOST_RATE = 192_000
+"""Maximum samples per second: the filter that resamples can be as long as 20 seconds."""
+MOST_NUMBERS = 2**28
+"""Maximum number of features of an utterance in all frames."""
 FOLDERS = {"train": "train", "val": "dev", "test": "test"}
 """Start of the names of a split's folders."""
 _VERSION = 2
+_AT_ONCE = 10 * RATE
 _INDEX = {"lengths", "damaged", "resampled", "features", "digest"}
 """The entries of the index of computed features."""
 
@@ -303,7 +311,11 @@ def _read_audio(path: Path) -> _Read:
             if missing := _missing_bytes(file.read(12), path.stat().st_size):
                 return _Read(none, f"truncated: {missing:,} bytes are missing")
             file.seek(0)
-            samples_SC, rate = soundfile.read(file, dtype="float32", always_2d=True)
+            with soundfile.SoundFile(file) as audio:
+                rate = audio.samplerate
+                if damage := _excess(audio.frames, audio.channels, rate):
+                    return _Read(none, damage)
+                samples_SC = audio.read(dtype="float32", always_2d=True)
     except FileNotFoundError:
         return _Read(none, "missing")
     except soundfile.SoundFileError as error:
@@ -317,6 +329,19 @@ def _read_audio(path: Path) -> _Read:
         ratio = Fraction(RATE, rate)
         samples_S = resample_poly(samples_S, ratio.numerator, ratio.denominator)
     return _Read(log_mel(samples_S), rate=rate)
+
+
+def _excess(frames: int, channels: int, rate: int) -> str:
+    """Why audio is too large, by its header; empty if it is not."""
+    if frames == 2**63 - 1:  # of libsndfile
+        return "its header does not give its length; encode it into a file, not into a pipe"
+    if frames > MOST_SECONDS * rate:
+        return f"{frames / rate:,.0f} s of audio; expected at most {MOST_SECONDS:,}"
+    if frames * channels > MOST_SAMPLES:
+        return f"{frames * channels:,} samples; expected at most {MOST_SAMPLES:,}"
+    if rate > MOST_RATE:
+        return f"{rate:,} samples a second; expected at most {MOST_RATE:,}"
+    return ""
 
 
 def _missing_bytes(head: bytes, size: int) -> int:
@@ -337,7 +362,8 @@ def log_mel(samples_S: Float[np.ndarray, " S"]) -> Float[np.ndarray, "T 40"]:
     options = kaldi_native_fbank.FbankOptions()
     options.frame_opts.samp_freq, options.frame_opts.dither, options.mel_opts.num_bins = RATE, 0.0, BINS
     bank = kaldi_native_fbank.OnlineFbank(options)
-    bank.accept_waveform(RATE, (samples_S * 32768).tolist())  # the range of its 16-bit samples
+    for start in range(0, len(samples_S), _AT_ONCE):  # a list of all would take eight times the memory
+        bank.accept_waveform(RATE, (samples_S[start : start + _AT_ONCE] * 32768).tolist())  # of 16-bit samples
     bank.input_finished()
     frames = [bank.get_frame(number) for number in range(bank.num_frames_ready)]
     return np.stack(frames) if frames else np.zeros((0, BINS), np.float32)
@@ -346,15 +372,16 @@ def log_mel(samples_S: Float[np.ndarray, " S"]) -> Float[np.ndarray, "T 40"]:
 def _read_features(path: Path) -> _Read:
     none = np.zeros((0, 1), np.float32)
     try:
-        with path.open("rb") as file:
-            frames_TK = np.lib.format.read_array(file)
+        frames_TK = np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:
         return _Read(none, "missing")
-    except (ValueError, EOFError) as error:
+    except (ValueError, OverflowError) as error:
         return _Read(none, " ".join(str(error).split()))
     if frames_TK.ndim != 2 or frames_TK.dtype.kind != "f" or not frames_TK.shape[1]:
         return _Read(none, f"an array {frames_TK.shape} of {frames_TK.dtype}; expected floats, frames × features")
-    return _Read(frames_TK)
+    if frames_TK.size > MOST_NUMBERS:
+        return _Read(none, f"{frames_TK.size:,} numbers; expected at most {MOST_NUMBERS:,}")
+    return _Read(np.array(frames_TK))
 
 
 def _of_training(folder: Path, utterances: Sequence[_Utterance]) -> Sequence[str]:

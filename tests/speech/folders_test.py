@@ -1,5 +1,6 @@
 """Corpora in folders: layouts, features, what is left out, and bad input."""
 
+import io
 import signal
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,60 @@ def test_damaged_features_in_the_cache_are_computed_again(tmp_path):
     again = load(folder, folders.FEATURES)
     again.verify()
     np.testing.assert_array_equal(again.splits["train"].frames[0], before)
+
+
+def flac_of_length(samples: int) -> bytes:
+    """A FLAC file of little, whose header gives this number of samples, or none for 0."""
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(1600), folders.RATE, format="FLAC")
+    content = bytearray(file.getvalue())
+    content[21] = content[21] & 0xF0 | samples >> 32
+    content[22:26] = (samples & 0xFFFF_FFFF).to_bytes(4, "big")
+    return bytes(content)
+
+
+@pytest.mark.parametrize(("samples", "reason"), [
+    (3 * 3600 * folders.RATE, "10,800 s of audio; expected at most 3,600"),
+    (2**36 - 1, "4,294,967 s of audio; expected at most 3,600"),
+    (0, "its header does not give its length; encode it into a file"),
+])
+def test_audio_of_hours_is_named_and_not_decoded(tmp_path, monkeypatch, samples, reason):
+    folder = made.audio(tmp_path / "corpus", TEXTS)
+    next(folder.rglob("19-198-0000.flac")).write_bytes(flac_of_length(samples))
+    read = soundfile.SoundFile.read
+
+    def refuse(file: Any, *given: Any, **named: Any) -> Any:
+        assert len(file) < 10**6
+        return read(file, *given, **named)
+
+    monkeypatch.setattr(soundfile.SoundFile, "read", refuse)
+    with pytest.raises(DataError, match=rf"the first at \S+19-198-0000\.flac \({reason}"):
+        load(folder)
+
+
+def test_the_samples_of_all_channels_and_the_numbers_of_an_array_are_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "MOST_SAMPLES", 20_000)
+    soundfile.write(tmp_path / "three.wav", np.zeros((9600, 3)), folders.RATE)
+    assert folders._read_audio(tmp_path / "three.wav").damage == "28,800 samples; expected at most 20,000"
+    soundfile.write(tmp_path / "two.wav", np.zeros((9600, 2)), folders.RATE)
+    assert folders._read_audio(tmp_path / "two.wav").frames_TK.shape == (58, 40)
+    soundfile.write(tmp_path / "fast.wav", np.zeros(9600), 2**31 - 1)
+    assert folders._read_audio(tmp_path / "fast.wav").damage == ("2,147,483,647 samples a second; expected at most "
+                                                                 "192,000")
+    with (tmp_path / "many.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (2**27, 3)})
+        file.truncate(file.tell() + 4 * 3 * 2**27)  # without blocks on the disk
+    assert folders._read_features(tmp_path / "many.npy").damage == "402,653,184 numbers; expected at most 268,435,456"
+    with (tmp_path / "none.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (10**12, 40)})
+    assert folders._read_features(tmp_path / "none.npy").damage == "mmap length is greater than file size"
+
+
+def test_the_features_of_long_audio_are_those_of_one_piece(monkeypatch):
+    samples_S = np.random.default_rng(0).normal(0, 0.1, 5_000).astype(np.float32)
+    whole = folders.log_mel(samples_S)
+    monkeypatch.setattr(folders, "_AT_ONCE", 777)
+    np.testing.assert_array_equal(folders.log_mel(samples_S), whole)
 
 
 def test_one_in_a_thousand_is_left_out_with_a_note(tmp_path):
