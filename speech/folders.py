@@ -1,8 +1,8 @@
 """Corpora in a folder, whose splits are the folders train*, dev* and test* in it.
 
-``audio`` has the layout of LibriSpeech (Panayotov et al., 2015): SPLIT/SPEAKER/CHAPTER/ID.flac or ID.wav, and in each
-chapter a file *.trans.txt with lines of an ID and its transcript. The symbols are letters, and the features log
-energies of 40 mel bins, every 10 ms.
+``audio`` has the layout of LibriSpeech (Panayotov et al., 2015): SPLIT/SPEAKER/CHAPTER/ID.flac or ID.wav, and beside
+them a file *.trans.txt with lines of an ID and its transcript. They may also be in SPLIT itself, or in other folders in
+it. The symbols are letters, and the features log energies of 40 mel bins, every 10 ms.
 
 ``features`` has SPLIT/ID.npy, an array of frames and features, and SPLIT/transcripts.txt with lines of an ID and the
 symbols of its transcript, such as phones, with spaces between. The symbols are those of symbols.txt in the folder, one
@@ -119,7 +119,7 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
         cache: folder for features.
 
     Raises:
-        ConfigError: more utterances are wanted than there are.
+        ConfigError: more utterances are wanted than there are, or those of val or test are longer than ``context``.
         DataError: the folder is not such a corpus, or more than one utterance in a thousand is broken.
         OSError: the features cannot be written.
     """
@@ -127,6 +127,7 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
     symbols = tuple(corpus.symbols(folder, listed["train"]))
     ids = {symbol: number for number, symbol in enumerate(symbols, 1)}
     splits, notes, files = {}, [], []
+    left_out, longest = "", (0, "", Path())
     for name, utterances in listed.items():
         index, frames_FK, file = _features(corpus, folder, name, utterances, cache)
         files.append(file)
@@ -145,13 +146,15 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
                 kept.append(row)
         notes += broken.notes(len(utterances))
         if too_long:
-            notes.append(f"{folder}: {too_long:,} of {len(utterances):,} training utterances have more than "
-                         f"{context:,} frames; they are left out")
+            left_out = (f"{too_long:,} of {len(utterances):,} training utterances have more than {context:,} frames; "
+                        "they are left out")
+            notes.append(f"{folder}: {left_out}")
         wanted = train_utterances if name == "train" else val_utterances
         if not kept:
-            shortest = min(filter(None, index["lengths"]))
+            shortest, path = min((length, utterance.path) for utterance, length in
+                                 zip(utterances, index["lengths"], strict=True) if length)
             raise ConfigError(f"model.context is {context}; expected at least {shortest}, the frames of the shortest "
-                              f"utterance of {FOLDERS[name]} in {folder}")
+                              f"utterance of {FOLDERS[name]}, {path}")
         if wanted is not None and wanted > len(kept):
             flag = "train_utterances" if name == "train" else "val_utterances"
             raise ConfigError(f"data.{flag} is {wanted}; {FOLDERS[name]} of {folder} has {len(kept):,} that can be "
@@ -161,6 +164,12 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
         starts_N = np.cumsum(lengths_N, dtype=np.int64) - lengths_N
         splits[name] = Split(Mapped(frames_FK, starts_N[rows_N], lengths_N[rows_N]), lengths_N[rows_N],
                              padded([[ids[symbol] for symbol in utterances[row].symbols] for row in rows_N]))
+        row = rows_N[lengths_N[rows_N].argmax()]
+        longest = max(longest, (int(lengths_N[row]), FOLDERS[name], utterances[row].path))
+    if longest[0] > context:
+        frames, split, path = longest
+        raise ConfigError(f"model.context is {context}; expected at least {frames}, the frames of the longest "
+                          f"utterance of {split}, {path}{f'; {left_out}' if left_out else ''}")
     features = {split.frames.frames_FK.shape[1] for split in splits.values()}
     if len(features) > 1:
         raise DataError(f"{folder}: the splits have {' and '.join(map(str, sorted(features)))} features; expected as "
@@ -397,7 +406,7 @@ def _of_training(folder: Path, utterances: Sequence[_Utterance]) -> Sequence[str
     return sorted({symbol for utterance in utterances for symbol in utterance.symbols})
 
 
-AUDIO = Corpus("audio", "train*, dev* and test* with SPEAKER/CHAPTER/*.trans.txt and *.flac or *.wav",
+AUDIO = Corpus("audio", "train*, dev* and test* with *.trans.txt and *.flac or *.wav, in them or in SPEAKER/CHAPTER",
                _of_librispeech, _read_audio, lambda folder, utterances: LETTERS)
 FEATURES = Corpus("features", "train*, dev* and test* with transcripts.txt and *.npy", _of_features, _read_features,
                   _of_training)

@@ -41,6 +41,16 @@ def test_librispeech_is_read_with_its_transcripts(tmp_path, suffix):
     np.testing.assert_allclose(frames_TK.mean(axis=0), 0, atol=1e-3)
 
 
+def test_files_may_be_in_the_folder_of_the_split_itself(tmp_path):
+    in_chapters = load(made.audio(tmp_path / "corpus", TEXTS, suffix="wav"))
+    for place in made.PLACES.values():
+        for path in (tmp_path / "corpus" / place).iterdir():
+            path.rename(tmp_path / "corpus" / place.split("/")[0] / path.name)
+    flat = load(tmp_path / "corpus")
+    assert not list((tmp_path / "corpus").glob("*/*/*/*"))
+    assert flat.checksum == in_chapters.checksum
+
+
 def test_the_features_of_a_tone_are_loudest_at_its_pitch():
     """The bins are even on the mel scale from 20 Hz to 8 kHz."""
     def mel(hertz: float) -> float:
@@ -257,6 +267,19 @@ def test_long_training_utterances_are_left_out_with_a_note(tmp_path):
     dataset = load(folder, folders.FEATURES)
     assert len(dataset.splits["train"].lengths_N) == 1
     assert dataset.notes == (f"{folder}: 1 of 2 training utterances have more than 100 frames; they are left out",)
+
+
+def test_an_utterance_beyond_the_context_is_named_with_its_split(tmp_path):
+    folder = made.features(tmp_path / "corpus", PHONES)
+    for place, frames in (("train_si284", 300), ("dev93", 101), ("test92", 203)):
+        np.save(folder / place / "u0.npy", np.ones((frames, 3), np.float32))
+    with pytest.raises(ConfigError) as refused:
+        load(folder, folders.FEATURES)
+    assert str(refused.value) == (
+        f"model.context is 100; expected at least 203, the frames of the longest utterance of test, "
+        f"{folder / 'test92' / 'u0.npy'}; 1 of 2 training utterances have more than 100 frames; they are left out")
+    with pytest.raises(ConfigError, match=r"is 9; expected at least 12, .* shortest utterance of train, \S+u1\.npy"):
+        load(folder, folders.FEATURES, context=9)
 
 
 @pytest.mark.parametrize(("make", "message"), [
