@@ -1,8 +1,8 @@
 """Corpora in a folder, whose splits are the folders train*, dev* and test* in it.
 
-``audio`` has the layout of LibriSpeech (Panayotov et al., 2015): SPLIT/SPEAKER/CHAPTER/ID.flac or ID.wav, and in each
-chapter a file *.trans.txt with lines of an ID and its transcript. The symbols are letters, and the features log
-energies of 40 mel bins, every 10 ms.
+``audio`` has the layout of LibriSpeech (Panayotov et al., 2015): SPLIT/SPEAKER/CHAPTER/ID.flac or ID.wav, and beside
+them a file *.trans.txt with lines of an ID and its transcript. They may also be in SPLIT itself, or in other folders in
+it. The symbols are letters, and the features log energies of 40 mel bins, every 10 ms.
 
 ``features`` has SPLIT/ID.npy, an array of frames and features, and SPLIT/transcripts.txt with lines of an ID and the
 symbols of its transcript, such as phones, with spaces between. The symbols are those of symbols.txt in the folder, one
@@ -46,9 +46,17 @@ LETTERS = (*string.ascii_uppercase, "'", " ")
 """The symbols of LibriSpeech's transcripts."""
 RATE = 16_000
 """Samples per second."""
+MOST_SECONDS, MOST_SAMPLES = 3_600, 3_600 * 48_000
+"""Maximum length of a recording, and number of its samples in all channels: three hours of silence fit in a FLAC file
+of a few kilobytes."""
+MOST_RATE = 192_000
+"""Maximum samples per second: the filter that resamples can be as long as 20 seconds."""
+MOST_NUMBERS = 2**28
+"""Maximum number of features of an utterance in all frames."""
 FOLDERS = {"train": "train", "val": "dev", "test": "test"}
 """Start of the names of a split's folders."""
 _VERSION = 2
+_AT_ONCE = 10 * RATE
 _INDEX = {"lengths", "damaged", "resampled", "features", "digest"}
 """The entries of the index of computed features."""
 
@@ -111,7 +119,7 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
         cache: folder for features.
 
     Raises:
-        ConfigError: more utterances are wanted than there are.
+        ConfigError: more utterances are wanted than there are, or those of val or test are longer than ``context``.
         DataError: the folder is not such a corpus, or more than one utterance in a thousand is broken.
         OSError: the features cannot be written.
     """
@@ -119,6 +127,7 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
     symbols = tuple(corpus.symbols(folder, listed["train"]))
     ids = {symbol: number for number, symbol in enumerate(symbols, 1)}
     splits, notes, files = {}, [], []
+    left_out, longest = "", (0, "", Path())
     for name, utterances in listed.items():
         index, frames_FK, file = _features(corpus, folder, name, utterances, cache)
         files.append(file)
@@ -137,13 +146,15 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
                 kept.append(row)
         notes += broken.notes(len(utterances))
         if too_long:
-            notes.append(f"{folder}: {too_long:,} of {len(utterances):,} training utterances have more than "
-                         f"{context:,} frames; they are left out")
+            left_out = (f"{too_long:,} of {len(utterances):,} training utterances have more than {context:,} frames; "
+                        "they are left out")
+            notes.append(f"{folder}: {left_out}")
         wanted = train_utterances if name == "train" else val_utterances
         if not kept:
-            shortest = min(filter(None, index["lengths"]))
+            shortest, path = min((length, utterance.path) for utterance, length in
+                                 zip(utterances, index["lengths"], strict=True) if length)
             raise ConfigError(f"model.context is {context}; expected at least {shortest}, the frames of the shortest "
-                              f"utterance of {FOLDERS[name]} in {folder}")
+                              f"utterance of {FOLDERS[name]}, {path}")
         if wanted is not None and wanted > len(kept):
             flag = "train_utterances" if name == "train" else "val_utterances"
             raise ConfigError(f"data.{flag} is {wanted}; {FOLDERS[name]} of {folder} has {len(kept):,} that can be "
@@ -153,6 +164,12 @@ def load(corpus: Corpus, folder: Path, *, context: int, train_utterances: int | 
         starts_N = np.cumsum(lengths_N, dtype=np.int64) - lengths_N
         splits[name] = Split(Mapped(frames_FK, starts_N[rows_N], lengths_N[rows_N]), lengths_N[rows_N],
                              padded([[ids[symbol] for symbol in utterances[row].symbols] for row in rows_N]))
+        row = rows_N[lengths_N[rows_N].argmax()]
+        longest = max(longest, (int(lengths_N[row]), FOLDERS[name], utterances[row].path))
+    if longest[0] > context:
+        frames, split, path = longest
+        raise ConfigError(f"model.context is {context}; expected at least {frames}, the frames of the longest "
+                          f"utterance of {split}, {path}{f'; {left_out}' if left_out else ''}")
     features = {split.frames.frames_FK.shape[1] for split in splits.values()}
     if len(features) > 1:
         raise DataError(f"{folder}: the splits have {' and '.join(map(str, sorted(features)))} features; expected as "
@@ -303,7 +320,11 @@ def _read_audio(path: Path) -> _Read:
             if missing := _missing_bytes(file.read(12), path.stat().st_size):
                 return _Read(none, f"truncated: {missing:,} bytes are missing")
             file.seek(0)
-            samples_SC, rate = soundfile.read(file, dtype="float32", always_2d=True)
+            with soundfile.SoundFile(file) as audio:
+                rate = audio.samplerate
+                if damage := _excess(audio.frames, audio.channels, rate):
+                    return _Read(none, damage)
+                samples_SC = audio.read(dtype="float32", always_2d=True)
     except FileNotFoundError:
         return _Read(none, "missing")
     except soundfile.SoundFileError as error:
@@ -317,6 +338,19 @@ def _read_audio(path: Path) -> _Read:
         ratio = Fraction(RATE, rate)
         samples_S = resample_poly(samples_S, ratio.numerator, ratio.denominator)
     return _Read(log_mel(samples_S), rate=rate)
+
+
+def _excess(frames: int, channels: int, rate: int) -> str:
+    """Why audio is too large, by its header; empty if it is not."""
+    if frames == 2**63 - 1:  # of libsndfile
+        return "its header does not give its length; encode it into a file, not into a pipe"
+    if frames > MOST_SECONDS * rate:
+        return f"{frames / rate:,.0f} s of audio; expected at most {MOST_SECONDS:,}"
+    if frames * channels > MOST_SAMPLES:
+        return f"{frames * channels:,} samples; expected at most {MOST_SAMPLES:,}"
+    if rate > MOST_RATE:
+        return f"{rate:,} samples a second; expected at most {MOST_RATE:,}"
+    return ""
 
 
 def _missing_bytes(head: bytes, size: int) -> int:
@@ -337,7 +371,8 @@ def log_mel(samples_S: Float[np.ndarray, " S"]) -> Float[np.ndarray, "T 40"]:
     options = kaldi_native_fbank.FbankOptions()
     options.frame_opts.samp_freq, options.frame_opts.dither, options.mel_opts.num_bins = RATE, 0.0, BINS
     bank = kaldi_native_fbank.OnlineFbank(options)
-    bank.accept_waveform(RATE, (samples_S * 32768).tolist())  # the range of its 16-bit samples
+    for start in range(0, len(samples_S), _AT_ONCE):  # a list of all would take eight times the memory
+        bank.accept_waveform(RATE, (samples_S[start : start + _AT_ONCE] * 32768).tolist())  # of 16-bit samples
     bank.input_finished()
     frames = [bank.get_frame(number) for number in range(bank.num_frames_ready)]
     return np.stack(frames) if frames else np.zeros((0, BINS), np.float32)
@@ -346,15 +381,16 @@ def log_mel(samples_S: Float[np.ndarray, " S"]) -> Float[np.ndarray, "T 40"]:
 def _read_features(path: Path) -> _Read:
     none = np.zeros((0, 1), np.float32)
     try:
-        with path.open("rb") as file:
-            frames_TK = np.lib.format.read_array(file)
+        frames_TK = np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:
         return _Read(none, "missing")
-    except (ValueError, EOFError) as error:
+    except (ValueError, OverflowError) as error:
         return _Read(none, " ".join(str(error).split()))
     if frames_TK.ndim != 2 or frames_TK.dtype.kind != "f" or not frames_TK.shape[1]:
         return _Read(none, f"an array {frames_TK.shape} of {frames_TK.dtype}; expected floats, frames × features")
-    return _Read(frames_TK)
+    if frames_TK.size > MOST_NUMBERS:
+        return _Read(none, f"{frames_TK.size:,} numbers; expected at most {MOST_NUMBERS:,}")
+    return _Read(np.array(frames_TK))
 
 
 def _of_training(folder: Path, utterances: Sequence[_Utterance]) -> Sequence[str]:
@@ -370,7 +406,7 @@ def _of_training(folder: Path, utterances: Sequence[_Utterance]) -> Sequence[str
     return sorted({symbol for utterance in utterances for symbol in utterance.symbols})
 
 
-AUDIO = Corpus("audio", "train*, dev* and test* with SPEAKER/CHAPTER/*.trans.txt and *.flac or *.wav",
+AUDIO = Corpus("audio", "train*, dev* and test* with *.trans.txt and *.flac or *.wav, in them or in SPEAKER/CHAPTER",
                _of_librispeech, _read_audio, lambda folder, utterances: LETTERS)
 FEATURES = Corpus("features", "train*, dev* and test* with transcripts.txt and *.npy", _of_features, _read_features,
                   _of_training)

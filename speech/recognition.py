@@ -44,10 +44,10 @@ class Recognition(ScoredObjective[SpeechConfig]):
     """
 
     def __init__(self, config: SpeechConfig, dataset: Dataset):
-        context, longest = config.model.context, max(int(split.lengths_N.max()) for split in dataset.splits.values())
-        if longest > context:
-            raise ConfigError(f"model.context is {context}; expected at least {longest}, the frames of the longest "
-                              "utterance")
+        longest, split = max((int(split.lengths_N.max()), name) for name, split in dataset.splits.items())
+        if longest > config.model.context:
+            raise ConfigError(f"model.context is {config.model.context}; expected at least {longest}, the frames of "
+                              f"the longest utterance of {split}")
         self.config, self._dataset = config, dataset
         self._most_symbols = max(split.symbols_NL.shape[1] for split in dataset.splits.values())
         self.model = nnx.eval_shape(self.make_model)

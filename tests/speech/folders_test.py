@@ -1,5 +1,6 @@
 """Corpora in folders: layouts, features, what is left out, and bad input."""
 
+import io
 import signal
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,16 @@ def test_librispeech_is_read_with_its_transcripts(tmp_path, suffix):
     frames_TK = texts_of(dataset, "train")["HELLO"]
     assert frames_TK.shape == (58, 40)  # 600 ms: the last window of 25 ms starts at 570
     np.testing.assert_allclose(frames_TK.mean(axis=0), 0, atol=1e-3)
+
+
+def test_files_may_be_in_the_folder_of_the_split_itself(tmp_path):
+    in_chapters = load(made.audio(tmp_path / "corpus", TEXTS, suffix="wav"))
+    for place in made.PLACES.values():
+        for path in (tmp_path / "corpus" / place).iterdir():
+            path.rename(tmp_path / "corpus" / place.split("/")[0] / path.name)
+    flat = load(tmp_path / "corpus")
+    assert not list((tmp_path / "corpus").glob("*/*/*/*"))
+    assert flat.checksum == in_chapters.checksum
 
 
 def test_the_features_of_a_tone_are_loudest_at_its_pitch():
@@ -185,6 +196,60 @@ def test_damaged_features_in_the_cache_are_computed_again(tmp_path):
     np.testing.assert_array_equal(again.splits["train"].frames[0], before)
 
 
+def flac_of_length(samples: int) -> bytes:
+    """A FLAC file of little, whose header gives this number of samples, or none for 0."""
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(1600), folders.RATE, format="FLAC")
+    content = bytearray(file.getvalue())
+    content[21] = content[21] & 0xF0 | samples >> 32
+    content[22:26] = (samples & 0xFFFF_FFFF).to_bytes(4, "big")
+    return bytes(content)
+
+
+@pytest.mark.parametrize(("samples", "reason"), [
+    (3 * 3600 * folders.RATE, "10,800 s of audio; expected at most 3,600"),
+    (2**36 - 1, "4,294,967 s of audio; expected at most 3,600"),
+    (0, "its header does not give its length; encode it into a file"),
+])
+def test_audio_of_hours_is_named_and_not_decoded(tmp_path, monkeypatch, samples, reason):
+    folder = made.audio(tmp_path / "corpus", TEXTS)
+    next(folder.rglob("19-198-0000.flac")).write_bytes(flac_of_length(samples))
+    read = soundfile.SoundFile.read
+
+    def refuse(file: Any, *given: Any, **named: Any) -> Any:
+        assert len(file) < 10**6
+        return read(file, *given, **named)
+
+    monkeypatch.setattr(soundfile.SoundFile, "read", refuse)
+    with pytest.raises(DataError, match=rf"the first at \S+19-198-0000\.flac \({reason}"):
+        load(folder)
+
+
+def test_the_samples_of_all_channels_and_the_numbers_of_an_array_are_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "MOST_SAMPLES", 20_000)
+    soundfile.write(tmp_path / "three.wav", np.zeros((9600, 3)), folders.RATE)
+    assert folders._read_audio(tmp_path / "three.wav").damage == "28,800 samples; expected at most 20,000"
+    soundfile.write(tmp_path / "two.wav", np.zeros((9600, 2)), folders.RATE)
+    assert folders._read_audio(tmp_path / "two.wav").frames_TK.shape == (58, 40)
+    soundfile.write(tmp_path / "fast.wav", np.zeros(9600), 2**31 - 1)
+    assert folders._read_audio(tmp_path / "fast.wav").damage == ("2,147,483,647 samples a second; expected at most "
+                                                                 "192,000")
+    with (tmp_path / "many.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (2**27, 3)})
+        file.truncate(file.tell() + 4 * 3 * 2**27)  # without blocks on the disk
+    assert folders._read_features(tmp_path / "many.npy").damage == "402,653,184 numbers; expected at most 268,435,456"
+    with (tmp_path / "none.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (10**12, 40)})
+    assert folders._read_features(tmp_path / "none.npy").damage == "mmap length is greater than file size"
+
+
+def test_the_features_of_long_audio_are_those_of_one_piece(monkeypatch):
+    samples_S = np.random.default_rng(0).normal(0, 0.1, 5_000).astype(np.float32)
+    whole = folders.log_mel(samples_S)
+    monkeypatch.setattr(folders, "_AT_ONCE", 777)
+    np.testing.assert_array_equal(folders.log_mel(samples_S), whole)
+
+
 def test_one_in_a_thousand_is_left_out_with_a_note(tmp_path):
     folder = made.features(tmp_path / "corpus", PHONES | {"train": ["sil b"] * 1000}, frames=3)
     (folder / "train_si284" / "u7.npy").write_bytes(b"damaged")
@@ -202,6 +267,19 @@ def test_long_training_utterances_are_left_out_with_a_note(tmp_path):
     dataset = load(folder, folders.FEATURES)
     assert len(dataset.splits["train"].lengths_N) == 1
     assert dataset.notes == (f"{folder}: 1 of 2 training utterances have more than 100 frames; they are left out",)
+
+
+def test_an_utterance_beyond_the_context_is_named_with_its_split(tmp_path):
+    folder = made.features(tmp_path / "corpus", PHONES)
+    for place, frames in (("train_si284", 300), ("dev93", 101), ("test92", 203)):
+        np.save(folder / place / "u0.npy", np.ones((frames, 3), np.float32))
+    with pytest.raises(ConfigError) as refused:
+        load(folder, folders.FEATURES)
+    assert str(refused.value) == (
+        f"model.context is 100; expected at least 203, the frames of the longest utterance of test, "
+        f"{folder / 'test92' / 'u0.npy'}; 1 of 2 training utterances have more than 100 frames; they are left out")
+    with pytest.raises(ConfigError, match=r"is 9; expected at least 12, .* shortest utterance of train, \S+u1\.npy"):
+        load(folder, folders.FEATURES, context=9)
 
 
 @pytest.mark.parametrize(("make", "message"), [
