@@ -26,6 +26,7 @@ import re
 import shutil
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -54,9 +55,9 @@ TRIES = 10
 LINE = re.compile(rb"([0-9a-f]{64})  ([^\0]+)")
 """A line of ``SHA256SUMS``."""
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-BACKGROUND = ("orbax", "tensorstore", "asyncio")
+BACKGROUND = {"orbax", "tensorstore", "asyncio", "uvloop"}
 """Packages that work on a checkpoint in threads, tasks and callbacks."""
-BELOW = {*BACKGROUND, "absl", "etils", "jax", "nest_asyncio", "uvloop"}
+BELOW = {*BACKGROUND, "absl", "etils", "jax", "nest_asyncio"}
 """Packages between these and the standard library."""
 
 
@@ -405,6 +406,8 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError, RuntimeError) as error:  # TensorStore reports a full disk as a ValueError
+            # Orbax's, which ended with the first error.
+            warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)
             if jax.process_index() == 0:
                 shutil.rmtree(self._unfinished, ignore_errors=True)  # frees the space of the partial checkpoint
             earlier: list[int] = []

@@ -1,6 +1,7 @@
 """Checkpoints survive crashes, damage and a full disk, and load bit for bit."""
 
 import errno
+import gc
 import hashlib
 import itertools
 import os
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -790,6 +792,19 @@ def test_a_failed_save_is_one_line_on_standard_error(tmp_path):
                         r"permissions\. There is no earlier checkpoint\. \(.*File too large\)\n", errors)
 
 
+def test_a_failed_save_does_not_warn_of_what_orbax_did_not_come_to(tmp_path):
+    async def write():
+        """Not called to its end."""
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with pytest.raises(CheckpointError), Checkpoints(tmp_path)._one_clear_error(1):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        write()  # pyright: ignore[reportUnusedCoroutine]
+        gc.collect()
+    assert warned == []
+
+
 def test_only_tracebacks_of_libraries_in_the_background_are_dropped(capsys):
     checkpoint._drop_background_tracebacks()
 
@@ -806,8 +821,9 @@ def test_only_tracebacks_of_libraries_in_the_background_are_dropped(capsys):
         assert error.value.__traceback__ is not None
         return type(error.value), error.value, error.value.__traceback__.tb_next  # without the frame of this function
 
-    for modules, dropped in ((("asyncio.base_events",), True), (("threading", "orbax.checkpoint", "jax.x"), True),
-                             (("threading",), False), (("train", "orbax.checkpoint"), False), (("train",), False),
-                             (("asyncio.events", "__main__"), False)):
+    for modules, dropped in (
+            (("asyncio.base_events",), True), (("uvloop.loop",), True),
+            (("threading", "orbax.checkpoint", "jax.x"), True), (("threading",), False), (("train",), False),
+            (("train", "orbax.checkpoint"), False), (("asyncio.events", "__main__"), False)):
         sys.excepthook(*raised_through(*modules))
         assert ("seen" not in capsys.readouterr().err) == dropped, modules
