@@ -43,7 +43,6 @@ from sampling.images import IMAGES, TEMPERATURE, image_sampler, sample_images
 from sampling.sampler import Sampler, Sampling
 from sampling.samples import sample_text
 from support.errors import ConfigError, LineargptError, RunError
-from training.checkpoint import Checkpoints
 from training.config_validation import validate_config
 from training.environment import configure_jax
 from training.metrics import read_columns
@@ -94,13 +93,7 @@ class Run:
     @functools.cached_property
     @_without_flags()
     def _loaded(self) -> LoadedRun:
-        step = None if self.checkpoint == "newest" else self.checkpoint
-        if step == "best":
-            with Checkpoints(self.path / "checkpoints") as checkpoints:
-                step = checkpoints.best()
-            if step is None:
-                raise RunError(f"{self.path}: no checkpoint has a val loss; open the run with checkpoint=\"newest\"")
-        return load_model(self.path, step)
+        return load_model(self.path, None if self.checkpoint == "newest" else self.checkpoint)
 
     @property
     def model(self) -> GPT:

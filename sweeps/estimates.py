@@ -21,6 +21,7 @@ from support.errors import ConfigError, DataError, LineargptError
 from support.files import read_json
 from sweeps.folder import is_finished
 from sweeps.plan import PlannedRun, module_of, plan_run
+from training.checkpoint import Checkpoints
 from training.metrics import read_blocks
 
 TIMED_STEPS = 3
@@ -248,9 +249,9 @@ def state(run: PlannedRun) -> str:
     """The state of a run: finished, resumable or to do."""
     if is_finished(run):
         return "finished"
-    folder = run.folder / "checkpoints"
-    steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
-    return f"at step {max(steps):,}" if steps else "to do"
+    with Checkpoints(run.folder / "checkpoints") as checkpoints:
+        steps = checkpoints.steps()
+    return f"at step {steps[-1]:,}" if steps else "to do"
 
 
 def total(values: Any) -> float | None:

@@ -74,6 +74,8 @@ class Active:
     began: float = field(default_factory=time.monotonic)
     waits: bool = False
     """Whether it was reported to wait for that process."""
+    output_start: int = 0
+    """Where the output of the process starts in the file, in bytes."""
 
 
 def child_environment() -> dict[str, str]:
@@ -201,6 +203,7 @@ def _look_at(one: Active, environment: Mapping[str, str], progress: Progress, *,
         if one.device is not None:
             environment = {**environment, "CUDA_VISIBLE_DEVICES": one.device}
         with (one.run.folder / OUTPUT).open("ab") as output:
+            one.output_start = output.tell()
             # A separate process group keeps Ctrl-C in the terminal from reaching the run: a second signal would end it
             # immediately. The process inherits the lock and holds it until it ends.
             one.process = subprocess.Popen(
@@ -232,10 +235,17 @@ def _ended(one: Active, code: int, progress: Progress, *, stopped: bool, keep_al
     if stopped:
         return "stopped; repeat the command to resume"
     why = f"signal {-code}" if code < 0 else f"exit code {code}"
-    said = [line for line in (run.folder / OUTPUT).read_text(errors="replace").splitlines() if line.strip()]
     # The output of a killed process does not explain why it ended.
-    progress.failed[run.name] = why + (f": {said[-1].strip()}" if said and code > 0 else "")
+    progress.failed[run.name] = why + (f": {said}" if code > 0 and (said := _last_words(one)) else "")
     return f"failed with {progress.failed[run.name]}"
+
+
+def _last_words(one: Active) -> str:
+    """The error that a run printed: the last line that begins with the name of its command, or else the last line."""
+    output = (one.run.folder / OUTPUT).read_bytes()[one.output_start:].decode(errors="replace")
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(f"{one.run.variation.command}: ")]
+    return next(iter([*errors[-1:], *lines[-1:]]), "")
 
 
 def failures(progress: Progress) -> list[str]:

@@ -217,6 +217,25 @@ def test_what_the_format_cannot_say_is_not_exported(tmp_path, capsys, changes, m
     assert not (tmp_path / "no").exists()
 
 
+def test_a_damaged_checkpoint_is_named_and_never_exported_for_another(tmp_path, capsys):
+    config = ModelConfig(layers=1, heads=2, width=16, context=8, positions="learned", attention=("softmax",))
+    model = GPT(resolve_config(config), 257, rngs=nnx.Rngs(0))
+    run = tmp_path / "run"
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, {"parameters": nnx.to_pure_dict(nnx.state(model, nnx.Param))})
+    (run / "config.json").write_text(json.dumps(Config(model=model.config).to_dict()))
+    (run / "environment.json").write_text(json.dumps({"vocabulary_size": 257}))
+    (run / "checkpoints" / "20" / "parameters" / "_METADATA").write_text("{}")
+    assert convert.main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
+    skipped, exported = capsys.readouterr().err.splitlines()
+    assert skipped == (f"note: skipping the damaged checkpoint {run}/checkpoints/20: parameters/_METADATA does not "
+                       "match its checksum: it is truncated or altered")
+    assert exported.endswith(f"of {run}, step 10")
+    assert "20 is damaged" in refused(capsys, 1, "export", run, "--out", tmp_path / "no", "--step", 20)
+    assert not (tmp_path / "no").exists()
+
+
 # Bad input
 
 

@@ -37,7 +37,10 @@ study = folder.parent.parent
 with (study / "begun.txt").open("a") as file:
     print(folder.name, os.environ.get("CUDA_VISIBLE_DEVICES"), file=file)
 if folder.name in (study / "failing.txt").read_text().split():
-    sys.exit("the loss is not finite")
+    print("train.py: the loss is not finite", *["Traceback of a library"] * 3, sep="\\n", file=sys.stderr)
+    sys.exit("RuntimeError: Event loop is closed")
+if folder.name in (study / "broken.txt").read_text().split():
+    sys.exit("KeyError: a bug")
 if folder.name in (study / "endless.txt").read_text().split():
     stopped = []
     signal.signal(signal.SIGINT, lambda number, _: stopped.append(number))
@@ -82,7 +85,7 @@ class Made:
     def __init__(self, folder: Path):
         self.folder, self.path, self.out = folder, folder / "study.py", folder / "out"
         self.path.write_text(STUDY)
-        for name in ("failing.txt", "endless.txt", "begun.txt"):
+        for name in ("failing.txt", "broken.txt", "endless.txt", "begun.txt"):
             (folder / name).touch()
 
     def change(self, old: str, new: str) -> None:
@@ -144,12 +147,17 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(made: Made, capsys: 
     assert made.sweep() == 1
     assert made.begun() == RUNS
     told = capsys.readouterr().err
-    assert f"{RUNS[0]}: exit code 1: the loss is not finite" in told
+    assert f"{RUNS[0]}: exit code 1: train.py: the loss is not finite\n" in told
     assert f"All seeds failed: {RUNS[2]}, {RUNS[3]}" in told
     assert f"All seeds failed: {RUNS[0]}" not in told
     (made.folder / "failing.txt").write_text("")
-    assert made.sweep() == 0
+    (made.folder / "broken.txt").write_text(RUNS[0])
+    assert made.sweep() == 1
     assert made.begun() == [RUNS[0], RUNS[2], RUNS[3]]
+    assert f"{RUNS[0]}: exit code 1: KeyError: a bug\n" in capsys.readouterr().err
+    (made.folder / "broken.txt").write_text("")
+    assert made.sweep() == 0
+    assert made.begun() == [RUNS[0]]
 
 
 def test_ctrl_c_stops_the_run_under_way_and_the_sweep(made: Made):

@@ -2,8 +2,12 @@
 
 import contextlib
 import dataclasses
+import errno
+import hashlib
 import json
 import math
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -209,9 +213,21 @@ def test_a_run_without_an_intact_checkpoint_is_left_as_it_is(recipe, run_dir, ca
     for path in (run_dir / "checkpoints").glob("*/SHA256SUMS"):
         path.write_text("x")
     before = contents(run_dir)
-    with pytest.warns(UserWarning, match="is truncated or altered"):
-        message = refused(capsys, 1, recipe, "--run-dir", run_dir, "--train.steps", 9)
+    message = refused(capsys, 1, recipe, "--run-dir", run_dir, "--train.steps", 9)
+    assert "is truncated or altered" in message
     assert f"{run_dir}: all checkpoints are damaged; move the folder away to start over" in message
+    assert contents(run_dir) == before
+
+
+def test_a_checkpoint_that_cannot_be_read_ends_the_command_and_nothing_is_written(recipe, run_dir, capsys, monkeypatch):
+    def unreadable(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = contents(run_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", unreadable)
+        message = refused(capsys, 1, recipe, "--run-dir", run_dir, "--train.steps", 9)
+    assert re.search(rf"train\.py: {run_dir}/checkpoints/7/.*: {os.strerror(errno.EIO)}", message)
     assert contents(run_dir) == before
 
 
@@ -531,13 +547,13 @@ def test_a_folder_in_which_nothing_was_begun_is_taken(recipe, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_finished_run_with_damaged_parameters_is_finished_again(recipe, finished, run_dir):
+def test_a_finished_run_with_damaged_parameters_is_finished_again(recipe, finished, run_dir, capsys):
     """Only its position is intact, and says that all seven steps are done."""
     step = max(tiny.saved_steps(run_dir))
     largest = max((run_dir / "checkpoints" / str(step) / "parameters").rglob("*"), key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="skipping the damaged checkpoint"):
-        assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 7) == 0
+    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 7) == 0
+    assert "note: skipping the damaged checkpoint" in capsys.readouterr().err
     straight = tiny.arrays(finished, 7)
     assert all(np.array_equal(x, straight[name]) for name, x in tiny.arrays(run_dir, 7).items())
     assert [line["step"] for line in tiny.lines(run_dir, "train")] == list(range(1, 8))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 from flax import nnx
@@ -269,16 +269,16 @@ def _course(config: RunConfig) -> dict[str, Any]:
                     "train": {"eval_batches": config.train.eval_batches}})
 
 
-def load_model(directory: Path, step: int | None = None, mesh: Mesh | None = None) -> LoadedRun:
-    """Loads the model of a run's newest intact checkpoint, or of that at ``step``.
+def load_model(directory: Path, step: int | Literal["best"] | None = None, mesh: Mesh | None = None) -> LoadedRun:
+    """Loads the model of a run's newest intact checkpoint, of that at ``step``, or of that with the lowest val loss.
 
-    Damaged checkpoints are skipped with a warning. Each device of ``mesh`` reads only its own shards, as in training;
-    without one, the model is on the first device.
+    Unless ``step`` is a number, damaged checkpoints are skipped with a note. Each device of ``mesh`` reads only its own
+    shards, as in training; without one, the model is on the first device.
 
     Raises:
         ConfigError: the folder does not exist or is not a run, has no checkpoint at ``step``, or an unknown field.
-        RunError: the run has no checkpoint yet, or ``config.json`` or ``environment.json`` is damaged or has another
-            format.
+        RunError: the run has no checkpoint yet, or none with a val loss, or ``config.json`` or ``environment.json`` is
+            damaged or has another format.
         CheckpointError: no checkpoint is intact, that at ``step`` is damaged, or it is of another model.
         OSError: a file cannot be read.
     """
@@ -297,6 +297,8 @@ def load_model(directory: Path, step: int | None = None, mesh: Mesh | None = Non
             raise RunError(f"{directory}: no checkpoints yet; train.py writes one every checkpoint.every_steps updates "
                            "and at the end of the run")
         restored = checkpoints.restore(abstract, step)
+    if restored is None and step == "best":
+        raise RunError(f"{directory}: no checkpoint has a val loss; open the run with checkpoint=\"newest\"")
     if restored is None:
         raise CheckpointError(f"{directory}: no intact checkpoint (steps {', '.join(map(str, steps))}); run train.py "
                               "again with this --run-dir, or restore a copy")

@@ -187,8 +187,12 @@ def _score(config: RunConfig, objective: ScoredObjective, run_dir: Path) -> None
 
 
 def _scored_step(run_dir: Path) -> int | None:
-    """The final step of the run when ``test.json`` was written; None if it is missing or damaged."""
+    """The final step of the run when ``test.json`` was written; None if it is missing or damaged.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     try:
         return read_json(run_dir / "test.json").get("trained_steps")
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return None

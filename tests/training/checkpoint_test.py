@@ -1,5 +1,9 @@
 """Checkpoints survive crashes, damage and a full disk, and load bit for bit."""
 
+import errno
+import gc
+import hashlib
+import itertools
 import os
 import re
 import resource
@@ -7,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -18,7 +24,8 @@ from flax import nnx
 
 from support.errors import CheckpointError, ConfigError
 from tests import several_devices
-from training.checkpoint import CHECKSUMS, UNFINISHED, Checkpoints
+from training import checkpoint
+from training.checkpoint import CHECKSUMS, TRIES, UNFINISHED, Checkpoints
 
 ROOT = Path(__file__).parents[2]
 POSITION = {"step": 2**40 + 1, "batches": 7, "train_seconds": 0.1 + 0.2, "wall_seconds": 1e9 + 1e-6}
@@ -69,6 +76,39 @@ def value_of(restored) -> int:
 
 
 SMALL = abstract_of(small_items(0))
+
+
+class KilledError(BaseException):
+    """The process is killed."""
+
+
+def kill_at(monkeypatch, number: int, *, thread: str) -> list[str]:
+    """Makes the call with this number, from 0, that changes the disk from a thread of this name, and all later ones,
+    raise :class:`KilledError`. Of equal calls in a row, such as deletions, the first two count.
+
+    Returns:
+        the names of the calls so far.
+    """
+    calls: list[str] = []
+
+    def stopped(name: str, real: Callable) -> Callable:
+        def call(*arguments, **options):
+            if threading.current_thread().name.startswith(thread):
+                if calls[-2:] != [name, name]:
+                    calls.append(name)
+                if len(calls) > number:
+                    if name == "write_bytes":
+                        real(arguments[0], arguments[1][:len(arguments[1]) // 2])
+                    raise KilledError
+            return real(*arguments, **options)
+        return call
+
+    for name in ("rename", "replace", "mkdir", "fsync"):
+        monkeypatch.setattr(os, name, stopped(name, getattr(os, name)))
+    for name in ("rmdir", "unlink"):
+        monkeypatch.setattr(os, name, stopped("delete", getattr(os, name)))
+    monkeypatch.setattr(Path, "write_bytes", stopped("write_bytes", Path.write_bytes))
+    return calls
 
 
 @pytest.mark.fast
@@ -188,40 +228,45 @@ def drop_last_line(path: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
 @pytest.mark.parametrize(("name", "damage", "message"), [
     ("parameters/_METADATA", Path.unlink, "parameters/_METADATA is missing"),
     ("parameters/manifest.ocdbt", truncate, "parameters/manifest.ocdbt .* truncated or altered"),
     ("parameters", shutil.rmtree, "parameters/.* is missing"),
-    (CHECKSUMS, Path.unlink, f"{CHECKSUMS} cannot be read"),
-    (CHECKSUMS, drop_last_line, f"is not in {CHECKSUMS}"),
+    (CHECKSUMS, Path.unlink, f"{CHECKSUMS} is missing"),
+    (CHECKSUMS, truncate, f"{CHECKSUMS} is truncated or altered"),
+    (CHECKSUMS, drop_last_line, f"{CHECKSUMS} is truncated or altered"),
+    (CHECKSUMS, empty, f"{CHECKSUMS} is truncated or altered"),
 ])
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, name, damage, message):
+def test_a_damaged_checkpoint_is_skipped_with_a_note(tmp_path, capsys, name, damage, message):
     save_all(tmp_path, {10: None, 20: None, 30: None})
     damage(tmp_path / "30" / name)
     truncate(tmp_path / "20" / "position" / "data.json")
     checkpoints = Checkpoints(tmp_path, keep=2)
-    with pytest.warns(UserWarning, match="skipping the damaged checkpoint") as warned:
-        assert value_of(checkpoints.restore(SMALL)) == 10
-    first, second = (str(w.message) for w in warned)
-    assert re.search(rf"{tmp_path}/30: .*{message}", first)
-    assert f"{tmp_path}/20: position/data.json" in second
+    assert value_of(checkpoints.restore(SMALL)) == 10
+    first, second = capsys.readouterr().err.splitlines()
+    assert re.search(rf"note: skipping the damaged checkpoint {tmp_path}/30: .*{message}", first)
+    assert f"note: skipping the damaged checkpoint {tmp_path}/20: position/data.json" in second
     with pytest.raises(CheckpointError, match=rf"{tmp_path}/30 is damaged: .*{message}"):
         checkpoints.restore(SMALL, step=30)
 
 
-def test_a_run_goes_on_before_and_over_damaged_checkpoints(tmp_path):
+def test_a_run_goes_on_before_and_over_damaged_checkpoints(tmp_path, capsys):
     save_all(tmp_path, {10: None, 20: None, 30: None})
     for step in (20, 30):
         (tmp_path / str(step) / CHECKSUMS).unlink()
     with Checkpoints(tmp_path, keep=2) as checkpoints:
-        with pytest.warns(UserWarning, match="skipping"):
-            assert value_of(checkpoints.restore(SMALL)) == 10
+        assert value_of(checkpoints.restore(SMALL)) == 10
+        assert capsys.readouterr().err.count("skipping") == 2
         checkpoints.save(15, small_items(15))
         checkpoints.save(20, small_items(20))
         checkpoints.save(25, small_items(25))
         checkpoints.wait()
-        with pytest.warns(UserWarning, match="/30"):
-            assert value_of(checkpoints.restore(SMALL)) == 25
+        assert value_of(checkpoints.restore(SMALL)) == 25
+        assert f"{tmp_path}/30: {CHECKSUMS} is missing" in capsys.readouterr().err
         checkpoints.save(30, small_items(30))
         assert value_of(checkpoints.restore(SMALL)) == 30
     assert Checkpoints(tmp_path).steps() == [25, 30]
@@ -240,20 +285,18 @@ def test_damaged_checkpoints_do_not_count_among_the_kept(tmp_path):
     for step in (20, 30):
         (tmp_path / str(step) / CHECKSUMS).unlink()
     with Checkpoints(tmp_path, keep=2) as checkpoints:
-        with pytest.warns(UserWarning, match="skipping"):
-            checkpoints.restore(SMALL)
+        checkpoints.restore(SMALL)
         checkpoints.save(40, small_items(40))
         checkpoints.wait()
         assert value_of(checkpoints.restore(SMALL, step=10)) == 10
 
 
-def test_without_any_intact_checkpoint_there_is_none(tmp_path):
+def test_without_any_intact_checkpoint_there_is_none(tmp_path, capsys):
     save_all(tmp_path, {10: None})
     (tmp_path / "10" / CHECKSUMS).unlink()
-    with pytest.warns(UserWarning, match="/10"):
-        assert Checkpoints(tmp_path).restore(SMALL) is None
-    with (pytest.warns(UserWarning, match="/10"),
-          pytest.raises(CheckpointError, match="all checkpoints are damaged")):
+    assert Checkpoints(tmp_path).restore(SMALL) is None
+    assert f"{tmp_path}/10: {CHECKSUMS} is missing" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="all checkpoints are damaged"):
         Checkpoints(tmp_path).resume(SMALL)
     assert Checkpoints(tmp_path / "empty").resume(SMALL) is None
 
@@ -301,6 +344,57 @@ def test_a_checkpoint_is_on_disk_before_it_is_renamed(tmp_path, monkeypatch):
     assert {f"{UNFINISHED}/10/{name}" for name in written} <= set(happened[:renamed])
     assert CHECKSUMS in written
     assert happened[renamed + 1:] == ["."]
+
+
+@pytest.mark.heavy
+def test_a_checkpoint_replaced_by_one_of_the_same_step_is_there_whenever_the_process_is_killed(tmp_path, monkeypatch):
+    save_all(tmp_path / "first", {3: None, 4: None})
+    for number in itertools.count():
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "first", folder)
+        checkpoints = Checkpoints(folder)
+        with monkeypatch.context() as patch:
+            calls = kill_at(patch, number, thread="checkpoint_")
+            checkpoints.save(4, small_items(4), loss=1.0)
+            try:
+                checkpoints.wait()
+                break
+            except KilledError:
+                pass
+        assert value_of(Checkpoints(folder).restore(SMALL, 4)) == 4, calls
+        with Checkpoints(folder) as again:
+            assert value_of(again.resume(SMALL)) == 4, calls
+            assert (folder / "4").is_dir(), calls
+            again.save(5, small_items(5))
+            again.wait()
+            assert sorted(path.name for path in folder.iterdir()) == ["4", "5", UNFINISHED], calls
+    assert calls.count("rename") == 3  # the old one aside, the new one in its place, and the old one to be deleted
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_checkpoint_stays_when_the_rename_of_one_of_the_same_step_fails(tmp_path, monkeypatch, number):
+    save_all(tmp_path, {4: None})
+    rename, failed = Path.rename, []
+
+    def fails(path, target):
+        renamed.append(path)
+        if len(renamed) == number + 1:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return rename(path, target)
+
+    with Checkpoints(tmp_path) as checkpoints:
+        with monkeypatch.context() as patch:
+            renamed: list[Path] = []
+            patch.setattr(Path, "rename", fails)
+            checkpoints.save(4, small_items(4), loss=1.0)
+            with pytest.raises(CheckpointError, match=r"step 4 could not be written .* intact\. .*Input/output error"):
+                checkpoints.wait()
+        assert failed
+        assert value_of(Checkpoints(tmp_path).restore(SMALL, 4)) == 4
+        assert (tmp_path / "4").is_dir()
+        checkpoints.save(4, small_items(4))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", UNFINISHED]
 
 
 @pytest.mark.parametrize("surfaces_in", ["wait", "the next save"])
@@ -363,7 +457,7 @@ def test_whatever_is_on_disk_at_any_moment_of_a_save_can_be_resumed_from(tmp_pat
             checkpoints.save(step, small_items(step), loss=2.0 + step)
             checkpoints.wait()
     allowed = set()
-    assert any("4.removed" in what for what, _ in moments)
+    assert any("4.replaced" in what for what, _ in moments)
     assert any("3.removed" in what or "2.removed" in what for what, _ in moments)
     for number, (what, newest) in enumerate(moments):
         with Checkpoints(copies / str(number)) as checkpoints:
@@ -447,17 +541,22 @@ def test_a_checkpoint_moves_between_numbers_of_devices(tmp_path):
     assert len(restored[1]["parameters"]["w"].devices()) == 1
 
 
-def test_a_finished_run_keeps_the_parameters_of_the_best_and_the_last(tmp_path, monkeypatch):
-    saved = {step: small_items(step) | {"optimizer": {"m": jnp.full((3,), float(step))}} for step in (10, 20, 30)}
-    with Checkpoints(tmp_path, keep=3) as checkpoints:
-        for step, items in saved.items():
+TRAINED = {step: small_items(step) | {"optimizer": {"m": jnp.full((3,), float(step))}} for step in (10, 20, 30)}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The checkpoints of a finished run, of which the first is the best."""
+    folder = tmp_path_factory.mktemp("trained")
+    with Checkpoints(folder, keep=3) as checkpoints:
+        for step, items in TRAINED.items():
             checkpoints.save(step, items, loss={10: 1.0}.get(step, 2.0))
-        checkpoints.wait()
-        # Killed once the checksums of the first are without those of the optimizer state, and once more after that.
-        with monkeypatch.context() as patch:
-            patch.setattr(shutil, "rmtree", lambda *_, **__: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                checkpoints.keep_parameters()
+    return folder
+
+
+def test_a_finished_run_keeps_the_parameters_of_the_best_and_the_last(trained, tmp_path):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    with Checkpoints(tmp_path) as checkpoints:
         checkpoints.keep_parameters()
         assert checkpoints.steps() == [10, 30]
         before = {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]}
@@ -469,4 +568,262 @@ def test_a_finished_run_keeps_the_parameters_of_the_best_and_the_last(tmp_path, 
             assert value_of(checkpoints.restore(SMALL, step)) == step
         assert checkpoints.resume({"position": None}, verify=("parameters", "optimizer"))[0] == 30
         with pytest.raises(CheckpointError, match="has no optimizer state"):
-            checkpoints.resume(abstract_of(saved[30]))
+            checkpoints.resume(abstract_of(TRAINED[30]))
+
+
+@pytest.mark.heavy
+def test_a_finished_run_can_be_killed_at_any_point_of_the_removal_of_its_optimizer_state(trained, tmp_path, capsys,
+                                                                                         monkeypatch):
+    for number in itertools.count():
+        folder = Path(shutil.copytree(trained, tmp_path / str(number)))
+        checkpoints = Checkpoints(folder)
+        with monkeypatch.context() as patch:
+            calls = kill_at(patch, number, thread="MainThread")
+            try:
+                checkpoints.keep_parameters()
+                break
+            except KilledError:
+                pass
+        for step in (10, 30):
+            wanted = abstract_of(TRAINED[step]) if checkpoints.training_can_go_on(step) else SMALL
+            assert value_of(checkpoints.restore(wanted, step)) == step, calls
+        found = Checkpoints(folder).resume({"position": None}, verify=("parameters", "variables", "optimizer"))
+        assert found == (30, {"position": {"step": 30}}), calls
+        checkpoints.keep_parameters()
+        assert sorted(path.name for path in folder.iterdir()) == ["10", "30"], calls
+        assert not list(folder.glob("*/optimizer")), calls
+        assert not list(folder.glob("*/.*")), calls
+    assert (calls.count("replace"), calls.count("rename")) == (2, 3)
+    assert capsys.readouterr().err == ""
+
+
+def test_files_that_are_not_of_a_checkpoint_are_ignored(trained, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    for name in (".DS_Store", f".{CHECKSUMS}.13404.tmp", "parameters/.DS_Store", "parameters/d/._x", "Thumbs.db",
+                 "notes/mine.txt", "optimizer/.nfs01"):
+        (tmp_path / "30" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "30" / name).touch()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.resume(abstract_of(TRAINED[30])) is not None
+        assert value_of(checkpoints.restore(SMALL)) == 30
+        assert checkpoints.best() == 10
+        checkpoints.keep_parameters()
+        assert value_of(checkpoints.restore(SMALL)) == 30
+    assert capsys.readouterr().err == ""
+
+
+def test_checksums_are_those_of_sha256sum_and_of_earlier_versions(tmp_path):
+    save_all(tmp_path, {10: 1.0})
+    heading, *lines = (tmp_path / "10" / CHECKSUMS).read_text().splitlines(keepends=True)
+    assert heading.startswith("# ")  # a comment, for sha256sum
+    for line in lines:
+        checksum, name = line.rstrip("\n").split("  ")
+        assert hashlib.sha256((tmp_path / "10" / name).read_bytes()).hexdigest() == checksum
+    (tmp_path / "10" / CHECKSUMS).write_text("".join(lines))
+    assert value_of(Checkpoints(tmp_path).restore(SMALL)) == 10
+    assert Checkpoints(tmp_path).best() == 10
+    for damaged in ("".join(lines)[:-1] + "x", "", "".join(lines)[1:], "".join(lines).replace("\n", "\0", 1)):
+        (tmp_path / "10" / CHECKSUMS).write_text(damaged)
+        with pytest.raises(CheckpointError, match="10 is damaged"):
+            Checkpoints(tmp_path).restore(SMALL, 10)
+
+
+READS = ("_identity", "_content", "_sha256", "_from_orbax")
+"""The functions through which a checkpoint is read."""
+
+
+def at_read(monkeypatch, number: int, act: Callable[[], object]) -> list[str]:
+    """Calls ``act`` before the read with this number, from 0. Returns the list of the reads so far."""
+    reads: list[str] = []
+
+    def acting(name: str, real: Callable) -> Callable:
+        def call(*arguments):
+            reads.append(name)
+            if len(reads) == number + 1:
+                act()
+            return real(*arguments)
+        return call
+
+    for name in READS:
+        monkeypatch.setattr(checkpoint, name, acting(name, getattr(checkpoint, name)))
+    return reads
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory) -> Path:
+    """Checkpoints of steps 20, which has the lowest loss and will be pruned, and 30, which will come then."""
+    folder = tmp_path_factory.mktemp("pruned")
+    save_all(folder / "now", {20: 2.0})
+    save_all(folder / "then", {30: 1.0})
+    return folder
+
+
+@pytest.mark.parametrize("step", [None, "best"])
+def test_a_checkpoint_that_is_pruned_while_it_is_read_is_no_error(pruned, tmp_path, capfd, caplog, monkeypatch, step):
+    for number in itertools.count():
+        folder = Path(shutil.copytree(pruned / "now", tmp_path / str(number)))
+
+        def prune(folder=folder):
+            shutil.copytree(pruned / "then" / "30", folder / "30")
+            (folder / "20").rename(folder / UNFINISHED / "20.removed")
+            shutil.rmtree(folder / UNFINISHED)
+
+        with monkeypatch.context() as patch:
+            reads = at_read(patch, number, prune)
+            found = value_of(Checkpoints(folder).restore(SMALL, step))
+        if len(reads) <= number:
+            break
+        assert found == 30, reads
+    assert set(READS) <= set(reads)
+    assert capfd.readouterr().err == ""
+    assert caplog.records == []
+
+
+def test_a_step_that_is_pruned_while_it_is_read_is_not_there(pruned, tmp_path, monkeypatch):
+    shutil.copytree(pruned / "then", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(pruned / "now", tmp_path, dirs_exist_ok=True)
+    at_read(monkeypatch, 3, lambda: shutil.rmtree(tmp_path / "20"))
+    with pytest.raises(ConfigError, match="no checkpoint at step 20; expected one of 30"):
+        Checkpoints(tmp_path).restore(SMALL, 20)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(pruned, tmp_path, monkeypatch):
+    for number in range(3, 12, 2):
+        folder = Path(shutil.copytree(pruned / "now", tmp_path / str(number)))
+
+        def replace(folder=folder):
+            (folder / "20").rename(folder / "20.replaced")
+            shutil.copytree(pruned / "now" / "20", folder / "20")
+            truncate(folder / "20.replaced" / "parameters" / "_METADATA")
+
+        with monkeypatch.context() as patch:
+            at_read(patch, number, replace)
+            assert value_of(Checkpoints(folder).restore(SMALL)) == 20
+
+
+def test_checkpoints_that_are_deleted_at_each_try_end_in_an_error(pruned, tmp_path, monkeypatch):
+    shutil.copytree(pruned / "now" / "20", tmp_path / "0")
+    verify, tries = checkpoint._verify, []
+
+    def pruned_first(folder, items):
+        tries.append(folder)
+        folder.rename(folder.with_name(str(len(tries))))
+        verify(folder, items)
+
+    monkeypatch.setattr(checkpoint, "_verify", pruned_first)
+    with pytest.raises(CheckpointError, match=f"deleted {TRIES} checkpoints, each while it was read"):
+        Checkpoints(tmp_path).restore(SMALL)
+    assert len(tries) == TRIES
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_file_that_cannot_be_read_is_not_damage(trained, capsys, monkeypatch, code):
+    def unreadable(*_):
+        raise OSError(code, os.strerror(code))  # as of a read, without the file's name
+
+    with Checkpoints(trained) as checkpoints:
+        for step in (None, 30):
+            for name, patched in (("file_digest", hashlib), ("read_bytes", Path)):
+                with monkeypatch.context() as patch:
+                    patch.setattr(patched, name, unreadable)
+                    with pytest.raises(OSError, match=os.strerror(code)) as error:
+                        checkpoints.restore(SMALL, step)
+                assert error.value.errno == code
+                assert str(error.value.filename).startswith(str(trained / "30"))
+        monkeypatch.setattr(Path, "read_bytes", unreadable)
+        with pytest.raises(OSError, match=os.strerror(code)):
+            checkpoints.best()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_damaged_loss_is_not_taken_for_none(trained, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "10" / "loss.json").write_text('{"loss":9.0}')
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.best() == 20
+        assert capsys.readouterr().err == (f"note: skipping the damaged checkpoint {tmp_path}/10: loss.json does not "
+                                           "match its checksum: it is truncated or altered\n")
+        checkpoints.save(40, small_items(40), loss=3.0)
+        checkpoints.wait()
+        assert checkpoints.steps() == [10, 20, 40]  # neither the best nor, what it may be, the damaged one is deleted
+
+
+@pytest.mark.parametrize(("before", "message"), [
+    ({}, r"permissions\. There is no earlier checkpoint\. \("),
+    ({10: None}, r"permissions\. Earlier checkpoints are intact\. \("),
+])
+def test_a_failed_save_says_whether_there_are_earlier_checkpoints(tmp_path, monkeypatch, before, message):
+    save_all(tmp_path, before)
+
+    def full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(checkpoint, "sync", full)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(20, small_items(20))
+        with pytest.raises(CheckpointError, match=message):
+            checkpoints.wait()
+
+
+FAILED_SAVE = """
+import resource, sys
+from pathlib import Path
+import jax.numpy as jnp
+from support.command import run_command
+from training.checkpoint import Checkpoints
+
+def command(_):
+    with Checkpoints(Path(sys.argv[1])) as checkpoints:
+        items = {"parameters": {str(number): jnp.full((300_000,), float(number)) for number in range(20)}}
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        checkpoints.save(1, items | {"optimizer": items["parameters"]})
+
+sys.exit(run_command("x.py", command, []))
+"""
+
+
+@pytest.mark.heavy
+def test_a_failed_save_is_one_line_on_standard_error(tmp_path):
+    """The first array that fails ends Orbax's event loop, to which TensorStore then reports those of all others."""
+    process = run_python(FAILED_SAVE, tmp_path)
+    _, errors = process.communicate()
+    assert process.returncode == 1
+    assert re.fullmatch(f"x.py: the checkpoint of step 1 could not be written to {tmp_path}; check its free space and "
+                        r"permissions\. There is no earlier checkpoint\. \(.*File too large\)\n", errors)
+
+
+def test_a_failed_save_does_not_warn_of_what_orbax_did_not_come_to(tmp_path):
+    async def write():
+        """Not called to its end."""
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with pytest.raises(CheckpointError), Checkpoints(tmp_path)._one_clear_error(1):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        write()  # pyright: ignore[reportUnusedCoroutine]
+        gc.collect()
+    assert warned == []
+
+
+def test_only_tracebacks_of_libraries_in_the_background_are_dropped(capsys):
+    checkpoint._drop_background_tracebacks()
+
+    def raised_through(*modules: str) -> tuple:
+        """An error that was raised in the last of these modules, and passed through the others."""
+        called, code = None, "raise ZeroDivisionError('seen')"
+        for module in reversed(modules):
+            names: dict = {"__name__": module, "called": called}
+            exec(f"def call(): {code}", names)
+            called, code = names["call"], "called()"
+        assert called is not None
+        with pytest.raises(ZeroDivisionError) as error:
+            called()
+        assert error.value.__traceback__ is not None
+        return type(error.value), error.value, error.value.__traceback__.tb_next  # without the frame of this function
+
+    for modules, dropped in (
+            (("asyncio.base_events",), True), (("uvloop.loop",), True),
+            (("threading", "orbax.checkpoint", "jax.x"), True), (("threading",), False), (("train",), False),
+            (("train", "orbax.checkpoint"), False), (("asyncio.events", "__main__"), False)):
+        sys.excepthook(*raised_through(*modules))
+        assert ("seen" not in capsys.readouterr().err) == dropped, modules
