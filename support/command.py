@@ -176,7 +176,7 @@ def _nobody_reads_output() -> bool:
         return False
     poll = select.poll()
     poll.register(output, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _discard_unwritten(stream: Any) -> None:

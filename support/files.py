@@ -31,7 +31,7 @@ def replacing(path: Path) -> Iterator[Path]:
     replace an empty folder. The contents are on disk before the rename, so that a power loss leaves the old or the new
     ones. What a killed process leaves, the next process that replaces something in the folder deletes."""
     path = path.absolute()  # a folder cannot be renamed to "."
-    with _temporary_folder(path) as folder:
+    with temporary_folder(path) as folder:
         beside = folder / path.name
         yield beside
         sync(beside)
@@ -40,9 +40,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _temporary_folder(path: Path) -> Iterator[Path]:
-    """A new folder next to ``path``, deleted at the end. A lock in it says that its process lives: process ids repeat,
-    above all in containers, and other machines have their own."""
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """A new folder next to an absolute ``path``, deleted at the end; after a kill, by the next process that makes one
+    there. A lock in it says that its process lives: process ids repeat, above all in containers, and other machines
+    have their own."""
     if path.parent not in _cleaned:
         _cleaned.add(path.parent)
         _delete_leftovers(path.parent)
