@@ -146,8 +146,10 @@ def _written_beside(out: Path) -> Iterator[Path]:
     from safetensors import SafetensorError
 
     try:
+        if not out.absolute().parent.exists():
+            out.absolute().parent.mkdir(parents=True)
         with replacing(out) as beside:
-            beside.mkdir(parents=True)
+            beside.mkdir()
             yield beside
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -6,7 +6,6 @@ incomplete folder.)
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ from data.token_files import Vocabulary, write_errors
 from support.command import status
 from support.errors import ConfigError, DataError
 from support.files import read_json, replacing
+from support.locks import locked
 
 COMMIT_BYTES = 64 * 2**20
 """Maximum bytes of text between two commits of the journal."""
@@ -30,26 +30,13 @@ _REMEDY = "free disk space and repeat the command to resume, or choose another f
 def lock(directory: Path) -> Iterator[None]:
     """A lock for the process that prepares ``directory``; the system releases it when the process ends."""
     path = directory.with_name(f".{directory.name}.lock")
-    while True:
+    with contextlib.ExitStack() as stack:
         with write_errors(directory, _REMEDY):
             directory.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("w")
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                status(f"waiting for another process that prepares {directory}")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            try:
-                there = os.path.samestat(os.fstat(file.fileno()), path.stat())
-            except FileNotFoundError:
-                there = False
-            if there:  # otherwise the previous holder deleted it
-                try:
-                    yield
-                finally:
-                    path.unlink(missing_ok=True)
-                return
+            stack.enter_context(locked(path, wait=lambda: status(
+                f"waiting for another process that prepares {directory}")))
+        stack.callback(path.unlink, missing_ok=True)
+        yield
 
 
 class Writer(Protocol):

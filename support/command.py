@@ -176,14 +176,15 @@ def _nobody_reads_output() -> bool:
         return False
     poll = select.poll()
     poll.register(output, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _discard_unwritten(stream: Any) -> None:
     """Sends what cannot be written to /dev/null. Python would try again at its end, and exit with 120."""
+    if stream is None or stream.closed:
+        return
     try:
-        if stream is not None and not stream.closed:
-            stream.flush()
+        stream.flush()
     except OSError:
         with suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -32,6 +32,10 @@ class DataError(LineargptError):
     """Data that cannot be read or written, or are damaged."""
 
 
+class LockError(LineargptError):
+    """A lock that cannot be had, other than one that another process holds. The message says why and what to do."""
+
+
 class StateError(LineargptError):
     """A state file that is damaged or of another model. The message names the file and what is wrong."""
 

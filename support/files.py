@@ -3,12 +3,21 @@
 import contextlib
 import json
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support.errors import DataError
+from support.errors import DataError, LockError
+from support.locks import locked
+
+_TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}\.tmp")
+"""Names of the folders of :func:`replacing`."""
+_LOCK = "lineargpt.lock"
+_cleaned: set[Path] = set()
+"""Folders in which this process has looked for leftovers."""
 
 
 def cache_folder(name: str) -> Path:
@@ -18,20 +27,63 @@ def cache_folder(name: str) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path next to ``path``, renamed to it at the end, or deleted on an error. A folder can only replace
-    an empty folder. The contents are on disk before the rename, so that a power loss leaves the old or the new ones."""
+    """A temporary path on the same disk, renamed to ``path`` at the end, or deleted on an error. A folder can only
+    replace an empty folder. The contents are on disk before the rename, so that a power loss leaves the old or the new
+    ones. What a killed process leaves, the next process that replaces something in the folder deletes."""
     path = path.absolute()  # a folder cannot be renamed to "."
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with temporary_folder(path) as folder:
+        beside = folder / path.name
         yield beside
         sync(beside)
         beside.replace(path)
         sync_entry(path.parent)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        with contextlib.suppress(OSError):  # do not hide the first error; a folder is deleted already
-            beside.unlink()
-        raise
+
+
+@contextlib.contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """A new folder next to an absolute ``path``, deleted at the end; after a kill, by the next process that makes one
+    there. A lock in it says that its process lives: process ids repeat, above all in containers, and other machines
+    have their own."""
+    if path.parent not in _cleaned:
+        _cleaned.add(path.parent)
+        _delete_leftovers(path.parent)
+    while True:
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)  # do not hide an error
+            try:
+                if stack.enter_context(locked(folder / _LOCK)) is None:
+                    continue
+            except FileNotFoundError:  # another process deletes leftovers, and was faster
+                continue
+            except LockError:  # without locks, leftovers stay
+                pass
+            yield folder
+            return
+
+
+def _delete_leftovers(folder: Path) -> None:
+    """Deletes the temporary folders of processes that have ended."""
+    for path in _entries(folder):
+        if not _TEMPORARY.fullmatch(path.name):
+            continue
+        with contextlib.suppress(OSError, LockError):
+            if not (path / _LOCK).exists():
+                path.rmdir()  # if empty: its process has only just made it
+                continue
+            with locked(path / _LOCK) as lock:
+                if lock is not None:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # it may be written and not listed
+        return []
 
 
 def sync(path: Path) -> None:

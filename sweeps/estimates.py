@@ -5,7 +5,6 @@ import io
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,7 +17,7 @@ from typing import Any
 from comparison.wording import few
 from configs.schema import RunConfig
 from support.errors import ConfigError, DataError, LineargptError
-from support.files import read_json
+from support.files import read_json, temporary_folder
 from sweeps.folder import is_finished
 from sweeps.plan import PlannedRun, module_of, plan_run
 from training.checkpoint import Checkpoints
@@ -110,11 +109,11 @@ class Estimates:
                 continue
             say(f"timing {TIMED_STEPS} steps of {run.name}")
             steps = TIMED_STEPS + 1
-            with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=_existing(out.absolute().parent)) as folder:
+            with temporary_folder(_existing(out.absolute().parent) / out.name) as folder:
                 fields = {**{name.replace("-", "_"): value for name, value in run.variation.fields.items()},
                           "train.steps": steps, "train.minutes": None, "train.eval_every": steps // 2,
                           "train.sample_every": 0}
-                short = plan_run(Path("timed steps"), replace(run.variation, fields=fields), Path(folder))
+                short = plan_run(Path("timed steps"), replace(run.variation, fields=fields), folder)
                 ended = subprocess.run([sys.executable, *short.arguments], env=environment, capture_output=True,
                                        text=True, check=False, stdin=subprocess.DEVNULL)
                 if ended.returncode or (found := timing(short.folder)) is None:

@@ -1,6 +1,5 @@
 """Runs the runs of a study, each in its own process, and shows their progress."""
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -9,13 +8,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from comparison.study import ROOT
 from support import interrupts
 from support.command import output_stream, status
 from support.errors import ConfigError
+from support.locks import locked
 from sweeps.estimates import Estimates, duration
 from sweeps.folder import finish, is_finished, last_lines
 from sweeps.plan import PlannedRun
@@ -191,8 +190,8 @@ def _look_at(one: Active, environment: Mapping[str, str], progress: Progress, *,
         return None if code is None else _ended(one, code, progress, stopped=stopped, keep_all=keep_all)
     if stopped:
         return "not started"
-    with (one.run.folder / LOCK).open("w") as lock:
-        if not _is_free(one.run.folder, lock):
+    with locked(one.run.folder / LOCK) as lock:
+        if lock is None or in_training(one.run.folder):
             if not one.waits:
                 one.waits = True
                 status(f"{one.run.folder}: another process is training in it; waiting for it to end")
@@ -207,19 +206,10 @@ def _look_at(one: Active, environment: Mapping[str, str], progress: Progress, *,
             # A separate process group keeps Ctrl-C in the terminal from reaching the run: a second signal would end it
             # immediately. The process inherits the lock and holds it until it ends.
             one.process = subprocess.Popen(
-                [sys.executable, *one.run.arguments], env=environment, process_group=0, pass_fds=(lock.fileno(),),
+                [sys.executable, *one.run.arguments], env=environment, process_group=0, pass_fds=(lock,),
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         one.began = time.monotonic()
     return None
-
-
-def _is_free(folder: Path, lock: TextIO) -> bool:
-    """Takes the lock of a run's folder, unless a process of an earlier sweep has it or trains in the folder."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return not in_training(folder)
 
 
 def _ended(one: Active, code: int, progress: Progress, *, stopped: bool, keep_all: bool) -> str:

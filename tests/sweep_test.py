@@ -23,9 +23,11 @@ from configs.schema import Config
 from lra import tasks
 from support.errors import ConfigError
 from support.files import read_json
+from support.locks import is_locked
 from sweeps import estimates, folder, plan, processes
 from tests import tiny
 from tests.comparison.made import read_lines, write_lines, write_run
+from training.run import in_training
 
 FAKE = '''
 import json, os, signal, sys, time
@@ -204,15 +206,24 @@ def test_a_run_that_another_sweep_finished_meanwhile_is_not_made_again(made: Mad
                                                                        capsys: pytest.CaptureFixture[str]):
     one = plan.plan(load_study(made.path), made.out, quick=False)[0]
 
-    def finished_now(run: Path, lock: object) -> bool:
+    def finished_now(run: Path) -> bool:
         if run == one.folder:
             folder.finish(one, keep_all=True)
-        return True
+        return False
 
-    monkeypatch.setattr(processes, "_is_free", finished_now)
+    monkeypatch.setattr(processes, "in_training", finished_now)
     assert made.sweep() == 0
     assert made.begun() == RUNS[1:]
     assert f"{RUNS[0]}: finished by another process (1 done" in capsys.readouterr().out
+
+
+def test_a_line_that_cannot_be_printed_ends_no_sweep(made: Made, monkeypatch: pytest.MonkeyPatch):
+    run = plan.plan(load_study(made.path), made.out, quick=False)[0]
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))  # noqa: SIM115
+    with processes._display(processes.Progress([run], estimates.Estimates([run])), 1) as lines:
+        lines.say(run, "starts", [])
+    with pytest.raises(OSError, match="No space left"):
+        sys.stdout.close()
 
 
 def test_no_run_goes_on_where_the_sweep_itself_fails(made: Made, monkeypatch: pytest.MonkeyPatch):
@@ -221,8 +232,8 @@ def test_no_run_goes_on_where_the_sweep_itself_fails(made: Made, monkeypatch: py
     monkeypatch.setattr(processes.os, "sched_getaffinity", lambda process: {0, 1})
     with pytest.raises(ZeroDivisionError):  # raised for the second run's end, while the first is running
         made.sweep("--parallel", 2)
-    with (made.out / RUNS[0] / processes.LOCK).open("w") as lock:
-        assert processes._is_free(made.out / RUNS[0], lock)
+    assert not is_locked(made.out / RUNS[0] / processes.LOCK)
+    assert not in_training(made.out / RUNS[0])
 
 
 def test_what_keep_all_kept_stays(made: Made, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -496,11 +497,46 @@ def test_a_full_disk_ends_in_one_message_and_loses_nothing(recipe, run_dir):
 
 
 def test_two_processes_do_not_train_in_one_folder(recipe, run_dir, capsys):
-    import fcntl
-
     with (run_dir / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "another process is training in it" in refused(capsys, 1, recipe, "--run-dir", run_dir)
+
+
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda folder: folder.symlink_to("nowhere"), "checkpoints is a link to nowhere, which does not exist; mount its"),
+    (lambda folder: folder.touch(), "checkpoints is a file; expected a folder: move it away"),
+])
+def test_checkpoints_that_could_not_be_written_are_refused_at_the_start(recipe, finished, tmp_path, capsys, make, said):
+    (tmp_path / "run").mkdir()
+    shutil.copy(finished / "config.json", tmp_path / "run")
+    shutil.copy(finished / "environment.json", tmp_path / "run")
+    make(tmp_path / "run" / "checkpoints")
+    before = contents(tmp_path / "run")
+    assert said in refused(capsys, 1, recipe, "--run-dir", tmp_path / "run")
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_run_dir_that_is_not_utf_8_is_refused_at_the_start(recipe, tmp_path, capsys):
+    run_dir = tmp_path / os.fsdecode(b"caf\xe9")
+    assert "caf\\xe9' is not UTF-8; give another --run-dir" in refused(capsys, 2, recipe, "--run-dir", run_dir)
+    assert not run_dir.exists()
+
+
+def test_a_lock_that_is_a_link_or_missing_from_the_file_system_is_told(recipe, tmp_path, capsys, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "thesis.tex").write_text("years of work")
+    (tmp_path / "run" / ".lock").symlink_to("../thesis.tex")
+    command = (recipe, "--run-dir", tmp_path / "run")
+    assert f"{tmp_path / 'run' / '.lock'} is a symbolic link" in refused(capsys, 1, *command)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+    def without_locks(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    (tmp_path / "run" / ".lock").unlink()
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    assert f"{tmp_path / 'run'} is on a file system without locks (Function not implemented)" in refused(
+        capsys, 1, *command)
 
 
 def test_help_lists_the_fields_and_the_options_of_the_modes(recipe, capsys):

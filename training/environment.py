@@ -4,6 +4,8 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 from kernels import cpu
 from models.encoder import Encoder
 from models.gpt import GPT
+from support.command import note
 from support.errors import RunError
 from support.files import cache_folder, read_json, write_json
 from training import autotuning
@@ -92,15 +95,18 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int | None:
 
 
 def compilation_cache() -> str | None:
-    """The folder of JAX's compilation cache, created if missing; None if that fails."""
-    directory = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    if directory is None:
-        cache = cache_folder("jax")
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            return None
-        directory = str(cache)
+    """The folder of JAX's compilation cache, created if missing; None, with a note, if it cannot be written."""
+    directory = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(cache_folder("jax"))
+    if "://" in directory:  # a bucket
+        return directory
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        note(f"programs are compiled at every start: the compilation cache {directory} cannot be written "
+             f"({error.strerror}); set JAX_COMPILATION_CACHE_DIR to another folder")
+        return None
     return directory
 
 
@@ -108,13 +114,15 @@ def configure_jax() -> None:
     """Configures JAX: CPU features, and the compilation cache in :func:`compilation_cache`.
 
     Call it before anything is compiled. ``JAX_COMPILATION_CACHE_DIR`` sets another folder. If the folder cannot be
-    created, there is no cache.
+    written, there is no cache.
     """
     cpu.configure_process()
     directory = compilation_cache()
+    jax.config.update("jax_compilation_cache_dir", directory)
     if directory is None:
         return
-    jax.config.update("jax_compilation_cache_dir", directory)
+    # JAX warns of every program that a full disk keeps out of the cache.
+    warnings.filterwarnings("ignore", "Error writing persistent compilation cache entry")
     # Many small programs together take as long to compile as the large ones.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

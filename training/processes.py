@@ -290,6 +290,8 @@ def check_shared(folder: Path) -> None:
         return
     marker = Path(folder) / from_first(lambda: f".shared-{uuid.uuid4().hex}")
     if is_first():
+        for left in Path(folder).glob(".shared-*"):  # by a killed process
+            left.unlink()
         marker.touch()
     from_first(lambda: None)
     blind = [index for index, sees in enumerate(_from_all(_appears(marker))) if not sees]

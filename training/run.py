@@ -1,10 +1,10 @@
 """Run folders: consistency checks, the lock, the newest checkpoint, and loading the model."""
 
 import dataclasses
-import fcntl
 import math
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +18,7 @@ from data.sources.images import ImageFormat
 from models import attention as attentions
 from models import gpt
 from models.gpt import GPT
+from support import locks
 from support.command import note, status
 from support.errors import CheckpointError, ConfigError, RunError, TrainingError
 from support.files import read_json
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 SWEEP_RECORD = "run.json"
 """File that identifies a run of a study; sweep.py writes it before the run starts."""
+LOCK = ".lock"
+"""File in a run folder that the process that trains in it holds locked."""
 OUTPUT = "output.log"
 """Output of a run started by sweep.py."""
 
@@ -67,12 +70,17 @@ def check_folder(config: RunConfig, run_dir: Path) -> dict[str, Any]:
         the run's ``environment.json``; empty for a new run.
 
     Raises:
-        ConfigError: ``run_dir`` is a file, or holds other files, published weights, or a run of another model,
-            tokenizer, task, corpus, seed or batch size.
-        RunError: a file is damaged, or has another format.
+        ConfigError: ``run_dir`` is a file or has a name that is not UTF-8, or holds other files, published weights, or
+            a run of another model, tokenizer, task, corpus, seed or batch size.
+        RunError: a file is damaged, or has another format; or checkpoints cannot be written.
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is a file; give another --run-dir")
+    try:
+        str(run_dir.absolute()).encode()
+    except UnicodeEncodeError:  # checkpoints are written by a library that takes UTF-8 alone
+        raise ConfigError(f"{os.fsencode(run_dir.absolute())!r} is not UTF-8; give another --run-dir") from None
+    _check_checkpoints_folder(run_dir / "checkpoints")
     environment = read_json(run_dir / "environment.json", RunError) if (run_dir / "environment.json").exists() else {}
     if PUBLISHED in environment:
         raise ConfigError(f"{run_dir} holds published weights; to train from them, give --init-from {run_dir} and "
@@ -92,6 +100,15 @@ def check_folder(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     if differing:
         raise ConfigError(f"{run_dir} is a run with {'; '.join(differing)}; give another --run-dir")
     return environment
+
+
+def _check_checkpoints_folder(folder: Path) -> None:
+    """Raises :class:`RunError` if checkpoints cannot be written there, which a run would notice at its first save."""
+    if folder.is_symlink() and not folder.exists():
+        raise RunError(f"{folder} is a link to {folder.readlink()}, which does not exist; mount its disk, create it, "
+                       "or delete the link")
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder} is a file; expected a folder: move it away")
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:
@@ -150,36 +167,28 @@ def locked(run_dir: Path) -> Iterator[None]:
 
     Raises:
         TrainingError: the folder is not writable, or another run trains in it.
+        LockError: its file system has no locks.
         ConfigError: the processes of the run do not share the folder.
     """
     if not processes.is_first():
         processes.check_shared(run_dir)
         yield
         return
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / ".lock").open("w")
-    except OSError as error:
-        raise TrainingError(f"cannot write in {run_dir}: {error.strerror}; give another --run-dir") from error
-    with lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TrainingError(f"{run_dir}: another process is training in it") from None
+            run_dir.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(locks.locked(run_dir / LOCK))
+        except OSError as error:
+            raise TrainingError(f"cannot write in {run_dir}: {error.strerror}; give another --run-dir") from error
+        if lock is None:
+            raise TrainingError(f"{run_dir}: another process is training in it")
         processes.check_shared(run_dir)
         yield
 
 
 def in_training(run_dir: Path) -> bool:
     """Whether a process is training in a run folder."""
-    try:
-        with (run_dir / ".lock").open("r") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
+    return locks.is_locked(run_dir / LOCK)
 
 
 def newest_step(config: RunConfig, run_dir: Path) -> tuple[int | None, bool]:

@@ -166,6 +166,17 @@ def test_time_left_can_be_read_at_80_columns(monkeypatch, capsys, tmp_path):
     assert re.search(r"123,456\.8M tokens, 12\.35M/s \d:\d\d:\d\d left: [\d-]:[\d-]{2}:[\d-]{2}$", line), line
 
 
+def test_the_lock_is_deleted_at_the_end_and_a_link_in_its_place_is_refused(folder, tmp_path):
+    with journal.lock(tmp_path / "corpus"):
+        assert os.listdir(tmp_path) != ["texts"]
+    assert os.listdir(tmp_path) == ["texts"]
+    (tmp_path / "thesis.tex").write_text("years of work")
+    (tmp_path / ".corpus.lock").symlink_to("thesis.tex")
+    done = command(str(folder), "--tokenizer", "bytes", "--out", str(tmp_path / "corpus"))
+    assert (done.returncode, f"{tmp_path / '.corpus.lock'} is a symbolic link" in done.stderr) == (1, True)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
 def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(folder, tmp_path):
     script = ("import os, signal, sys; from pathlib import Path; from data import prepare, token_files\n"
               "token_files.TokenFilesWriter.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -1,8 +1,12 @@
 """Files and folders that are complete or absent."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,8 @@ import pytest
 from support import files
 
 pytestmark = pytest.mark.fast
+
+ROOT = Path(files.__file__).parents[1]
 
 
 def full(*_):
@@ -82,4 +88,84 @@ def test_contents_are_on_disk_before_the_rename_and_the_name_after_it(tmp_path, 
     with files.replacing(tmp_path / "out") as beside:
         (beside / "folder").mkdir(parents=True)
         (beside / "folder" / "a").write_text("1")
-    assert happened == ["a", "folder", f".out.{os.getpid()}.tmp", "rename", tmp_path.name]
+    assert happened == ["a", "folder", "out", "rename", tmp_path.name]
+
+
+# What killed processes leave
+
+WRITES = """
+import sys, time
+from pathlib import Path
+from support import files
+
+with files.replacing(Path(sys.argv[1])) as beside:
+    beside.mkdir()
+    (beside / "checkpoint").write_text("large")
+    print("begun", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def new_process(monkeypatch):
+    """Makes this process one that has written nothing yet."""
+    monkeypatch.setattr(files, "_cleaned", set())
+
+
+def test_what_a_killed_process_left_is_deleted_by_the_next_and_what_a_living_one_writes_is_not(tmp_path, new_process):
+    """Two processes with the same process id, as in containers, are told apart, too: the name has none."""
+    out, others = tmp_path / "out", {".other.tmp", ".notes.12345678.tmp", ".a.b.tmp"}
+    for name in others:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".notes.12345678.tmp" / "mine").write_text("not of lineargpt")
+    command = [sys.executable, "-c", WRITES, str(out)]
+    killed, living = (subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                      for _ in range(2))
+    for process in (killed, living):
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+    killed.kill()
+    killed.communicate()
+    assert len({*os.listdir(tmp_path)} - others) == 2
+    files.write_text(tmp_path / "config.json", "{}")
+    assert len({*os.listdir(tmp_path)} - others - {"config.json"}) == 1
+    living.communicate()
+    assert living.returncode == 0
+    assert {*os.listdir(tmp_path)} == others | {"config.json", "out"}
+    assert os.listdir(out) == ["checkpoint"]
+
+
+def test_a_folder_that_another_process_takes_for_a_leftover_is_made_again(tmp_path, monkeypatch):
+    made = []
+
+    @contextlib.contextmanager
+    def too_late(path):
+        made.append(path.parent)
+        if len(made) == 1:
+            path.parent.rmdir()
+            raise FileNotFoundError
+        yield None if len(made) == 2 else 7
+
+    monkeypatch.setattr(files, "locked", too_late)
+    files.write_text(tmp_path / "a", "whole")
+    assert len({*made}) == 3
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_files_are_replaced_where_there_are_no_locks_and_leftovers_stay(tmp_path, monkeypatch, new_process):
+    left = tmp_path / ".out.abcdefgh.tmp"
+    left.mkdir()
+    (left / "lineargpt.lock").touch()
+
+    def without_locks(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    files.write_text(tmp_path / "a", "whole")
+    assert sorted(os.listdir(tmp_path)) == [left.name, "a"]
+
+
+def test_a_folder_that_cannot_be_written_is_told_by_the_name_of_the_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere/config\.json"):
+        files.write_text(tmp_path / "nowhere" / "config.json", "{}")
+

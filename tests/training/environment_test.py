@@ -1,8 +1,10 @@
 """Contents of environment.json."""
 
 import json
+import random
 import shutil
 import subprocess
+import warnings
 
 import jax
 import pytest
@@ -83,3 +85,40 @@ def test_a_damaged_file_is_one_sentence(tmp_path):
     (tmp_path / "environment.json").write_text("{")
     with pytest.raises(RunError, match=r"environment\.json is damaged \(.*\); restore the file"):
         environment.add_to_environment(tmp_path, step_bytes=3)
+
+
+def test_a_compilation_cache_that_cannot_be_written_is_noted_once_and_left(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    cache = tmp_path / "file" / "cache"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        environment.configure_jax()
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert capsys.readouterr().err == (
+        f"note: programs are compiled at every start: the compilation cache {cache} cannot be written (Not a "
+        "directory); set JAX_COMPILATION_CACHE_DIR to another folder\n")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "gs://bucket/cache")
+    assert environment.compilation_cache() == "gs://bucket/cache"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "new"))
+    assert environment.compilation_cache() == str(tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_full_disk_under_the_compilation_cache_is_no_warning_for_every_program(tmp_path, monkeypatch):
+    from jax._src import compiler
+
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        environment.configure_jax()
+        jax.config.update("jax_compilation_cache_dir", before)
+        puts = []
+        monkeypatch.setattr(compiler.compilation_cache, "put_executable_and_time",
+                            lambda *_, **__: (puts.append(1), 1 / 0))
+        unique = random.random()
+        jax.jit(lambda x: x * unique)(1.0)
+    assert (len(puts), caught) == (1, [])
