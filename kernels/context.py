@@ -14,7 +14,10 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from kernels.partition import CONTEXT_AXIS, on_each_device, present, size_of, split_of_heads
+from kernels.segments import Order, rows_at
 
+NO_RUN = -2
+"""Run of a token that does not exist."""
 MULTIPLE = 64
 """Tokens of a device plus those before are padded to a multiple of this: cuDNN does not support every length."""
 
@@ -78,9 +81,33 @@ def with_tokens_before(x: Array, count: int) -> Array:
     return jnp.concatenate(parts, axis=1) if count else x
 
 
+def tokens_before[Tree](xs: Tree, runs_BT: Array, count: int) -> tuple[Tree, Array]:
+    """The ``count`` tokens before those of this device, (B, count, …), padding left out, and their runs.
+
+    Under ``jax.shard_map``. They may be of several devices, each of which sends the last that it has. Tokens that do
+    not exist come first, with ``NO_RUN``.
+    """
+    T = runs_BT.shape[1]
+    order, size = Order.first(runs_BT >= 0), min(count, T)
+    first_B1 = jnp.maximum((runs_BT >= 0).sum(axis=1, keepdims=True) - size, 0)
+    last_BP = rows_at(order.tokens_BT, jnp.minimum(first_B1 + jnp.arange(size)[None], T - 1))
+    runs_BN, xs = lax.all_gather(jax.tree.map(lambda x: rows_at(x, last_BP), (runs_BT, xs)), CONTEXT_AXIS, axis=1,
+                                 tiled=True)
+    is_before_N = jnp.arange(runs_BN.shape[1]) < size * lax.axis_index(CONTEXT_AXIS)
+    runs_BN = jnp.where(is_before_N[None] & (runs_BN >= 0), runs_BN, NO_RUN)
+    missing = max(0, count - runs_BN.shape[1])
+    last_BP = jnp.argsort(runs_BN >= 0, axis=1)[:, max(0, runs_BN.shape[1] - count):]  # stable
+
+    def last(x: Array) -> Array:
+        return jnp.pad(rows_at(x, last_BP), ((0, 0), (missing, 0), *[(0, 0)] * (x.ndim - 2)))
+
+    return jax.tree.map(last, xs), jnp.pad(rows_at(runs_BN, last_BP), ((0, 0), (missing, 0)), constant_values=NO_RUN)
+
+
 def over_windows(compute: Callable[..., Array], inputs: Sequence[Array | None], runs_BT: Array | None,
                  reach: int) -> Array:
-    """A causal op of which no token sees more than ``reach`` tokens before it, with each device computing its own.
+    """A causal op of which no token sees more than ``reach`` tokens before it, padding not counted, with each device
+    computing its own.
 
     A device also computes the outputs of the tokens before its own, and drops them: with T tokens on N devices, about
     (T / N + ``reach``) / (T / N) times an even split. With a window of 1,024 and T = 8,192 that is 1.25, 1.5 and 2 on
@@ -98,13 +125,17 @@ def over_windows(compute: Callable[..., Array], inputs: Sequence[Array | None], 
     def local(inputs, runs_BT):
         T = inputs[0].shape[1]
         before = reach + -(reach + T) % MULTIPLE
+        if runs_BT is not None:
+            earlier, runs_BP = tokens_before(inputs, runs_BT, before)
+            inputs = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), earlier, inputs)
+            return compute(*inputs, jnp.concatenate([runs_BP, runs_BT], axis=1))[:, before:]
         # Tokens that do not exist go behind the last, where no token sees them.
         exist = jnp.minimum(lax.axis_index(CONTEXT_AXIS) * T, before)
 
         def extended(x: Array) -> Array:
             return jnp.roll(with_tokens_before(x, before), exist - before, axis=1)
 
-        y = compute(*jax.tree.map(extended, inputs), None if runs_BT is None else extended(runs_BT))
+        y = compute(*jax.tree.map(extended, inputs), None)
         return lax.dynamic_slice_in_dim(y, exist, T, axis=1)
 
     tokens, of_rows = P(rows, CONTEXT_AXIS, heads), P(rows, CONTEXT_AXIS)

@@ -4,6 +4,9 @@ Segments reach the kernels as *runs*: ``runs_BT`` numbers the segments of a row 
 −1 on padding. The latest run up to a token is a running maximum, from which a recurrence knows when to reset.
 """
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
@@ -41,3 +44,42 @@ def visible(query_runs: Int[Array, "*b T"], key_runs: Int[Array, "*b S"]) -> Boo
 def segment_of_new(tokens: int, lengths_B: Int[Array, " B"]) -> Int[Array, "B T"]:
     """Segment ids of new tokens, of which the first ``lengths_B`` of each row count: one segment, then padding."""
     return jnp.where(jnp.arange(tokens)[None] < lengths_B[:, None], 0, -1).astype(jnp.int32)
+
+
+class Order(NamedTuple):
+    """Another order of the tokens of each row."""
+
+    tokens_BT: Int[Array, "B T"]
+    """The token at each place."""
+    places_BT: Int[Array, "B T"]
+    """The place of each token."""
+
+    @classmethod
+    def first(cls, these_BT: Bool[Array, "B T"]) -> "Order":
+        """These tokens, then the others."""
+        count_B1 = these_BT.sum(axis=1, keepdims=True)
+        places_BT = jnp.where(these_BT, jnp.cumsum(these_BT, axis=1), count_B1 + jnp.cumsum(~these_BT, axis=1)) - 1
+        return cls(jnp.argsort(places_BT, axis=1), places_BT)
+
+    def of(self, x_BT: Array) -> Array:
+        """x, (B, T, …), in this order."""
+        return _permuted(x_BT, self.tokens_BT, self.places_BT)
+
+    def undone(self, x_BT: Array) -> Array:
+        """The inverse of :meth:`of`."""
+        return _permuted(x_BT, self.places_BT, self.tokens_BT)
+
+
+def rows_at(x_BT: Array, tokens_BP: Int[Array, "B P"]) -> Array:
+    """The given tokens of each row of x, (B, T, …)."""
+    return jax.vmap(lambda x_T, tokens_P: x_T[tokens_P])(x_BT, tokens_BP)
+
+
+@jax.custom_vjp
+def _permuted(x_BT: Array, tokens_BT: Array, places_BT: Array) -> Array:
+    """The gradient is a gather too, not a scatter."""
+    return rows_at(x_BT, tokens_BT)
+
+
+_permuted.defvjp(lambda x_BT, tokens_BT, places_BT: (rows_at(x_BT, tokens_BT), places_BT),
+                 lambda places_BT, dy_BT: (rows_at(dy_BT, places_BT), None, None))

@@ -77,7 +77,8 @@ class Block(nnx.Module):
         self.mlp = MLP(width, mlp_width, rngs=rngs)
 
     def forward(self, x_BTE: Array | Sum, cache: Any = None, *, positions_BT: Array | None = None,
-                segment_ids_BT: Array | None = None, lengths_B: Array | None = None, causal: bool = True,
+                segment_ids_BT: Array | None = None, packed: bool = True, lengths_B: Array | None = None,
+                causal: bool = True,
                 drop: Callable[[Array], Array] | None = None, remat: Remat = "none") -> tuple[Array | Sum, Any]:
         """The residual stream after the block, and the cache with the new tokens, or None.
 
@@ -86,13 +87,13 @@ class Block(nnx.Module):
 
         Args:
             x_BTE: the residual stream.
-            cache, positions_BT, segment_ids_BT, lengths_B, causal: as for the attention layer's ``forward``.
+            cache, positions_BT, segment_ids_BT, packed, lengths_B, causal: as for the attention layer's ``forward``.
             drop: dropout of the outputs of attention and MLP, in this order, if any.
             remat: ``block``: keep only ``x_BTE`` for the backward pass and recompute the rest; ``names``: also keep the
                 results of attention.
         """
         options = {"causal": causal, "positions_BT": positions_BT, "segment_ids_BT": segment_ids_BT,
-                   "lengths_B": lengths_B}
+                   "packed": packed, "lengths_B": lengths_B}
         if remat != "none":
             graph, state = nnx.split(self)
 

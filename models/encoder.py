@@ -107,7 +107,8 @@ class Encoder(nnx.Module):
         drop = dropping(self.config.dropout, _fold_in(dropout, 0))
         x_BTE = x_BTE if drop is None else drop(x_BTE)
         for number, block in enumerate(self.blocks, 1):
-            x_BTE, _ = block.forward(x_BTE, positions_BT=rotations_BT, segment_ids_BT=segment_ids_BT, causal=False,
+            x_BTE, _ = block.forward(x_BTE, positions_BT=rotations_BT, segment_ids_BT=segment_ids_BT,
+                                     packed=valid_BT is None, causal=False,
                                      drop=dropping(self.config.dropout, _fold_in(dropout, number)), remat=remat)
         x_BTE = self.final_norm(x_BTE)
         if self.config.pooling == "none":

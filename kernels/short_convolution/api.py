@@ -12,15 +12,14 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec as spec
 from jaxtyping import Array, Float, Int
 
 from kernels import checks
-from kernels.context import devices_of, with_tokens_before
+from kernels.context import NO_RUN, devices_of, tokens_before, with_tokens_before
 from kernels.mixed_precision import rounded, wide
 from kernels.partition import CONTEXT_AXIS, on_each_device, split_of_heads
-from kernels.segments import runs_of
+from kernels.segments import Order, runs_of
 
 
 def short_convolution(
@@ -57,15 +56,9 @@ def short_convolution(
     before_BPF = jnp.zeros((B, K - 1, F), x_BTF.dtype) if before_BPF is None else before_BPF.astype(x_BTF.dtype)
     if runs_BT is None:
         return _convolve(x_BTF, taps_KF, before_BPF, None)
-    places_BT, tokens_BT = _places(runs_BT)
-    runs_BT = jnp.take_along_axis(runs_BT, tokens_BT, axis=1)
-    runs_BS = jnp.pad(runs_BT, ((0, 0), (K - 1, 0)), constant_values=NO_RUN)
-    y_BTF = _convolve(_moved(x_BTF, tokens_BT, places_BT), taps_KF, before_BPF, runs_BS)
-    return _moved(y_BTF, places_BT, tokens_BT)
-
-
-NO_RUN = -2
-"""Run of the tokens before a row, where it has runs and they are not given."""
+    order = Order.first(runs_BT >= 0)
+    runs_BS = jnp.pad(order.of(runs_BT), ((0, 0), (K - 1, 0)), constant_values=NO_RUN)
+    return order.undone(_convolve(order.of(x_BTF), taps_KF, before_BPF, runs_BS))
 
 
 def _over_context(x_BTF: Array, taps_KF: Array, runs_BT: Array | None) -> Array:
@@ -76,29 +69,13 @@ def _over_context(x_BTF: Array, taps_KF: Array, runs_BT: Array | None) -> Array:
     def local(x_BTF: Array, taps_KF: Array, runs_BT: Array | None) -> Array:
         if runs_BT is None:
             return _convolve(x_BTF, taps_KF, with_tokens_before(x_BTF, P)[:, :P], None)
-        T = x_BTF.shape[1]
-        places_BT, tokens_BT = _places(runs_BT)
-        runs_BT = jnp.take_along_axis(runs_BT, tokens_BT, axis=1)
-        x_BTF = _moved(x_BTF, tokens_BT, places_BT)
-        # The last P tokens before, without padding, may be of several devices.
-        first_B = jnp.maximum((runs_BT >= 0).sum(axis=1) - P, 0)
-        last_BP = jnp.minimum(first_B[:, None] + jnp.arange(P)[None], T - 1)
-        last = _rows(runs_BT, last_BP), _rows(x_BTF, last_BP)
-        runs_BN, x_BNF = lax.all_gather(last, CONTEXT_AXIS, axis=1, tiled=True)
-        is_before_N = jnp.arange(runs_BN.shape[1]) < P * lax.axis_index(CONTEXT_AXIS)
-        runs_BN = jnp.where(is_before_N[None] & (runs_BN >= 0), runs_BN, NO_RUN)
-        last_BP = jnp.argsort(runs_BN >= 0, axis=1)[:, runs_BN.shape[1] - P:]  # stable
-        before_BPF, runs_BP = _rows(x_BNF, last_BP), _rows(runs_BN, last_BP)
-        y_BTF = _convolve(x_BTF, taps_KF, before_BPF, jnp.concatenate([runs_BP, runs_BT], axis=1))
-        return _moved(y_BTF, places_BT, tokens_BT)
+        order = Order.first(runs_BT >= 0)
+        before_BPF, runs_BP = tokens_before(x_BTF, runs_BT, P)
+        runs_BS = jnp.concatenate([runs_BP, order.of(runs_BT)], axis=1)
+        return order.undone(_convolve(order.of(x_BTF), taps_KF, before_BPF, runs_BS))
 
     tokens, of_rows = spec(rows, CONTEXT_AXIS, channels), spec(rows, CONTEXT_AXIS)
     return on_each_device(local, (tokens, spec(None, channels), of_rows), tokens)(x_BTF, taps_KF, runs_BT)
-
-
-def _rows(x_BTF: Array, tokens_BP: Array) -> Array:
-    """The given tokens of each row."""
-    return jax.vmap(lambda x_TF, tokens_P: x_TF[tokens_P])(x_BTF, tokens_BP)
 
 
 def _total(terms: Iterable[Array]) -> Array:
@@ -159,29 +136,3 @@ def _read_back(dy_BTF: Array, back: int, K: int) -> Array:
 
 
 _convolve.defvjp(_convolve_forward, _convolve_backward)
-
-
-def _places(runs_BT: Array) -> tuple[Array, Array]:
-    """The position of each token with padding sorted last, and the token at each position."""
-    valid_BT = runs_BT >= 0
-    valid_B1 = valid_BT.sum(axis=1, keepdims=True)
-    places_BT = jnp.where(valid_BT, jnp.cumsum(valid_BT, axis=1) - 1, valid_B1 + jnp.cumsum(~valid_BT, axis=1) - 1)
-    return places_BT, jnp.argsort(places_BT, axis=1)
-
-
-@jax.custom_vjp
-def _moved(x_BTF: Array, tokens_BT: Array, places_BT: Array) -> Array:
-    """x with its tokens permuted; ``places_BT`` inverts this. The gradient is also a gather, not a scatter."""
-    return jax.vmap(lambda x_TF, tokens_T: x_TF[tokens_T])(x_BTF, tokens_BT)
-
-
-def _moved_forward(x_BTF, tokens_BT, places_BT):
-    return _moved(x_BTF, tokens_BT, places_BT), (tokens_BT, places_BT)
-
-
-def _moved_backward(orders, dy_BTF):
-    tokens_BT, places_BT = orders
-    return _moved(dy_BTF, places_BT, tokens_BT), None, None
-
-
-_moved.defvjp(_moved_forward, _moved_backward)

@@ -50,7 +50,7 @@ def softmax_attention(
         k_BTHD: keys.
         v_BTHD: values.
         causal: see only keys at or before the query.
-        window: see only this many of the latest keys, the query's own included; None: all.
+        window: see only this many of the latest keys of the segment, the query's own included; None: all.
         segment_ids_BT: tokens see only their own segment, a run of equal ids. −1 is padding, which no token sees, and
             whose y is 0.
         log_decay_BTH: g ≤ 0 for each token and head, as in ``linear_attention``; None: no decay.

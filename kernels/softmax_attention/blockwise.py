@@ -21,7 +21,7 @@ from kernels import cpu
 from kernels.decay import sums_between, sums_over_parts
 from kernels.mixed_precision import product, rounded, wide
 from kernels.remat import kept
-from kernels.segments import HIDDEN, visible
+from kernels.segments import HIDDEN, Order, visible
 
 BLOCK = 256
 """Most queries, and keys, of a block. The fastest of 64 to 1,024, forward and backward on two CPU cores, at contexts
@@ -36,6 +36,18 @@ NO_BLOCKS = (0, 0)
 def blockwise(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, runs_BT: Array | None, causal: bool,
               window: int | None = None, log_decay_BTH: Array | None = None) -> Array:
     """Whole sequences; differentiable."""
+    if window is not None and runs_BT is not None:
+        # Padding, wherever it is, goes behind the tokens: the window counts places.
+        order = Order.first(runs_BT >= 0)
+        q_BTHD, k_BTHD, v_BTHD, runs_BT, log_decay_BTH = jax.tree.map(
+            order.of, (q_BTHD, k_BTHD, v_BTHD, runs_BT, log_decay_BTH))
+        y_BTHD = _blockwise(q_BTHD, k_BTHD, v_BTHD, runs_BT, causal, window, log_decay_BTH)
+        return order.undone(y_BTHD)
+    return _blockwise(q_BTHD, k_BTHD, v_BTHD, runs_BT, causal, window, log_decay_BTH)
+
+
+def _blockwise(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, runs_BT: Array | None, causal: bool, window: int | None,
+               log_decay_BTH: Array | None) -> Array:
     B, T, H, _ = q_BTHD.shape
     block = block_size(T, B * H)
     q_BHTD, k_BHSD, v_BHSD = (pad_tokens(x.swapaxes(1, 2), block) for x in (q_BTHD, k_BTHD, v_BTHD))

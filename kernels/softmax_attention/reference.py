@@ -26,10 +26,11 @@ def materialised(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, runs_BT: Array | N
         terms_BHTS = jnp.where(later_TS, log_decay_BTH.transpose(0, 2, 1)[..., None], 0)
         scores_BHTS += jnp.cumsum(terms_BHTS, axis=2)
     if causal:
-        seen_TS = jnp.tril(jnp.ones((T, T), bool))
-        if window is not None:
-            seen_TS &= ~jnp.tril(seen_TS, -window)
-        scores_BHTS = jnp.where(seen_TS[None, None], scores_BHTS, HIDDEN)
+        scores_BHTS = jnp.where(jnp.tril(jnp.ones((T, T), bool))[None, None], scores_BHTS, HIDDEN)
+    if window is not None:  # padding does not count
+        count_BT = jnp.arange(T)[None] if runs_BT is None else jnp.cumsum(runs_BT >= 0, axis=1)
+        near_BTS = count_BT[:, :, None] - count_BT[:, None] < window
+        scores_BHTS = jnp.where(near_BTS[:, None], scores_BHTS, HIDDEN)
     if runs_BT is not None:
         scores_BHTS = jnp.where(visible(runs_BT, runs_BT)[:, None], scores_BHTS, HIDDEN)
     weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1).astype(v_BTHD.dtype)

@@ -30,11 +30,11 @@ class Config(LayerOptions):
 
 
 class Attention(SelfAttention):
-    """Local attention: token t of a segment, counting padding inside it, is in block t // ``block_size``. Decoding
-    keeps the last block."""
+    """Local attention: token t of a segment is in block t // ``block_size``. Decoding keeps the last block."""
 
     length_fields = ("block_size",)
     bidirectional = True
+    counts_places = True
     block_diagonal = True
     decode_state = "window"
 

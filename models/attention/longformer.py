@@ -87,6 +87,7 @@ class Attention(SelfAttention):
 
     length_fields = ("window",)
     bidirectional = True
+    counts_places = True
     init_from_projection = MappingProxyType({"global_query": "query", "global_key": "key", "global_value": "value"})
     decode_state = "window"
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from kernels import cpu
@@ -27,6 +26,7 @@ from kernels.short_convolution import (
     short_convolution,
 )
 from models.attention.layer_options import layer_options
+from models.attention.packed_rows import Rows, attend_to_each, attend_to_tokens
 from models.parameters import Axis, declare, own_parameters
 
 INITIAL_SCALE = 0.02
@@ -97,6 +97,9 @@ class SelfAttention(nnx.Module):
     """Whether queries and keys are rotated, if the model's positions are rotary."""
     block_diagonal: bool = False
     """Whether a sequence splits into parts that never attend to each other, in any number of layers."""
+    counts_places: bool = False
+    """Whether :meth:`attend` counts places in a row rather than tokens. It then gets rows with all padding at the
+    end."""
     length_fields: tuple[str, ...] = ()
     """Options that count tokens and are limited to the context."""
     implementation_fields: tuple[str, ...] = ()
@@ -137,7 +140,8 @@ class SelfAttention(nnx.Module):
             self.gate.bias[...] = jnp.full_like(self.gate.bias[...], FIRST_BIAS[parts.output_gate])
 
     def packs(self, causal: bool) -> bool:
-        """Whether a row may have several segments; if not, a row is one segment followed by padding."""
+        """Whether :meth:`attend` takes rows of several segments. If not, it gets the segments one after the other, each
+        at the start of a row and followed by padding."""
         return True
 
     # Defined by modes.
@@ -257,7 +261,8 @@ class SelfAttention(nnx.Module):
     def forward(self, x_BTE: Float[Array, "B T E"] | Sum, cache: Any = None, *, norm: Norm | None = None,
                 residual: bool = False, causal: bool = True,
                 positions_BT: Int[Array, "B T"] | None = None, segment_ids_BT: Int[Array, "B T"] | None = None,
-                lengths_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B T E"] | Sum, Any]:
+                packed: bool = True, lengths_B: Int[Array, " B"] | None = None,
+                ) -> tuple[Float[Array, "B T E"] | Sum, Any]:
         """Attention over whole sequences or, with a cache, over T more tokens.
 
         Includes LayerNorm and residual sum, so that one token needs few launches on a GPU.
@@ -270,6 +275,7 @@ class SelfAttention(nnx.Module):
             causal: whether attention is causal; always true with a cache.
             positions_BT: rotary positions of queries and keys, if any.
             segment_ids_BT: segment ids of whole sequences; None: each row is one segment.
+            packed: whether rows may have several segments, or padding before a token.
             lengths_B: with a cache, number of new tokens of each row that enter it; None: all.
 
         Returns:
@@ -277,14 +283,12 @@ class SelfAttention(nnx.Module):
             None.
 
         Raises:
-            NotImplementedError: the mode does not support the mask, a cache, or several segments per row.
+            NotImplementedError: the mode does not support the mask or a cache.
         """
         if not (self.causal if causal else self.bidirectional):
             raise NotImplementedError(f"attention mode {self.name!r} "
                                       + ("is bidirectional and cannot be causal" if causal else
                                          "is causal and cannot be bidirectional"))
-        if segment_ids_BT is not None and not self.packs(causal):
-            self._check_segments(segment_ids_BT)
         if not self.rotary:
             positions_BT = None
         if self.parts.short_conv and not causal:
@@ -319,8 +323,13 @@ class SelfAttention(nnx.Module):
         else:
             projected = self._activate(projected)
         q_BTHD, k_BTHD, v_BTHD = self.queries_keys_values(projected, x_BTE=x_BTE, positions_BT=positions_BT)
-        y_BTHD, cache = self.attend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, causal=causal,
-                                    positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
+        packs = self.packs(causal)
+        if packed and cache is None and segment_ids_BT is not None and (self.counts_places or not packs):
+            rows = Rows(q_BTHD, k_BTHD, v_BTHD, x_BTE, positions_BT)
+            y_BTHD = (attend_to_tokens if packs else attend_to_each)(self, rows, segment_ids_BT, causal)
+        else:
+            y_BTHD, cache = self.attend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, causal=causal,
+                                        positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
         if inputs_BPF is not None:
             cache = LayerCache(cache, inputs_BPF)
         if self._has_output_parts:
@@ -404,18 +413,6 @@ class SelfAttention(nnx.Module):
             return list(projected)
         return [_activated(self.split_heads(x_BTF), *of_projection).reshape(x_BTF.shape)
                 for x_BTF, of_projection in zip(projected, self._activations, strict=True)]
-
-    def _check_segments(self, segment_ids_BT: Array) -> None:
-        """Raises unless each row is one segment followed by padding.
-
-        Under ``jax.jit`` traced ids are unknown, and the caller must ensure it.
-        """
-        if isinstance(segment_ids_BT, Tracer):
-            return
-        ids_BT = np.asarray(segment_ids_BT)
-        if np.any((ids_BT[:, 1:] != ids_BT[:, :-1]) & (ids_BT[:, 1:] >= 0)):
-            raise NotImplementedError(f"attention mode {self.name!r} cannot separate the segments of a row; expected "
-                                      "one segment per row, followed by padding")
 
 
 def _activated_wide(x: Array, *, activation: str, norm: str, width: int) -> Array:

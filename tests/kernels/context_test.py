@@ -19,7 +19,7 @@ from kernels.short_convolution import short_convolution
 from kernels.softmax_attention import softmax_attention
 
 B, H, M, D = 2, 2, 5, 6
-SEGMENTS = np.stack([np.repeat([0, 1, -1, 2], [20, 11, 9, 24]), np.r_[-np.ones(20), np.zeros(44)]])
+SEGMENTS = np.stack([np.repeat([0, 1, -1, 1, 2], [20, 11, 9, 8, 16]), np.r_[-np.ones(20), np.zeros(44)]])
 
 def draw(n, *shape):
     return jax.random.normal(jax.random.key(n), shape)

@@ -59,6 +59,16 @@ def make_inputs(case: Case, dtype: str = "float64") -> tuple[list[np.ndarray], n
     return qkv, make_segments(B, case.T) if case.segments else None
 
 
+@pytest.mark.parametrize("implementation", ["materialised", "blockwise"])
+def test_a_window_counts_tokens_and_not_padding(implementation):
+    """Of two tokens: the last sees the token before the padding."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 3, 1, D)).astype(np.float32)
+    y = jax.jit(lambda q, k, v: softmax_attention(q, k, v, window=2, segment_ids_BT=jnp.array([[0, -1, 0]]),
+                                                  implementation=implementation))(q, k, v)
+    weights = np.exp(k[0, [0, 2], 0] @ q[0, 2, 0] / np.sqrt(D))
+    np.testing.assert_allclose(y[0, 2, 0], weights @ v[0, [0, 2], 0] / weights.sum(), rtol=1e-5)
+
+
 def outputs_and_gradients(case: Case, implementation: str, qkv, segments) -> dict[str, np.ndarray]:
     def run(qkv):
         y = softmax_attention(*qkv, causal=case.causal, implementation=implementation,

@@ -30,6 +30,7 @@ VARIANTS = {
     "softmax+forget": {"forget_gate": True, "short_conv": 2},
     "longformer+parts": PARTS | {"global_tokens": 0, "window": 40},
     "gated_delta+rotary": {"decay": False, "rotary": True, "output_gate": "none"},
+    "window+narrow": {"window": 7},
     "power+ungated": {"gate": False, "output_norm": "rms"},
     "gated+fixed": {"decay": "fixed", "short_conv": 0, "output_norm": "none", "output_gate": "none"},
 }
@@ -241,19 +242,38 @@ def test_segments_are_separate_sequences(mode):
     layer, x = run(module), make_x()
     cuts = range(0, T + 1, 50)
     segment_ids = (jnp.arange(T) // 50)[None].repeat(B, axis=0)
-    for causal in filter(module.packs, masks(module)):
+    for causal in masks(module):
         packed = layer(x, segment_ids, causal=causal)
         for start, end in itertools.pairwise(cuts):
             assert_close(packed[:, start:end], layer(x[:, start:end], causal=causal))
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("ids", [[0, 0, 1, -1], [-1, 0, 0, 0]])
-def test_rows_that_are_not_one_segment_are_refused_where_ids_are_known(mode, ids):
-    module, x = build(mode), make_x(4)
-    for causal in itertools.filterfalse(module.packs, masks(module)):
-        with pytest.raises(NotImplementedError, match=f"'{mode}' cannot separate the segments of a row"):
-            module.forward(x, causal=causal, segment_ids_BT=jnp.array([[0, 0, 0, -1], ids], jnp.int32))
+def test_a_segment_does_not_see_the_others(mode):
+    """With ids that are unknown when the layer is traced."""
+    module = build(mode)
+    layer, x = run(module), make_x()
+    segment_ids = (jnp.arange(T) // 50)[None].repeat(B, axis=0)
+    for causal in masks(module):
+        y = layer(x, segment_ids, causal=causal)
+        perturbed = layer(x.at[:, 50:100].set(make_x(seed=1)[:, 50:100]), segment_ids, causal=causal)
+        own = np.arange(T) // 50 == 1
+        np.testing.assert_array_equal(perturbed[:, ~own], y[:, ~own])
+        assert np.all(np.any(perturbed[:, own] != y[:, own], axis=-1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_anywhere_changes_nothing(mode):
+    """Before a segment, inside, and behind: tokens are counted, not places."""
+    module = build(mode)
+    layer, x = run(module), make_x()
+    ids = np.arange(T) // 50
+    place = np.sort(np.random.default_rng(0).permutation(2 * T)[:T])
+    padded, padded_ids = np.array(make_x(2 * T, seed=1)), np.full((B, 2 * T), -1, np.int32)
+    padded[:, place], padded_ids[:, place] = x, ids
+    for causal in masks(module):
+        expected = layer(x, ids[None].repeat(B, axis=0), causal=causal)
+        assert_close(layer(padded, padded_ids, causal=causal)[:, place], expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -265,8 +285,6 @@ def test_gradients_are_the_slopes(mode):
         parameters = jax.tree.map(lambda p: p.astype(jnp.float64), parameters)
         x = jnp.asarray(make_x(70), jnp.float64)
         segments = jnp.where(jnp.arange(70) % 30 == 7, -1, jnp.arange(70) // 40)
-        if not module.packs(module.causal):
-            segments = jnp.where(jnp.arange(70) < 60, 0, -1)
         segment_ids = segments[None].repeat(B, axis=0)
         layer = jax.jit(lambda parameters, x: nnx.merge(graph, parameters, rest).forward(
             x, causal=module.causal, segment_ids_BT=segment_ids.astype(jnp.int32))[0])
