@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,6 +187,24 @@ class TokenFiles:
         return self.meta["splits"][split]["tokens"]
 
     @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits."""
+        return tuple(self._splits)
+
+    def state(self, split: str) -> str:
+        """A hash of the sizes, times and expected checksums of the files of a split: another one after a change.
+
+        Raises:
+            OSError: a file is gone.
+        """
+        digest = hashlib.sha256(f"{split} {self.meta['splits'][split]['largest_id']}".encode())
+        for file in (*self._splits[split].shards, *self._splits[split].weights):
+            found = file.path.stat()
+            digest.update(f"\n{file.path.name} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} "
+                          f"{file.sha256}".encode())
+        return digest.hexdigest()
+
+    @property
     def image(self) -> dict[str, Any] | None:
         """The format of its images, as of :class:`data.sources.images.ImageFormat`; None for text."""
         return self.meta.get("image")
@@ -257,8 +275,12 @@ class TokenFiles:
         return np.concatenate(found)
 
 
-def verify(directory: Path) -> dict[str, Any]:
-    """Reads all shards and weights of a folder, compares them with ``meta.json``, and returns the latter.
+def verify(directory: Path, chosen: Collection[str] | None = None) -> dict[str, Any]:
+    """Reads shards and weights of a folder, compares them with ``meta.json``, and returns the latter.
+
+    Args:
+        directory: the folder.
+        chosen: splits to read. None: all.
 
     Raises:
         ConfigError: there are no token files.
@@ -268,6 +290,8 @@ def verify(directory: Path) -> dict[str, Any]:
     meta = read_meta(directory)
     splits, wrong = _find_files(directory, meta)
     for name, split in splits.items():
+        if chosen is not None and name not in chosen:
+            continue
         largest = -1
         for file in (*split.shards, *split.weights):
             if file.problem is not None:

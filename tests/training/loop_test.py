@@ -261,6 +261,26 @@ def test_a_damaged_corpus_ends_the_first_start_before_anything_is_saved(tmp_path
         assert tiny.saved_steps(folder) == [2]
 
 
+def test_a_resumed_run_verifies_what_the_first_start_did_not(tmp_path, capsys, monkeypatch):
+    def wait(self, seconds=None):
+        signal.raise_signal(signal.SIGTERM)  # before all files were read
+        return False
+
+    (shard,) = tiny.make(tmp_path).parent.glob("tokens/train-*.bin")
+    command = (tmp_path / "tiny.py", "--run-dir", tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Verification, "_verify", lambda self, verify: None)
+        patch.setattr(Verification, "wait", wait)
+        assert tiny.run(*command) == 0
+    tokens = np.fromfile(shard, np.uint16)
+    tokens[10:20] = tokens[20:30]
+    tokens.tofile(shard)
+    capsys.readouterr()
+    assert tiny.run(*command, "--train.steps", 4) == 1
+    assert f"{shard} does not match its checksum" in "".join(capsys.readouterr().err.split("\n")).replace("  ", " ")
+    assert tiny.saved_steps(tmp_path / "run") == [2]
+
+
 def test_the_last_evaluation_comes_before_the_last_checkpoint(recipe, tmp_path, monkeypatch):
     # A run killed between the two would otherwise count as finished and never get its val line.
     def killed(self, step, *_, **__):
