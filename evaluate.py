@@ -43,7 +43,6 @@ from configs.schema import DataConfig
 from data import tokenizers
 from data.loader import Corpora, open_corpora
 from data.sources.images import ImageFormat
-from data.verification import Verification
 from support.command import run_command, status, warnings_as_notes
 from support.errors import ConfigError, RunError
 from support.files import write_json
@@ -122,19 +121,21 @@ def evaluate(options: Options) -> None:
         tokens = max(files.tokens("test") for files in corpora.files)
     if contexts != [run.config.model.context]:  # otherwise the loss equals that of the val lines
         tokens = max(tokens, LEAST_WINDOWS * max(contexts))
-    verification = Verification(lambda: corpora.verify([options.split])) if run.config.data.verify else None
+    if run.config.data.verify:
+        corpora.verify([options.split])
     with nullcontext() if mesh is None else jax.set_mesh(mesh):
         found = evaluation.evaluate(
             run.model, corpora, contexts=contexts, windows=windows, tokens=tokens,
             tokens_at_once=train.batch_size // train.accumulate * run.config.model.context,
             packing=run.config.data.packing, split=options.split, progress=status)
-    if verification is not None:
-        verification.wait()
-        verification.check()
+    path = options.run / ("evaluation.json" if options.split == "val" else "evaluation-test.json")
     try:
         print_results(run, corpora, found, options)
-    finally:  # also if standard output is closed, or a file on a full disk
-        write_results(run, corpora, found, options)
+    except OSError as error:
+        raise RunError(f"standard output cannot be written ({error.strerror or error}); the results are in {path}"
+                       ) from error
+    finally:
+        write_results(run, corpora, found, options, path)
 
 
 def print_results(run: LoadedRun, corpora: Corpora, found: Sequence[evaluation.Evaluation], options: Options) -> None:
@@ -146,11 +147,12 @@ def print_results(run: LoadedRun, corpora: Corpora, found: Sequence[evaluation.E
     for name, files in zip(corpora.names, corpora.files, strict=True):
         if (bits := files.meta.get("pixel_histogram", {}).get(options.split)) is not None:
             print(f"{name}: the histogram of each pixel has {bits:.4f} bits per dimension on all of {options.split}")
-    sys.stdout.flush()
+    print(end="", flush=True)
 
 
-def write_results(run: LoadedRun, corpora: Corpora, found: Sequence[evaluation.Evaluation], options: Options) -> None:
-    """Write the files of an evaluation.
+def write_results(run: LoadedRun, corpora: Corpora, found: Sequence[evaluation.Evaluation], options: Options,
+                  path: Path) -> None:
+    """Write an evaluation to ``path``, and the losses of the windows of val beside it.
 
     Raises:
         RunError: they cannot be written.
@@ -158,7 +160,6 @@ def write_results(run: LoadedRun, corpora: Corpora, found: Sequence[evaluation.E
     made_with = environment(run.model, parameters=sum(x.size for x in jax.tree.leaves(run.model)),
                             tokenizer=corpora.tokenizer, checksum=corpora.checksum,
                             segments=run.config.data.packing == "documents")
-    path = options.run / ("evaluation.json" if options.split == "val" else "evaluation-test.json")
     try:
         if options.split == "val":
             write_window_losses(options.run, [one.windows for one in found])

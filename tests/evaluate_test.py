@@ -140,6 +140,8 @@ def test_results_are_printed_before_they_are_written(folder, tmp_path, capsys, m
     # Output that fails ends it no earlier than a failing file.
     monkeypatch.setattr(evaluate, "print_texts", fails)
     assert run(run_dir, "--batches", "1") == 1
+    assert "evaluate.py: standard output cannot be written (Read-only file system); the results are in " in (
+        capsys.readouterr().err)
     (entry,) = found(run_dir)["evaluations"]
     assert f"{entry['loss']:.4f}" == loss
 
