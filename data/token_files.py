@@ -8,6 +8,7 @@ test.
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -198,7 +199,7 @@ class TokenFiles:
             OSError: a file is gone.
         """
         digest = hashlib.sha256(f"{split} {self.meta['splits'][split]['largest_id']}".encode())
-        for file in (*self._splits[split].shards, *self._splits[split].weights):
+        for file in itertools.chain(*self._splits[split]):
             found = file.path.stat()
             digest.update(f"\n{file.path.name} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} "
                           f"{file.sha256}".encode())

@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -448,7 +449,7 @@ def test_packed_documents_teach_how_a_document_begins_and_ends(recipe, tmp_path,
                     "--optimizer.learning-rate", 3e-2) == 0
     run = lineargpt.open_run(tmp_path / "run")
     end = tokenizers.end_of_text(run.tokenizer)
-    logits_TV = np.asarray(nnx.jit(run.model)(np.array([[end, ord("Q"), ord("a"), ord("b")]]))[0], np.float64)
+    logits_TV = np.asarray(nnx.jit(run.model)(jnp.array([[end, ord("Q"), ord("a"), ord("b")]]))[0], np.float64)
     p_TV = np.exp(logits_TV) / np.exp(logits_TV).sum(axis=1, keepdims=True)
     assert p_TV[0, ord("Q")] > 0.95
     assert p_TV[3, [*letters, end]].sum() > 0.95
