@@ -3,7 +3,7 @@
     python evaluate.py runs/softmax --context 1024,4096 --windows 64,256
     python evaluate.py runs/digits-linear --split test
 
-Prints tables and writes RUN/evaluation.json, which compare.py draws. At the training context alone, the loss equals
+Prints tables, then writes RUN/evaluation.json, which compare.py draws. At the training context alone, the loss equals
 that of the run's val lines. Other contexts must fit the model's positions: any length with rotary positions or none, at
 most the number of learned positions otherwise. All contexts are evaluated on the same tokens; documents are packed
 separately for each.
@@ -18,7 +18,8 @@ evaluated.
 RUN/evaluation-windows.npz has the sum of the loss of each window, in nats, and its number of tokens. compare.py uses
 them to pair two set-ups by seed and window, which needs fewer seeds to show a difference.
 
---split test, for images, is printed and written to RUN/evaluation-test.json instead, which compare.py does not read.
+--split test, for images, evaluates the whole split test unless --batches is given. Its results are printed and written
+to RUN/evaluation-test.json instead, which compare.py does not read.
 """
 
 from support import interrupts, packages
@@ -40,10 +41,10 @@ import tyro
 from comparison.table import print_texts
 from configs.schema import DataConfig
 from data import tokenizers
-from data.loader import open_corpora
+from data.loader import Corpora, open_corpora
 from data.sources.images import ImageFormat
 from support.command import run_command, status, warnings_as_notes
-from support.errors import ConfigError
+from support.errors import ConfigError, RunError
 from support.files import write_json
 from support.flags import checked_flags
 from training import evaluation
@@ -80,7 +81,7 @@ class Options:
     batches: int | None = None
     """Number of batches, at most all of the split. None: the run's train.eval_batches, or all of test."""
     split: Literal["val", "test"] = "val"
-    """Split to evaluate. Only images have the split test."""
+    """Split to evaluate: parts of val, or all of test, unless --batches is given. Only images have the split test."""
     step: int | None = None
     """Step of the checkpoint. None: the latest."""
     devices: int = 1
@@ -89,10 +90,10 @@ class Options:
 
 
 def evaluate(options: Options) -> None:
-    """Load the model, open the corpus, evaluate, write the results and print them.
+    """Load the model, open the corpus, evaluate, print the results and write them.
 
     Raises:
-        ConfigError, NotImplementedError: usage; nothing was written.
+        ConfigError, NotImplementedError: usage; nothing was evaluated.
         RunError, CheckpointError, DataError, OSError: a file cannot be used.
     """
     contexts = lengths("--context", options.context) if options.context is not None else []
@@ -120,31 +121,59 @@ def evaluate(options: Options) -> None:
         tokens = max(files.tokens("test") for files in corpora.files)
     if contexts != [run.config.model.context]:  # otherwise the loss equals that of the val lines
         tokens = max(tokens, LEAST_WINDOWS * max(contexts))
+    if run.config.data.verify:
+        corpora.verify([options.split])
     with nullcontext() if mesh is None else jax.set_mesh(mesh):
         found = evaluation.evaluate(
             run.model, corpora, contexts=contexts, windows=windows, tokens=tokens,
             tokens_at_once=train.batch_size // train.accumulate * run.config.model.context,
             packing=run.config.data.packing, split=options.split, progress=status)
+    path = options.run / ("evaluation.json" if options.split == "val" else "evaluation-test.json")
+    try:
+        print_results(run, corpora, found, options)
+    except OSError as error:
+        raise RunError(f"standard output cannot be written ({error.strerror or error}); the results are in {path}"
+                       ) from error
+    finally:
+        write_results(run, corpora, found, options, path)
+
+
+def print_results(run: LoadedRun, corpora: Corpora, found: Sequence[evaluation.Evaluation], options: Options) -> None:
+    """Print the tables, and flush them."""
+    print(f"{options.run}: step {run.step:,}, {','.join(run.config.model.attention)}, trained at a context of "
+          f"{run.config.model.context:,}" + (", on test" if options.split == "test" else ""))
+    for title, rows in tables([one.figures for one in found]):
+        print_texts(title, list(rows[0]), [list(row.values()) for row in rows])
+    for name, files in zip(corpora.names, corpora.files, strict=True):
+        if (bits := files.meta.get("pixel_histogram", {}).get(options.split)) is not None:
+            print(f"{name}: the histogram of each pixel has {bits:.4f} bits per dimension on all of {options.split}")
+    print(end="", flush=True)
+
+
+def write_results(run: LoadedRun, corpora: Corpora, found: Sequence[evaluation.Evaluation], options: Options,
+                  path: Path) -> None:
+    """Write an evaluation to ``path``, and the losses of the windows of val beside it.
+
+    Raises:
+        RunError: they cannot be written.
+    """
     made_with = environment(run.model, parameters=sum(x.size for x in jax.tree.leaves(run.model)),
                             tokenizer=corpora.tokenizer, checksum=corpora.checksum,
                             segments=run.config.data.packing == "documents")
-    entries = [one.figures for one in found]
-    baselines = [files.meta.get("pixel_histogram", {}).get(options.split) for files in corpora.files]
-    if options.split == "val":
-        write_window_losses(options.run, [one.windows for one in found])
-    write_json(options.run / ("evaluation.json" if options.split == "val" else "evaluation-test.json"), {
-        "step": run.step, "split": options.split, "attention": list(run.config.model.attention),
-        "context": run.config.model.context, "packing": run.config.data.packing,
-        **{name: made_with[name] for name in ("versions", "commit", "devices", "command", "corpus_checksum",
-                                              "tokenizer", "dtype")},
-        **({"window_losses": WINDOW_LOSSES} if options.split == "val" else {}), "evaluations": entries})
-    print(f"{options.run}: step {run.step:,}, {','.join(run.config.model.attention)}, trained at a context of "
-          f"{run.config.model.context:,}" + (", on test" if options.split == "test" else ""))
-    for title, rows in tables(entries):
-        print_texts(title, list(rows[0]), [list(row.values()) for row in rows])
-    for name, bits in zip(corpora.names, baselines, strict=True):
-        if bits is not None:
-            print(f"{name}: the histogram of each pixel has {bits:.4f} bits per dimension on all of {options.split}")
+    try:
+        if options.split == "val":
+            write_window_losses(options.run, [one.windows for one in found])
+        write_json(path, {
+            "step": run.step, "split": options.split, "attention": list(run.config.model.attention),
+            "context": run.config.model.context, "packing": run.config.data.packing,
+            **{name: made_with[name] for name in ("versions", "commit", "devices", "command", "corpus_checksum",
+                                                  "tokenizer", "dtype")},
+            **({"window_losses": WINDOW_LOSSES} if options.split == "val" else {}),
+            "evaluations": [one.figures for one in found]})
+    except OSError as error:
+        raise RunError(f"the printed results are not in {path}: the folder cannot be written "
+                       f"({error.strerror or error}); free disk space, or evaluate a copy of the run in a folder that "
+                       "can be written") from error
 
 
 def _images(image: dict[str, Any] | None) -> str:

@@ -107,7 +107,7 @@ def train(config: Config | MaskedConfig, run_dir: Path, init_from: Path | None =
         newest, finished = processes.from_first(lambda: begin(config, run_dir, corpora, model, begun_with))
         if finished:
             return 0
-        verification = Verification(corpora.verify) if config.data.verify and newest is None else None
+        verification = Verification(corpora.verify) if config.data.verify else None
         if initial is not None:
             assert isinstance(config, Config)
             save_initial_checkpoint(config, corpora.vocabulary_size, run_dir, initial)

@@ -114,7 +114,7 @@ class DataConfig:
     mixture: tuple[tuple[str, float], ...] = ()
     """Mixture of corpora, in place of dir and source: pairs of a folder of token files or a source, and its weight."""
     verify: bool = True
-    """Verify the checksums of the token files during the first start of a run."""
+    """Verify the checksums of the token files during a start of a run, unless they were since the files changed."""
 
 
 @dataclass(frozen=True)

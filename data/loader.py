@@ -34,6 +34,7 @@ from data import token_files, tokenizers
 from data.packing import pack_documents
 from data.prepare import ensure
 from data.token_files import SPLITS, TokenFiles, has_token_files
+from data.verification import verify_once
 from support.command import note
 from support.errors import ConfigError, DataError
 
@@ -228,10 +229,10 @@ class Corpora:
         lines = [f"{share!r} {files.checksum}\n" for share, files in zip(self.shares, self.files, strict=True)]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
-    def verify(self) -> None:
-        """:func:`data.token_files.verify` of each."""
+    def verify(self, splits: Iterable[str] | None = None) -> None:
+        """:func:`data.verification.verify_once` of each."""
         for files in self.files:
-            token_files.verify(files.directory)
+            verify_once(files, splits)
 
     @property
     def weighted(self) -> bool:

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from configs.schema import DataConfig
-from data import journal, parts, synthetic_tasks, texts, token_files, tokenizers
+from data import journal, parts, synthetic_tasks, texts, token_files, tokenizers, verification
 from data.parts import Part, PartName
 from data.sources import images, open_source
 from data.sources.source import Block, Selection, Source
@@ -217,6 +217,7 @@ def verify_files(directory: Path) -> dict[str, Any]:
         ConfigError: there are no token files.
         DataError: as there; or the tokenizer differs, or cannot be loaded.
     """
+    verification.forget(directory)
     meta = token_files.verify(directory)
     if meta.get("tokenizer_fingerprint") is not None:
         token_files.check_fingerprint(directory, meta, tokenizers.fingerprint(tokenizers.load(meta["tokenizer"])))

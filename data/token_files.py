@@ -9,9 +9,10 @@ them, with the SHA-256 of each file. Images may also have the split test.
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,6 +193,24 @@ class TokenFiles:
         return self.meta["splits"][split]["tokens"]
 
     @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits."""
+        return tuple(self._splits)
+
+    def state(self, split: str) -> str:
+        """A hash of the sizes, times and expected checksums of the files of a split: another one after a change.
+
+        Raises:
+            OSError: a file is gone.
+        """
+        digest = hashlib.sha256(f"{split} {self.meta['splits'][split]['largest_id']}".encode())
+        for file in itertools.chain(*self._splits[split]):
+            found = file.path.stat()
+            digest.update(f"\n{file.path.name} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} "
+                          f"{file.sha256}".encode())
+        return digest.hexdigest()
+
+    @property
     def image(self) -> dict[str, Any] | None:
         """The format of its images, as of :class:`data.sources.images.ImageFormat`; None for text."""
         return self.meta.get("image")
@@ -267,8 +286,12 @@ class TokenFiles:
         return np.concatenate(found)
 
 
-def verify(directory: Path) -> dict[str, Any]:
-    """Reads all files of a folder, compares them with ``meta.json``, and returns the latter.
+def verify(directory: Path, chosen: Collection[str] | None = None) -> dict[str, Any]:
+    """Reads the files of a folder, compares them with ``meta.json``, and returns the latter.
+
+    Args:
+        directory: the folder.
+        chosen: splits to read. None: all.
 
     Raises:
         ConfigError: there are no token files.
@@ -278,6 +301,8 @@ def verify(directory: Path) -> dict[str, Any]:
     meta = read_meta(directory)
     splits, wrong = _find_files(directory, meta)
     for name, split in splits.items():
+        if chosen is not None and name not in chosen:
+            continue
         largest = -1
         for file in (*split.shards, *split.weights, *split.targets):
             if file.problem is not None:

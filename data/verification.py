@@ -1,9 +1,59 @@
-"""Verification of data files while a run trains."""
+"""Verification of data files while a run trains, and marks of the token files that were verified."""
 
+import contextlib
+import hashlib
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
+from data import token_files
+from data.token_files import TokenFiles
 from support.errors import DataError
+from support.files import cache_folder, write_text
+
+
+def verify_once(files: TokenFiles, splits: Iterable[str] | None = None) -> None:
+    """:func:`data.token_files.verify` of the splits that were not verified since their files changed.
+
+    A mark in the user's cache has the state of each verified split of a folder. Without a mark, as after a verification
+    that was interrupted, and where the cache cannot be written, a split is read again.
+
+    Args:
+        files: the token files.
+        splits: names of splits. None: all.
+
+    Raises:
+        ConfigError, DataError, OSError: as there.
+    """
+    mark = _mark(files.directory)
+    for split in files.splits if splits is None else splits:
+        before, state = _states(mark), files.state(split)
+        if state in before:
+            continue
+        token_files.verify(files.directory, [split])
+        present = {files.state(name) for name in files.splits}
+        with contextlib.suppress(OSError):
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            write_text(mark, "".join(f"{one}\n" for one in sorted((before & present) | {state})))
+
+
+def forget(directory: Path) -> None:
+    """Removes the mark of a folder of token files, which are then verified again."""
+    with contextlib.suppress(OSError):
+        _mark(directory).unlink()
+
+
+def _mark(directory: Path) -> Path:
+    return cache_folder("verified") / hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()
+
+
+def _states(mark: Path) -> set[str]:
+    """:meth:`TokenFiles.state` of each verified split."""
+    try:
+        return set(mark.read_text(errors="replace").split())
+    except OSError:
+        return set()
 
 
 class Verification:

@@ -1,5 +1,6 @@
 """evaluate.py as a command, on tiny runs trained here; its results against plain forward passes."""
 
+import errno
 import json
 import math
 import os
@@ -115,6 +116,52 @@ def test_the_loss_is_that_of_the_val_lines(folder, capsys):
     assert windows.tokens_N.tolist() == [32] * entry["windows"]
     assert len(set(windows.loss_N.tolist())) == entry["windows"]
     assert windows.loss_N.sum() / windows.tokens_N.sum() == pytest.approx(entry["loss"])
+
+
+def test_results_are_printed_before_they_are_written(folder, tmp_path, capsys, monkeypatch):
+    run_dir = shutil.copytree(folder / "none", tmp_path / "run")
+    for path in run_dir.glob("evaluation*"):
+        path.unlink()
+
+    def fails(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(run_dir))
+
+    for name in ("write_json", "write_window_losses"):
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluate, name, fails)
+            capsys.readouterr()
+            assert run(run_dir, "--batches", "1") == 1
+        out, err = capsys.readouterr()
+        (loss,) = re.findall(r"step 2, chunked.*?│ +32 │ +4 │ +128 │ +(\d\.\d{4}) ± ", out, re.DOTALL)
+        assert err.splitlines()[-1].startswith(
+            f"evaluate.py: the printed results are not in {run_dir}/evaluation.json: the folder cannot be written "
+            "(Read-only file system); free disk space, or evaluate a copy")
+    assert not (run_dir / "evaluation.json").exists()
+    # Output that fails ends it no earlier than a failing file.
+    monkeypatch.setattr(evaluate, "print_texts", fails)
+    assert run(run_dir, "--batches", "1") == 1
+    assert "evaluate.py: standard output cannot be written (Read-only file system); the results are in " in (
+        capsys.readouterr().err)
+    (entry,) = found(run_dir)["evaluations"]
+    assert f"{entry['loss']:.4f}" == loss
+
+
+def test_damaged_val_tokens_are_noticed(folder, tmp_path, capsys):
+    tokens = shutil.copytree(folder / "tokens", tmp_path / "tokens")
+    run_dir = shutil.copytree(folder / "none", tmp_path / "run")
+    arguments = (run_dir, "--data.dir", tokens, "--batches", "1")
+    assert run(*arguments) == 0
+    before = (run_dir / "evaluation.json").read_bytes()
+    for name, code in (("train-00000.bin", 0), ("val-00000.bin", 1)):  # train is not read
+        content = bytearray((tokens / name).read_bytes())
+        content[2] ^= 1
+        (tokens / name).write_bytes(content)
+        capsys.readouterr()
+        assert run(*arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"{tokens}/val-00000.bin does not match its checksum" in err
+    assert (run_dir / "evaluation.json").read_bytes() == before
 
 
 @pytest.mark.thorough

@@ -66,12 +66,14 @@ def run(name: str, parse: Callable[..., cli.CommandLine[Any, Any]], check: Calla
                 config, run_dir, objective, ["python", "-m", name, *arguments]))
             if scored:
                 return 0
+            verification = Verification(objective.verify)
             if not finished:
                 outcome = loop.train(config, objective, run_dir, started=started, step=newest,
-                                     verification=Verification(objective.verify),
-                                     stall_seconds=line.distributed.stall_seconds)
+                                     verification=verification, stall_seconds=line.distributed.stall_seconds)
                 if code := cli.report_outcome(run_dir, outcome):
                     return code
+            verification.wait()
+            verification.check()
             _score(config, objective, run_dir)
         return 0
 

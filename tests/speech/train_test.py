@@ -145,6 +145,10 @@ def test_damaged_features_end_every_start_and_are_computed_again(recipe, tmp_pat
     assert "frames.bin does not match its checksum" in refused(capsys, 1, *command)
     assert tiny.saved_steps(tmp_path / "run") == []
     assert made.run(*command, "--train.steps", 2) == 0
+    (tmp_path / "run" / "test.json").unlink()  # as of a run that was killed before it was scored
+    damage()
+    assert "frames.bin does not match its checksum" in refused(capsys, 1, *command, "--train.steps", 2)
+    assert not (tmp_path / "run" / "test.json").exists()
     damage()
     assert "frames.bin does not match its checksum" in refused(capsys, 1, *command, "--train.steps", 3)
     assert tiny.saved_steps(tmp_path / "run") == [2]

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -307,6 +308,26 @@ def test_a_damaged_corpus_ends_the_first_start_before_anything_is_saved(tmp_path
         assert tiny.saved_steps(folder) == []
     else:
         assert tiny.saved_steps(folder) == [2]
+
+
+def test_a_resumed_run_verifies_what_the_first_start_did_not(tmp_path, capsys, monkeypatch):
+    def wait(self, seconds=None):
+        signal.raise_signal(signal.SIGTERM)  # before all files were read
+        return False
+
+    (shard,) = tiny.make(tmp_path).parent.glob("tokens/train-*.bin")
+    command = (tmp_path / "tiny.py", "--run-dir", tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Verification, "_verify", lambda self, verify: None)
+        patch.setattr(Verification, "wait", wait)
+        assert tiny.run(*command) == 0
+    tokens = np.fromfile(shard, np.uint16)
+    tokens[10:20] = tokens[20:30]
+    tokens.tofile(shard)
+    capsys.readouterr()
+    assert tiny.run(*command, "--train.steps", 4) == 1
+    assert f"{shard} does not match its checksum" in "".join(capsys.readouterr().err.split("\n")).replace("  ", " ")
+    assert tiny.saved_steps(tmp_path / "run") == [2]
 
 
 def test_the_last_evaluation_comes_before_the_last_checkpoint(recipe, tmp_path, monkeypatch):
@@ -613,7 +634,7 @@ def test_packed_documents_teach_how_a_document_begins_and_ends(recipe, tmp_path,
                     "--optimizer.learning-rate", 3e-2) == 0
     run = lineargpt.open_run(tmp_path / "run")
     end = tokenizers.end_of_text(run.tokenizer)
-    logits_TV = np.asarray(nnx.jit(run.model)(np.array([[end, ord("Q"), ord("a"), ord("b")]]))[0], np.float64)
+    logits_TV = np.asarray(nnx.jit(run.model)(jnp.array([[end, ord("Q"), ord("a"), ord("b")]]))[0], np.float64)
     p_TV = np.exp(logits_TV) / np.exp(logits_TV).sum(axis=1, keepdims=True)
     assert p_TV[0, ord("Q")] > 0.95
     assert p_TV[3, [*letters, end]].sum() > 0.95
