@@ -44,8 +44,8 @@ from data.loader import open_corpora
 from data.sources.images import ImageFormat
 from support.command import run_command, status, warnings_as_notes
 from support.errors import ConfigError
-from support.files import write_json
 from support.flags import checked_flags
+from support.json_files import write
 from training import evaluation
 from training.environment import PUBLISHED, configure_jax, environment
 from training.run import LoadedRun, load_model
@@ -132,7 +132,7 @@ def evaluate(options: Options) -> None:
     baselines = [files.meta.get("pixel_histogram", {}).get(options.split) for files in corpora.files]
     if options.split == "val":
         write_window_losses(options.run, [one.windows for one in found])
-    write_json(options.run / ("evaluation.json" if options.split == "val" else "evaluation-test.json"), {
+    write(options.run / ("evaluation.json" if options.split == "val" else "evaluation-test.json"), {
         "step": run.step, "split": options.split, "attention": list(run.config.model.attention),
         "context": run.config.model.context, "packing": run.config.data.packing,
         **{name: made_with[name] for name in ("versions", "commit", "devices", "command", "corpus_checksum",

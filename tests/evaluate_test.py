@@ -21,8 +21,8 @@ from comparison.runs import load_evaluations, load_run
 from data import synthetic_tasks, tokenizers
 from data.loader import Batch, Corpora
 from data.token_files import TokenFiles
-from support.files import write_json
 from tests import several_devices, tiny
+from tests.edited import edited
 from training import evaluation
 from training.run import load_model
 
@@ -254,15 +254,14 @@ def test_another_corpus_is_named(folder, recall, tmp_path, capsys):
 @pytest.mark.thorough
 def test_published_weights_have_no_corpus_of_their_own(folder, tmp_path, capsys):
     run_dir = shutil.copytree(folder / "none", tmp_path / "run")
-    environment = json.loads((run_dir / "environment.json").read_text())
-    write_json(run_dir / "environment.json", environment | {"published_weights": {"source": "elsewhere"}})
+    with edited(run_dir / "environment.json") as environment:
+        environment["published_weights"] = {"source": "elsewhere"}
     said = refused(capsys, 2, run_dir)
     assert "holds published weights, without a corpus: give --data.dir" in said
     assert "are mutually exclusive" in refused(capsys, 2, run_dir, "--data.dir", "a", "--data.source", "b")
     assert run(run_dir, "--data.source", folder / "texts") == 0
-    config = json.loads((run_dir / "config.json").read_text())
-    config["data"]["tokenizer"] = "gpt2"
-    write_json(run_dir / "config.json", config)
+    with edited(run_dir / "config.json") as config:
+        config["data"]["tokenizer"] = "gpt2"
     large = tiktoken.Encoding("gpt2", pat_str=".", mergeable_ranks={
         bytes([i]): i for i in range(256)}, special_tokens={"<|endoftext|>": 50256})
     with pytest.MonkeyPatch.context() as patch:
@@ -289,8 +288,7 @@ def test_what_cannot_be_evaluated(folder, tmp_path, capsys):
     assert "no checkpoints yet" in refused(capsys, 1, bare)
     without = tmp_path / "without-val"
     shutil.copytree(folder / "tokens", without)
-    meta = json.loads((without / "meta.json").read_text())
-    del meta["splits"]["val"]
+    with edited(without / "meta.json") as meta:
+        del meta["splits"]["val"]
     (without / "val-00000.bin").unlink()
-    (without / "meta.json").write_text(json.dumps(meta))
     assert "no validation tokens" in refused(capsys, 1, folder / "none", "--data.dir", without)

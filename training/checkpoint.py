@@ -21,13 +21,14 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import jax
 import orjson
 
-from support.errors import CheckpointError, ConfigError
+from support.errors import CheckpointError, ConfigError, JsonError
 from support.files import sync, sync_entry, write_text
+from support.json_files import Finite, read
 
 CHECKSUMS = "SHA256SUMS"
 LOSS = "loss.json"
@@ -305,7 +306,7 @@ def _without_orbax_tracebacks(record: logging.LogRecord) -> bool:
 def _load(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:
     loaded: dict[str, Any] = {}
     if JSON_ITEM in abstract:  # one process may read it alone, and Orbax waits for all
-        loaded[JSON_ITEM] = orjson.loads((folder / JSON_ITEM / JSON_FILE).read_bytes())
+        loaded[JSON_ITEM] = read(folder / JSON_ITEM / JSON_FILE, dict[str, Any])
     if abstract.keys() <= loaded.keys():
         return loaded
     ocp, context = _orbax()
@@ -399,8 +400,14 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+class _Loss(TypedDict):
+    """``loss.json``."""
+
+    loss: Finite
+
+
 def _loss(folder: Path) -> float | None:
     try:
-        return float(orjson.loads((folder / LOSS).read_bytes())["loss"])
-    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
+        return read(folder / LOSS, _Loss)["loss"]
+    except (OSError, JsonError):  # missing or damaged
         return None

@@ -19,8 +19,8 @@ from models import gpt
 from models.gpt import GPT
 from support.command import note, status
 from support.errors import CheckpointError, ConfigError, RunError, TrainingError
-from support.files import read_json
-from training import loop, processes
+from support.json_files import check
+from training import loop, processes, run_files
 from training.checkpoint import Checkpoints
 from training.environment import PUBLISHED, git_commit
 from training.sharding import parameter_shardings
@@ -71,7 +71,7 @@ def check_folder(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is a file; give another --run-dir")
-    environment = read_json(run_dir / "environment.json", RunError) if (run_dir / "environment.json").exists() else {}
+    environment = run_files.read_environment(run_dir) if (run_dir / run_files.ENVIRONMENT).exists() else {}
     if PUBLISHED in environment:
         raise ConfigError(f"{run_dir} holds published weights; to train from them, give --init-from {run_dir} and "
                           "another --run-dir")
@@ -191,7 +191,8 @@ def newest_step(config: RunConfig, run_dir: Path) -> tuple[int | None, bool]:
         newest = checkpoints.resume({"position": None}, verify=("parameters", "variables", "optimizer"))
         if newest is None:
             return None, False
-        finished = loop.is_finished(config, newest[1]["position"])
+        finished = loop.is_finished(config, newest[1]["position"],
+                                    checkpoints.directory / str(newest[0]))
         if not finished:
             checkpoints.check_training_can_go_on(newest[0])  # before anything is written
         more = ("Give more --train.steps or --train.minutes to continue."
@@ -280,15 +281,24 @@ def read_run(directory: Path) -> tuple[Config, dict[str, Any]]:
     for name in ("config.json", "environment.json"):
         if not (directory / name).is_file():
             raise ConfigError(f"{directory}: not a run, it has no {name}; name the --run-dir of a train.py run")
-    environment = read_json(directory / "environment.json", RunError)
+    environment = run_files.read_environment(directory)
     config = read_config(directory)
     if not isinstance(config, Config):
         raise ConfigError(f"{directory} is a {config.KIND} run of {config.COMMAND}; expected a {Config.KIND} run of "
                           f"{Config.COMMAND}")
-    vocabulary_size = environment.get("vocabulary_size")
-    if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
+    if "vocabulary_size" not in environment:
         raise RunError(f"{directory}/environment.json: no vocabulary_size, which train.py writes; restore the file")
-    return dataclasses.replace(config, model=gpt.resolve_config(config.model)), environment
+    try:
+        for mode in config.model.attention:
+            check(config.model.modes.get(mode, {}), attentions.load(mode).Config, directory / run_files.CONFIG,
+                  f"model.modes.{mode}")
+        for name, value in (("batch_size", config.train.batch_size), ("accumulate", config.train.accumulate),
+                            ("eval_batches", config.train.eval_batches)):
+            if value < 1:
+                raise ConfigError(f"train.{name} is {value}; expected at least 1")
+        return dataclasses.replace(config, model=gpt.resolve_config(config.model)), environment
+    except ConfigError as error:
+        raise ConfigError(f"{directory / run_files.CONFIG}: {error}") from error
 
 
 def load_tokenizer(directory: Path, config: Config, vocabulary_size: int) -> "tiktoken.Encoding":
@@ -313,10 +323,9 @@ def read_config(run_dir: Path) -> RunConfig:
     """Reads the config in ``run_dir/config.json``; the options of modes are dicts.
 
     Raises:
-        RunError: the file is damaged, not a config, or of another format.
+        RunError: the file is damaged, or of another format.
         ConfigError: it has an unknown field.
         OSError: it cannot be read.
     """
-    path = run_dir / "config.json"
-    values = read_json(path, RunError)
-    return config_class(values).from_dict(values, path)
+    values = run_files.read_config(run_dir)
+    return config_class(values).from_dict(values, run_dir / run_files.CONFIG)

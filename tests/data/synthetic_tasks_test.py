@@ -1,6 +1,5 @@
 """The synthetic tasks: documents, scored tokens, files, and refusals."""
 
-import json
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from data.prepare import ensure
 from data.synthetic_tasks import FILLER, Document, Mqar, Rebind, parse, write_corpus
 from data.token_files import TokenFiles
 from support.errors import ConfigError, DataError
+from tests.edited import contents
 
 pytestmark = pytest.mark.fast
 
@@ -161,7 +161,7 @@ def test_generated_corpora_are_whole_or_not_there(tmp_path):
             write_corpus(tmp_path / "tokens", {"train": [good], "val": documents}, source="bad")
         assert list(tmp_path.iterdir()) == []
     meta = write_corpus(tmp_path / "tokens", {"train": [good], "val": [good, good]}, source="good")
-    assert meta == json.loads((tmp_path / "tokens" / "meta.json").read_text())
+    assert meta == contents(tmp_path / "tokens" / "meta.json")
     assert sorted(path.name for path in tmp_path.glob("**/*.bin")) == ["train-00000.bin", "val-00000.bin"]
     assert TokenFiles.open(tmp_path / "tokens").units_per_token("val") == 4 / 6
     with pytest.raises(ConfigError, match=r"already holds token files .*; choose another folder"):
