@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 import orjson
@@ -23,8 +23,10 @@ from comparison.statistics import mean_interval
 from comparison.style import DASHES, colour, dashes
 from comparison.verdict import verdict
 from comparison.wording import few, interval_text, listed, number_text
+from support import json_files
 from support.errors import ConfigError
 from support.files import replacing
+from support.json_files import FileName, Finite
 
 MAX_TICKS = 8
 """Most values of an axis that all get a tick."""
@@ -567,6 +569,74 @@ def write_figures(figures: Sequence[Figure], folder: Path, remarks: Sequence[str
         with replacing(folder / name) as beside:
             beside.write_bytes(contents)
     return [folder / name for name, _ in written]
+
+
+class _PointEntry(TypedDict):
+    """A point in ``figures.json``."""
+
+    x: Finite | str
+    mean: Finite
+    interval: tuple[Finite, Finite] | None
+    runs: list[str]
+
+
+class _LineEntry(TypedDict):
+    """A line in ``figures.json``."""
+
+    label: str
+    attention: str
+    points: list[_PointEntry]
+    best: Finite | str | None
+    published: NotRequired[str | None]
+
+
+class _FigureEntry(TypedDict):
+    """A figure in ``figures.json``."""
+
+    name: FileName
+    title: str
+    x: str
+    x_axis: Literal["linear", "log", "category"]
+    y: str
+    lines: list[_LineEntry]
+    remarks: list[str]
+
+
+class _FiguresFile(TypedDict):
+    """``figures.json``."""
+
+    figures: list[_FigureEntry]
+
+
+def read_figures(folder: Path) -> list[Figure]:
+    """The figures that :func:`write_figures` wrote into a folder, each with a table of its points; none without
+    ``figures.json``.
+
+    Raises:
+        JsonError: the file is damaged.
+        OSError: it cannot be read.
+    """
+    path = folder / "figures.json"
+    if not path.is_file():
+        return []
+    return [_read_figure(entry, path, f"figures[{i}]")
+            for i, entry in enumerate(json_files.read(path, _FiguresFile)["figures"])]
+
+
+def _read_figure(entry: dict[str, Any], path: Path, field: str) -> Figure:
+    kind: Any = str if entry["x_axis"] == "category" else float
+    lines, rows = [], []
+    for i, line in enumerate(entry["lines"]):
+        points = tuple(Point(each["x"], each["mean"], None if each["interval"] is None else tuple(each["interval"]),
+                             tuple(each["runs"])) for each in line["points"])
+        for j, point in enumerate(points):
+            json_files.check(point.x, kind, path, f"{field}.lines[{i}].points[{j}].x")
+        best = next((j for j, point in enumerate(points) if point.x == line["best"]), None)
+        lines.append(Line(line["label"], line["attention"], points, best, line.get("published") or ""))
+        rows += [(line["label"], value_text(point.x), number_text(point.y),
+                  "–" if point.interval is None else interval_text(point.interval)) for point in points]
+    return Figure(entry["name"], entry["title"], Axis(entry["x"], entry["x_axis"]), entry["y"], tuple(lines),
+                  ("attention", entry["x"], entry["y"], "95 % interval"), tuple(rows), tuple(entry["remarks"]))
 
 
 def check_names(figures: Sequence[Figure]) -> None:

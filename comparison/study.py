@@ -203,6 +203,13 @@ def located(path: str | Path) -> Path:
     return Path(path) if Path(path).exists() or not (ROOT / path).exists() else ROOT / path
 
 
+def own_study(path: Path) -> Path | None:
+    """The file in lineargpt's ``studies/`` that a ``study.json`` names; None if it names another, which
+    :func:`load_study` would run."""
+    found = (ROOT / path).resolve()
+    return found if found.is_relative_to((ROOT / "studies").resolve()) and found.is_file() else None
+
+
 def load_study(path: str | Path) -> Study:
     """The study in a file.
 
