@@ -41,6 +41,7 @@ from support.command import message, run_command, status
 from support.errors import ConfigError, RunError
 from support.files import replacing
 from support.flags import checked_flags
+from support.terminal import printable
 
 WATCH_SECONDS = 2.0
 """Interval between checks of the runs."""
@@ -173,11 +174,11 @@ def show(drawn: Drawn) -> None:
     """Print the tables and the summary."""
     compared = drawn.comparison
     print_table(compared.rows, compared.columns)
-    print("\n".join(filter(None, [*compared.verdict, table_note(compared.rows, compared.setups)])))
+    print(printable("\n".join(filter(None, [*compared.verdict, table_note(compared.rows, compared.setups)]))))
     for figure in drawn.figures:
         print()
         print_texts(figure.title, figure.headings, figure.rows, texts=1)
-        print("\n".join(figure.remarks))
+        print(printable("\n".join(figure.remarks)))
 
 
 def write_page(options: Options, drawn: Drawn, *, watched: bool) -> None:

@@ -46,6 +46,7 @@ from support.command import run_command, status, warnings_as_notes
 from support.errors import ConfigError
 from support.flags import checked_flags
 from support.json_files import write
+from support.terminal import printable
 from training import evaluation
 from training.environment import PUBLISHED, configure_jax, environment
 from training.run import LoadedRun, load_model
@@ -138,13 +139,14 @@ def evaluate(options: Options) -> None:
         **{name: made_with[name] for name in ("versions", "commit", "devices", "command", "corpus_checksum",
                                               "tokenizer", "dtype")},
         **({"window_losses": WINDOW_LOSSES} if options.split == "val" else {}), "evaluations": entries})
-    print(f"{options.run}: step {run.step:,}, {','.join(run.config.model.attention)}, trained at a context of "
-          f"{run.config.model.context:,}" + (", on test" if options.split == "test" else ""))
+    print(printable(f"{options.run}: step {run.step:,}, {','.join(run.config.model.attention)}, trained at a context "
+                    f"of {run.config.model.context:,}" + (", on test" if options.split == "test" else "")))
     for title, rows in tables(entries):
         print_texts(title, list(rows[0]), [list(row.values()) for row in rows])
     for name, bits in zip(corpora.names, baselines, strict=True):
         if bits is not None:
-            print(f"{name}: the histogram of each pixel has {bits:.4f} bits per dimension on all of {options.split}")
+            print(f"{printable(name)}: the histogram of each pixel has {bits:.4f} bits per dimension on all of "
+                  f"{options.split}")
 
 
 def _images(image: dict[str, Any] | None) -> str:

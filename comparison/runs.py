@@ -26,6 +26,7 @@ from configs.schema import (
     groups_of,
 )
 from support.errors import ConfigError, RunError
+from support.terminal import printable
 from training.accounting import flops_per_token, state_bytes
 from training.run_files import ENVIRONMENT, EVALUATION, read_config, read_environment, read_evaluations
 from training.window_losses import WindowLosses, read_window_losses
@@ -315,8 +316,13 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
         raise RunError(f"{metrics}: no steps yet; train the run first, or evaluate it with evaluate.py")
     per_token = flops_per_token(config, environment)
     sample_step, sample, sample_image = newest_sample(path / "samples")
-    return Run(path.resolve().name, path, config, environment, with_flops(train, per_token), with_flops(val, per_token),
-               evaluations, windows, evaluated_step, sample, sample_image, sample_step)
+    return Run(_name(path.resolve().name), path, config, environment, with_flops(train, per_token),
+               with_flops(val, per_token), evaluations, windows, evaluated_step, sample, sample_image, sample_step)
+
+
+def _name(text: str) -> str:
+    """The name of a folder on one line, without what a terminal would obey."""
+    return re.sub("[\t\n]", " ", printable(text)) or "?"
 
 
 def no_folder(path: Path) -> str:
@@ -475,7 +481,8 @@ def name_runs(runs: Sequence[Run]) -> list[Run]:
 
 
 def _with_path(run: Run, before: Run) -> str:
-    return str(run.path) if run.name == before.name else f"{run.name} ({run.path})"
+    path = _name(str(run.path))
+    return path if run.name == before.name else f"{run.name} ({path})"
 
 
 def describe(run: Run, others: Sequence[Run]) -> str:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from support import interrupts
 from support.errors import FAILURE, INTERRUPTED, USAGE, ConfigError, LineargptError
+from support.terminal import printable
 
 _only_errors_of: str | None = None
 
@@ -42,7 +43,7 @@ def report_error(text: str) -> None:
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def note(text: str) -> None:

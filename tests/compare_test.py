@@ -357,3 +357,20 @@ def test_it_starts_without_jax():
     code = "import compare, sys; print('jax' in sys.modules, 'flax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False False\n"
+
+
+def test_no_name_reaches_the_terminal_as_a_command(tmp_path, capsys):
+    path = write_run(tmp_path / "\x1b]0;owned\x07red\x1b[31m\n\r\x9b2J")
+    broken = write_run(tmp_path / "bro\x1b[2Jken")
+    (broken / "config.json").write_text("{")
+    assert compare.main([str(path), str(broken), "--out", str(tmp_path / "page.html"), "--json",
+                         str(tmp_path / "page.json"), "--csv", str(tmp_path / "table.csv")]) == 1
+    output = capsys.readouterr()
+    assert not set(output.out + output.err) & {"\x1b", "\x07", "\r", "\x9b"}
+    assert "red" in output.out
+    assert f"left out: {tmp_path}/broken/config.json is damaged" in output.err
+    assert list(figures(tmp_path / "page.json")) == ["red "]
+    unencoded = write_run(tmp_path / os.fsdecode(b"caf\xe9"))
+    assert compare.main([str(unencoded), "--out", str(tmp_path / "page.html"), "--json", str(tmp_path / "page.json"),
+                         "--csv", str(tmp_path / "table.csv")]) == 0
+    assert "caf\N{REPLACEMENT CHARACTER}" in (tmp_path / "table.csv").read_text()
