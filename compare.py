@@ -9,6 +9,10 @@ The page is one file, needs no network, and begins with a summary of the results
 form one set-up, with its mean and standard deviation in the table. --watch updates the page as runs grow, until Ctrl-C,
 and an open page reloads itself; a quoted pattern also matches new runs. --study draws the runs of a study from
 sweep.py, with the study's figures above them.
+
+A run that cannot be read is left out and named, and the exit code is 1. A study is a program. --study runs only those
+in lineargpt's studies/; for another one, name its file: --study-file my_study.py. Otherwise the figures are those that
+sweep.py wrote.
 """
 
 from support import interrupts, packages
@@ -17,6 +21,7 @@ if __name__ == "__main__":  # before any other import, which takes seconds, or f
     interrupts.end_with_a_word()
     packages.require_packages()
 
+import errno
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,21 +31,23 @@ from pathlib import Path
 import tyro
 
 import comparison
-from comparison.figures import Figure
+from comparison.figures import Figure, read_figures
 from comparison.page import page
 from comparison.picture import picture
 from comparison.reading import Reader
-from comparison.study import left_out, load_study, read_study, reader
+from comparison.study import FIGURES, left_out, load_study, own_study, read_study, reader
 from comparison.table import as_csv, print_table, print_texts, table_note
-from support.command import run_command, status
+from support.command import message, run_command, status
 from support.errors import ConfigError, RunError
 from support.files import replacing
 from support.flags import checked_flags
+from support.terminal import printable
 
 WATCH_SECONDS = 2.0
 """Interval between checks of the runs."""
 RELOAD_SECONDS = 5.0
 """Interval between reloads of a watched page."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,9 @@ class Options:
     """Run folders; other folders are skipped."""
     study: Path | None = None
     """Output folder of a study, in place of runs: compare all its runs, and show its figures and tables."""
+    study_file: Path | None = None
+    """File of that study, whose code draws the figures. None: the file that the folder names, if it is in lineargpt's
+    studies/; otherwise the figures in the folder are shown."""
     out: Path = Path("report.html")
     """HTML page to write."""
     csv: Path | None = None
@@ -74,6 +84,8 @@ def check(options: Options) -> None:
     """Raises :class:`ConfigError` for conflicting options."""
     if options.runs and options.study is not None:
         raise ConfigError(f"{options.runs[0]} and --study {options.study} are mutually exclusive")
+    if options.study_file is not None and options.study is None:
+        raise ConfigError(f"--study-file {options.study_file} requires --study, the folder of the study")
     if not options.runs and options.study is None:
         raise ConfigError("name one or more run folders: python compare.py runs/softmax runs/chunked")
     for flag, path, suffixes in (("--png", options.png, (".png", ".svg")), ("--svg", options.svg, (".svg",))):
@@ -110,13 +122,18 @@ class Source:
     """
 
     def __init__(self, options: Options):
-        self.options, self.study = options, None
+        self.options, self.study, self.notes = options, None, list[str]()
         if options.study is None:
             self.reader = Reader(options.runs, awaited=options.watch)
             return
         record = read_study(options.study)
-        self.study = load_study(record.study)
         self.reader = reader(options.study, record)
+        # The folder may come from someone else: only the user can name a program to run.
+        if (file := options.study_file or own_study(record.study)) is not None:
+            self.study = load_study(file)
+        else:
+            self.notes = [f"note: the figures are those in {options.study / FIGURES}: {record.study} is not one of "
+                          f"lineargpt's studies, and is not run; name it with --study-file to draw them again"]
 
     def compare(self, said: set[str]) -> Drawn:
         """Read the runs and compare them.
@@ -133,14 +150,20 @@ class Source:
         if not runs:
             raise RunError("; ".join(map(str, found.damaged)) or "no runs yet")
         compared = comparison.compare(runs)
-        if self.study is None:
-            figures, title = (), ""
+        figures, title, notes = (), "", self.notes
+        if self.study is not None:
+            figures, title = self.study.figures(found.runs), (self.study.module.__doc__ or "").partition("\n")[0]
+        elif self.options.study is not None:
+            try:
+                figures = read_figures(self.options.study / FIGURES)
+            except RunError as error:
+                notes = [f"no figures: {error}"]
+        if self.options.study is None:
             left = [*(f"left out: {error}" for error in found.damaged),
                     *(f"skipped: {note}" for note in found.passed_over)]
         else:
-            figures, title = self.study.figures(found.runs), (self.study.module.__doc__ or "").partition("\n")[0]
             left = [f"left out: {why}" for why in left_out(found, self.reader.paths)]
-        for note in [*left, *found.notes, *compared.remarks]:
+        for note in [*notes, *left, *found.notes, *compared.remarks]:
             if note not in said:
                 status(note)
                 said.add(note)
@@ -151,11 +174,11 @@ def show(drawn: Drawn) -> None:
     """Print the tables and the summary."""
     compared = drawn.comparison
     print_table(compared.rows, compared.columns)
-    print("\n".join(filter(None, [*compared.verdict, table_note(compared.rows, compared.setups)])))
+    print(printable("\n".join(filter(None, [*compared.verdict, table_note(compared.rows, compared.setups)]))))
     for figure in drawn.figures:
         print()
         print_texts(figure.title, figure.headings, figure.rows, texts=1)
-        print("\n".join(figure.remarks))
+        print(printable("\n".join(figure.remarks)))
 
 
 def write_page(options: Options, drawn: Drawn, *, watched: bool) -> None:
@@ -176,7 +199,8 @@ def write(path: Path, contents: bytes) -> None:
         with replacing(path) as beside:
             beside.write_bytes(contents)
     except OSError as error:
-        raise OSError(f"{path}: cannot be written ({error.strerror}); name another file") from error
+        remedy = "" if error.errno in DISK_FULL else "; name another file"
+        raise OSError(error.errno, f"cannot be written ({error.strerror}){remedy}", str(path)) from error
 
 
 def write_others(options: Options, drawn: Drawn) -> None:
@@ -205,10 +229,13 @@ def draw(options: Options) -> int:
 def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int:
     """:func:`draw` whenever the runs change, until Ctrl-C; prints the table once. The last page does not reload.
 
+    Files that cannot be written are written again later, unless it is the first time and the disk is not full.
+
     Raises:
         SystemExit: SIGTERM, with code 143.
+        OSError: a file cannot be written the first time, or at the end.
     """
-    source, said, seen, drawn = Source(options), set[str](), None, None
+    source, said, seen, drawn, failed = Source(options), set[str](), None, None, ""
     try:
         while True:
             took = time.monotonic()
@@ -219,10 +246,19 @@ def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int
                     drawn = source.compare(said)
                     if first:
                         show(drawn)
-                    write_page(options, drawn, watched=True)
-                    write_others(options, drawn)
-                    steps = max(row.figures["steps"] or 0 for row in drawn.comparison.rows)
-                    print(f"page: {options.out}, {len(drawn.comparison.runs):,} run(s), up to step {steps:,.0f}")
+                    try:
+                        write_page(options, drawn, watched=True)
+                        write_others(options, drawn)
+                    except OSError as error:
+                        if first and error.errno not in DISK_FULL:
+                            raise
+                        seen = None  # write again, though the runs may not change
+                        if (text := message(error)) != failed:
+                            status(f"{text}; trying again until it can be written")
+                        failed = text
+                    else:
+                        failed, steps = "", max(row.figures["steps"] or 0 for row in drawn.comparison.rows)
+                        print(f"page: {options.out}, {len(drawn.comparison.runs):,} run(s), up to step {steps:,.0f}")
                 except RunError as error:
                     if str(error) not in said:
                         status(f"waiting: {error}")

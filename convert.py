@@ -32,11 +32,12 @@ from models.gpt import GPT
 from models.gpt2_format import CONFIG, INDEX, WEIGHTS
 from support.command import note, run_command, status
 from support.errors import ConfigError, WeightsError
-from support.files import replacing, write_json
+from support.files import replacing
 from training.checkpoint import Checkpoints
 from training.environment import PUBLISHED, environment
 from training.loop import Position
 from training.run import load_model
+from training.run_files import write_run_files
 
 END_TOKENS = ("bos_token_id", "eos_token_id")
 """Fields of the published config.json that are kept for the export. Other runs take them from the tokenizer."""
@@ -72,8 +73,7 @@ def import_weights(source: str, out: Path, *, tokenizer: str | None = None) -> N
     count = sum(x.size for x in jax.tree.leaves(parameters))
     made_with = environment(model, parameters=count, tokenizer=tokenizer, checksum="")
     with _written_beside(out) as beside:
-        write_json(beside / "config.json", config.to_dict())
-        write_json(beside / "environment.json", made_with | {"corpus_checksum": None, PUBLISHED: {
+        write_run_files(beside, config, made_with | {"corpus_checksum": None, PUBLISHED: {
             "source": source, "folder": str(folder.absolute()), "dtypes": dtypes,
             "tokens": {name: value for name, value in gpt2_format.read_file(folder / CONFIG).items()
                        if name in END_TOKENS}}})

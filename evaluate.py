@@ -45,8 +45,9 @@ from data.loader import Corpora, open_corpora
 from data.sources.images import ImageFormat
 from support.command import run_command, status, warnings_as_notes
 from support.errors import ConfigError, RunError
-from support.files import write_json
 from support.flags import checked_flags
+from support.json_files import write
+from support.terminal import printable
 from training import evaluation
 from training.environment import PUBLISHED, configure_jax, environment
 from training.run import LoadedRun, load_model
@@ -140,13 +141,14 @@ def evaluate(options: Options) -> None:
 
 def print_results(run: LoadedRun, corpora: Corpora, found: Sequence[evaluation.Evaluation], options: Options) -> None:
     """Print the tables, and flush them."""
-    print(f"{options.run}: step {run.step:,}, {','.join(run.config.model.attention)}, trained at a context of "
-          f"{run.config.model.context:,}" + (", on test" if options.split == "test" else ""))
+    print(printable(f"{options.run}: step {run.step:,}, {','.join(run.config.model.attention)}, trained at a context "
+                    f"of {run.config.model.context:,}" + (", on test" if options.split == "test" else "")))
     for title, rows in tables([one.figures for one in found]):
         print_texts(title, list(rows[0]), [list(row.values()) for row in rows])
     for name, files in zip(corpora.names, corpora.files, strict=True):
         if (bits := files.meta.get("pixel_histogram", {}).get(options.split)) is not None:
-            print(f"{name}: the histogram of each pixel has {bits:.4f} bits per dimension on all of {options.split}")
+            print(f"{printable(name)}: the histogram of each pixel has {bits:.4f} bits per dimension on all of "
+                  f"{options.split}")
     print(end="", flush=True)
 
 
@@ -163,7 +165,7 @@ def write_results(run: LoadedRun, corpora: Corpora, found: Sequence[evaluation.E
     try:
         if options.split == "val":
             write_window_losses(options.run, [one.windows for one in found])
-        write_json(path, {
+        write(path, {
             "step": run.step, "split": options.split, "attention": list(run.config.model.attention),
             "context": run.config.model.context, "packing": run.config.data.packing,
             **{name: made_with[name] for name in ("versions", "commit", "devices", "command", "corpus_checksum",

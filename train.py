@@ -37,7 +37,6 @@ from models.parameters import count_parameters
 from sampling import samples
 from support.command import note, status
 from support.errors import ConfigError
-from support.files import write_json
 from training import cli, logging, loop, processes
 from training import run as runs
 from training.checkpoint import Checkpoints
@@ -45,6 +44,7 @@ from training.environment import CHECKPOINTED, configure_jax, environment
 from training.initial_weights import InitialWeights, read_initial_weights, save_initial_checkpoint
 from training.objectives import LanguageModelling, MaskedLanguageModelling
 from training.processes import Distributed
+from training.run_files import write_run_files
 from training.sharding import check_shards, make_mesh, report_exchanges, report_mesh
 
 
@@ -145,8 +145,7 @@ def begin(config: Config | MaskedConfig, run_dir: Path, corpora: Corpora, model:
             raise ConfigError(f"{run_dir} was started with --init-from {begun_with['run']} and has no intact "
                               "checkpoint; repeat the flag or choose another --run-dir")
     parameters = count_parameters(model)
-    write_json(run_dir / "config.json", config.to_dict())
-    write_json(run_dir / "environment.json", environment(
+    write_run_files(run_dir, config, environment(
         encoder_of(model), parameters=parameters, tokenizer=corpora.tokenizer, checksum=corpora.checksum,
         segments=config.data.packing == "documents")
         | {CHECKPOINTED: newest is not None} | ({} if corpora.image is None else {"image": corpora.image})

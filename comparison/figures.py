@@ -9,29 +9,27 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 import orjson
 
 from comparison.curves import mean_curve
 from comparison.paired import PairedDifference, missing_text, paired_difference, steps_text
-from comparison.picture import drawing, saved
+from comparison.picture import MAX_LEGEND, drawing, legend_below, plain, saved
 from comparison.remarks import short_seeds
 from comparison.runs import AXES, MAX_DISTINCTIONS, Run, differing, distinctions, group, is_of, scored, value_text
 from comparison.statistics import mean_interval
 from comparison.style import DASHES, colour, dashes
 from comparison.verdict import verdict
 from comparison.wording import few, interval_text, listed, number_text
+from support import json_files
 from support.errors import ConfigError
 from support.files import replacing
+from support.json_files import FileName, Finite
 
 MAX_TICKS = 8
 """Most values of an axis that all get a tick."""
-
-
-MAX_LEGEND = 6
-"""Most lines whose legend is inside the axes."""
 
 
 @dataclass(frozen=True)
@@ -569,6 +567,74 @@ def write_figures(figures: Sequence[Figure], folder: Path, remarks: Sequence[str
     return [folder / name for name, _ in written]
 
 
+class _PointEntry(TypedDict):
+    """A point in ``figures.json``."""
+
+    x: Finite | str
+    mean: Finite
+    interval: tuple[Finite, Finite] | None
+    runs: list[str]
+
+
+class _LineEntry(TypedDict):
+    """A line in ``figures.json``."""
+
+    label: str
+    attention: str
+    points: list[_PointEntry]
+    best: Finite | str | None
+    published: NotRequired[str | None]
+
+
+class _FigureEntry(TypedDict):
+    """A figure in ``figures.json``."""
+
+    name: FileName
+    title: str
+    x: str
+    x_axis: Literal["linear", "log", "category"]
+    y: str
+    lines: list[_LineEntry]
+    remarks: list[str]
+
+
+class _FiguresFile(TypedDict):
+    """``figures.json``."""
+
+    figures: list[_FigureEntry]
+
+
+def read_figures(folder: Path) -> list[Figure]:
+    """The figures that :func:`write_figures` wrote into a folder, each with a table of its points; none without
+    ``figures.json``.
+
+    Raises:
+        JsonError: the file is damaged.
+        OSError: it cannot be read.
+    """
+    path = folder / "figures.json"
+    if not path.is_file():
+        return []
+    return [_read_figure(entry, path, f"figures[{i}]")
+            for i, entry in enumerate(json_files.read(path, _FiguresFile)["figures"])]
+
+
+def _read_figure(entry: dict[str, Any], path: Path, field: str) -> Figure:
+    kind: Any = str if entry["x_axis"] == "category" else float
+    lines, rows = [], []
+    for i, line in enumerate(entry["lines"]):
+        points = tuple(Point(each["x"], each["mean"], None if each["interval"] is None else tuple(each["interval"]),
+                             tuple(each["runs"])) for each in line["points"])
+        for j, point in enumerate(points):
+            json_files.check(point.x, kind, path, f"{field}.lines[{i}].points[{j}].x")
+        best = next((j for j, point in enumerate(points) if point.x == line["best"]), None)
+        lines.append(Line(line["label"], line["attention"], points, best, line.get("published") or ""))
+        rows += [(line["label"], value_text(point.x), number_text(point.y),
+                  "–" if point.interval is None else interval_text(point.interval)) for point in points]
+    return Figure(entry["name"], entry["title"], Axis(entry["x"], entry["x_axis"]), entry["y"], tuple(lines),
+                  ("attention", entry["x"], entry["y"], "95 % interval"), tuple(rows), tuple(entry["remarks"]))
+
+
 def check_names(figures: Sequence[Figure]) -> None:
     """Raises :class:`ConfigError` unless the names are unique file names."""
     names = [figure.name for figure in figures]
@@ -587,13 +653,13 @@ def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
     """
     if figure.x.kind == "category" and not figure.has_legend:
         return _draw_list(figure, kind)
-    beside = figure.has_legend and len(figure.lines) > MAX_LEGEND
-    with drawing(figsize=(10 if beside else 7, 4.5)) as canvas:
+    below = figure.has_legend and len(figure.lines) > MAX_LEGEND
+    with drawing(figsize=(10 if below else 7, 4.5)) as canvas:
         panel = canvas.subplots()
         places = {value: i for i, value in enumerate(figure.values)} if figure.x.kind == "category" else {}
         patterns = dashes([line.attention for line in figure.lines])
         # Points of one category are drawn side by side.
-        reach = 0.0 if not (places and figure.has_legend) else 0.3 if beside else 0.1
+        reach = 0.0 if not (places and figure.has_legend) else 0.3 if below else 0.1
         shifts = np.linspace(-reach, reach, len(figure.lines))
         for line, own, dash, shift in zip(figure.lines, figure.colours, patterns, shifts, strict=True):
             style, symbol = DASHES[dash]
@@ -601,7 +667,7 @@ def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
             y = [point.y for point in line.points]
             look: dict[str, Any] = {"color": own}
             faint = {"fillstyle": "none", "alpha": 0.6} if line.published else {}
-            panel.plot(x, y, label=line.label, linestyle="none" if places else style, marker=MARKERS[symbol],
+            panel.plot(x, y, label=plain(line.label), linestyle="none" if places else style, marker=MARKERS[symbol],
                        markersize=6, **look, **faint)
             for at, point in zip(x, line.points, strict=True):
                 if point.interval is not None:
@@ -613,17 +679,17 @@ def draw(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
         if figure.zero:
             panel.axhline(0, color="#8c959f", linewidth=1)
         if places:
-            panel.set_xticks(range(len(places)), [str(value) for value in places])
+            panel.set_xticks(range(len(places)), [plain(str(value)) for value in places])
             panel.margins(x=0.1)
         else:
             panel.set_xscale(figure.x.kind)
             if len(figure.values) <= MAX_TICKS:
                 panel.set_xticks(figure.values, [f"{value:g}" for value in figure.values])
                 panel.minorticks_off()
-        panel.set(title=figure.title, xlabel=figure.x.title, ylabel=figure.y)
+        panel.set(title=plain(figure.title), xlabel=plain(figure.x.title), ylabel=plain(figure.y))
         panel.grid(color="#eceef1")
-        if beside:  # where it hides nothing
-            panel.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+        if below:  # where it hides nothing
+            legend_below(canvas, panel)
         elif figure.has_legend:
             panel.legend(frameon=False)
         return saved(canvas, kind)
@@ -641,10 +707,10 @@ def _draw_list(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
                                marker=MARKERS[DASHES[dash][1]], color=colour(line.attention))
         if figure.zero:
             panel.axvline(0, color="#8c959f", linewidth=1)
-        panel.set_yticks(range(len(places)), [str(value) for value in places])
+        panel.set_yticks(range(len(places)), [plain(str(value), 60) for value in places])
         panel.invert_yaxis()
         panel.margins(y=0.1)
-        panel.set(title=figure.title, xlabel=figure.y, ylabel=figure.x.title)
+        panel.set(title=plain(figure.title), xlabel=plain(figure.y), ylabel=plain(figure.x.title))
         panel.grid(color="#eceef1")
         return saved(canvas, kind)
 

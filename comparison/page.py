@@ -102,7 +102,7 @@ def run_payload(run: Run) -> dict[str, Any]:
         "tokens_per_second": finite(run.train.median_speed),
         "memory": finite(run.peak_bytes),
         "evaluations": [{"context": entry["context"], "corpus": entry["corpus"]}
-                        | {key: [part[key] for part in entry["positions"]] for key in ("first", "last", "loss")}
+                        | {key: [finite(part[key]) for part in entry["positions"]] for key in ("first", "last", "loss")}
                         for entry in run.evaluations],
         "sample": None if run.sample is None else shortened(run.sample),
         "sample_image": None if run.sample_image is None else (

@@ -14,13 +14,19 @@ from comparison.runs import AXES, Run, Setup, scored
 from comparison.style import DASHES, colour, dashes
 from comparison.wording import seeds_text
 from support.errors import RunError
+from support.terminal import printable
 
 if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
+    import matplotlib.legend
 
 WITHIN_AXES = 32
 """Most characters of a label for a legend inside the axes; otherwise it is below."""
+MAX_LEGEND = 6
+"""Most lines whose legend is inside the axes."""
+LONGEST_LABEL = 100
+"""Characters of a label; longer ones are cut."""
 AXES_DRAWN = ("step", "train_seconds")
 """One for each column of panels."""
 SCORES = ("accuracy", "error_rate")
@@ -61,15 +67,34 @@ def picture(comparison: Comparison, kind: str, title: str = "") -> bytes:
         panels[0, 0].set_ylabel(f"{split} {unit}")
         for panel, score in zip(panels[1:, 0], scores, strict=True):
             panel.set_ylabel(f"val {score.replace('_', ' ')}")
-        lines, labels = panels[0, 1].get_legend_handles_labels()
-        longest = max(map(len, labels))
-        if longest > WITHIN_AXES:
-            canvas.legend(lines, labels, frameon=False, loc="outside lower center", ncols=2 if longest <= 60 else 1)
+        _, labels = panels[0, 1].get_legend_handles_labels()
+        if len(labels) > MAX_LEGEND or max(map(len, labels), default=0) > WITHIN_AXES:
+            legend_below(canvas, panels[0, 1])
         else:
             panels[0, 1].legend(frameon=False)
         if title:
-            canvas.suptitle(title)
+            canvas.suptitle(plain(title))
         return saved(canvas, kind)
+
+
+def legend_below(canvas: "matplotlib.figure.Figure", panel: "matplotlib.axes.Axes") -> None:
+    """Draws the legend of a panel below all, in as many columns as fit, and makes the figure higher by its height."""
+    lines, labels = panel.get_legend_handles_labels()
+
+    def drawn(columns: int) -> "matplotlib.legend.Legend":
+        return canvas.legend(lines, labels, frameon=False, loc="outside lower center", ncols=columns)
+
+    of_one = drawn(1)
+    columns = int(canvas.bbox.width // of_one.get_window_extent().width)
+    of_one.remove()
+    legend = drawn(min(max(columns, 1), len(labels)))
+    canvas.set_figheight(canvas.get_figheight() + legend.get_window_extent().height / canvas.dpi)
+
+
+def plain(text: str, longest: int = LONGEST_LABEL) -> str:
+    """A text that Matplotlib draws as it is: it sets what is between two dollar signs as mathematics."""
+    text = printable(text)
+    return (text if len(text) <= longest else f"{text[: longest - 1]}…").replace("$", r"\$")
 
 
 def _draw(panel: "matplotlib.axes.Axes", setups: Sequence[Setup], axis: str, split: str, quantity: str) -> None:
@@ -84,7 +109,7 @@ def _draw(panel: "matplotlib.axes.Axes", setups: Sequence[Setup], axis: str, spl
         for alone in drawn.values():
             panel.plot(*alone, linewidth=0.8, **look)
         seeds = "" if len(curves) == 1 else f", mean of {seeds_text(len(curves), len(setup.runs))}"
-        panel.plot(x, mean, linewidth=2.2, label=setup.label + seeds, **look)
+        panel.plot(x, mean, linewidth=2.2, label=plain(setup.label + seeds), **look)
         if len(curves) > 1:
             panel.fill_between(x, mean - spread, mean + spread, color=look["color"], alpha=0.18, linewidth=0)
     panel.grid(color="#eceef1")

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,14 +21,14 @@ from configs.schema import (
     LraConfig,
     MaskedConfig,
     SpeechConfig,
-    check_format,
     config_class,
     flatten,
     groups_of,
 )
 from support.errors import ConfigError, RunError
-from support.files import read_json
+from support.terminal import printable
 from training.accounting import flops_per_token, state_bytes
+from training.run_files import ENVIRONMENT, EVALUATION, read_config, read_environment, read_evaluations
 from training.window_losses import WindowLosses, read_window_losses
 
 AXES = {  # horizontal axes: column, button and axis title
@@ -290,19 +291,17 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
 
     Raises:
         NotARunError: the folder does not exist or is not a run.
-        RunError: the run has no metrics and no evaluation, or a file of the run is damaged.
+        RunError: the run has no metrics and no evaluation, or a file of the run is damaged. Of a damaged evaluation
+            there is a warning.
     """
     if not path.exists():
         raise NotARunError(no_folder(path))
     if not (path / "config.json").is_file():
         raise NotARunError(f"{path}: not a run, it has no config.json; expected the --run-dir of a train.py run")
-    config = read_json(path / "config.json", RunError)
-    check_format(config, path / "config.json")
-    config = groups_of(config)
-    if not (isinstance(config.get("model"), dict) and config["model"].get("attention")
-            and isinstance(config.get("train"), dict)):
+    config = groups_of(read_config(path))
+    if not (config.get("model", {}).get("attention") and "train" in config):
         raise RunError(f"{path}/config.json: not a config written by train.py")
-    environment = read_json(path / "environment.json", RunError) if (path / "environment.json").is_file() else {}
+    environment = read_environment(path) if (path / ENVIRONMENT).is_file() else {}
     metrics = path / "metrics.jsonl"
     train, val = read_curves(metrics) if metrics.is_file() else (Curve(), Curve())
     for split, curve in (("train", train), ("val", val)):
@@ -312,16 +311,18 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
             missing = ["step"]
         if missing:
             raise RunError(f"{metrics}: the {split} lines have no {missing[0]}, which train.py writes")
-    evaluations = load_evaluations(path / "evaluation.json")
-    windows = {(entry["corpus"], entry["context"], entry["windows_checksum"]): of_windows for entry, of_windows
-               in zip(evaluations, read_window_losses(path, evaluations), strict=False)}
-    evaluated_step = read_json(path / "evaluation.json", RunError).get("step") if evaluations else None
+    evaluated_step, evaluations, windows = load_evaluations(path)
     if not (train or val or evaluations or may_be_empty):
         raise RunError(f"{metrics}: no steps yet; train the run first, or evaluate it with evaluate.py")
     per_token = flops_per_token(config, environment)
     sample_step, sample, sample_image = newest_sample(path / "samples")
-    return Run(path.resolve().name, path, config, environment, with_flops(train, per_token), with_flops(val, per_token),
-               evaluations, windows, evaluated_step, sample, sample_image, sample_step)
+    return Run(_name(path.resolve().name), path, config, environment, with_flops(train, per_token),
+               with_flops(val, per_token), evaluations, windows, evaluated_step, sample, sample_image, sample_step)
+
+
+def _name(text: str) -> str:
+    """The name of a folder on one line, without what a terminal would obey."""
+    return re.sub("[\t\n]", " ", printable(text)) or "?"
 
 
 def no_folder(path: Path) -> str:
@@ -342,18 +343,23 @@ def with_flops(curve: Curve, per_token: float | None) -> Curve:
                    means=curve.means | {"flops": curve.means["tokens"] * per_token})
 
 
-def load_evaluations(path: Path) -> list[dict[str, Any]]:
-    """The evaluations of evaluate.py, if any; :class:`RunError` if the file is damaged."""
-    if not path.is_file():
-        return []
-    evaluations = read_json(path, RunError).get("evaluations")
+def load_evaluations(path: Path) -> tuple[int | None, list[dict[str, Any]],
+                                          dict[tuple[str, int, str], WindowLosses]]:
+    """What evaluate.py wrote in a run's folder: :attr:`Run.evaluated_step`, :attr:`Run.evaluations` and
+    :attr:`Run.window_losses`.
+
+    They are None and empty without an evaluation, and for one whose files are damaged or do not belong together, which
+    a warning names: evaluate.py replaces one file after the other, and may end in between.
+    """
     try:
-        for entry in evaluations:  # pyright: ignore[reportOptionalIterable]
-            _ = entry["context"], entry["corpus"], [(part["first"], part["last"], part["loss"])
-                                                    for part in entry["positions"]]
-    except (KeyError, TypeError) as error:
-        raise RunError(f"{path} is damaged ({error}); run evaluate.py again") from error
-    return evaluations  # pyright: ignore[reportReturnType]
+        found = read_evaluations(path) if (path / EVALUATION).is_file() else {"evaluations": []}
+        evaluations = found["evaluations"]
+        windows = {(entry["corpus"], entry["context"], entry["windows_checksum"]): of_windows for entry, of_windows
+                   in zip(evaluations, read_window_losses(path, evaluations), strict=False)}
+    except RunError as error:
+        warnings.warn(f"the evaluation of {path} is left out: {error}", stacklevel=2)
+        return None, [], {}
+    return found.get("step"), evaluations, windows
 
 
 def newest_sample(folder: Path) -> tuple[int | None, str | None, bytes | None]:
@@ -475,7 +481,8 @@ def name_runs(runs: Sequence[Run]) -> list[Run]:
 
 
 def _with_path(run: Run, before: Run) -> str:
-    return str(run.path) if run.name == before.name else f"{run.name} ({run.path})"
+    path = _name(str(run.path))
+    return path if run.name == before.name else f"{run.name} ({path})"
 
 
 def describe(run: Run, others: Sequence[Run]) -> str:

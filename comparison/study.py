@@ -19,14 +19,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from comparison.figures import Figure, write_figures
 from comparison.reading import Found, Reader
 from comparison.runs import Run
 from comparison.wording import few
+from support import json_files
 from support.errors import ConfigError, LineargptError, RunError
-from support.files import read_json
+from support.json_files import FileName
 
 ROOT = Path(__file__).absolute().parent.parent
 """Base of relative paths of studies and recipes that the working folder lacks."""
@@ -165,6 +166,21 @@ class Study:
             raise ConfigError(f"{self.path}: {function} failed: {type(error).__name__}: {error}") from error
 
 
+class _RunOfRecord(TypedDict):
+    """A run in ``study.json``."""
+
+    name: FileName
+    hash: str
+
+
+class _Record(TypedDict):
+    """``study.json``."""
+
+    study: str
+    quick: bool
+    runs: list[_RunOfRecord]
+
+
 @dataclass(frozen=True)
 class StudyRecord:
     """Contents of ``study.json``."""
@@ -185,6 +201,13 @@ class StudyRecord:
 def located(path: str | Path) -> Path:
     """A file in the working folder, or else in lineargpt's root folder."""
     return Path(path) if Path(path).exists() or not (ROOT / path).exists() else ROOT / path
+
+
+def own_study(path: Path) -> Path | None:
+    """The file in lineargpt's ``studies/`` that a ``study.json`` names; None if it names another, which
+    :func:`load_study` would run."""
+    found = (ROOT / path).resolve()
+    return found if found.is_relative_to((ROOT / "studies").resolve()) and found.is_file() else None
 
 
 def load_study(path: str | Path) -> Study:
@@ -229,20 +252,23 @@ def read_study(out_dir: Path) -> StudyRecord:
         raise ConfigError(f"{out_dir}: no such folder; expected the --out of a sweep.py")
     if not path.is_file():
         raise ConfigError(f"{out_dir}: not the folder of a study, no {RECORD}; expected the --out of a sweep.py")
-    values = read_json(path, RunError)
-    check_format(values, path)
-    try:
-        return StudyRecord(Path(values["study"]), bool(values["quick"]),
-                           {run["name"]: run["hash"] for run in values["runs"]})
-    except (KeyError, TypeError) as error:
-        raise RunError(f"{path} is damaged ({type(error).__name__}: {error}); restore the file") from error
+    values = read_record(path, _Record)
+    return StudyRecord(Path(values["study"]), values["quick"], {run["name"]: run["hash"] for run in values["runs"]})
 
 
-def check_format(values: Mapping[str, Any], path: Path) -> None:
-    """Raises :class:`RunError` unless a ``study.json`` or ``run.json`` has this format version."""
+def read_record(path: Path, kind: Any) -> dict[str, Any]:
+    """Reads a ``study.json`` or a ``run.json``, whose entries have these types.
+
+    Raises:
+        RunError: it is damaged, or of another format version.
+        OSError: it cannot be read.
+    """
+    values = json_files.read(path, dict[str, Any])
     if values.get("format") != FORMAT:
         raise RunError(f"{path}: format {values.get('format')!r}; this version of lineargpt reads format {FORMAT}: use "
                        "the version that wrote the file")
+    json_files.check(values, kind, path)
+    return values
 
 
 def reader(out_dir: Path, record: StudyRecord) -> Reader:

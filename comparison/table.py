@@ -11,6 +11,7 @@ import numpy as np
 
 from comparison.runs import Run, Setup, shown_labels
 from comparison.wording import seeds_text
+from support.terminal import printable
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,6 @@ def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
     """Print the table. If it does not fit the terminal, runs become columns, or columns of the highest ranks are
     dropped."""
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     console = Console()  # the width of the terminal, or COLUMNS
@@ -215,11 +215,11 @@ def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
     def made(columns: Sequence[Column], *, across: bool) -> Table:
         lines = [headings(columns), *(list(row.cells(columns).values()) for row in rows)]
         lines = [list(line) for line in zip(*lines, strict=True)] if across else lines
-        table = Table(*(escape(heading) for heading in lines[0]))
+        table = Table(*(_cell(heading) for heading in lines[0]))
         for column in table.columns[1 if across else 2:]:
             column.justify = "right"
         for line in lines[1:]:
-            table.add_row(*(escape(cell) for cell in line))
+            table.add_row(*(_cell(cell) for cell in line))
         return table
 
     tables = [made(columns, across=False), made(columns, across=True)]
@@ -240,16 +240,22 @@ def print_texts(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
         texts: number of left-aligned columns; the others are right-aligned.
     """
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(*(escape(heading) for heading in headings), title=escape(title) or None, title_justify="left")
+    table = Table(*(_cell(heading) for heading in headings), title=_cell(title) or None, title_justify="left")
     for column in table.columns[texts:]:
         column.justify = "right"
     for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
+        table.add_row(*(_cell(cell) for cell in row))
     # Lines for other programs are not wrapped.
     Console(width=None if sys.stdout.isatty() else 300).print(table)
+
+
+def _cell(text: str) -> str:
+    """A text as rich prints it unchanged, without what a terminal would obey."""
+    from rich.markup import escape
+
+    return escape(printable(text))
 
 
 def as_csv(rows: Sequence[Row], columns: Sequence[Column]) -> str:

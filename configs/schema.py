@@ -3,7 +3,7 @@
 A recipe (``configs/NAME.py``) returns a :class:`Config` or a :class:`MaskedConfig`, a recipe of the Long Range Arena
 (``configs/lra/NAME.py``) an :class:`LraConfig`, a recipe of speech (``configs/speech/NAME.py``) a
 :class:`SpeechConfig`. Every field is a flag of ``train.py``, ``lra.train`` or ``speech.train``. The resolved config is
-written to ``RUN/config.json``. Of the project, this module imports only its errors.
+written to ``RUN/config.json``. Of the project, this module imports only from ``support``.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
+from support import json_files
 from support.errors import ConfigError, RunError
 
 FORMAT = 2
@@ -278,13 +279,11 @@ class _Run:
             source: name of ``values`` in the messages of a ``RunError``.
 
         Raises:
-            RunError: the format version is missing or unknown, or a group is not a dict.
+            RunError: the format version is missing or unknown, or a field has another type.
             ConfigError: an unknown group or field.
         """
-        check_format(values, source)
+        check_types(values, source, cls)
         given = groups_of(values)
-        if not all(isinstance(group, dict) for group in given.values()):
-            raise RunError(f"{source}: not a config written by train.py")
         groups = {group.name: group.default_factory for group in dataclasses.fields(cls)}
         built = {}
         for name, fields in given.items():
@@ -370,13 +369,34 @@ def check_format(values: dict[str, Any], source: object) -> None:
                        "wrote the file, or train the run again")
 
 
+def check_types(values: dict[str, Any], source: object, kind: type[RunConfig] | None = None) -> None:
+    """Checks the format version of a ``config.json`` and the types of the fields that this version knows.
+
+    Args:
+        values: its contents.
+        source: its name in the message.
+        kind: the class of the config. None: :func:`config_class`.
+
+    Raises:
+        RunError: the format version is missing or unknown, or a field has another type.
+    """
+    check_format(values, source)
+    groups = _written_groups(values)
+    json_files.check(groups, dict[str, dict[str, Any]], source)
+    json_files.check(groups, kind or config_class(values), source)
+    json_files.check(groups.get("model", {}).get("modes", {}), dict[str, dict[str, Any]], source, "model.modes")
+
+
 def groups_of(values: dict[str, Any]) -> dict[str, Any]:
-    """The groups of a ``config.json``, without format version and kind, as in the present format."""
-    groups = {name: group for name, group in values.items() if name not in ("format", "kind")}
-    data = groups.get("data")
-    if values.get("format") == 1 and isinstance(data, dict) and data.get("packing") == "documents":
-        groups["data"] = data | {"packing": EARLIER_DOCUMENTS}
+    """The groups of a ``config.json``, without format version, kind and checksum, as in the present format."""
+    groups = _written_groups(values)
+    if values.get("format") == 1 and groups.get("data", {}).get("packing") == "documents":
+        groups["data"] = groups["data"] | {"packing": EARLIER_DOCUMENTS}
     return groups
+
+
+def _written_groups(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: group for name, group in values.items() if name not in ("format", "kind", json_files.CHECKSUM)}
 
 
 def config_class(values: dict[str, Any]) -> type[RunConfig]:

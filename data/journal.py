@@ -6,18 +6,18 @@ incomplete folder.)
 """
 
 import contextlib
-import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypedDict
 
-from data.token_files import Vocabulary, write_errors
+from data.parts import PartEntry
+from data.token_files import SplitEntry, Vocabulary, write_errors
+from support import json_files
 from support.command import status
-from support.errors import ConfigError, DataError
-from support.files import read_json, replacing
+from support.errors import ConfigError
+from support.json_files import Count, Hexadecimal
 from support.locks import locked
 
 COMMIT_BYTES = 64 * 2**20
@@ -37,6 +37,30 @@ def lock(directory: Path) -> Iterator[None]:
                 f"waiting for another process that prepares {directory}")))
         stack.callback(path.unlink, missing_ok=True)
         yield
+
+
+class State(TypedDict):
+    """The state of the written files."""
+
+    start: Any
+    """The place of the next text in the source; None: its start."""
+    revision: str | None
+    """The version of the source."""
+    checksum: Hexadecimal
+    """Of the texts so far."""
+    replaced: Count
+    """Invalid sequences in them."""
+    skipped: dict[str, Count]
+    """Documents without text, by reason."""
+    splits: dict[str, SplitEntry | PartEntry]
+    """The state of the writer."""
+
+
+class _Journal(TypedDict):
+    """``journal.json``."""
+
+    request: dict[str, Any]
+    state: State
 
 
 class Writer(Protocol):
@@ -68,7 +92,7 @@ class UnfinishedFolder:
 
     Raises:
         ConfigError: it was started with another request.
-        DataError: the journal is damaged.
+        JsonError: the journal is damaged.
     """
 
     def __init__(self, directory: Path, request: dict[str, Any]):
@@ -78,18 +102,11 @@ class UnfinishedFolder:
         self._writer: Writer | None = None
         self._uncommitted_bytes, self._commit_time = 0, time.monotonic()
         self.state = self._committed = self._read() if self._journal.is_file() else None
-        """State of the written files in JSON values, set by the caller: ``splits`` is the state of the writer, the rest
-        is up to the caller. None: nothing yet."""
+        """:class:`State`, set by the caller. None: nothing yet."""
 
     def _read(self) -> dict[str, Any]:
-        try:
-            found = read_json(self._journal)
-            before, state = found["request"], found["state"]
-        except ValueError as error:
-            raise DataError(f"{error}, or delete the folder {self.path} and start over") from error
-        except (KeyError, TypeError) as error:
-            raise DataError(f"{self._journal} is damaged ({error} is missing); delete the folder {self.path} and start "
-                            "over") from error
+        found = json_files.read(self._journal, _Journal, remedy=f"delete the folder {self.path} and start over")
+        before, state = found["request"], found["state"]
         for name, value in self._request.items():
             if before.get(name) != value:
                 what = name.replace("_", " ") if name != "state" else "text of the source (its files have changed)"
@@ -126,10 +143,7 @@ class UnfinishedFolder:
         if self._writer is not None:
             self._writer.sync()
         if self.state is not self._committed:
-            with replacing(self._journal) as beside, beside.open("w") as file:
-                json.dump({"request": self._request, "state": self.state}, file)
-                file.flush()
-                os.fsync(file.fileno())
+            json_files.write(self._journal, {"request": self._request, "state": self.state})
             self._committed = self.state
         self._uncommitted_bytes, self._commit_time = 0, time.monotonic()
 

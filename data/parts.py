@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NotRequired, Self, TypedDict
 
 import numpy as np
 
@@ -20,12 +20,61 @@ from data.sources.source import Block
 from data.texts import Column, TextChunk, TextChunks
 from data.token_files import HashedFile, Vocabulary, token_dtype
 from data.tokenizers import Encoded
+from support import json_files
 from support.errors import ConfigError, DataError
-from support.files import read_json, write_json
+from support.json_files import Count, Hexadecimal, Positive
 
 _NAME = re.compile(r"([0-9]+)/([0-9]+)")
 _BLOCKS = "blocks.bin"
 _BYTES_AT_ONCE = 2**23
+
+
+class PartEntry(TypedDict):
+    """The counts of a part: of its blocks, their tokens, bytes of text and documents, and of the bytes of all."""
+
+    blocks: Count
+    tokens: Count
+    bytes: Count
+    documents: Count
+    size: Count
+
+
+class _Request(TypedDict):
+    """The settings of a part that are read one by one."""
+
+    source: str
+    tokenizer: str
+
+
+class _Origin(TypedDict):
+    """The source of a part, and its selection."""
+
+    source: str
+    source_version: str | None
+    licence: NotRequired[str | None]
+    split: str | None
+    column: str | None
+    val_documents: Positive | None
+    val_share: float | None
+
+
+class _Vocabulary(TypedDict):
+    """:class:`data.token_files.Vocabulary`."""
+
+    tokenizer: str
+    fingerprint: str | None
+    size: Positive
+    separator: Count
+
+
+class _Meta(PartEntry):
+    """``part.json``."""
+
+    part: str
+    request: _Request
+    origin: _Origin
+    vocabulary: _Vocabulary
+    sha256: Hexadecimal
 
 
 class PartName(NamedTuple):
@@ -107,7 +156,7 @@ class PartWriter:
         self.sync()
         meta = {"part": str(name), "request": request, "origin": origin, "vocabulary": self._vocabulary._asdict(),
                 **self._entry, "sha256": self._file.close()}
-        write_json(self._folder / "part.json", meta)
+        json_files.write(self._folder / "part.json", meta)
         return meta
 
     def close(self) -> None:
@@ -125,7 +174,7 @@ class Part(NamedTuple):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        return Vocabulary(**self.meta["vocabulary"])
+        return Vocabulary(*(self.meta["vocabulary"][name] for name in Vocabulary._fields))
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -135,16 +184,15 @@ class Part(NamedTuple):
             DataError: it is damaged, or the blocks are not as long as it says.
         """
         remedy = f"delete {folder} and make the part again"
+        meta = json_files.read(folder / "part.json", _Meta, remedy=remedy)
         try:
-            meta = read_json(folder / "part.json")
-            part = cls(folder, PartName.parse(meta["part"]), meta)
-            expected = meta["size"], len(meta["sha256"]), part.vocabulary, meta["request"]["source"], meta["origin"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{folder / 'part.json'} is damaged ({error}); {remedy}") from error
+            name = PartName.parse(meta["part"])
+        except ConfigError as error:
+            raise DataError(f"{folder / 'part.json'} is damaged: {error}; {remedy}") from error
         found = (folder / _BLOCKS).stat().st_size if (folder / _BLOCKS).is_file() else 0
-        if found != expected[0]:
-            raise DataError(f"{folder / _BLOCKS}: expected {expected[0]:,} bytes, found {found:,}; {remedy}")
-        return part
+        if found != meta["size"]:
+            raise DataError(f"{folder / _BLOCKS}: expected {meta['size']:,} bytes, found {found:,}; {remedy}")
+        return cls(folder, name, meta)
 
     def check_request(self, request: dict[str, Any]) -> None:
         """Raises :class:`ConfigError` if the part was made with another request."""

@@ -16,13 +16,14 @@ from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Self, TypedDict
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
+from support import json_files
 from support.errors import ConfigError, DataError
-from support.files import read_json, write_json
+from support.json_files import Check, Count, FileName, Hexadecimal, Positive
 
 SPLITS = ("train", "val")
 """The splits that every corpus has."""
@@ -33,10 +34,57 @@ _WEIGHT_DTYPE = np.dtype("u1")
 _SUFFIXES = {"sha256": ".bin", "weights_sha256": ".weights.bin", "targets_sha256": ".targets.bin"}
 """Files of a shard, by the name of their checksum."""
 _FORMAT = 2  # 2: with targets; meta.json of format 1 has no number
-_REQUIRED = ("tokenizer", "vocabulary_size", "document_separator", "dtype", "checksum", "splits")
 _TOKENS_AT_ONCE = 2**24  # when reading all tokens, to bound the memory
 _BYTES_AT_ONCE = 2**23
 _REMEDY = "delete the folder and prepare it again"
+
+
+class ShardEntry(TypedDict):
+    """A shard in ``meta.json``. Of a shard that is being written, the checksums are empty."""
+
+    file: FileName
+    tokens: Count
+    sha256: Hexadecimal
+    weights_sha256: NotRequired[Hexadecimal]
+    targets_sha256: NotRequired[Hexadecimal]
+
+
+class SplitEntry(TypedDict):
+    """A split in ``meta.json``."""
+
+    tokens: Count
+    bytes: Count
+    documents: Count
+    largest_id: Count
+    shards: list[ShardEntry]
+
+
+class ImageEntry(TypedDict):
+    """The format of images in ``meta.json``; see :class:`data.sources.images.ImageFormat`."""
+
+    shape: tuple[Positive, Positive, Literal[1, 3]]
+    levels: Annotated[int, Check("a whole number from 2 to 65,535", lambda value: 2 <= value < 2**16)]
+
+
+class Meta(TypedDict):
+    """``meta.json``."""
+
+    tokenizer: str
+    tokenizer_fingerprint: NotRequired[str | None]
+    vocabulary_size: Positive
+    document_separator: Count
+    dtype: Literal["uint16", "uint32"]
+    checksum: str
+    splits: dict[str, SplitEntry]
+    format: NotRequired[Positive]
+    weights: NotRequired[bool]
+    targets: NotRequired[bool]
+    unit: NotRequired[Literal["byte", "dimension"]]
+    image: NotRequired[ImageEntry | None]
+    pixel_histogram: NotRequired[dict[str, float]]
+    skipped: NotRequired[dict[str, Count]]
+    replaced: NotRequired[Count]
+    source: NotRequired[str | None]
 
 
 class Vocabulary(NamedTuple):
@@ -67,20 +115,15 @@ def read_meta(directory: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: there is none.
-        DataError: it is damaged.
+        JsonError: it is damaged.
     """
     path = Path(directory) / "meta.json"
     if not path.is_file():
         raise ConfigError(f"{directory}: no token files (no meta.json); create them with: "
                           "python -m data.prepare SOURCE --tokenizer NAME --out DIR")
-    try:
-        meta = read_json(path)
-    except ValueError as error:
-        raise DataError(f"{error}, or {_REMEDY}") from error
-    if missing := [name for name in _REQUIRED if name not in meta]:
-        raise DataError(f"{path} is damaged ({', '.join(missing)} missing); {_REMEDY}")
-    if (found := meta.get("format", 1)) not in range(1, _FORMAT + 1):
-        raise DataError(f"{path} has format {found!r}; expected 1 to {_FORMAT}: use a newer lineargpt, or {_REMEDY}")
+    meta = json_files.read(path, Meta, remedy=f"restore the file, or {_REMEDY}")
+    if (found := meta.get("format", 1)) > _FORMAT:
+        raise DataError(f"{path} has format {found:,}; expected 1 to {_FORMAT}: use a newer lineargpt, or {_REMEDY}")
     return meta
 
 
@@ -111,31 +154,34 @@ class _SplitFiles(NamedTuple):
 
 
 def _find_files(directory: Path, meta: dict[str, Any]) -> tuple[dict[str, _SplitFiles], list[str]]:
-    """The files of each split, and the errors that show without reading them.
-
-    Raises:
-        DataError: ``meta.json`` is damaged.
-    """
+    """The files of each split, and the errors that show without reading them."""
+    damaged, size, dtype = f"{directory / 'meta.json'} is damaged:", meta["vocabulary_size"], _DTYPES[meta["dtype"]]
     splits, wrong = {}, []
-    try:
-        dtype = _DTYPES[meta["dtype"]]
-        for name, entry in meta["splits"].items():
-            shards = [_File(directory / shard["file"], shard["tokens"], dtype, shard["sha256"])
-                      for shard in entry["shards"]]
-            weights, targets = ([_File(_file_of(directory / shard["file"], checksum), shard["tokens"], kind,
-                                       shard[checksum]) for shard in entry["shards"] if meta.get(there)]
-                                for there, checksum, kind in (("weights", "weights_sha256", _WEIGHT_DTYPE),
-                                                              ("targets", "targets_sha256", dtype)))
-            splits[name] = _SplitFiles(shards, weights, targets)
-            wrong += [file.problem for file in (*shards, *weights, *targets) if file.problem is not None]
-            if (found := sum(file.tokens for file in shards)) != entry["tokens"]:
-                wrong.append(f"{directory / 'meta.json'} is damaged: it gives {name} {entry['tokens']:,} tokens, and "
-                             f"its shards {found:,}")
-            if entry["largest_id"] >= meta["vocabulary_size"]:
-                wrong.append(f"{directory}: the token {entry['largest_id']} of {name} is beyond the vocabulary of "
-                             f"{meta['vocabulary_size']} tokens of {meta['tokenizer']}")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{directory / 'meta.json'} is damaged ({error!r}); {_REMEDY}") from error
+    if dtype != token_dtype(size):
+        wrong.append(f"{damaged} dtype is {meta['dtype']}, expected {token_dtype(size).name} for a vocabulary of "
+                     f"{size:,} tokens")
+    if meta["document_separator"] >= size:
+        wrong.append(f"{damaged} document_separator is {meta['document_separator']}, expected less than the "
+                     f"vocabulary of {size:,} tokens")
+    if (image := meta.get("image")) is not None and image["levels"] != size - 1:
+        wrong.append(f"{damaged} image.levels is {image['levels']}, expected {size - 1}, one less than the vocabulary")
+    for name, entry in meta["splits"].items():
+        shards = [_File(directory / shard["file"], shard["tokens"], dtype, shard["sha256"])
+                  for shard in entry["shards"]]
+        weights, targets = ([_File(_file_of(directory / shard["file"], checksum), shard["tokens"], kind,
+                                   shard.get(checksum, "")) for shard in entry["shards"] if meta.get(there)]
+                            for there, checksum, kind in (("weights", "weights_sha256", _WEIGHT_DTYPE),
+                                                          ("targets", "targets_sha256", dtype)))
+        splits[name] = _SplitFiles(shards, weights, targets)
+        wrong += [file.problem for file in (*shards, *weights, *targets) if file.problem is not None]
+        if (found := sum(file.tokens for file in shards)) != entry["tokens"]:
+            wrong.append(f"{damaged} it gives {name} {entry['tokens']:,} tokens, and its shards {found:,}")
+        if entry["largest_id"] >= size:
+            wrong.append(f"{directory}: the token {entry['largest_id']} of {name} is beyond the vocabulary of "
+                         f"{size} tokens of {meta['tokenizer']}")
+        if entry["tokens"] and not entry["bytes"]:
+            wrong.append(f"{damaged} splits.{name}.bytes is 0, expected the bytes of the text of "
+                         f"{entry['tokens']:,} tokens")
     known = {file.path for split in splits.values() for files in split for file in files}
     wrong += [f"{path}: not in meta.json, perhaps from another tokenizer; move it away"
               for path in sorted(directory.glob("*.bin"))
@@ -443,7 +489,7 @@ class TokenFilesWriter:
                 "document_separator": self._vocabulary.separator, "dtype": token_dtype(self._vocabulary.size).name,
                 **counts, **({"weights": True} if "weights_sha256" in files else {}),
                 **({"targets": True, "format": _FORMAT} if "targets_sha256" in files else {}), "splits": splits}
-        write_json(self._folder / "meta.json", meta)
+        json_files.write(self._folder / "meta.json", meta)
         return meta
 
     def close(self) -> None:

@@ -14,16 +14,18 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
 from benchmarks import report
 from comparison.curves import read_curves
-from configs.schema import LraConfig, check_format
+from configs.schema import LraConfig
 from support.command import status
 from support.errors import ConfigError, DataError, LineargptError, RunError
 from support.files import read_json
+from support.json_files import Count, Share, read
+from training.run_files import read_config
 
 PUBLISHED = Path(__file__).parent / "published.json"
 TASKS = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image", "pathfinder": "Pathfinder",
@@ -80,42 +82,56 @@ class Run:
         return max(below, key=below.__getitem__, default="nothing")
 
 
+class _Last(TypedDict):
+    """The figures of the last checkpoint."""
+
+    accuracy: Share
+
+
+class _Test(TypedDict):
+    """``test.json``."""
+
+    task: str
+    attention: list[str]
+    seed: int
+    accuracy: Share
+    last: NotRequired[_Last]
+    examples: Count
+    train_examples: Count
+    context: Count
+    step: Count
+    parameters: Count | None
+    baselines: dict[str, Share]
+    command: list[str]
+    corpus_checksum: str | None
+
+
 def load(path: Path) -> Run:
     """Loads a run.
 
     Raises:
         ConfigError: the folder does not exist, or is not a run of ``lra.train``.
-        DataError: the run is not scored yet, or a file is damaged.
-        RunError: its ``config.json`` has another format.
+        DataError: the run is not scored yet, or ``test.json`` is damaged.
+        RunError: ``config.json`` is damaged, or has another format.
     """
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path}: not a run, it has no config.json; name the --run-dir of an lra.train run")
-    try:
-        config = read_json(path / "config.json", DataError)
-        check_format(config, path / "config.json")
-        if "task" not in config["data"]:
-            raise ConfigError(f"{path}: a run of train.py; expected runs of lra.train")
-        if not (path / "test.json").is_file():
-            raise DataError(f"{path}: not scored yet, no test.json; repeat the command of the run to finish it")
-        found = read_json(path / "test.json", DataError)
-        config = LraConfig.from_dict(config).to_dict()  # with the fields that were added since
-        config = {name: group for name, group in config.items() if name not in SAME}
-        config["train"].pop("seed")
-        config["data"].pop("dir")  # the same data may be in another folder
-        last = found["last"]["accuracy"] if "last" in found else None
-        for number in (found["accuracy"], *([] if last is None else [last]), *found["baselines"].values()):
-            if not 0 <= number <= 1:
-                raise ValueError(f"{number} is not an accuracy")
-        return Run(path.resolve().name, found["task"], ",".join(found["attention"]), found["seed"], found["accuracy"],
-                   last, found["examples"], found["train_examples"], found["context"], found["step"],
-                   found["parameters"], _train_seconds(path / "metrics.jsonl"), found["baselines"],
-                   shlex.join(found["command"]), found["corpus_checksum"],
-                   json.dumps([config, found["corpus_checksum"]], sort_keys=True))
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise DataError(f"{path}: config.json or test.json is damaged ({type(error).__name__}: {error}); bring them "
-                        "back") from error
+    config = read_config(path)
+    if "task" not in config.get("data", {}):
+        raise ConfigError(f"{path}: a run of train.py; expected runs of lra.train")
+    if not (path / "test.json").is_file():
+        raise DataError(f"{path}: not scored yet, no test.json; repeat the command of the run to finish it")
+    found = read(path / "test.json", _Test)
+    config = LraConfig.from_dict(config, path / "config.json").to_dict()  # with the fields that were added since
+    config = {name: group for name, group in config.items() if name not in SAME}
+    config["train"].pop("seed")
+    config["data"].pop("dir")  # the same data may be in another folder
+    last = found["last"]["accuracy"] if "last" in found else None
+    return Run(path.resolve().name, found["task"], ",".join(found["attention"]), found["seed"], found["accuracy"],
+               last, found["examples"], found["train_examples"], found["context"], found["step"],
+               found["parameters"], _train_seconds(path / "metrics.jsonl"), found["baselines"],
+               shlex.join(found["command"]), found["corpus_checksum"],
+               json.dumps([config, found["corpus_checksum"]], sort_keys=True))
 
 
 def _train_seconds(metrics: Path) -> float | None:

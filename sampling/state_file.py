@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,21 @@ from models.gpt import GPT
 from sampling.sampler import Memory
 from support.errors import StateError
 from support.files import replacing
+from support.json_files import Count, Hexadecimal, check
 
 METADATA = "lineargpt-state"
 FORMAT = 1
 """Format version. Increase it when older files would be misread."""
 PARAMETERS = "parameters"
+
+
+class _About(TypedDict):
+    """The metadata."""
+
+    format: Count
+    origin: str
+    model: dict[str, str]
+    sha256: Hexadecimal
 
 
 def save(path: Path, memory: Memory, model: GPT, *, origin: str) -> None:
@@ -61,7 +71,7 @@ def load(path: Path, model: GPT) -> Memory:
     """Read the decode state in a state file, on the host, for a ``Sampler`` of the same model.
 
     Raises:
-        StateError: the file is damaged, or of another model.
+        StateError, JsonError: the file is damaged, or of another model.
         OSError: it cannot be read.
     """
     from safetensors import SafetensorError, safe_open
@@ -70,13 +80,15 @@ def load(path: Path, model: GPT) -> Memory:
         with safe_open(path, framework="numpy") as file:
             about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise StateError(f"{path}: not a state file, or a damaged one ({error}); save it again") from error
+    check(about, dict[str, Any], path, METADATA, remedy="save it again")
     if (found := about.get("format")) != FORMAT:
         what = "no format version" if found is None else f"format {json.dumps(found)}"
         raise StateError(f"{path}: {what}; this version of lineargpt reads state files of format {FORMAT}; save it "
                          "again")
-    if about.pop("sha256", None) != _checksum(tensors, about):
+    check(about, _About, path, METADATA, remedy="save it again")
+    if about.pop("sha256") != _checksum(tensors, about):
         raise StateError(f"{path}: damaged: it does not match its checksum; save it again")
     theirs, ours = about["model"], fingerprint(model)
     # Fields that only one of them has follow from another difference, or are new in one version, with a default.
@@ -86,6 +98,8 @@ def load(path: Path, model: GPT) -> Memory:
         raise StateError(f"{path}: the state of another model, {about['origin']}: "
                          + ("; ".join(differing) or f"the same sizes, but other {PARAMETERS}"))
     empty = jax.eval_shape(lambda: Memory(jnp.zeros(0), model.init_cache(1, 1), jnp.zeros(0)))
+    if missing := [name for path, _ in jax.tree.leaves_with_path(empty) if (name := _name(path)) not in tensors]:
+        raise StateError(f"{path}: it has no {missing[0]}, which a state of this model has; save it again")
     return jax.tree.map_with_path(lambda path, _: tensors[_name(path)], empty)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -38,8 +38,9 @@ from speech.utterances import (
 from support import interrupts
 from support.broken import Broken
 from support.command import status
-from support.errors import ConfigError, DataError
-from support.files import read_json, replacing, write_json
+from support.errors import ConfigError, DataError, JsonError
+from support.files import replacing
+from support.json_files import Count, Digits, Hexadecimal, Positive, read, write
 from support.progress import progress_bar
 
 LETTERS = (*string.ascii_uppercase, "'", " ")
@@ -57,8 +58,17 @@ FOLDERS = {"train": "train", "val": "dev", "test": "test"}
 """Start of the names of a split's folders."""
 _VERSION = 2
 _AT_ONCE = 10 * RATE
-_INDEX = {"lengths", "damaged", "resampled", "features", "digest"}
-"""The entries of the index of computed features."""
+
+
+class _Index(TypedDict):
+    """``index.json``, of computed features."""
+
+    lengths: list[Count]
+    damaged: dict[Digits, str]
+    """Why rows cannot be used."""
+    resampled: dict[Digits, Count]
+    features: Positive
+    digest: Hexadecimal
 
 
 class _Utterance(NamedTuple):
@@ -234,9 +244,10 @@ def _features(corpus: Corpus, folder: Path, name: str, utterances: Sequence[_Utt
     place = cache / f"{folder.resolve().name}-{name}-{key}"
     data, listed = place / "frames.bin", place / "index.json"
     try:
-        index = read_json(listed)
-        whole = index.keys() >= _INDEX and data.stat().st_size == 4 * sum(index["lengths"]) * index["features"]
-    except (OSError, ValueError, AttributeError, TypeError):
+        index = read(listed, _Index)
+        whole = (data.stat().st_size == 4 * sum(index["lengths"]) * index["features"]
+                 and len(index["lengths"]) == len(utterances) > max(map(int, index["damaged"]), default=-1))
+    except (OSError, JsonError):
         index, whole = {}, False
     if not whole:
         status(f"reading {len(utterances):,} utterances of {folder}, {FOLDERS[name]}; their features are kept in "
@@ -244,7 +255,7 @@ def _features(corpus: Corpus, folder: Path, name: str, utterances: Sequence[_Utt
         place.mkdir(parents=True, exist_ok=True)
         with interrupts.exit_on_sigterm(), replacing(data) as beside:
             index = _compute(corpus, utterances, beside, f"{folder.resolve().name}, {FOLDERS[name]}")
-        write_json(listed, index)
+        write(listed, index)
     if not sum(index["lengths"]):
         (row, reason), *_ = [*index["damaged"].items(), ("0", "no frames")]
         raise DataError(f"{folder}, {FOLDERS[name]}: no utterance can be used; the first at "

@@ -17,6 +17,7 @@ from typing import Any
 
 from support import interrupts
 from support.errors import FAILURE, INTERRUPTED, USAGE, ConfigError, LineargptError
+from support.terminal import printable
 
 _only_errors_of: str | None = None
 
@@ -75,7 +76,7 @@ def report_error(text: str) -> None:
 
 
 def _print(text: str) -> None:
-    print(text, file=error_stream(), flush=True)
+    print(printable(text), file=error_stream(), flush=True)
 
 
 def note(text: str) -> None:

@@ -40,6 +40,11 @@ class StateError(LineargptError):
     """A state file that is damaged or of another model. The message names the file and what is wrong."""
 
 
+class JsonError(RunError, DataError, StateError):
+    """A damaged JSON file of a run, a corpus, a study or a state. The message names the file and the field, what was
+    found, and what was expected."""
+
+
 class WeightsError(LineargptError):
     """Published weights that cannot be downloaded, read or written. The message names the file."""
 

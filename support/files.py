@@ -132,20 +132,22 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def read_json(path: Path, damaged: type[Exception] = ValueError) -> dict[str, Any]:
-    """The object in a JSON file.
+def read_json(path: Path, damaged: type[Exception] = ValueError, *, remedy: str = "restore the file",
+              ) -> dict[str, Any]:
+    """The object in a JSON file, of any fields; :func:`support.json_files.read` also checks these.
 
     Args:
         path: the file.
         damaged: the exception to raise if it is not a JSON object.
+        remedy: the end of the message.
 
     Raises:
         OSError: the file cannot be read.
     """
     try:
         values = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise damaged(f"{path} is damaged ({error}); restore the file") from error
+    except (ValueError, RecursionError) as error:
+        raise damaged(f"{path} is damaged ({error}); {remedy}") from error
     if not isinstance(values, dict):
-        raise damaged(f"{path} is damaged: expected a JSON object; restore the file")
+        raise damaged(f"{path} is damaged: expected a JSON object; {remedy}")
     return values

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from support.command import error_stream, prints_only_errors
+from support.terminal import printable
 
 
 @contextlib.contextmanager
@@ -30,7 +31,7 @@ def progress_bar(name: str, *, show: bool = True) -> Iterator[Callable[[float | 
                TextColumn("left:", table_column=fixed), TimeRemainingColumn(table_column=fixed))
     with Progress(*columns, console=Console(file=error_stream()), disable=not show or prints_only_errors(),
                   speed_estimate_period=60, expand=True) as bar:
-        task = bar.add_task(escape(name), total=None, text="")
+        task = bar.add_task(escape(printable(name)), total=None, text="")
 
         def update(share: float | None, text: str) -> None:
             if share is None:

@@ -16,12 +16,13 @@ from typing import Any
 
 from comparison.wording import few
 from configs.schema import RunConfig
-from support.errors import ConfigError, DataError, LineargptError
-from support.files import read_json, temporary_folder
+from support.errors import ConfigError, DataError, LineargptError, RunError
+from support.files import temporary_folder
 from sweeps.folder import is_finished
 from sweeps.plan import PlannedRun, module_of, plan_run
 from training.checkpoint import Checkpoints
 from training.metrics import read_blocks
+from training.run_files import read_environment
 
 TIMED_STEPS = 3
 """Timed steps of each distinct program, after one warm-up step."""
@@ -67,8 +68,8 @@ def timing(folder: Path) -> Timing | None:
                    if line["split"] == "val"]
     evaluation = min(evaluations, default=0.0)
     other = lines[-1]["wall_seconds"] - train[-1]["train_seconds"] - len(evaluations) * evaluation
-    with contextlib.suppress(OSError, ValueError):
-        environment = read_json(folder / "environment.json")
+    with contextlib.suppress(OSError, RunError):
+        environment = read_environment(folder)
         memory = environment.get("peak_bytes") or environment.get("step_bytes")
         return Timing(step, evaluation, max(other, 0.0), memory)
     return None
@@ -180,9 +181,8 @@ def _checkpoints(config: RunConfig, known: Timing | None) -> int | None:
 
 def _counted(folder: Path) -> int | None:
     """Number of parameters recorded in a run."""
-    with contextlib.suppress(OSError, ValueError):
-        count = read_json(folder / "environment.json").get("parameters")
-        return count if isinstance(count, int) else None
+    with contextlib.suppress(OSError, RunError):
+        return read_environment(folder).get("parameters")
     return None
 
 

@@ -3,11 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
-from comparison.study import FORMAT, RECORD, Study, StudyRecord, check_format, read_study
-from support.errors import ConfigError, RunError
-from support.files import read_json, write_json
+from comparison.study import FORMAT, RECORD, Study, StudyRecord, read_record, read_study
+from support.errors import ConfigError
+from support.json_files import write
 from sweeps.plan import PlannedRun
 from training.checkpoint import Checkpoints
 from training.metrics import read_blocks
@@ -60,14 +60,13 @@ def check_run(run: PlannedRun, out: Path) -> None:
             raise ConfigError(f"{run.folder} does not belong to this study; give another --out than {out}")
         return
     before = _read(path)
-    if before.get("hash") == run.hash:
+    if before["hash"] == run.hash:
         return
     raise ConfigError(f"{run.folder} is a run with {_first_difference(before, run)}; give another --out than {out}")
 
 
 def _first_difference(before: Mapping[str, Any], run: PlannedRun) -> str:
-    fields = before.get("fields")
-    there = {"command": before.get("command")} | (fields if isinstance(fields, dict) else {})
+    there = {"command": before["command"]} | before["fields"]
     here = {"command": run.variation.command} | json.loads(json.dumps(run.fields))
     for name in {**here, **there}:
         if name not in there or name not in here or there[name] != here[name]:
@@ -87,20 +86,20 @@ def begin(study: Study, runs: Sequence[PlannedRun], out: Path, *, quick: bool) -
             run.folder.mkdir(exist_ok=True)
             _write(run, finished=False, keep_all=False)
     if not (out / RECORD).exists():
-        write_json(out / RECORD, StudyRecord(study.path, quick, {run.name: run.hash for run in runs}).to_dict())
+        write(out / RECORD, StudyRecord(study.path, quick, {run.name: run.hash for run in runs}).to_dict())
 
 
 def is_finished(run: PlannedRun) -> bool:
     """Whether the command of a run is finished."""
     path = run.folder / SWEEP_RECORD
-    return path.exists() and _read(path).get("finished") is True
+    return path.exists() and _read(path)["finished"]
 
 
 def finish(run: PlannedRun, *, keep_all: bool) -> None:
     """Mark a run as finished, and delete the state that only training needs, unless ``keep_all`` is or was set."""
     path = run.folder / SWEEP_RECORD
     if is_finished(run):  # by an earlier sweep, which may have been killed before the clean-up
-        keep_all = keep_all or _read(path).get("keep_all") is True
+        keep_all = keep_all or _read(path).get("keep_all", False)
     else:
         _write(run, finished=True, keep_all=keep_all)
     if not keep_all and run.config is not None:
@@ -109,16 +108,24 @@ def finish(run: PlannedRun, *, keep_all: bool) -> None:
 
 
 def _write(run: PlannedRun, *, finished: bool, keep_all: bool) -> None:
-    write_json(run.folder / SWEEP_RECORD, {
+    write(run.folder / SWEEP_RECORD, {
         "format": FORMAT, "command": run.variation.command, "hash": run.hash, "finished": finished,
         "keep_all": keep_all, "fields": run.fields})
 
 
+class _Record(TypedDict):
+    """``run.json``."""
+
+    command: str
+    hash: str
+    finished: bool
+    keep_all: NotRequired[bool]
+    fields: dict[str, Any]
+
+
 def _read(path: Path) -> dict[str, Any]:
     """Reads a ``run.json``; :class:`RunError` if it is damaged, or of another format."""
-    values = read_json(path, RunError)
-    check_format(values, path)
-    return values
+    return read_record(path, _Record)
 
 
 def last_lines(folder: Path) -> dict[str, dict[str, Any]]:

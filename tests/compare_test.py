@@ -1,7 +1,9 @@
 """compare.py as a command."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +12,10 @@ from pathlib import Path
 import pytest
 
 import compare
+from comparison.figures import loss_against, write_figures
+from comparison.runs import load_run
 from tests.comparison.made import read_lines, write_evaluated, write_lines, write_run
+from tests.edited import edited
 
 ROOT = Path(compare.__file__).parent
 
@@ -125,7 +130,8 @@ def study(tmp_path):
 
 def test_a_study_is_shown_with_its_figures(study, tmp_path, capsys):
     out = tmp_path / "page.html"
-    assert compare.main(["--study", str(study), "--out", str(out), "--json", str(tmp_path / "page.json")]) == 0
+    file = ["--study-file", str(tmp_path / "study.py")]
+    assert compare.main(["--study", str(study), *file, "--out", str(out), "--json", str(tmp_path / "page.json")]) == 0
     said = capsys.readouterr()
     for text in ("Final val loss against learning rate", "Warning: the best learning rate of softmax, 0.001, is the",
                  "Not drawn, without valid runs: linear."):
@@ -157,7 +163,47 @@ def test_what_is_no_study_is_refused(study, tmp_path, capsys):
     assert "not the folder of a study" in refused(2, "--study", tmp_path)
     assert "none: no such folder" in refused(2, "--study", tmp_path / "none")
     (tmp_path / "study.py").write_text(STUDY.replace("optimizer.learning_rate", "optimizer.learning_rte"))
-    assert "no run has a field optimizer.learning_rte" in refused(2, "--study", study)
+    assert "no run has a field optimizer.learning_rte" in refused(2, "--study", study, "--study-file",
+                                                                  tmp_path / "study.py")
+    assert "study.py requires --study" in refused(2, study / "softmax-0.001", "--study-file", tmp_path / "study.py")
+
+
+@pytest.mark.parametrize("named", ["{folder}/study.py", "study.py", "{root}/studies/../out/study.py", "studies/no.py"])
+def test_the_program_that_a_folder_names_is_not_run(named, study, tmp_path, capsys, monkeypatch):
+    """A study of someone else: its figures are those that sweep.py wrote."""
+    write_figures([loss_against([load_run(study / f"softmax-{rate}") for rate in (0.001, 0.003)],
+                                "optimizer.learning_rate", title="Theirs")], study / "figures")
+    ran = tmp_path / "ran"
+    for file in (tmp_path / "study.py", study / "study.py", study / "studies" / "no.py"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(STUDY + f"\nopen({str(ran)!r}, 'w')\n")
+    named = named.format(folder=study, root=ROOT)
+    with edited(study / "study.json") as record:
+        record["study"] = named
+    monkeypatch.chdir(study)
+    out = tmp_path / "page.html"
+    assert compare.main(["--study", str(study), "--out", str(out)]) == 0
+    assert not ran.exists()
+    said = capsys.readouterr()
+    assert (f"note: the figures are those in {study / 'figures'}: {Path(named)} is not one of lineargpt's studies, and "
+            "is not run; name it with --study-file to draw them again") in said.err.splitlines()
+    assert "Theirs" in said.out
+    assert "1.5000" in said.out
+    assert '"title":"Theirs"' in out.read_text()
+    (study / "figures" / "figures.json").write_text('{"figures": [{"name": 5}]}')
+    assert compare.main(["--study", str(study), "--out", str(out)]) == 0
+    assert "figures.json is damaged: figures[0].name is 5, expected a name without a folder" in capsys.readouterr().err
+    shutil.rmtree(study / "figures")
+    assert compare.main(["--study", str(study), "--out", str(out)]) == 0
+    assert '"study":[]' in out.read_text()
+
+
+def test_a_study_of_lineargpt_is_run_wherever_the_command_is(study, tmp_path, capsys, monkeypatch):
+    with edited(study / "study.json") as record:
+        record["study"] = "studies/learning_rate.py"
+    monkeypatch.chdir(tmp_path)
+    assert compare.main(["--study", str(study), "--out", str(tmp_path / "page.html")]) == 0
+    assert "Final val loss against learning rate" in capsys.readouterr().out
 
 
 @pytest.mark.fast
@@ -247,6 +293,36 @@ def test_watching_that_is_terminated_leaves_a_page_that_does_not_reload(two, tmp
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_watching_goes_on_after_a_full_disk(two, tmp_path, capsys, monkeypatch):
+    out, pages = tmp_path / "page.html", []
+    whole, full = Path.write_bytes, []
+
+    def write_bytes(path, contents):
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return whole(path, contents)
+
+    def stop():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    # Full from the start, still full; written; full with the next change of the runs, and written without another.
+    events = [lambda: None, full.clear, lambda: (full.append(1), write_run(tmp_path / "third")),
+              lambda: None, full.clear, stop]
+
+    def wait(_):
+        pages.append(out.read_text().count("third") > 0 if out.exists() else None)
+        events.pop(0)()
+
+    full.append(1)
+    assert compare.watch(compare.Options((tmp_path / "*",), out=out, watch=True), wait) == 0
+    assert pages == [None, None, False, False, False, True]
+    assert not reloads(out)
+    said = capsys.readouterr().err.splitlines()
+    assert said.count(f"{out}: cannot be written (No space left on device); trying again until it can be written") == 2
+    assert said[-1] == "stopped watching"
+
+
 def test_watching_that_ends_in_an_error_leaves_a_page_that_does_not_reload(two, tmp_path):
     out = tmp_path / "page.html"
     options = compare.Options(tuple(two), out=out, csv=two[0], watch=True)  # a folder where the file should go
@@ -281,3 +357,20 @@ def test_it_starts_without_jax():
     code = "import compare, sys; print('jax' in sys.modules, 'flax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False False\n"
+
+
+def test_no_name_reaches_the_terminal_as_a_command(tmp_path, capsys):
+    path = write_run(tmp_path / "\x1b]0;owned\x07red\x1b[31m\n\r\x9b2J")
+    broken = write_run(tmp_path / "bro\x1b[2Jken")
+    (broken / "config.json").write_text("{")
+    assert compare.main([str(path), str(broken), "--out", str(tmp_path / "page.html"), "--json",
+                         str(tmp_path / "page.json"), "--csv", str(tmp_path / "table.csv")]) == 1
+    output = capsys.readouterr()
+    assert not set(output.out + output.err) & {"\x1b", "\x07", "\r", "\x9b"}
+    assert "red" in output.out
+    assert f"left out: {tmp_path}/broken/config.json is damaged" in output.err
+    assert list(figures(tmp_path / "page.json")) == ["red "]
+    unencoded = write_run(tmp_path / os.fsdecode(b"caf\xe9"))
+    assert compare.main([str(unencoded), "--out", str(tmp_path / "page.html"), "--json", str(tmp_path / "page.json"),
+                         "--csv", str(tmp_path / "table.csv")]) == 0
+    assert "caf\N{REPLACEMENT CHARACTER}" in (tmp_path / "table.csv").read_text()

@@ -22,8 +22,8 @@ from comparison.runs import load_evaluations, load_run
 from data import synthetic_tasks, tokenizers
 from data.loader import Batch, Corpora, fixed_batches
 from data.token_files import TokenFiles
-from support.files import write_json
 from tests import several_devices, tiny
+from tests.edited import edited
 from training import evaluation
 from training.run import load_model
 
@@ -126,7 +126,7 @@ def test_results_are_printed_before_they_are_written(folder, tmp_path, capsys, m
     def fails(*_, **__):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(run_dir))
 
-    for name in ("write_json", "write_window_losses"):
+    for name in ("write", "write_window_losses"):
         with monkeypatch.context() as patch:
             patch.setattr(evaluate, name, fails)
             capsys.readouterr()
@@ -304,15 +304,14 @@ def test_another_corpus_is_named(folder, recall, tmp_path, capsys):
 @pytest.mark.thorough
 def test_published_weights_have_no_corpus_of_their_own(folder, tmp_path, capsys):
     run_dir = shutil.copytree(folder / "none", tmp_path / "run")
-    environment = json.loads((run_dir / "environment.json").read_text())
-    write_json(run_dir / "environment.json", environment | {"published_weights": {"source": "elsewhere"}})
+    with edited(run_dir / "environment.json") as environment:
+        environment["published_weights"] = {"source": "elsewhere"}
     said = refused(capsys, 2, run_dir)
     assert "holds published weights, without a corpus: give --data.dir" in said
     assert "are mutually exclusive" in refused(capsys, 2, run_dir, "--data.dir", "a", "--data.source", "b")
     assert run(run_dir, "--data.source", folder / "texts") == 0
-    config = json.loads((run_dir / "config.json").read_text())
-    config["data"]["tokenizer"] = "gpt2"
-    write_json(run_dir / "config.json", config)
+    with edited(run_dir / "config.json") as config:
+        config["data"]["tokenizer"] = "gpt2"
     large = tiktoken.Encoding("gpt2", pat_str=".", mergeable_ranks={
         bytes([i]): i for i in range(256)}, special_tokens={"<|endoftext|>": 50256})
     with pytest.MonkeyPatch.context() as patch:
@@ -339,8 +338,7 @@ def test_what_cannot_be_evaluated(folder, tmp_path, capsys):
     assert "no checkpoints yet" in refused(capsys, 1, bare)
     without = tmp_path / "without-val"
     shutil.copytree(folder / "tokens", without)
-    meta = json.loads((without / "meta.json").read_text())
-    del meta["splits"]["val"]
+    with edited(without / "meta.json") as meta:
+        del meta["splits"]["val"]
     (without / "val-00000.bin").unlink()
-    (without / "meta.json").write_text(json.dumps(meta))
     assert "no validation tokens" in refused(capsys, 1, folder / "none", "--data.dir", without)

@@ -24,6 +24,7 @@ from configs.schema import LraConfig
 from lineargpt import ConfigError, compare_runs, load_recipe, open_run, train_run
 from support.errors import CheckpointError, RunError, TrainingError
 from tests import tiny
+from tests.edited import contents
 from training.checkpoint import Checkpoints
 from training.metrics import MetricsWriter
 
@@ -129,7 +130,7 @@ def test_train_run_begins_with_the_weights_of_another_run(recipe, folder, tmp_pa
 def test_an_opened_run_has_config_model_and_tokenizer(folder):
     run = open_run(folder / "python")
     assert run.config.model.attention == ("chunked",)
-    assert run.config.to_dict() == json.loads((folder / "python" / "config.json").read_text())
+    assert run.config.to_dict() == contents(folder / "python" / "config.json")
     assert run.environment["vocabulary_size"] == 257
     assert run.step == 2
     assert jax.jit(lambda tokens_BT: run.model(tokens_BT))(np.zeros((1, 8), int)).shape == (1, 8, 257)

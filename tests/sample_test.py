@@ -22,6 +22,7 @@ from models.gpt import GPT, resolve_config
 from sampling import terminal
 from support.errors import ConfigError
 from tests import several_devices
+from tests.edited import edited
 from training.checkpoint import Checkpoints
 from training.run import load_model
 
@@ -313,9 +314,8 @@ def test_folders_that_are_no_runs_are_named(runs, tmp_path, capsys):
 
 def test_a_run_of_another_model_is_refused(runs, tmp_path, capsys):
     copy = shutil.copytree(runs / "chunked", tmp_path / "run")
-    config = json.loads((copy / "config.json").read_text())
-    config["model"]["width"] = 16
-    (copy / "config.json").write_text(json.dumps(config))
+    with edited(copy / "config.json") as config:
+        config["model"]["width"] = 16
     assert "is a checkpoint of another model: parameter" in refused(capsys, 1, copy)
 
 

@@ -23,7 +23,7 @@ from data.loader import fixed_batches
 from data.prepare import prepare
 from data.token_files import TokenFiles
 from models import attention as attentions
-from tests import tiny
+from tests import edited, tiny
 from training import run as runs
 from training.checkpoint import Checkpoints
 
@@ -110,7 +110,7 @@ def test_checkpoints_are_at_their_steps_and_at_the_end(finished):
 
 
 def test_config_json_is_the_config_that_ran(recipe, finished, tmp_path, capsys):
-    values = json.loads((finished / "config.json").read_text())
+    values = edited.contents(finished / "config.json")
     assert values["train"]["steps"] == 7
     assert values["model"]["attention"] == ["chunked"]
     assert values["model"]["dtype"] == "float32"
@@ -447,7 +447,7 @@ def test_a_run_of_another_format_is_refused_and_left_alone(recipe, run_dir, tmp_
     import evaluate
     import sample
 
-    values = json.loads((run_dir / "config.json").read_text())
+    values = edited.contents(run_dir / "config.json")
     assert values.pop("format") == 2
     (run_dir / "config.json").write_text(json.dumps(values | (change or {})))
     before = contents(run_dir)
@@ -735,7 +735,7 @@ def test_what_another_process_began_meanwhile_is_read_under_the_lock(recipe, fin
     def after_another(run_dir):
         with locked(run_dir):
             shutil.copy(finished / "config.json", run_dir)
-            values = json.loads((finished / "environment.json").read_text()) | {"init_from": {"run": "theirs"}}
+            values = edited.contents(finished / "environment.json") | {"init_from": {"run": "theirs"}}
             (run_dir / "environment.json").write_text(json.dumps(values))
             yield
 

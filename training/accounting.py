@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypedDict
 
 from support.command import note
-from support.errors import RunError
-from support.files import read_json, write_json
+from support.errors import JsonError
+from support.files import write_json
+from support.json_files import Count, Seconds, read
 
 
 class Peak(NamedTuple):
@@ -74,7 +75,7 @@ def flops_per_token(config: dict[str, Any], environment: dict[str, Any]) -> floa
         None if the number of parameters or the attention mode is unknown.
     """
     model, parameters = config["model"], environment.get("parameters")
-    if not isinstance(parameters, int):
+    if parameters is None:
         return None
     try:
         width, context, towers = model["width"], model["context"], model.get("towers", 1)
@@ -86,8 +87,9 @@ def flops_per_token(config: dict[str, Any], environment: dict[str, Any]) -> floa
             parameters -= environment["vocabulary_size"] * width + model["mlp_width"] * (
                 (4 if towers == 2 else 1) * width + model["classes"])
         layers = _layers(model)
-        mixing = sum(layer.layer_flops(context, context, causal="classes" not in model) for layer in layers) / context
-        own = sum(layer.own_parameters for layer in layers)
+        mixing = sum(count * layer.layer_flops(context, context, causal="classes" not in model)
+                     for layer, count in layers) / context
+        own = sum(count * layer.own_parameters for layer, count in layers)
     except Exception:  # a config of another version, an unknown mode, or one without flops
         return None
     return towers * (6.0 * (parameters - own) + 3.0 * mixing)
@@ -102,15 +104,15 @@ def state_bytes(config: dict[str, Any]) -> int:
     Raises:
         NotImplementedError: a mode has no cached decode.
     """
-    return sum(layer.layer_state_bytes(config["model"]["context"]) for layer in _layers(config["model"]))
+    return sum(count * layer.layer_state_bytes(config["model"]["context"]) for layer, count in _layers(config["model"]))
 
 
-def _layers(model: dict[str, Any]) -> list[Any]:
-    """The attention of each layer, abstract."""
+def _layers(model: dict[str, Any]) -> list[tuple[Any, int]]:
+    """The attention at each place of the pattern, abstract, and its number of layers."""
     heads, width, pattern = model["heads"], model["width"], model["attention"]
     head_width = model.get("head_width") or width // heads
-    return [_layer(mode, json.dumps(model["modes"].get(mode, {})), heads, head_width, width, model["context"])
-            for mode in (pattern[layer % len(pattern)] for layer in range(model["layers"]))]
+    return [(_layer(mode, json.dumps(model["modes"].get(mode, {})), heads, head_width, width, model["context"]),
+             len(range(place, model["layers"], len(pattern)))) for place, mode in enumerate(pattern)]
 
 
 @cache
@@ -136,6 +138,13 @@ PARTS = {
 """Parts of the wall time of a run."""
 
 
+class _TimingFile(TypedDict):
+    """``timing.json``."""
+
+    seconds: dict[str, Seconds]
+    starts: Count
+
+
 @dataclass
 class Timing:
     """Wall time of a run by part; time counts for the part last given to :meth:`enter`.
@@ -157,11 +166,10 @@ class Timing:
         timing = cls(path := run_dir / "timing.json", began)
         if path.exists():
             try:
-                before = read_json(path, RunError)
-                seconds = {part: float(before["seconds"][part]) for part in PARTS}
-                timing.starts += int(before["starts"])
-                timing.seconds = seconds
-            except (RunError, KeyError, TypeError, ValueError):
+                before = read(path, _TimingFile)
+                timing.starts += before["starts"]
+                timing.seconds = {part: float(before["seconds"].get(part, 0.0)) for part in PARTS}
+            except JsonError:
                 note(f"{path} is damaged: earlier times are lost, and counting starts again")
         return timing
 

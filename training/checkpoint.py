@@ -32,7 +32,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypedDict
 
 import jax
 import orjson
@@ -40,6 +40,7 @@ import orjson
 from support.command import message, note
 from support.errors import CheckpointError, ConfigError
 from support.files import sync, sync_entry
+from support.json_files import Finite, read
 
 CHECKSUMS = "SHA256SUMS"
 LOSS = "loss.json"
@@ -479,7 +480,8 @@ def _reason(error: Exception) -> str:
 def _load(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:
     loaded: dict[str, Any] = {}
     if JSON_ITEM in abstract:  # one process may read it alone, and Orbax waits for all
-        loaded[JSON_ITEM] = orjson.loads(_content(folder / JSON_ITEM / JSON_FILE))
+        with _naming(path := folder / JSON_ITEM / JSON_FILE):
+            loaded[JSON_ITEM] = read(path, dict[str, Any])
     if abstract.keys() <= loaded.keys():
         return loaded
     ocp, context = _orbax()
@@ -572,7 +574,8 @@ def _verify(folder: Path, items: set[str]) -> None:
 def _listed(folder: Path) -> dict[str, str]:
     """The checksums in ``SHA256SUMS`` by file; raises as :func:`_verify`."""
     try:
-        content = _content(folder / CHECKSUMS)
+        with _naming(path := folder / CHECKSUMS):
+            content = path.read_bytes()
     except MISSING:
         raise _DamagedError(folder, f"{CHECKSUMS} is missing") from None
     first, _, rest = content.partition(b"\n")
@@ -619,9 +622,10 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _content(path: Path) -> bytes:
-    with _naming(path):
-        return path.read_bytes()
+class _Loss(TypedDict):
+    """``loss.json``."""
+
+    loss: Finite
 
 
 def _loss(folder: Path) -> float | None:
@@ -629,13 +633,14 @@ def _loss(folder: Path) -> float | None:
     checksum = _listed(folder).get(LOSS)
     if checksum is None:
         return None
+    path = folder / LOSS
     try:
-        content = _content(folder / LOSS)
+        if _sha256(path) != checksum:
+            raise _DamagedError(folder, f"{LOSS} does not match its checksum: it is truncated or altered")
+        with _naming(path):
+            return read(path, _Loss)["loss"]
     except MISSING:
         raise _DamagedError(folder, f"{LOSS} is missing") from None
-    if hashlib.sha256(content).hexdigest() != checksum:
-        raise _DamagedError(folder, f"{LOSS} does not match its checksum: it is truncated or altered")
-    return float(orjson.loads(content)["loss"])
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:

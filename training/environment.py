@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from kernels import cpu
 from models.encoder import Encoder
 from models.gpt import GPT
+from support import json_files
 from support.command import note
-from support.errors import RunError
-from support.files import cache_folder, read_json, write_json
+from support.files import cache_folder
 from training import autotuning
+from training.run_files import ENVIRONMENT, read_environment
 
 PUBLISHED = "published_weights"
 """Key of ``environment.json`` for runs imported by ``convert.py``: source and dtypes of the weights, and other values
@@ -57,18 +58,18 @@ def environment(model: GPT | Encoder, *, parameters: int, tokenizer: str | None,
 
 
 def add_to_environment(run_dir: Path, **values: Any) -> None:
-    """Adds values to the ``environment.json`` of a run.
+    """Adds values to the ``environment.json`` of a run; its checksum changes with them.
 
     Raises:
-        RunError: the file is damaged.
+        JsonError: the file is damaged.
+        OSError: it cannot be read or written.
     """
-    path = run_dir / "environment.json"
-    write_json(path, read_json(path, RunError) | values)
+    json_files.write(run_dir / ENVIRONMENT, read_environment(run_dir) | values)
 
 
 def note_checkpoint(run_dir: Path) -> None:
     """Notes in ``environment.json`` that the run has a checkpoint; raises as :func:`add_to_environment`."""
-    if read_json(run_dir / "environment.json", RunError).get(CHECKPOINTED) is not True:
+    if read_environment(run_dir).get(CHECKPOINTED) is not True:
         add_to_environment(run_dir, **{CHECKPOINTED: True})
 
 

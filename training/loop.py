@@ -18,17 +18,18 @@ from configs.schema import Config, RunConfig
 from data.verification import Verification
 from support import interrupts
 from support.command import error_stream, note, status
-from support.errors import CheckpointError, RunError, TrainingError
-from support.files import read_json
+from support.errors import CheckpointError, TrainingError
+from support.json_files import Count, Seconds, check
 from training import autotuning, processes
 from training import step as steps
 from training.accounting import Timing, flops_per_token, peak_flops
-from training.checkpoint import Checkpoints
+from training.checkpoint import JSON_FILE, JSON_ITEM, Checkpoints
 from training.environment import add_to_environment, note_checkpoint, peak_bytes
 from training.logging import Logs
 from training.metrics import MetricsWriter
 from training.objectives import Objective, Samples
 from training.optimizer import decay_mask, global_norm, learning_rate, make_optimizer
+from training.run_files import CONFIG, ENVIRONMENT, read_environment
 from training.sharding import batch_sharding, make_mesh, on_one_device, state_shardings
 from training.stall import StallWatch
 
@@ -40,12 +41,12 @@ POLL_SECONDS = 0.2
 class Position:
     """Progress of a run; saved with every checkpoint."""
 
-    step: int = 0
-    batches: int = 0
+    step: Count = 0
+    batches: Count = 0
     """Global batches consumed."""
-    train_seconds: float = 0.0
+    train_seconds: Seconds = 0.0
     """Time spent on updates, excluding compilation, evaluation and checkpoints."""
-    wall_seconds: float = 0.0
+    wall_seconds: Seconds = 0.0
     """Total time."""
     evaluation_due: bool = False
     """Whether a signal ended the evaluation of this step; a resumed run begins with it."""
@@ -137,7 +138,7 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
         CheckpointError: the checkpoint is of another model, or one could not be written.
         TrainingError: a loss, gradient or parameter is not finite.
         OSError: the disk is full or cannot be written.
-        RunError: ``environment.json`` is damaged.
+        JsonError: ``environment.json`` is damaged.
     """
     mesh = make_mesh(config)
     transform = make_optimizer(config.optimizer, decay_mask(objective.model))
@@ -181,8 +182,8 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
         if first:
             autotuning.keep(run_dir)
             add_to_environment(run_dir, step_bytes=peak_bytes(update), peak_flops=peak, mesh=dict(mesh.shape))
-        per_token = flops_per_token(config.to_dict(), read_json(run_dir / "environment.json", RunError))
-        records = {name: (run_dir / name).read_bytes() for name in ("config.json", "environment.json")}
+        per_token = flops_per_token(config.to_dict(), read_environment(run_dir))
+        records = {name: (run_dir / name).read_bytes() for name in (CONFIG, ENVIRONMENT)}
         signals = stack.enter_context(_signals())
         bar = stack.enter_context(_progress(config, position, quiet or not first))
         watch = StallWatch(timing, stall_seconds, processes.fail)
@@ -538,12 +539,21 @@ def _restore(checkpoints: Checkpoints, step: int, shapes: Any, shardings: Any) -
     items = checkpoints.load(step, {"parameters": abstract.parameters, "variables": abstract.variables,
                                     "optimizer": abstract.optimizer, "position": None})
     return (steps.TrainState(items["parameters"], items["variables"], items["optimizer"]),
-            Position(**items["position"]))
+            _position(items["position"], checkpoints.directory / str(step)))
 
 
-def is_finished(config: RunConfig, position: dict[str, Any]) -> bool:
-    """Whether a run at this position is complete."""
-    at = Position(**position)
+def _position(values: dict[str, Any], checkpoint: Path) -> Position:
+    check(values, Position, checkpoint / JSON_ITEM / JSON_FILE)
+    return Position(**values)
+
+
+def is_finished(config: RunConfig, position: dict[str, Any], checkpoint: Path) -> bool:
+    """Whether a run at this position is complete.
+
+    Raises:
+        JsonError: the position, in a file of the checkpoint, is damaged.
+    """
+    at = _position(position, checkpoint)
     return _finished(config, at) and not at.evaluation_due
 
 

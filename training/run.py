@@ -21,8 +21,8 @@ from models.gpt import GPT
 from support import locks
 from support.command import note, status
 from support.errors import CheckpointError, ConfigError, RunError, TrainingError
-from support.files import read_json
-from training import loop, processes
+from support.json_files import check
+from training import loop, processes, run_files
 from training.checkpoint import Checkpoints
 from training.environment import CHECKPOINTED, PUBLISHED, git_commit
 from training.metrics import last_step
@@ -81,7 +81,7 @@ def check_folder(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     except UnicodeEncodeError:  # checkpoints are written by a library that takes UTF-8 alone
         raise ConfigError(f"{os.fsencode(run_dir.absolute())!r} is not UTF-8; give another --run-dir") from None
     _check_checkpoints_folder(run_dir / "checkpoints")
-    environment = read_json(run_dir / "environment.json", RunError) if (run_dir / "environment.json").exists() else {}
+    environment = run_files.read_environment(run_dir) if (run_dir / run_files.ENVIRONMENT).exists() else {}
     if PUBLISHED in environment:
         raise ConfigError(f"{run_dir} holds published weights; to train from them, give --init-from {run_dir} and "
                           "another --run-dir")
@@ -204,7 +204,8 @@ def newest_step(config: RunConfig, run_dir: Path) -> tuple[int | None, bool]:
         if newest is None:
             check_nothing_is_lost(run_dir)
             return None, False
-        finished = loop.is_finished(config, newest[1]["position"])
+        finished = loop.is_finished(config, newest[1]["position"],
+                                    checkpoints.directory / str(newest[0]))
         if not finished:
             checkpoints.check_training_can_go_on(newest[0])  # before anything is written
         more = ("Give more --train.steps or --train.minutes to continue."
@@ -234,8 +235,7 @@ def check_nothing_is_lost(run_dir: Path) -> None:
              *([str(samples)] if samples.is_dir() and any(samples.iterdir()) else [])]
     if not found:
         return
-    path = run_dir / "environment.json"
-    environment = read_json(path, RunError) if path.exists() else {}
+    environment = run_files.read_environment(run_dir) if (run_dir / run_files.ENVIRONMENT).exists() else {}
     # --init-from makes a checkpoint before the first step.
     if environment.get(CHECKPOINTED) is False and "init_from" not in environment:
         note(f"{run_dir} ended at step {step:,}, before its first checkpoint; it starts from the beginning")
@@ -256,7 +256,7 @@ def _changes(run_dir: Path, config: RunConfig, position: loop.Position) -> list[
         del here["optimizer.warmup_steps"]
     changes = [f"{name} is {value} now, {there[name]} at the last start" for name, value in here.items()
                if value != there[name]]
-    version = read_json(run_dir / "config.json", RunError)["format"]
+    version = run_files.read_config(run_dir)["format"]
     if version == 1 and before.optimizer.schedule == "cosine" and before.optimizer.warmup_steps:
         changes.append("the cosine decays from the end of the warm-up now, from step 0 at the last start, by an "
                        "earlier version")
@@ -331,15 +331,24 @@ def read_run(directory: Path) -> tuple[Config, dict[str, Any]]:
     for name in ("config.json", "environment.json"):
         if not (directory / name).is_file():
             raise ConfigError(f"{directory}: not a run, it has no {name}; name the --run-dir of a train.py run")
-    environment = read_json(directory / "environment.json", RunError)
+    environment = run_files.read_environment(directory)
     config = read_config(directory)
     if not isinstance(config, Config):
         raise ConfigError(f"{directory} is a {config.KIND} run of {config.COMMAND}; expected a {Config.KIND} run of "
                           f"{Config.COMMAND}")
-    vocabulary_size = environment.get("vocabulary_size")
-    if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
+    if "vocabulary_size" not in environment:
         raise RunError(f"{directory}/environment.json: no vocabulary_size, which train.py writes; restore the file")
-    return dataclasses.replace(config, model=gpt.resolve_config(config.model)), environment
+    try:
+        for mode in config.model.attention:
+            check(config.model.modes.get(mode, {}), attentions.load(mode).Config, directory / run_files.CONFIG,
+                  f"model.modes.{mode}")
+        for name, value in (("batch_size", config.train.batch_size), ("accumulate", config.train.accumulate),
+                            ("eval_batches", config.train.eval_batches)):
+            if value < 1:
+                raise ConfigError(f"train.{name} is {value}; expected at least 1")
+        return dataclasses.replace(config, model=gpt.resolve_config(config.model)), environment
+    except ConfigError as error:
+        raise ConfigError(f"{directory / run_files.CONFIG}: {error}") from error
 
 
 def load_tokenizer(directory: Path, config: Config, vocabulary_size: int) -> "tiktoken.Encoding":
@@ -364,10 +373,9 @@ def read_config(run_dir: Path) -> RunConfig:
     """Reads the config in ``run_dir/config.json``; the options of modes are dicts.
 
     Raises:
-        RunError: the file is damaged, not a config, or of another format.
+        RunError: the file is damaged, or of another format.
         ConfigError: it has an unknown field.
         OSError: it cannot be read.
     """
-    path = run_dir / "config.json"
-    values = read_json(path, RunError)
-    return config_class(values).from_dict(values, path)
+    values = run_files.read_config(run_dir)
+    return config_class(values).from_dict(values, run_dir / run_files.CONFIG)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 from flax import nnx
@@ -12,13 +12,14 @@ from configs.schema import RunConfig, load_recipe
 from data.verification import Verification
 from models.parameters import count_parameters
 from support.command import note, status
-from support.errors import RunError
-from support.files import read_json, write_json
+from support.errors import JsonError
+from support.json_files import Count, read, write
 from training import cli, logging, loop, processes
 from training import run as runs
 from training.checkpoint import Checkpoints
 from training.environment import CHECKPOINTED, configure_jax, environment
 from training.examples import ScoredObjective
+from training.run_files import read_environment, write_run_files
 from training.sharding import batch_sharding, check_shards, make_mesh, parameter_shardings, report_mesh
 
 DATA_SEED = 0
@@ -138,8 +139,7 @@ def _begin(config: RunConfig, run_dir: Path, objective: ScoredObjective, command
         return newest, finished, _scored_step(run_dir) == newest
     (run_dir / "test.json").unlink(missing_ok=True)  # of an earlier end of the run
     parameters = count_parameters(objective.model)
-    write_json(run_dir / "config.json", config.to_dict())
-    write_json(run_dir / "environment.json", environment(
+    write_run_files(run_dir, config, environment(
         objective.model.encoder, parameters=parameters, tokenizer=None, checksum=objective.checksum,
         command=command_line, segments=objective.padded) | {CHECKPOINTED: newest is not None})
     status(f"{run_dir}: {objective.name}, {parameters:,} parameters, {','.join(config.model.attention)} "
@@ -153,7 +153,7 @@ def _score(config: RunConfig, objective: ScoredObjective, run_dir: Path) -> None
 
     Raises:
         CheckpointError: the checkpoint is damaged.
-        RunError: ``environment.json`` is damaged.
+        JsonError: ``environment.json`` is damaged.
     """
     mesh = make_mesh(config)
     _, *states = nnx.split(objective.model, nnx.Param, ...)
@@ -172,8 +172,8 @@ def _score(config: RunConfig, objective: ScoredObjective, run_dir: Path) -> None
     if not processes.is_first():
         return
     chosen = "last" if step == last else "best by val loss"
-    made_with = read_json(run_dir / "environment.json", RunError)
-    write_json(run_dir / "test.json", {
+    made_with = read_environment(run_dir)
+    write(run_dir / "test.json", {
         **objective.facts, "attention": list(config.model.attention), "seed": config.train.seed,
         "step": step, "checkpoint": chosen, "trained_steps": last,
         **figures[step], "last": {"step": last, **figures[last]},
@@ -188,6 +188,12 @@ def _score(config: RunConfig, objective: ScoredObjective, run_dir: Path) -> None
            + ", ".join(f"{baseline} {value:.4f}" for baseline, value in baselines.items()))
 
 
+class _Scored(TypedDict):
+    """The entry of ``test.json`` that tells whether it is of the last checkpoint."""
+
+    trained_steps: Count
+
+
 def _scored_step(run_dir: Path) -> int | None:
     """The final step of the run when ``test.json`` was written; None if it is missing or damaged.
 
@@ -195,6 +201,6 @@ def _scored_step(run_dir: Path) -> int | None:
         OSError: it cannot be read.
     """
     try:
-        return read_json(run_dir / "test.json").get("trained_steps")
-    except (FileNotFoundError, ValueError):
+        return read(run_dir / "test.json", _Scored)["trained_steps"]
+    except (FileNotFoundError, JsonError):
         return None

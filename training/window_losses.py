@@ -6,6 +6,7 @@ ten bytes per window. This module does not import jax.
 """
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ def read_window_losses(directory: Path, evaluations: Sequence[Mapping[str, Any]]
         RunError: the file is damaged, or belongs to another evaluation.
     """
     path, found = directory / FILE, []
-    if not (path.is_file() and all("windows_checksum" in entry for entry in evaluations)):
+    if not (path.is_file() and all({"windows", "windows_checksum", "loss"} <= entry.keys() for entry in evaluations)):
         return []
     try:
         with path.open("rb") as file, np.load(file) as arrays:
@@ -66,6 +67,7 @@ def read_window_losses(directory: Path, evaluations: Sequence[Mapping[str, Any]]
         raise RunError(f"{path} is damaged ({error}); run evaluate.py again") from error
     for entry, windows in zip(evaluations, found, strict=True):
         loss = windows.loss_N.sum() / max(1, windows.tokens_N.sum())
-        if len(windows.loss_N) != entry["windows"] or not np.isclose(loss, entry["loss"], rtol=1e-6, equal_nan=True):
+        expected = math.nan if entry["loss"] is None else entry["loss"]
+        if len(windows.loss_N) != entry["windows"] or not np.isclose(loss, expected, rtol=1e-6, equal_nan=True):
             raise RunError(f"{path} does not match evaluation.json; run evaluate.py again")
     return found

@@ -1,13 +1,19 @@
 """The picture for a paper."""
 
 import re
+from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.text import Text
 
 import comparison
+import comparison.figures as figures_module
+import comparison.picture as picture_module
+from comparison.figures import Axis, Figure, Line, Point, draw
 from comparison.picture import picture
-from comparison.runs import load_run
+from comparison.runs import group, load_run, name_runs
 from comparison.style import COLOURS
 from tests.comparison.made import read_lines, write_lines, write_run
 
@@ -52,3 +58,76 @@ def test_a_seed_that_ended_early_is_a_line_of_its_own_and_does_not_end_the_mean(
     assert (thin[0], list(thin[1]), list(thin[2])) == (0.8, [20, 40], pytest.approx([8.8, 8.6]))
     assert (mean[0], list(mean[1])) == (2.2, [20, 40, 60, 80, 100])
     assert mean[2] == pytest.approx([2.3, 2.1, 1.9, 1.7, 1.5])
+
+
+@pytest.fixture
+def heights(monkeypatch):
+    """The pixels of each plot of a picture, from top to bottom, at 100 per inch; and those of its width."""
+    found, save = [], picture_module.saved
+
+    def saved(canvas, kind):
+        canvas.draw_without_rendering()
+        found.append([(round(axes.get_window_extent().height), round(axes.get_window_extent().width))
+                      for axes in canvas.axes])
+        return save(canvas, kind)
+
+    monkeypatch.setattr(picture_module, "saved", saved)
+    monkeypatch.setattr(figures_module, "saved", saved)
+    return found
+
+
+@pytest.mark.parametrize("rate", [1e-4, 1.23456e-4])
+def test_a_plot_of_many_set_ups_is_as_large_as_one_of_few(rate, tmp_path, heights):
+    runs = name_runs([load_run(write_run(tmp_path / f"{i}", steps=20, learning_rate=rate * (1 + i)))
+                      for i in range(30)])
+    assert len(group(runs)) == 30
+    picture(comparison.compare(runs[:2]), "png")
+    picture(comparison.compare(runs), "png")
+    few, many = heights
+    assert few[0][0] > 300
+    for (height, width), (high, wide) in zip(many, few, strict=True):
+        assert height == pytest.approx(high, abs=30)
+        assert width == pytest.approx(wide, abs=30)
+
+
+def test_a_figure_of_many_lines_is_as_large_as_one_of_few(heights):
+    def figure(count):
+        return Figure("one", "One", Axis("x"), "y", tuple(
+            Line(f"a setting of the attention, {i:02} of {count}", "softmax", (Point(1, i, None, ()),
+                                                                               Point(2, i, None, ())))
+            for i in range(count)), (), ())
+
+    draw(figure(6), "png")
+    draw(figure(30), "png")
+    few, many = heights
+    assert few[0][0] > 300
+    assert many[0][0] == pytest.approx(few[0][0], abs=30)
+    assert many[0][1] >= few[0][1]
+
+
+NAMES = ["$x$", "costs $5 or $6", r"$\nothing{$", "$", r"\$a$", "$$", "a_b^c"]
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_names_are_drawn_as_they_are(tmp_path, monkeypatch):
+    drawn, parse = set(), Text._preprocess_math
+    monkeypatch.setattr(Text, "_preprocess_math", lambda text, s: drawn.add(made := parse(text, s)) or made)
+    runs = [replace(load_run(write_run(tmp_path / f"{i}", steps=20)), name=name) for i, name in enumerate(NAMES)]
+    picture(comparison.compare(runs), "svg", "Our $\\frac$ and $theirs$")
+    shown = {text for text, as_math in drawn if not as_math}
+    assert "Our $\\frac$ and $theirs$" in shown
+    assert {f"softmax, {name}" for name in NAMES} <= shown
+    draw(Figure("one", "$1", Axis("$", "category"), "$$", (Line("$a$", "softmax", (Point("$\\x$", 1.0, None, ()),)),
+                                                         Line("$b$", "linear", (Point("$\\x$", 2.0, None, ()),))),
+                (), ()), "svg")
+    shown = {text for text, as_math in drawn if not as_math}
+    assert {"$1", "$", "$$", "$a$", "$b$", "$\\x$"} <= shown
+
+
+def test_a_long_or_hostile_name_leaves_a_plot(tmp_path, heights):
+    runs = [replace(load_run(write_run(tmp_path / f"{i}", steps=20)), name=name)
+            for i, name in enumerate(("x" * 5000, "\x1b[31mred\0"))]
+    svg = picture(comparison.compare(runs), "svg", "t" * 5000).decode()
+    ElementTree.fromstring(svg)
+    assert "red" in svg
+    assert all(height > 200 and width > 300 for height, width in heights[0])

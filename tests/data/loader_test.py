@@ -21,6 +21,7 @@ from data.synthetic_tasks import Document, write_corpus
 from data.token_files import TokenFiles, Vocabulary
 from support.errors import ConfigError, DataError
 from tests.data.tokenizers_test import GPT2_FILES
+from tests.edited import contents, edited
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 4
@@ -268,16 +269,15 @@ def test_a_shard_of_another_preparation_is_named(directory):
 def test_no_token_is_made_up(directory, files):
     with pytest.raises(DataError, match="train has 121 tokens, but 119 to 124 were requested"):
         files.read("train", 119, 124)
-    meta = json.loads((directory / "meta.json").read_text())
-    meta["splits"]["train"]["tokens"] += 50_000
-    (directory / "meta.json").write_text(json.dumps(meta))
+    with edited(directory / "meta.json") as meta:
+        meta["splits"]["train"]["tokens"] += 50_000
     with pytest.raises(DataError, match=r"meta\.json is damaged: it gives train 50,121 tokens, and its shards 121"):
         TokenFiles.open(directory)
 
 
 def test_damaged_meta(directory):
     path = directory / "meta.json"
-    meta = json.loads(path.read_text())
+    meta = contents(path)
     path.write_text(json.dumps(meta | {"vocabulary_size": 200}))
     with pytest.raises(DataError, match="the token 256 of train is beyond the vocabulary of 200"):
         TokenFiles.open(directory)
@@ -349,10 +349,9 @@ def test_a_document_that_fills_its_windows_leaves_out_the_separator_after_it(tmp
 
 def test_a_last_document_without_separator_ends_in_a_target(tmp_path):
     files = corpus(tmp_path / "tokens", [2, 4])
-    meta = json.loads((tmp_path / "tokens" / "meta.json").read_text())
-    shard = meta["splits"]["train"]["shards"][0]
-    meta["splits"]["train"]["tokens"] = shard["tokens"] = files.tokens("train") - 1
-    (tmp_path / "tokens" / "meta.json").write_text(json.dumps(meta))
+    with edited(tmp_path / "tokens" / "meta.json") as meta:
+        shard = meta["splits"]["train"]["shards"][0]
+        meta["splits"]["train"]["tokens"] = shard["tokens"] = files.tokens("train") - 1
     os.truncate(tmp_path / "tokens" / shard["file"], 2 * shard["tokens"])
     _, window = packed(TokenFiles.open(tmp_path / "tokens"), 6)
     assert window.inputs_BT.tolist() == [0, 1, 2, 3, 0, 0]
@@ -572,9 +571,8 @@ def test_a_mixture_prepares_sources_and_names_them(mixture, tmp_path):
 
 def test_a_mixture_of_two_vocabularies_of_one_name_is_refused(mixture):
     for (source, _), fingerprint in zip(mixture.mixture, (None, "a" * 64, "b" * 64), strict=True):
-        path = Path(source, "meta.json")
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": "o200k_base", "tokenizer_fingerprint":
-                                                                   fingerprint}))
+        with edited(Path(source, "meta.json")) as meta:
+            meta |= {"tokenizer": "o200k_base", "tokenizer_fingerprint": fingerprint}
     with pytest.raises(ConfigError, match=r"data\.mixture: .*/c and .*/b were made with different vocabularies"):
         open_corpora(replace(mixture, tokenizer="o200k_base"))
 

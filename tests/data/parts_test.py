@@ -14,6 +14,7 @@ from data.parts import PartName
 from support.errors import ConfigError, DataError
 from tests.data.prepare_test import ROOT, command, files_of
 from tests.data.sources.made import write_parquet
+from tests.edited import edited
 
 PARTS = 3
 
@@ -131,9 +132,8 @@ def test_missing_doubled_and_foreign_parts_are_named(small, rows, tmp_path):
 def test_parts_of_another_tokenizer_are_named(small, rows, tmp_path):
     make_parts(rows, tmp_path / "out")
     path = PartName(3, 3).folder(tmp_path / "out") / "part.json"
-    meta = json.loads(path.read_text())
-    meta["request"] |= {"tokenizer": "gpt2", "tokenizer_fingerprint": "5" * 64}
-    path.write_text(json.dumps(meta))
+    with edited(path) as meta:
+        meta["request"] |= {"tokenizer": "gpt2", "tokenizer_fingerprint": "5" * 64}
     with pytest.raises(ConfigError, match=r"the part 3/3 is of another tokenizer \(gpt2, not bytes\)$"):
         prepare.join_parts(tmp_path / "out")
 

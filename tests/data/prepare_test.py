@@ -21,6 +21,7 @@ from data import journal, prepare, synthetic_tasks, texts, token_files, tokenize
 from data.sources import open_source
 from data.token_files import TokenFiles
 from support.errors import ConfigError, DataError
+from tests.edited import contents
 
 ROOT = Path(__file__).parents[2]
 GPT2_FILES = ROOT.parent / "shared" / "tiktoken"
@@ -55,7 +56,7 @@ def test_tokens_are_the_documents_with_end_of_text_after_each(folder, tmp_path):
     assert ids(tmp_path / "out", "train") == [*b"first \xff\x01 text", 256, *b"third text\n", 256]
     assert ids(tmp_path / "out", "val") == [*b"val", 256]
     assert np.fromfile(tmp_path / "out" / "val-00000.bin", "<u2").tolist() == [*b"val", 256]
-    assert meta == json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert meta == contents(tmp_path / "out" / "meta.json")
     assert meta["vocabulary_size"] == 257
     assert meta["document_separator"] == 256
     assert meta["splits"]["train"]["bytes"] == 24
@@ -340,7 +341,8 @@ def test_what_is_weighted_goes_on_weighted(tmp_path, monkeypatch):
     with journal.UnfinishedFolder(tmp_path / "out", {}) as unfinished:
         writer = unfinished.open_writer(token_files.TokenFilesWriter, vocabulary)
         write(writer, 0)
-        unfinished.state = {"splits": writer.state()}
+        unfinished.state = {"start": None, "revision": None, "checksum": "", "replaced": 0, "skipped": {},
+                            "splits": writer.state()}
         unfinished.commit_when_due(journal.COMMIT_BYTES)
     left = unfinished.path / "train-00077.weights.bin"
     left.write_bytes(b"begun after the journal's last state")

@@ -1,6 +1,5 @@
 """The synthetic tasks: documents, scored tokens, files, and refusals."""
 
-import json
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from data.prepare import ensure
 from data.synthetic_tasks import FILLER, Document, Mqar, Rebind, parse, write_corpus
 from data.token_files import TokenFiles, verify
 from support.errors import ConfigError, DataError
+from tests.edited import contents, edited
 
 pytestmark = pytest.mark.fast
 
@@ -181,7 +181,8 @@ def test_targets_are_read_in_every_packing_and_verified(tmp_path):
     files = TokenFiles.open(tmp_path / "tokens")
     with pytest.raises(DataError, match=r"val-00000\.targets\.bin: the token 257 is beyond the vocabulary"):
         windows(files, "val", 3, "rows")[0]
-    (tmp_path / "tokens" / "meta.json").write_text(json.dumps(meta | {"format": 3}))
+    with edited(tmp_path / "tokens" / "meta.json") as meta:
+        meta["format"] = 3
     with pytest.raises(DataError, match=r"meta\.json has format 3; expected 1 to 2: use a newer lineargpt, or delete"):
         TokenFiles.open(tmp_path / "tokens")
     with pytest.raises(DataError, match="train: targets without weights"):
@@ -230,7 +231,7 @@ def test_generated_corpora_are_whole_or_not_there(tmp_path):
             write_corpus(tmp_path / "tokens", {"train": [good], "val": documents}, source="bad")
         assert list(tmp_path.iterdir()) == []
     meta = write_corpus(tmp_path / "tokens", {"train": [good], "val": [good, good]}, source="good")
-    assert meta == json.loads((tmp_path / "tokens" / "meta.json").read_text())
+    assert meta == contents(tmp_path / "tokens" / "meta.json")
     assert sorted(path.name for path in tmp_path.glob("**/*.bin")) == ["train-00000.bin", "val-00000.bin"]
     assert TokenFiles.open(tmp_path / "tokens").text_bytes("val") == 4
     with pytest.raises(ConfigError, match=r"already holds token files .*; choose another folder"):

@@ -186,11 +186,12 @@ def test_what_is_no_scored_run_is_named(tmp_path, capsys):
     assert code == 1
     assert "| `softmax` | 40.0 |" in text
     assert f"left out: {begun}: not scored yet, no test.json; repeat the command" in err
-    assert f"left out: {damaged}: config.json or test.json is damaged (KeyError: 'accuracy')" in err
+    assert f"left out: {damaged / 'test.json'} is damaged: task is missing, expected a text" in err
     found = json.loads((run / "test.json").read_text())
     (damaged / "test.json").write_text(json.dumps(found | {"accuracy": "x"}))
     assert made(tmp_path, run, damaged)[0] == 1
-    assert f"left out: {damaged}: config.json or test.json is damaged (TypeError: " in capsys.readouterr().err
+    assert (f"left out: {damaged / 'test.json'} is damaged: accuracy is \"x\", expected a number from 0 to 1; "
+            in capsys.readouterr().err)
     (damaged / "test.json").write_text('{"accuracy": 0')
     assert made(tmp_path, run, damaged)[0] == 1
     assert f"left out: {damaged / 'test.json'} is damaged (" in capsys.readouterr().err

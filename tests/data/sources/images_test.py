@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import json
 import struct
 import sys
 import zlib
@@ -24,6 +23,7 @@ from data.sources.images import (
 )
 from data.token_files import TokenFiles
 from support.errors import ConfigError, DataError
+from tests.edited import contents
 
 COLOURS = np.random.default_rng(0).integers(256, size=(30, 4, 3, 3), dtype=np.uint8)
 GREYS = COLOURS[..., :1]
@@ -72,7 +72,7 @@ def test_a_document_is_an_image_in_raster_order_with_the_colours_of_a_pixel_toge
     write_pngs(tmp_path / "source" / "train", COLOURS[:20])
     write_pngs(tmp_path / "source" / "test", COLOURS[20:])
     meta = prepare.prepare(str(tmp_path / "source"), "pixels", tmp_path / "tokens")
-    assert meta == json.loads((tmp_path / "tokens" / "meta.json").read_text())
+    assert meta == contents(tmp_path / "tokens" / "meta.json")
     assert (meta["tokenizer"], meta["vocabulary_size"], meta["document_separator"]) == ("pixels", 257, 256)
     assert (meta["unit"], meta["image"]) == ("dimension", {"shape": [4, 3, 3], "levels": 256})
     train, val, test = (documents(tmp_path / "tokens", split) for split in ("train", "val", "test"))

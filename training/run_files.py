@@ -1,0 +1,123 @@
+"""The JSON files of a run: the types of their fields, reading and writing. This module does not import jax."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from configs.schema import RunConfig, check_types
+from data.token_files import ImageEntry
+from support import json_files
+from support.json_files import Count, Positive
+
+CONFIG = "config.json"
+ENVIRONMENT = "environment.json"
+EVALUATION = "evaluation.json"
+
+
+class InitFrom(TypedDict):
+    """The run whose parameters initialised another."""
+
+    run: str
+    step: NotRequired[Count]
+    reset: NotRequired[str | None]
+
+
+class PublishedWeights(TypedDict):
+    """What ``convert.py`` keeps of published weights."""
+
+    source: str
+    folder: NotRequired[str]
+    dtypes: NotRequired[dict[str, str]]
+    tokens: NotRequired[dict[str, Any]]
+
+
+class Environment(TypedDict, total=False):
+    """``environment.json``."""
+
+    versions: dict[str, str | None] | None
+    commit: str | None
+    devices: list[str]
+    device_count: Positive
+    process_count: Positive
+    command: list[str]
+    corpus_checksum: str | None
+    tokenizer: str | None
+    vocabulary_size: Positive
+    parameters: Count
+    dtype: str
+    implementations: dict[str, str] | None
+    step_bytes: float | None
+    peak_bytes: float | None
+    peak_flops: float | None
+    mesh: dict[str, int]
+    image: ImageEntry | None
+    init_from: InitFrom | None
+    published_weights: PublishedWeights
+
+
+class Positions(TypedDict):
+    """The loss at some positions of the context."""
+
+    first: Count
+    last: Count
+    loss: float | None
+
+
+class Evaluation(TypedDict):
+    """The evaluation of a corpus at a context."""
+
+    corpus: str
+    context: Positive
+    positions: list[Positions]
+    windows: NotRequired[Count]
+    windows_checksum: NotRequired[str]
+    loss: NotRequired[float | None]
+
+
+class Evaluations(TypedDict):
+    """``evaluation.json``, of evaluate.py."""
+
+    step: NotRequired[Count | None]
+    evaluations: list[Evaluation]
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """The contents of ``config.json``; fields that this version lacks are not checked.
+
+    Raises:
+        RunError: it is damaged, or of another format.
+        OSError: it cannot be read.
+    """
+    values = json_files.read(path := run_dir / CONFIG, dict[str, Any])
+    check_types(values, path)
+    return values
+
+
+def read_environment(run_dir: Path) -> dict[str, Any]:
+    """The contents of ``environment.json``.
+
+    Raises:
+        JsonError: it is damaged.
+        OSError: it cannot be read.
+    """
+    return json_files.read(run_dir / ENVIRONMENT, Environment)
+
+
+def read_evaluations(run_dir: Path) -> dict[str, Any]:
+    """The contents of ``evaluation.json``.
+
+    Raises:
+        JsonError: it is damaged.
+        OSError: it cannot be read.
+    """
+    return json_files.read(run_dir / EVALUATION, Evaluations, remedy="run evaluate.py again")
+
+
+def write_run_files(run_dir: Path, config: RunConfig, environment: Mapping[str, Any]) -> None:
+    """Writes ``config.json`` and ``environment.json``.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    json_files.write(run_dir / CONFIG, config.to_dict())
+    json_files.write(run_dir / ENVIRONMENT, environment)
