@@ -287,11 +287,11 @@ def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, 
         assert not out.exists()
         assert (partial / "journal.json").is_file()
     (partial / "train-00077.bin").write_bytes(b"begun after the journal's last state")
-    done = make(rows, out, "original = rows._json_rows\n"
-                           "def read(path, column, offset):\n"
+    done = make(rows, out, "json = rows._KINDS['json']\n"
+                           "def read(path, form, column, offset):\n"
                            "    assert offset > 0\n"
-                           "    return original(path, column, offset)\n"
-                           "rows._json_rows = read")
+                           "    return json.rows(path, form, column, offset)\n"
+                           "rows._KINDS['json'] = json._replace(rows=read)")
     assert done.returncode == 0, done.stderr
     assert "resuming after" in done.stderr
     assert files_of(out) == whole
