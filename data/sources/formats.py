@@ -9,9 +9,11 @@ import io
 import lzma
 import mmap
 import os
+import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from data import texts
@@ -98,7 +100,7 @@ def inspect(path: Path, encoding: str | None = None) -> Format:
     if head.startswith(b"PAR1"):
         return Format(None, f"Parquet{within}", packed) if packed else Format("parquet")
     if suffix == ".parquet":
-        return Format(None, "no Parquet, in spite of its name", packed)
+        return Format(None, "not Parquet, in spite of its name", packed)
     known = next((known for mark, known in _MARKS.items() if head.startswith(mark)), encoding)
     named_utf8 = known is not None and codecs.lookup(known).name == "utf-8"
     form = Format("text", "", packed, None if named_utf8 else known, not named_utf8)
@@ -134,17 +136,17 @@ def check_encoding(name: str) -> None:
                       "cp1252, shift_jis or utf-16-le")
 
 
-def check_utf8(path: Path, form: Format, text: bytes, whole: bool) -> None:
+def check_utf8(path: Path, form: Format, text: bytes, end: int) -> None:
     """Raises :class:`DataError` if more than one sequence in a thousand bytes, and more than one, is not UTF-8.
 
     Args:
         path: the file, for the message.
         form: its format.
-        text: consecutive bytes of it, cut between characters.
-        whole: whether it is all of the file; otherwise as many are allowed as in a chunk.
+        text: consecutive bytes of its text. After other text, they may have as many as a chunk.
+        end: their end in the text.
     """
     count = texts.undecodable(text) if form.checked else 0
-    if count > max(1, len(text) / 1000, 0 if whole else texts.CHUNK_BYTES / 1000):
+    if count > max(1, len(text) / 1000, min(end, texts.CHUNK_BYTES) / 1000):
         raise DataError(f"{path}: {count:,} sequences in {len(text):,} bytes are not valid UTF-8; name the encoding of "
                         "the text with --encoding, such as --encoding latin-1, or #encoding= after the source "
                         "(--encoding utf-8 reads them as U+FFFD)")
@@ -218,8 +220,10 @@ class UnpackedText:
     """
 
     def __init__(self, path: Path, form: Format):
-        self._path, self._form = path, form
-        self._file = open_text(path.open("rb"), form)
+        self._path = path
+        raw = path.open("rb")
+        weakref.finalize(self, raw.close)
+        self._file = open_text(raw, form)
         self._kept, self._kept_from = b"", 0
         self._length: int | None = None
 
@@ -311,7 +315,9 @@ class ZstdFile(_Forwards):
         import pyarrow
 
         self._raw.seek(0)
-        self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(self._raw, "r"), "zstd")
+        # Arrow closes the file that it reads when a stream ends, also when it is replaced by another one.
+        file = SimpleNamespace(read=self._raw.read, closed=False, close=lambda: None)
+        self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
 
     def _next(self, size: int) -> bytes:
         return self._stream.read(size)

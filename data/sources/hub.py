@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +91,11 @@ def _saved_rows(source: str, rows: Any, column: str) -> Rows:
                     yield found, (0, first + end), (first + end) / len(rows)
                 first += len(table)
 
-    return Rows(check, read, lambda: [len(rows)], lambda number, share: -(-share.numerator * len(rows)
-                                                                          // share.denominator))
+    def cut(number: int, share: Fraction) -> int | None:
+        place = math.ceil(share * len(rows) / _BATCH_ROWS) * _BATCH_ROWS
+        return place if place < len(rows) else None
+
+    return Rows(check, read, lambda: [len(rows)], cut)
 
 
 def _load(source: str, args: tuple[Any, ...], **kwargs: Any) -> dict[str, Any]:

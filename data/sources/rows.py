@@ -95,9 +95,10 @@ def open_rows(source: str, root: Path, files: dict[Path, Format], selection: Sel
                     lambda number, share: kind.cut(group[number], files[group[number]], share))
 
     plain = all(form.plain and form.kind != "parquet" for form in files.values())
-    notes = () if len(groups) == 1 else (
-        f"{source}: the names of its files tell the splits {', '.join(sorted(groups))}; a glob of the files reads all "
-        "of them as one",)
+    counts = ", ".join(f"{name} ({len(group):,})" for name, group in sorted(groups.items()))
+    notes = () if len(groups) == 1 or selection.split is not None else (
+        f"{source}: the names of its files tell the splits {counts}, of which train is read, and validation, if there "
+        "is one, as val; a glob of the files reads all of them as one",)
     return row_source(source, lambda: {name: rows(group) for name, group in sorted(groups.items())}, selection,
                       state=file_state(root, [*files]), notes=notes,
                       total_bytes=sum(file.stat().st_size for file in files) if plain else None)
@@ -311,8 +312,8 @@ def _json_values(file: Any, path: Path, form: Format, array: bool, place: int) -
             continue
         if len(text) - done > formats.ROW_BYTES:
             raise formats.too_long(path, "a row")
-        part = file.read(max(texts.CHUNK_BYTES, len(text) - done))
-        formats.check_utf8(path, form, part, whole=False)
+        part = file.read(max(texts.CHUNK_BYTES, min(len(text) - done, formats.ROW_BYTES - len(text) + done)))
+        formats.check_utf8(path, form, part, file.tell())
         text, done, ended = text[done:] + decode(part, not part), 0, not part
 
 
@@ -372,7 +373,7 @@ def _json_rows(path: Path, form: Format, column: str, start: int | None) -> Iter
                 lines += formats.read_line(file, path, len(lines) - lines.rfind(b"\n") - 1)
             following = place + len(lines)
             share = raw.tell() / size
-            formats.check_utf8(path, form, lines, whole=not place and share == 1)
+            formats.check_utf8(path, form, lines, following)
             yield JsonLines(lines, column, str(path), number, counted_from), following, share
             place, number = following, number + lines.count(b"\n")
 
@@ -443,12 +444,12 @@ def _csv_rows(path: Path, form: Format, column: str, start: int | None) -> Itera
             if place - begun >= texts.CHUNK_BYTES:
                 share = raw.tell() / size
                 rows = Column.of(found, skipped)
-                formats.check_utf8(path, form, rows.values, whole=False)
+                formats.check_utf8(path, form, rows.values, place)
                 yield rows, place, share
                 found, skipped, begun = [], dict.fromkeys(texts.SKIPPED, 0), place
         if place > begun:
             rows = Column.of(found, skipped)
-            formats.check_utf8(path, form, rows.values, whole=start is None and place <= texts.CHUNK_BYTES)
+            formats.check_utf8(path, form, rows.values, place)
             yield rows, place, 1.0
 
 

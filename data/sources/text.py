@@ -145,11 +145,10 @@ def _text_blocks(documents: Sequence[_Document], total: int, start: Any, stop: A
         if number >= first:
             text = document.read()
             begin, until = document.begin, len(text) if document.end is None else document.end
-            whole = begin == 0 and until == len(text) <= texts.CHUNK_BYTES
             for chunk, end in split_text(text, max(begin, offset if number == first else 0), until):
                 if (number, end - len(chunk)) >= last:
                     break
-                formats.check_utf8(document.path, document.form, chunk, whole)
+                formats.check_utf8(document.path, document.form, chunk, end)
                 ends = end == until
                 chunks.append(TextChunk(chunk, document.held_out, ends))
                 size += len(chunk)

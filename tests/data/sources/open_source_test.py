@@ -1,5 +1,8 @@
 """Opening a source by its description: its kind, and errors for invalid ones."""
 
+import gzip
+import json
+
 import pytest
 
 from data.sources import open_source
@@ -20,6 +23,40 @@ def test_a_folder_of_rows_says_what_it_leaves_out_and_reads_nothing_hidden(tmp_p
     write_parquet(tmp_path / "c.parquet", [b"c"])
     with pytest.raises(ConfigError, match=r"has both JSON-lines and Parquet files; .* '.*/\*\*/\*\.parquet'"):
         open_source(str(tmp_path))
+
+
+def test_folder_glob_and_file_take_one_way(tmp_path):
+    rows = [{"text": "a"}, {"text": "b"}, {"text": "c"}]
+    contents = {"csv": "text\na\nb\nc\n", "json": json.dumps(rows),
+                "JSONL": "".join(json.dumps(row) + "\n" for row in rows)}
+    for suffix, content in contents.items():
+        folder = tmp_path / suffix
+        folder.mkdir()
+        (folder / "README.md").write_text("# Card\n")
+        (folder / f"rows.{suffix}").write_text(content)
+        for source in (folder, f"{folder}/*.{suffix}", folder / f"rows.{suffix}"):
+            assert [text for _, text in documents(str(source))] == [b"a", b"b", b"c"]
+        assert open_source(str(folder)).notes == (f"{folder} is read as rows; left out (1): README.md",)
+
+
+def test_a_folder_of_texts_stays_one_with_some_json_csv_and_packed_files(tmp_path):
+    for number in range(5):
+        (tmp_path / f"{number}.py").write_text("import this\n" * 20)
+    (tmp_path / "package.json").write_text('{"name": "x"}')
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "j.gz").write_bytes(gzip.compress(b"packed"))
+    found = [text for _, text in documents(str(tmp_path))]
+    assert len(found) == 8
+    assert {b"packed", b'{"name": "x"}', b"a,b\n1,2\n"} <= set(found)
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    for place in ("here/a", "there/b", "there/deep/c"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(f"text {place[-1]}")
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "there")
+    (tmp_path / "there" / "back").symlink_to(tmp_path / "here")
+    assert [text for _, text in documents(str(tmp_path / "here"))] == [b"text a", b"text b", b"text c"]
 
 
 @pytest.mark.parametrize(("options", "message"), [

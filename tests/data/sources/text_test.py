@@ -71,6 +71,15 @@ def test_files_of_a_folder_that_are_no_text_are_left_out_and_named(tmp_path):
         open_source(f"{tmp_path}/*.png")
 
 
+def test_of_a_file_longer_than_all_others_together_the_end_is_held_out(tmp_path):
+    (tmp_path / "README.md").write_text("# A card\n")
+    (tmp_path / "book.txt").write_text("some words " * 1000)
+    found = documents(str(tmp_path))
+    assert [split for split, _ in found] == ["train", "train", "val"]
+    assert b"".join(text for _, text in found) == b"# A card\n" + b"some words " * 1000
+    assert 0.04 < len(found[2][1]) / 11000 < 0.06
+
+
 def test_share_and_number_of_what_is_held_out(tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": str(row)} for row in range(1000)])
     for options, expected in (({"val_share": 0.003}, [0, 333, 666]), ({"val_documents": 2}, [0, 1])):
