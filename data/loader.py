@@ -38,6 +38,9 @@ from data.verification import verify_once
 from support.command import note
 from support.errors import ConfigError, DataError
 
+_FEW_WINDOWS = 16
+"""Number of windows below which a split is told to be small."""
+
 
 class Batch(NamedTuple):
     """The next token at each position. Targets of −1 are not scored: padding, and tokens with weight 0 in the
@@ -263,10 +266,12 @@ class Corpora:
         return {f"bits_per_{self.files[0].unit}": loss / math.log(2) / self.mean(known)}
 
     def check_context(self, context: int, packing: str) -> None:
-        """Raises :class:`ConfigError` if train or val has no windows; see :func:`windows`."""
+        """Raises :class:`ConfigError` if train or val has no windows; see :func:`windows`. Notes it if one has few."""
         for files in self.files:
             for split in SPLITS:
-                windows(files, split, context, packing)
+                if (count := len(windows(files, split, context, packing))) < _FEW_WINDOWS:
+                    note(f"the {split} split in {files.directory} has only {count} windows of {context} tokens: "
+                         "shorten the context or prepare more text")
 
     def padding(self, split: str, context: int, packing: str) -> float:
         """Fraction of training positions that are padding."""

@@ -132,9 +132,10 @@ class PartWriter:
         header = {"ids": len(encoded.ids), "texts": len(encoded.tokens_P), "digests": encoded.digests.hex(),
                   "replaced": encoded.replaced, "skipped": encoded.skipped, "chunked": chunks is not None,
                   "held_out": block.held_out}
-        held_out_P = [False] * len(encoded.tokens_P) if chunks is None else [chunk.held_out for chunk in chunks]
+        held_out_P = ([False] * len(encoded.tokens_P) if chunks is None else
+                      [-1 if chunk.held_out is None else chunk.held_out for chunk in chunks])
         arrays = ((encoded.ids, token_dtype(self._vocabulary.size)), (encoded.tokens_P, "<i8"),
-                  (encoded.bytes_P, "<i8"), (encoded.ends_P, "?"), (held_out_P, "?"))
+                  (encoded.bytes_P, "<i8"), (encoded.ends_P, "?"), (held_out_P, "<i1"))
         parts = [json.dumps(header).encode() + b"\n",
                  *(np.ascontiguousarray(array, dtype).tobytes() for array, dtype in arrays)]
         for part in parts:
@@ -310,13 +311,13 @@ def _read_block(file: "_HashedReader", dtype: np.dtype) -> tuple[Encoded, TextCh
     count = header["texts"]
     ids = np.frombuffer(file.read(header["ids"] * dtype.itemsize), dtype)
     tokens_P, bytes_P = (np.frombuffer(file.read(count * 8), "<i8") for _ in range(2))
-    ends_P, held_out_P = (np.frombuffer(file.read(count), bool) for _ in range(2))
+    ends_P, held_out_P = (np.frombuffer(file.read(count), dtype_) for dtype_ in (bool, "<i1"))
     encoded = Encoded(ids, tokens_P, bytes_P, ends_P, bytes.fromhex(header["digests"]), header["replaced"],
                       header["skipped"])
     if tokens_P.sum() != len(ids):
         raise ValueError
     if header["chunked"]:
-        chunks = [TextChunk(b"", bool(held_out), bool(ends)) for held_out, ends in
+        chunks = [TextChunk(b"", None if held_out < 0 else bool(held_out), bool(ends)) for held_out, ends in
                   zip(held_out_P, ends_P, strict=True)]
         return encoded, TextChunks(chunks), None
     return encoded, Column(b"", np.empty(0, np.int64)), header["held_out"]

@@ -40,21 +40,23 @@ from support.files import cache_folder
 from support.flags import checked_flags
 from support.progress import progress_bar
 
-_VERSION = 2  # part of the cache folder's name: increase it when the tokens of a source change
-_PLACES = 2  # increase it when the places in a source change
-_SELECTION = ("split", "column", "val_documents", "val_share")
+_VERSION = 3  # part of the cache folder's name: increase it when the tokens of a source change
+_PLACES = 3  # increase it when the places in a source change
+_SELECTION = ("split", "column", "encoding", "val_documents", "val_share")
+_SMALL_SPLIT = 0.01
+"""Fraction of the tokens below which a split is told to be small."""
 
 
 def prepare(source: str, tokenizer: str, directory: Path, *, split: str | None = None, column: str | None = None,
-            val_documents: int | None = None, val_share: float | None = None, workers: int | None = None,
-            progress: bool = True) -> dict[str, Any]:
+            encoding: str | None = None, val_documents: int | None = None, val_share: float | None = None,
+            workers: int | None = None, progress: bool = True) -> dict[str, Any]:
     """Writes the token files of ``source`` to ``directory`` and returns the contents of its ``meta.json``.
 
     The folder is written under a temporary name and renamed when complete. An interrupted preparation resumes.
 
     Args:
-        source, split, column, val_documents, val_share: as in :func:`data.sources.open_source`; of images, only
-            ``source``, as in :mod:`data.sources.images`.
+        source, split, column, encoding, val_documents, val_share: as in :func:`data.sources.open_source`; of images,
+            only ``source``, as in :mod:`data.sources.images`.
         tokenizer: as in :func:`data.tokenizers.load`, or pixels for images.
         directory: output folder.
         workers: number of tokenizing processes; default: one per core. The files do not depend on it.
@@ -66,22 +68,23 @@ def prepare(source: str, tokenizer: str, directory: Path, *, split: str | None =
     """
     directory = Path(directory).absolute()
     if tokenizer == tokenizers.PIXELS:
-        for name, value in (("split", split), ("column", column), ("val-documents", val_documents),
-                            ("val-share", val_share)):
+        for name, value in (("split", split), ("column", column), ("encoding", encoding),
+                            ("val-documents", val_documents), ("val-share", val_share)):
             if value is not None:
                 raise ConfigError(f"--{name} {value}: {source} is images, whose splits are fixed; leave it out")
         token_files.check_free(directory)
         with journal.lock(directory):
             return images.write_images(source, directory)
-    opened = _open(source, directory, workers, split, column, val_documents, val_share)
-    encoding = tokenizers.load(tokenizer)
+    opened = _open(source, directory, workers, split=split, column=column, encoding=encoding,
+                   val_documents=val_documents, val_share=val_share)
+    loaded = tokenizers.load(tokenizer)
     with journal.lock(directory):
-        return _write(opened, encoding, directory, progress, workers)
+        return _write(opened, loaded, directory, progress, workers)
 
 
 def prepare_part(name: PartName, source: str, tokenizer: str, directory: Path, *, split: str | None = None,
-                 column: str | None = None, val_documents: int | None = None, val_share: float | None = None,
-                 workers: int | None = None, progress: bool = True) -> Part:
+                 column: str | None = None, encoding: str | None = None, val_documents: int | None = None,
+                 val_share: float | None = None, workers: int | None = None, progress: bool = True) -> Part:
     """Tokenizes a part of ``source`` for :func:`join_parts`, in the folder of the part.
 
     Parts are of about equal size. A file of compressed rows, a row group of Parquet, and a file of a dataset belong to
@@ -89,8 +92,8 @@ def prepare_part(name: PartName, source: str, tokenizer: str, directory: Path, *
 
     Args:
         name: which part.
-        source, tokenizer, directory, split, column, val_documents, val_share, workers, progress: as in :func:`prepare`,
-            and the same for all parts.
+        source, tokenizer, directory, split, column, encoding, val_documents, val_share, workers, progress: as in
+            :func:`prepare`, and the same for all parts.
 
     Raises:
         ConfigError: as in :func:`prepare`, the source is images, or the folder holds a part made with other settings.
@@ -100,17 +103,18 @@ def prepare_part(name: PartName, source: str, tokenizer: str, directory: Path, *
         raise ConfigError(f"--part {name}: --tokenizer pixels is for images, which are prepared in one piece; leave "
                           "out --part")
     directory = Path(directory).absolute()
-    encoding = tokenizers.load(tokenizer)
-    opened = _open(source, directory, workers, split, column, val_documents, val_share)
+    loaded = tokenizers.load(tokenizer)
+    opened = _open(source, directory, workers, split=split, column=column, encoding=encoding,
+                   val_documents=val_documents, val_share=val_share)
     folder = name.folder(directory)
-    request = _request(opened, tokenizers.vocabulary(encoding))
+    request = _request(opened, tokenizers.vocabulary(loaded))
     with journal.lock(folder):
         if (folder / "part.json").is_file():
             part = Part.read(folder)
             part.check_request(request)
             status(f"the part {name} is complete already")
             return part
-        return _write_part(name, opened, encoding, folder, request, progress, workers)
+        return _write_part(name, opened, loaded, folder, request, progress, workers)
 
 
 def join_parts(directory: Path, *, progress: bool = True) -> dict[str, Any]:
@@ -141,12 +145,11 @@ def join_parts(directory: Path, *, progress: bool = True) -> dict[str, Any]:
         return _join(found, directory, progress)
 
 
-def _open(source: str, directory: Path, workers: int | None, split: str | None, column: str | None,
-          val_documents: int | None, val_share: float | None) -> Source:
+def _open(source: str, directory: Path, workers: int | None, **options: Any) -> Source:
     if workers is not None and workers < 1:
         raise ConfigError(f"--workers {workers}: expected a number above 0")
     token_files.check_free(directory)
-    opened = open_source(source, split=split, column=column, val_documents=val_documents, val_share=val_share)
+    opened = open_source(source, **options)
     if opened.folder is not None and directory.is_relative_to(opened.folder.absolute()):
         raise ConfigError(f"--out {directory} is inside the source {source}; choose a folder outside of it")
     return opened
@@ -274,7 +277,7 @@ def _join(found: Sequence[Part], directory: Path, progress: bool) -> dict[str, A
     """Writes the token files of parts. The caller holds the lock of ``directory``."""
     token_files.check_free(directory)
     origin = found[0].meta["origin"]
-    selection = Selection(**{name: origin[name] for name in _SELECTION})
+    selection = Selection(**{name: origin.get(name) for name in _SELECTION})
     checksums = hashlib.sha256("".join(part.meta["sha256"] for part in found).encode()).hexdigest()
     with journal.UnfinishedFolder(directory, {"checksum_of_the_parts": checksums}) as unfinished:
         state = _resume(unfinished)
@@ -337,7 +340,8 @@ def _add(writer: token_files.TokenFilesWriter, selection: Selection, block: Bloc
     checksum = bytes.fromhex(state["checksum"])
     for place in range(0, len(encoded.digests), 32):
         checksum = hashlib.sha256(checksum + encoded.digests[place : place + 32]).digest()
-    if not isinstance(block.texts, texts.TextChunks):  # for chunks it is in their digests
+    if not isinstance(block.texts, texts.TextChunks) or any(chunk.held_out is None for chunk in block.texts.chunks):
+        # Of other chunks it is in their digests.
         checksum = hashlib.sha256(checksum + held_out_P.tobytes()).digest()
     return {"start": block.following, "revision": revision, "checksum": checksum.hex(),
             "replaced": state["replaced"] + encoded.replaced,
@@ -355,6 +359,11 @@ def _finish(unfinished: journal.UnfinishedFolder, writer: token_files.TokenFiles
         meta = writer.finish(origin, checksum=state["checksum"], skipped=state["skipped"], replaced=state["replaced"])
         unfinished.finish()
     _report_rows(meta)
+    total = sum(entry["tokens"] for entry in meta["splits"].values())
+    for split, entry in meta["splits"].items():
+        if entry["tokens"] < _SMALL_SPLIT * total:
+            note(f"{split} has {entry['tokens']:,} tokens of {entry['documents']:,} documents, "
+                 f"{entry['tokens'] / total:.2%} of all; data.prepare --val-share sets another fraction")
     return meta
 
 
@@ -409,19 +418,21 @@ def _progress_bar(name: str, show: bool) -> Iterator[Callable[[int, float | None
 
 
 def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer: str = "bytes",
-             split: str | None = None, column: str | None = None, val_documents: int | None = None,
-             val_share: float | None = None, workers: int | None = None, part: str | None = None,
-             join: Path | None = None, verify: bool = False) -> None:
+             split: str | None = None, column: str | None = None, encoding: str | None = None,
+             val_documents: int | None = None, val_share: float | None = None, workers: int | None = None,
+             part: str | None = None, join: Path | None = None, verify: bool = False) -> None:
     """Convert text or images to token files. An interrupted command resumes when repeated.
 
     Args:
-        source: python-stdlib; a text, JSON(L) (.gz, .zst) or Parquet file, a folder or a glob of them; or the id of a
-            Hugging Face dataset (ID or ID:CONFIG). With --tokenizer pixels: digits, a folder of images, or the id of a
-            dataset of images. With --verify: the folder to check.
+        source: python-stdlib; a text, JSON(L), CSV (also packed: .gz, .bz2, .xz, .zst) or Parquet file, a folder or a
+            glob of them; a folder of save_to_disk; or the id of a Hugging Face dataset (ID or ID:CONFIG). With
+            --tokenizer pixels: digits, a folder of images, or the id of a dataset of images. With --verify: the folder
+            to check.
         out: Folder to write.
         tokenizer: bytes, a tiktoken encoding such as gpt2, or pixels for images.
         split: Split to read. Default: train, with the validation split, if there is one, for val.
         column: Column that holds the text. Default: text.
+        encoding: Encoding of text without a byte order mark, such as latin-1. Default: UTF-8.
         val_documents: Number of documents to hold out: the first rows, or files picked by a hash of their names.
         val_share: Fraction to hold out: evenly spaced rows, files by size, or the end of a single text.
         workers: Number of tokenizing processes. Default: one per core.
@@ -450,8 +461,8 @@ def _command(source: str | None = None, /, *, out: Path | None = None, tokenizer
         if part is not None and source is not None:
             raise ConfigError(f"--part {part} requires --out DIR, the folder of all token files")
         raise ConfigError("expected a source and --out DIR; see python -m data.prepare --help")
-    options: dict[str, Any] = {"split": split, "column": column, "val_documents": val_documents,
-                               "val_share": val_share, "workers": workers}
+    options: dict[str, Any] = {"split": split, "column": column, "encoding": encoding,
+                               "val_documents": val_documents, "val_share": val_share, "workers": workers}
     if part is not None:
         made = prepare_part(PartName.parse(part), source, tokenizer, out, **options)
         print(f"part {made.name}: {made.meta['tokens']:,} tokens, {made.meta['bytes']:,} bytes, "

@@ -4,11 +4,12 @@ Each is a plain object that can be sent through a pipe. Its contents depend only
 depend neither on the number of processes nor on interruptions.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from jaxtyping import Int64
@@ -21,12 +22,20 @@ SKIPPED: tuple[str, ...] = ("empty", "not_text", "no_column")
 """Reasons to skip a row."""
 
 
+class Text(Protocol):
+    """A sequence of bytes: ``bytes``, a ``memoryview``, or one that is read from a file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: Any, /) -> Any: ...
+
+
 class TextChunk(NamedTuple):
     """A document or a part of one."""
 
     text: bytes
-    held_out: bool
-    """Whether it belongs to val."""
+    held_out: bool | None
+    """Whether it belongs to val. None: by the number of its document, as a row."""
     ends_document: bool
 
 
@@ -62,17 +71,12 @@ class JsonLines:
             if not line or line.isspace():
                 continue
             try:
-                row = json_object(line)
+                text = row_text(as_row(parse_json(line)), self.column, skipped)
             except ValueError as error:
                 after = f" after byte {self.counted_from:,}" if self.counted_from else ""
                 raise DataError(f"{self.path}: line {number}{after} cannot be read: {error}") from error
-            value = row.get(self.column)
-            if isinstance(value, str) and value:
-                texts.append(_utf8(value))
-            elif self.column not in row:
-                skipped["no_column"] += 1
-            else:
-                skipped["empty" if value in (None, "") else "not_text"] += 1
+            if text is not None:
+                texts.append(text)
         return texts, skipped
 
 
@@ -84,13 +88,17 @@ class Column:
     ends_R: Int64[np.ndarray, " R"]
     as_json: bool = False
     """Whether values are encoded as JSON."""
-    not_text: int = 0
-    """Number of rows of another type, not included."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Number of rows that are not included, by reason."""
+
+    @classmethod
+    def of(cls, values: Sequence[bytes], skipped: dict[str, int]) -> Self:
+        """A column of these texts."""
+        return cls(b"".join(values), np.cumsum([*map(len, values)], dtype=np.int64), skipped=skipped)
 
     def read(self) -> tuple[list[bytes], dict[str, int]]:
         """The texts, and the number of skipped rows by the reasons in :data:`SKIPPED`."""
-        texts, skipped, start = [], dict.fromkeys(SKIPPED, 0), 0
-        skipped["not_text"] = self.not_text
+        texts, skipped, start = [], {**dict.fromkeys(SKIPPED, 0), **self.skipped}, 0
         for end in self.ends_R.tolist():
             value: Any = self.values[start:end]
             if self.as_json and value:
@@ -104,23 +112,55 @@ class Column:
         return texts, skipped
 
 
-def json_object(line: bytes) -> dict[str, Any]:
-    """Parses a row; a string is the text of one. Undecodable bytes are kept as lone surrogates.
+def parse_json(text: bytes) -> Any:
+    """Parses a JSON value. Undecodable bytes are kept as lone surrogates; NaN and Infinity are read too.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is not one value, or nested too deeply.
     """
     import orjson
 
+    with contextlib.suppress(orjson.JSONDecodeError):
+        return orjson.loads(text)
     try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        row = json.loads(line.decode(errors="surrogateescape"))
-    if isinstance(row, str):
-        return {"text": row}
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {type(row).__name__}")
-    return row
+        return json.loads(text.decode(errors="surrogateescape"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error}; expected one JSON object in each line, as jq -c . FILE writes") from error
+
+
+def as_row(value: Any) -> dict[str, Any]:
+    """The row of a JSON value; a string is the text of one.
+
+    Raises:
+        ValueError: it is neither a string nor an object.
+    """
+    if isinstance(value, str):
+        return {"text": value}
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def row_text(row: dict[str, Any], column: str, skipped: dict[str, int]) -> bytes | None:
+    """The text of a row; None if it has none, which is counted by its reason."""
+    if (name := find_column(row, column)) is None:
+        skipped["no_column"] += 1
+        return None
+    value = row[name]
+    if isinstance(value, str) and value:
+        return _utf8(value)
+    skipped["empty" if value in (None, "") else "not_text"] += 1
+    return None
+
+
+def find_column(names: Collection[str], column: str) -> str | None:
+    """The name of a column, or the only one that differs from it in case alone; None if there is none."""
+    if column in names:
+        return column
+    alike = [name for name in names if name.lower() == column.lower()]
+    return alike[0] if len(alike) == 1 else None
 
 
 def _utf8(text: str) -> bytes:
@@ -132,24 +172,26 @@ def _utf8(text: str) -> bytes:
         return re.sub("[\ud800-\udc7f\udd00-\udfff]", "\udcff", text).encode(errors="surrogateescape")
 
 
-def split_text(text: bytes | memoryview, start: int = 0) -> Iterator[tuple[bytes, int]]:
-    """The chunks of a text from an offset on, each with the offset of its end."""
-    for end in chunk_ends(text, start):
+def split_text(text: Text, start: int = 0, stop: int | None = None) -> Iterator[tuple[bytes, int]]:
+    """The chunks of a text from an offset to another, each with the offset of its end."""
+    for end in chunk_ends(text, start, stop):
         yield bytes(text[start:end]), end
         start = end
 
 
-def chunk_ends(text: bytes | memoryview, start: int = 0) -> Iterator[int]:
+def chunk_ends(text: Text, start: int = 0, stop: int | None = None) -> Iterator[int]:
     """The offsets of the ends of the chunks of :func:`split_text`; reads only the text around them."""
-    while start < len(text):
-        end = len(text)
+    stop = len(text) if stop is None else stop
+    while start < stop:
+        end = stop
         if end - start > CHUNK_BYTES:
-            end = start + (token_boundary(text[start : start + CHUNK_BYTES + 2], CHUNK_BYTES) or CHUNK_BYTES)
+            around = text[start : min(stop, start + CHUNK_BYTES + 2)]
+            end = start + (token_boundary(around, CHUNK_BYTES) or CHUNK_BYTES)
         yield end
         start = end
 
 
-def token_boundary(text: bytes | memoryview, near: int) -> int:
+def token_boundary(text: Text, near: int) -> int:
     """An offset at or shortly before ``near`` where a cut does not change the tokens of a text.
 
     That is before a space between two ASCII letters or, if there is none in the last 64 KiB, before white space or

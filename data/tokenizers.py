@@ -156,8 +156,8 @@ def encode_texts(encoding: "tiktoken.Encoding", texts: Texts) -> Encoded:
     if isinstance(texts, TextChunks):
         found = [_with_end(encoding, encode_document(encoding, chunk.text), chunk.ends_document)
                  for chunk in texts.chunks]
-        digests = [hashlib.sha256(b"%d %d %d\n" % (held_out, ends_document, len(text)) + text).digest()
-                   for text, held_out, ends_document in texts.chunks]
+        digests = [hashlib.sha256(b"%d %d %d\n" % (-1 if held_out is None else held_out, ends_document, len(text))
+                                  + text).digest() for text, held_out, ends_document in texts.chunks]
         replaced = 0 if encoding.name == "bytes" else sum(undecodable(chunk.text) for chunk in texts.chunks)
         return Encoded(np.concatenate(found) if found else np.empty(0, dtype), np.array([*map(len, found)], np.int64),
                        np.array([len(chunk.text) for chunk in texts.chunks], np.int64),

@@ -1,8 +1,9 @@
 """Sources of text, streams of documents: Python's standard library, files, and Hugging Face datasets.
 
 A source is ``python-stdlib``, a path or glob, or the id of a dataset, ``ID`` or ``ID:CONFIG``. For rows (JSON, JSON
-lines, Parquet, datasets) ``#split=NAME`` and ``#column=NAME`` may follow: ``allenai/c4:en#split=validation``,
-``posts/*.jsonl.zst#column=body``. A folder with a copy of a dataset can replace its id.
+lines, CSV, Parquet, datasets) ``#split=NAME`` and ``#column=NAME`` may follow, and for text, JSON and CSV
+``#encoding=NAME``: ``allenai/c4:en#split=validation``, ``posts/*.jsonl.zst#column=body``, ``a.txt#encoding=latin-1``. A
+folder with a copy of a dataset can replace its id.
 """
 
 import difflib
@@ -12,46 +13,57 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
-from data.sources.hub import open_dataset, open_hub_dataset
+from data.sources import formats
+from data.sources.formats import Format
+from data.sources.hub import is_saved, open_dataset, open_hub_dataset, open_saved
 from data.sources.images import DIGITS
-from data.sources.rows import COMPRESSIONS, JSON_SUFFIXES, open_rows
+from data.sources.rows import open_rows
 from data.sources.source import Selection, Source, file_state, left_out
 from data.sources.text import STDLIB, open_stdlib, open_texts
 from support.errors import ConfigError
 
 _DATASET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
-_PATH_SUFFIXES = {".txt", ".md", ".py", ".csv", ".tsv", ".html", ".xml", ".parquet", *JSON_SUFFIXES, *COMPRESSIONS}
+_PATH_SUFFIXES = {".txt", ".md", ".py", ".html", ".xml", ".parquet", *formats.JSON_SUFFIXES, *formats.CSV_SUFFIXES,
+                  *formats.PACKED_SUFFIXES}
 _SUFFIX = re.compile(r"#(\w+)=([^#]*)$")
 
 
-def open_source(source: str, *, split: str | None = None, column: str | None = None,
+def open_source(source: str, *, split: str | None = None, column: str | None = None, encoding: str | None = None,
                 val_documents: int | None = None, val_share: float | None = None) -> Source:
     """Opens the source of a name (see the module docstring).
 
-    JSON, JSON-lines (also compressed: .gz, .zst) and Parquet files, and folders of them, have a document per row. Any
-    other file is one text, and the files of any other folder are a text each.
+    JSON, JSON lines, CSV and Parquet have a document per row; any other file is one text. Text may be packed (gzip,
+    bzip2, xz, zstd) and, with a byte order mark, in UTF-16 or UTF-32. A folder is read as rows if it has JSON lines or
+    Parquet, or if other JSON or CSV is most of it. Files of other kinds, and those that are not text, are left out with
+    a note.
 
     Args:
         source: the name.
-        split: split of rows; default: train, with the validation split, if any, for val.
+        split: split of rows; default: train, with the validation split, if any, for val. The names of files tell
+            splits if all files of a folder are named so.
         column: column of rows; default: text.
+        encoding: encoding of text without a byte order mark, a name of Python's; default: UTF-8.
         val_documents: number of documents to hold out; rows are then only of ``split``.
         val_share: fraction of documents, or of a single text, to hold out; rows are then only of ``split``.
 
     Raises:
-        ConfigError: the file or folder does not exist or is empty, or options do not fit.
+        ConfigError: the file or folder does not exist or is empty, is of a kind that is not read, or options do not
+            fit.
+        DataError: a file cannot be read.
     """
     plain = source
-    options = {"split": split, "column": column}
+    options = {"split": split, "column": column, "encoding": encoding}
     while found := _SUFFIX.search(plain):
         if found[1] not in options:
-            raise ConfigError(f"data.source: {source} ends in #{found[1]}=; expected #split=NAME or #column=NAME")
+            raise ConfigError(f"data.source: {source} ends in #{found[1]}=; expected #split=NAME, #column=NAME or "
+                              "#encoding=NAME")
         if options[found[1]] not in (None, found[2]):
             raise ConfigError(f"data.source: the {found[1]} in {source} differs from --{found[1]} {options[found[1]]}")
         options[found[1]] = found[2]
         plain = plain[: found.start()]
+    if options["encoding"] is not None:
+        formats.check_encoding(options["encoding"])
     selection = Selection(**options, val_documents=val_documents, val_share=val_share)
     opened = _open(source, plain, selection)
     return replace(opened, selection=selection)
@@ -60,7 +72,7 @@ def open_source(source: str, *, split: str | None = None, column: str | None = N
 def _open(source: str, plain: str, selection: Selection) -> Source:
     path = Path(plain).expanduser()
     if plain == STDLIB:
-        _check_no_rows(source, selection)
+        _check_options(source, selection, "text", "split", "column", "encoding")
         return open_stdlib(selection)
     if path.is_dir():
         return replace(_open_folder(source, path, selection), folder=path)
@@ -76,7 +88,7 @@ def _open(source: str, plain: str, selection: Selection) -> Source:
         state = file_state(folder, _visible_files(folder))
         opened = open_dataset(source, state, selection, str(folder.resolve()), config)
         return replace(opened, folder=folder)
-    if plain.startswith((".", "~", "/")) or path.suffix in _PATH_SUFFIXES or not _DATASET_ID.fullmatch(plain):
+    if plain.startswith((".", "~", "/")) or path.suffix.lower() in _PATH_SUFFIXES or not _DATASET_ID.fullmatch(plain):
         raise ConfigError(f"data.source: no file or folder {plain!r}; expected {STDLIB}, a text file or folder, or the "
                           "id of a Hugging Face dataset")
     if plain == DIGITS:
@@ -84,59 +96,92 @@ def _open(source: str, plain: str, selection: Selection) -> Source:
     if difflib.get_close_matches(plain, [STDLIB]):
         raise ConfigError(f"data.source: no source {plain!r}; perhaps you meant {STDLIB}")
     dataset, _, config = plain.partition(":")
+    _check_options(source, selection, "a dataset", "encoding")
     return open_hub_dataset(source, selection, dataset, config or None)
 
 
 def _open_folder(source: str, folder: Path, selection: Selection) -> Source:
     files = _visible_files(folder)
-    rows = [file for file in files if file.suffix == ".parquet" or (_kind(file) == "json" and file.suffix != ".json")]
-    if not rows:
-        _check_no_rows(source, selection)
-        filled = [file for file in files if file.stat().st_size]
-        if not filled:
-            raise ConfigError(f"data.source: no text in the folder {source}")
-        return open_texts(source, folder, filled, selection)
+    if is_saved(folder):
+        _check_options(source, selection, "a folder of save_to_disk", "encoding")
+        return open_saved(source, folder, files, selection)
+    for place in sorted({file.parent for file in files}):
+        if is_saved(place):
+            raise ConfigError(f"data.source: {source} has a folder of save_to_disk, {place}; give that folder")
     card = folder / "README.md"
     if card.is_file() and re.search(r"^configs:", card.read_text(errors="replace"), re.MULTILINE):
+        _check_options(source, selection, "a dataset", "encoding")
         return open_dataset(source, file_state(folder, files), selection, str(folder.resolve()))
-    if len({_kind(file) for file in rows}) > 1:
-        raise ConfigError(f"data.source: {source} has both JSON-lines and Parquet files; select one kind, as "
-                          f"'{source}/**/*.parquet'")
-    opened = open_rows(source, folder, rows, selection)
-    others = [file.relative_to(folder).as_posix() for file in files if file not in set(rows)]
-    return replace(opened, notes=left_out(f"{source} is read as rows", others))
+    return _open_files(source, folder, files, selection, folder=True)
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*"))
-            if not any(part.startswith(".") for part in path.relative_to(folder).parts) and path.is_file()]
+    """The files below a folder, without hidden ones; links to folders are followed, to each folder once."""
+    files, seen = [], set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        if (resolved := os.path.realpath(place)) in seen:
+            folders.clear()
+            continue
+        seen.add(resolved)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        files += [Path(place, name) for name in names if not name.startswith(".") and Path(place, name).is_file()]
+    return sorted(files)
 
 
-def _open_files(source: str, root: Path, files: Sequence[Path], selection: Selection) -> Source:
-    """Opens files, which must all be of one kind."""
-    kinds = {_kind(file) for file in files}
+def _open_files(source: str, root: Path, files: Sequence[Path], selection: Selection, *, folder: bool = False,
+                ) -> Source:
+    """Opens files of one kind; in a folder, those of the kind that it is read as."""
+    found = {file: formats.inspect(file, selection.encoding) for file in files if file.stat().st_size}
+    if not found:
+        raise ConfigError(f"data.source: no text in the folder {source}" if folder else
+                          f"data.source: {source} is empty")
+    read = {file: form for file, form in found.items() if form.kind is not None}
+    if not read:
+        (name, form), *_ = found.items()
+        if len(found) == 1:
+            raise ConfigError(f"data.source: {name} is {form.what}; expected Parquet, or text, JSON or CSV (also as "
+                              ".gz, .bz2, .xz or .zst; --encoding names another encoding than UTF-8)")
+        raise ConfigError(f"data.source: no text in {source}: none of its {len(found):,} files is text; {name} is "
+                          f"{form.what}")
+    kinds = {form.kind for form in read.values()}
+    if folder:
+        kinds = _kinds_of_folder(source, read)
+        if "text" in kinds:  # a text, then, like the others
+            read = {file: form._replace(kind="text") for file, form in read.items()}
+            kinds = {"text"}
     if len(kinds) > 1:
-        raise ConfigError(f"data.source: {source} matches files of several kinds ({', '.join(sorted(kinds))}); "
-                          "expected one")
-    if all(file.stat().st_size == 0 for file in files):
-        raise ConfigError(f"data.source: {source} is empty")
-    if kinds != {"text"}:
-        return open_rows(source, root, files, selection)
-    _check_no_rows(source, selection)
-    return open_texts(source, root, [file for file in files if file.stat().st_size], selection)
+        raise ConfigError(f"data.source: {source} matches files of several kinds "
+                          f"({', '.join(sorted(map(str, kinds)))}); expected one")
+    chosen = {file: form for file, form in read.items() if form.kind in kinds}
+    as_text = kinds == {"text"}
+    others = [(file.relative_to(root).as_posix(), form.what) for file, form in found.items() if file not in chosen]
+    notes = left_out(f"{source} is read as {'texts' if as_text else 'rows'}",
+                     [f"{name} ({what})" if what else name for name, what in others])
+    if as_text:
+        _check_options(source, selection, "text", "split", "column")
+        opened = open_texts(source, root, chosen, selection)
+    else:
+        opened = open_rows(source, root, chosen, selection, by_name=folder or selection.split is not None)
+    return replace(opened, notes=(*opened.notes, *notes))
 
 
-def _kind(path: Path) -> Literal["json", "parquet", "text"]:
-    compressed = path.suffix in COMPRESSIONS
-    if (Path(path.stem).suffix if compressed else path.suffix) in JSON_SUFFIXES:
-        return "json"
-    if compressed:
-        raise ConfigError(f"data.source: {path} is compressed; expected JSON lines (.jsonl.gz, .jsonl.zst) or an "
-                          "uncompressed file")
-    return "parquet" if path.suffix == ".parquet" else "text"
+def _kinds_of_folder(source: str, files: dict[Path, Format]) -> set[str | None]:
+    """The kind of files as which a folder is read: rows if there are files only of rows, else most of its bytes."""
+    sizes: dict[str | None, int] = {}
+    for file, form in files.items():
+        sizes[form.kind] = sizes.get(form.kind, 0) + file.stat().st_size
+    of_rows: set[str | None] = {
+        form.kind for file, form in files.items()
+        if form.kind == "parquet" or (form.kind == "json" and ".json" not in map(str.lower, file.suffixes))}
+    if len(of_rows) > 1:
+        raise ConfigError(f"data.source: {source} has both JSON-lines and Parquet files; select one kind, as "
+                          f"'{source}/**/*.parquet'")
+    return of_rows or {max(sizes, key=sizes.__getitem__)}
 
 
-def _check_no_rows(source: str, selection: Selection) -> None:
-    for name in ("split", "column"):
+def _check_options(source: str, selection: Selection, what: str, *names: str) -> None:
+    """Raises :class:`ConfigError` if options are given that a source does not have."""
+    for name in names:
         if getattr(selection, name) is not None:
-            raise ConfigError(f"--{name} {getattr(selection, name)}: {source} is text and has no {name}; leave it out")
+            raise ConfigError(f"--{name} {getattr(selection, name)}: {source} is {what} and has no {name}; leave it "
+                              "out")

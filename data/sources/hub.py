@@ -1,14 +1,18 @@
-"""Datasets of the Hugging Face Hub, or copies of them in a folder, streamed by ``datasets``."""
+"""Datasets of the Hugging Face Hub, copies of them in a folder, and folders of ``save_to_disk``, by ``datasets``."""
 
 import contextlib
 import io
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
-from data.sources.rows import Rows, ZstdFile, check_column, column_parts, row_source
-from data.sources.source import Selection, Source, one_line
-from data.texts import Column
+from data.sources.formats import ZstdFile
+from data.sources.rows import Rows, check_column, column_parts, row_source, type_name
+from data.sources.source import Selection, Source, file_state, one_line
+from data.texts import Column, find_column
 from support.errors import ConfigError, DataError
 
 _BATCH_ROWS = 256
@@ -42,9 +46,56 @@ def open_dataset(source: str, state: str, selection: Selection, *args: str | Non
     column = selection.column or "text"
 
     def splits() -> dict[str, Rows]:
-        return {name: _dataset_rows(source, split, column) for name, split in _load(source, args, **kwargs).items()}
+        return {name: _stream_rows(source, split, column) for name, split in _load(source, args, **kwargs).items()}
 
     return row_source(source, splits, selection, state=state)
+
+
+def open_saved(source: str, folder: Path, files: Sequence[Path], selection: Selection) -> Source:
+    """A column of a folder of ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk``."""
+    import datasets
+
+    column = selection.column or "text"
+
+    def splits() -> dict[str, Rows]:
+        with _dataset_errors(source, lambda: 0):
+            found = datasets.load_from_disk(str(folder.resolve()))
+        whole = isinstance(found, datasets.Dataset)
+        return {str(name): _saved_rows(source, split, column) for name, split in
+                ({"train": found} if whole else found).items()}
+
+    return row_source(source, splits, selection, state=file_state(folder, files))
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether it is a folder of ``save_to_disk``."""
+    return (folder / "dataset_dict.json").is_file() or all(
+        (folder / name).is_file() for name in ("state.json", "dataset_info.json"))
+
+
+def _saved_rows(source: str, rows: Any, column: str) -> Rows:
+    """Rows of a dataset on disk. A place in it is the number of a row."""
+
+    def check() -> None:
+        check_column(source, column, {field.name: type_name(field.type) for field in rows.features.arrow_schema})
+
+    def read(start: Any) -> Iterator[tuple[Column, Any, float]]:
+        first: int = (start or (0, None))[1] or 0
+        name = find_column(rows.column_names, column) or column
+        with _dataset_errors(source, lambda: first):
+            selected = rows.select_columns([name]).with_format("arrow")
+            while first < len(rows):
+                table = selected[first : first + _BATCH_ROWS]
+                end = 0
+                for found, end in column_parts(table.column(name).combine_chunks(), 0):
+                    yield found, (0, first + end), (first + end) / len(rows)
+                first += len(table)
+
+    def cut(number: int, share: Fraction) -> int | None:
+        place = math.ceil(share * len(rows) / _BATCH_ROWS) * _BATCH_ROWS
+        return place if place < len(rows) else None
+
+    return Rows(check, read, lambda: [len(rows)], cut)
 
 
 def _load(source: str, args: tuple[Any, ...], **kwargs: Any) -> dict[str, Any]:
@@ -82,17 +133,17 @@ def _configuration(source: str, wanted: str | None, names: Sequence[str]) -> str
     return wanted or next(iter(names), None)
 
 
-def _dataset_rows(source: str, split: Any, column: str) -> Rows:
-    """Rows of a dataset. A place in a file is the number of rows read before its batch, the state of ``datasets`` at
-    the batch, and a row of it."""
+def _stream_rows(source: str, split: Any, column: str) -> Rows:
+    """Rows of a dataset that is streamed. A place in a file is the number of rows read before its batch, the state of
+    ``datasets`` at the batch, and a row of it."""
 
     def check() -> None:
         with _dataset_errors(source, lambda: 0):
             names = split.column_names or list(next(iter(split), {}))
-            features = split.features or {}
+            schema = split.features.arrow_schema if split.features else None
             # Unknown types are checked in each batch.
-            check_column(source, column, {name: getattr(features[name], "dtype", None) or type(features[name]).__name__
-                                          if name in features else "null" for name in names})
+            check_column(source, column, dict.fromkeys(names, "null") if schema is None else
+                         {field.name: type_name(field.type) for field in schema})
 
     def read(start: Any) -> Iterator[tuple[Column, Any, float | None]]:
         first, place = start or (0, None)
@@ -100,14 +151,15 @@ def _dataset_rows(source: str, split: Any, column: str) -> Rows:
         with _dataset_errors(source, lambda: done):
             sizes = split.info.splits or {}
             total = sizes[str(split.split)].num_examples if str(split.split) in sizes else None
+            name = find_column(split.column_names or [], column) or column
             for number in range(first, split.num_shards):
-                rows = split.shard(split.num_shards, number).select_columns([column]).with_format("arrow")
+                rows = split.shard(split.num_shards, number).select_columns([name]).with_format("arrow")
                 if state is not None:
                     rows.load_state_dict(state)
                 for table in rows.iter(_BATCH_ROWS):
                     # The state is large, so save it once per batch.
                     following = rows.state_dict()
-                    for found, end in column_parts(table.column(column).combine_chunks(), skip):
+                    for found, end in column_parts(table.column(name).combine_chunks(), skip):
                         place = (done, state, end) if end < len(table) else (done + end, following, 0)
                         yield found, (number, place), min((done + end) / total, 1.0) if total else None
                     done, state, skip = done + len(table), following, 0

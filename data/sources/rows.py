@@ -1,13 +1,13 @@
-"""Sources of rows: JSON, JSON lines (also compressed) and Parquet files, with the text in one column."""
+"""Sources of rows: JSON, JSON lines, CSV and Parquet files, with the text in one column."""
 
 import codecs
 import contextlib
-import gzip
-import io
+import csv
 import itertools
+import json
+import math
 import re
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,14 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import texts
+from data.sources import formats
+from data.sources.formats import Format
 from data.sources.source import Block, Selection, Source, file_state, one_line
 from data.texts import Column, JsonLines, TextChunk, TextChunks, split_text
 from support.errors import ConfigError, DataError
 
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-COMPRESSIONS = (".gz", ".zst")
-_ARRAY_ROWS = 256
-"""Rows of a JSON array per batch."""
+LONG_ROW = 2**24
+"""Bytes of text from which on a row is always cut like a text: its end is val."""
+_LOOKED_AT = 2**26
+"""Bytes in which the column must be found."""
+_CHAT = "chat messages"
 _TEXT_TYPES = ("string", "large_string", "string_view", "null", "Json", "json")
 _VALIDATION = ("validation", "valid", "val", "dev")
 _SPLIT_WORDS = {"train": "train", "training": "train", "test": "test", "testing": "test",
@@ -44,41 +47,60 @@ class Rows(NamedTuple):
     None: only whole files can be read."""
 
 
-def open_rows(source: str, root: Path, files: Sequence[Path], selection: Selection) -> Source:
-    """Rows of JSON or Parquet files.
+class _Kind(NamedTuple):
+    """How files of a kind are read. The functions take a file and its format."""
+
+    types: Callable[[Path, Format, str], dict[str, str]]
+    """The types of columns; reads on until one has the given name. Empty: there are no rows."""
+    rows: Callable[[Path, Format, str, Any], Iterator[tuple[JsonLines | Column, Any, float]]]
+    """The rows of a column from a place on, as ``Rows.read`` of one file."""
+    cut: Callable[[Path, Format, Fraction], Any]
+    """As ``Rows.cut``."""
+
+
+def open_rows(source: str, root: Path, files: dict[Path, Format], selection: Selection, *, by_name: bool) -> Source:
+    """Rows of files of one kind.
 
     ``datasets`` would stop at an invalid row, and return the rest of a JSON file as quoted texts after a value that is
-    not text.
+    not text; it would read the text NA of a CSV file as no text.
+
+    Args:
+        source: name of the source.
+        root: folder of the files.
+        files: the files, none of which is empty, and their formats.
+        selection: what to read.
+        by_name: whether their names may tell splits.
     """
     column = selection.column or "text"
-    parquet = files[0].suffix == ".parquet"
+    kind = _KINDS[next(iter(files.values())).kind or ""]
+    names = _split_names([file.relative_to(root) for file in files]) if by_name else None
     groups: dict[str, list[Path]] = {}
-    for file in files:
-        if file.stat().st_size:
-            groups.setdefault(_split_of(file.relative_to(root)), []).append(file)
-    if not groups:
-        raise ConfigError(f"data.source: {source} is empty")
+    for file, name in zip(files, names or ["train"] * len(files), strict=True):
+        groups.setdefault(name, []).append(file)
 
     def rows(group: list[Path]) -> Rows:
         def check() -> None:
             for file in group:
-                check_column(source if len(group) == 1 else str(file), column,
-                             _parquet_types(file) if parquet else dict.fromkeys(_first_row(file), "string"))
+                check_column(source if len(files) == 1 else str(file), column, kind.types(file, files[file], column))
 
         def read(start: Any) -> Iterator[tuple[JsonLines | Column, Any, float]]:
             sizes = [file.stat().st_size for file in group]
             first, place = start or (0, None)
             for number in range(first, len(group)):
-                for found, following, share in (_parquet_rows if parquet else _json_rows)(group[number], column, place):
+                for found, following, share in kind.rows(group[number], files[group[number]], column, place):
                     yield found, (number, following), (sum(sizes[:number]) + share * sizes[number]) / sum(sizes)
                 place = None
 
         return Rows(check, read, lambda: [file.stat().st_size for file in group],
-                    lambda number, share: (_parquet_cut if parquet else _json_cut)(group[number], share))
+                    lambda number, share: kind.cut(group[number], files[group[number]], share))
 
-    plain = not any(file.suffix in COMPRESSIONS or parquet for file in files)
+    plain = all(form.plain and form.kind != "parquet" for form in files.values())
+    counts = ", ".join(f"{name} ({len(group):,})" for name, group in sorted(groups.items()))
+    notes = () if len(groups) == 1 or selection.split is not None else (
+        f"{source}: the names of its files tell the splits {counts}, of which train is read, and validation, if there "
+        "is one, as val; a glob of the files reads all of them as one",)
     return row_source(source, lambda: {name: rows(group) for name, group in sorted(groups.items())}, selection,
-                      state=file_state(root, files),
+                      state=file_state(root, [*files]), notes=notes,
                       total_bytes=sum(file.stat().st_size for file in files) if plain else None)
 
 
@@ -105,23 +127,39 @@ def _groups(splits: dict[str, Rows], source: str, selection: Selection) -> dict[
 
 
 def _row_blocks(groups: dict[bool | None, Rows], selection: Selection, start: Any, stop: Any) -> Iterator[Block]:
-    """Blocks of rows. A place is the number of a group and a place in it."""
+    """Blocks of rows. A place is the number of a group, a place in it and, unless it is the start of a part, the bytes
+    above which a row is cut."""
     for group in groups.values():  # before any work
         group.check()
-    first, place = start or (0, None)
+    first: int
+    first, place, limit = (*(start or (0, None)), None)[:3]
     for number, (held_out, group) in enumerate(groups.items()):
         if number < first:
             continue
         rows = group.read(place)
-        head = list(itertools.islice(rows, 2)) if start is None else []
-        single = len(head) == 1 and held_out is None and selection.val_documents is None
-        for found, following, share in itertools.chain(head, rows):
-            if stop is not None and _is_after((number, following), stop):
+        if held_out is not None or selection.val_documents is not None:
+            limit = math.inf
+        elif limit is None:
+            head, limit = _look_ahead(rows if place is None else group.read(None))
+            rows = itertools.chain(head, rows) if place is None else rows
+        for found, following, share in rows:
+            if stop is not None and _is_after((number, following), stop[:2]):
                 return
-            # The end of a single row is held out, as for a single text.
-            yield Block(_cut_single_row(found, selection) if single else found, (number, following), held_out,
+            yield Block(_cut_long_rows(found, limit, selection), (number, following, limit), held_out,
                         None if share is None else (number + share) / len(groups))
-        place = None
+        place = limit = None
+
+
+def _look_ahead(rows: Iterator[tuple[JsonLines | Column, Any, float | None]]) -> tuple[list[Any], float]:
+    """The rows up to about two :data:`LONG_ROW`; and the bytes above which a row is cut: half of the text if that is
+    all of it, so that no row is longer than the rest."""
+    head, total = [], 0
+    for item in rows:
+        head.append(item)
+        total += sum(map(len, item[0].read()[0]))
+        if total >= 2 * LONG_ROW:
+            return head, LONG_ROW
+    return head, total / 2
 
 
 def _cut(groups: Sequence[Rows], share: Fraction) -> Any:
@@ -145,117 +183,290 @@ def _is_after(place: Any, stop: Any) -> bool:
     return stop_in_file is None or in_file > stop_in_file
 
 
-def _cut_single_row(rows: JsonLines | Column, selection: Selection) -> JsonLines | Column | TextChunks:
-    """The rows, or the chunks of the only row with text."""
-    found, skipped = rows.read()
-    if len(found) != 1:
+def _cut_long_rows(rows: JsonLines | Column, limit: float, selection: Selection) -> JsonLines | Column | TextChunks:
+    """The rows or, if one is longer than the limit, chunks of all of them; the end of such a row is val."""
+    if len(rows.lines if isinstance(rows, JsonLines) else rows.values) <= limit:
         return rows
-    val_start = selection.val_start(found[0])
+    found, skipped = rows.read()
+    if max(map(len, found), default=0) <= limit:
+        return rows
     chunks = []
-    for held_out, text in ((False, found[0][:val_start]), (True, found[0][val_start:])):
-        chunks += [TextChunk(chunk, held_out, end == len(text)) for chunk, end in split_text(text)]
+    for text in found:
+        parts: list[tuple[bool | None, bytes]] = [(None, text)]
+        if len(text) > limit:
+            val_start = selection.val_start(text)
+            parts = [(False, text[:val_start]), (True, text[val_start:])]
+        for held_out, part in parts:
+            chunks += [TextChunk(chunk, held_out, end == len(part)) for chunk, end in split_text(part)]
     return TextChunks(chunks, skipped)
 
 
 def check_column(source: str, column: str, types: dict[str, str]) -> None:
     """Raises :class:`ConfigError` unless the column exists and has text; passes if the columns are unknown."""
-    if types and column not in types:
-        raise ConfigError(f"data.source: {source} has no column {column!r}; choose one of {', '.join(types)} with "
-                          "--column, or #column= after the source")
-    if types and types[column] not in _TEXT_TYPES:
-        raise ConfigError(f"data.source: the column {column!r} of {source} has {types[column]} values; expected "
-                          f"text; its columns are {', '.join(types)}")
+    if not types:
+        return
+    name = texts.find_column(types, column)
+    chats = [chat for chat in ([name] if name else types) if types[chat] == _CHAT]
+    if chats:
+        raise ConfigError(f"data.source: {source} has chat messages in the column {chats[0]!r}, which are not "
+                          "supported; write each conversation as one text in a column of its own")
+    if name is None:
+        with_text = [name for name, type_ in types.items() if type_ in _TEXT_TYPES]
+        choose = (f"choose one of {_listed(with_text)} with --column, or #column= after the source" if with_text else
+                  f"its columns are {_listed(types)}, and none has text")
+        raise ConfigError(f"data.source: {source} has no column {column!r}; {choose}")
+    if types[name] not in _TEXT_TYPES:
+        raise ConfigError(f"data.source: the column {name!r} of {source} has {types[name]} values; expected "
+                          f"text; its columns are {_listed(types)}")
 
 
-def _split_of(path: Path) -> str:
-    """The split in the name of a file or of its folders, else train."""
-    for part in reversed(path.parts):
-        for word in re.split(r"[^a-z]+", part.lower()):
-            if word in _SPLIT_WORDS:
-                return _SPLIT_WORDS[word]
-    return "train"
+def _listed(names: Collection[str]) -> str:
+    more = f" and {len(names) - 20:,} more" if len(names) > 20 else ""
+    return ", ".join(name[:100] for name in itertools.islice(names, 20)) + more
 
 
-def _first_row(path: Path) -> dict[str, Any]:
-    """The first row; empty if there are only empty lines."""
-    with path.open("rb") as raw, _line_errors(path, lambda: "the first row"), _unpacked(raw, path) as file:
-        whole = _whole_json(file, path)
-        lines = (line.removeprefix(codecs.BOM_UTF8) for line in file) if whole is None else whole[:1]
-        return next((texts.json_object(line) for line in lines if line.strip()), {})
+def type_name(kind: Any) -> str:
+    """The name of an Arrow type; of a dictionary, that of its values."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(kind):
+        return type_name(kind.value_type)
+    if (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)) and pyarrow.types.is_struct(kind.value_type):
+        names = {field.name for field in kind.value_type.fields}
+        if names >= {"role", "content"} or names >= {"from", "value"}:
+            return _CHAT
+    return "json" if isinstance(kind, pyarrow.BaseExtensionType) and "json" in str(kind) else str(kind)
 
 
-def _json_rows(path: Path, column: str, start: int | None) -> Iterator[tuple[JsonLines, int, float]]:
-    """Lines of a file. A place is an offset in the (decompressed) text or, in an array, an index."""
-    place = counted_from = start or 0
-    number = 1
-    size = path.stat().st_size
-    where = f" after byte {counted_from:,}" if counted_from else ""
-    with path.open("rb") as raw, _line_errors(path, lambda: f"line {number}{where}"), _unpacked(raw, path) as file:
-        whole = _whole_json(file, path)
-        if whole is not None:
-            for first in range(place, len(whole), _ARRAY_ROWS):
-                lines = whole[first : first + _ARRAY_ROWS]
-                following = first + len(lines)
-                yield JsonLines(b"\n".join(lines), column, str(path), first + 1, 0), following, following / len(whole)
+def _value_type(value: Any) -> str:
+    """The type of a JSON value, in the same words. Other values than texts are skipped one by one."""
+    if isinstance(value, list) and value and all(isinstance(turn, dict) and (
+            turn.keys() >= {"role", "content"} or turn.keys() >= {"from", "value"}) for turn in value):
+        return _CHAT
+    return "string" if isinstance(value, str) else "null" if value is None else type(value).__name__
+
+
+def _split_names(files: Sequence[Path]) -> list[str] | None:
+    """The split of each file, if all are laid out by splits: each is in a folder that is called as a split, or has one
+    in its name, and there is a train file for each of the other words in their names."""
+    found = []
+    for file in files:
+        folder = next((part.lower() for part in reversed(file.parts[:-1]) if part.lower() in _SPLIT_WORDS), None)
+        words = [word for word in re.split(r"[^a-z0-9]+", file.as_posix().lower()) if word.isalpha()]
+        split = folder or next((word for word in reversed(words) if word in _SPLIT_WORDS), None)
+        if split is None:
+            return None
+        rest = frozenset(words) - _SPLIT_WORDS.keys() - _NO_TOPICS if folder is None else frozenset()
+        found.append((_SPLIT_WORDS[split], rest))
+    if any(("train", rest) not in found for _, rest in found):
+        return None
+    return [split for split, _ in found]
+
+
+_NO_TOPICS = {"of", "part", "shard", "chunk", "data", *(suffix[1:] for suffix in (
+    *formats.JSON_SUFFIXES, *formats.CSV_SUFFIXES, *formats.PACKED_SUFFIXES, ".parquet"))}
+
+
+def _json_layout(file: Any, path: Path, begin: int = 0) -> str:
+    """``lines``: the first line is one value; ``array``; or ``values``, over any number of lines."""
+    file.seek(begin)
+    if file.read(texts.CHUNK_BYTES).lstrip().startswith(b"["):
+        return "array"
+    file.seek(begin)
+    line = next((line for line in formats.lines(file, path) if not line.isspace()), b"null")
+    try:
+        texts.parse_json(line)
+    except ValueError:
+        return "values"
+    return "lines"
+
+
+def _json_values(file: Any, path: Path, form: Format, array: bool, place: int) -> Iterator[tuple[Any, int]]:
+    """The values from an offset in the text on, one at a time, each with the offset after it."""
+    scan, decode = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
+    text, done, ended = "", 0, False
+    opening = array and not place
+    file.seek(place)
+    while True:
+        at = _BETWEEN.match(text, done).end()  # pyright: ignore[reportOptionalMemberAccess]
+        if opening and at < len(text):
+            place += len(text[: at + 1].encode(errors="surrogateescape"))
+            opening, done = False, at + 1
+            continue
+        if array and text[at : at + 1] == "]":
+            if text[at + 1 :].strip() or file.read(texts.CHUNK_BYTES).strip():
+                raise ValueError("there is more after the end of the array")
             return
+        if ended and not array and at == len(text):
+            return
+        try:
+            value, end = scan(text, at)
+        except json.JSONDecodeError:
+            if ended:
+                raise
+            value, end = None, len(text)
+        if end < len(text) or ended:  # otherwise a number may go on
+            place += len(text[done:end].encode(errors="surrogateescape"))
+            done = end
+            yield value, place
+            continue
+        if len(text) - done > formats.ROW_BYTES:
+            raise formats.too_long(path, "a row")
+        part = file.read(max(texts.CHUNK_BYTES, min(len(text) - done, formats.ROW_BYTES - len(text) + done)))
+        formats.check_utf8(path, form, part, file.tell())
+        text, done, ended = text[done:] + decode(part, not part), 0, not part
+
+
+_BETWEEN = re.compile(r"[\s,]*")
+
+
+def _json_types(path: Path, form: Format, column: str) -> dict[str, str]:
+    types: dict[str, str] = {}
+    place = 0
+    with path.open("rb") as raw, formats.read_errors(path, lambda: f"a row after byte {place:,}"), (
+            formats.open_text(raw, form)) as file:
+        layout = _json_layout(file, path)
+        file.seek(0)
+        if layout == "lines":
+            values = ((texts.parse_json(line), file.tell()) for line in formats.lines(file, path) if line.strip())
+        else:
+            values = _json_values(file, path, form, layout == "array", 0)
+        for value, place in values:
+            for name, item in texts.as_row(value).items():
+                if types.get(name, "null") == "null":
+                    types[name] = _value_type(item)
+            name = texts.find_column(types, column)
+            if (name is not None and types[name] != "null") or place > _LOOKED_AT:
+                break
+    if (name := texts.find_column(types, column)) is not None and types[name] != _CHAT:
+        types[name] = "string"  # later rows may have text
+    return types
+
+
+def _json_rows(path: Path, form: Format, column: str, start: int | None) -> Iterator[tuple[Any, int, float]]:
+    """A place is an offset in the text."""
+    place, counted_from, number = start or 0, start or 0, 1
+    size = path.stat().st_size
+    what = "line"
+
+    def where() -> str:
+        return f"{what} {number}" + (f" after byte {counted_from:,}" if counted_from else "")
+
+    with path.open("rb") as raw, formats.read_errors(path, where), formats.open_text(raw, form) as file:
+        layout = _json_layout(file, path)
         file.seek(place)
+        if layout != "lines":
+            what = "row"
+            found, skipped, begun = [], dict.fromkeys(texts.SKIPPED, 0), place
+            for value, place in _json_values(file, path, form, layout == "array", place):  # noqa: B020
+                text = texts.row_text(texts.as_row(value), column, skipped)
+                found += [] if text is None else [text]
+                number += 1
+                if place - begun >= texts.CHUNK_BYTES:
+                    yield Column.of(found, skipped), place, raw.tell() / size
+                    found, skipped, begun = [], dict.fromkeys(texts.SKIPPED, 0), place
+            if place > begun:
+                yield Column.of(found, skipped), place, 1.0
+            return
         while lines := file.read(texts.CHUNK_BYTES):
-            lines += b"" if lines.endswith(b"\n") else file.readline()
+            if not lines.endswith(b"\n"):
+                lines += formats.read_line(file, path, len(lines) - lines.rfind(b"\n") - 1)
             following = place + len(lines)
-            yield (JsonLines(lines if place else lines.removeprefix(codecs.BOM_UTF8), column, str(path), number,
-                             counted_from), following, raw.tell() / size)
+            share = raw.tell() / size
+            formats.check_utf8(path, form, lines, following)
+            yield JsonLines(lines, column, str(path), number, counted_from), following, share
             place, number = following, number + lines.count(b"\n")
 
 
-def _json_cut(path: Path, share: Fraction) -> int | None:
+def _json_cut(path: Path, form: Format, share: Fraction) -> int | None:
     """The first place of :func:`_json_rows` from a fraction of a file on; None if there is none before its end."""
-    if path.suffix in COMPRESSIONS:
+    if not form.plain:
         return None
-    size, place = path.stat().st_size, 0
-    with path.open("rb") as file, _line_errors(path, lambda: "the file"):
-        if _whole_json(file, path) is not None:
+    size, place = path.stat().st_size - form.mark_bytes, 0
+    with path.open("rb") as file, formats.read_errors(path, "the file"):
+        if _json_layout(file, path, form.mark_bytes) != "lines":
             return None
         while place < share * size:
-            file.seek(place + texts.CHUNK_BYTES - 1)
+            file.seek(form.mark_bytes + place + texts.CHUNK_BYTES - 1)
             file.readline()
-            place = file.tell()
+            place = file.tell() - form.mark_bytes
     return place if place < size else None
 
 
-@contextlib.contextmanager
-def _line_errors(path: Path, where: Callable[[], str]) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{path}: {where()} cannot be read: {one_line(error)}") from error
+class _Lines:
+    """The decoded lines of a text, and the offset after them."""
+
+    def __init__(self, file: Any, path: Path):
+        self._lines = formats.lines(file, path)
+        self.place = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self._lines:
+            self.place += len(line)
+            yield line.decode(errors="surrogateescape")
 
 
-def _whole_json(file: io.BufferedReader, path: Path) -> list[bytes] | None:
-    """The rows of an array or of a multi-line object, one line each; None, without reading, for JSON lines."""
-    import orjson
-
-    if file.peek(1)[:1] == b"[":
-        return [orjson.dumps(row) for row in orjson.loads(file.read())]
-    if path.suffix == ".json":  # may be JSON lines too
-        try:
-            orjson.loads(file.readline())
-        except orjson.JSONDecodeError:
-            file.seek(0)
-            return [orjson.dumps(orjson.loads(file.read()))]
-        file.seek(0)
-    return None
+def _csv_reader(lines: _Lines, path: Path) -> tuple[list[str], Iterator[list[str]]]:
+    """The header, and an iterator over the rows."""
+    csv.field_size_limit(formats.ROW_BYTES)
+    found = iter(lines)
+    first = next((line for line in found if line.strip()), "")
+    delimiter = "\t" if ".tsv" in path.name.lower() else max(",;\t|", key=first.count)
+    reader = csv.reader(itertools.chain([first], found), delimiter=delimiter)
+    return next(reader, []), reader
 
 
-def _parquet_types(path: Path) -> dict[str, str]:
-    """The type of each column."""
+def _csv_types(path: Path, form: Format, column: str) -> dict[str, str]:
+    with path.open("rb") as raw, formats.read_errors(path, "the header"), formats.open_text(raw, form) as file:
+        return dict.fromkeys(_csv_reader(_Lines(file, path), path)[0], "string")
+
+
+def _csv_rows(path: Path, form: Format, column: str, start: int | None) -> Iterator[tuple[Column, int, float]]:
+    """A place is an offset in the text."""
+    size = path.stat().st_size
+    place = 0
+    with path.open("rb") as raw, formats.read_errors(path, lambda: f"a row after byte {place:,}"), (
+            formats.open_text(raw, form)) as file:
+        lines = _Lines(file, path)
+        header, reader = _csv_reader(lines, path)
+        name = texts.find_column(header, column)
+        index = header.index(name) if name is not None else len(header)
+        place = begun = lines.place
+        if start is not None:
+            file.seek(start)
+            place = begun = lines.place = start
+        found, skipped = [], dict.fromkeys(texts.SKIPPED, 0)
+        for row in reader:
+            place = lines.place
+            if row:
+                text = texts.row_text({column: row[index]} if index < len(row) else {}, column, skipped)
+                found += [] if text is None else [text]
+            if place - begun >= texts.CHUNK_BYTES:
+                share = raw.tell() / size
+                rows = Column.of(found, skipped)
+                formats.check_utf8(path, form, rows.values, place)
+                yield rows, place, share
+                found, skipped, begun = [], dict.fromkeys(texts.SKIPPED, 0), place
+        if place > begun:
+            rows = Column.of(found, skipped)
+            formats.check_utf8(path, form, rows.values, place)
+            yield rows, place, 1.0
+
+
+def _no_cut(path: Path, form: Format, share: Fraction) -> None:
+    """A line break within quotes cannot be told from one between rows."""
+
+
+def _parquet_types(path: Path, form: Format, column: str) -> dict[str, str]:
     with _parquet_file(path) as file:
-        return {field.name: str(field.type) for field in file.schema_arrow}
+        return {field.name: type_name(field.type) for field in file.schema_arrow}
 
 
-def _parquet_rows(path: Path, column: str, start: Any) -> Iterator[tuple[Column, Any, float]]:
-    """Rows of a file. A place is the number of a row group and of a row in it."""
+def _parquet_rows(path: Path, form: Format, column: str, start: Any) -> Iterator[tuple[Column, Any, float]]:
+    """A place is the number of a row group and of a row in it."""
     first, skip = start or (0, 0)
     with _parquet_file(path) as file:
+        name = texts.find_column(file.schema_arrow.names, column) or column
         total = max(1, file.metadata.num_rows)
         done = sum(file.metadata.row_group(group).num_rows for group in range(first))
         for group in range(first, file.num_row_groups):
@@ -263,20 +474,25 @@ def _parquet_rows(path: Path, column: str, start: Any) -> Iterator[tuple[Column,
             each = metadata.total_byte_size // max(1, metadata.num_rows)  # of all columns: batches are smaller
             row = 0
             for batch in file.iter_batches(batch_size=max(16, min(texts.CHUNK_BYTES // max(1, each), 2**16)),
-                                           row_groups=[group], columns=[column], use_threads=False):
-                for found, end in column_parts(batch.column(0), max(0, skip - row)):
+                                           row_groups=[group], columns=[name], use_threads=False):
+                # By name: a field b of a column a is read too where the column is a.b.
+                for found, end in column_parts(batch.column(name), max(0, skip - row)):
                     yield found, (group, row + end), (done + row + end) / total
                 row += len(batch)
             done, skip = done + row, 0
 
 
-def _parquet_cut(path: Path, share: Fraction) -> tuple[int, int] | None:
+def _parquet_cut(path: Path, form: Format, share: Fraction) -> tuple[int, int] | None:
     """The first row group from a fraction of a file on, if any."""
     with _parquet_file(path) as file:
         sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
     starts = itertools.accumulate(sizes, initial=0)
     return next(((group, 0) for group, begin in zip(range(len(sizes)), starts, strict=False)
                  if begin >= share * sum(sizes)), None)
+
+
+_KINDS = {"json": _Kind(_json_types, _json_rows, _json_cut), "csv": _Kind(_csv_types, _csv_rows, _no_cut),
+          "parquet": _Kind(_parquet_types, _parquet_rows, _parquet_cut)}
 
 
 @contextlib.contextmanager
@@ -295,15 +511,18 @@ def column_parts(array: Any, skip: int) -> Iterator[tuple[Column, int]]:
     """Parts of an Arrow array of about a chunk each, from row ``skip`` on, with the number of the next row."""
     import pyarrow
 
-    kind = str(array.type)
-    if (as_json := isinstance(array, pyarrow.ExtensionArray)) and "json" in kind:
+    kind = type_name(array.type)
+    if as_json := (isinstance(array, pyarrow.ExtensionArray) and kind == "json"):
         array = array.storage
     elif kind not in _TEXT_TYPES:
         if skip < len(array):
-            yield Column(b"", np.zeros(array.null_count, np.int64), not_text=len(array) - array.null_count), len(array)
+            yield Column(b"", np.zeros(array.null_count, np.int64),
+                         skipped={"not_text": len(array) - array.null_count}), len(array)
         return
     if not len(array):
         return
+    if isinstance(array, pyarrow.DictionaryArray):
+        array = array.dictionary_decode()
     # As bytes, since Arrow would reject invalid UTF-8.
     array = array.cast(pyarrow.large_binary())
     if array.null_count:  # only if needed: it imports pandas
@@ -315,54 +534,3 @@ def column_parts(array: Any, skip: int) -> Iterator[tuple[Column, int]]:
         end = int(np.searchsorted(offsets_R[: len(array)], begin + texts.CHUNK_BYTES, side="left"))
         yield Column(bytes(values[begin : offsets_R[end]]), offsets_R[skip + 1 : end + 1] - begin, as_json), end
         skip = end
-
-
-def _unpacked(raw: Any, path: Path) -> io.BufferedReader:
-    if path.suffix == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw))  # pyright: ignore[reportArgumentType]
-    if path.suffix == ".zst":
-        return io.BufferedReader(ZstdFile(raw), 2**20)
-    return raw
-
-
-class ZstdFile(io.RawIOBase):
-    """A zstd file, read with Arrow's codec; Python has one from 3.14 on."""
-
-    def __init__(self, raw: Any, mode: str = "rb", **_: Any):
-        if mode not in ("r", "rb"):
-            raise ValueError("zstd files are read-only")
-        self._raw, self._position = raw, 0
-        self._open()
-
-    def _open(self) -> None:
-        import pyarrow
-
-        self._raw.seek(0)
-        self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(self._raw, "r"), "zstd")
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        part = self._stream.read(len(buffer))
-        buffer[: len(part)] = part
-        self._position += len(part)
-        return len(part)
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        if whence == 1:
-            offset += self._position
-        elif whence == 2:
-            raise io.UnsupportedOperation("the length of a compressed file is unknown")
-        if offset < self._position:
-            self._open()
-        while self._position < offset and self.readinto(memoryview(bytearray(min(2**20, offset - self._position)))):
-            pass
-        return self._position

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int64
 
 from data import texts
-from data.texts import Column, JsonLines, TextChunk, TextChunks
+from data.texts import Column, JsonLines, Text, TextChunk, TextChunks
 from support.errors import ConfigError
 
 VAL_FRACTION = 0.05
@@ -54,10 +54,13 @@ class Selection:
 
     split: str | None = None
     column: str | None = None
+    encoding: str | None = None
+    """Encoding of text files without a byte order mark; default: UTF-8."""
     val_documents: int | None = None
     """Number of held-out documents: the first rows, or the first files in the order of a hash of their names."""
     val_share: float | None = None
-    """Held-out fraction: evenly spaced rows, files with this fraction of the bytes, or the end of a single text."""
+    """Held-out fraction: evenly spaced rows, files with this fraction of the bytes, or the end of a single text, or of
+    one that is longer than all others together."""
 
     def __post_init__(self) -> None:
         if self.val_documents is not None and self.val_share is not None:
@@ -73,20 +76,27 @@ class Selection:
         return self.val_documents is not None or self.val_share is not None
 
     def held_out(self, block: Block, first: int, count: int) -> Bool[np.ndarray, " count"]:
-        """Which of the ``count`` chunks or rows of a block are val; ``first`` is the index of its first row with
-        text."""
-        if isinstance(block.texts, TextChunks):
-            return np.array([chunk.held_out for chunk in block.texts.chunks], bool)
+        """Which of the ``count`` chunks or rows of a block are val; ``first`` documents are before it."""
         if block.held_out is not None:
             return np.full(count, block.held_out)
+        if not isinstance(block.texts, TextChunks):
+            return self._by_number(np.arange(first, first + count))
+        chunks = block.texts.chunks
+        ends_before = np.cumsum([0, *(chunk.ends_document for chunk in chunks)])[:-1]
+        by_number = self._by_number(first + ends_before) if any(chunk.held_out is None for chunk in chunks) else []
+        return np.array([chunk.held_out if chunk.held_out is not None else by_number[index]
+                         for index, chunk in enumerate(chunks)], bool)
+
+    def _by_number(self, numbers: Int64[np.ndarray, " R"]) -> Bool[np.ndarray, " R"]:
+        """Which rows are val, by their numbers among those with text."""
         if self.val_documents is not None:
-            return np.arange(first, first + count) < self.val_documents
+            return numbers < self.val_documents
         share = Fraction(1, VAL_EVERY) if self.val_share is None else Fraction(str(self.val_share))
         # n × share of the first n rows, rounded up, in Python's integers, which do not overflow.
         n, of = share.numerator, share.denominator
-        return np.array([-(-(row + 1) * n // of) > -(-row * n // of) for row in range(first, first + count)], bool)
+        return np.array([-(-(row + 1) * n // of) > -(-row * n // of) for row in numbers.tolist()], bool)
 
-    def val_start(self, text: bytes | memoryview) -> int:
+    def val_start(self, text: Text) -> int:
         """Offset of the held-out end of a single text."""
         return texts.token_boundary(text, int(len(text) * (1 - (self.val_share or VAL_FRACTION))))
 
@@ -118,20 +128,19 @@ class Source:
 
     def documents(self) -> Iterator[Document]:
         """All texts, without rows that have none."""
-        rows, parts = 0, []
+        count, parts = 0, []
         for block in self.blocks():
             if isinstance(block.texts, TextChunks):
                 chunks = block.texts.chunks
             else:
-                found, _ = block.texts.read()
-                held_out = self.selection.held_out(block, rows, len(found))
-                rows += len(found)
-                chunks = [TextChunk(text, bool(val), True) for text, val in zip(found, held_out, strict=True)]
-            for chunk in chunks:
+                chunks = [TextChunk(text, None, True) for text in block.texts.read()[0]]
+            held_out = self.selection.held_out(block, count, len(chunks))
+            for chunk, val in zip(chunks, held_out, strict=True):
                 parts.append(chunk.text)
                 if chunk.ends_document:
-                    yield Document("val" if chunk.held_out else "train", b"".join(parts))
+                    yield Document("val" if val else "train", b"".join(parts))
                     parts = []
+                    count += 1
 
 
 def file_state(root: Path, paths: Sequence[Path]) -> str:

@@ -2,26 +2,24 @@
 
 import hashlib
 import mmap
-import os
 import platform
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data import texts
-from data.sources.source import VAL_FRACTION, Block, Selection, Source, file_state, left_out
-from data.texts import TextChunk, TextChunks, chunk_ends, split_text
+from data.sources import formats
+from data.sources.formats import Format
+from data.sources.source import VAL_FRACTION, Block, Selection, Source, file_state
+from data.texts import Text, TextChunk, TextChunks, chunk_ends, split_text
 from support.errors import ConfigError
 
 STDLIB = "python-stdlib"
 _BLOCK_CHUNKS = 4096
 """Maximum number of chunks per block."""
-_LOOKED_AT = 8192
-"""Bytes at the start of a file that are checked to be text."""
 
 
 def open_stdlib(selection: Selection) -> Source:
@@ -39,116 +37,128 @@ def open_stdlib(selection: Selection) -> Source:
     sizes = hashlib.sha256()
     for path in sorted(paths):
         sizes.update(f"{path.relative_to(root).as_posix()} {path.stat().st_size}\n".encode())
-    return _files(STDLIB, root, paths, selection, state=f"{version} {sizes.hexdigest()}", version=version,
-                  licence="PSF-2.0")
+    return _files(STDLIB, root, dict.fromkeys(paths, Format("text")), selection,
+                  state=f"{version} {sizes.hexdigest()}", version=version, licence="PSF-2.0")
 
 
-def open_texts(source: str, root: Path, paths: Sequence[Path], selection: Selection) -> Source:
-    """A document per file; of several files, those that are not text are skipped."""
-    if len(paths) == 1:
-        return _text_file(source, paths[0], selection)
-    readable, binary = [], []
-    for path in paths:
-        with path.open("rb") as file:
-            (binary if b"\0" in file.read(_LOOKED_AT) else readable).append(path)
-    if not readable:
-        raise ConfigError(f"data.source: no text in {source}: its {len(binary):,} files have NUL bytes")
-    notes = left_out(f"{source} is read as texts", [f"{path.relative_to(root).as_posix()} (NUL bytes)"
-                                                     for path in binary])
-    if len(readable) == 1:
-        return replace(_text_file(source, readable[0], selection), notes=notes)
-    return _files(source, root, readable, selection, state=file_state(root, readable), notes=notes)
+def open_texts(source: str, root: Path, files: dict[Path, Format], selection: Selection) -> Source:
+    """A document per file, which must be text."""
+    if len(files) == 1:
+        ((path, form),) = files.items()
+        return _text_file(source, path, form, selection)
+    return _files(source, root, files, selection, state=file_state(root, [*files]))
 
 
-def _files(source: str, root: Path, paths: Sequence[Path], selection: Selection, **fields: Any) -> Source:
-    """A document per file, sorted by relative path; the first ones in the order of a hash of the path are held out."""
-    names = {path.relative_to(root).as_posix(): path for path in paths}
+def _files(source: str, root: Path, files: dict[Path, Format], selection: Selection, **fields: Any) -> Source:
+    """A document per file, sorted by relative path; the first ones in the order of a hash of the path are held out or,
+    of a file that is longer than all others together, the end."""
+    names = {path.relative_to(root).as_posix(): path for path in files}
     sizes = {name: path.stat().st_size for name, path in names.items()}
     total = sum(sizes.values())
     by_hash = sorted(names, key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest())
-    held_out, room = set(), total * (selection.val_share or VAL_FRACTION)
-    for name in by_hash:
-        if sizes[name] <= room:
-            held_out.add(name)
-            room -= sizes[name]
-    held_out = held_out or {min(names, key=sizes.__getitem__)}
+    largest, held_out, room = max(names, key=sizes.__getitem__), set(), total * (selection.val_share or VAL_FRACTION)
     if selection.val_documents is not None:
         if selection.val_documents >= len(names):
             raise ConfigError(f"--val-documents is {selection.val_documents}; expected less than the {len(names)} "
                               f"files of {source}")
         held_out = set(by_hash[: selection.val_documents])
+    elif 2 * sizes[largest] <= total:
+        for name in by_hash:
+            if sizes[name] <= room:
+                held_out.add(name)
+                room -= sizes[name]
+        held_out = held_out or {min(names, key=sizes.__getitem__)}
 
-    return _source(source, lambda: [_Text(names[name], name in held_out) for name in sorted(names)], total, **fields)
+    def documents() -> list[_Document]:
+        found = []
+        for name, path in sorted(names.items()):
+            if name == largest and not held_out:
+                found += _with_held_out_end(path, files[path], selection)
+            else:
+                found.append(_Document(path, files[path], name in held_out, lambda path=path: formats.read_text(
+                    path, files[path]), sizes[name]))
+        return found
+
+    return _source(source, documents, total, all(form.plain for form in files.values()), **fields)
 
 
-def _text_file(source: str, path: Path, selection: Selection) -> Source:
+def _text_file(source: str, path: Path, form: Format, selection: Selection) -> Source:
     """Opens a single document, the end of which is held out."""
     if selection.val_documents is not None:
         raise ConfigError(f"--val-documents: {source} is a single document; expected --val-share, which holds out its "
                           "end")
-
-    def documents() -> list[_Text]:
-        val_start = selection.val_start(_read(path))
-        return [_Text(path, False, slice(val_start)), _Text(path, True, slice(val_start, None))]
-
-    return _source(source, documents, path.stat().st_size, state=file_state(path.parent, [path]))
+    return _source(source, lambda: _with_held_out_end(path, form, selection), path.stat().st_size, form.plain,
+                   state=file_state(path.parent, [path]))
 
 
-class _Text(NamedTuple):
+class _Document(NamedTuple):
     path: Path
+    form: Format
     held_out: bool
-    part: slice = slice(None)
-    """The part of the file."""
+    read: Callable[[], Text]
+    """The text of the file."""
+    size: float
+    """Its part of the size of the file."""
+    begin: int = 0
+    """Where it begins in the text of the file."""
+    end: int | None = None
 
 
-def _source(name: str, documents: Callable[[], Sequence[_Text]], total: int, **fields: Any) -> Source:
+def _with_held_out_end(path: Path, form: Format, selection: Selection) -> list[_Document]:
+    """The beginning of a file and its end, which is held out."""
+    text = formats.read_text(path, form)
+    val_start = selection.val_start(text)
+    size = path.stat().st_size
+    size_of_train = size * val_start / max(1, len(text))
+    return [_Document(path, form, False, lambda: text, size_of_train, 0, val_start),
+            _Document(path, form, True, lambda: text, size - size_of_train, val_start)]
+
+
+def _source(name: str, documents: Callable[[], Sequence[_Document]], total: int, plain: bool, **fields: Any) -> Source:
     return Source(name, lambda start=None, stop=None, /: _text_blocks(documents(), total, start, stop),
-                  cut=lambda share: _cut(documents(), total * share), total_bytes=total, **fields)
+                  cut=lambda share: _cut(documents(), total * share), total_bytes=total if plain else None, **fields)
 
 
-def _cut(documents: Sequence[_Text], target: Fraction) -> tuple[int, int]:
-    """The first place from byte ``target`` of all texts on."""
+def _cut(documents: Sequence[_Document], target: Fraction) -> tuple[int, int]:
+    """The first place at which the sizes of all documents before are at least ``target``."""
     done = 0
-    for number, (path, _, part) in enumerate(documents):
+    for number, document in enumerate(documents):
         if done >= target:
-            return number, 0
-        text = _read(path)[part]
-        if done + len(text) > target:
-            end = next(end for end in chunk_ends(text) if done + end >= target)
-            return (number, end) if end < len(text) else (number + 1, 0)
-        done += len(text)
+            return number, document.begin
+        if done + document.size > target:
+            text = document.read()
+            stop = len(text) if document.end is None else document.end
+            least = document.begin + (stop - document.begin) * (target - Fraction(done)) / Fraction(document.size)
+            end = next((end for end in chunk_ends(text, document.begin, stop) if end >= least), stop)
+            return (number, end) if end < stop else (number + 1, 0)
+        done += document.size
     return len(documents), 0
 
 
-def _text_blocks(documents: Sequence[_Text], total: int, start: Any, stop: Any) -> Iterator[Block]:
-    """Chunks of texts. A place is the number of a text and an offset in it."""
+def _text_blocks(documents: Sequence[_Document], total: int, start: Any, stop: Any) -> Iterator[Block]:
+    """Chunks of texts. A place is the number of a document and an offset in the text of its file, or one before its
+    begin."""
     first, offset = start or (0, 0)
     last = stop or (len(documents), 0)
     chunks, size, done = [], 0, 0
-    for number, (path, held_out, part) in enumerate(documents[: last[0] + 1]):
-        whole = _read(path)
-        text = whole[part]
+    for number, document in enumerate(documents[: last[0] + 1]):
         if number >= first:
-            for chunk, end in split_text(text, offset if number == first else 0):
+            text = document.read()
+            begin, until = document.begin, len(text) if document.end is None else document.end
+            for chunk, end in split_text(text, max(begin, offset if number == first else 0), until):
                 if (number, end - len(chunk)) >= last:
                     break
-                ends = end == len(text)
-                chunks.append(TextChunk(chunk, held_out, ends))
+                formats.check_utf8(document.path, document.form, chunk, end)
+                ends = end == until
+                chunks.append(TextChunk(chunk, document.held_out, ends))
                 size += len(chunk)
                 if size >= texts.CHUNK_BYTES or len(chunks) >= _BLOCK_CHUNKS:
                     following = (number + 1, 0) if ends else (number, end)
-                    yield Block(TextChunks(chunks), following, share=(done + end) / total)
+                    share = (done + document.size * (end - begin) / max(1, until - begin)) / total
+                    yield Block(TextChunks(chunks), following, share=min(1.0, share))
                     chunks, size = [], 0
-                if isinstance(whole.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-                    whole.obj.madvise(mmap.MADV_DONTNEED)  # otherwise pages count as memory of this process
-        done += len(text)
+                if isinstance(text, memoryview) and isinstance(text.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+                    text.obj.madvise(mmap.MADV_DONTNEED)  # otherwise pages count as memory of this process
+        done += document.size
     if chunks:
-        yield Block(TextChunks(chunks), last, share=done / total if stop else 1.0)
-
-
-def _read(path: Path) -> memoryview:
-    """The memory-mapped bytes of a file."""
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        yield Block(TextChunks(chunks), last, share=min(1.0, done / total) if stop else 1.0)

@@ -53,6 +53,14 @@ def order(found: list) -> list[int]:
     return [int(first) // CONTEXT for batch in found for first in batch.inputs_BT[:, 0]]
 
 
+def test_a_split_of_few_windows_is_told(files, capsys):
+    Corpora.of(files).check_context(CONTEXT, "stream")
+    assert capsys.readouterr().err == (f"note: the val split in {files.directory} has only 3 windows of {CONTEXT} tokens: "
+                                       "shorten the context or prepare more text\n")
+    Corpora.of(files).check_context(8, "stream")
+    assert "the train split in" in capsys.readouterr().err  # 15
+
+
 @pytest.mark.fast
 def test_a_batch_is_windows_and_their_tokens_shifted_by_one(files):
     for batch in take(files, 6):

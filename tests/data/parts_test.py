@@ -1,6 +1,7 @@
 """Preparation in parts: the files of one machine, whatever is interrupted, missing, doubled or damaged."""
 
 import json
+import lzma
 import shutil
 import signal
 import subprocess
@@ -45,6 +46,7 @@ def make_parts(source: Path, out: Path, *more: str, count: int = PARTS) -> None:
 @pytest.mark.parametrize(("kind", "more"), [
     ("rows", ()), ("rows", ("--val-share", "0.07")), ("rows", ("--val-documents", "25")), ("parquet", ()),
     ("text", ()), ("text", ("--val-share", "0.3")), ("folder", ("--val-share", "0.2")), ("row", ()),
+    ("long row", ()), ("long row", ("--val-share", "0.3")), ("packed", ()), ("csv", ()),
 ], ids=str)
 def test_joined_parts_are_the_files_of_one_machine(small, rows, tmp_path, kind, more):
     source = tmp_path / "source"
@@ -57,6 +59,17 @@ def test_joined_parts_are_the_files_of_one_machine(small, rows, tmp_path, kind, 
     elif kind == "row":
         source = tmp_path / "row.jsonl"
         source.write_text(json.dumps({"text": "the only row " * 500}) + "\n")
+    elif kind == "long row":  # the end of which is val; of the others, some by their number
+        source = tmp_path / "rows.jsonl"
+        source.write_text("".join(json.dumps({"text": f"row {n} " * (3000 if n == 7 else 9)}) + "\n"
+                                  for n in range(300)))
+    elif kind == "packed":
+        source = tmp_path / "text.txt.xz"
+        source.write_bytes(lzma.compress(("a text of wörds " * 500).encode("utf-16")))
+    elif kind == "csv":
+        source.mkdir()
+        for n in range(4):
+            (source / f"{n}.csv").write_text("text\n" + f"row of {n}\n" * 99)
     else:
         source.mkdir()
         for n in range(20):
@@ -66,7 +79,7 @@ def test_joined_parts_are_the_files_of_one_machine(small, rows, tmp_path, kind, 
     assert command(str(source), "--out", str(tmp_path / "whole"), *more).returncode == 0
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     tokens = [part.meta["tokens"] for part in parts.find_parts(tmp_path / "out")]
-    assert kind == "row" or max(tokens) < 0.45 * sum(tokens)
+    assert kind in ("row", "long row", "csv") or max(tokens) < 0.45 * sum(tokens)
 
 
 def test_parts_and_joins_that_are_repeated_change_nothing(small, rows, tmp_path):

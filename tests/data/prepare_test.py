@@ -299,11 +299,11 @@ def test_however_it_ends_it_goes_on_where_it_was_and_gives_the_same_files(rows, 
         assert not out.exists()
         assert (partial / "journal.json").is_file()
     (partial / "train-00077.bin").write_bytes(b"begun after the journal's last state")
-    done = make(rows, out, "original = rows._json_rows\n"
-                           "def read(path, column, offset):\n"
+    done = make(rows, out, "json = rows._KINDS['json']\n"
+                           "def read(path, form, column, offset):\n"
                            "    assert offset > 0\n"
-                           "    return original(path, column, offset)\n"
-                           "rows._json_rows = read")
+                           "    return json.rows(path, form, column, offset)\n"
+                           "rows._KINDS['json'] = json._replace(rows=read)")
     assert done.returncode == 0, done.stderr
     assert "resuming after" in done.stderr
     assert files_of(out) == whole
@@ -453,6 +453,43 @@ def test_usage(folder, tmp_path):
         assert done.returncode == 2
         assert message in done.stderr
     assert command(str(folder)).returncode == 2
+
+
+def test_the_encoding_of_a_text_is_named_by_a_flag_or_in_the_source(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_bytes("straße über alles ".encode("latin-1") * 50)
+    failed = command(str(path), "--out", str(tmp_path / "out"))
+    assert failed.returncode == 1
+    assert f"data.prepare: {path}: 94 sequences in " in failed.stderr
+    assert "--encoding latin-1, or #encoding= after the source" in failed.stderr
+    assert command(str(path), "--out", str(tmp_path / "out"), "--encoding", "latin-1").returncode == 0
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["encoding"] == "latin-1"
+    read = bytes(token for split in ("train", "val") for token in ids(tmp_path / "out", split) if token < 256)
+    assert read.decode() == "straße über alles " * 50
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cached = prepare.ensure(DataConfig(source=f"{path}#encoding=latin-1"))
+    assert ids(cached, "val") == ids(tmp_path / "out", "val")
+    done = command(str(path), "--out", str(tmp_path / "other"), "--encoding", "no")
+    assert done.returncode == 2
+    assert done.stderr.startswith("data.prepare: --encoding no: no such encoding; expected one that Python knows")
+
+
+def test_a_split_under_a_hundredth_of_the_tokens_is_told(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "1234"}\n' * 380)
+    done = command(str(path), "--out", str(tmp_path / "out"))
+    assert "note: val has 10 tokens of 2 documents, 0.53% of all; data.prepare --val-share sets another" in done.stderr
+    done = command(str(path), "--out", str(tmp_path / "more"), "--val-share", "0.01")
+    assert "note: " not in done.stderr
+
+
+def test_a_long_row_does_not_go_to_val_as_a_whole(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "a long row of words " * 5000}) + '\n{"text": "short"}\n')
+    splits = prepare.prepare(str(path), "bytes", tmp_path / "out", progress=False)["splits"]
+    assert (splits["train"]["documents"], splits["val"]["documents"]) == (2, 1)
+    assert splits["train"]["bytes"] + splits["val"]["bytes"] == 100_005
+    assert 4900 < splits["val"]["bytes"] < 5100
 
 
 def test_an_unwritable_place_is_named(folder, monkeypatch):

@@ -32,6 +32,38 @@ def test_datasets_can_be_read_from_every_place_they_name(tmp_path, monkeypatch):
     check_starts(hub.open_dataset("x", "", Selection(), str(tmp_path)), 70, 11)
 
 
+def test_folders_of_save_to_disk_are_read_through_datasets(tmp_path):
+    import datasets
+
+    train = datasets.Dataset.from_dict({"Text": [f"row {row}" for row in range(1000)], "id": range(1000)})
+    train.select(range(999, 99, -1)).save_to_disk(tmp_path / "one", num_shards=2)
+    (tmp_path / "one" / "README.md").write_text("# A card")
+    source = open_source(str(tmp_path / "one"))
+    assert [text.decode() for _, text in source.documents()] == [f"row {row}" for row in range(999, 99, -1)]
+    check_starts(source, 900, 4)
+    datasets.DatasetDict({"train": train.select(range(5)), "validation": train.select([7])}).save_to_disk(
+        tmp_path / "several")
+    assert documents(str(tmp_path / "several")) == [
+        *(("train", b"row %d" % row) for row in range(5)), ("val", b"row 7")]
+    with pytest.raises(ConfigError, match=r"one has no column 'body'; choose one of Text with --column"):
+        documents(str(tmp_path / "one"), column="body")
+    with pytest.raises(ConfigError, match=rf"has a folder of save_to_disk, {tmp_path}/one; give that folder"):
+        open_source(str(tmp_path))
+
+
+def test_chats_and_categories_of_datasets(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: '*.parquet'\n---\n")
+    coded = pyarrow.array(["a", "b", "a"]).dictionary_encode()
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [[{"role": "user", "content": "x"}]] * 3, "Text": coded}),
+                                tmp_path / "rows.parquet")
+    assert [text for _, text in documents(str(tmp_path))] == [b"a", b"b", b"a"]
+    with pytest.raises(ConfigError, match="has chat messages in the column 'messages', which are not supported"):
+        documents(str(tmp_path), column="messages")
+
+
 def test_the_code_that_reads_the_hub_reads_packed_json(tmp_path):
     for suffix in ("zst", "gz"):
         pack(tmp_path / f"rows.json.{suffix}", b'{"text": "a"}\n{"text": 3}\n{"text": "b"}\n')

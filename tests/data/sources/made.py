@@ -1,7 +1,10 @@
 """Helpers to read sources in tests, and to write files for them."""
 
+import bz2
+import gzip
 import itertools
 import json
+import lzma
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -39,15 +42,10 @@ def write_parquet(path: Path, values: list, kind: str = "string", **options) -> 
 def pack(path: Path, text: bytes) -> None:
     import pyarrow
 
-    codec = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
+                ".zst": lambda part: pyarrow.compress(part, "zstd", asbytes=True)}.get(path.suffix, bytes)
     # Two frames, as written by programs that append.
-    for part in (text[:100], text[100:]):
-        with path.open("ab") as file:
-            if codec is None:
-                file.write(part)
-            else:
-                with pyarrow.CompressedOutputStream(file, codec) as packed:
-                    packed.write(part)
+    path.write_bytes(compress(text[:100]) + compress(text[100:]))
 
 
 def check_starts(source: Source, count: int, least: int) -> None:

@@ -1,5 +1,8 @@
 """Opening a source by its description: its kind, and errors for invalid ones."""
 
+import gzip
+import json
+
 import pytest
 
 from data.sources import open_source
@@ -22,6 +25,40 @@ def test_a_folder_of_rows_says_what_it_leaves_out_and_reads_nothing_hidden(tmp_p
         open_source(str(tmp_path))
 
 
+def test_folder_glob_and_file_take_one_way(tmp_path):
+    rows = [{"text": "a"}, {"text": "b"}, {"text": "c"}]
+    contents = {"csv": "text\na\nb\nc\n", "json": json.dumps(rows),
+                "JSONL": "".join(json.dumps(row) + "\n" for row in rows)}
+    for suffix, content in contents.items():
+        folder = tmp_path / suffix
+        folder.mkdir()
+        (folder / "README.md").write_text("# Card\n")
+        (folder / f"rows.{suffix}").write_text(content)
+        for source in (folder, f"{folder}/*.{suffix}", folder / f"rows.{suffix}"):
+            assert [text for _, text in documents(str(source))] == [b"a", b"b", b"c"]
+        assert open_source(str(folder)).notes == (f"{folder} is read as rows; left out (1): README.md",)
+
+
+def test_a_folder_of_texts_stays_one_with_some_json_csv_and_packed_files(tmp_path):
+    for number in range(5):
+        (tmp_path / f"{number}.py").write_text("import this\n" * 20)
+    (tmp_path / "package.json").write_text('{"name": "x"}')
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "j.gz").write_bytes(gzip.compress(b"packed"))
+    found = [text for _, text in documents(str(tmp_path))]
+    assert len(found) == 8
+    assert {b"packed", b'{"name": "x"}', b"a,b\n1,2\n"} <= set(found)
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    for place in ("here/a", "there/b", "there/deep/c"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(f"text {place[-1]}")
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "there")
+    (tmp_path / "there" / "back").symlink_to(tmp_path / "here")
+    assert [text for _, text in documents(str(tmp_path / "here"))] == [b"text a", b"text b", b"text c"]
+
+
 @pytest.mark.parametrize(("options", "message"), [
     ({"val_share": 1.5}, "--val-share is 1.5; expected a fraction between 0 and 1"),
     ({"val_documents": 0}, "--val-documents is 0; expected a number above 0"),
@@ -37,13 +74,12 @@ def test_options_that_do_not_fit_a_text(tmp_path, options, message):
 
 def test_globs_and_suffixes_that_name_nothing_or_too_much(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "b#c.txt").write_text("more text")
+    (tmp_path / "b#c.txt").write_text("more")
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
-    (tmp_path / "a.txt.gz").write_bytes(b"packed")
     assert len(documents(f"{tmp_path}/*.txt")) == 2
     assert len(documents(f"{tmp_path}/b#c.txt")) == 2
     for name, message in {"*.csv": r"no file matches .*\*\.csv", "a.[tj]*[tl]": "of several kinds",
-                          "a.txt.gz": "a.txt.gz is compressed", "a.jsonl#row=3": "expected #split=NAME or"}.items():
+                          "a.jsonl#row=3": "expected #split=NAME, #column"}.items():
         with pytest.raises(ConfigError, match=message):
             open_source(f"{tmp_path}/{name}")
     with pytest.raises(ConfigError, match=r"the column in .* differs from --column b"):

@@ -58,7 +58,7 @@ def test_rows_that_hold_no_text_are_told_apart_and_others_are_kept(tmp_path, mon
 @pytest.mark.parametrize("kind", ["string", "large_string"])
 def test_rows_of_parquet_keep_what_is_not_utf8_and_are_cut_into_blocks(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(texts, "CHUNK_BYTES", 40)
-    values = [b"", b"a\xff", None, *(b"row %d" % row for row in range(40)), b"long " * 50, b"end"]
+    values = [b"", b"a\xff", None, *(b"row %d" % row for row in range(40)), b"long " * 40, b"end"]
     path = write_parquet(tmp_path / "rows.parquet", values, "string" if kind == "string" else "large_string",
                          row_group_size=17)
     blocks = list(open_source(str(path)).blocks())
@@ -84,7 +84,7 @@ def test_files_of_rows_that_do_not_have_the_column_are_named(tmp_path):
         documents(str(tmp_path))
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz", ".zst"])
 def test_packed_json_lines_can_be_read_from_every_place_they_name(tmp_path, suffix, monkeypatch):
     monkeypatch.setattr(texts, "CHUNK_BYTES", 130)
     for number in range(2):
@@ -94,13 +94,51 @@ def test_packed_json_lines_can_be_read_from_every_place_they_name(tmp_path, suff
     check_starts(source, 100, 18)
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 def test_a_packed_file_that_breaks_off_is_named(tmp_path, suffix):
     path = tmp_path / f"rows.jsonl{suffix}"
     pack(path, b"".join(b'{"text": "%d"}\n' % (row * 7919) for row in range(1000)))
     path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(DataError, match=rf"rows\.jsonl{suffix}: (line \d+|the first row) cannot be read"):
+    with pytest.raises(DataError, match=rf"rows\.jsonl{suffix}: (its start|a row after byte 0) cannot be read"):
         documents(str(path))
+
+
+def write_topics(folder, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(folder / f"{name}.jsonl", [{"text": f"{name} {row}"} for row in range(3)])
+
+
+@pytest.mark.parametrize("names", [
+    ("test-kitchen", "dev-tools", "valid-arguments", "training-dogs", "cooking", "cars"),
+    ("test-kitchen", "dev-tools", "training-dogs"),  # all with a word of a split, but of different topics
+    ("train/test-kitchen", "cooking"), ("test",), ("validation", "test")])
+def test_names_that_are_not_a_layout_of_splits_tell_none(tmp_path, names):
+    write_topics(tmp_path, *names)
+    opened = open_source(str(tmp_path), val_share=0.01)
+    assert opened.notes == ()
+    assert len(list(opened.documents())) == 3 * len(names)
+    assert [split for split, _ in documents(str(tmp_path))].count("val") == 1
+
+
+@pytest.mark.parametrize(("names", "counts"), [
+    (("train", "valid", "test"), "test (1), train (1), validation (1)"),
+    (("basic_train", "basic_val"), "train (1), validation (1)"),
+    (("train-00000-of-00002", "train-00001-of-00002", "dev-00000-of-00001"), "train (2), validation (1)"),
+    (("train/test-kitchen", "train/cars", "val/cooking"), "train (2), validation (1)"),
+    (("dogs/train", "cats/train", "dogs/dev", "cats/dev"), "train (2), validation (2)")])
+def test_a_folder_that_is_laid_out_by_splits_is_read_so_and_says_it(tmp_path, names, counts):
+    write_topics(tmp_path, *names)
+    opened = open_source(str(tmp_path))
+    assert opened.notes == (f"{tmp_path}: the names of its files tell the splits {counts}, of which train is read, and "
+                            "validation, if there is one, as val; a glob of the files reads all of them as one",)
+    found = list(opened.documents())
+    assert {split for split, _ in found} == {"train", "val"}
+    assert len(found) == 3 * sum("test" not in name or "train/" in name for name in names)
+    # Files that are named are read, whatever they are called.
+    assert len(documents(f"{tmp_path}/**/*.jsonl")) == 3 * len(names)
+    for name in names:
+        assert len(documents(f"{tmp_path}/{name}.jsonl")) == 3
 
 
 def test_splits_of_json_lines_are_told_by_the_names_of_files(tmp_path):
@@ -129,3 +167,154 @@ def test_malformed_json_lines_name_the_file_in_one_line(tmp_path):
     with pytest.raises(DataError, match=r"rows\.jsonl") as caught:
         documents(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_csv_and_tsv_are_rows(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfid,text\r\n1,"a, ""quoted""\r\nline"\r\n2,NA\r\n3,\r\n\r\n4\r\n'
+                                     b"5,x\xff\r\n")
+    (tmp_path / "b.tsv").write_text("id\ttext\n1\tone, two\n2\tthree, 4\n")
+    (tmp_path / "c.csv").write_text("id;text\n1;a,b\n2;c,d\n")
+    (block,) = open_source(str(tmp_path / "a.csv"), val_documents=1).blocks()
+    assert rows_of(block) == ([b'a, "quoted"\r\nline', b"NA", b"x\xff"], {"empty": 1, "not_text": 0, "no_column": 1})
+    assert [text for _, text in documents(f"{tmp_path}/b.tsv")] == [b"one, two", b"three, 4"]
+    assert [text for _, text in documents(f"{tmp_path}/c.csv")] == [b"a,b", b"c,d"]
+    assert [text for _, text in documents(f"{tmp_path}/c.csv#column=ID")] == [b"1", b"2"]
+    with pytest.raises(ConfigError, match=r"c\.csv has no column 'body'; choose one of id, text with --column"):
+        documents(f"{tmp_path}/c.csv", column="body")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "csv.gz", "json", "json.xz"])
+def test_csv_and_arrays_can_be_read_from_every_place_they_name(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr(texts, "CHUNK_BYTES", 130)
+    values = [f'é "{number}",\n{{[ {"x" * (69 - number % 70)}' for number in range(100)]
+    for part in range(2):
+        rows = [{"id": number, "text": value} for number, value in enumerate(values[65:] if part else values[:65])]
+        content = json.dumps(rows, ensure_ascii=part == 1, indent=None if part else 1) if "json" in suffix else "".join(
+            ["id,text\n", *(f'{row["id"]},"{row["text"].replace(chr(34), 2 * chr(34))}"\n' for row in rows)])
+        pack(tmp_path / f"part-{part}.{suffix}", content.encode())
+    source = open_source(f"{tmp_path}/part-?.{suffix}", val_share=0.1)
+    assert [text.decode() for _, text in source.documents()] == values
+    check_starts(source, 100, 18)
+
+
+ROWS = [{"text": f"row {number} é", "id": number} for number in range(20)]
+
+
+@pytest.mark.parametrize("content", [
+    b"\xef\xbb\xbf" + json.dumps(ROWS).encode(), b"  " + json.dumps(ROWS).encode(), b"\n\n" + json.dumps(ROWS).encode(),
+    json.dumps(ROWS, indent=2).encode(), json.dumps([row["text"] for row in ROWS]).encode(),
+    "\n".join(json.dumps(row, indent=2) for row in ROWS).encode(), "".join(map(json.dumps, ROWS)).encode(),
+    b"\n \n" + "\n".join(map(json.dumps, ROWS)).encode()])
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_json_is_read_however_its_rows_are_laid_out(tmp_path, content, name):
+    (tmp_path / name).write_bytes(content)
+    assert [text.decode() for _, text in documents(str(tmp_path / name))] == [row["text"] for row in ROWS]
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (b"[" * 100_000, "cannot be read: it is nested too deeply"),
+    (b'{"text": ' + b"[" * 100_000, "cannot be read: it is nested too deeply"),
+    (b'{"text": "a"}\n{"text": ' + b"[" * 100_000, "line 2 cannot be read: it is nested too deeply"),
+    (b'{"text": "a"}\n{"text": "b"}{"text": "c"}\n', "line 2 cannot be read: Extra data.*; expected one JSON object in "
+                                                    r"each line, as jq -c \. FILE writes"),
+    (b'[{"text": "a"}, {"text": "b', "row 2 cannot be read: Unterminated string"),
+    (b'[{"text": "a"}', "row 2 cannot be read"), (b'[{"text": "a"}] {}', "there is more after the end of the array"),
+    (b'[{"text": "a"}, 3]', "row 2 cannot be read: expected a JSON object, found int")])
+def test_json_that_cannot_be_read_says_where_and_why(tmp_path, content, message):
+    (tmp_path / "rows.json").write_bytes(content)
+    with pytest.raises(DataError, match=rf"rows\.json: .*{message}"):
+        documents(str(tmp_path / "rows.json"))
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_json_and_json_lines_take_the_same_rows(tmp_path, name):
+    rows = ['{"text": "a", "x": NaN}', '{"text": "b\\ud800"}', '{"text": NaN}', '{"text": "c"}']
+    (tmp_path / name).write_text("[" + ",".join(rows) + "]" if name == "rows.json" else "\n".join(rows))
+    (block,) = open_source(str(tmp_path / name), val_documents=1).blocks()
+    assert rows_of(block) == ([b"a", b"b\xff", b"c"], {"empty": 0, "not_text": 1, "no_column": 0})
+
+
+def test_a_first_row_without_the_column_is_skipped_like_any_other(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"id": 1}, {"text": None}, {"text": "a"}, {"id": 2}, {"text": "b"}])
+    (block,) = open_source(path, val_documents=1).blocks()
+    assert rows_of(block) == ([b"a", b"b"], {"empty": 1, "not_text": 0, "no_column": 2})
+
+
+def test_the_case_of_a_column_does_not_matter_if_one_alone_differs_in_it(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    for name, columns in {"one": {"Text": ["a", "b"]}, "two": {"Text": ["x", "y"], "text": ["a", "b"]},
+                          "unclear": {"Text": ["x", "y"], "TEXT": ["a", "b"]}}.items():
+        pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / f"{name}.parquet")
+        write_jsonl(tmp_path / f"{name}.jsonl", pyarrow.table(columns).to_pylist())
+    for suffix in ("parquet", "jsonl"):
+        for name in ("one", "two"):
+            assert [text for _, text in documents(f"{tmp_path}/{name}.{suffix}")] == [b"a", b"b"]
+        with pytest.raises(ConfigError, match="has no column 'text'; choose one of Text, TEXT"):
+            documents(f"{tmp_path}/unclear.{suffix}")
+
+
+def test_parquet_of_dictionaries_and_of_columns_with_a_dot(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    coded = pyarrow.array(["u", None, "v", "u"]).dictionary_encode()
+    table = pyarrow.table({"a": [{"b": "inner"}] * 4, "a.b": ["w", "x", "y", "z"], "text": coded,
+                           "large": coded.cast(pyarrow.dictionary(pyarrow.int8(), pyarrow.large_string()))})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    for column, expected in {"text": b"uvu", "large": b"uvu", "a.b": b"wxyz"}.items():
+        assert b"".join(text for _, text in documents(str(tmp_path / "rows.parquet"), column=column)) == expected
+
+
+@pytest.mark.parametrize("turn", [{"role": "user", "content": "Hello"}, {"from": "human", "value": "Hello"}])
+def test_chats_are_refused_in_one_sentence_with_and_without_their_column(tmp_path, turn):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"id": 1, "messages": [turn, turn]}] * 3
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for suffix in ("jsonl", "json", "parquet"):
+        for column in (None, "messages"):
+            with pytest.raises(ConfigError, match=rf"rows\.{suffix} has chat messages in the column 'messages', which "
+                                                  "are not supported; write each conversation as one text in a column"):
+                documents(f"{tmp_path}/rows.{suffix}", column=column)
+
+
+def test_a_row_longer_than_all_others_together_is_cut_like_a_text(tmp_path):
+    small = [{"text": f"small {row}"} for row in range(6)]
+    long = {"text": "one two three four " * 1000}
+    for place in (0, 3, 6):
+        path = write_jsonl(tmp_path / "rows.jsonl", [*small[:place], long, *small[place:]])
+        found = documents(path)
+        assert b"".join(text for _, text in found).decode() == "".join(
+            row["text"] for row in [*small[:place], long, *small[place:]])
+        sizes = {split: sum(len(text) for found_split, text in found if found_split == split)
+                 for split in ("train", "val")}
+        assert 0.04 < sizes["val"] / sum(sizes.values()) < 0.06
+    # Not if the number of rows to hold out is given.
+    assert documents(write_jsonl(tmp_path / "rows.jsonl", [long, *small]), val_documents=1)[0] == (
+        "val", long["text"].encode())
+
+
+def test_a_row_beyond_the_look_ahead_is_cut_wherever_it_is(tmp_path, monkeypatch):
+    from data.sources import rows as rows_
+
+    monkeypatch.setattr(rows_, "LONG_ROW", 2000)
+    monkeypatch.setattr(texts, "CHUNK_BYTES", 500)
+    values = ["some words " * 20 + str(row) for row in range(100)]
+    values[70] = "a long row of words " * 200
+    source = open_source(write_jsonl(tmp_path / "rows.jsonl", [{"text": value} for value in values]))
+    found = list(source.documents())
+    assert b"".join(text for _, text in found).decode() == "".join(values)
+    assert [split for split, _ in found].count("val") == 2  # row 0, and the end of the long one
+    whole = list(source.blocks())
+
+    def chunks(blocks) -> list:
+        return [chunk for block in blocks for chunk in (
+            block.texts.chunks if isinstance(block.texts, texts.TextChunks) else block.texts.read()[0])]
+
+    for index, block in enumerate(whole):
+        assert chunks(source.blocks(json.loads(json.dumps(block.following)))) == chunks(whole[index + 1 :])

@@ -30,7 +30,7 @@ def test_the_standard_library_is_ten_to_thirty_megabytes_in_fixed_order_with_a_t
 
 
 def test_a_text_file_keeps_its_bytes_and_its_end_is_held_out(tmp_path):
-    text = b"\xff\x00\r\n" + b"one two three. " * 500
+    text = b"\xff\r\n" + b"one two three. " * 700 + b"\x00"
     path = tmp_path / "notes.txt"
     path.write_bytes(text)
     (train, head), (val, tail) = documents(str(path))
@@ -65,10 +65,19 @@ def test_files_of_a_folder_that_are_no_text_are_left_out_and_named(tmp_path):
     opened = open_source(str(tmp_path))
     assert [text for _, text in opened.documents()] == [b"a", b"b", b"c"]
     assert opened.notes == (
-        f"{tmp_path} is read as texts; left out (1): picture.png (NUL bytes)",)
+        f"{tmp_path} is read as texts; left out (1): picture.png (a PNG image)",)
     (tmp_path / "other.png").write_bytes(b"\0")
-    with pytest.raises(ConfigError, match="its 2 files have NUL bytes"):
+    with pytest.raises(ConfigError, match=r"none of its 2 files is text; .*other\.png is binary data, with NUL bytes"):
         open_source(f"{tmp_path}/*.png")
+
+
+def test_of_a_file_longer_than_all_others_together_the_end_is_held_out(tmp_path):
+    (tmp_path / "README.md").write_text("# A card\n")
+    (tmp_path / "book.txt").write_text("some words " * 1000)
+    found = documents(str(tmp_path))
+    assert [split for split, _ in found] == ["train", "train", "val"]
+    assert b"".join(text for _, text in found) == b"# A card\n" + b"some words " * 1000
+    assert 0.04 < len(found[2][1]) / 11000 < 0.06
 
 
 def test_share_and_number_of_what_is_held_out(tmp_path):
