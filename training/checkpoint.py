@@ -367,7 +367,7 @@ class Checkpoints:
         return min(known, key=known.__getitem__, default=None), list(losses)
 
     def _skip(self, step: int, error: _DamagedError) -> None:
-        """Says, once, that an earlier checkpoint is read in place of a damaged one."""
+        """Says, once, that a damaged checkpoint is skipped."""
         if step not in self._damaged:
             note(f"skipping the damaged checkpoint {error.folder}: {error.damage}")
         self._damaged.add(step)
