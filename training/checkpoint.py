@@ -242,6 +242,8 @@ class Checkpoints:
     def resume(self, abstract: dict[str, Any], *, verify: Iterable[str] = ()) -> tuple[int, dict[str, Any]] | None:
         """:meth:`restore` for a run that resumes; None only if it has no checkpoint yet.
 
+        No other process may write checkpoints in the folder: what a killed one has left is put back or deleted.
+
         Raises:
             CheckpointError: all checkpoints are damaged, or of another model.
             OSError: a file cannot be read.
@@ -251,6 +253,8 @@ class Checkpoints:
         if found is None and self.steps():
             raise CheckpointError(f"{self.directory.parent}: all checkpoints are damaged; move the folder away to "
                                   "start over")
+        if found is not None:
+            self._clean_up()
         return found
 
     def training_can_go_on(self, step: int) -> bool:
