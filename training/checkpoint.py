@@ -245,6 +245,8 @@ class Checkpoints:
     def resume(self, abstract: dict[str, Any], *, verify: Iterable[str] = ()) -> tuple[int, dict[str, Any]] | None:
         """:meth:`restore` for a run that resumes; None only if it has no checkpoint yet.
 
+        No other process may write checkpoints in the folder: what a killed one has left is put back or deleted.
+
         Raises:
             CheckpointError: all checkpoints are damaged, or of another model.
             OSError: a file cannot be read.
@@ -254,6 +256,8 @@ class Checkpoints:
         if found is None and self.steps():
             raise CheckpointError(f"{self.directory.parent}: all checkpoints are damaged; move the folder away to "
                                   "start over")
+        if found is not None:
+            self._clean_up()
         return found
 
     def training_can_go_on(self, step: int) -> bool:
@@ -371,7 +375,7 @@ class Checkpoints:
         return min(known, key=known.__getitem__, default=None), list(losses)
 
     def _skip(self, step: int, error: _DamagedError) -> None:
-        """Says, once, that an earlier checkpoint is read in place of a damaged one."""
+        """Says, once, that a damaged checkpoint is skipped."""
         if step not in self._damaged:
             note(f"skipping the damaged checkpoint {error.folder}: {error.damage}")
         self._damaged.add(step)

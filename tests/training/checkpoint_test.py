@@ -503,6 +503,9 @@ def test_kill_9_in_a_save(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps() == [1]
         assert value_of(checkpoints.restore(SMALL)) == 1
+        assert (tmp_path / UNFINISHED).exists()  # for all that a reader knows, another process is writing it
+        assert value_of(checkpoints.resume(SMALL)) == 1
+        assert not (tmp_path / UNFINISHED).exists()
         checkpoints.save(2, small_items(2))
     assert value_of(Checkpoints(tmp_path).restore(SMALL)) == 2
     assert list((tmp_path / UNFINISHED).iterdir()) == []
