@@ -26,6 +26,8 @@ from support.errors import ConfigError
 _DATASET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 _PATH_SUFFIXES = {".txt", ".md", ".py", ".html", ".xml", ".parquet", *formats.JSON_SUFFIXES, *formats.CSV_SUFFIXES,
                   *formats.PACKED_SUFFIXES}
+_ABOUT = ("readme", "licen", "copying", "citation", "notice", "changelog")
+"""Beginnings of the names of texts about a folder."""
 _SUFFIX = re.compile(r"#(\w+)=([^#]*)$")
 
 
@@ -166,10 +168,12 @@ def _open_files(source: str, root: Path, files: Sequence[Path], selection: Selec
 
 
 def _kinds_of_folder(source: str, files: dict[Path, Format]) -> set[str | None]:
-    """The kind of files as which a folder is read: rows if there are files only of rows, else most of its bytes."""
+    """The kind of files as which a folder is read: that of JSON lines or Parquet, if there are any; otherwise that of
+    most bytes, without texts about the folder."""
     sizes: dict[str | None, int] = {}
     for file, form in files.items():
-        sizes[form.kind] = sizes.get(form.kind, 0) + file.stat().st_size
+        about = form.kind == "text" and file.name.lower().startswith(_ABOUT)
+        sizes[form.kind] = sizes.get(form.kind, 0) + (0 if about else file.stat().st_size)
     of_rows: set[str | None] = {
         form.kind for file, form in files.items()
         if form.kind == "parquet" or (form.kind == "json" and ".json" not in map(str.lower, file.suffixes))}

@@ -56,7 +56,7 @@ class Format(NamedTuple):
     encoding: str | None = None
     """Encoding in which to decode the text, a name of Python's. None: it is UTF-8 already."""
     checked: bool = True
-    """Whether invalid UTF-8 is an error where there is much of it."""
+    """Whether much invalid UTF-8 is an error: not if the user says that it is UTF-8."""
 
     @property
     def plain(self) -> bool:
@@ -101,9 +101,9 @@ def inspect(path: Path, encoding: str | None = None) -> Format:
         return Format(None, f"Parquet{within}", packed) if packed else Format("parquet")
     if suffix == ".parquet":
         return Format(None, "not Parquet, in spite of its name", packed)
-    known = next((known for mark, known in _MARKS.items() if head.startswith(mark)), encoding)
-    named_utf8 = known is not None and codecs.lookup(known).name == "utf-8"
-    form = Format("text", "", packed, None if named_utf8 else known, not named_utf8)
+    is_utf8 = encoding is not None and codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
+    marked = next((known for mark, known in _MARKS.items() if head.startswith(mark)), None)
+    form = Format("text", "", packed, marked or (None if is_utf8 else encoding), not is_utf8)
     with read_errors(path, "its start"), path.open("rb") as file, open_text(file, form) as text:
         start = text.read(_LOOKED_AT)
         if b"\0" in start:

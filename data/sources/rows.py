@@ -131,8 +131,8 @@ def _row_blocks(groups: dict[bool | None, Rows], selection: Selection, start: An
     above which a row is cut."""
     for group in groups.values():  # before any work
         group.check()
-    first: int
-    first, place, limit = (*(start or (0, None)), None)[:3]
+    given: list[Any] = [*(start or (0, None)), None]
+    first, place, limit = given[:3]
     for number, (held_out, group) in enumerate(groups.items()):
         if number < first:
             continue
@@ -140,8 +140,8 @@ def _row_blocks(groups: dict[bool | None, Rows], selection: Selection, start: An
         if held_out is not None or selection.val_documents is not None:
             limit = math.inf
         elif limit is None:
-            head, limit = _look_ahead(rows if place is None else group.read(None))
-            rows = itertools.chain(head, rows) if place is None else rows
+            ahead, limit = _look_ahead(rows if place is None else group.read(None))
+            rows = ahead if place is None else rows
         for found, following, share in rows:
             if stop is not None and _is_after((number, following), stop[:2]):
                 return
@@ -150,16 +150,16 @@ def _row_blocks(groups: dict[bool | None, Rows], selection: Selection, start: An
         place = limit = None
 
 
-def _look_ahead(rows: Iterator[tuple[JsonLines | Column, Any, float | None]]) -> tuple[list[Any], float]:
-    """The rows up to about two :data:`LONG_ROW`; and the bytes above which a row is cut: half of the text if that is
-    all of it, so that no row is longer than the rest."""
+def _look_ahead(rows: Iterator[tuple[JsonLines | Column, Any, float | None]]) -> tuple[Iterator[Any], float]:
+    """The same rows, and the bytes above which a row is cut: half of all text, so that no row is longer than the rest,
+    but at most :data:`LONG_ROW`. Reads twice that far ahead."""
     head, total = [], 0
     for item in rows:
         head.append(item)
         total += sum(map(len, item[0].read()[0]))
         if total >= 2 * LONG_ROW:
-            return head, LONG_ROW
-    return head, total / 2
+            break
+    return itertools.chain(head, rows), min(total / 2, LONG_ROW)
 
 
 def _cut(groups: Sequence[Rows], share: Fraction) -> Any:
@@ -207,11 +207,12 @@ def check_column(source: str, column: str, types: dict[str, str]) -> None:
         return
     name = texts.find_column(types, column)
     chats = [chat for chat in ([name] if name else types) if types[chat] == _CHAT]
+    with_text = [name for name, type_ in types.items() if type_ in _TEXT_TYPES]
     if chats:
         raise ConfigError(f"data.source: {source} has chat messages in the column {chats[0]!r}, which are not "
-                          "supported; write each conversation as one text in a column of its own")
+                          "supported; write each conversation as one text in a column of its own"
+                          + (f", or choose one of {_listed(with_text)} with --column" if with_text else ""))
     if name is None:
-        with_text = [name for name, type_ in types.items() if type_ in _TEXT_TYPES]
         choose = (f"choose one of {_listed(with_text)} with --column, or #column= after the source" if with_text else
                   f"its columns are {_listed(types)}, and none has text")
         raise ConfigError(f"data.source: {source} has no column {column!r}; {choose}")

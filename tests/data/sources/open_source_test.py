@@ -32,7 +32,7 @@ def test_folder_glob_and_file_take_one_way(tmp_path):
     for suffix, content in contents.items():
         folder = tmp_path / suffix
         folder.mkdir()
-        (folder / "README.md").write_text("# Card\n")
+        (folder / "README.md").write_text("# A card longer than the data\n" * 20)
         (folder / f"rows.{suffix}").write_text(content)
         for source in (folder, f"{folder}/*.{suffix}", folder / f"rows.{suffix}"):
             assert [text for _, text in documents(str(source))] == [b"a", b"b", b"c"]
