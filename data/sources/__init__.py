@@ -163,6 +163,8 @@ def _open_files(source: str, root: Path, files: Sequence[Path], selection: Selec
         _check_options(source, selection, "text", "split", "column")
         opened = open_texts(source, root, chosen, selection)
     else:
+        if kinds == {"parquet"}:
+            _check_options(source, selection, "Parquet", "encoding")
         opened = open_rows(source, root, chosen, selection, by_name=folder or selection.split is not None)
     return replace(opened, notes=(*opened.notes, *notes))
 

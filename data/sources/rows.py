@@ -96,9 +96,10 @@ def open_rows(source: str, root: Path, files: dict[Path, Format], selection: Sel
 
     plain = all(form.plain and form.kind != "parquet" for form in files.values())
     counts = ", ".join(f"{name} ({len(group):,})" for name, group in sorted(groups.items()))
+    val = "" if selection.names_val else ", and validation, if there is one, as val"
     notes = () if len(groups) == 1 or selection.split is not None else (
-        f"{source}: the names of its files tell the splits {counts}, of which train is read, and validation, if there "
-        "is one, as val; a glob of the files reads all of them as one",)
+        f"{source}: the names of its files tell the splits {counts}, of which train is read{val}; a glob of the files "
+        "reads all of them as one",)
     return row_source(source, lambda: {name: rows(group) for name, group in sorted(groups.items())}, selection,
                       state=file_state(root, [*files]), notes=notes,
                       total_bytes=sum(file.stat().st_size for file in files) if plain else None)

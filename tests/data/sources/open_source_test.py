@@ -86,6 +86,12 @@ def test_globs_and_suffixes_that_name_nothing_or_too_much(tmp_path):
         open_source(f"{tmp_path}/a.jsonl#column=a", column="b")
 
 
+def test_parquet_has_no_encoding(tmp_path):
+    write_parquet(tmp_path / "a.parquet", [b"a", b"b"])
+    with pytest.raises(ConfigError, match=r"--encoding latin-1: .*a\.parquet is Parquet and has no encoding"):
+        open_source(str(tmp_path / "a.parquet"), encoding="latin-1")
+
+
 @pytest.mark.parametrize(("name", "message"), [
     ("no/such/file", "no file or folder 'no/such/file'"),
     ("./nothing", "no file or folder"),

@@ -132,6 +132,8 @@ def test_a_folder_that_is_laid_out_by_splits_is_read_so_and_says_it(tmp_path, na
     opened = open_source(str(tmp_path))
     assert opened.notes == (f"{tmp_path}: the names of its files tell the splits {counts}, of which train is read, and "
                             "validation, if there is one, as val; a glob of the files reads all of them as one",)
+    (note,) = open_source(str(tmp_path), val_share=0.5).notes
+    assert "of which train is read; a glob" in note
     found = list(opened.documents())
     assert {split for split, _ in found} == {"train", "val"}
     assert len(found) == 3 * sum("test" not in name or "train/" in name for name in names)
