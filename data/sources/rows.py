@@ -245,7 +245,7 @@ def _value_type(value: Any) -> str:
     if isinstance(value, list) and value and all(isinstance(turn, dict) and (
             turn.keys() >= {"role", "content"} or turn.keys() >= {"from", "value"}) for turn in value):
         return _CHAT
-    return "string" if isinstance(value, str) else "null" if value is None else type(value).__name__
+    return "string" if isinstance(value, str) else "null" if value in (None, []) else type(value).__name__
 
 
 def _split_names(files: Sequence[Path]) -> list[str] | None:

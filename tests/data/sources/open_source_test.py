@@ -39,6 +39,15 @@ def test_folder_glob_and_file_take_one_way(tmp_path):
         assert open_source(str(folder)).notes == (f"{folder} is read as rows; left out (1): README.md",)
 
 
+def test_files_about_rows_are_left_out(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
+    for name in ("dataset_infos.json", "other.json"):
+        (tmp_path / name).write_text('{"default":\n {"features": {}}}')
+    opened = open_source(str(tmp_path))
+    assert [text for _, text in opened.documents()] == [b"a", b"b"]
+    assert opened.notes == (f"{tmp_path} is read as rows; left out (2): dataset_infos.json, other.json",)
+
+
 def test_a_folder_of_texts_stays_one_with_some_json_csv_and_packed_files(tmp_path):
     for number in range(5):
         (tmp_path / f"{number}.py").write_text("import this\n" * 20)

@@ -274,7 +274,7 @@ def test_chats_are_refused_in_one_sentence_with_and_without_their_column(tmp_pat
     import pyarrow
     import pyarrow.parquet
 
-    rows = [{"id": 1, "messages": [turn, turn]}] * 3
+    rows = [{"id": 1, "messages": []}, *[{"id": 1, "messages": [turn, turn]}] * 3]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
