@@ -5,7 +5,6 @@ import contextlib
 import csv
 import itertools
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from fractions import Fraction
@@ -128,8 +127,8 @@ def _groups(splits: dict[str, Rows], source: str, selection: Selection) -> dict[
 
 
 def _row_blocks(groups: dict[bool | None, Rows], selection: Selection, start: Any, stop: Any) -> Iterator[Block]:
-    """Blocks of rows. A place is the number of a group, a place in it and, unless it is the start of a part, the bytes
-    above which a row is cut."""
+    """Blocks of rows. A place is the number of a group, a place in it and the bytes above which a row is cut,
+    if rows are and it is known."""
     for group in groups.values():  # before any work
         group.check()
     given: list[Any] = [*(start or (0, None)), None]
@@ -138,20 +137,18 @@ def _row_blocks(groups: dict[bool | None, Rows], selection: Selection, start: An
         if number < first:
             continue
         rows = group.read(place)
-        if held_out is not None or selection.val_documents is not None:
-            limit = math.inf
-        elif limit is None:
+        if limit is None and held_out is None and selection.val_documents is None:
             ahead, limit = _look_ahead(rows if place is None else group.read(None))
             rows = ahead if place is None else rows
         for found, following, share in rows:
             if stop is not None and _is_after((number, following), stop[:2]):
                 return
-            yield Block(_cut_long_rows(found, limit, selection), (number, following, limit), held_out,
-                        None if share is None else (number + share) / len(groups))
+            yield Block(found if limit is None else _cut_long_rows(found, limit, selection),
+                        (number, following, limit), held_out, None if share is None else (number + share) / len(groups))
         place = limit = None
 
 
-def _look_ahead(rows: Iterator[tuple[JsonLines | Column, Any, float | None]]) -> tuple[Iterator[Any], float]:
+def _look_ahead(rows: Iterator[tuple[JsonLines | Column, Any, float | None]]) -> tuple[Iterator[Any], int]:
     """The same rows, and the bytes above which a row is cut: half of all text, so that no row is longer than the rest,
     but at most :data:`LONG_ROW`. Reads twice that far ahead."""
     head, total = [], 0
@@ -160,7 +157,7 @@ def _look_ahead(rows: Iterator[tuple[JsonLines | Column, Any, float | None]]) ->
         total += sum(map(len, item[0].read()[0]))
         if total >= 2 * LONG_ROW:
             break
-    return itertools.chain(head, rows), min(total / 2, LONG_ROW)
+    return itertools.chain(head, rows), min(total // 2, LONG_ROW)
 
 
 def _cut(groups: Sequence[Rows], share: Fraction) -> Any:
@@ -184,7 +181,7 @@ def _is_after(place: Any, stop: Any) -> bool:
     return stop_in_file is None or in_file > stop_in_file
 
 
-def _cut_long_rows(rows: JsonLines | Column, limit: float, selection: Selection) -> JsonLines | Column | TextChunks:
+def _cut_long_rows(rows: JsonLines | Column, limit: int, selection: Selection) -> JsonLines | Column | TextChunks:
     """The rows or, if one is longer than the limit, chunks of all of them; the end of such a row is val."""
     if len(rows.lines if isinstance(rows, JsonLines) else rows.values) <= limit:
         return rows
