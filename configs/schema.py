@@ -102,7 +102,7 @@ class DataConfig:
 
     source: str = "python-stdlib"
     """Corpus to prepare if there are no token files yet: python-stdlib, a text file or folder, a dataset id, or, with
-    the tokenizer pixels, images."""
+    the tokenizer pixels, images. #column=NAME, #split=NAME and #encoding=NAME may follow the name of a text."""
     dir: str | None = None
     """Folder of token files. None: a folder in the user's cache, prepared on first use."""
     tokenizer: str = "bytes"

@@ -87,8 +87,8 @@ def prepare_part(name: PartName, source: str, tokenizer: str, directory: Path, *
                  val_share: float | None = None, workers: int | None = None, progress: bool = True) -> Part:
     """Tokenizes a part of ``source`` for :func:`join_parts`, in the folder of the part.
 
-    Parts are of about equal size. A file of compressed rows, a row group of Parquet, and a file of a dataset belong to
-    one part. A complete part is returned as it is, and an interrupted one resumes.
+    Parts are of about equal size. A file of compressed rows, of CSV or of a JSON array, a row group of Parquet, and a
+    file of a dataset belong to one part. A complete part is returned as it is, and an interrupted one resumes.
 
     Args:
         name: which part.

@@ -26,6 +26,8 @@ from support.errors import ConfigError
 _DATASET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 _PATH_SUFFIXES = {".txt", ".md", ".py", ".html", ".xml", ".parquet", *formats.JSON_SUFFIXES, *formats.CSV_SUFFIXES,
                   *formats.PACKED_SUFFIXES}
+_ABOUT = ("readme", "licen", "copying", "citation", "notice", "changelog", "dataset_info")
+"""Beginnings of the names of files about a folder."""
 _SUFFIX = re.compile(r"#(\w+)=([^#]*)$")
 
 
@@ -143,16 +145,11 @@ def _open_files(source: str, root: Path, files: Sequence[Path], selection: Selec
                               ".gz, .bz2, .xz or .zst; --encoding names another encoding than UTF-8)")
         raise ConfigError(f"data.source: no text in {source}: none of its {len(found):,} files is text; {name} is "
                           f"{form.what}")
-    kinds = {form.kind for form in read.values()}
-    if folder:
-        kinds = _kinds_of_folder(source, read)
-        if "text" in kinds:  # a text, then, like the others
-            read = {file: form._replace(kind="text") for file, form in read.items()}
-            kinds = {"text"}
+    chosen = _chosen_in_folder(source, read) if folder else read
+    kinds = {form.kind for form in chosen.values()}
     if len(kinds) > 1:
         raise ConfigError(f"data.source: {source} matches files of several kinds "
                           f"({', '.join(sorted(map(str, kinds)))}); expected one")
-    chosen = {file: form for file, form in read.items() if form.kind in kinds}
     as_text = kinds == {"text"}
     others = [(file.relative_to(root).as_posix(), form.what) for file, form in found.items() if file not in chosen]
     notes = left_out(f"{source} is read as {'texts' if as_text else 'rows'}",
@@ -161,22 +158,30 @@ def _open_files(source: str, root: Path, files: Sequence[Path], selection: Selec
         _check_options(source, selection, "text", "split", "column")
         opened = open_texts(source, root, chosen, selection)
     else:
+        if kinds == {"parquet"}:
+            _check_options(source, selection, "Parquet", "encoding")
         opened = open_rows(source, root, chosen, selection, by_name=folder or selection.split is not None)
     return replace(opened, notes=(*opened.notes, *notes))
 
 
-def _kinds_of_folder(source: str, files: dict[Path, Format]) -> set[str | None]:
-    """The kind of files as which a folder is read: rows if there are files only of rows, else most of its bytes."""
-    sizes: dict[str | None, int] = {}
+def _chosen_in_folder(source: str, files: dict[Path, Format]) -> dict[Path, Format]:
+    """The files that are read of a folder: its JSON lines or Parquet; otherwise JSON or CSV, if that is most of its
+    bytes; otherwise all, as texts. Files about the folder do not count."""
+    sizes: dict[str, int] = dict.fromkeys(("lines", "parquet", "json", "csv", "text"), 0)
+    of_kind: dict[str, dict[Path, Format]] = {kind: {} for kind in sizes}
     for file, form in files.items():
-        sizes[form.kind] = sizes.get(form.kind, 0) + file.stat().st_size
-    of_rows: set[str | None] = {
-        form.kind for file, form in files.items()
-        if form.kind == "parquet" or (form.kind == "json" and ".json" not in map(str.lower, file.suffixes))}
-    if len(of_rows) > 1:
+        if not file.name.lower().startswith(_ABOUT):
+            lines = form.kind == "json" and ".json" not in map(str.lower, file.suffixes)
+            kind = "lines" if lines else str(form.kind)
+            of_kind[kind][file] = form
+            sizes[kind] += file.stat().st_size
+    if sizes["lines"] and sizes["parquet"]:
         raise ConfigError(f"data.source: {source} has both JSON-lines and Parquet files; select one kind, as "
                           f"'{source}/**/*.parquet'")
-    return of_rows or {max(sizes, key=sizes.__getitem__)}
+    kind = "lines" if sizes["lines"] else "parquet" if sizes["parquet"] else max(sizes, key=sizes.__getitem__)
+    if kind == "text" or not sizes[kind]:
+        return {file: form._replace(kind="text") for file, form in files.items() if form.kind != "parquet"}
+    return of_kind[kind]
 
 
 def _check_options(source: str, selection: Selection, what: str, *names: str) -> None:

@@ -31,8 +31,9 @@ _LOOKED_AT = 8192
 _PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",  # first: the one of UTF-16 is its beginning
           codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
+_ARROW = "an Arrow file, which is read as part of the folder of save_to_disk"
 _BINARY = (
-    (0, b"ARROW1", "an Arrow file"), (0, b"\xff\xff\xff\xff", "an Arrow file"), (0, b"PK\3\4", "a zip archive"),
+    (0, b"ARROW1", _ARROW), (0, b"\xff\xff\xff\xff", _ARROW), (0, b"PK\3\4", "a zip archive"),
     (0, b"PK\5\6", "a zip archive"), (257, b"ustar", "a tar archive"), (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
     (0, b"Rar!\x1a\7", "a RAR archive"), (0, b"\x04\x22\x4d\x18", "lz4 data"), (0, b"\x1f\x9d", "compress data"),
     (0, b"\x89PNG\r\n\x1a\n", "a PNG image"), (0, b"\xff\xd8\xff", "a JPEG image"), (0, b"GIF87a", "a GIF image"),
@@ -56,7 +57,7 @@ class Format(NamedTuple):
     encoding: str | None = None
     """Encoding in which to decode the text, a name of Python's. None: it is UTF-8 already."""
     checked: bool = True
-    """Whether invalid UTF-8 is an error where there is much of it."""
+    """Whether much invalid UTF-8 is an error: not if the user says that it is UTF-8."""
 
     @property
     def plain(self) -> bool:
@@ -101,9 +102,9 @@ def inspect(path: Path, encoding: str | None = None) -> Format:
         return Format(None, f"Parquet{within}", packed) if packed else Format("parquet")
     if suffix == ".parquet":
         return Format(None, "not Parquet, in spite of its name", packed)
-    known = next((known for mark, known in _MARKS.items() if head.startswith(mark)), encoding)
-    named_utf8 = known is not None and codecs.lookup(known).name == "utf-8"
-    form = Format("text", "", packed, None if named_utf8 else known, not named_utf8)
+    is_utf8 = encoding is not None and codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
+    marked = next((known for mark, known in _MARKS.items() if head.startswith(mark)), None)
+    form = Format("text", "", packed, marked or (None if is_utf8 else encoding), not is_utf8)
     with read_errors(path, "its start"), path.open("rb") as file, open_text(file, form) as text:
         start = text.read(_LOOKED_AT)
         if b"\0" in start:

@@ -5,7 +5,6 @@ import contextlib
 import csv
 import itertools
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from fractions import Fraction
@@ -96,9 +95,10 @@ def open_rows(source: str, root: Path, files: dict[Path, Format], selection: Sel
 
     plain = all(form.plain and form.kind != "parquet" for form in files.values())
     counts = ", ".join(f"{name} ({len(group):,})" for name, group in sorted(groups.items()))
+    val = "" if selection.names_val else ", and validation, if there is one, as val"
     notes = () if len(groups) == 1 or selection.split is not None else (
-        f"{source}: the names of its files tell the splits {counts}, of which train is read, and validation, if there "
-        "is one, as val; a glob of the files reads all of them as one",)
+        f"{source}: the names of its files tell the splits {counts}, of which train is read{val}; a glob of the files "
+        "reads all of them as one",)
     return row_source(source, lambda: {name: rows(group) for name, group in sorted(groups.items())}, selection,
                       state=file_state(root, [*files]), notes=notes,
                       total_bytes=sum(file.stat().st_size for file in files) if plain else None)
@@ -127,39 +127,37 @@ def _groups(splits: dict[str, Rows], source: str, selection: Selection) -> dict[
 
 
 def _row_blocks(groups: dict[bool | None, Rows], selection: Selection, start: Any, stop: Any) -> Iterator[Block]:
-    """Blocks of rows. A place is the number of a group, a place in it and, unless it is the start of a part, the bytes
-    above which a row is cut."""
+    """Blocks of rows. A place is the number of a group, a place in it and the bytes above which a row is cut,
+    if rows are and it is known."""
     for group in groups.values():  # before any work
         group.check()
-    first: int
-    first, place, limit = (*(start or (0, None)), None)[:3]
+    given: list[Any] = [*(start or (0, None)), None]
+    first, place, limit = given[:3]
     for number, (held_out, group) in enumerate(groups.items()):
         if number < first:
             continue
         rows = group.read(place)
-        if held_out is not None or selection.val_documents is not None:
-            limit = math.inf
-        elif limit is None:
-            head, limit = _look_ahead(rows if place is None else group.read(None))
-            rows = itertools.chain(head, rows) if place is None else rows
+        if limit is None and held_out is None and selection.val_documents is None:
+            ahead, limit = _look_ahead(rows if place is None else group.read(None))
+            rows = ahead if place is None else rows
         for found, following, share in rows:
             if stop is not None and _is_after((number, following), stop[:2]):
                 return
-            yield Block(_cut_long_rows(found, limit, selection), (number, following, limit), held_out,
-                        None if share is None else (number + share) / len(groups))
+            yield Block(found if limit is None else _cut_long_rows(found, limit, selection),
+                        (number, following, limit), held_out, None if share is None else (number + share) / len(groups))
         place = limit = None
 
 
-def _look_ahead(rows: Iterator[tuple[JsonLines | Column, Any, float | None]]) -> tuple[list[Any], float]:
-    """The rows up to about two :data:`LONG_ROW`; and the bytes above which a row is cut: half of the text if that is
-    all of it, so that no row is longer than the rest."""
+def _look_ahead(rows: Iterator[tuple[JsonLines | Column, Any, float | None]]) -> tuple[Iterator[Any], int]:
+    """The same rows, and the bytes above which a row is cut: half of all text, so that no row is longer than the rest,
+    but at most :data:`LONG_ROW`. Reads twice that far ahead."""
     head, total = [], 0
     for item in rows:
         head.append(item)
         total += sum(map(len, item[0].read()[0]))
         if total >= 2 * LONG_ROW:
-            return head, LONG_ROW
-    return head, total / 2
+            break
+    return itertools.chain(head, rows), min(total // 2, LONG_ROW)
 
 
 def _cut(groups: Sequence[Rows], share: Fraction) -> Any:
@@ -183,7 +181,7 @@ def _is_after(place: Any, stop: Any) -> bool:
     return stop_in_file is None or in_file > stop_in_file
 
 
-def _cut_long_rows(rows: JsonLines | Column, limit: float, selection: Selection) -> JsonLines | Column | TextChunks:
+def _cut_long_rows(rows: JsonLines | Column, limit: int, selection: Selection) -> JsonLines | Column | TextChunks:
     """The rows or, if one is longer than the limit, chunks of all of them; the end of such a row is val."""
     if len(rows.lines if isinstance(rows, JsonLines) else rows.values) <= limit:
         return rows
@@ -207,11 +205,12 @@ def check_column(source: str, column: str, types: dict[str, str]) -> None:
         return
     name = texts.find_column(types, column)
     chats = [chat for chat in ([name] if name else types) if types[chat] == _CHAT]
+    with_text = [name for name, type_ in types.items() if type_ in _TEXT_TYPES]
     if chats:
         raise ConfigError(f"data.source: {source} has chat messages in the column {chats[0]!r}, which are not "
-                          "supported; write each conversation as one text in a column of its own")
+                          "supported; write each conversation as one text in a column of its own"
+                          + (f", or choose one of {_listed(with_text)} with --column" if with_text else ""))
     if name is None:
-        with_text = [name for name, type_ in types.items() if type_ in _TEXT_TYPES]
         choose = (f"choose one of {_listed(with_text)} with --column, or #column= after the source" if with_text else
                   f"its columns are {_listed(types)}, and none has text")
         raise ConfigError(f"data.source: {source} has no column {column!r}; {choose}")
@@ -243,7 +242,7 @@ def _value_type(value: Any) -> str:
     if isinstance(value, list) and value and all(isinstance(turn, dict) and (
             turn.keys() >= {"role", "content"} or turn.keys() >= {"from", "value"}) for turn in value):
         return _CHAT
-    return "string" if isinstance(value, str) else "null" if value is None else type(value).__name__
+    return "string" if isinstance(value, str) else "null" if value in (None, []) else type(value).__name__
 
 
 def _split_names(files: Sequence[Path]) -> list[str] | None:

@@ -55,7 +55,7 @@ def order(found: list) -> list[int]:
 
 def test_a_split_of_few_windows_is_told(files, capsys):
     Corpora.of(files).check_context(CONTEXT, "stream")
-    assert capsys.readouterr().err == (f"note: the val split in {files.directory} has only 3 windows of {CONTEXT} tokens: "
+    assert capsys.readouterr().err == (f"note: the val split in {files.directory} has only 3 windows of 4 tokens: "
                                        "shorten the context or prepare more text\n")
     Corpora.of(files).check_context(8, "stream")
     assert "the train split in" in capsys.readouterr().err  # 15

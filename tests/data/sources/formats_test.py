@@ -10,6 +10,7 @@ import random
 import tarfile
 import zipfile
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from data import texts
 from data.sources import formats, open_source
 from data.sources.formats import inspect, read_text
 from support.errors import ConfigError, DataError
-from tests.data.sources.made import documents, pack, write_jsonl, write_parquet
+from tests.data.sources.made import documents, pack, write_parquet
 
 pytestmark = pytest.mark.fast
 TEXT = "The quick brown fox – jumps über the lazy dog. 速い茶色の狐。\n" * 40
@@ -68,7 +69,7 @@ def test_marks_and_cases_of_rows(tmp_path):
     assert [text for _, text in documents(f"{tmp_path}/data")] == [b"a", b"b"]
 
 
-def archive(mode: str) -> bytes:
+def archive(mode: Any) -> bytes:
     with io.BytesIO() as file:
         with tarfile.open(fileobj=file, mode=mode) as packed:
             packed.addfile(tarfile.TarInfo("a.txt"))
@@ -123,16 +124,19 @@ def test_a_name_alone_makes_no_parquet_and_no_packed_file(tmp_path):
 def test_much_invalid_utf8_suggests_an_encoding_with_which_it_is_read(tmp_path, name):
     text = "text\n" + "straße über alles\n" * 30 if name == "a.csv" else "straße über alles\n" * 30
     if name.startswith("a.js"):
-        text = write_jsonl(tmp_path / name, [{"text": "straße über alles"}] * 30) and "".join(
-            ['{"text": "straße über alles"}\n'] * 30)
+        text = '{"text": "straße über alles"}\n' * 30
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=rf"/{name}: \d+ sequences in [\d,]+ bytes are not valid UTF-8; .*--encoding"):
         documents(str(tmp_path / name))
     read = b"".join(document for _, document in documents(str(tmp_path / name), encoding="latin-1"))
     assert read.decode().count("straße über alles") == 30
-    # Whoever says that it is UTF-8 gets its bytes.
-    read = b"".join(document for _, document in documents(f"{tmp_path / name}#encoding=utf-8"))
-    assert read.count("straße".encode("latin-1")) == 30
+    # Whoever says that it is UTF-8 gets its bytes, with or without a mark.
+    for mark in (b"", codecs.BOM_UTF8):
+        (tmp_path / name).write_bytes(mark + text.encode("latin-1"))
+        for encoding in ("utf-8", "UTF8", "utf-8-sig"):
+            read = b"".join(document for _, document in documents(f"{tmp_path / name}#encoding={encoding}"))
+            assert read.startswith(b"stra\xdfe")
+            assert read.count(b"stra\xdfe") == 30
 
 
 def test_one_invalid_sequence_in_a_thousand_bytes_is_read(tmp_path):

@@ -32,11 +32,20 @@ def test_folder_glob_and_file_take_one_way(tmp_path):
     for suffix, content in contents.items():
         folder = tmp_path / suffix
         folder.mkdir()
-        (folder / "README.md").write_text("# Card\n")
+        (folder / "README.md").write_text("# A card longer than the data\n" * 20)
         (folder / f"rows.{suffix}").write_text(content)
         for source in (folder, f"{folder}/*.{suffix}", folder / f"rows.{suffix}"):
             assert [text for _, text in documents(str(source))] == [b"a", b"b", b"c"]
         assert open_source(str(folder)).notes == (f"{folder} is read as rows; left out (1): README.md",)
+
+
+def test_files_about_rows_are_left_out(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
+    for name in ("dataset_infos.json", "other.json"):
+        (tmp_path / name).write_text('{"default":\n {"features": {}}}')
+    opened = open_source(str(tmp_path))
+    assert [text for _, text in opened.documents()] == [b"a", b"b"]
+    assert opened.notes == (f"{tmp_path} is read as rows; left out (2): dataset_infos.json, other.json",)
 
 
 def test_a_folder_of_texts_stays_one_with_some_json_csv_and_packed_files(tmp_path):
@@ -84,6 +93,12 @@ def test_globs_and_suffixes_that_name_nothing_or_too_much(tmp_path):
             open_source(f"{tmp_path}/{name}")
     with pytest.raises(ConfigError, match=r"the column in .* differs from --column b"):
         open_source(f"{tmp_path}/a.jsonl#column=a", column="b")
+
+
+def test_parquet_has_no_encoding(tmp_path):
+    write_parquet(tmp_path / "a.parquet", [b"a", b"b"])
+    with pytest.raises(ConfigError, match=r"--encoding latin-1: .*a\.parquet is Parquet and has no encoding"):
+        open_source(str(tmp_path / "a.parquet"), encoding="latin-1")
 
 
 @pytest.mark.parametrize(("name", "message"), [

@@ -132,6 +132,8 @@ def test_a_folder_that_is_laid_out_by_splits_is_read_so_and_says_it(tmp_path, na
     opened = open_source(str(tmp_path))
     assert opened.notes == (f"{tmp_path}: the names of its files tell the splits {counts}, of which train is read, and "
                             "validation, if there is one, as val; a glob of the files reads all of them as one",)
+    (note,) = open_source(str(tmp_path), val_share=0.5).notes
+    assert "of which train is read; a glob" in note
     found = list(opened.documents())
     assert {split for split, _ in found} == {"train", "val"}
     assert len(found) == 3 * sum("test" not in name or "train/" in name for name in names)
@@ -272,7 +274,7 @@ def test_chats_are_refused_in_one_sentence_with_and_without_their_column(tmp_pat
     import pyarrow
     import pyarrow.parquet
 
-    rows = [{"id": 1, "messages": [turn, turn]}] * 3
+    rows = [{"id": 1, "messages": []}, *[{"id": 1, "messages": [turn, turn]}] * 3]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
