@@ -149,7 +149,8 @@ def position_bins(context: int) -> list[tuple[int, int]]:
 
 
 def context_lengths(batch: Batch) -> Int[np.ndarray, "B T"]:
-    """Number of context tokens of each target, within its segment. 0 at padding."""
+    """Number of context tokens of each target, within its segment; a separator before a document counts. 0 at padding.
+    """
     index_BT = np.broadcast_to(np.arange(batch.inputs_BT.shape[1]), batch.inputs_BT.shape)
     if batch.segment_ids_BT is None:
         return index_BT + 1
