@@ -19,8 +19,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, State]]] = {
     "recurrent": recurrent,
     "chunked": chunked,
 }
-"""Every form by name. ``reference`` is the definition, written out. ``recurrent`` computes all weights from features: of
-a sum of weights below 1e-7 Σ |q|² |k|² / D, at degree 2, no digit is right."""
+"""Every form by name. ``reference`` is the definition, written out. ``recurrent`` computes all weights from features,
+and has no digit right of a sum of weights below 1e-7 Σ |q|² |k|² / D, at degree 2."""
 
 
 def power_attention(
