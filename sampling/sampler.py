@@ -78,6 +78,8 @@ class Settings(NamedTuple):
     top_p: Float[Any, ""]
     min_p: Float[Any, ""]
     repetition_penalty: Float[Any, ""]
+    top_p_rest: Float[Any, ""] = np.float32(0)
+    """What float32 rounds off ``top_p``."""
 
 
 class Memory(NamedTuple):
@@ -390,13 +392,15 @@ def draw(logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"], keys_B: Ar
     The repetition penalty applies to the tokens ``seen_BV``. The argmax of logits / temperature + Gumbel noise is a
     sample of their softmax (Gumbel, "Statistical Theory of Extreme Values", 1954); without noise it is greedy.
     """
-    temperature, top_k, top_p, min_p, penalty = settings
+    temperature, top_k, top_p, min_p, penalty, top_p_rest = settings
+    filters = (top_k > 0) | (top_p < 1) | (top_p_rest < 0)
     logits_BV = jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
 
     def filtered() -> Array:
         # Subtract the largest logit: a tiny temperature would make all of them infinite otherwise.
-        scaled_BV = (logits_BV - jnp.max(logits_BV, axis=1, keepdims=True)) / jnp.maximum(temperature, 1e-30)
-        kept_BV = jax.lax.cond((top_k > 0) | (top_p < 1), lambda: likeliest(scaled_BV, top_k, top_p),
+        divisor = jnp.maximum(temperature, 1e-30)
+        scaled_BV = (logits_BV - jnp.max(logits_BV, axis=1, keepdims=True)) / divisor
+        kept_BV = jax.lax.cond(filters, lambda: likeliest(logits_BV, top_k, top_p, top_p_rest, divisor),
                                lambda: jnp.ones(scaled_BV.shape, bool))
         kept_BV &= scaled_BV >= jnp.log(min_p)  # the largest is 0
         return jnp.where(kept_BV, logits_BV, -jnp.inf)
@@ -405,24 +409,35 @@ def draw(logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"], keys_B: Ar
         return jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:], logits_BV.dtype))(keys_B)
 
     # A condition on the device: other settings need no compilation, and only top_k and top_p need a sort.
-    logits_BV = jax.lax.cond((top_k > 0) | (top_p < 1) | (min_p > 0), filtered, lambda: logits_BV)
+    logits_BV = jax.lax.cond(filters | (min_p > 0), filtered, lambda: logits_BV)
     noise_BV = cpu.zeros_unless(temperature > 0, noise) if cpu.applies(cpu.zeros_unless) else noise()
     # Both terms are finite for every temperature from 0 on.
     warm_BV = logits_BV / jnp.clip(temperature, 1, 1e30) + noise_BV * jnp.minimum(temperature, 1)
     return jnp.argmax(warm_BV, axis=1).astype(jnp.int32)
 
 
-def likeliest(logits_BV: Float32[Array, "B V"], top_k: Int[Array, ""], top_p: Float[Array, ""]) -> Bool[Array, "B V"]:
+def likeliest(logits_BV: Float32[Array, "B V"], top_k: Int[Array, ""], top_p: Float[Array, ""],
+              top_p_rest: Float[Array, ""] | float = 0.0,
+              temperature: Float[Array, ""] | float = 1.0) -> Bool[Array, "B V"]:
     """The tokens kept by ``top_k`` and then ``top_p``, at least one; ties are resolved to lower ids."""
+    V = logits_BV.shape[1]
     if cpu.applies(cpu.sort_descending):
         sorted_BV = cpu.sort_descending(logits_BV)
     else:
         sorted_BV = -jax.lax.sort(-logits_BV, dimension=1, is_stable=False)
-    kept_BV = (jnp.arange(logits_BV.shape[1]) < jnp.where(top_k > 0, top_k, logits_BV.shape[1]))[None, :]
-    p_BV = jax.nn.softmax(jnp.where(kept_BV, sorted_BV, -jnp.inf), axis=1)
-    likelier_BV = jnp.cumsum(p_BV, axis=1) - p_BV
-    kept_BV &= (likelier_BV < top_p) | (top_p >= 1)  # rounded sums reach 1 before the last token
-    count_B1 = kept_BV.sum(axis=1, keepdims=True)
+    most = jnp.where(top_k > 0, jnp.minimum(top_k, V), V).astype(jnp.int32)
+
+    def nucleus() -> Array:
+        # The rarest tokens that are kept may have less probability than float32's rounding of the sum.
+        with jax.enable_x64(True):
+            sorted, wide_p, wide_rest, divisor = (jax.lax.convert_element_type(x, jnp.float64)
+                                                  for x in (sorted_BV, top_p, top_p_rest, temperature))
+            weights_BV = jnp.exp((sorted - sorted[:, :1]) / divisor) * (jnp.arange(V) < most)[None]
+            sums_BV = jnp.cumsum(weights_BV, axis=1)
+            kept_BV = sums_BV - weights_BV < (wide_p + wide_rest) * sums_BV[:, -1:]
+            return jnp.clip(kept_BV.sum(axis=1, keepdims=True, dtype=jnp.int32), 1, most)
+
+    count_B1 = jax.lax.cond((top_p < 1) | (top_p_rest < 0), nucleus, lambda: jnp.full((len(logits_BV), 1), most))
     least_B1 = jnp.take_along_axis(sorted_BV, count_B1 - 1, axis=1)
     above_BV, equal_BV = logits_BV > least_B1, logits_BV == least_B1
     return above_BV | (equal_BV & (jnp.cumsum(equal_BV, axis=1) <= count_B1 - above_BV.sum(axis=1, keepdims=True)))
@@ -431,6 +446,7 @@ def likeliest(logits_BV: Float32[Array, "B V"], top_k: Int[Array, ""], top_p: Fl
 def _arrays(sampling: Sampling, samples: int) -> tuple[Array, Settings]:
     """The random key data of each sample, which JAX passes faster than keys, and the settings."""
     keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(sampling.seed), jnp.arange(samples))
+    top_p = np.float32(sampling.top_p)
     return jax.random.key_data(keys_B), Settings(
-        np.float32(sampling.temperature), np.int32(sampling.top_k), np.float32(sampling.top_p),
-        np.float32(sampling.min_p), np.float32(sampling.repetition_penalty))
+        np.float32(sampling.temperature), np.int32(sampling.top_k), top_p, np.float32(sampling.min_p),
+        np.float32(sampling.repetition_penalty), np.float32(sampling.top_p - float(top_p)))

@@ -330,7 +330,8 @@ def sums_before(before: Before, rows: Sequence[Any], total_rows: Sequence[Any], 
                 sums = jax.tree.map(lambda x, y, n=n: x + jnp.where(n < last, y, 0.0), sums, adds)
             return sums
 
-        sums = lax.fori_loop(0, pl.cdiv(last - first, SPANS_AT_ONCE), add, left(spans, sums))
+        groups = pl.cdiv(last - first, jnp.int32(SPANS_AT_ONCE))
+        sums = lax.fori_loop(0, groups, add, left(spans, sums))
     return sums[0], tuple(jnp.where(_column(total) == 1, 0.0, total[:, None]) for total in sums[1])
 
 

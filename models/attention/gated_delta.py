@@ -29,6 +29,9 @@ from models.attention.self_attention import SelfAttention
 class Config(RecurrentOptions):
     """Options of gated delta attention."""
 
+    qk_norm: Literal["none", "l2"] = "l2"
+    """L2 normalisation of each query and key. none: the state grows without bound where β |k|² stays above 2; so would
+    it with RMS normalisation, where |k|² is the head width."""
     output_gate: Literal["none", "sigmoid", "silu"] = "silu"
     decay: bool = True
     """Decay the state of each head by a gate computed from each token. Without it: DeltaNet."""

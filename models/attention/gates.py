@@ -24,7 +24,7 @@ STEPS = 1e-3, 0.1
 
 @dataclass(frozen=True)
 class RecurrentOptions(LayerOptions):
-    """Options of the modes with a decaying state of constant size, with the layer options of their papers."""
+    """Options of the modes with a decaying state of constant size, with all layer options on."""
 
     short_conv: int = 4
     qk_activation: Literal["none", "silu"] = "silu"

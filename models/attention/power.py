@@ -9,13 +9,19 @@ Attention", 2025; the gate's initial bias is that of the authors' library.
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from kernels.linear_attention import State
-from kernels.power_attention import MOST_FEATURES, count_features, pick_chunk_size, pick_implementation, power_attention
-from kernels.segments import segment_of_new
+from kernels.power_attention import (
+    MOST_FEATURES,
+    ROOM,
+    Past,
+    attend_to_past,
+    count_features,
+    pick_chunk_size,
+    pick_implementation,
+    power_attention,
+)
 from models.attention.gates import ForgetGate
 from models.attention.layer_options import WeightSumOptions
 from models.attention.self_attention import SelfAttention
@@ -46,7 +52,7 @@ class Config(WeightSumOptions):
 
 
 class Attention(SelfAttention):
-    """Power attention; decoding keeps a state of constant size."""
+    """Power attention; decoding keeps a state of constant size, and the last keys and values."""
 
     length_fields = ("chunk_size",)
     implementation_fields = ("chunk_size",)
@@ -68,16 +74,15 @@ class Attention(SelfAttention):
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:
-        return self._attend(q_BTHD, k_BTHD, v_BTHD, x_BTE, None, segment_ids_BT)[0]
+        return power_attention(q_BTHD, k_BTHD, v_BTHD, segment_ids_BT=segment_ids_BT, **self._options(x_BTE))[0]
 
-    def init_cache(self, batch: int, max_length: int, dtype: Any) -> State:
-        M, D = self.features, self.head_width
-        return State(jnp.zeros((batch, self.heads, M, D), jnp.float32), jnp.zeros((batch, self.heads, M), jnp.float32))
+    def init_cache(self, batch: int, max_length: int, dtype: Any) -> Past:
+        return Past.empty(batch, self.heads, self.head_width, degree=self.config.degree,
+                          decays=self.forget is not None, dtype=dtype)
 
-    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: State, *, x_BTE: Array,
-               lengths_B: Array | None = None) -> tuple[Array, State]:
-        segment_ids_BT = None if lengths_B is None else segment_of_new(q_BTHD.shape[1], lengths_B)
-        return self._attend(q_BTHD, k_BTHD, v_BTHD, x_BTE, cache, segment_ids_BT)
+    def extend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Past, *, x_BTE: Array,
+               lengths_B: Array | None = None) -> tuple[Array, Past]:
+        return attend_to_past(q_BTHD, k_BTHD, v_BTHD, cache, lengths_B=lengths_B, **self._options(x_BTE))
 
     def flops(self, tokens: int, context: int, *, causal: bool = True) -> int:
         M, D, C = self.features, self.head_width, pick_chunk_size(context, self.config.chunk_size)
@@ -87,14 +92,13 @@ class Attention(SelfAttention):
         return tokens * self.heads * (2 * C * D + of_state) + of_gate
 
     def state_bytes(self, context: int) -> int:
-        return 4 * self.heads * self.features * (self.head_width + 1)
+        D = self.head_width
+        return 4 * self.heads * (self.features * (D + 1) + ROOM * (2 * D + (self.forget is not None)))
 
     def implementation(self, dtype: Any, *, causal: bool = True, segments: bool = False) -> str | None:
-        return pick_implementation(self.max_length)
+        return pick_implementation()
 
-    def _attend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, x_BTE: Array, state: State | None,
-                segment_ids_BT: Array | None) -> tuple[Array, State]:
-        log_decay_BTH = None if self.forget is None else self.forget.log_decay(x_BTE)
-        return power_attention(q_BTHD, k_BTHD, v_BTHD, degree=self.config.degree, normalize=self.config.normalizes,
-                               log_decay_BTH=log_decay_BTH, initial_state=state, segment_ids_BT=segment_ids_BT,
-                               chunk_size=self.config.chunk_size)
+    def _options(self, x_BTE: Array) -> dict[str, Any]:
+        return {"degree": self.config.degree, "normalize": self.config.normalizes,
+                "log_decay_BTH": None if self.forget is None else self.forget.log_decay(x_BTE),
+                "chunk_size": self.config.chunk_size}

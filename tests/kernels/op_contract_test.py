@@ -52,6 +52,31 @@ def test_outputs_and_gradients_are_those_of_the_reference(case, implementation, 
     assert cases.faults_of(case, errors, plain_errors) == []
 
 
+def _first_with_kernels():
+    """One case of each implementation that is a GPU kernel."""
+    found = {}
+    for case in cases.find_cases("tests"):
+        platforms = [value() for name, value in case.constants if name == "kernels.device.platform"]
+        for implementation in case.implementations:
+            is_kernel = case.gpu_kernels or "gpu" in platforms or "gpu" in (implementation or "")
+            if is_kernel and case.dtype != "float64":
+                found.setdefault((case.op, implementation), case)
+    return [pytest.param(case, implementation, id=f"{op}: {implementation or 'picked'}")
+            for (op, implementation), case in found.items()]
+
+
+@pytest.mark.parametrize(("case", "implementation"), _first_with_kernels())
+def test_kernels_can_be_traced_where_jax_counts_in_64_bits(case, implementation, monkeypatch):
+    for name, value in case.constants:
+        monkeypatch.setattr(name, value)
+    inputs = case.make_inputs()
+    with jax.enable_x64(True):
+        found = jax.eval_shape(cases.outputs_and_gradients(case, implementation), inputs,
+                               case.make_cotangents(cases.output_shapes(case)))
+    for name, x in inputs.items():
+        assert f"d{name}" not in found or found[f"d{name}"].dtype == x.dtype, name
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("case", "implementation"), [

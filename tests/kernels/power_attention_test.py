@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kernels.linear_attention import State
-from kernels.power_attention import MOST_FEATURES, count_features, expand, power_attention
+from kernels.power_attention import MOST_FEATURES, Past, attend_to_past, count_features, expand, power_attention
 
 pytestmark = pytest.mark.fast
 
@@ -94,6 +94,51 @@ def test_a_state_carried_over_is_the_whole():
     np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole, rtol=2e-3, atol=2e-5)
     assert state is not None
     np.testing.assert_allclose(state.s_BHMD, end.s_BHMD, rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_whose_products_cancel_has_its_weight():
+    """q·k is 0.032 where |q| |k| is 64: features have no digit of its square."""
+    q, v = np.ones((2, 1, 1, 1, 64), np.float32)
+    k = np.repeat([1, -0.999], 32).reshape(q.shape).astype(np.float32)
+    weight = np.sum(k, dtype=float) ** 2 / 64
+    alone = jax.jit(power_attention)(q, k, v)[0]
+    decoded, _ = jax.jit(attend_to_past)(q, k, v, Past.empty(1, 1, 64, degree=2, decays=False, dtype=jnp.float32))
+    for y in (alone, decoded):
+        np.testing.assert_allclose(y, np.full(y.shape, weight / (weight + 1e-6)), rtol=1e-4)  # of k alone 2e-5
+
+
+@pytest.mark.parametrize("decays", [False, True])
+def test_token_by_token_is_as_exact_as_the_whole(decays):
+    """Row 0 has all tokens, of which 64 enter the state; row 1 every other one. With the mode's RMS norms."""
+    B, T, H, D = 2, 150, 1, 64
+    generator = np.random.default_rng(0)
+    q, k, v = generator.normal(size=(3, B, T, H, D))
+    q, k = (x / np.sqrt((x**2).mean(axis=-1, keepdims=True)) for x in (q, k))
+    log_decay = -np.exp(generator.normal(-3, 2, size=(B, T, H))) if decays else np.zeros((B, T, H))
+    counts = np.stack([np.ones(T, np.int32), np.arange(T, dtype=np.int32) % 2])
+
+    @jax.jit
+    def decode(tokens, past):
+        def step(past, token):
+            q, k, v, log_decay, count = token
+            y, past = attend_to_past(q[:, None], k[:, None], v[:, None], past,
+                                     log_decay_BTH=log_decay[:, None] if decays else None, lengths_B=count)
+            return past, y[:, 0]
+
+        return jax.lax.scan(step, past, jax.tree.map(lambda x: x.swapaxes(0, 1), tokens))
+
+    tokens = *(x.astype(np.float32) for x in (q, k, v, log_decay)), counts
+    past, y = decode(tokens, Past.empty(B, H, D, degree=2, decays=decays, dtype=jnp.float32))
+    assert past.filled_B.tolist() == [150 - 64, 75]
+    for b in range(B):
+        these = counts[b] == 1
+        weights = (q[b, these, 0] @ k[b, these, 0].T) ** 2 / D
+        sums = np.cumsum(log_decay[b, these, 0])
+        weights = np.tril(weights * np.exp(np.minimum(sums[:, None] - sums, 0)))
+        expected = weights @ v[b, these, 0] / (weights.sum(axis=1, keepdims=True) + 1e-6)
+        error = np.asarray(y)[these, b, 0] - expected
+        # Of each token, not of their mean: those that see few divide by the least.
+        assert np.max(np.sqrt(np.mean(error**2, axis=1) / np.mean(expected**2, axis=1))) < 1e-5
 
 
 def call(**changes):

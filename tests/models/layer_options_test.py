@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -148,12 +149,28 @@ def test_a_head_need_not_be_its_share_of_the_width():
     ("chunked", {"feature_map": "identity"}, "chunked.normalize: the weights of identity can be negative; expected "
                                              "--model.modes.chunked.normalize False"),
     ("gated", {"decay": "none"}, "gated.decay is 'none'; expected one of input, fixed"),
+    ("gated_delta", {"qk_norm": "rms"}, "gated_delta.qk_norm is 'rms'; expected one of none, l2"),
     ("gated_delta", {"chunk_size": 0}, "gated_delta.chunk_size is 0; expected at least 1"),
 ])
 def test_options_that_cannot_be(mode, options, message, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks that tests add
     with pytest.raises(ConfigError, match=re.escape(f"model.modes.{message}")):
         attention.modes()[mode].Config(**options)
+
+
+def test_the_documented_work_of_the_delta_rule_is_what_is_counted():
+    modes = attention.modes()
+
+    def of_mixing(mode: str, head_width: int) -> int:
+        layer = modes[mode].Attention(modes[mode].Config(), heads=1, head_width=head_width, width=E, max_length=1024,
+                                      rngs=nnx.Rngs(3))
+        return layer.flops(1024, 1024) - sum(gate.flops(1024) for gate in layer.step_gates)
+
+    text = " ".join((Path(__file__).parents[2] / "docs" / "attention_modes.md").read_text().split())
+    ratios = re.search(r"(\S+), (\S+) and (\S+) times the work of `gated` at head widths 32, 64 and 128", text)
+    assert ratios is not None
+    for width, ratio in zip((32, 64, 128), ratios.groups(), strict=True):
+        assert of_mixing("gated_delta", width) / of_mixing("gated", width) == pytest.approx(float(ratio), abs=0.05)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

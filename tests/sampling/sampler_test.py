@@ -261,6 +261,20 @@ def test_filters_keep_the_likeliest():
     assert kept(9, 1.0) == kept(0, 1.0) == [[0, 1, 2, 3]] * 2
 
 
+@pytest.mark.parametrize("top_p", [1e-46, 0.9, 0.99, 0.9999])
+def test_top_p_keeps_the_tokens_of_an_exact_sum(top_p):
+    """1e-46 is 0 in float32. At 0.9999 the rarest token that is kept has a probability near the rounding of a sum."""
+    logits_BV = (2 * np.random.default_rng(0).normal(size=(3, 50_257))).astype(np.float32)
+    expected_BV = np.zeros(logits_BV.shape, bool)
+    for logits_V, expected_V in zip(logits_BV.astype(np.float64), expected_BV, strict=True):
+        order_V = np.argsort(-logits_V, kind="stable")
+        sums_V = np.cumsum(np.exp(logits_V[order_V] - logits_V.max()))
+        expected_V[order_V[:np.searchsorted(sums_V, top_p * sums_V[-1]) + 1]] = True
+    _, settings = sampler_module._arrays(Sampling(1.0, top_p=top_p), 1)
+    kept_BV = jax.jit(likeliest)(logits_BV, settings.top_k, settings.top_p, settings.top_p_rest)
+    np.testing.assert_array_equal(kept_BV, expected_BV)
+
+
 def test_top_p_of_one_keeps_the_tail():
     logits_BV = np.zeros((1, 50_257), np.float32)
     logits_BV[0, 0] = 25  # the rest is below the rounding of a sum near 1
