@@ -10,9 +10,9 @@ alone. All runs have 4,000 steps, so that each schedule ends, two learning rates
 each point, and three seeds.
 
 The quick form has 2 and 4 pairs, 1 and 4 heads, two seeds and 800 steps, at each mode's rate in
-benchmarks/results/mqar.md: 16 runs, within 10 minutes on two idle CPU cores. There softmax recalls, except with one
-head and 2 pairs, and linear attention is still learning at the end: only the whole study can show whether it recalls 4
-pairs (benchmarks/results/studies/recall/figures.md).
+benchmarks/results/mqar.md: 16 runs, within 10 minutes on two idle CPU cores. There softmax recalls, except in one of
+two runs with one head and 2 pairs, and linear attention recalls nothing yet: only the whole study can show whether it
+learns to (benchmarks/results/studies/recall/figures.md).
 """
 
 import re

@@ -136,7 +136,7 @@ async def _listen(listener: socket.socket, count: int, deadline: float) -> dict[
 
 async def _send(writer: asyncio.StreamWriter, value: dict[str, Any]) -> None:
     """Sends the last message of a connection."""
-    with contextlib.suppress(OSError):  # it has gone; it comes again
+    with contextlib.suppress(OSError):  # it has gone
         async with asyncio.timeout(SILENT_SECONDS):
             writer.write(_line(value))
             writer.close()

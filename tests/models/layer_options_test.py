@@ -280,7 +280,10 @@ def drawn(layer: SelfAttention) -> tuple:
 
 
 def assert_close(found, expected) -> None:
-    jax.tree.map(lambda x, wanted: np.testing.assert_allclose(x, wanted, rtol=1e-5, atol=1e-6), found, expected)
+    """A number that is the difference of larger ones has the rounding of these: where the largest is 34, an ulp of it
+    was 1.6e-5 of a number of 0.24, with jax 0.11.1. 1e-6 is eight ulps."""
+    jax.tree.map(lambda x, wanted: np.testing.assert_allclose(
+        x, wanted, rtol=1e-5, atol=1e-6 * max(1, float(np.abs(wanted).max()))), found, expected)
 
 
 def test_a_step_is_one_launch_on_a_gpu_alone(monkeypatch):
