@@ -516,10 +516,27 @@ def test_checkpoints_that_could_not_be_written_are_refused_at_the_start(recipe, 
     assert contents(tmp_path / "run") == before
 
 
+def test_checkpoints_on_a_read_only_disk_are_refused_before_anything_is_written(recipe, run_dir, capsys, monkeypatch):
+    before = contents(run_dir)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "checkpoints")
+    assert tiny.run(recipe, "--run-dir", run_dir, "--train.steps", 7) == 0  # finished
+    message = refused(capsys, 1, recipe, "--run-dir", run_dir, "--train.steps", 9)
+    assert f"{run_dir / 'checkpoints'} cannot be written; check its permissions" in message
+    assert contents(run_dir) == before
+
+
 def test_a_run_dir_that_is_not_utf_8_is_refused_at_the_start(recipe, tmp_path, capsys):
     run_dir = tmp_path / os.fsdecode(b"caf\xe9")
-    assert "caf\\xe9' is not UTF-8; give another --run-dir" in refused(capsys, 2, recipe, "--run-dir", run_dir)
+    said = "caf\\xe9' is not UTF-8, which checkpoints require; rename the folder, or choose another"
+    assert said in refused(capsys, 2, recipe, "--run-dir", run_dir)
     assert not run_dir.exists()
+
+
+def test_a_run_in_a_folder_that_is_not_utf_8_is_not_of_another_model(run_dir, tmp_path, capsys):
+    import sample
+
+    assert sample.main([str(run_dir.rename(tmp_path / os.fsdecode(b"caf\xe9"))), "--prompt", "a"]) == 2
+    assert "caf\\xe9/checkpoints' is not UTF-8, which checkpoints require" in capsys.readouterr().err
 
 
 def test_a_lock_that_is_a_link_or_missing_from_the_file_system_is_told(recipe, tmp_path, capsys, monkeypatch):

@@ -87,12 +87,13 @@ class Checkpoints:
         completed: called on process 0, on a thread, when a checkpoint is complete.
 
     Raises:
-        ConfigError: ``keep`` is less than 1.
+        ConfigError: ``keep`` is less than 1, or the path is not UTF-8.
     """
 
     def __init__(self, directory: Path, *, keep: int = 2, completed: Callable[[], object] = lambda: None):
         if keep < 1:
             raise ConfigError(f"checkpoint.keep: expected at least 1, got {keep}")
+        check_path(directory)
         self.directory = Path(directory)
         self.keep = keep
         self._completed = completed
@@ -426,6 +427,15 @@ class Checkpoints:
                                   + ("Earlier checkpoints are intact." if earlier else
                                      "There is no earlier checkpoint.")
                                   + f" ({_reason(error)})") from error
+
+
+def check_path(path: Path) -> None:
+    """Raises :class:`ConfigError` if a path is not UTF-8, which TensorStore requires."""
+    try:
+        str(Path(path).absolute()).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"the path {os.fsencode(Path(path).absolute())!r} is not UTF-8, which checkpoints require; "
+                          "rename the folder, or choose another") from None
 
 
 def _orbax() -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from configs.schema import Config, RunConfig
 from data.verification import Verification
 from support import interrupts
-from support.command import error_stream, note, status
+from support.command import error_stream, message, note, status
 from support.errors import CheckpointError, TrainingError
 from support.json_files import Count, Seconds, check
 from training import autotuning, processes
@@ -314,7 +314,7 @@ class _Run:
 
         Raises:
             TrainingError: the folder is gone; the message says what is saved and how to go on.
-            CheckpointError, OSError, DataError: the same, and the run cannot be saved.
+            DataError: the folder is gone, and the data are damaged.
         """
         try:
             yield
@@ -328,12 +328,16 @@ class _Run:
                 self.record(pending, self.clock.position.step)
             with suppress(CheckpointError):  # of a save to the old folder
                 self.checkpoints.wait()
-            folder, happened, remedy = processes.from_first(self._prepare_elsewhere)
-            self.saved_at = -1
-            with _open_checkpoints(Path(folder), self.checkpoints.keep) as self.checkpoints:
-                self.save(state)
-                self.complete_save(state)
             step = self.clock.position.step
+            try:
+                folder, happened, remedy = processes.from_first(self._prepare_elsewhere)
+                self.saved_at = -1
+                with _open_checkpoints(Path(folder), self.checkpoints.keep) as self.checkpoints:
+                    self.save(state)
+                    self.complete_save(state)
+            except (OSError, CheckpointError) as failure:
+                raise TrainingError(f"{self.run_dir} was deleted or renamed while it trained, and step {step:,} cannot "
+                                    f"be saved elsewhere: {message(failure)}") from failure
             saved = f"Step {step:,} is saved in {folder}; {remedy}" if step else "No step had been made"
             raise TrainingError(f"{happened} while it trained. {saved}") from error
 

@@ -75,10 +75,11 @@ class MetricsWriter:
         sync_entry(self.path.parent)
 
     def is_in_place(self) -> bool:
-        """Whether the file still has its name: neither it nor a folder above it was deleted, renamed or replaced."""
+        """Whether the file still has its name: neither it nor a folder above it was deleted, renamed or replaced, and
+        its disk is there."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:
             return False
 
     def folder(self) -> Path | None:

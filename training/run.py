@@ -23,7 +23,7 @@ from support.command import note, status
 from support.errors import CheckpointError, ConfigError, RunError, TrainingError
 from support.json_files import check
 from training import loop, processes, run_files
-from training.checkpoint import Checkpoints
+from training.checkpoint import Checkpoints, check_path
 from training.environment import CHECKPOINTED, PUBLISHED, git_commit
 from training.metrics import last_step
 from training.sharding import parameter_shardings
@@ -72,14 +72,11 @@ def check_folder(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     Raises:
         ConfigError: ``run_dir`` is a file or has a name that is not UTF-8, or holds other files, published weights, or
             a run of another model, tokenizer, task, corpus, seed or batch size.
-        RunError: a file is damaged, or has another format; or checkpoints cannot be written.
+        RunError: a file is damaged, or has another format; or ``checkpoints`` is no folder.
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is a file; give another --run-dir")
-    try:
-        str(run_dir.absolute()).encode()
-    except UnicodeEncodeError:  # checkpoints are written by a library that takes UTF-8 alone
-        raise ConfigError(f"{os.fsencode(run_dir.absolute())!r} is not UTF-8; give another --run-dir") from None
+    check_path(run_dir)
     _check_checkpoints_folder(run_dir / "checkpoints")
     environment = run_files.read_environment(run_dir) if (run_dir / run_files.ENVIRONMENT).exists() else {}
     if PUBLISHED in environment:
@@ -103,7 +100,7 @@ def check_folder(config: RunConfig, run_dir: Path) -> dict[str, Any]:
 
 
 def _check_checkpoints_folder(folder: Path) -> None:
-    """Raises :class:`RunError` if checkpoints cannot be written there, which a run would notice at its first save."""
+    """Raises :class:`RunError` unless it is a folder, or missing: a run would notice that at its first save."""
     if folder.is_symlink() and not folder.exists():
         raise RunError(f"{folder} is a link to {folder.readlink()}, which does not exist; mount its disk, create it, "
                        "or delete the link")
@@ -197,17 +194,19 @@ def newest_step(config: RunConfig, run_dir: Path) -> tuple[int | None, bool]:
     Raises:
         ConfigError: the run is beyond ``train.steps``.
         CheckpointError: no checkpoint is intact, or the newest has no optimizer state.
-        RunError: as :func:`check_nothing_is_lost`.
+        RunError: as :func:`check_nothing_is_lost`, or checkpoints cannot be written.
     """
     with Checkpoints(run_dir / "checkpoints") as checkpoints:
         newest = checkpoints.resume({"position": None}, verify=("parameters", "variables", "optimizer"))
         if newest is None:
             check_nothing_is_lost(run_dir)
+            _check_writable(checkpoints.directory)
             return None, False
         finished = loop.is_finished(config, newest[1]["position"],
                                     checkpoints.directory / str(newest[0]))
         if not finished:
             checkpoints.check_training_can_go_on(newest[0])  # before anything is written
+            _check_writable(checkpoints.directory)
         more = ("Give more --train.steps or --train.minutes to continue."
                 if checkpoints.training_can_go_on(newest[0])
                 else "It has no optimizer state; --init-from can start another run from its parameters.")
@@ -221,6 +220,12 @@ def newest_step(config: RunConfig, run_dir: Path) -> tuple[int | None, bool]:
         if changes := _changes(run_dir, config, loop.Position(**newest[1]["position"])):
             note("; ".join(changes))
     return newest[0], finished
+
+
+def _check_writable(folder: Path) -> None:
+    if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):  # such as a link to another disk
+        raise RunError(f"{folder.resolve()} cannot be written; check its permissions, and that its disk is not "
+                       "read-only")
 
 
 def check_nothing_is_lost(run_dir: Path) -> None:

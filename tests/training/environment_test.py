@@ -108,7 +108,7 @@ def test_a_compilation_cache_that_cannot_be_written_is_noted_once_and_left(tmp_p
 
 
 def test_a_full_disk_under_the_compilation_cache_is_no_warning_for_every_program(tmp_path, monkeypatch):
-    from jax._src import compiler
+    from jax._src import compilation_cache
 
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     before = jax.config.jax_compilation_cache_dir
@@ -117,7 +117,7 @@ def test_a_full_disk_under_the_compilation_cache_is_no_warning_for_every_program
         environment.configure_jax()
         jax.config.update("jax_compilation_cache_dir", before)
         puts = []
-        monkeypatch.setattr(compiler.compilation_cache, "put_executable_and_time",
+        monkeypatch.setattr(compilation_cache, "put_executable_and_time",
                             lambda *_, **__: (puts.append(1), 1 / 0))
         unique = random.random()
         jax.jit(lambda x: x * unique)(1.0)

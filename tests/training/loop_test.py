@@ -410,6 +410,20 @@ def test_a_run_whose_folder_is_deleted_is_saved_beside_it(recipe, tmp_path, caps
 
 
 @pytest.mark.thorough
+def test_a_run_that_cannot_be_saved_elsewhere_says_what_happened(recipe, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "runs" / "run"
+
+    def replace():
+        shutil.rmtree(folder.parent)
+        folder.parent.touch()  # a file, in which no folder can be made
+
+    moving(monkeypatch, 1, replace)
+    assert tiny.run(recipe, "--run-dir", folder) == 1
+    assert (f"train.py: {folder} was deleted or renamed while it trained, and step 2 cannot be saved elsewhere: "
+            in capsys.readouterr().err)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_run_whose_metrics_are_taken_away_keeps_its_lines(recipe, tmp_path, capsys, monkeypatch, replaced):
     folder = tmp_path / "run"

@@ -1,5 +1,6 @@
 """A metrics file stays readable whatever happens to its run."""
 
+import errno
 import math
 import shutil
 import warnings
@@ -165,6 +166,15 @@ def test_a_file_that_lost_its_name_is_noticed_and_its_lines_can_be_kept(tmp_path
         assert writer.keep_in(kept) == kept / "metrics.jsonl.1"
     assert steps(kept / "metrics.jsonl.1") == [1, 2]
     assert (kept / "metrics.jsonl").read_text() == "of another run"
+
+
+def test_a_disk_that_is_gone_is_noticed(tmp_path, monkeypatch):
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        def stale(*_, **__):
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        monkeypatch.setattr(Path, "stat", stale)
+        assert not writer.is_in_place()
 
 
 def test_a_folder_made_anew_is_another_one(tmp_path):
