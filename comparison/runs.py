@@ -352,7 +352,7 @@ def load_evaluations(path: Path) -> tuple[int | None, list[dict[str, Any]],
     a warning names: evaluate.py replaces one file after the other, and may end in between.
     """
     try:
-        found = read_evaluations(path) if (path / EVALUATION).is_file() else {"evaluations": []}
+        found: dict[str, Any] = read_evaluations(path) if (path / EVALUATION).is_file() else {"evaluations": []}
         evaluations = found["evaluations"]
         windows = {(entry["corpus"], entry["context"], entry["windows_checksum"]): of_windows for entry, of_windows
                    in zip(evaluations, read_window_losses(path, evaluations), strict=False)}

@@ -369,7 +369,7 @@ def check_format(values: dict[str, Any], source: object) -> None:
                        "wrote the file, or train the run again")
 
 
-def check_types(values: dict[str, Any], source: object, kind: type[RunConfig] | None = None) -> None:
+def check_types(values: dict[str, Any], source: object, kind: type["_Run"] | None = None) -> None:
     """Checks the format version of a ``config.json`` and the types of the fields that this version knows.
 
     Args:

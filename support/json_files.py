@@ -39,7 +39,7 @@ Finite = Annotated[float, Check("a finite number", math.isfinite)]
 Seconds = Annotated[float, Check("a number of at least 0", lambda value: 0 <= value < math.inf)]
 Share = Annotated[float, Check("a number from 0 to 1", lambda value: 0 <= value <= 1)]
 Digits = Annotated[str, Check("digits", lambda value: value.isascii() and value.isdecimal())]
-Hexadecimal = Annotated[str, Check("hexadecimal digits", lambda value: re.fullmatch("([0-9a-f]{2})*", value))]
+Hexadecimal = Annotated[str, Check("hexadecimal digits", lambda value: bool(re.fullmatch("([0-9a-f]{2})*", value)))]
 FileName = Annotated[str, Check("a name without a folder", lambda value: not (
     value in ("", ".", "..") or re.search(r"[/\\\0]", value)))]
 """The name of a file, or of a folder, next to the file that names it."""

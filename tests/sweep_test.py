@@ -27,6 +27,7 @@ from support.locks import is_locked
 from sweeps import estimates, folder, plan, processes
 from tests import tiny
 from tests.comparison.made import read_lines, write_lines, write_run
+from tests.edited import edited
 from training.run import in_training
 
 FAKE = '''
@@ -250,7 +251,8 @@ def test_what_keep_all_kept_stays(made: Made, monkeypatch: pytest.MonkeyPatch):
 def test_records_of_another_format_are_refused(made: Made, capsys: pytest.CaptureFixture[str], name: str):
     assert made.sweep() == 0
     path = made.out / name if name == "study.json" else made.out / RUNS[0] / name
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with edited(path) as values:
+        values["format"] = 2
     assert made.sweep() == 1
     assert f"{name}: format 2; this version of lineargpt reads format 1" in capsys.readouterr().err
 

@@ -2,19 +2,22 @@
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from configs.schema import ModelConfig
 from models import attention as attentions
 from models.gpt import GPT, resolve_config
 from sampling import state_file
 from sampling.sampler import Memory, Sampler
-from support.errors import StateError
+from support.errors import JsonError, StateError
 
 ALL = tuple(attentions.sampling_modes())
 MODES = ("chunked", "linear", "local", "softmax")
@@ -130,12 +133,34 @@ def test_cut_short_or_damaged_is_noticed_wherever(tmp_path):
 
 
 def test_other_files_are_no_states(tmp_path):
-    from safetensors.numpy import save_file
-
     save_file({"weight": np.zeros(3)}, tmp_path / "w")
     assert "no format version; this version of lineargpt reads state files" in refused(tmp_path / "w")
     save_file({"weight": np.zeros(3)}, tmp_path / "w", {state_file.METADATA: '{"format": 2}'})
     assert "format 2; this version of lineargpt reads state files of format 1; save it again" in refused(tmp_path / "w")
+    about = {"format": 1, "origin": "a run", "model": {"parameters": "0"}, "sha256": "00"}
+    for changes, message in (({"model": []}, "model is a list of 0, expected an object"),
+                             ({"model": {"parameters": 5}}, "model.parameters is 5, expected a text"),
+                             ({"origin": None}, "origin is null, expected a text"),
+                             ({"sha256": 5}, "sha256 is 5, expected hexadecimal digits"),
+                             ({"format": True}, "format is true, expected a whole number of at least 0")):
+        save_file({"weight": np.zeros(3)}, tmp_path / "w", {state_file.METADATA: json.dumps(about | changes)})
+        with pytest.raises(JsonError, match=f"w is damaged: lineargpt-state.{message}; save it again"):
+            state_file.load(tmp_path / "w", sampler().model)
+    save_file({"weight": np.zeros(3)}, tmp_path / "w", {state_file.METADATA: "[1]"})
+    with pytest.raises(JsonError, match="lineargpt-state is a list of 1, expected an object"):
+        state_file.load(tmp_path / "w", sampler().model)
+
+
+def test_a_state_without_a_part_of_this_model_is_refused(tmp_path):
+    path = save(tmp_path / "s")
+    with safe_open(path, framework="numpy") as file:
+        about = json.loads(file.metadata()[state_file.METADATA])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    lost = max(tensors)
+    del tensors[lost], about["sha256"]
+    about["sha256"] = state_file._checksum(tensors, about)
+    save_file(tensors, path, {state_file.METADATA: json.dumps(about)})
+    assert f"it has no {lost}, which a state of this model has; save it again" in refused(path)
 
 
 def test_a_save_that_fails_leaves_the_file_before(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import soundfile
 
 from speech import folders
 from support.errors import ConfigError, DataError
+from tests.edited import edited
 from tests.speech import made
 
 TEXTS = {"train": ["HELLO", "A B", "IT'S", "GO", "STOP"], "val": ["YES"], "test": ["NO"]}
@@ -248,6 +249,20 @@ def test_the_features_of_long_audio_are_those_of_one_piece(monkeypatch):
     whole = folders.log_mel(samples_S)
     monkeypatch.setattr(folders, "_AT_ONCE", 777)
     np.testing.assert_array_equal(folders.log_mel(samples_S), whole)
+
+
+@pytest.mark.parametrize(("entry", "value"), [
+    ("lengths", [3, "3"]), ("lengths", [6]), ("features", 0), ("features", "2"), ("digest", None), ("damaged", ["0"]),
+    ("damaged", {"9": "missing"}), ("resampled", {"fast": 1})])
+def test_an_index_that_cannot_be_is_made_again(tmp_path, entry, value):
+    folder = made.features(tmp_path / "corpus", PHONES)
+    before = np.array(load(folder, folders.FEATURES).splits["train"].frames[0])
+    (index,) = [path for path in tmp_path.rglob("index.json") if "-train-" in path.parent.name]
+    whole = index.read_bytes()
+    with edited(index) as values:
+        values[entry] = value
+    np.testing.assert_array_equal(load(folder, folders.FEATURES).splits["train"].frames[0], before)
+    assert index.read_bytes() == whole
 
 
 def test_one_in_a_thousand_is_left_out_with_a_note(tmp_path):
