@@ -43,6 +43,7 @@ from training import run as runs
 from training.checkpoint import Checkpoints
 from training.environment import configure_jax, environment
 from training.initial_weights import InitialWeights, read_initial_weights, save_initial_checkpoint
+from training.memory import check_memory
 from training.objectives import LanguageModelling, MaskedLanguageModelling
 from training.processes import Distributed
 from training.sharding import check_shards, make_mesh, report_exchanges, report_mesh
@@ -99,9 +100,10 @@ def train(config: Config | MaskedConfig, run_dir: Path, init_from: Path | None =
     started = time.perf_counter() if started is None else started
     with processes.first_then_rest():  # the first prepares the corpus if needed
         corpora, objective = check_data_and_devices(config, run_dir)
-    model = objective.model
+    model, mesh = objective.model, make_mesh(config)
+    check_memory(config, model, mesh)
     runs.check_processes_agree(config, run_dir, corpora.checksum)
-    initial = initial_weights(run_dir, model, corpora.tokenizer, init_from, reset, make_mesh(config))
+    initial = initial_weights(run_dir, model, corpora.tokenizer, init_from, reset, mesh)
     begun_with = None if initial is None else {"run": str(initial.run), "step": initial.step, "reset": reset}
     with runs.locked(run_dir):
         newest, finished = processes.from_first(lambda: begin(config, run_dir, corpora, model, begun_with))

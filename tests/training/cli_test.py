@@ -56,6 +56,20 @@ def test_a_drop_after_the_end_is_told_and_every_schedule_of_the_runs_length_has_
     assert not capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("batch", "asked", "found"), [
+    (8, 3, 2), (12, 5, 4), (360, 100, 90), (2**31 - 1, 2**31 - 2, 1), (2**30, 2**30 - 1, 2**29)])
+def test_an_accumulation_that_does_not_divide_the_batch_is_the_next_lower_divisor(batch, asked, found):
+    config = Config(train=TrainConfig(batch_size=batch, accumulate=asked))
+    assert validate_config(config).train.accumulate == found
+
+
+def test_a_config_from_python_is_checked_like_flags():
+    with pytest.raises(ConfigError, match=r"train\.accumulate is 2147483648; expected at most 2147483647"):
+        validate_config(Config(train=TrainConfig(accumulate=2**31)))
+    with pytest.raises(ConfigError, match=r"optimizer\.clip_norm is nan; expected a number above 0"):
+        validate_config(Config(optimizer=OptimizerConfig(clip_norm=float("nan"))))
+
+
 @pytest.mark.parametrize(("signal", "code", "said"), [
     (None, 0, "run: 3 steps in 2.0 s of training, val loss 1.2500\n"),
     (15, 143, "run: stopped and saved at step 3; repeat the command to resume\n")])
