@@ -42,7 +42,7 @@ from training import cli, logging, loop, processes
 from training import run as runs
 from training.checkpoint import Checkpoints
 from training.environment import configure_jax, environment
-from training.initial_weights import InitialWeights, read_initial_weights, save_initial_checkpoint
+from training.initial_weights import InitialWeights, compare, read_initial_weights, save_initial_checkpoint
 from training.memory import check_memory
 from training.objectives import LanguageModelling, MaskedLanguageModelling
 from training.processes import Distributed
@@ -69,7 +69,8 @@ all fields:  python train.py configs/quickstart.py --help"""
 def parse(arguments: Sequence[str], join: Callable[[Distributed], None] | None = None,
           ) -> cli.CommandLine[Config | MaskedConfig, RunFlags]:
     """The command line, its config validated; see :func:`training.cli.parse_command_line`."""
-    return cli.parse_command_line(arguments, RunFlags, load, prog="train.py", usage=USAGE, join=join, own_flags=(
+    return cli.parse_command_line(arguments, RunFlags, load, prog="train.py", usage=USAGE, join=join, explain=(
+        lambda config, flags: "" if flags.init_from is None else compare(flags.init_from, config)), own_flags=(
         "--init-from RUN: initialise a new run with the parameters of another; with --init-from.reset attention, with "
         "all but those of the attention layers."))
 

@@ -679,6 +679,16 @@ def test_a_run_whose_shapes_disagree_is_refused(recipe, softmax_run, tmp_path, c
     assert not (tmp_path / "run").exists()
 
 
+def test_a_config_that_cannot_be_run_is_compared_with_the_run_of_its_weights(recipe, finished, tmp_path, capsys):
+    flags = ("--model.positions", "rotary", "--model.heads", 16)  # widths of 1, which rotary positions cannot have
+    message = refused(capsys, 2, recipe, *flags, "--init-from", finished, "--run-dir", tmp_path / "run")
+    assert message.endswith("the head width 1; expected an even head width; --init-from "
+                            f"{finished}: model.heads is 2 there and 16 here; model.positions is learned there and "
+                            "rotary here; model.head_width is 8 there and 1 here")
+    message = refused(capsys, 2, recipe, *flags, "--init-from", tmp_path / "nowhere")
+    assert message.endswith("expected an even head width")
+
+
 def test_what_another_process_began_meanwhile_is_read_under_the_lock(recipe, finished, tmp_path, capsys, monkeypatch):
     locked = runs.locked
 

@@ -41,6 +41,11 @@ def test_a_run_dir_that_is_given_is_taken():
     assert train.parse([RECIPE, "--run-dir", "here"]).run_dir == Path("here")
 
 
+def test_none_takes_any_case_in_every_flag():
+    line = train.parse([RECIPE, "--run-dir", "none", "--init-from", "None", "--train.steps", "none"])
+    assert (line.run_dir, line.flags.init_from, line.config.train.steps) == (Path("runs/quickstart-chunked"), None, None)
+
+
 def test_a_classifier_writes_no_text():
     config = LraConfig(train=TrainConfig(sample_every=3))
     with pytest.raises(ConfigError, match=r"train.sample_every is 3; expected 0 for a classifier"):
