@@ -3,11 +3,15 @@
 import contextlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from support import files
+
+ROOT = Path(files.__file__).parent.parent
 
 pytestmark = pytest.mark.fast
 
@@ -83,3 +87,28 @@ def test_contents_are_on_disk_before_the_rename_and_the_name_after_it(tmp_path, 
         (beside / "folder").mkdir(parents=True)
         (beside / "folder" / "a").write_text("1")
     assert happened == ["a", "folder", f".out.{os.getpid()}.tmp", "rename", tmp_path.name]
+
+
+def test_without_a_home_folder_the_cache_lasts_as_long_as_the_command(tmp_path):
+    code = """
+import pwd
+from support.files import cache_folder
+
+def unknown(user):
+    raise KeyError(f"getpwuid(): uid not found: {user}")
+
+pwd.getpwuid = unknown
+folder = cache_folder("data")
+folder.mkdir(parents=True)
+assert cache_folder("jax").parent == folder.parent
+print(folder)
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True,
+                          env=environment | {"TMPDIR": str(tmp_path)})
+    folder = Path(done.stdout.strip())
+    assert folder.parent.parent == tmp_path
+    assert not folder.parent.exists()
+    assert done.stderr == (
+        f"note: this user has no home folder: prepared data and compiled programs are in {folder.parent} until the end "
+        "of the command; set XDG_CACHE_HOME to keep them\n")
