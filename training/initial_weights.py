@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from configs.schema import Config, ModelConfig
+from configs.schema import Config, ModelConfig, RunConfig
 from models.block import head_width
 from models.gpt import GPT
 from models.parameters import declarations
@@ -98,14 +98,16 @@ def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | 
     return InitialWeights(taken, run, source.step, _taken_summary(there, here, taken, behind))
 
 
-def compare(run: Path, config: Config) -> str:
+def compare(run: Path, config: RunConfig) -> str:
     """The fields of the model that differ from those of a run, for the message about a config that cannot be run; empty
     if none does or the run cannot be read."""
     try:
         theirs = read_config(run)
     except (ConfigError, RunError, OSError):
         return ""
-    differing = _differing(theirs.model, config.model) if isinstance(theirs, Config) else []
+    if not isinstance(theirs, Config) or not isinstance(config, Config):
+        return ""
+    differing = _differing(theirs.model, config.model)
     return f"--init-from {run}: {'; '.join(differing)}" if differing else ""
 
 
