@@ -3,6 +3,7 @@
     python sample.py runs/softmax --prompt "def " --max-new-tokens 200 --temperature 0.8 --top-k 50 --seed 0
     python sample.py runs/chunked --prompt-file book.txt --max-new-tokens 0 --save-state book.safetensors
     python sample.py runs/chunked --load-state book.safetensors --prompt "Who is it about?"
+    printf "def f(" | python sample.py runs/chunked --prompt -
     python sample.py runs/chunked --interactive
     python sample.py runs/digits-linear --images 16 --out grid.png
 
@@ -22,7 +23,6 @@ if __name__ == "__main__":  # before any other import, which takes seconds, or f
 import dataclasses
 import io
 import os
-import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -64,8 +64,7 @@ class Options(Sampling):
     complete: Path | None = None
     """With --images: image file with the first rows of an image, or of several side by side, to complete."""
     prompt: str | None = None
-    """Prompt. -: read it from standard input, the default if that is a pipe or a file. Without a prompt a sample
-    starts a new document."""
+    """Prompt. -: read it from standard input. Without a prompt a sample starts a new document."""
     prompt_file: Path | None = None
     """File with the prompt."""
     max_new_tokens: int = 200
@@ -233,21 +232,12 @@ def read_prompt(options: Options) -> bytes:
             raise ConfigError("--prompt -: standard input is closed")
         prompt, source = sys.stdin.buffer.read(), "standard input"
     elif options.prompt is None:
-        return sys.stdin.buffer.read() if _is_piped() and not options.interactive else b""
+        return b""
     else:
         prompt, source = os.fsencode(options.prompt), "--prompt"
     if not prompt:
         status(f"{source} is empty")
     return prompt
-
-
-def _is_piped() -> bool:
-    """Whether standard input is a pipe or a file, not a terminal, /dev/null or closed."""
-    try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (AttributeError, OSError, ValueError):
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def command(arguments: Sequence[str]) -> int:

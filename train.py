@@ -41,7 +41,8 @@ from training import cli, logging, loop, processes
 from training import run as runs
 from training.checkpoint import Checkpoints
 from training.environment import CHECKPOINTED, configure_jax, environment
-from training.initial_weights import InitialWeights, read_initial_weights, save_initial_checkpoint
+from training.initial_weights import InitialWeights, compare, read_initial_weights, save_initial_checkpoint
+from training.memory import check_memory
 from training.objectives import LanguageModelling, MaskedLanguageModelling
 from training.processes import Distributed
 from training.run_files import write_run_files
@@ -68,7 +69,8 @@ all fields:  python train.py configs/quickstart.py --help"""
 def parse(arguments: Sequence[str], join: Callable[[Distributed], None] | None = None,
           ) -> cli.CommandLine[Config | MaskedConfig, RunFlags]:
     """The command line, its config validated; see :func:`training.cli.parse_command_line`."""
-    return cli.parse_command_line(arguments, RunFlags, load, prog="train.py", usage=USAGE, join=join, own_flags=(
+    return cli.parse_command_line(arguments, RunFlags, load, prog="train.py", usage=USAGE, join=join, explain=(
+        lambda config, flags: "" if flags.init_from is None else compare(flags.init_from, config)), own_flags=(
         "--init-from RUN: initialise a new run with the parameters of another; with --init-from.reset attention, with "
         "all but those of the attention layers."))
 
@@ -99,9 +101,10 @@ def train(config: Config | MaskedConfig, run_dir: Path, init_from: Path | None =
     started = time.perf_counter() if started is None else started
     with processes.first_then_rest():  # the first prepares the corpus if needed
         corpora, objective = check_data_and_devices(config, run_dir)
-    model = objective.model
+    model, mesh = objective.model, make_mesh(config)
+    check_memory(config, model, mesh)
     runs.check_processes_agree(config, run_dir, corpora.checksum)
-    initial = initial_weights(run_dir, model, corpora.tokenizer, init_from, reset, make_mesh(config))
+    initial = initial_weights(run_dir, model, corpora.tokenizer, init_from, reset, mesh)
     begun_with = None if initial is None else {"run": str(initial.run), "step": initial.step, "reset": reset}
     with runs.locked(run_dir):
         newest, finished = processes.from_first(lambda: begin(config, run_dir, corpora, model, begun_with))

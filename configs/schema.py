@@ -13,10 +13,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from support import json_files
 from support.errors import ConfigError, RunError
+from support.ranges import Count, Fraction, Natural, Positive, ProperFraction, Range, Seed
 
 FORMAT = 2
 """Format version of ``config.json``. Increase it when older files would be misread; :func:`groups_of` reads those.
@@ -28,6 +29,8 @@ FORMAT = 2
 EARLIER_DOCUMENTS = "documents without their first tokens as targets"
 """``data.packing`` of runs with packed documents in format 1. They can be sampled and compared, but not resumed."""
 
+Layers = Annotated[int, Range(1, 1000)]
+"""Number of layers; compilation takes longer with each."""
 Remat = Literal["none", "block", "names"]
 """What the backward pass recomputes."""
 
@@ -36,21 +39,21 @@ Remat = Literal["none", "block", "names"]
 class ModelConfig:
     """A GPT-2 model: sizes, positions, dtype and the attention mode of each layer."""
 
-    layers: int = 4
+    layers: Layers = 4
     """Number of transformer blocks."""
-    heads: int = 4
+    heads: Count = 4
     """Number of attention heads. Divides the width unless head_width is given."""
-    width: int = 256
+    width: Count = 256
     """Width E of the residual stream. The MLP is 4 E wide."""
-    head_width: int | None = None
+    head_width: Count | None = None
     """Width of a head. None: width / heads."""
-    context: int = 1024
+    context: Count = 1024
     """Length of a training sequence, and the number of learned positions."""
     positions: Literal["learned", "rotary", "none"] = "learned"
     """Position encoding."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. Parameters are float32. auto: bfloat16 if the device has hardware support for it."""
-    initial_scale: float = 0.02
+    initial_scale: Positive = 0.02
     """Standard deviation of the initial weights. 0.02 is GPT-2's; small models learn faster with 1 / sqrt(width)."""
     head: Literal["tied", "logistics"] = "tied"
     """Head. tied: logits from the token embedding, as in GPT-2; logistics: for images, a mixture of 10 discretised
@@ -65,28 +68,28 @@ class ModelConfig:
 class EncoderConfig:
     """A bidirectional encoder: sizes, positions, pooling, and the attention mode of each layer."""
 
-    layers: int = 4
+    layers: Layers = 4
     """Number of transformer blocks."""
-    heads: int = 4
+    heads: Count = 4
     """Number of attention heads. Divides the width unless head_width is given."""
-    width: int = 256
+    width: Count = 256
     """Width E of the residual stream."""
-    head_width: int | None = None
+    head_width: Count | None = None
     """Width of a head. None: width / heads."""
-    mlp_width: int = 1024
+    mlp_width: Count = 1024
     """Width F of the MLPs and of the classifier's hidden layer."""
-    context: int = 1024
+    context: Count = 1024
     """Maximum sequence length."""
     positions: Literal["sinusoidal", "learned", "rotary", "none"] = "sinusoidal"
     """Position encoding."""
     pooling: Literal["cls", "mean", "none"] = "cls"
     """Output of the encoder. cls: that of a learned token before the sequence; mean: the mean over valid tokens; none:
     one per position, for speech and masked language models."""
-    towers: int = 1
+    towers: Annotated[int, Range(1, 2)] = 1
     """Number of sequences in an example. With 2, both go through the same encoder."""
-    classes: int = 2
+    classes: Count = 2
     """Number of classes of a classifier."""
-    dropout: float = 0.0
+    dropout: ProperFraction = 0.0
     """Dropout rate of the embeddings and of every layer's output."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. Parameters are float32. auto: bfloat16 if the device has hardware support for it."""
@@ -127,11 +130,11 @@ class TaskConfig:
     dir: str | None = None
     """Folder of the task's files, such as the official release. None: generate or download them. Short form:
     --data-dir."""
-    max_length: int | None = None
+    max_length: Count | None = None
     """Maximum sequence length; also bounds the model's context. None: the task's default."""
-    train_examples: int | None = None
+    train_examples: Count | None = None
     """Number of training examples. None: the task's default."""
-    val_examples: int | None = None
+    val_examples: Count | None = None
     """Number of validation and of test examples. None: the task's default."""
 
 
@@ -144,9 +147,9 @@ class SpeechDataConfig:
     features, with transcripts of any symbols, such as phones."""
     dir: str | None = None
     """Folder of the corpora audio and features. Short form: --data-dir."""
-    train_utterances: int | None = None
+    train_utterances: Count | None = None
     """Number of training utterances, a random subset of a folder's. None: all of them, or 10,000 synthetic ones."""
-    val_utterances: int | None = None
+    val_utterances: Count | None = None
     """Number of validation and of test utterances. None: all of them, or 200 synthetic ones."""
 
 
@@ -157,28 +160,28 @@ class OptimizerConfig:
     name: Literal["adamw", "radam"] = "adamw"
     """adamw: Adam with decoupled weight decay; radam: the same with a rectified adaptive learning rate, which needs no
     warm-up."""
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """Peak learning rate. With inverse_sqrt, the factor of the schedule."""
     schedule: Literal["cosine", "constant", "drop", "inverse_sqrt"] = "cosine"
     """Schedule after warm-up. cosine: decays from the peak to final_fraction over the rest of the run; constant: stays
     at the peak; drop: falls from the peak to final_fraction after --optimizer.drop-step; inverse_sqrt: proportional to
     1 / sqrt(step), independent of the length of the run."""
-    drop_step: int | None = None
+    drop_step: Count | None = None
     """With schedule drop: the last step at the peak learning rate."""
-    final_fraction: float = 0.1
+    final_fraction: Fraction = 0.1
     """Final learning rate of the schedules cosine and drop, as a fraction of the peak."""
-    warmup_steps: int = 100
+    warmup_steps: Natural = 100
     """Steps of linear warm-up to the peak. Except with inverse_sqrt, at most a tenth of the run: of --train.steps or,
     without steps, of --train.minutes."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Range(0)] = 0.1
     """Decoupled weight decay, applied to weight matrices and embeddings."""
-    beta1: float = 0.9
+    beta1: ProperFraction = 0.9
     """Decay rate of the first moment."""
-    beta2: float = 0.95
+    beta2: ProperFraction = 0.95
     """Decay rate of the second moment."""
-    epsilon: float = 1e-8
+    epsilon: Positive = 1e-8
     """Added to the denominator of the update."""
-    clip_norm: float | None = 1.0
+    clip_norm: Positive | None = 1.0
     """Maximum global norm of the gradients. None: no clipping."""
 
 
@@ -186,31 +189,31 @@ class OptimizerConfig:
 class TrainConfig:
     """Length of training, batch size, and how often to evaluate."""
 
-    steps: int | None = 1000
+    steps: Count | None = 1000
     """Number of updates. None: only --train.minutes bounds the run."""
-    minutes: float | None = None
+    minutes: Positive | None = None
     """Minutes of training time, evaluation not included."""
-    batch_size: int = 8
+    batch_size: Natural = 8
     """Sequences per update, over all devices. 0: --train.batch-tokens / --model.context."""
-    batch_tokens: int | None = None
+    batch_tokens: Count | None = None
     """Tokens per update, where --train.batch-size is 0."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Gradient accumulation: number of micro-batches per update."""
-    rows_per_device: int | None = None
+    rows_per_device: Count | None = None
     """Sequences per micro-batch on each device. Sets --train.accumulate for the devices there are."""
     remat: Remat = "none"
     """Rematerialisation. block: recompute each transformer block in the backward pass; names: the same, except for
     the results of its attention."""
     deterministic: bool = True
     """Deterministic operations on a GPU: a resumed run equals an uninterrupted one bit for bit."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the initial parameters and of the data order."""
-    eval_every: int = 100
+    eval_every: Count = 100
     """Updates between evaluations."""
-    eval_batches: int = 8
+    eval_batches: Count = 8
     """Validation batches per evaluation, always the same ones. A task of Long Range Arena or a corpus of speech with at
     most 2,000 validation examples is evaluated on all of them."""
-    sample_every: int = 0
+    sample_every: Natural = 0
     """Updates between samples, of text in RUN/samples/STEP.txt or of images in STEP.png. 0: none."""
 
 
@@ -218,9 +221,9 @@ class TrainConfig:
 class CheckpointConfig:
     """Checkpoints kept on disk."""
 
-    every_steps: int = 500
+    every_steps: Count = 500
     """Updates between checkpoints."""
-    keep: int = 2
+    keep: Count = 2
     """Number of latest checkpoints kept, besides the one with the lowest val loss."""
 
 
@@ -228,13 +231,13 @@ class CheckpointConfig:
 class MeshConfig:
     """Number of devices along each mesh axis. -1: all that remain; at most one axis."""
 
-    data: int = -1
+    data: Annotated[int, Range(-1)] = -1
     """Data parallelism: replicas of the model, each with a part of the batch."""
-    fsdp: int = 1
+    fsdp: Annotated[int, Range(-1)] = 1
     """Fully sharded data parallelism: shards of parameters, optimizer state and batch."""
-    tensor: int = 1
+    tensor: Annotated[int, Range(-1)] = 1
     """Tensor parallelism: shards of heads and MLP width."""
-    context: int = 1
+    context: Annotated[int, Range(-1)] = 1
     """Context parallelism: shards of the sequence."""
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Integer
 from data.token_files import SPLITS, TokenFilesWriter, Vocabulary, check_free, write_errors
 from support.errors import ConfigError, DataError
 from support.files import replacing
+from support.ranges import Range
 
 FILLER = ord(" ")
 SYMBOLS = [*range(33, 127), *range(128, 256)]
@@ -135,10 +136,10 @@ class Task:
                             source=f"{self.name()}:{settings}")
 
     def check_least(self, **least: int) -> None:
-        """Raises :class:`ConfigError` if a setting is below its minimum."""
+        """Raises :class:`ConfigError` if a setting is below its minimum, or does not fit into 32 bits."""
         for name, value in least.items():
-            if (found := getattr(self, name)) < value:
-                raise ConfigError(f"data.source: {self.name()}:{name} is {found}; expected at least {value}")
+            if expected := Range(value).expected(found := getattr(self, name), int):
+                raise ConfigError(f"data.source: {self.name()}:{name} is {found}; expected {expected}")
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,6 @@ def check_heads(config: ModelConfig | EncoderConfig) -> None:
     if config.head_width is None and config.width % config.heads:
         raise ConfigError(f"model.heads is {config.heads}, which does not divide model.width, {config.width}; set "
                           "model.head_width")
-    if config.head_width is not None and config.head_width < 1:
-        raise ConfigError(f"model.head_width is {config.head_width}; expected at least 1")
     if config.positions == "rotary" and head_width(config) % 2:
         raise ConfigError(f"model.positions is rotary and the head width {head_width(config)}; expected an even head "
                           "width")

@@ -23,6 +23,7 @@ from models.block import Block, LayerNorm, check_heads, compute_dtype, head_widt
 from models.heads import Head, TiedHead
 from models.parameters import declare
 from support.errors import ConfigError
+from support.ranges import check_ranges
 
 
 class Encoder(nnx.Module):
@@ -226,18 +227,12 @@ def resolve_config(config: EncoderConfig) -> EncoderConfig:
     """``config`` with dtype and options of modes resolved and checked. Idempotent.
 
     Raises:
-        ConfigError: inconsistent sizes, or an unknown or causal attention mode.
+        ConfigError: sizes out of range or inconsistent, or an unknown or causal attention mode.
     """
-    for name in ("layers", "heads", "width", "mlp_width", "context", "classes"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"model.{name} is {getattr(config, name)}; expected at least 1")
+    check_ranges(config, "model")
     check_heads(config)
     if config.positions == "sinusoidal" and config.width % 2:
         raise ConfigError(f"model.positions is sinusoidal and model.width {config.width}; expected an even width")
-    if not 0 <= config.dropout < 1:
-        raise ConfigError(f"model.dropout is {config.dropout}; expected at least 0, and less than 1")
-    if config.towers not in (1, 2):
-        raise ConfigError(f"model.towers is {config.towers}; expected 1 or 2")
     config = attentions.resolve(dataclasses.replace(config, dtype=compute_dtype(config.dtype)))
     layers = [attentions.abstract(mode, options, head_width=head_width(config), width=config.width,
                                   max_length=config.context) for mode, options in config.modes.items()]

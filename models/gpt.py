@@ -18,6 +18,7 @@ from models.block import Block, LayerNorm, check_heads, compute_dtype, head_widt
 from models.heads import LOGISTICS, Head, LogisticsHead, TiedHead
 from models.parameters import declare
 from support.errors import ConfigError
+from support.ranges import check_ranges
 
 
 class Cache(NamedTuple):
@@ -146,13 +147,9 @@ def resolve_config(config: ModelConfig) -> ModelConfig:
     """``config`` with dtype and options of modes resolved and checked. Idempotent.
 
     Raises:
-        ConfigError: inconsistent sizes, or an unknown attention mode.
+        ConfigError: sizes out of range or inconsistent, or an unknown attention mode.
     """
-    for name in ("layers", "heads", "width", "context"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"model.{name} is {getattr(config, name)}; expected at least 1")
-    if not 0 < config.initial_scale < math.inf:
-        raise ConfigError(f"model.initial_scale is {config.initial_scale}; expected a number above 0")
+    check_ranges(config, "model")
     check_heads(config)
     config = attentions.resolve(dataclasses.replace(config, dtype=compute_dtype(config.dtype)))
     for mode, options in config.modes.items():

@@ -16,6 +16,7 @@ from kernels import cpu, device
 from models.block import linears
 from models.gpt import GPT, Cache
 from support.errors import ConfigError
+from support.ranges import Seed
 
 PREFILL_TOKENS = (256, 1024)
 """Prompt tokens per call, at most the model's context: large chunks for long prompts, small ones for the rest. Both are
@@ -46,7 +47,7 @@ class Sampling:
     """Sample from tokens with at least this fraction of the probability of the most likely one. 0: from all."""
     repetition_penalty: float = 1.0
     """Divisor of the logits of tokens in the prompt or the generated text; a factor of negative logits. 1: none."""
-    seed: int = 0
+    seed: Seed = 0
     """Random seed, from 0 to 2^32 - 1: the same seed gives the same samples."""
 
     def check(self) -> None:

@@ -47,9 +47,6 @@ def sizes(data: SpeechDataConfig, *, context: int) -> tuple[int, int]:
 
 def _folder(data: SpeechDataConfig) -> Path | None:
     """The folder of a corpus, its config checked; None for generated utterances."""
-    for name, value in (("train_utterances", data.train_utterances), ("val_utterances", data.val_utterances)):
-        if value is not None and value < 1:
-            raise ConfigError(f"data.{name} is {value}; expected a number above 0")
     if data.corpus == "synthetic":
         if data.dir is not None:
             raise ConfigError(f"data.dir is {data.dir}; expected None, as data.corpus is synthetic")

@@ -19,6 +19,9 @@ from support import interrupts
 from support.errors import FAILURE, INTERRUPTED, USAGE, ConfigError, LineargptError
 from support.terminal import printable
 
+LONGEST_LINE = 1000
+"""Most characters of a line of an error."""
+
 _only_errors_of: str | None = None
 
 
@@ -85,10 +88,19 @@ def note(text: str) -> None:
 
 
 def message(error: BaseException) -> str:
-    """The text of an error; that of an ``OSError`` is its file name and reason."""
+    """The text of an error; that of an ``OSError`` is its file name and reason. Of a line of more than
+    ``LONGEST_LINE`` characters, which has a long value, the middle is left out."""
+    text = str(error)
     if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+        text = f"{error.filename}: {error.strerror}"
+    return "\n".join(map(_shortened, text.split("\n")))
+
+
+def _shortened(line: str) -> str:
+    if len(line) <= LONGEST_LINE:
+        return line
+    shown = LONGEST_LINE // 2
+    return f"{line[:shown]} … {len(line) - 2 * shown:,} characters … {line[-shown:]}"
 
 
 def run_command(prog: str, command: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | None = None, *,

@@ -1,6 +1,8 @@
 """Atomic writes of files and folders, and the user's cache."""
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import re
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from support.command import note
 from support.errors import DataError, LockError
 from support.locks import locked
 
@@ -21,8 +24,23 @@ _cleaned: set[Path] = set()
 
 
 def cache_folder(name: str) -> Path:
-    """The folder ``name`` in the user's cache: ``$XDG_CACHE_HOME/lineargpt/NAME`` (``~/.cache``). It may not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineargpt" / name
+    """The folder ``name`` in the user's cache: ``$XDG_CACHE_HOME/lineargpt/NAME`` (``~/.cache``). It may not exist.
+
+    A user without a home folder has no cache: the folder is a temporary one, deleted at the end of the process.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineargpt" / name
+    except RuntimeError:  # no HOME, and the user is unknown to the system
+        return _temporary_folder() / name
+
+
+@functools.cache
+def _temporary_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="lineargpt-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    note(f"this user has no home folder: prepared data and compiled programs are in {folder} until the end of the "
+         "command; set XDG_CACHE_HOME to keep them")
+    return Path(folder)
 
 
 @contextlib.contextmanager

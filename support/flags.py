@@ -1,21 +1,20 @@
 """Flags as users type them: checks the values and names of flags before tyro, with the messages of the commands. Not of
 benchmarks and tables, which use argparse.
 
-Switches take both spellings: ``--data.verify False`` and ``--data.no-verify``.
+Switches take both spellings: ``--data.verify False`` and ``--data.no-verify``. True, False and None take any case.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import inspect
 import re
-import types
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from support.errors import ConfigError
+from support.ranges import NAMES, Range, members
 
-_PARSERS = {int: ("a whole number", int), float: ("a number", float)}
 _BOOLEANS = {"true": True, "false": False}
 
 
@@ -28,7 +27,7 @@ def checked_flags(arguments: Sequence[str], target: Any, *, others: Iterable[str
         others: further flags that an unknown one can be meant for.
 
     Raises:
-        ConfigError: a flag does not exist, or lacks a value, or the value has the wrong type.
+        ConfigError: a flag does not exist, or lacks a value, or the value has the wrong type or is out of range.
     """
     arguments = list(arguments)
     if any(argument in ("-h", "--help") or argument.startswith("--tyro-") for argument in arguments):
@@ -48,19 +47,19 @@ def checked_flags(arguments: Sequence[str], target: Any, *, others: Iterable[str
             continue
         positive = re.sub(r"(^--|\.)no-(?=[^.]+$)", r"\1", name)
         kind = known.get(name)
-        if kind is None and positive != name and bool in _members(known.get(positive)):
+        if kind is None and positive != name and bool in members(known.get(positive)):
             if equals or (arguments and arguments[0].lower() in _BOOLEANS):
                 raise ConfigError(f"{given} takes no value; give {given}, or {positive} True or False")
             out += _switch(positive, False, known[positive])
             continue
         if kind is None:
             raise ConfigError(f"unknown flag {given}{_hint(name, [*known, *others])}")
-        if bool in _members(kind):
+        if bool in members(kind):
             if not equals and arguments and (arguments[0].lower() in _BOOLEANS or not (
                     positional or arguments[0].startswith("--"))):
                 value, equals = arguments.pop(0), "="
-            if value == "None" and type(None) in _members(kind):
-                out += [name, value]
+            if value.lower() == "none" and type(None) in members(kind):
+                out += [name, "None"]
             elif equals and value.lower() not in _BOOLEANS:
                 raise ConfigError(f"{_field(name)} is {value or 'empty'}; expected {_expected(kind)}")
             else:
@@ -75,8 +74,11 @@ def checked_flags(arguments: Sequence[str], target: Any, *, others: Iterable[str
             if not arguments or arguments[0].startswith("--"):
                 raise ConfigError(f"{given} requires a value: {_expected(kind)}")
             value = arguments.pop(0)
-        if not _fits(value, kind):
-            raise ConfigError(f"{_field(name)} is {value or 'empty'}; expected {_expected(kind)}")
+        try:
+            if parse_value(value, kind) is None:
+                value = "None"
+        except ValueError as error:
+            raise ConfigError(f"{_field(name)} is {value or 'empty'}; expected {error}") from error
         out += [f"{name}={value}"] if equals else [name, value]
     return out
 
@@ -107,30 +109,31 @@ def flag_types(target: Any) -> dict[str, Any]:
 def _fields(target: Any) -> dict[str, Any]:
     """The types of all fields or parameters; None for those that are positional or renamed."""
     if inspect.isroutine(target):
-        hints = get_type_hints(target)
-        return {name: None if parameter.kind is parameter.POSITIONAL_ONLY else hints[name]
+        hints = get_type_hints(target, include_extras=True)
+        return {name: None if parameter.kind is parameter.POSITIONAL_ONLY or _is_renamed(hints[name]) else hints[name]
                 for name, parameter in inspect.signature(target).parameters.items()}
     hints = get_type_hints(target if isinstance(target, type) else type(target), include_extras=True)
-    return {field.name: None if get_origin(hints[field.name]) is Annotated else hints[field.name]
+    return {field.name: None if _is_renamed(hints[field.name]) else hints[field.name]
             for field in dataclasses.fields(target)}
+
+
+def _is_renamed(hint: Any) -> bool:
+    """Whether a type has annotations of tyro, which make it positional or rename it."""
+    return get_origin(hint) is Annotated and not all(isinstance(one, Range) for one in hint.__metadata__)
 
 
 def _switch(name: str, on: bool, kind: Any) -> list[str]:
     """A switch in tyro's spelling; one that can be None takes a value there."""
-    if type(None) in _members(kind):
+    if type(None) in members(kind):
         return [name, str(on)]
     group, dot, field = name[2:].rpartition(".")
     return [name if on else f"--{group}{dot}no-{field}"]
 
 
-def _members(kind: Any) -> tuple[Any, ...]:
-    """The types of a union, or the type."""
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-
-
 def _is_checked(kind: Any) -> bool:
     """Whether the flag takes one value of simple types."""
-    return all(member in (int, float, str, type(None)) or get_origin(member) is Literal for member in _members(kind))
+    return all(member in (int, float, str, Path, type(None)) or get_origin(member) is Literal
+               for member in members(kind))
 
 
 def parse_value(text: str, kind: Any) -> Any:
@@ -138,40 +141,42 @@ def parse_value(text: str, kind: Any) -> Any:
 
     Args:
         text: the value.
-        kind: a type whose values are numbers, texts, booleans or None, such as ``Literal["a", "b"] | None``.
+        kind: a type whose values are numbers, with a range or without, texts, paths, booleans or None, such as
+            ``Literal["a", "b"] | None``.
 
     Raises:
-        ValueError: the value has another type; the message says what is expected.
+        ValueError: the value has another type or is out of range; the message says what is expected.
     """
-    for member in sorted(_members(kind), key=lambda member: member is str):
-        if member is type(None) and text == "None":
-            return None
-        if member is bool and text.lower() in _BOOLEANS:
-            return _BOOLEANS[text.lower()]
-        if get_origin(member) is Literal and text in map(str, get_args(member)):
-            return next(value for value in get_args(member) if str(value) == text)
-        with contextlib.suppress(ValueError):
-            if member is str or member in _PARSERS:
-                return text if member is str else _PARSERS[member][1](text)
-    raise ValueError(_expected(kind))
-
-
-def _fits(value: str, kind: Any) -> bool:
-    try:
-        parse_value(value, kind)
-    except ValueError:
-        return False
-    return True
+    kinds, wrong = members(kind), None
+    named = [value for member in kinds if get_origin(member) is Literal for value in get_args(member)]
+    if text in map(str, named):
+        return next(value for value in named if str(value) == text)
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    if bool in kinds and text.lower() in _BOOLEANS:
+        return _BOOLEANS[text.lower()]
+    for number in NAMES.keys() & kinds.keys():
+        try:
+            value = number(text)
+        except ValueError:
+            continue
+        wrong = kinds[number].expected(value, number)
+        if wrong is None:
+            return value
+    for word in (str, Path):
+        if word in kinds:
+            return word(text)
+    raise ValueError(wrong or _expected(kind))
 
 
 def _expected(kind: Any) -> str:
     options = []
-    for member in _members(kind):
+    for member in members(kind):
         if get_origin(member) is Literal:
             options += map(str, get_args(member))
         else:
-            options += {bool: ["True", "False"], type(None): ["None"], str: ["text"]}.get(member) or [
-                _PARSERS[member][0]]
+            options += {bool: ["True", "False"], type(None): ["None"], str: ["text"], Path: ["a path"]}.get(
+                member) or [NAMES[member]]
     return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
 
 

@@ -229,19 +229,30 @@ def test_an_interrupt_ends_a_turn_and_the_next_goes_on(runs, monkeypatch, capsys
     assert "Traceback" not in err
 
 
+@pytest.mark.fast
+def test_standard_input_is_read_where_asked_for(monkeypatch):
+    reader, writer = os.pipe()  # stays open: to read all of it would wait for ever
+    with os.fdopen(writer, "wb", buffering=0) as pipe, os.fdopen(reader) as stdin:
+        pipe.write(b"runs/a\nruns/b\n")
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert sample.read_prompt(sample.Options(run=Path("run"))) == b""
+        assert os.read(reader, 7) == b"runs/a\n"  # of a shell's `while read run`, the rest is not taken
+        assert sample.read_prompt(sample.Options(run=Path("run"), prompt="x")) == b"x"
+        pipe.close()
+        assert sample.read_prompt(sample.Options(run=Path("run"), prompt="-")) == b"runs/b\n"
+
+
 @pytest.mark.thorough
 def test_the_prompt_may_come_through_a_pipe(runs, tmp_path, monkeypatch, capsys):
-    for arguments in ([], ["--prompt", "-"]):
-        (tmp_path / "prompt").write_bytes(b"ab\xff\n")
+    (tmp_path / "prompt").write_bytes(b"ab\xff\n")
+    for arguments, tokens in (([], 1), (["--prompt", "-"], 4)):
         with (tmp_path / "prompt").open() as stdin:
             monkeypatch.setattr(sys, "stdin", stdin)
             assert run(runs / "chunked", "--max-new-tokens", 3, *arguments) == 0
-        assert "prompt of 4 tokens" in capsys.readouterr().err
-    with Path(os.devnull).open() as empty:
-        for stdin in (empty, None):  # None: it is closed
-            monkeypatch.setattr(sys, "stdin", stdin)
-            assert run(runs / "chunked", "--max-new-tokens", 3) == 0
-            assert "prompt of 1 tokens" in capsys.readouterr().err
+        assert f"prompt of {tokens} tokens" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", None)  # it is closed
+    assert run(runs / "chunked", "--max-new-tokens", 3) == 0
+    assert "prompt of 1 tokens" in capsys.readouterr().err
     assert "--prompt -: standard input is closed" in refused(capsys, 2, runs / "chunked", "--prompt", "-")
 
 

@@ -345,15 +345,21 @@ class Attention(SelfAttention):
     (["--model.context", 50_000], "model.context is 50000; the"),
     (["--train.steps", "None"], "train.steps and train.minutes are both None; expected at least one of them"),
     (["--train.steps", 0], "train.steps is 0; expected at least 1"),
-    (["--train.minutes", -1], "train.minutes is -1.0; expected a number above 0"),
+    (["--train.minutes", -1], "train.minutes is -1; expected a number above 0"),
     (["--train.batch-size", 0], "train.batch_size is 0; expected at least 1"),
-    (["--train.seed", -1], "train.seed is -1; expected 0 to"),
+    (["--train.seed", -1], "train.seed is -1; expected at least 0"),
     (["--optimizer.learning-rate", "nan"], "optimizer.learning_rate is nan; expected a number above 0"),
     (["--optimizer.name", "sgd"], "optimizer.name is sgd; expected adamw or radam"),
     (["--optimizer.schedule", "linear"], "optimizer.schedule is linear; expected cosine, constant, drop or "),
     (["--optimizer.schedule", "drop"], "optimizer.drop_step is None; expected a number of steps"),
     (["--optimizer.schedule", "drop", "--optimizer.drop-step", 0], "optimizer.drop_step is 0; expected at least 1"),
     (["--checkpoint.keep", 0], "checkpoint.keep is 0; expected at least 1"),
+    (["--train.accumulate", 2**31], "train.accumulate is 2147483648; expected at most 2147483647"),
+    (["--train.batch-size", 2**31 - 1, "--train.accumulate", 2**31 - 2],
+     "train.batch_size is 2147483647: a batch of 32 tokens a row needs 274.88 GB of memory, and a device has"),
+    (["--model.width", 2**31 - 1, "--model.heads", 1], "model.layers 2, model.heads 1, model.width 2147483647, "
+     "model.context 32: the model has 110,680,465,019,930,410,715 parameters, which with their gradients and the"),
+    (["--model.layers", 10**9], "model.layers is 1000000000; expected at most 1000"),
     (["--mesh.fsdp", 64], "mesh.fsdp × mesh.tensor × mesh.context is 64; expected 1 to"),
     (["--data.dir", "nowhere"], "no token files in nowhere (no meta.json); create them with: python -m"),
     (["--data.tokenizer", "gpt2"], "has tokens of bytes; set --data.tok"),
@@ -743,6 +749,16 @@ def test_a_run_whose_shapes_disagree_is_refused(recipe, softmax_run, tmp_path, c
     assert f"--init-from {softmax_run}: " in said
     assert message in said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_config_that_cannot_be_run_is_compared_with_the_run_of_its_weights(recipe, finished, tmp_path, capsys):
+    flags = ("--model.positions", "rotary", "--model.heads", 16)  # widths of 1, which rotary positions cannot have
+    message = refused(capsys, 2, recipe, *flags, "--init-from", finished, "--run-dir", tmp_path / "run")
+    assert message.endswith("the head width 1; expected an even head width; --init-from "
+                            f"{finished}: model.heads is 2 there and 16 here; model.positions is learned there and "
+                            "rotary here; model.head_width is 8 there and 1 here")
+    message = refused(capsys, 2, recipe, *flags, "--init-from", tmp_path / "nowhere")
+    assert message.endswith("expected an even head width")
 
 
 def test_what_another_process_began_meanwhile_is_read_under_the_lock(recipe, finished, tmp_path, capsys, monkeypatch):

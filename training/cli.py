@@ -1,6 +1,7 @@
 """Command line and final report of the commands that train."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -54,7 +55,8 @@ class _Fields[C: RunConfig]:
 def parse_command_line[C: RunConfig, F: RunFlags](
         arguments: Sequence[str], kind: type[F], load: Callable[[Path, F], C], *, prog: str, usage: str,
         own_flags: str, amend: Callable[[C, C], C] | None = None,
-        join: Callable[[Distributed], None] | None = None) -> CommandLine[C, F]:
+        join: Callable[[Distributed], None] | None = None, explain: Callable[[C, F], str] = lambda config, flags: "",
+        ) -> CommandLine[C, F]:
     """Parses ``RECIPE [flags]``: first the flags that are not fields, then every field of the recipe's config.
 
     Args:
@@ -66,6 +68,7 @@ def parse_command_line[C: RunConfig, F: RunFlags](
         own_flags: description of the flags of this command alone, for its help.
         amend: takes the config of the command line and that of the recipe, and returns the one to validate.
         join: called before the config is validated, which asks jax for its devices.
+        explain: text to append to the message about a config that cannot be run, from it and the flags.
 
     Raises:
         ConfigError: no recipe is given, or the config cannot be run.
@@ -77,7 +80,10 @@ def parse_command_line[C: RunConfig, F: RunFlags](
             raise SystemExit(0)
         raise ConfigError("expected a recipe as the first argument\n" + usage)
     recipe = Path(arguments[0])
-    flags, fields = tyro.cli(kind, args=list(arguments[1:]), return_unknown_args=True, add_help=False)
+    own = flag_types(kind)
+    words = ["None" if word.lower() == "none" and before in own else word
+             for before, word in itertools.pairwise(arguments)]
+    flags, fields = tyro.cli(kind, args=words, return_unknown_args=True, add_help=False)
     default = load(recipe, flags)
     # tyro makes flags of existing values only, so fill in the options of each mode. --model.attention may name other
     # modes, which validate_config resolves.
@@ -95,13 +101,16 @@ def parse_command_line[C: RunConfig, F: RunFlags](
         f"--run-dir DIR: run folder. Default: runs/{recipe.stem}-ATTENTION.\n{own_flags}\n"
         "Switches take True and False too: --data.no-verify is --data.verify False.")
     groups = _Fields(default, Distributed())
-    fields = checked_flags(fields, groups, others=flag_types(kind))
+    fields = checked_flags(fields, groups, others=own)
     parsed = tyro.cli(_Fields[type(default)], default=groups, args=fields, prog=f"{prog} {recipe}",
                       description=description)
     asked = parsed.config if amend is None else amend(parsed.config, default)
     if join is not None:
         join(parsed.distributed)
-    config = validate_config(asked)
+    try:
+        config = validate_config(asked)
+    except ConfigError as error:
+        raise ConfigError("; ".join(filter(None, (str(error), explain(asked, flags))))) from error
     run_dir = flags.run_dir or Path("runs") / f"{recipe.stem}-{'-'.join(config.model.attention)}"
     return CommandLine(recipe, flags, config, run_dir, asked, parsed.distributed)
 

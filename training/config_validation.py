@@ -14,6 +14,7 @@ from models import encoder, gpt
 from models.attention.layer_options import LayerOptions
 from support.command import note
 from support.errors import ConfigError
+from support.ranges import check_ranges
 
 
 def validate_config[C: RunConfig](config: C) -> C:
@@ -22,6 +23,8 @@ def validate_config[C: RunConfig](config: C) -> C:
     Raises:
         ConfigError: the config cannot be run; the message names the field and what was expected.
     """
+    for group in dataclasses.fields(config):
+        check_ranges(getattr(config, group.name), group.name)
     if not isinstance(config, Config) and config.train.sample_every:
         raise ConfigError(f"train.sample_every is {config.train.sample_every}; expected 0 for a {config.KIND} run")
     if isinstance(config, MaskedConfig | SpeechConfig):
@@ -35,7 +38,7 @@ def validate_config[C: RunConfig](config: C) -> C:
     model: Any = (gpt.resolve_config(config.model) if isinstance(config, Config) else
                   encoder.resolve_config(config.model))
     train = _with_batch_size(config.train, model.context)
-    _check_ranges(config, train)
+    _check_lengths(train, config.optimizer)
     train = _with_fitting_accumulation(_with_rows_per_device(train, config.mesh))
     optimizer = _with_fitting_warmup(config.optimizer, train)
     return dataclasses.replace(config, model=_with_fitting_modes(model), train=train, optimizer=optimizer)
@@ -57,36 +60,17 @@ def _with_batch_size(train: TrainConfig, context: int) -> TrainConfig:
     return dataclasses.replace(train, batch_tokens=None)
 
 
-def _check_ranges(config: RunConfig, train: TrainConfig) -> None:
-    optimizer, checkpoint = config.optimizer, config.checkpoint
+def _check_lengths(train: TrainConfig, optimizer: OptimizerConfig) -> None:
+    if train.batch_size < 1:
+        raise ConfigError("train.batch_size is 0; expected at least 1, or --train.batch-tokens")
     if train.steps is None and train.minutes is None:
         raise ConfigError("train.steps and train.minutes are both None; expected at least one of them")
-    for name, value, least in (
-            ("train.steps", train.steps, 1), ("train.batch_size", train.batch_size, 1),
-            ("train.accumulate", train.accumulate, 1), ("train.eval_every", train.eval_every, 1),
-            ("train.eval_batches", train.eval_batches, 1), ("train.sample_every", train.sample_every, 0),
-            ("optimizer.warmup_steps", optimizer.warmup_steps, 0), ("optimizer.drop_step", optimizer.drop_step, 1),
-            ("checkpoint.every_steps", checkpoint.every_steps, 1), ("checkpoint.keep", checkpoint.keep, 1)):
-        if value is not None and value < least:
-            raise ConfigError(f"{name} is {value}; expected at least {least}")
-    for name, value in (("train.minutes", train.minutes), ("optimizer.learning_rate", optimizer.learning_rate),
-                        ("optimizer.epsilon", optimizer.epsilon), ("optimizer.clip_norm", optimizer.clip_norm)):
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{name} is {value}; expected a number above 0")
-    for name, value, most in (("optimizer.beta1", optimizer.beta1, 1 - 1e-9),
-                              ("optimizer.beta2", optimizer.beta2, 1 - 1e-9),
-                              ("optimizer.final_fraction", optimizer.final_fraction, 1),
-                              ("optimizer.weight_decay", optimizer.weight_decay, math.inf)):
-        if not (0 <= value <= most and math.isfinite(value)):
-            raise ConfigError(f"{name} is {value}; expected 0 to {most:g}")
     if optimizer.schedule == "drop":
         if optimizer.drop_step is None:
             raise ConfigError("optimizer.drop_step is None; expected a number of steps, as optimizer.schedule is drop")
         if train.steps is not None and optimizer.drop_step >= train.steps:
             note(f"optimizer.drop_step is {optimizer.drop_step}, and train.steps {train.steps}: the learning rate does "
                  "not drop")
-    if not 0 <= train.seed < 2**32:
-        raise ConfigError(f"train.seed is {train.seed}; expected 0 to {2**32 - 1}")
 
 
 def _with_rows_per_device(train: TrainConfig, mesh: MeshConfig) -> TrainConfig:
@@ -105,7 +89,8 @@ def _with_rows_per_device(train: TrainConfig, mesh: MeshConfig) -> TrainConfig:
 def _with_fitting_accumulation(train: TrainConfig) -> TrainConfig:
     if train.batch_size % train.accumulate == 0:
         return train
-    parts = max(n for n in range(1, train.accumulate) if train.batch_size % n == 0)
+    small = [n for n in range(1, math.isqrt(train.batch_size) + 1) if train.batch_size % n == 0]
+    parts = max(n for pair in small for n in (pair, train.batch_size // pair) if n < train.accumulate)
     note(f"train.accumulate is {parts}, not {train.accumulate}, which does not divide train.batch_size")
     return dataclasses.replace(train, accumulate=parts)
 

@@ -8,15 +8,15 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from configs.schema import Config
+from configs.schema import Config, ModelConfig, RunConfig
 from models.block import head_width
 from models.gpt import GPT
 from models.parameters import declarations
-from support.errors import ConfigError
+from support.errors import ConfigError, RunError
 from training.checkpoint import Checkpoints
 from training.loop import Position
 from training.optimizer import decay_mask, make_optimizer
-from training.run import load_model
+from training.run import load_model, read_config
 from training.sharding import make_mesh, place, state_shardings
 from training.step import abstract_model, initial_state
 
@@ -56,11 +56,9 @@ def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | 
     there, here = (
         {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(m, nnx.Param))}
         for m in (source.model, model))
-    differing = [f"{name} is {a} there and {b} here" for name, a, b in (
-        *((f"model.{name}", getattr(theirs, name), getattr(ours, name)) for name in (
-            "layers", "heads", "width", "positions", "head")),
-        ("model.head_width", head_width(theirs), head_width(ours)),
-        ("data.tokenizer", source.config.data.tokenizer, tokenizer)) if a != b]
+    differing = _differing(theirs, ours) + (
+        [] if source.config.data.tokenizer == tokenizer else
+        [f"data.tokenizer is {source.config.data.tokenizer} there and {tokenizer} here"])
 
     def refuse(problem: str) -> ConfigError:
         return ConfigError(f"--init-from {run}: {'; '.join([problem, *differing])}")
@@ -98,6 +96,26 @@ def read_initial_weights(run: Path, model: GPT, tokenizer: str, *, reset: str | 
     if source.config.data.tokenizer != tokenizer:
         raise refuse("the tokenizers differ")
     return InitialWeights(taken, run, source.step, _taken_summary(there, here, taken, behind))
+
+
+def compare(run: Path, config: RunConfig) -> str:
+    """The fields of the model that differ from those of a run, for the message about a config that cannot be run; empty
+    if none does or the run cannot be read."""
+    try:
+        theirs = read_config(run)
+    except (ConfigError, RunError, OSError):
+        return ""
+    if not isinstance(theirs, Config) or not isinstance(config, Config):
+        return ""
+    differing = _differing(theirs.model, config.model)
+    return f"--init-from {run}: {'; '.join(differing)}" if differing else ""
+
+
+def _differing(theirs: ModelConfig, ours: ModelConfig) -> list[str]:
+    return [f"model.{name} is {there} there and {here} here" for name, there, here in (
+        *((name, getattr(theirs, name), getattr(ours, name)) for name in (
+            "layers", "heads", "width", "positions", "head")),
+        ("head_width", head_width(theirs), head_width(ours))) if there != here]
 
 
 def save_initial_checkpoint(config: Config, vocabulary_size: int, run_dir: Path, taken: InitialWeights) -> None:

@@ -28,6 +28,7 @@ import jax
 
 from support.command import error_stream, message, output_stream, print_only_errors, report_error, run_command
 from support.errors import FAILURE, ConfigError
+from support.ranges import Count, Natural, Seconds, check_ranges
 from training.roll_call import call_roll, name
 
 HEARTBEAT_SECONDS = 15
@@ -48,13 +49,13 @@ class Distributed:
 
     coordinator: str | None = None
     """Address HOST:PORT of process 0. None: found by SLURM, Open MPI, Kubernetes or the TPU, if there are several."""
-    processes: int | None = None
+    processes: Count | None = None
     """Number of processes. 1: do not join others."""
-    process: int | None = None
+    process: Natural | None = None
     """Number of this process, from 0."""
-    wait_seconds: float = 300.0
+    wait_seconds: Seconds = 300.0
     """How long to wait at the start for processes that have not come."""
-    stall_seconds: float | None = None
+    stall_seconds: Seconds | None = None
     """Print all stacks and exit if no step ends for so long. None: 20 median steps, at least 300 s, and no limit with
     one process."""
 
@@ -149,10 +150,7 @@ def join(flags: Distributed) -> None:
 
 def _place(flags: Distributed) -> _Place | None:
     given = {f"--distributed.{name}": getattr(flags, name) for name in ("coordinator", "processes", "process")}
-    if flags.wait_seconds <= 0:
-        raise ConfigError(f"--distributed.wait-seconds is {flags.wait_seconds:g}; expected more than 0")
-    if flags.stall_seconds is not None and flags.stall_seconds <= 0:
-        raise ConfigError(f"--distributed.stall-seconds is {flags.stall_seconds:g}; expected more than 0")
+    check_ranges(flags, "distributed")
     if flags.processes == 1:
         return None
     if all(value is None for value in given.values()):
@@ -164,8 +162,6 @@ def _place(flags: Distributed) -> _Place | None:
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"--distributed.coordinator is {coordinator}; expected HOST:PORT, such as node1:12345")
-    if count < 1:
-        raise ConfigError(f"--distributed.processes is {count}; expected at least 1")
     if not 0 <= index < count:
         raise ConfigError(f"--distributed.process is {index}; expected 0 to {count - 1}: there are {count} "
                           "processes")

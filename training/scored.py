@@ -19,6 +19,7 @@ from training import run as runs
 from training.checkpoint import Checkpoints
 from training.environment import CHECKPOINTED, configure_jax, environment
 from training.examples import ScoredObjective
+from training.memory import check_memory
 from training.run_files import read_environment, write_run_files
 from training.sharding import batch_sharding, check_shards, make_mesh, parameter_shardings, report_mesh
 
@@ -61,6 +62,7 @@ def run(name: str, parse: Callable[..., cli.CommandLine[Any, Any]], check: Calla
         config, run_dir = line.config, line.run_dir
         with processes.first_then_rest():  # the first generates the data if needed
             objective = check(config, run_dir)
+        check_memory(config, objective.model, make_mesh(config))
         runs.check_processes_agree(config, run_dir, objective.checksum)
         with runs.locked(run_dir):
             newest, finished, scored = processes.from_first(lambda: _begin(

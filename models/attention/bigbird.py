@@ -24,6 +24,7 @@ from kernels.grouped_attention import blocks_of, grouped_attention, tag_blocks_o
 from models.attention.key_value_cache import KeyValueCache
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention
+from support.ranges import Count, Natural
 
 PARTS = 8
 """Number of parts of the queries, to limit the memory of the gathered keys, J times all keys. Each part adds to the
@@ -36,15 +37,10 @@ SEED = 0
 class Config(LayerOptions):
     """Options of BigBird."""
 
-    block_size: int = 64
+    block_size: Count = 64
     """Block length."""
-    random_blocks: int = 3
+    random_blocks: Natural = 3
     """Random blocks per block and head; fewer in short sequences."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_least("block_size", 1)
-        self.check_least("random_blocks", 0)
 
 
 class Attention(SelfAttention):

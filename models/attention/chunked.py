@@ -12,20 +12,17 @@ import jax.numpy as jnp
 from kernels.linear_attention import pick_chunk_sizes, pick_implementation
 from models.attention import linear
 from models.attention.feature_maps import SIGNED, FeatureOptions
+from support.ranges import Count
 
 
 @dataclass(frozen=True)
 class Config(FeatureOptions):
     """Options of chunked linear attention."""
 
-    chunk_size: int | None = None
+    chunk_size: Count | None = None
     """Chunk length. None: the fastest on this device."""
     kernel: Literal["chunked", "pallas_gpu", "pallas_gpu_serial", "pallas_gpu_parallel"] | None = None
     """Implementation. None: the fastest on this device."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_least("chunk_size", 1)
 
 
 class Attention(linear.Attention):

@@ -42,6 +42,7 @@ from jaxtyping import Array, Float
 from kernels.mixed_precision import rounded, wide
 from models.attention.layer_options import LayerOptions, WeightSumOptions
 from support.errors import ConfigError
+from support.ranges import Count, Natural
 
 FeatureMap = Literal["elu", "relu", "softplus", "exp", "identity", "performer_relu", "favor", "favor_trigonometric",
                      "favor_cosine", "generalized_cos", "generalized_exp", "generalized_gelu", "generalized_sigmoid",
@@ -91,17 +92,12 @@ e^88."""
 class RandomFeatures(LayerOptions):
     """Options of the random feature maps."""
 
-    features: int = 256
+    features: Count = 256
     """Number of random directions: one feature each, two each for favor_trigonometric."""
     orthogonal: bool = True
     """Draw orthogonal random directions, which lower the variance; otherwise independent ones."""
-    resample_every: int = 1000
+    resample_every: Natural = 1000
     """Training steps between redraws of the random directions. 0: never redrawn."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_least("features", 1)
-        self.check_least("resample_every", 0)
 
 
 @dataclass(frozen=True)

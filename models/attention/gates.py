@@ -17,6 +17,7 @@ from kernels.recurrent_step import Computed
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import Linear
 from models.parameters import declare
+from support.ranges import Count, Natural
 
 RATES = 1.0, 16.0
 STEPS = 1e-3, 0.1
@@ -26,19 +27,15 @@ STEPS = 1e-3, 0.1
 class RecurrentOptions(LayerOptions):
     """Options of the modes with a decaying state of constant size, with all layer options on."""
 
-    short_conv: int = 4
+    short_conv: Natural = 4
     qk_activation: Literal["none", "silu"] = "silu"
     qk_norm: Literal["none", "l2", "rms"] = "l2"
     output_norm: Literal["none", "rms"] = "rms"
     output_gate: Literal["none", "sigmoid", "silu"] = "sigmoid"
     rotary: bool = False
     """Apply rotary positions to queries and keys, if the model's positions are rotary."""
-    chunk_size: int | None = None
+    chunk_size: Count | None = None
     """Chunk length. None: the fastest on this device."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_least("chunk_size", 1)
 
 
 class HeadGate(Linear):

@@ -8,13 +8,14 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from support.errors import ConfigError
+from support.ranges import Natural, check_ranges
 
 
 @dataclass(frozen=True)
 class LayerOptions:
     """Options of every mode: in the order short convolution, SiLU, norm, rotary positions, attention, norm, gate."""
 
-    short_conv: int = 0
+    short_conv: Natural = 0
     """Kernel size of a causal depthwise convolution of q, k and v. 0: none."""
     qk_activation: Literal["none", "silu"] = "none"
     """Activation of q, k and v, after projection and convolution."""
@@ -30,7 +31,7 @@ class LayerOptions:
     """Options that this mode refuses, and why."""
 
     def __post_init__(self) -> None:
-        self.check_least("short_conv", 0)
+        check_ranges(self, self._name())
         for option, values in _literals(type(self)).items():
             if (value := getattr(self, option)) not in values:
                 raise ConfigError(f"{self.flag(option)} is {value!r}; expected one of {', '.join(map(str, values))}")
@@ -38,15 +39,12 @@ class LayerOptions:
             if (value := getattr(self, option)) != (default := getattr(LayerOptions, option)):
                 raise ConfigError(f"{self.flag(option)} is {value}: {reason}; expected {default}")
 
-    def check_least(self, option: str, least: int) -> None:
-        """Raises :class:`ConfigError` if an option is below ``least``; None passes."""
-        value = getattr(self, option)
-        if value is not None and value < least:
-            raise ConfigError(f"{self.flag(option)} is {value}; expected at least {least}")
-
     def flag(self, option: str) -> str:
         """Name of an option in messages."""
-        return f"model.modes.{type(self).__module__.rpartition('.')[2]}.{option}"
+        return f"{self._name()}.{option}"
+
+    def _name(self) -> str:
+        return f"model.modes.{type(self).__module__.rpartition('.')[2]}"
 
     def resolved(self) -> "LayerOptions":
         """The options with derived defaults filled in."""

@@ -24,6 +24,7 @@ from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention
 from models.parameters import declare
 from support.errors import ConfigError
+from support.ranges import Count
 
 QUERY_BLOCK = 128
 """Queries per group, to limit the memory of their k scores."""
@@ -33,16 +34,12 @@ QUERY_BLOCK = 128
 class Config(LayerOptions):
     """Options of the Linformer."""
 
-    k: int | None = None
+    k: Count | None = None
     """Number k of learned sums of keys and values. None: 256, or a quarter of the context if that is less."""
     sharing: Literal["none", "headwise", "key-value"] = "key-value"
     """none: E and F of each head; headwise: E and F of all heads; key-value: one matrix for both."""
 
     MEANINGLESS = MappingProxyType({"short_conv": "linformer is bidirectional"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_least("k", 1)
 
 
 class Attention(SelfAttention):

@@ -15,18 +15,15 @@ from kernels.segments import runs_of, visible
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention
 from models.attention.window_cache import WindowCache
+from support.ranges import Count
 
 
 @dataclass(frozen=True)
 class Config(LayerOptions):
     """Options of local attention."""
 
-    block_size: int = 64
+    block_size: Count = 64
     """Block length."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_least("block_size", 1)
 
 
 class Attention(SelfAttention):

@@ -47,6 +47,7 @@ from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import Linear, SelfAttention, rotate
 from models.attention.window_cache import WindowCache
 from support.errors import ConfigError
+from support.ranges import Count, Natural
 
 type Tags = tuple[Array, Array]
 """Positions in the row, and segment numbers, the latter below 0 for hidden tokens."""
@@ -56,15 +57,13 @@ type Tags = tuple[Array, Array]
 class Config(LayerOptions):
     """Options of the Longformer."""
 
-    window: int = 512
+    window: Count = 512
     """Window length, the token itself included; half on each side in an encoder."""
-    global_tokens: int = 1
+    global_tokens: Natural = 1
     """Number of global tokens at the start of a sequence, which attend to all tokens and are attended to by all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_least("window", 1)
-        self.check_least("global_tokens", 0)
         for option in ("short_conv", "qk_activation", "qk_norm"):
             if self.global_tokens and (value := getattr(self, option)) != (default := getattr(LayerOptions, option)):
                 raise ConfigError(f"{self.flag(option)} is {value}: global tokens have separate projections; expected "

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from models.attention import chunked
 from models.attention.feature_maps import RandomFeatures
+from support.ranges import Count
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,8 @@ class Config(RandomFeatures):
     """Feature map. favor: FAVOR+, positive random features of the softmax; favor_trigonometric: random cosines and
     sines; favor_cosine: random cosines with random phases; performer_relu: relu(x) + 0.001, as in the released code of
     the Long Range Arena; generalized_cos and so on: generalised attention by f(Wx)."""
-    chunk_size: int | None = None
+    chunk_size: Count | None = None
     """Chunk length. None: the fastest on this device."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_least("chunk_size", 1)
 
 
 class Attention(chunked.Attention):

@@ -26,6 +26,7 @@ from models.attention.gates import ForgetGate
 from models.attention.layer_options import WeightSumOptions
 from models.attention.self_attention import SelfAttention
 from support.errors import ConfigError
+from support.ranges import Count
 
 FIRST_BIAS = 6.907
 """Initial bias of the gate: each token decays the past by 0.999."""
@@ -35,17 +36,15 @@ FIRST_BIAS = 6.907
 class Config(WeightSumOptions):
     """Options of power attention."""
 
-    degree: int = 2
+    degree: Count = 2
     """p, the power that the product of query and key is raised to."""
     gate: bool = True
     """Decay the weights of each head by a gate computed from each token."""
-    chunk_size: int | None = None
+    chunk_size: Count | None = None
     """Chunk length. None: the fastest on this device."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_least("degree", 1)
-        self.check_least("chunk_size", 1)
         if self.degree % 2 and self.normalizes:
             raise ConfigError(f"{self.flag('degree')} is {self.degree}: weights of an odd power can be negative; "
                               f"expected an even one, or {self.flag('normalize')} False")

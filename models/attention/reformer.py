@@ -24,7 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from models.attention.layer_options import LayerOptions
 from models.attention.random_projection import RandomProjection
 from models.attention.self_attention import Linear, SelfAttention, rotate
 from support.errors import ConfigError
+from support.ranges import Count, Natural, Range
 
 UNFACTORED = 64
 """Maximum number of buckets hashed by one argmax; more are pairs of two, so that the cost grows as the square root."""
@@ -48,13 +49,13 @@ _NOWHERE = -2  # a place that is not adjacent to that of any token
 class Config(LayerOptions):
     """Options of the Reformer."""
 
-    rounds: int = 2
+    rounds: Annotated[int, Range(1, 64)] = 2
     """Number of hash rounds."""
-    chunk_size: int = 64
+    chunk_size: Count = 64
     """Chunk length."""
-    buckets: int | None = None
+    buckets: Annotated[int, Range(most=2**16)] | None = None
     """Buckets per round: an even number up to 64, or a power of two. None: about two per chunk of the context."""
-    resample_every: int = 1
+    resample_every: Natural = 1
     """Training steps between redraws of the hash rotations. 0: never redrawn."""
 
     MEANINGLESS = MappingProxyType(dict.fromkeys(
@@ -62,8 +63,6 @@ class Config(LayerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, least in (("rounds", 1), ("chunk_size", 1), ("resample_every", 0)):
-            self.check_least(option, least)
         n = self.buckets
         if n is not None and (n < 2 or n % 2 or (n > UNFACTORED and n & (n - 1))):
             raise ConfigError(f"model.modes.reformer.buckets is {n}; expected an even number up to {UNFACTORED}, or a "

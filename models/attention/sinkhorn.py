@@ -33,6 +33,7 @@ from kernels.segments import HIDDEN
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import Linear, SelfAttention
 from support.errors import ConfigError
+from support.ranges import Count, Positive
 
 LEAST_WEIGHT = 1e-6
 """Minimum weight of a visible slot of a sorted block; smaller ones have inaccurate gradients in float32."""
@@ -42,21 +43,14 @@ LEAST_WEIGHT = 1e-6
 class Config(LayerOptions):
     """Options of Sinkhorn attention."""
 
-    block_size: int = 64
+    block_size: Count = 64
     """Block length."""
-    iterations: int = 8
+    iterations: Count = 8
     """Number of Sinkhorn iterations."""
-    temperature: float = 0.75
+    temperature: Positive = 0.75
     """Temperature τ of the sort: the lower, the closer to a permutation."""
 
     MEANINGLESS = MappingProxyType({"short_conv": "sinkhorn is bidirectional"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_least("block_size", 1)
-        self.check_least("iterations", 1)
-        if not 0 < self.temperature < math.inf:
-            raise ConfigError(f"model.modes.sinkhorn.temperature is {self.temperature}; expected a number above 0")
 
 
 class Attention(SelfAttention):

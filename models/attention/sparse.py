@@ -9,7 +9,7 @@ where the pattern here is bidirectional.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -18,21 +18,21 @@ from kernels.grouped_attention import blocks_of, combine, grouped_attention, tag
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention
 from support.errors import ConfigError
+from support.ranges import Count, Range
 
 
 @dataclass(frozen=True)
 class Config(LayerOptions):
     """Options of fixed sparse attention."""
 
-    block_size: int = 64
+    block_size: Annotated[int, Range(2)] = 64
     """Block length."""
-    summary: int = 8
+    summary: Count = 8
     """Number of last tokens of a block that later blocks attend to, besides its first; less than block_size."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_least("block_size", 2)
-        if not 1 <= self.summary < self.block_size:
+        if self.summary >= self.block_size:
             raise ConfigError(f"model.modes.sparse.summary is {self.summary}; expected at least 1, and less than "
                               f"model.modes.sparse.block_size, {self.block_size}")
 

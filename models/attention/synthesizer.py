@@ -32,6 +32,7 @@ from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import Linear, SelfAttention
 from models.parameters import Axis, declare
 from support.errors import ConfigError
+from support.ranges import Count
 
 Kind = Literal["random", "factorised", "dense"]
 
@@ -43,15 +44,11 @@ class Config(LayerOptions):
     kind: Kind = "random"
     """random: the scores are parameters; factorised: a product of two thin matrices of parameters; dense: an MLP
     computes the scores of each query from its token."""
-    k: int = 32
+    k: Count = 32
     """Width of the two matrices of factorised."""
 
     MEANINGLESS = MappingProxyType(dict.fromkeys(
         ("short_conv", "qk_activation", "qk_norm"), "synthesizer does not multiply queries and keys"))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_least("k", 1)
 
 
 class Attention(SelfAttention):

@@ -13,20 +13,17 @@ from kernels.softmax_attention import pick_implementation, softmax_attention
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention
 from models.attention.window_cache import WindowCache
+from support.ranges import Count
 
 
 @dataclass(frozen=True)
 class Config(LayerOptions):
     """Options of window attention."""
 
-    window: int = 1024
+    window: Count = 1024
     """Window length W, the token itself included."""
     form: Literal["cudnn", "blockwise", "materialised"] | None = None
     """Implementation. None: the fastest on this device."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_least("window", 1)
 
 
 class Attention(SelfAttention):

@@ -199,6 +199,7 @@ def test_targets_are_read_in_every_packing_and_verified(tmp_path):
     ("copy:length=4", "copy:length is 4; expected at least 8"),
     ("copy:symbols=222", "copy:symbols is 222; expected at most 221"),
     ("mqar:pairs=0", "mqar:pairs is 0; expected at least 1"),
+    ("copy:length=9223372036854775808", "copy:length is 9223372036854775808; expected at most 2147483647"),
     ("mqar:vocabulary=9", "mqar:vocabulary is 9; expected an even number of at most 222"),
     ("mqar:pairs=9,vocabulary=16", "mqar:pairs is 9; expected at most half the vocabulary, 8"),
     ("rebind:rebindings=0", "rebind:rebindings is 0; expected at least 1"),

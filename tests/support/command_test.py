@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from support import packages
-from support.command import error_stream, note, run_command, status, warnings_as_notes
+from support.command import error_stream, message, note, run_command, status, warnings_as_notes
 from support.errors import ConfigError, LineargptError, RunError
 
 ROOT = Path(packages.__file__).parents[1]
@@ -257,3 +257,13 @@ runpy.run_module({module!r}, run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_a_long_value_in_a_message_is_cut_in_the_middle():
+    found = message(ConfigError(f"train.steps is {'9' * 5000}; expected a whole number\nusage"))
+    assert found.startswith("train.steps is 999")
+    assert found.endswith("999; expected a whole number\nusage")
+    assert " … 4,040 characters … " in found
+    assert len(found) < 1050
+    assert message(OSError(36, "File name too long", "a" * 5000)).endswith("aaa: File name too long")
+    assert message(ConfigError("x" * 1000)) == "x" * 1000

@@ -169,3 +169,27 @@ def test_a_folder_that_cannot_be_written_is_told_by_the_name_of_the_file(tmp_pat
     with pytest.raises(FileNotFoundError, match=r"nowhere/config\.json"):
         files.write_text(tmp_path / "nowhere" / "config.json", "{}")
 
+
+def test_without_a_home_folder_the_cache_lasts_as_long_as_the_command(tmp_path):
+    code = """
+import pwd
+from support.files import cache_folder
+
+def unknown(user):
+    raise KeyError(f"getpwuid(): uid not found: {user}")
+
+pwd.getpwuid = unknown
+folder = cache_folder("data")
+folder.mkdir(parents=True)
+assert cache_folder("jax").parent == folder.parent
+print(folder)
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True,
+                          env=environment | {"TMPDIR": str(tmp_path)})
+    folder = Path(done.stdout.strip())
+    assert folder.parent.parent == tmp_path
+    assert not folder.parent.exists()
+    assert done.stderr == (
+        f"note: this user has no home folder: prepared data and compiled programs are in {folder.parent} until the end "
+        "of the command; set XDG_CACHE_HOME to keep them\n")

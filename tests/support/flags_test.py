@@ -8,7 +8,7 @@ import pytest
 import tyro
 
 from support.errors import ConfigError
-from support.flags import checked_flags, flag_types
+from support.flags import checked_flags, flag_types, parse_value
 
 pytestmark = pytest.mark.fast
 
@@ -55,7 +55,8 @@ def test_switches_take_values(arguments, expected):
 
 @pytest.mark.parametrize(("arguments", "expected"), [
     (["normalize", "False"], False), (["no-normalize"], False), (["normalize", "True"], True), (["normalize"], True),
-    (["normalize", "None"], None), (["normalize=None"], None),
+    (["normalize", "None"], None), (["normalize=None"], None), (["normalize", "none"], None),
+    (["normalize", "TRUE"], True),
 ])
 def test_switches_that_can_be_none_take_both_spellings(arguments, expected):
     assert parse(f"--modes.chunked.{arguments[0]}", *arguments[1:]).modes["chunked"].normalize is expected
@@ -104,3 +105,14 @@ def test_positional_arguments_stay_beside_the_flags_of_a_function():
     for arguments, expected in ((["--verify", "here"], ("here", True, None)),
                                 (["--verify", "False", "here", "--workers", "2"], ("here", False, 2))):
         assert tyro.cli(command, args=checked_flags(arguments, command)) == expected
+
+
+@pytest.mark.parametrize("none", ["None", "none", "NONE"])
+def test_none_takes_any_case(none):
+    assert parse("--modes.chunked.chunk-size", "7").modes["chunked"].chunk_size == 7
+    assert parse("--modes.chunked.chunk-size", none).modes["chunked"].chunk_size is None
+    assert parse(f"--modes.chunked.chunk-size={none}").modes["chunked"].chunk_size is None
+    assert parse("--folder", none).folder is None
+    assert parse("--text", none).text == none  # a text that cannot be None
+    assert parse_value(none, bool | None) is parse_value(none, int | None) is parse_value(none, str | None) is None
+    assert parse_value("none", Literal["none", "l2"] | None) == "none"

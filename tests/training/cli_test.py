@@ -41,6 +41,12 @@ def test_a_run_dir_that_is_given_is_taken():
     assert train.parse([RECIPE, "--run-dir", "here"]).run_dir == Path("here")
 
 
+def test_none_takes_any_case_in_every_flag():
+    line = train.parse([RECIPE, "--run-dir", "none", "--init-from", "None", "--train.steps", "none"])
+    assert line.run_dir == Path("runs/quickstart-chunked")
+    assert line.flags.init_from is line.config.train.steps is None
+
+
 def test_a_classifier_writes_no_text():
     config = LraConfig(train=TrainConfig(sample_every=3))
     with pytest.raises(ConfigError, match=r"train.sample_every is 3; expected 0 for a classifier"):
@@ -54,6 +60,20 @@ def test_a_drop_after_the_end_is_told_and_every_schedule_of_the_runs_length_has_
     earlier = dataclasses.replace(dropping, optimizer=OptimizerConfig(schedule="drop", drop_step=299, warmup_steps=0))
     assert validate_config(earlier).optimizer == earlier.optimizer
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("batch", "asked", "found"), [
+    (8, 3, 2), (12, 5, 4), (360, 100, 90), (2**31 - 1, 2**31 - 2, 1), (2**30, 2**30 - 1, 2**29)])
+def test_an_accumulation_that_does_not_divide_the_batch_is_the_next_lower_divisor(batch, asked, found):
+    config = Config(train=TrainConfig(batch_size=batch, accumulate=asked))
+    assert validate_config(config).train.accumulate == found
+
+
+def test_a_config_from_python_is_checked_like_flags():
+    with pytest.raises(ConfigError, match=r"train\.accumulate is 2147483648; expected at most 2147483647"):
+        validate_config(Config(train=TrainConfig(accumulate=2**31)))
+    with pytest.raises(ConfigError, match=r"optimizer\.clip_norm is nan; expected a number above 0"):
+        validate_config(Config(optimizer=OptimizerConfig(clip_norm=float("nan"))))
 
 
 @pytest.mark.parametrize(("signal", "code", "said"), [
