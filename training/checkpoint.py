@@ -40,7 +40,7 @@ import orjson
 from support.command import message, note
 from support.errors import CheckpointError, ConfigError
 from support.files import sync, sync_entry
-from support.json_files import Finite, read
+from support.json_files import Finite, check
 
 CHECKSUMS = "SHA256SUMS"
 LOSS = "loss.json"
@@ -494,8 +494,8 @@ def _reason(error: Exception) -> str:
 def _load(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:
     loaded: dict[str, Any] = {}
     if JSON_ITEM in abstract:  # one process may read it alone, and Orbax waits for all
-        with _naming(path := folder / JSON_ITEM / JSON_FILE):
-            loaded[JSON_ITEM] = read(path, dict[str, Any])
+        loaded[JSON_ITEM] = orjson.loads(_content(path := folder / JSON_ITEM / JSON_FILE))
+        check(loaded[JSON_ITEM], dict[str, Any], path)
     if abstract.keys() <= loaded.keys():
         return loaded
     ocp, context = _orbax()
@@ -588,8 +588,7 @@ def _verify(folder: Path, items: set[str]) -> None:
 def _listed(folder: Path) -> dict[str, str]:
     """The checksums in ``SHA256SUMS`` by file; raises as :func:`_verify`."""
     try:
-        with _naming(path := folder / CHECKSUMS):
-            content = path.read_bytes()
+        content = _content(folder / CHECKSUMS)
     except MISSING:
         raise _DamagedError(folder, f"{CHECKSUMS} is missing") from None
     first, _, rest = content.partition(b"\n")
@@ -631,6 +630,11 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
+def _content(path: Path) -> bytes:
+    with _naming(path):
+        return path.read_bytes()
+
+
 def _sha256(path: Path) -> str:
     with _naming(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -647,14 +651,15 @@ def _loss(folder: Path) -> float | None:
     checksum = _listed(folder).get(LOSS)
     if checksum is None:
         return None
-    path = folder / LOSS
     try:
-        if _sha256(path) != checksum:
-            raise _DamagedError(folder, f"{LOSS} does not match its checksum: it is truncated or altered")
-        with _naming(path):
-            return read(path, _Loss)["loss"]
+        content = _content(folder / LOSS)
     except MISSING:
         raise _DamagedError(folder, f"{LOSS} is missing") from None
+    if hashlib.sha256(content).hexdigest() != checksum:
+        raise _DamagedError(folder, f"{LOSS} does not match its checksum: it is truncated or altered")
+    values = orjson.loads(content)
+    check(values, _Loss, folder / LOSS)
+    return values["loss"]
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
