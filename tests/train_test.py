@@ -188,18 +188,14 @@ def test_a_finished_run_that_is_extended_says_how_its_learning_rate_changes(reci
     assert said("--train.steps", "14") == (
         "note: the learning rate of step 8 is 0.0055 now, 0.001 at the last start: optimizer.schedule is cosine, over "
         "14 steps\n")
-    path = run_dir / "config.json"
-    values = json.loads(path.read_text())
-    values["optimizer"]["schedule"] = "constant"
-    path.write_text(json.dumps(values))
+    with edited.edited(run_dir / "config.json") as values:
+        values["optimizer"]["schedule"] = "constant"
     assert said("--train.steps", "14", "--optimizer.schedule", "constant") == ""
 
 
 def test_a_run_of_the_earlier_cosine_says_that_it_changes(recipe, run_dir, capsys):
-    path = run_dir / "config.json"
-    values = json.loads(path.read_text()) | {"format": 1}
-    values["train"]["steps"], values["optimizer"]["warmup_steps"] = 50, 5
-    path.write_text(json.dumps(values))
+    with edited.edited(run_dir / "config.json") as values:
+        values["format"], values["train"]["steps"], values["optimizer"]["warmup_steps"] = 1, 50, 5
     config = train.parse([str(recipe), "--train.steps", "50", "--optimizer.warmup-steps", "5"]).config
     capsys.readouterr()
     runs.newest_step(config, run_dir)
