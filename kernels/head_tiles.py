@@ -133,11 +133,11 @@ class Tile(NamedTuple):
 
     def load_vector(self, ref: Any, k: int = 0) -> Array:
         """A vector of those of a parameter, (1, D), float32."""
-        columns = lax.iota(jnp.int32, ref.shape[1])
-        x_D = triton.load(ref.at[jnp.int32(k), :], mask=columns < self.D, other=0.0)
-        return x_D.astype(jnp.float32)[None]
+        columns_1D = lax.broadcasted_iota(jnp.int32, (1, ref.shape[1]), 1)
+        x_1D = triton.load(ref.at[pl.ds(k, 1), :], mask=columns_1D < self.D, other=0.0)
+        return x_1D.astype(jnp.float32)
 
     def store_sum(self, ref: Any, x_RD: Array, k: int = 0) -> None:
         """The sum over the tile's tokens."""
-        columns = lax.iota(jnp.int32, ref.shape[1])
-        triton.store(ref.at[jnp.int32(k), :], jnp.sum(x_RD, axis=0), mask=columns < self.D)
+        columns_1D = lax.broadcasted_iota(jnp.int32, (1, ref.shape[1]), 1)
+        triton.store(ref.at[pl.ds(k, 1), :], jnp.sum(x_RD, axis=0, keepdims=True), mask=columns_1D < self.D)

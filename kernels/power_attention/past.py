@@ -126,5 +126,5 @@ def _settled(state: State, k_BNHD: Array, v_BNHD: Array, log_decay_BNH: Array | 
                       features=count_features(D, degree))
     stays_BN = (number_BN >= 0) & ~enters_BN
     kept_BS = jnp.argsort(~stays_BN, axis=1, stable=True)[:, :ROOM]
-    kept = jax.tree.map(lambda x: rows_at(x, kept_BS), (k_BNHD, v_BNHD, log_decay_BNH))
-    return Past(Share.of(own, runs_BN, log_decay).after(state), *kept, count_B - folded_B)
+    k_BSHD, v_BSHD, log_decay_BSH = jax.tree.map(lambda x: rows_at(x, kept_BS), (k_BNHD, v_BNHD, log_decay_BNH))
+    return Past(Share.of(own, runs_BN, log_decay).after(state), k_BSHD, v_BSHD, log_decay_BSH, count_B - folded_B)

@@ -86,14 +86,14 @@ def convolve_token(
 
 def load_rows(ref: Any, shown_D: Array) -> list[Array]:
     """Tokens or taps, (rows, D), in float32."""
-    return [triton.load(ref.at[jnp.int32(row), :], mask=shown_D, other=0.0).astype(jnp.float32)
+    return [triton.load(ref.at[pl.ds(row, 1), :], mask=shown_D[None], other=0.0).astype(jnp.float32).reshape(-1)
             for row in range(ref.shape[0])]
 
 
 def store_rows(ref: Any, rows: Sequence[Array], shown_D: Array) -> None:
     """Stores tokens as (rows, D)."""
     for row, x_D in enumerate(rows):
-        triton.store(ref.at[jnp.int32(row), :], x_D.astype(ref.dtype), mask=shown_D)
+        triton.store(ref.at[pl.ds(row, 1), :], x_D.astype(ref.dtype)[None], mask=shown_D[None])
 
 
 def convolve_head(tokens: Sequence[Array], taps: Sequence[Array]) -> Array:

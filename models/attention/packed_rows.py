@@ -37,10 +37,10 @@ def attend_to_each(layer: Any, rows: Rows, segment_ids_BT: Array, causal: bool) 
     """y_BTHD of a layer that takes a row of one segment: the segments of a row one after the other, as often as the row
     with the most segments has them."""
     runs_BT = runs_of(segment_ids_BT)
-    graph, *state = nnx.split(layer, nnx.Param, ...)
+    graph, parameters, others = nnx.split(layer, nnx.Param, ...)
     # Rows of one segment cost what they would cost as they are: the loop begins with the second.
-    y_BTHD = _segment(0, graph, causal, *state, rows, runs_BT)
-    return y_BTHD + _later_segments(graph, causal, *state, rows, runs_BT)
+    first_BTHD = _segment(0, graph, causal, parameters, others, rows, runs_BT)
+    return first_BTHD + _later_segments(graph, causal, parameters, others, rows, runs_BT)
 
 
 def _segment(number: Any, graph: Any, causal: bool, parameters: Any, others: Any, rows: Rows, runs_BT: Array) -> Array:
