@@ -446,14 +446,14 @@ class TokenFilesWriter:
         Raises:
             DataError: only some calls have weights or targets, or there are targets without weights.
         """
-        arrays = {"sha256": ids_T, "weights_sha256": weights_T, "targets_sha256": targets_T}
-        given = {checksum: array_T for checksum, array_T in arrays.items() if array_T is not None}
-        if self._files not in (None, given.keys()):
+        given = {"sha256"} | {checksum for checksum, array_T in (
+            ("weights_sha256", weights_T), ("targets_sha256", targets_T)) if array_T is not None}
+        if self._files not in (None, given):
             raise DataError(f"{split}: expected weights with all documents or with none, and likewise targets")
         if targets_T is not None and weights_T is None:
             raise DataError(f"{split}: targets without weights; expected a weight for each token")
-        self._files = set(given)
-        self._splits[split].write(given, text_bytes, documents)
+        self._files = given
+        self._splits[split].write(ids_T, weights_T, targets_T, text_bytes, documents)
 
     def documents(self, split: str) -> int:
         """Number of documents written to a split."""
@@ -528,12 +528,14 @@ class _SplitWriter:
                 if not shard[checksum]:
                     self._files[checksum] = HashedFile(path, keep=size)
 
-    def write(self, arrays: dict[str, np.ndarray], text_bytes: int, documents: int) -> None:
-        ids_T = arrays["sha256"]
+    def write(self, ids_T: np.ndarray, weights_T: np.ndarray | None, targets_T: np.ndarray | None, text_bytes: int,
+              documents: int) -> None:
         self.entry["bytes"] += text_bytes
         self.entry["documents"] += documents
         self.entry["tokens"] += len(ids_T)
         self.entry["largest_id"] = max(self.entry["largest_id"], int(ids_T.max(initial=0)))
+        given = {"sha256": ids_T, "weights_sha256": weights_T, "targets_sha256": targets_T}
+        arrays = {checksum: array_T for checksum, array_T in given.items() if array_T is not None}
         start = 0
         while start < len(ids_T):
             if not self._files:

@@ -6,7 +6,8 @@
 Multi-query associative recall (Arora et al., "Zoology", 2023), configs/mqar.py, of 8 pairs with one head and of 16
 pairs with four, and ``rebind``, where later values replace earlier ones. Every mode has a short convolution of 4:
 ``gated`` and ``gated_delta`` by default, the others by their option. Each has three learning rates, and the best
-counts. studies/recall.py has softmax and linear attention without a convolution.
+counts. Queries are not followed by their answers; they were in the runs of
+benchmarks/results/studies/modern_recall/figures.md. studies/recall.py has softmax and linear attention without a convolution.
 
 The quick form has only 8 pairs: chunked for 600 steps at 2e-3, the others for 300 steps at 1e-3.
 """
