@@ -298,10 +298,10 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
         raise NotARunError(no_folder(path))
     if not (path / "config.json").is_file():
         raise NotARunError(f"{path}: not a run, it has no config.json; expected the --run-dir of a train.py run")
-    config = groups_of(read_config(path))
+    config = _shown(groups_of(read_config(path)))
     if not (config.get("model", {}).get("attention") and "train" in config):
         raise RunError(f"{path}/config.json: not a config written by train.py")
-    environment = read_environment(path) if (path / ENVIRONMENT).is_file() else {}
+    environment = _shown(read_environment(path)) if (path / ENVIRONMENT).is_file() else {}
     metrics = path / "metrics.jsonl"
     train, val = read_curves(metrics) if metrics.is_file() else (Curve(), Curve())
     for split, curve in (("train", train), ("val", val)):
@@ -323,6 +323,18 @@ def load_run(path: Path, *, may_be_empty: bool = False) -> Run:
 def _name(text: str) -> str:
     """The name of a folder on one line, without what a terminal would obey."""
     return re.sub("[\t\n]", " ", printable(text)) or "?"
+
+
+def _shown(value: Any) -> Any:
+    """JSON values that every output can hold: texts as :func:`printable`, and whole numbers of more than 64 bits, which
+    only fields of other versions may have, as texts."""
+    if isinstance(value, dict):
+        return {printable(name): _shown(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_shown(one) for one in value]
+    if isinstance(value, str):
+        return printable(value)
+    return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
 
 
 def no_folder(path: Path) -> str:
@@ -352,7 +364,7 @@ def load_evaluations(path: Path) -> tuple[int | None, list[dict[str, Any]],
     a warning names: evaluate.py replaces one file after the other, and may end in between.
     """
     try:
-        found: dict[str, Any] = read_evaluations(path) if (path / EVALUATION).is_file() else {"evaluations": []}
+        found: dict[str, Any] = _shown(read_evaluations(path)) if (path / EVALUATION).is_file() else {"evaluations": []}
         evaluations = found["evaluations"]
         windows = {(entry["corpus"], entry["context"], entry["windows_checksum"]): of_windows for entry, of_windows
                    in zip(evaluations, read_window_losses(path, evaluations), strict=False)}

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from comparison.figures import Figure, write_figures
 from comparison.reading import Found, Reader
@@ -27,7 +27,7 @@ from comparison.runs import Run
 from comparison.wording import few
 from support import json_files
 from support.errors import ConfigError, LineargptError, RunError
-from support.json_files import FileName
+from support.json_files import Check, FileName
 
 ROOT = Path(__file__).absolute().parent.parent
 """Base of relative paths of studies and recipes that the working folder lacks."""
@@ -176,7 +176,7 @@ class _RunOfRecord(TypedDict):
 class _Record(TypedDict):
     """``study.json``."""
 
-    study: str
+    study: Annotated[str, Check("a path", lambda value: "\0" not in value)]
     quick: bool
     runs: list[_RunOfRecord]
 

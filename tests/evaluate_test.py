@@ -286,9 +286,9 @@ def test_contexts_that_the_positions_allow(folder, learned, capsys):
 def test_compare_takes_the_loss_by_position(recall, tmp_path):
     run_dir = shutil.copytree(recall, tmp_path / "recall")
     (run_dir / "evaluation.json").unlink(missing_ok=True)
-    assert load_evaluations(run_dir / "evaluation.json") == []
+    assert load_evaluations(run_dir) == (None, [], {})
     assert run(run_dir, "--context", "16,32") == 0
-    entries = load_evaluations(run_dir / "evaluation.json")
+    _, entries, _ = load_evaluations(run_dir)
     assert [entry["context"] for entry in entries] == [16, 32]
     assert entries == found(run_dir)["evaluations"]
 

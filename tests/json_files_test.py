@@ -16,6 +16,7 @@ from comparison import compare
 from comparison.page import payload
 from comparison.reading import Reader
 from comparison.study import read_study
+from comparison.table import as_csv
 from configs.schema import Config, ModelConfig
 from data import journal
 from data.parts import PartName, PartWriter, find_parts
@@ -36,7 +37,7 @@ from tests.lra import accuracy_test
 from training import accounting, checkpoint, loop, run
 from training.environment import add_to_environment
 
-OTHERS = (None, True, -1, math.nan, 10**30, "../x", [], {"x": 1}, ...)
+OTHERS = (None, True, -1, math.nan, 10**30, "../\ud800\x1b[31m", [], {"x": 10**30}, ...)
 """In place of each value; the last one: it is missing."""
 VOCABULARY = Vocabulary("bytes", None, 257, 256)
 
@@ -81,11 +82,16 @@ def draw(file: Path) -> None:
     """What compare.py does, and what the other commands do first."""
     with contextlib.suppress(LineargptError, ConfigError):
         run.read_config(file.parent)
-    found = Reader([file.parent]).read()
+    other = file.parent.with_name("other")
+    if not other.exists():
+        write_run(other, "chunked", steps=3, every=1)
+    found = Reader([file.parent, other]).read()
     if found.damaged:
         raise found.damaged[0]
     payload(compared := compare(found.runs))
     compared.as_json()
+    as_csv(compared.rows, compared.columns).encode()
+    compared.default_title.encode()
 
 
 def environment(folder: Path) -> Path:
@@ -291,3 +297,14 @@ def test_no_changed_bit_goes_unnoticed(make, tmp_path):
         except JsonError:
             continue
         assert found | values == found  # the bit is in the layout, or in the name of the checksum
+
+
+def test_a_changed_place_in_the_source_does_not_resume(tmp_path):
+    file = partial(tmp_path)
+    text = file.read_text()
+    assert '"documents": 1' in text
+    file.write_text(text.replace('"documents": 1', '"documents": 3'))
+    with pytest.raises(JsonError, match=r"journal\.json is damaged, or was changed by hand: .*; delete the folder "
+                                        rf"{file.parent} and start over or, if the change is yours, delete that entry"):
+        journal.UnfinishedFolder(tmp_path / "tokens", {"source": "a"})
+    assert file.is_file()

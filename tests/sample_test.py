@@ -314,7 +314,7 @@ def test_folders_that_are_no_runs_are_named(runs, tmp_path, capsys):
     (copy / "environment.json").write_text('{"vocab')
     assert "environment.json is damaged" in refused(capsys, 1, copy)
     shutil.copy(runs / "chunked/environment.json", copy)
-    for content, message in (("[1]", "damaged"), ('{"format": 1, "model": 3}', "not a config"),
+    for content, message in (("[1]", "damaged"), ('{"format": 1, "model": 3}', "model is 3, expected an object"),
                              ('{"format": 1, "model": {"size": 3}}', "unknown field model.size"),
                              ('{"model": {}}', "config.json: no format version; this version of lineargpt"),
                              ('{"format": 3}', "config.json: format 3; this version of lineargpt")):

@@ -17,6 +17,7 @@ from lra import train as lra_train
 from support.errors import DataError
 from tests import tiny
 from tests.comparison.made import write_run
+from tests.edited import edited
 from tests.lra import fake
 from training import loop
 from training.run import load_model
@@ -286,10 +287,9 @@ def test_each_command_names_the_other_where_recipe_or_run_are_of_that(recipe, fi
 
 
 def test_seeds_of_a_task_are_one_set_up_and_an_older_config_no_other(finished, run_dir):
-    config = read(run_dir / "config.json")
-    config["train"]["seed"] = 1
-    del config["model"]["head_width"]
-    (run_dir / "config.json").write_text(json.dumps(config))
+    with edited(run_dir / "config.json") as config:
+        config["train"]["seed"] = 1
+        del config["model"]["head_width"]
     assert [len(setup.runs) for setup in group([load_run(finished), load_run(run_dir)])] == [2]
 
 
@@ -303,7 +303,8 @@ def test_runs_of_two_modes_are_compared(finished, tmp_path, capsys):
     """The other run is a copy with other losses, under another mode's name."""
     linear, files = tmp_path / "linear", {flag: tmp_path / f"found.{flag}" for flag in ("json", "png")}
     shutil.copytree(finished, linear)
-    (linear / "config.json").write_text((finished / "config.json").read_text().replace('"softmax"', '"linear"'))
+    with edited(linear / "config.json") as config:
+        config |= json.loads(json.dumps(config).replace('"softmax"', '"linear"'))
     lines = [line | {"loss": line["loss"] + 1} for line in tiny.lines(finished)]
     (linear / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert compare.main([str(finished), str(linear), "--out", str(tmp_path / "page.html"),
