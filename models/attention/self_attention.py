@@ -18,6 +18,7 @@ from kernels.layer_norm import Norm, Sum
 from kernels.mixed_precision import wide
 from kernels.projection import project, project_each
 from kernels.recurrent_step import Computed, Input, Step, has_kernel
+from kernels.segments import Order
 from kernels.short_convolution import (
     convolve_heads,
     convolve_token,
@@ -26,7 +27,6 @@ from kernels.short_convolution import (
     short_convolution,
 )
 from models.attention.layer_options import layer_options
-from models.attention.packed_rows import Rows, attend_to_each, attend_to_tokens
 from models.parameters import Axis, declare, own_parameters
 
 INITIAL_SCALE = 0.02
@@ -140,8 +140,7 @@ class SelfAttention(nnx.Module):
             self.gate.bias[...] = jnp.full_like(self.gate.bias[...], FIRST_BIAS[parts.output_gate])
 
     def packs(self, causal: bool) -> bool:
-        """Whether :meth:`attend` takes rows of several segments. If not, it gets the segments one after the other, each
-        at the start of a row and followed by padding."""
+        """Whether a row may have several segments; if not, a row is one segment followed by padding."""
         return True
 
     # Defined by modes.
@@ -275,7 +274,8 @@ class SelfAttention(nnx.Module):
             causal: whether attention is causal; always true with a cache.
             positions_BT: rotary positions of queries and keys, if any.
             segment_ids_BT: segment ids of whole sequences; None: each row is one segment.
-            packed: whether rows may have several segments, or padding before a token.
+            packed: whether rows may have several segments, or padding before a token. Under ``jax.jit`` the ids do not
+                tell.
             lengths_B: with a cache, number of new tokens of each row that enter it; None: all.
 
         Returns:
@@ -283,12 +283,15 @@ class SelfAttention(nnx.Module):
             None.
 
         Raises:
-            NotImplementedError: the mode does not support the mask or a cache.
+            NotImplementedError: the mode does not support the mask, a cache, or packed rows.
         """
         if not (self.causal if causal else self.bidirectional):
             raise NotImplementedError(f"attention mode {self.name!r} "
                                       + ("is bidirectional and cannot be causal" if causal else
                                          "is causal and cannot be bidirectional"))
+        if segment_ids_BT is not None and packed and not self.packs(causal):
+            raise NotImplementedError(f"attention mode {self.name!r} cannot separate the segments of a row; expected "
+                                      "rows of one segment followed by padding, with packed=False")
         if not self.rotary:
             positions_BT = None
         if self.parts.short_conv and not causal:
@@ -323,13 +326,14 @@ class SelfAttention(nnx.Module):
         else:
             projected = self._activate(projected)
         q_BTHD, k_BTHD, v_BTHD = self.queries_keys_values(projected, x_BTE=x_BTE, positions_BT=positions_BT)
-        packs = self.packs(causal)
-        if packed and cache is None and segment_ids_BT is not None and (self.counts_places or not packs):
-            rows = Rows(q_BTHD, k_BTHD, v_BTHD, x_BTE, positions_BT)
-            y_BTHD = (attend_to_tokens if packs else attend_to_each)(self, rows, segment_ids_BT, causal)
-        else:
-            y_BTHD, cache = self.attend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, causal=causal,
-                                        positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
+        order = None
+        if packed and self.counts_places and segment_ids_BT is not None:
+            order = Order.first(segment_ids_BT >= 0)
+            q_BTHD, k_BTHD, v_BTHD, x_BTE, positions_BT, segment_ids_BT = jax.tree.map(
+                order.of, (q_BTHD, k_BTHD, v_BTHD, x_BTE, positions_BT, segment_ids_BT))
+        y_BTHD, cache = self.attend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, causal=causal,
+                                    positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
+        y_BTHD = y_BTHD if order is None else order.undone(y_BTHD)
         if inputs_BPF is not None:
             cache = LayerCache(cache, inputs_BPF)
         if self._has_output_parts:

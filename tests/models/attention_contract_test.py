@@ -1,5 +1,6 @@
 """The contract of every attention mode in the folder."""
 
+import functools
 import itertools
 import json
 import os
@@ -67,12 +68,13 @@ def make_x(tokens: int = T, seed: int = 0) -> jax.Array:
 def run(module: SelfAttention):
     """The whole layer, compiled, because a mode may override more than ``mix``."""
     graph, state = nnx.split(module)
-    return lambda x_BTE, segment_ids_BT=None, causal=module.causal: _layer(graph, state, x_BTE, segment_ids_BT, causal)
+    return lambda x_BTE, segment_ids_BT=None, causal=module.causal: _layer(
+        graph, state, x_BTE, segment_ids_BT, causal, module.packs(causal))
 
 
-@jax.jit(static_argnames=("graph", "causal"))  # shared by all tests with the same graph
-def _layer(graph, state, x_BTE, segment_ids_BT, causal):
-    return nnx.merge(graph, state).forward(x_BTE, causal=causal, segment_ids_BT=segment_ids_BT)[0]
+@jax.jit(static_argnames=("graph", "causal", "packed"))  # shared by all tests with the same graph
+def _layer(graph, state, x_BTE, segment_ids_BT, causal, packed):
+    return nnx.merge(graph, state).forward(x_BTE, causal=causal, segment_ids_BT=segment_ids_BT, packed=packed)[0]
 
 
 def run_decode(module: SelfAttention):
@@ -242,7 +244,7 @@ def test_segments_are_separate_sequences(mode):
     layer, x = run(module), make_x()
     cuts = range(0, T + 1, 50)
     segment_ids = (jnp.arange(T) // 50)[None].repeat(B, axis=0)
-    for causal in masks(module):
+    for causal in filter(module.packs, masks(module)):
         packed = layer(x, segment_ids, causal=causal)
         for start, end in itertools.pairwise(cuts):
             assert_close(packed[:, start:end], layer(x[:, start:end], causal=causal))
@@ -254,12 +256,23 @@ def test_a_segment_does_not_see_the_others(mode):
     module = build(mode)
     layer, x = run(module), make_x()
     segment_ids = (jnp.arange(T) // 50)[None].repeat(B, axis=0)
-    for causal in masks(module):
+    for causal in filter(module.packs, masks(module)):
         y = layer(x, segment_ids, causal=causal)
         perturbed = layer(x.at[:, 50:100].set(make_x(seed=1)[:, 50:100]), segment_ids, causal=causal)
         own = np.arange(T) // 50 == 1
         np.testing.assert_array_equal(perturbed[:, ~own], y[:, ~own])
         assert np.all(np.any(perturbed[:, own] != y[:, own], axis=-1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_packed_rows_are_refused_where_segments_would_mix(mode):
+    """Also where ids are unknown when the layer is traced."""
+    module, x, ids = build(mode), make_x(4), jnp.zeros((B, 4), jnp.int32)
+    for causal in itertools.filterfalse(module.packs, masks(module)):
+        forward = functools.partial(module.forward, x, causal=causal)
+        for call in (forward, jax.jit(forward)):
+            with pytest.raises(NotImplementedError, match=f"'{mode}' cannot separate the segments of a row"):
+                call(segment_ids_BT=ids)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -271,7 +284,7 @@ def test_padding_anywhere_changes_nothing(mode):
     place = np.sort(np.random.default_rng(0).permutation(2 * T)[:T])
     padded, padded_ids = np.array(make_x(2 * T, seed=1)), np.full((B, 2 * T), -1, np.int32)
     padded[:, place], padded_ids[:, place] = x, ids
-    for causal in masks(module):
+    for causal in filter(module.packs, masks(module)):
         expected = layer(x, ids[None].repeat(B, axis=0), causal=causal)
         assert_close(layer(padded, padded_ids, causal=causal)[:, place], expected)
 
@@ -284,10 +297,12 @@ def test_gradients_are_the_slopes(mode):
     with jax.enable_x64(True):
         parameters = jax.tree.map(lambda p: p.astype(jnp.float64), parameters)
         x = jnp.asarray(make_x(70), jnp.float64)
-        segments = jnp.where(jnp.arange(70) % 30 == 7, -1, jnp.arange(70) // 40)
+        packed = module.packs(module.causal)
+        segments = (jnp.where(jnp.arange(70) % 30 == 7, -1, jnp.arange(70) // 40) if packed
+                    else jnp.where(jnp.arange(70) < 60, 0, -1))
         segment_ids = segments[None].repeat(B, axis=0)
         layer = jax.jit(lambda parameters, x: nnx.merge(graph, parameters, rest).forward(
-            x, causal=module.causal, segment_ids_BT=segment_ids.astype(jnp.int32))[0])
+            x, causal=module.causal, segment_ids_BT=segment_ids.astype(jnp.int32), packed=packed)[0])
         # Steps are small beside initial parameters of 0.02, which inputs of 20 amplify; check_grads' own tolerance.
         check_grads(layer, (parameters, x), order=1, modes=["rev"], eps=1e-6)
 
