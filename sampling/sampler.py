@@ -418,8 +418,8 @@ def draw(logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"], keys_B: Ar
 
 
 def likeliest(logits_BV: Float32[Array, "B V"], top_k: Int[Array, ""], top_p: Float[Array, ""],
-              top_p_rest: Float[Array, ""] | float = 0.0,
-              temperature: Float[Array, ""] | float = 1.0) -> Bool[Array, "B V"]:
+              top_p_rest: Float[Any, ""] | float = 0.0,
+              temperature: Float[Any, ""] | float = 1.0) -> Bool[Array, "B V"]:
     """The tokens kept by ``top_k`` and then ``top_p``, at least one; ties are resolved to lower ids."""
     V = logits_BV.shape[1]
     if cpu.applies(cpu.sort_descending):
