@@ -7,7 +7,8 @@ Multi-query associative recall (Arora et al., "Zoology", 2023), configs/mqar.py,
 pairs with four, and ``rebind``, where later values replace earlier ones. Every mode has a short convolution of 4:
 ``gated`` and ``gated_delta`` by default, the others by their option. Each has three learning rates, and the best
 counts. Queries are not followed by their answers; they were in the runs of
-benchmarks/results/studies/modern_recall/figures.md. studies/recall.py has softmax and linear attention without a convolution.
+benchmarks/results/studies/modern_recall/figures.md. studies/recall.py has softmax and linear attention without a
+convolution.
 
 The quick form has only 8 pairs: chunked for 600 steps at 2e-3, the others for 300 steps at 1e-3.
 """
