@@ -17,7 +17,7 @@ from data.token_files import SplitEntry, Vocabulary, write_errors
 from support import json_files
 from support.command import status
 from support.errors import ConfigError
-from support.json_files import Count, Hexadecimal
+from support.json_files import Hexadecimal, Natural
 from support.locks import locked
 
 COMMIT_BYTES = 64 * 2**20
@@ -48,9 +48,9 @@ class State(TypedDict):
     """The version of the source."""
     checksum: Hexadecimal
     """Of the texts so far."""
-    replaced: Count
+    replaced: Natural
     """Invalid sequences in them."""
-    skipped: dict[str, Count]
+    skipped: dict[str, Natural]
     """Documents without text, by reason."""
     splits: dict[str, SplitEntry | PartEntry]
     """The state of the writer."""

@@ -22,7 +22,7 @@ from data.token_files import HashedFile, Vocabulary, token_dtype
 from data.tokenizers import Encoded
 from support import json_files
 from support.errors import ConfigError, DataError
-from support.json_files import Count, Hexadecimal, Positive
+from support.json_files import Count, Hexadecimal, Natural
 
 _NAME = re.compile(r"([0-9]+)/([0-9]+)")
 _BLOCKS = "blocks.bin"
@@ -32,11 +32,11 @@ _BYTES_AT_ONCE = 2**23
 class PartEntry(TypedDict):
     """The counts of a part: of its blocks, their tokens, bytes of text and documents, and of the bytes of all."""
 
-    blocks: Count
-    tokens: Count
-    bytes: Count
-    documents: Count
-    size: Count
+    blocks: Natural
+    tokens: Natural
+    bytes: Natural
+    documents: Natural
+    size: Natural
 
 
 class _Request(TypedDict):
@@ -54,7 +54,7 @@ class _Origin(TypedDict):
     licence: NotRequired[str | None]
     split: str | None
     column: str | None
-    val_documents: Positive | None
+    val_documents: Count | None
     val_share: float | None
 
 
@@ -63,8 +63,8 @@ class _Vocabulary(TypedDict):
 
     tokenizer: str
     fingerprint: str | None
-    size: Positive
-    separator: Count
+    size: Count
+    separator: Natural
 
 
 class _Meta(PartEntry):

@@ -23,7 +23,8 @@ from jaxtyping import Bool, Int32, Int64, Integer
 
 from support import json_files
 from support.errors import ConfigError, DataError
-from support.json_files import Check, Count, FileName, Hexadecimal, Positive
+from support.json_files import Count, FileName, Hexadecimal, Natural
+from support.ranges import Range
 
 SPLITS = ("train", "val")
 """The splits that every corpus has."""
@@ -43,7 +44,7 @@ class ShardEntry(TypedDict):
     """A shard in ``meta.json``. Of a shard that is being written, the checksums are empty."""
 
     file: FileName
-    tokens: Count
+    tokens: Natural
     sha256: Hexadecimal
     weights_sha256: NotRequired[Hexadecimal]
     targets_sha256: NotRequired[Hexadecimal]
@@ -52,18 +53,18 @@ class ShardEntry(TypedDict):
 class SplitEntry(TypedDict):
     """A split in ``meta.json``."""
 
-    tokens: Count
-    bytes: Count
-    documents: Count
-    largest_id: Count
+    tokens: Natural
+    bytes: Natural
+    documents: Natural
+    largest_id: Natural
     shards: list[ShardEntry]
 
 
 class ImageEntry(TypedDict):
     """The format of images in ``meta.json``; see :class:`data.sources.images.ImageFormat`."""
 
-    shape: tuple[Positive, Positive, Literal[1, 3]]
-    levels: Annotated[int, Check("a whole number from 2 to 65,535", lambda value: 2 <= value < 2**16)]
+    shape: tuple[Count, Count, Literal[1, 3]]
+    levels: Annotated[int, Range(2, 2**16 - 1)]
 
 
 class Meta(TypedDict):
@@ -71,19 +72,19 @@ class Meta(TypedDict):
 
     tokenizer: str
     tokenizer_fingerprint: NotRequired[str | None]
-    vocabulary_size: Positive
-    document_separator: Count
+    vocabulary_size: Count
+    document_separator: Natural
     dtype: Literal["uint16", "uint32"]
     checksum: str
     splits: dict[str, SplitEntry]
-    format: NotRequired[Positive]
+    format: NotRequired[Count]
     weights: NotRequired[bool]
     targets: NotRequired[bool]
     unit: NotRequired[Literal["byte", "dimension"]]
     image: NotRequired[ImageEntry | None]
     pixel_histogram: NotRequired[dict[str, float]]
-    skipped: NotRequired[dict[str, Count]]
-    replaced: NotRequired[Count]
+    skipped: NotRequired[dict[str, Natural]]
+    replaced: NotRequired[Natural]
     source: NotRequired[str | None]
 
 

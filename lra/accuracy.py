@@ -24,7 +24,8 @@ from configs.schema import LraConfig
 from support.command import status
 from support.errors import ConfigError, DataError, LineargptError, RunError
 from support.files import read_json
-from support.json_files import Count, Share, read
+from support.json_files import Natural, read
+from support.ranges import Fraction
 from training.run_files import read_config
 
 PUBLISHED = Path(__file__).parent / "published.json"
@@ -85,7 +86,7 @@ class Run:
 class _Last(TypedDict):
     """The figures of the last checkpoint."""
 
-    accuracy: Share
+    accuracy: Fraction
 
 
 class _Test(TypedDict):
@@ -94,14 +95,14 @@ class _Test(TypedDict):
     task: str
     attention: list[str]
     seed: int
-    accuracy: Share
+    accuracy: Fraction
     last: NotRequired[_Last]
-    examples: Count
-    train_examples: Count
-    context: Count
-    step: Count
-    parameters: Count | None
-    baselines: dict[str, Share]
+    examples: Natural
+    train_examples: Natural
+    context: Natural
+    step: Natural
+    parameters: Natural | None
+    baselines: dict[str, Fraction]
     command: list[str]
     corpus_checksum: str | None
 

@@ -25,7 +25,7 @@ from models.gpt import GPT
 from sampling.sampler import Memory
 from support.errors import StateError
 from support.files import replacing
-from support.json_files import Count, Hexadecimal, check
+from support.json_files import Hexadecimal, Natural, check
 
 METADATA = "lineargpt-state"
 FORMAT = 1
@@ -36,7 +36,7 @@ PARAMETERS = "parameters"
 class _About(TypedDict):
     """The metadata."""
 
-    format: Count
+    format: Natural
     origin: str
     model: dict[str, str]
     sha256: Hexadecimal

@@ -40,7 +40,7 @@ from support.broken import Broken
 from support.command import status
 from support.errors import ConfigError, DataError, JsonError
 from support.files import replacing
-from support.json_files import Count, Digits, Hexadecimal, Positive, read, write
+from support.json_files import Count, Digits, Hexadecimal, Natural, read, write
 from support.progress import progress_bar
 
 LETTERS = (*string.ascii_uppercase, "'", " ")
@@ -63,11 +63,11 @@ _AT_ONCE = 10 * RATE
 class _Index(TypedDict):
     """``index.json``, of computed features."""
 
-    lengths: list[Count]
+    lengths: list[Natural]
     damaged: dict[Digits, str]
     """Why rows cannot be used."""
-    resampled: dict[Digits, Count]
-    features: Positive
+    resampled: dict[Digits, Natural]
+    features: Count
     digest: Hexadecimal
 
 

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import re
 import types
 import typing
@@ -19,25 +18,28 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from support.errors import JsonError
 from support.files import read_json, write_json
+from support.ranges import Range
 
 CHECKSUM = "contents_sha256"
 """The entry with the checksum of all other entries. It is in the same file, so that both are replaced at once."""
+MOST_WHOLE = 2**63 - 1
+"""Largest whole number, as in other programs."""
 _LONGEST = 60  # of a value in a message
 
 
 class Check(NamedTuple):
-    """A condition on values, as in ``Annotated[int, Check(…)]``."""
+    """A condition on texts, as in ``Annotated[str, Check(…)]``."""
 
     expected: str
     """The values that meet it, in a message."""
     holds: Callable[[Any], bool]
 
 
-Count = Annotated[int, Check("a whole number of at least 0", lambda value: value >= 0)]
-Positive = Annotated[int, Check("a whole number of at least 1", lambda value: value >= 1)]
-Finite = Annotated[float, Check("a finite number", math.isfinite)]
-Seconds = Annotated[float, Check("a number of at least 0", lambda value: 0 <= value < math.inf)]
-Share = Annotated[float, Check("a number from 0 to 1", lambda value: 0 <= value <= 1)]
+# As in support/ranges.py, but whole numbers of files have 64 bits.
+Natural = Annotated[int, Range(0, MOST_WHOLE)]
+Count = Annotated[int, Range(1, MOST_WHOLE)]
+Finite = Annotated[float, Range()]
+Duration = Annotated[float, Range(0)]
 Digits = Annotated[str, Check("digits", lambda value: value.isascii() and value.isdecimal())]
 Hexadecimal = Annotated[str, Check("hexadecimal digits", lambda value: bool(re.fullmatch("([0-9a-f]{2})*", value)))]
 FileName = Annotated[str, Check("a name without a folder", lambda value: not (
@@ -109,12 +111,13 @@ def check(value: Any, kind: Any, source: object, field: str = "", *, remedy: str
 def _mismatches(value: Any, kind: Any, field: str) -> Iterator[_Mismatch]:
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        base, *checks = parts
+        base = parts[0]
         wrong = next(_mismatches(value, base, field), None)
-        for one in checks:
-            if isinstance(one, Check) and (wrong is not None or not one.holds(value)):
-                yield _Mismatch(field, _shown(value), one.expected)
-                return
+        for limit in parts[1:]:
+            if isinstance(limit, Check) and (wrong is not None or not limit.holds(value)):
+                wrong = _Mismatch(field, _shown(value), limit.expected)
+            elif isinstance(limit, Range) and wrong is None and (expected := limit.expected(value, base)):
+                wrong = _Mismatch(field, _shown(value), expected)
         if wrong is not None:
             yield wrong
     elif origin in (typing.NotRequired, typing.Required):
@@ -185,7 +188,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _is_whole(value: Any) -> bool:
-    return type(value) is int and -(2**63) <= value < 2**63
+    return type(value) is int and -MOST_WHOLE <= value <= MOST_WHOLE
 
 
 _PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
@@ -196,7 +199,7 @@ _PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     float: ("a number", lambda value: type(value) is float or _is_whole(value)),
     str: ("a text", lambda value: type(value) is str),
 }
-"""By type: what is expected in a message, and the check. Whole numbers have at most 64 bits, as in other programs."""
+"""By type: what is expected in a message, and the check."""
 
 
 def _shown(value: Any) -> str:

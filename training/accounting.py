@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self, TypedDict
 from support.command import note
 from support.errors import JsonError
 from support.files import write_json
-from support.json_files import Count, Seconds, read
+from support.json_files import Duration, Natural, read
 
 
 class Peak(NamedTuple):
@@ -141,8 +141,8 @@ PARTS = {
 class _TimingFile(TypedDict):
     """``timing.json``."""
 
-    seconds: dict[str, Seconds]
-    starts: Count
+    seconds: dict[str, Duration]
+    starts: Natural
 
 
 @dataclass
@@ -174,7 +174,7 @@ class Timing:
         return timing
 
     def enter(self, part: str) -> None:
-        """Count time for this part from now on."""
+        """Natural time for this part from now on."""
         now = time.perf_counter()
         self.seconds[self.part] += now - self.began
         self.began, self.part = now, part

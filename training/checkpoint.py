@@ -40,7 +40,7 @@ import orjson
 from support.command import message, note
 from support.errors import CheckpointError, ConfigError
 from support.files import sync, sync_entry
-from support.json_files import Finite, check
+from support.json_files import Finite, check, read
 
 CHECKSUMS = "SHA256SUMS"
 LOSS = "loss.json"
@@ -494,8 +494,8 @@ def _reason(error: Exception) -> str:
 def _load(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:
     loaded: dict[str, Any] = {}
     if JSON_ITEM in abstract:  # one process may read it alone, and Orbax waits for all
-        loaded[JSON_ITEM] = orjson.loads(_content(path := folder / JSON_ITEM / JSON_FILE))
-        check(loaded[JSON_ITEM], dict[str, Any], path)
+        with _naming(path := folder / JSON_ITEM / JSON_FILE):
+            loaded[JSON_ITEM] = read(path, dict[str, Any])
     if abstract.keys() <= loaded.keys():
         return loaded
     ocp, context = _orbax()

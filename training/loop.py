@@ -19,7 +19,7 @@ from data.verification import Verification
 from support import interrupts
 from support.command import error_stream, message, note, status
 from support.errors import CheckpointError, TrainingError
-from support.json_files import Count, Seconds, check
+from support.json_files import Duration, Natural, check
 from training import autotuning, processes
 from training import step as steps
 from training.accounting import Timing, flops_per_token, peak_flops
@@ -41,12 +41,12 @@ POLL_SECONDS = 0.2
 class Position:
     """Progress of a run; saved with every checkpoint."""
 
-    step: Count = 0
-    batches: Count = 0
+    step: Natural = 0
+    batches: Natural = 0
     """Global batches consumed."""
-    train_seconds: Seconds = 0.0
+    train_seconds: Duration = 0.0
     """Time spent on updates, excluding compilation, evaluation and checkpoints."""
-    wall_seconds: Seconds = 0.0
+    wall_seconds: Duration = 0.0
     """Total time."""
     evaluation_due: bool = False
     """Whether a signal ended the evaluation of this step; a resumed run begins with it."""
@@ -103,7 +103,7 @@ class _Clock:
         self._mark = time.perf_counter()
 
     def split(self, *, trains: bool = True) -> float:
-        """Seconds since the last split; ``trains``: whether they are training time."""
+        """Duration since the last split; ``trains``: whether they are training time."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         if trains:

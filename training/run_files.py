@@ -7,7 +7,7 @@ from typing import Any, NotRequired, TypedDict
 from configs.schema import RunConfig, check_types
 from data.token_files import ImageEntry
 from support import json_files
-from support.json_files import Count, Positive
+from support.json_files import Count, Natural
 
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
@@ -18,7 +18,7 @@ class InitFrom(TypedDict):
     """The run whose parameters initialised another."""
 
     run: str
-    step: NotRequired[Count]
+    step: NotRequired[Natural]
     reset: NotRequired[str | None]
 
 
@@ -37,13 +37,13 @@ class Environment(TypedDict, total=False):
     versions: dict[str, str | None] | None
     commit: str | None
     devices: list[str]
-    device_count: Positive
-    process_count: Positive
+    device_count: Count
+    process_count: Count
     command: list[str]
     corpus_checksum: str | None
     tokenizer: str | None
-    vocabulary_size: Positive
-    parameters: Count
+    vocabulary_size: Count
+    parameters: Natural
     dtype: str
     implementations: dict[str, str] | None
     step_bytes: float | None
@@ -58,8 +58,8 @@ class Environment(TypedDict, total=False):
 class Positions(TypedDict):
     """The loss at some positions of the context."""
 
-    first: Count
-    last: Count
+    first: Natural
+    last: Natural
     loss: float | None
 
 
@@ -67,9 +67,9 @@ class Evaluation(TypedDict):
     """The evaluation of a corpus at a context."""
 
     corpus: str
-    context: Positive
+    context: Count
     positions: list[Positions]
-    windows: NotRequired[Count]
+    windows: NotRequired[Natural]
     windows_checksum: NotRequired[str]
     loss: NotRequired[float | None]
 
@@ -77,7 +77,7 @@ class Evaluation(TypedDict):
 class Evaluations(TypedDict):
     """``evaluation.json``, of evaluate.py."""
 
-    step: NotRequired[Count | None]
+    step: NotRequired[Natural | None]
     evaluations: list[Evaluation]
 
 

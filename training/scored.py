@@ -13,7 +13,7 @@ from data.verification import Verification
 from models.parameters import count_parameters
 from support.command import note, status
 from support.errors import JsonError
-from support.json_files import Count, read, write
+from support.json_files import Natural, read, write
 from training import cli, logging, loop, processes
 from training import run as runs
 from training.checkpoint import Checkpoints
@@ -193,7 +193,7 @@ def _score(config: RunConfig, objective: ScoredObjective, run_dir: Path) -> None
 class _Scored(TypedDict):
     """The entry of ``test.json`` that tells whether it is of the last checkpoint."""
 
-    trained_steps: Count
+    trained_steps: Natural
 
 
 def _scored_step(run_dir: Path) -> int | None:

@@ -190,7 +190,7 @@ def test_what_is_no_scored_run_is_named(tmp_path, capsys):
     found = json.loads((run / "test.json").read_text())
     (damaged / "test.json").write_text(json.dumps(found | {"accuracy": "x"}))
     assert made(tmp_path, run, damaged)[0] == 1
-    assert (f"left out: {damaged / 'test.json'} is damaged: accuracy is \"x\", expected a number from 0 to 1; "
+    assert (f"left out: {damaged / 'test.json'} is damaged: accuracy is \"x\", expected a number; "
             in capsys.readouterr().err)
     (damaged / "test.json").write_text('{"accuracy": 0')
     assert made(tmp_path, run, damaged)[0] == 1

@@ -9,7 +9,8 @@ import pytest
 
 from support import json_files
 from support.errors import DataError, JsonError, RunError
-from support.json_files import Count, Digits, FileName, Share
+from support.json_files import Digits, FileName, Natural
+from support.ranges import Fraction
 
 pytestmark = pytest.mark.fast
 
@@ -22,14 +23,14 @@ class Options:
 
 class Shard(TypedDict):
     file: FileName
-    tokens: Count
+    tokens: Natural
 
 
 class File(TypedDict):
     name: str | None
     kind: NotRequired[Literal["a", 1]]
     shards: NotRequired[list[Shard]]
-    counts: NotRequired[dict[Digits, Share | None]]
+    counts: NotRequired[dict[Digits, Fraction | None]]
     options: NotRequired[Options]
     either: NotRequired[Shard | list[Shard]]
     anything: NotRequired[Any]
@@ -51,15 +52,15 @@ def test_what_fits_the_types_is_taken(values):
     ({"name": "", "kind": True}, "kind is true, expected one of a, 1"),
     ({"name": "", "flag": 1}, "flag is 1, expected true or false"),
     ({"name": "", "shards": [{"file": "a", "tokens": 1}, {"file": "a", "tokens": True}]},
-     "shards[1].tokens is true, expected a whole number of at least 0"),
-    ({"name": "", "shards": [{"file": "a", "tokens": 1.0}]}, "shards[0].tokens is 1.0, expected a whole number of"),
+     "shards[1].tokens is true, expected a whole number"),
+    ({"name": "", "shards": [{"file": "a", "tokens": 1.0}]}, "shards[0].tokens is 1.0, expected a whole number"),
     ({"name": "", "shards": [{"file": "a", "tokens": 2**63}]}, "shards[0].tokens is 9223372036854775808, expected a"),
     ({"name": "", "shards": {"a": 1}}, "shards is an object of 1, expected a list"),
     ({"name": "", "counts": {"x": 0.5}}, 'the key counts.x is "x", expected digits'),
-    ({"name": "", "counts": {"1": "0.5"}}, 'counts.1 is "0.5", expected a number from 0 to 1 or null'),
+    ({"name": "", "counts": {"1": "0.5"}}, 'counts.1 is "0.5", expected a number or null'),
     ({"name": "", "options": {"sizes": [["a"]]}}, "options.sizes[0] is a list of 1, expected a list of 2"),
     ({"name": "", "options": {"rate": "1e-3"}}, 'options.rate is "1e-3", expected a number'),
-    ({"name": "", "either": {"file": "a", "tokens": -1}}, "either.tokens is -1, expected a whole number of at least 0"),
+    ({"name": "", "either": {"file": "a", "tokens": -1}}, "either.tokens is -1, expected at least 0"),
     ({"name": "", "flag": "y" * 5000}, f'flag is "{"y" * 59}…, expected true or false'),
 ])
 def test_the_first_field_of_another_type_is_named(values, message):
