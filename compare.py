@@ -21,6 +21,7 @@ if __name__ == "__main__":  # before any other import, which takes seconds, or f
     interrupts.end_with_a_word()
     packages.require_packages()
 
+import contextlib
 import errno
 import sys
 import time
@@ -37,7 +38,7 @@ from comparison.picture import picture
 from comparison.reading import Reader
 from comparison.study import FIGURES, left_out, load_study, own_study, read_study, reader
 from comparison.table import as_csv, print_table, print_texts, table_note
-from support.command import message, run_command, status
+from support.command import message, output_stream, run_command, status
 from support.errors import ConfigError, RunError
 from support.files import replacing
 from support.flags import checked_flags
@@ -218,9 +219,11 @@ def write_others(options: Options, drawn: Drawn) -> None:
 def draw(options: Options) -> int:
     """Compare the runs, print the table and write the files. Returns 1 if a run was left out, else 0."""
     drawn = Source(options).compare(set())
-    show(drawn)
-    write_page(options, drawn, watched=False)
-    write_others(options, drawn)
+    try:
+        show(drawn)
+    finally:  # also where nobody reads the table
+        write_page(options, drawn, watched=False)
+        write_others(options, drawn)
     print(f"page: {options.out}")
     return 1 if drawn.left_out else 0
 
@@ -245,7 +248,8 @@ def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int
                     first = drawn is None
                     drawn = source.compare(said)
                     if first:
-                        show(drawn)
+                        with contextlib.suppress(OSError):  # a full disk
+                            show(drawn)
                     try:
                         write_page(options, drawn, watched=True)
                         write_others(options, drawn)
@@ -258,7 +262,8 @@ def watch(options: Options, wait: Callable[[float], object] = time.sleep) -> int
                         failed = text
                     else:
                         failed, steps = "", max(row.figures["steps"] or 0 for row in drawn.comparison.rows)
-                        print(f"page: {options.out}, {len(drawn.comparison.runs):,} run(s), up to step {steps:,.0f}")
+                        print(f"page: {options.out}, {len(drawn.comparison.runs):,} run(s), up to step {steps:,.0f}",
+                              file=output_stream())
                 except RunError as error:
                     if str(error) not in said:
                         status(f"waiting: {error}")

@@ -132,6 +132,8 @@ def evaluate(options: Options) -> None:
     path = options.run / ("evaluation.json" if options.split == "val" else "evaluation-test.json")
     try:
         print_results(run, corpora, found, options)
+    except BrokenPipeError:  # nobody reads them
+        raise
     except OSError as error:
         raise RunError(f"standard output cannot be written ({error.strerror or error}); the results are in {path}"
                        ) from error

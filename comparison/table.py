@@ -1,17 +1,23 @@
 """The table of final figures: in the terminal, as CSV and as JSON."""
 
 import csv
+import errno
 import io
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from comparison.runs import Run, Setup, shown_labels
 from comparison.wording import seeds_text
 from support.terminal import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -207,10 +213,9 @@ def headings(columns: Sequence[Column]) -> list[str]:
 def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
     """Print the table. If it does not fit the terminal, runs become columns, or columns of the highest ranks are
     dropped."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()  # the width of the terminal, or COLUMNS
+    console = _console()  # the width of the terminal, or COLUMNS
 
     def made(columns: Sequence[Column], *, across: bool) -> Table:
         lines = [headings(columns), *(list(row.cells(columns).values()) for row in rows)]
@@ -239,7 +244,6 @@ def print_texts(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
         rows: a cell for each heading.
         texts: number of left-aligned columns; the others are right-aligned.
     """
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(*(_cell(heading) for heading in headings), title=_cell(title) or None, title_justify="left")
@@ -248,7 +252,18 @@ def print_texts(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
     for row in rows:
         table.add_row(*(_cell(cell) for cell in row))
     # Lines for other programs are not wrapped.
-    Console(width=None if sys.stdout.isatty() else 300).print(table)
+    _console(None if sys.stdout.isatty() else 300).print(table)
+
+
+def _console(width: int | None = None) -> "Console":
+    """Standard output. A closed pipe is a ``BrokenPipeError``, as of print; rich would end the process."""
+    from rich import console
+
+    class Output(console.Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    return Output(width=width)
 
 
 def _cell(text: str) -> str:

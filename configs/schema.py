@@ -26,6 +26,8 @@ FORMAT = 2
    packed document was not a target.
 2: the cosine decays from the end of the warm-up. The separator predicts the first token of a packed document.
 """
+EARLIER_COSINE = "cosine from step 0"
+"""``optimizer.schedule`` of runs with cosine and warm-up in format 1."""
 EARLIER_DOCUMENTS = "documents without their first tokens as targets"
 """``data.packing`` of runs with packed documents in format 1. They can be sampled and compared, but not resumed."""
 
@@ -393,8 +395,13 @@ def check_types(values: dict[str, Any], source: object, kind: type["_Run"] | Non
 def groups_of(values: dict[str, Any]) -> dict[str, Any]:
     """The groups of a ``config.json``, without format version, kind and checksum, as in the present format."""
     groups = _written_groups(values)
-    if values.get("format") == 1 and groups.get("data", {}).get("packing") == "documents":
+    if values.get("format") != 1:
+        return groups
+    if groups.get("data", {}).get("packing") == "documents":
         groups["data"] = groups["data"] | {"packing": EARLIER_DOCUMENTS}
+    optimizer = groups.get("optimizer", {})
+    if optimizer.get("schedule", "cosine") == "cosine" and optimizer.get("warmup_steps"):
+        groups["optimizer"] = optimizer | {"schedule": EARLIER_COSINE}
     return groups
 
 

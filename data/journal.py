@@ -110,9 +110,10 @@ class UnfinishedFolder:
         for name, value in self._request.items():
             if before.get(name) != value:
                 what = name.replace("_", " ") if name != "state" else "text of the source (its files have changed)"
-                values = f": {before.get(name)} then, {value} now" if name != "state" else ""
+                shown = name not in ("state", "version of lineargpt")
+                values = f": {before.get(name)} then, {value} now" if shown else ""
                 raise ConfigError(f"{self._directory} was started with another {what}{values}; finish it with the "
-                                  f"same settings, choose another folder, or delete {self.path}")
+                                  f"same one, choose another folder, or delete {self.path}")
         return state
 
     def open_writer[W: Writer](self, kind: type[W], vocabulary: Vocabulary) -> W:

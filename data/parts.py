@@ -54,6 +54,7 @@ class _Origin(TypedDict):
     licence: NotRequired[str | None]
     split: str | None
     column: str | None
+    encoding: NotRequired[str | None]
     val_documents: Count | None
     val_share: float | None
 

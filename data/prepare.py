@@ -44,7 +44,8 @@ _VERSION = 3  # part of the cache folder's name: increase it when the tokens of 
 _PLACES = 3  # increase it when the places in a source change
 _SELECTION = ("split", "column", "encoding", "val_documents", "val_share")
 _SMALL_SPLIT = 0.01
-"""Fraction of the tokens below which a split is told to be small."""
+"""Fraction of the tokens below which a split of few documents is told to be small."""
+_FEW_DOCUMENTS = 100
 
 
 def prepare(source: str, tokenizer: str, directory: Path, *, split: str | None = None, column: str | None = None,
@@ -297,10 +298,10 @@ def _join(found: Sequence[Part], directory: Path, progress: bool) -> dict[str, A
 
 def _request(source: Source, vocabulary: token_files.Vocabulary) -> dict[str, Any]:
     """The settings of a preparation, which must be the same to resume it, and of all parts."""
-    return {"program_version": _VERSION, "tokenizer": vocabulary.tokenizer, "source": source.name,
+    return {"version of lineargpt": [_VERSION, _PLACES, texts.CHUNK_BYTES], "tokenizer": vocabulary.tokenizer,
+            "source": source.name,
             **{name: getattr(source.selection, name) for name in _SELECTION}, "state": source.state,
-            "tokenizer_fingerprint": vocabulary.fingerprint, "shard_tokens": token_files.SHARD_TOKENS,
-            "chunk_bytes": texts.CHUNK_BYTES, "version_of_places": _PLACES}
+            "tokenizer_fingerprint": vocabulary.fingerprint, "shard_tokens": token_files.SHARD_TOKENS}
 
 
 def _origin(source: Source) -> dict[str, Any]:
@@ -361,7 +362,7 @@ def _finish(unfinished: journal.UnfinishedFolder, writer: token_files.TokenFiles
     _report_rows(meta)
     total = sum(entry["tokens"] for entry in meta["splits"].values())
     for split, entry in meta["splits"].items():
-        if entry["tokens"] < _SMALL_SPLIT * total:
+        if entry["tokens"] < _SMALL_SPLIT * total and entry["documents"] < _FEW_DOCUMENTS:
             note(f"{split} has {entry['tokens']:,} tokens of {entry['documents']:,} documents, "
                  f"{entry['tokens'] / total:.2%} of all; data.prepare --val-share sets another fraction")
     return meta

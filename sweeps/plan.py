@@ -98,7 +98,7 @@ def plan_run(study: Path, variation: Variation, out: Path) -> PlannedRun:
     config = flatten(groups_of(line.config.to_dict()))
     fields = {name: value for name, value in config.items()
               if not is_of(name, NOT_OF_RESULT)}
-    fields |= {"model.dtype": line.asked.model.dtype, "format": CONFIG_FORMAT}
+    fields |= {"model.dtype": line.asked.model.dtype, "format of config.json": CONFIG_FORMAT}
     others = {name: value for name, value in dataclasses.asdict(line.flags).items()
               if name not in ("attention", "run_dir") and value is not None}
     return PlannedRun(variation, out / variation.name, line.config,

@@ -182,7 +182,7 @@ def position(folder: Path) -> Path:
 
 def read_position(file: Path) -> None:
     items = checkpoint.Checkpoints(file.parents[2]).load(5, {checkpoint.JSON_ITEM: None})
-    loop.is_finished(Config(), items[checkpoint.JSON_ITEM], file.parents[1])
+    loop.is_finished(Config(), loop.read_position(items[checkpoint.JSON_ITEM], file.parents[1]))
 
 
 def loss(folder: Path) -> Path:
@@ -226,8 +226,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", [
-    pytest.param(kind, marks=[pytest.mark.heavy] if kind in ("config.json", "environment.json") else [])
-    for kind in KINDS])
+    pytest.param(kind, marks=pytest.mark.heavy) for kind in KINDS])
 @pytest.mark.filterwarnings("ignore:the evaluation of .* is left out")
 def test_a_value_of_another_type_is_read_or_refused_by_name(kind, tmp_path):
     file = KINDS[kind].make(tmp_path)

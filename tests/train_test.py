@@ -201,9 +201,9 @@ def test_a_run_of_the_earlier_cosine_says_that_it_changes(recipe, run_dir, capsy
     runs.newest_step(config, run_dir)
     earlier, now = (1e-3 + 9e-3 * (1 + math.cos(math.pi * share)) / 2 for share in (7 / 50, 2 / 45))
     assert capsys.readouterr().err == (
-        f"note: {run_dir} resumes from step 7\nnote: the cosine decays from the end of the warm-up now, from step 0 at "
-        f"the last start, by an earlier version; the learning rate of step 8 is {now:.3g} now, {earlier:.3g} at the "
-        "last start: optimizer.schedule is cosine, over 50 steps\n")
+        f"note: {run_dir} resumes from step 7\nnote: optimizer.schedule is cosine now, cosine from step 0 at the last "
+        f"start; the learning rate of step 8 is {now:.3g} now, {earlier:.3g} at the last start: optimizer.schedule is "
+        "cosine, over 50 steps\n")
 
 
 def test_a_run_without_an_intact_checkpoint_is_left_as_it_is(recipe, run_dir, capsys):

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, Self, TypedDict
 
 from support.command import note
 from support.errors import JsonError
-from support.files import write_json
-from support.json_files import Duration, Natural, read
+from support.json_files import Duration, Natural, read, write
 
 
 class Peak(NamedTuple):
@@ -174,7 +173,7 @@ class Timing:
         return timing
 
     def enter(self, part: str) -> None:
-        """Natural time for this part from now on."""
+        """Count time for this part from now on."""
         now = time.perf_counter()
         self.seconds[self.part] += now - self.began
         self.began, self.part = now, part
@@ -192,7 +191,7 @@ class Timing:
         self.enter(self.part)
         if self.path is None:
             return
-        write_json(self.path, {"seconds": self.seconds, "wall_seconds": self.wall_seconds, "starts": self.starts})
+        write(self.path, {"seconds": self.seconds, "wall_seconds": self.wall_seconds, "starts": self.starts})
 
     @property
     def wall_seconds(self) -> float:

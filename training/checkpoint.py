@@ -194,13 +194,13 @@ class Checkpoints:
             verify: other items to verify.
 
         Returns:
-            The step and the items, with arrays exactly as saved; None if there is no such checkpoint. With ``None`` and
-            "best", damaged checkpoints are skipped with a note.
+            The step and the items, with arrays exactly as saved; None if there is no such checkpoint. Without a step,
+            damaged checkpoints are skipped with a note.
 
         Raises:
             ConfigError: there is no checkpoint at ``step``; the message lists the available ones.
-            CheckpointError: the checkpoint at ``step`` is damaged, the checkpoint is of another model, or each one was
-                deleted while it was read.
+            CheckpointError: the checkpoint at ``step``, or the best one, is damaged, the checkpoint is of another
+                model, or each one was deleted while it was read.
             OSError: a file cannot be read.
         """
         self.wait()
@@ -308,8 +308,8 @@ class Checkpoints:
             (written / CHECKSUMS).write_bytes(_sums({name: _sha256(written / name) for name in _files(written)}))
             sync(written)
             self._put_in_place(written)
-            self._completed()
             self._damaged.discard(step)
+        self._completed()
         try:
             self._prune(step)
         except OSError as error:

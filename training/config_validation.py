@@ -77,7 +77,7 @@ def _with_rows_per_device(train: TrainConfig, mesh: MeshConfig) -> TrainConfig:
     """``accumulate`` from ``rows_per_device``, if given."""
     if train.rows_per_device is None:
         return train
-    others = mesh.tensor * mesh.context
+    others = max(1, mesh.tensor * mesh.context)  # a size of 0 is refused with the mesh
     replicas = max(1, jax.device_count() // others) if -1 in (mesh.data, mesh.fsdp) else mesh.data * mesh.fsdp
     rows = train.rows_per_device * replicas
     if rows < 1 or train.batch_size % rows:

@@ -18,7 +18,8 @@ from kernels import cpu
 from models.encoder import Encoder
 from models.gpt import GPT
 from support import json_files
-from support.command import note
+from support.command import message, note
+from support.errors import JsonError
 from support.files import cache_folder
 from training import autotuning
 from training.run_files import ENVIRONMENT, read_environment
@@ -68,9 +69,12 @@ def add_to_environment(run_dir: Path, **values: Any) -> None:
 
 
 def note_checkpoint(run_dir: Path) -> None:
-    """Notes in ``environment.json`` that the run has a checkpoint; raises as :func:`add_to_environment`."""
-    if read_environment(run_dir).get(CHECKPOINTED) is not True:
-        add_to_environment(run_dir, **{CHECKPOINTED: True})
+    """Notes in ``environment.json`` that the run has a checkpoint. Where it cannot, the run goes on, and says so."""
+    try:
+        if read_environment(run_dir).get(CHECKPOINTED) is not True:
+            add_to_environment(run_dir, **{CHECKPOINTED: True})
+    except (OSError, JsonError) as error:
+        note(f"it is not written down that the run has a checkpoint: {message(error)}")
 
 
 def git_commit() -> str | None:

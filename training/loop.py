@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -103,7 +103,7 @@ class _Clock:
         self._mark = time.perf_counter()
 
     def split(self, *, trains: bool = True) -> float:
-        """Duration since the last split; ``trains``: whether they are training time."""
+        """Seconds since the last split; ``trains``: whether they are training time."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         if trains:
@@ -183,7 +183,7 @@ def train(config: RunConfig, objective: Objective, run_dir: Path, *, started: fl
             autotuning.keep(run_dir)
             add_to_environment(run_dir, step_bytes=peak_bytes(update), peak_flops=peak, mesh=dict(mesh.shape))
         per_token = flops_per_token(config.to_dict(), read_environment(run_dir))
-        records = {name: (run_dir / name).read_bytes() for name in (CONFIG, ENVIRONMENT)}
+        records = {name: (run_dir / name).read_bytes() for name in (CONFIG, ENVIRONMENT) if first}
         signals = stack.enter_context(_signals())
         bar = stack.enter_context(_progress(config, position, quiet or not first))
         watch = StallWatch(timing, stall_seconds, processes.fail)
@@ -543,22 +543,22 @@ def _restore(checkpoints: Checkpoints, step: int, shapes: Any, shardings: Any) -
     items = checkpoints.load(step, {"parameters": abstract.parameters, "variables": abstract.variables,
                                     "optimizer": abstract.optimizer, "position": None})
     return (steps.TrainState(items["parameters"], items["variables"], items["optimizer"]),
-            _position(items["position"], checkpoints.directory / str(step)))
+            read_position(items["position"], checkpoints.directory / str(step)))
 
 
-def _position(values: dict[str, Any], checkpoint: Path) -> Position:
-    check(values, Position, checkpoint / JSON_ITEM / JSON_FILE)
-    return Position(**values)
-
-
-def is_finished(config: RunConfig, position: dict[str, Any], checkpoint: Path) -> bool:
-    """Whether a run at this position is complete.
+def read_position(values: dict[str, Any], checkpoint: Path) -> Position:
+    """The position of a checkpoint, without what later versions may have added.
 
     Raises:
         JsonError: the position, in a file of the checkpoint, is damaged.
     """
-    at = _position(position, checkpoint)
-    return _finished(config, at) and not at.evaluation_due
+    check(values, Position, checkpoint / JSON_ITEM / JSON_FILE)
+    return Position(**{one.name: values[one.name] for one in fields(Position) if one.name in values})
+
+
+def is_finished(config: RunConfig, position: Position) -> bool:
+    """Whether a run at this position is complete."""
+    return _finished(config, position) and not position.evaluation_due
 
 
 def _finished(config: RunConfig, position: Position) -> bool:

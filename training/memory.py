@@ -1,6 +1,8 @@
 """The memory that a run needs at least, compared with what its devices have."""
 
+import contextlib
 import os
+from pathlib import Path
 
 import jax
 from flax import nnx
@@ -14,6 +16,8 @@ from support.errors import ConfigError
 COPIES = 4
 """Float32 arrays of the size of the parameters: these, their gradients and the two moments of Adam."""
 FLOAT_BYTES = 4
+CGROUP_LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Limits of a container, in versions 2 and 1 of cgroups."""
 
 
 def check_memory(config: RunConfig, model: nnx.Module, mesh: Mesh) -> None:
@@ -52,7 +56,16 @@ def check_memory(config: RunConfig, model: nnx.Module, mesh: Mesh) -> None:
 def device_bytes() -> float:
     """The memory of a device in bytes; that of the machine, divided among its devices, if they do not report it."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    return limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / jax.local_device_count()
+    return limit or _machine_bytes() / jax.local_device_count()
+
+
+def _machine_bytes() -> float:
+    """The memory of the machine, or what its container may use."""
+    there = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no cgroups, or no limit: max
+            there.append(int(path.read_text()))
+    return min(there)
 
 
 def _gb(size: float) -> str:

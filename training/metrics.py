@@ -76,11 +76,11 @@ class MetricsWriter:
 
     def is_in_place(self) -> bool:
         """Whether the file still has its name: neither it nor a folder above it was deleted, renamed or replaced, and
-        its disk is there."""
+        its disk is there. A look that fails for another reason, as on a network disk, says nothing."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
     def folder(self) -> Path | None:
         """Where the folder of the file is now; None if it was deleted, or the system does not tell."""

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from configs.schema import Config, LraConfig, RunConfig, SpeechConfig, config_class, flatten
+from configs.schema import EARLIER_COSINE, Config, LraConfig, RunConfig, SpeechConfig, config_class, flatten
 from data import tokenizers
 from data.sources.images import ImageFormat
 from models import attention as attentions
@@ -202,8 +202,8 @@ def newest_step(config: RunConfig, run_dir: Path) -> tuple[int | None, bool]:
             check_nothing_is_lost(run_dir)
             _check_writable(checkpoints.directory)
             return None, False
-        finished = loop.is_finished(config, newest[1]["position"],
-                                    checkpoints.directory / str(newest[0]))
+        position = loop.read_position(newest[1]["position"], checkpoints.directory / str(newest[0]))
+        finished = loop.is_finished(config, position)
         if not finished:
             checkpoints.check_training_can_go_on(newest[0])  # before anything is written
             _check_writable(checkpoints.directory)
@@ -217,7 +217,7 @@ def newest_step(config: RunConfig, run_dir: Path) -> tuple[int | None, bool]:
         status(f"{run_dir} is finished: step {newest[0]:,}. {more}")
     else:
         note(f"{run_dir} resumes from step {newest[0]:,}")
-        if changes := _changes(run_dir, config, loop.Position(**newest[1]["position"])):
+        if changes := _changes(run_dir, config, position):
             note("; ".join(changes))
     return newest[0], finished
 
@@ -261,12 +261,9 @@ def _changes(run_dir: Path, config: RunConfig, position: loop.Position) -> list[
         del here["optimizer.warmup_steps"]
     changes = [f"{name} is {value} now, {there[name]} at the last start" for name, value in here.items()
                if value != there[name]]
-    version = run_files.read_config(run_dir)["format"]
-    if version == 1 and before.optimizer.schedule == "cosine" and before.optimizer.warmup_steps:
-        changes.append("the cosine decays from the end of the warm-up now, from step 0 at the last start, by an "
-                       "earlier version")
-        if before.optimizer.warmup_steps <= position.step:  # its schedule from then on
-            before = dataclasses.replace(before, optimizer=dataclasses.replace(before.optimizer, warmup_steps=0))
+    if before.optimizer.schedule == EARLIER_COSINE and before.optimizer.warmup_steps <= position.step:
+        # From then on it is a cosine without a warm-up.
+        before = dataclasses.replace(before, optimizer=dataclasses.replace(before.optimizer, warmup_steps=0))
     rate, rate_there = (loop.next_learning_rate(c, position) for c in (config, before))
     if not math.isclose(rate, rate_there, rel_tol=1e-6):
         steps, minutes = config.train.steps, config.train.minutes

@@ -53,6 +53,7 @@ class Environment(TypedDict, total=False):
     image: ImageEntry | None
     init_from: InitFrom | None
     published_weights: PublishedWeights
+    checkpointed: bool
 
 
 class Positions(TypedDict):

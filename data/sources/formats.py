@@ -81,7 +81,7 @@ def inspect(path: Path, encoding: str | None = None) -> Format:
         encoding: encoding of text without a byte order mark; default: UTF-8.
 
     Raises:
-        DataError: it cannot be read, or what packs it is damaged.
+        DataError: it cannot be read.
     """
     with read_errors(path, "its start"), path.open("rb") as file:
         head = file.read(_LOOKED_AT)
@@ -89,7 +89,10 @@ def inspect(path: Path, encoding: str | None = None) -> Format:
         if packed == "bzip2" and head[4:10] != b"1AY&SY":
             packed = None
         if packed is not None:
-            head = _unpacked(file, packed).read(_LOOKED_AT)
+            try:
+                head = _unpacked(file, packed).read(_LOOKED_AT)
+            except (OSError, EOFError, zlib.error, lzma.LZMAError):
+                return Format(None, f"damaged {packed} data", packed)
     within = "" if packed is None else f" packed with {packed}"
     for offset, start, what in _BINARY:
         if head[offset:].startswith(start):

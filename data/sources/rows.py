@@ -411,7 +411,8 @@ def _csv_reader(lines: _Lines, path: Path) -> tuple[list[str], Iterator[list[str
     found = iter(lines)
     first = next((line for line in found if line.strip()), "")
     delimiter = "\t" if ".tsv" in path.name.lower() else max(",;\t|", key=first.count)
-    reader = csv.reader(itertools.chain([first], found), delimiter=delimiter)
+    # Without strict, a field that begins with a lone quote would hold the rest of the file.
+    reader = csv.reader(itertools.chain([first], found), delimiter=delimiter, strict=True)
     return next(reader, []), reader
 
 

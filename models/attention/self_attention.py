@@ -329,8 +329,9 @@ class SelfAttention(nnx.Module):
         order = None
         if packed and self.counts_places and segment_ids_BT is not None:
             order = Order.first(segment_ids_BT >= 0)
-            q_BTHD, k_BTHD, v_BTHD, x_BTE, positions_BT, segment_ids_BT = jax.tree.map(
-                order.of, (q_BTHD, k_BTHD, v_BTHD, x_BTE, positions_BT, segment_ids_BT))
+            q_BTHD, k_BTHD, v_BTHD, positions_BT, segment_ids_BT = jax.tree.map(
+                order.of, (q_BTHD, k_BTHD, v_BTHD, positions_BT, segment_ids_BT))
+            x_BTE = order.of(x_BTE)
         y_BTHD, cache = self.attend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, causal=causal,
                                     positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
         y_BTHD = y_BTHD if order is None else order.undone(y_BTHD)

@@ -8,6 +8,7 @@ import pytest
 
 import configs.schema
 from configs.schema import (
+    EARLIER_COSINE,
     EARLIER_DOCUMENTS,
     FORMAT,
     Config,
@@ -17,6 +18,7 @@ from configs.schema import (
     LraConfig,
     MaskedConfig,
     ModelConfig,
+    OptimizerConfig,
     SpeechConfig,
     TaskConfig,
     TrainConfig,
@@ -112,12 +114,16 @@ def test_another_format_is_refused(number, message):
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents", "rows"])
-def test_packed_documents_of_format_1_are_not_those_of_now(packing):
-    config = Config(data=DataConfig(packing=packing))
+@pytest.mark.parametrize(("schedule", "warmup"), [("cosine", 10), ("cosine", 0), ("constant", 10)])
+def test_packed_documents_and_cosines_of_format_1_are_not_those_of_now(packing, schedule, warmup):
+    config = Config(data=DataConfig(packing=packing),
+                    optimizer=OptimizerConfig(schedule=schedule, warmup_steps=warmup))
     assert Config.from_dict(config.to_dict()) == config
     earlier = Config.from_dict(config.to_dict() | {"format": 1})
     assert earlier.data.packing == (EARLIER_DOCUMENTS if packing == "documents" else packing)
-    assert (earlier == config) == (packing != "documents")
+    differs = schedule == "cosine" and warmup > 0
+    assert earlier.optimizer.schedule == (EARLIER_COSINE if differs else schedule)
+    assert (earlier == config) == (packing != "documents" and not differs)
 
 
 def test_a_recipe_is_given_the_attention(tmp_path):

@@ -322,7 +322,7 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(rows, gpt2, tmp_path, monk
                           ("--val-share 0.1", "another val share: None then, 0.1 now")):
         done = command(*arguments, *more.split())
         assert done.returncode == 2
-        assert f"data.prepare: {out} was started with {message}; finish it with the same settings" in done.stderr
+        assert f"data.prepare: {out} was started with {message}; finish it with the same one" in done.stderr
     rows.write_text(rows.read_text() + '{"text": "one more"}\n')
     done = command(*arguments)
     assert done.returncode == 2

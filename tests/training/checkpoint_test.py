@@ -702,6 +702,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(pruned, tm
         with monkeypatch.context() as patch:
             at_read(patch, number, replace)
             assert value_of(Checkpoints(folder).restore(SMALL)) == 20
+        assert (folder / "20.replaced").exists()
 
 
 def test_checkpoints_that_are_deleted_at_each_try_end_in_an_error(pruned, tmp_path, monkeypatch):

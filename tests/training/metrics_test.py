@@ -2,6 +2,7 @@
 
 import errno
 import math
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -168,13 +169,14 @@ def test_a_file_that_lost_its_name_is_noticed_and_its_lines_can_be_kept(tmp_path
     assert (kept / "metrics.jsonl").read_text() == "of another run"
 
 
-def test_a_disk_that_is_gone_is_noticed(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "gone"), [(errno.ESTALE, True), (errno.EIO, False), (errno.ETIMEDOUT, False)])
+def test_a_disk_that_is_gone_is_told_from_one_that_does_not_answer(tmp_path, monkeypatch, number, gone):
     with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
-        def stale(*_, **__):
-            raise OSError(errno.ESTALE, "Stale file handle")
+        def fails(*_, **__):
+            raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(Path, "stat", stale)
-        assert not writer.is_in_place()
+        monkeypatch.setattr(Path, "stat", fails)
+        assert writer.is_in_place() is not gone
 
 
 def test_a_folder_made_anew_is_another_one(tmp_path):

@@ -54,6 +54,7 @@ def test_a_folder_of_texts_stays_one_with_some_json_csv_and_packed_files(tmp_pat
     (tmp_path / "package.json").write_text('{"name": "x"}')
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")
     (tmp_path / "j.gz").write_bytes(gzip.compress(b"packed"))
+    (tmp_path / "damaged.gz").write_bytes(gzip.compress(b"packed" * 100)[:30])
     found = [text for _, text in documents(str(tmp_path))]
     assert len(found) == 8
     assert {b"packed", b'{"name": "x"}', b"a,b\n1,2\n"} <= set(found)
