@@ -81,7 +81,7 @@ def write(path: Path, values: Mapping[str, Any]) -> None:
 
 def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
     """The entries and their checksum."""
-    return {**values, CHECKSUM: checksum(values)}
+    return {CHECKSUM: checksum(values), **values}  # first: its line can be deleted as it is
 
 
 def checksum(values: Mapping[str, Any]) -> str:

@@ -278,7 +278,7 @@ def test_environment_json_keeps_a_checksum_of_what_is_added(tmp_path):
     json_files.write(file, {"parameters": 5, "dtype": "float32"})
     add_to_environment(tmp_path, step_bytes=7)
     assert run.run_files.read_environment(tmp_path) == {"parameters": 5, "dtype": "float32", "step_bytes": 7}
-    file.write_text(file.read_text().replace("7,", "5,"))
+    file.write_text(file.read_text().replace(": 7", ": 5"))
     with pytest.raises(JsonError, match=r"environment\.json is damaged, or was changed by hand"):
         run.run_files.read_environment(tmp_path)
 

@@ -17,6 +17,7 @@ The items are pytrees of arrays ("parameters", "variables", "optimizer"), except
 which is restored exactly.
 """
 
+import errno
 import functools
 import hashlib
 import logging
@@ -101,6 +102,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._damaged: set[int] = set()
+        self._parent: tuple[int, int] | None = None
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
@@ -138,6 +140,10 @@ class Checkpoints:
             saved[JSON_ITEM] = {key: x.item() if hasattr(x, "item") else x for key, x in saved[JSON_ITEM].items()}
         with self._one_clear_error(step), context:
             if jax.process_index() == 0:
+                if self._parent is None:
+                    self.directory.mkdir(parents=True, exist_ok=True)
+                    self._parent = _identity(self.directory.parent)
+                self._check_parent()
                 self._clean_up()
                 self._unfinished.mkdir(parents=True, exist_ok=True)
             response = ocp.save_checkpointables_async(self._unfinished / str(step), saved)
@@ -307,6 +313,7 @@ class Checkpoints:
                 (written / LOSS).write_bytes(orjson.dumps({"loss": float(loss)}))
             (written / CHECKSUMS).write_bytes(_sums({name: _sha256(written / name) for name in _files(written)}))
             sync(written)
+            self._check_parent()
             self._put_in_place(written)
             self._damaged.discard(step)
         self._completed()
@@ -315,6 +322,11 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(f"{self.directory}: the checkpoint of step {step} is complete, but an earlier one "
                                   f"cannot be deleted ({message(error)})") from error
+
+    def _check_parent(self) -> None:
+        """Raises if the folder of the run is another one than at the first save: Orbax makes deleted folders anew."""
+        if _identity(self.directory.parent) != self._parent:
+            raise FileNotFoundError(errno.ENOENT, "it was deleted or renamed", str(self.directory.parent))
 
     def _put_in_place(self, written: Path) -> None:
         """Renames a checkpoint that is on disk to its step, in place of one that may be there."""
@@ -419,6 +431,10 @@ class Checkpoints:
             warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)
             if jax.process_index() == 0:
                 shutil.rmtree(self._unfinished, ignore_errors=True)  # frees the space of the partial checkpoint
+                if self._parent is not None and _identity(self.directory.parent) != self._parent:
+                    with suppress(OSError):  # what was made anew, and is empty
+                        self.directory.rmdir()
+                        self.directory.parent.rmdir()
             earlier: list[int] = []
             with suppress(OSError):  # the folder cannot be read either
                 earlier = [other for other in self.steps() if other not in self._damaged]

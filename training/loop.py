@@ -323,7 +323,7 @@ class _Run:
             # A write just after the folder has gone may fail before it is noticed.
             if not noticed and (processes.several() or self._is_in_place()):
                 raise
-            state, pending = latest()
+            before, (state, pending) = self.run_dir, latest()
             if noticed and pending is not None:
                 self.record(pending, self.clock.position.step)
             with suppress(CheckpointError):  # of a save to the old folder
@@ -331,13 +331,13 @@ class _Run:
             step = self.clock.position.step
             try:
                 folder, happened, remedy = processes.from_first(self._prepare_elsewhere)
-                self.saved_at = -1
+                self.run_dir, self.saved_at = Path(folder), -1
                 with _open_checkpoints(Path(folder), self.checkpoints.keep) as self.checkpoints:
                     self.save(state)
                     self.complete_save(state)
             except (OSError, CheckpointError) as failure:
-                raise TrainingError(f"{self.run_dir} was deleted or renamed while it trained, and step {step:,} cannot "
-                                    f"be saved elsewhere: {message(failure)}") from failure
+                raise TrainingError(f"{before} was deleted or renamed while it trained, and step {step:,} cannot be "
+                                    f"saved elsewhere: {message(failure)}") from failure
             saved = f"Step {step:,} is saved in {folder}; {remedy}" if step else "No step had been made"
             raise TrainingError(f"{happened} while it trained. {saved}") from error
 
@@ -348,8 +348,7 @@ class _Run:
         folder = _free_name(before.with_name(f"{before.name}.deleted-while-training")) if now is None else now
         if now is None:
             folder.mkdir(parents=True)
-            for name, contents in self.records.items():
-                (folder / name).write_bytes(contents)
+        self._write_missing_records(folder)
         lines, self.writer = self.writer.keep_in(folder), None
         self.timing.path = folder / "timing.json"
         go_on = f"repeat the command with --run-dir {folder} to resume"
@@ -361,6 +360,13 @@ class _Run:
             return str(before), f"{metrics} was deleted", "repeat the command to resume"
         return str(before), f"{metrics} was replaced", (
             f"rename {lines}, which has the lines of this run, to {metrics.name} and repeat the command to resume")
+
+    def _write_missing_records(self, folder: Path) -> list[str]:
+        """Writes ``config.json`` and ``environment.json`` where they were deleted; returns the names."""
+        missing = [name for name in self.records if not (folder / name).exists()]
+        for name in missing:
+            (folder / name).write_bytes(self.records[name])
+        return missing
 
     def complete_verification(self, verification: Verification) -> None:
         """Wait until the data are verified on all processes, or a signal arrives."""
@@ -456,14 +462,17 @@ class _Run:
             self.logs.flush()
         if self.writer is not None:
             self.writer.sync()  # before the checkpoint: no power loss leaves its step without lines
+        if missing := self._write_missing_records(self.run_dir):
+            note(f"{self.run_dir}: {' and '.join(missing)} {'were' if len(missing) > 1 else 'was'} deleted; a copy is in "
+                 "its place")
         self.clock.read()
         self._complete_save()
+        self.timing.write()  # with every checkpoint, in case the process is killed
         try:
             self._start_save(state)
         except CheckpointError as error:
             self._save_has_failed(error)
             self._start_save(state)
-        self.timing.write()  # with every checkpoint, in case the process is killed
         self.saved_at = position.step
         self.timing.enter("other")
 

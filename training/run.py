@@ -311,8 +311,8 @@ def load_model(directory: Path, step: int | Literal["best"] | None = None, mesh:
     if restored is None and step == "best":
         raise RunError(f"{directory}: no checkpoint has a val loss; open the run with checkpoint=\"newest\"")
     if restored is None:
-        raise CheckpointError(f"{directory}: no intact checkpoint (steps {', '.join(map(str, steps))}); run train.py "
-                              "again with this --run-dir, or restore a copy")
+        raise CheckpointError(f"{directory}: no intact checkpoint (steps {', '.join(map(str, steps))}); restore a "
+                              "copy, or train again in another --run-dir")
     step, items = restored
     nnx.replace_by_pure_dict(parameters, items["parameters"])
     nnx.replace_by_pure_dict(variables, items["variables"])

@@ -54,6 +54,8 @@ def open_source(source: str, *, split: str | None = None, column: str | None = N
             fit.
         DataError: a file cannot be read.
     """
+    if not source:
+        raise ConfigError("data.source is empty; expected a file, a folder, a glob or the name of a data set")
     plain = source
     options = {"split": split, "column": column, "encoding": encoding}
     while found := _SUFFIX.search(plain):

@@ -91,7 +91,7 @@ def test_a_checksum_is_of_the_values_whatever_their_order_and_layout(tmp_path):
     json_files.write(path, {"b": (1, 2.5), "a": {1: None}, "c": "é\ud800"})
     assert json_files.read(path, dict[str, Any]) == {"b": [1, 2.5], "a": {"1": None}, "c": "é\ud800"}
     values = json.loads(path.read_text())
-    assert list(values) == ["b", "a", "c", json_files.CHECKSUM]
+    assert list(values) == [json_files.CHECKSUM, "b", "a", "c"]
     path.write_text(json.dumps(values, sort_keys=True))
     json_files.read(path, dict[str, Any])
     path.write_text(json.dumps(values | {"b": [1, 2.25]}))

@@ -371,6 +371,24 @@ def test_a_checkpoint_replaced_by_one_of_the_same_step_is_there_whenever_the_pro
     assert calls.count("rename") == 3  # the old one aside, the new one in its place, and the old one to be deleted
 
 
+def test_a_folder_that_is_renamed_during_a_save_is_not_made_anew(tmp_path, monkeypatch):
+    (run := tmp_path / "run").mkdir()
+    checkpoints = Checkpoints(run / "checkpoints")
+    checkpoints.save(1, small_items(1))
+    checkpoints.wait()
+
+    def renamed(written):
+        run.rename(tmp_path / "there")
+        written.mkdir(parents=True)  # as Orbax does
+
+    monkeypatch.setattr(checkpoint, "sync", renamed)
+    checkpoints.save(2, small_items(2))
+    with pytest.raises(CheckpointError, match="run: it was deleted or renamed"):
+        checkpoints.close()
+    assert not run.exists()
+    assert Checkpoints(tmp_path / "there" / "checkpoints").steps() == [1]
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_a_checkpoint_stays_when_the_rename_of_one_of_the_same_step_fails(tmp_path, monkeypatch, number):
     save_all(tmp_path, {4: None})

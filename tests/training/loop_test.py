@@ -452,12 +452,27 @@ def test_a_run_whose_folder_goes_during_a_save_is_saved_beside_it(recipe, tmp_pa
         response.result()
         if self.directory.parent == folder:
             shutil.rmtree(folder)
+            (folder / "checkpoints" / "unfinished" / str(step) / "parameters").mkdir(parents=True)  # as Orbax does
         finish(self, step, response, loss)
 
     monkeypatch.setattr(Checkpoints, "_finish", deleted)
     assert tiny.run(recipe, "--run-dir", folder) == 1
     assert tiny.saved_steps(tmp_path / "run.deleted-while-training") == [2]
     assert [line["split"] for line in tiny.lines(tmp_path / "run.deleted-while-training")] == ["train", "train", "val"]
+    assert not folder.exists()
+
+
+def test_a_run_whose_config_is_deleted_writes_it_again(recipe, tmp_path, capsys, monkeypatch):
+    folder, before = tmp_path / "run", []
+
+    def take_away():
+        before.append((folder / "config.json").read_bytes())
+        (folder / "config.json").unlink()
+
+    moving(monkeypatch, 1, take_away)
+    assert tiny.run(recipe, "--run-dir", folder) == 0
+    assert f"note: {folder}: config.json was deleted; a copy is in its place" in capsys.readouterr().err
+    assert (folder / "config.json").read_bytes() == before[0]
 
 
 @pytest.mark.parametrize("kept", ["samples", "metrics.jsonl"])
