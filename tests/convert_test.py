@@ -192,6 +192,7 @@ def test_a_trained_softmax_run_goes_out_and_comes_back(tmp_path, capsys):
     assert tiny.run(recipe, "--run-dir", tmp_path / "linear", "--init-from", tmp_path / "back") == 0
     # Killed before the first checkpoint: without the flag the run would not match its environment.json.
     shutil.rmtree(tmp_path / "linear" / "checkpoints")
+    (tmp_path / "linear" / "metrics.jsonl").unlink()
     before = (tmp_path / "linear" / "environment.json").read_bytes()
     assert tiny.run(recipe, "--run-dir", tmp_path / "linear") == 2
     assert f"was started with --init-from {tmp_path / 'back'} and has no intact" in capsys.readouterr().err

@@ -463,8 +463,8 @@ class _Run:
         if self.writer is not None:
             self.writer.sync()  # before the checkpoint: no power loss leaves its step without lines
         if missing := self._write_missing_records(self.run_dir):
-            note(f"{self.run_dir}: {' and '.join(missing)} {'were' if len(missing) > 1 else 'was'} deleted; a copy is in "
-                 "its place")
+            note(f"{self.run_dir}: {' and '.join(missing)} {'were' if len(missing) > 1 else 'was'} deleted; a copy is "
+                 "in its place")
         self.clock.read()
         self._complete_save()
         self.timing.write()  # with every checkpoint, in case the process is killed

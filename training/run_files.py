@@ -42,7 +42,7 @@ class Environment(TypedDict, total=False):
     command: list[str]
     corpus_checksum: str | None
     tokenizer: str | None
-    vocabulary_size: Count
+    vocabulary_size: Count | None
     parameters: Natural
     dtype: str
     implementations: dict[str, str] | None

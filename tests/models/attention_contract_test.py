@@ -319,7 +319,8 @@ def test_gradients_in_bfloat16_are_those_in_float32(mode):
     @jax.jit
     def gradients(parameters, x_BTE):
         def total(parameters):
-            y_BTE, _ = nnx.merge(graph, parameters, rest).forward(x_BTE, causal=module.causal, segment_ids_BT=segments)
+            y_BTE, _ = nnx.merge(graph, parameters, rest).forward(
+                x_BTE, causal=module.causal, segment_ids_BT=segments, packed=module.packs(module.causal))
             signs = jnp.sign(jnp.sin(1 + jnp.arange(y_BTE.size))).reshape(y_BTE.shape)
             return jnp.sum(y_BTE.astype(jnp.float32) * signs)
 
