@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests import tiny
+from tests.edited import contents
 from training import accounting
 from training.accounting import PARTS, Peak, Timing
 
@@ -19,7 +20,7 @@ def test_the_parts_are_all_the_time_and_add_up_over_starts(tmp_path, monkeypatch
     timing = Timing.of_run(tmp_path, 100.0)
     timing.enter("step")
     timing.write()
-    found = json.loads((tmp_path / "timing.json").read_text())
+    found = contents(tmp_path / "timing.json")
     assert found == {"seconds": dict.fromkeys(PARTS, 0.0) | {"other": 2.0, "compile": 3.0, "step": 3.0},
                      "wall_seconds": 8.0, "starts": 2}
     assert str(timing).startswith("compile 3.0 s (38%), input 0.0 s (0%), step 3.0 s (38%), ")

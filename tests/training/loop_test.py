@@ -341,7 +341,7 @@ def test_the_last_evaluation_comes_before_the_last_checkpoint(recipe, tmp_path, 
 
 
 def test_a_run_bounded_by_time_ends_at_its_time_and_is_finished(recipe, tmp_path, capsys, monkeypatch):
-    folder, clock = tmp_path / "run", itertools.count(1000 * round(time.perf_counter()))
+    folder, clock = tmp_path / "run", itertools.count(1000 * round(time.perf_counter() + 60))  # after the start
     monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: next(clock) / 1000))
     command = (recipe, "--run-dir", folder, "--train.steps", "None", "--train.minutes", 0.003)
     assert tiny.run(*command) == 0
