@@ -23,6 +23,7 @@ from comparison.page import page
 from comparison.runs import load_run
 from tests import tiny
 from tests.comparison.made import read_lines, write_evaluated, write_lines, write_run
+from tests.edited import contents
 
 pytestmark = pytest.mark.thorough
 
@@ -173,7 +174,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     lines = [{name: value for name, value in line.items() if name not in ("bits_per_byte", "flops")}
              for line in tiny.lines(found["chunked-0"])]
     (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = json.loads((found["chunked-0"] / "config.json").read_text())
+    config = contents(found["chunked-0"] / "config.json")
     config["model"] |= {"attention": ["softmax"], "context": 64}
     (copy / "config.json").write_text(json.dumps(config))
     positions = [{"first": 1, "last": 1, "loss": 3.0}, {"first": 2, "last": 3, "loss": 2.5}]
