@@ -207,6 +207,8 @@ class Part(NamedTuple):
 def _differing(name: str, found: Any, expected: Any) -> str:
     if name == "state":  # a digest
         return "text of the source (its files have other names, sizes or times)"
+    if name == "version of lineargpt":
+        return name
     found, expected = ("none" if value is None else value for value in (found, expected))
     return f"{name.replace('_', ' ')} ({found}, not {expected})"
 

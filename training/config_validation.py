@@ -6,7 +6,16 @@ from typing import Any
 
 import jax
 
-from configs.schema import Config, MaskedConfig, MeshConfig, OptimizerConfig, RunConfig, SpeechConfig, TrainConfig
+from configs.schema import (
+    EARLIER_COSINE,
+    Config,
+    MaskedConfig,
+    MeshConfig,
+    OptimizerConfig,
+    RunConfig,
+    SpeechConfig,
+    TrainConfig,
+)
 from data.tokenizers import PIXELS
 from kernels import device
 from models import attention as attentions
@@ -65,6 +74,9 @@ def _check_lengths(train: TrainConfig, optimizer: OptimizerConfig) -> None:
         raise ConfigError("train.batch_size is 0; expected at least 1, or --train.batch-tokens")
     if train.steps is None and train.minutes is None:
         raise ConfigError("train.steps and train.minutes are both None; expected at least one of them")
+    if optimizer.schedule == EARLIER_COSINE:  # of the config of such a run
+        raise ConfigError(f"optimizer.schedule is {EARLIER_COSINE}, which earlier versions had; expected cosine, "
+                          "constant, drop or inverse_sqrt")
     if optimizer.schedule == "drop":
         if optimizer.drop_step is None:
             raise ConfigError("optimizer.drop_step is None; expected a number of steps, as optimizer.schedule is drop")

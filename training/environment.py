@@ -74,7 +74,7 @@ def note_checkpoint(run_dir: Path) -> None:
         if read_environment(run_dir).get(CHECKPOINTED) is not True:
             add_to_environment(run_dir, **{CHECKPOINTED: True})
     except (OSError, JsonError) as error:
-        note(f"it is not written down that the run has a checkpoint: {message(error)}")
+        note(f"the first checkpoint of the run could not be recorded: {message(error)}")
 
 
 def git_commit() -> str | None:

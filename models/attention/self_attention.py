@@ -274,8 +274,8 @@ class SelfAttention(nnx.Module):
             causal: whether attention is causal; always true with a cache.
             positions_BT: rotary positions of queries and keys, if any.
             segment_ids_BT: segment ids of whole sequences; None: each row is one segment.
-            packed: whether rows may have several segments, or padding before a token. Under ``jax.jit`` the ids do not
-                tell.
+            packed: whether rows may have several segments, or padding before a token. False: each row is one segment
+                followed by padding.
             lengths_B: with a cache, number of new tokens of each row that enter it; None: all.
 
         Returns:

@@ -7,7 +7,7 @@ import pytest
 import tyro
 
 import train
-from configs.schema import Config, LraConfig, OptimizerConfig, TrainConfig
+from configs.schema import EARLIER_COSINE, Config, LraConfig, OptimizerConfig, TrainConfig
 from support.errors import ConfigError
 from tests import tiny
 from training import cli, loop
@@ -67,6 +67,12 @@ def test_a_drop_after_the_end_is_told_and_every_schedule_of_the_runs_length_has_
 def test_an_accumulation_that_does_not_divide_the_batch_is_the_next_lower_divisor(batch, asked, found):
     config = Config(train=TrainConfig(batch_size=batch, accumulate=asked))
     assert validate_config(config).train.accumulate == found
+
+
+def test_the_schedule_of_an_earlier_version_is_refused():
+    config = Config(optimizer=OptimizerConfig(schedule=EARLIER_COSINE), train=TrainConfig(steps=50))
+    with pytest.raises(ConfigError, match=r"optimizer\.schedule is cosine from step 0, which earlier versions had; "):
+        validate_config(config)
 
 
 def test_a_config_from_python_is_checked_like_flags():
