@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from kernels.partition import CONTEXT_AXIS, on_each_device, present, size_of, split_of_heads
-from kernels.segments import Order, rows_at
+from .partition import CONTEXT_AXIS, on_each_device, present, size_of, split_of_heads
+from .segments import Order, rows_at
 
 NO_RUN = -2
 """Run of a token that does not exist."""

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from kernels import device
+from . import device
 
 _disabled: set[Callable] = set()
 

@@ -15,9 +15,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kernels import device
-from kernels.cases import REFERENCE, Arrays, Case
-from kernels.mixed_precision import product, wide
+from . import device
+from .cases import REFERENCE, Arrays, Case
+from .mixed_precision import product, wide
 
 ROWS = 128
 """Positions of a block."""

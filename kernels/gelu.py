@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kernels.cases import REFERENCE, Arrays, Case
-from kernels.mixed_precision import rounded, wide
+from .cases import REFERENCE, Arrays, Case
+from .mixed_precision import rounded, wide
 
 _RATE, _CUBE = math.sqrt(2 / math.pi), 0.044715
 

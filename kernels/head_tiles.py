@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kernels import device
+from . import device
 
 WARPS = 8
 TILE = 4096

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kernels import cpu
+from . import cpu
 
 
 def product(formula: str, x: Float[Array, "*x"], y: Float[Array, "*y"], dtype: Any = None, *,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from kernels import device
+from . import device
 
 ROW_AXES = ("data", "fsdp")
 """The mesh axes that split the rows of a batch."""

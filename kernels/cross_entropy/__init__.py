@@ -1,5 +1,5 @@
 """Head and cross-entropy in one, by blocks of tokens: :func:`cross_entropy`, :func:`count_right` and :func:`score`."""
 
-from kernels.cross_entropy.api import count_right, cross_entropy, score
+from .api import count_right, cross_entropy, score
 
 __all__ = ["count_right", "cross_entropy", "score"]

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.cross_entropy.blocks import Blocks
-from kernels.mixed_precision import product
-from kernels.partition import by_tokens
+from ..mixed_precision import product
+from ..partition import by_tokens
+from .blocks import Blocks
 
 
 def cross_entropy(

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from kernels import device
-from kernels.cross_entropy.pallas_gpu import softmax_loss
-from kernels.mixed_precision import product, rounded
+from .. import device
+from ..mixed_precision import product, rounded
+from .pallas_gpu import softmax_loss
 
 BLOCK_LOGITS = 1 << 24
 """Most logits of a block on a CPU."""

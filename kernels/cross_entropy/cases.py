@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.cases import REFERENCE, Arrays, Case
-from kernels.cross_entropy.api import cross_entropy
-from kernels.cross_entropy.reference import reference
+from ..cases import REFERENCE, Arrays, Case
+from .api import cross_entropy
+from .reference import reference
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Float, Int
 
-from kernels import device
-from kernels.partition import by_batch_and_heads
+from .. import device
+from ..partition import by_batch_and_heads
 
 COLUMNS = 8192
 """Logits per load."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kernels.mixed_precision import wide
+from ..mixed_precision import wide
 
 
 def reference(x_BTE: Array, embedding_VE: Array, targets_BT: Array) -> Array:

@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels import checks, decay, device
-from kernels.context import devices_of, over_context
-from kernels.delta_rule import decode, pallas_gpu
-from kernels.delta_rule.chunked import chunked
-from kernels.delta_rule.reference import recurrent
-from kernels.mixed_precision import product
-from kernels.segments import runs_of
+from .. import checks, decay, device
+from ..context import devices_of, over_context
+from ..mixed_precision import product
+from ..segments import runs_of
+from . import decode, pallas_gpu
+from .chunked import chunked
+from .reference import recurrent
 
 CHUNK = 64
 """C of ``chunked``."""

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.cases import Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
-from kernels.delta_rule.api import delta_rule, pick_implementation
-from kernels.mixed_precision import wide
+from ..cases import Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
+from ..mixed_precision import wide
+from .api import delta_rule, pick_implementation
 
 FORMS = ("chunked", "recurrent")
 # float64 and float32: errors accumulate from token to token. At a correlation of 0.99 a gradient is off by up to

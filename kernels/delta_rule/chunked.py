@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels import cpu, mixed_precision
-from kernels.chunks import Chunks, join, split
-from kernels.decay import Decays
-from kernels.remat import kept
-from kernels.segments import visible
+from .. import cpu, mixed_precision
+from ..chunks import Chunks, join, split
+from ..decay import Decays
+from ..remat import kept
+from ..segments import visible
 
 BLOCK = 16
 """Rows of a triangular matrix that are substituted one by one. Larger matrices are merged by products."""

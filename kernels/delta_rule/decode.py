@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kernels.delta_rule.reference import recurrent
-from kernels.recurrent_step import Input, as_given, recurrent_step
-from kernels.recurrent_step.decode import MOST_FEATURES
+from ..recurrent_step import Input, as_given, recurrent_step
+from ..recurrent_step.decode import MOST_FEATURES
+from .reference import recurrent
 
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, segments: bool = False) -> str | None:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import triton
 
-from kernels.linear_attention.gpu_parts import (
+from ..linear_attention.gpu_parts import (
     Chunk,
     Cut,
     Links,

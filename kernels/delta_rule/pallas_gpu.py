@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from kernels.delta_rule import gpu_kernels
-from kernels.delta_rule.gpu_kernels import DecayParts
-from kernels.linear_attention.gpu_launch import Block, Grid, links_of, split_chunks
-from kernels.linear_attention.gpu_parts import SLAB, Cut, Links
-from kernels.linear_attention.pallas_gpu import block_width
-from kernels.linear_attention.tuning import Tiles
-from kernels.partition import by_batch_and_heads
-from kernels.remat import kept
+from ..linear_attention.gpu_launch import Block, Grid, links_of, split_chunks
+from ..linear_attention.gpu_parts import SLAB, Cut, Links
+from ..linear_attention.pallas_gpu import block_width
+from ..linear_attention.tuning import Tiles
+from ..partition import by_batch_and_heads
+from ..remat import kept
+from . import gpu_kernels
+from .gpu_kernels import DecayParts
 
 CHUNK = 64
 WIDEST = {"bfloat16": 128, "float16": 64, "float32": 64}

@@ -12,11 +12,11 @@ from typing import Literal
 import jax
 from jaxtyping import Array, Float
 
-from kernels import checks, cpu
-from kernels.gated_norm.formula import gated_norm_wide
-from kernels.gated_norm.pallas_gpu import gated_norm_tiles
-from kernels.head_tiles import has_tiles
-from kernels.mixed_precision import wide
+from .. import checks, cpu
+from ..head_tiles import has_tiles
+from ..mixed_precision import wide
+from .formula import gated_norm_wide
+from .pallas_gpu import gated_norm_tiles
 
 Activation = Literal["none", "sigmoid", "silu"]
 

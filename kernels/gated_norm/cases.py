@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels.cases import REFERENCE, Arrays, Case
-from kernels.gated_norm.api import Activation, gated_norm
-from kernels.gated_norm.reference import reference
+from ..cases import REFERENCE, Arrays, Case
+from .api import Activation, gated_norm
+from .reference import reference
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import jax
 from jax import Array
 from jaxtyping import Float
 
-from kernels.gated_norm.formula import gated_norm_wide
-from kernels.head_tiles import HeadTiles, Tile
+from ..head_tiles import HeadTiles, Tile
+from .formula import gated_norm_wide
 
 TOKENS, VECTORS = ("y", "gate"), ("scale", "bias")
 """Names of the arguments that have a row for each token, and of those that all tokens share."""

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from kernels.mixed_precision import wide
+from ..mixed_precision import wide
 
 
 def reference(y_BTHD: Array, scale_HD: Array | None, gate_BTHD: Array | None, bias_HD: Array | None,

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from kernels import device
-from kernels.mixed_precision import product
-from kernels.remat import kept
-from kernels.segments import HIDDEN
+from .. import device
+from ..mixed_precision import product
+from ..remat import kept
+from ..segments import HIDDEN
 
 SCORES_AT_ONCE = {"cpu": 2**18, "gpu": 2**26}
 """Scores, over batch and heads, that are in memory at once, unless one group has more."""

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kernels.cases import REFERENCE, Arrays, Case
-from kernels.grouped_attention.api import grouped_attention
-from kernels.grouped_attention.reference import grouped_reference
-from kernels.segments import HIDDEN
+from ..cases import REFERENCE, Arrays, Case
+from ..segments import HIDDEN
+from .api import grouped_attention
+from .reference import grouped_reference
 
 # float32: sums of a few dozen terms. bfloat16: weights are rounded to 8 bits, 1.1e-3 RMS, and so is each gradient.
 TOLERANCES = {"float64": 1e-13, "float32": 3e-6, "bfloat16": 6e-3}

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kernels.grouped_attention.api import Part
-from kernels.segments import HIDDEN
+from ..segments import HIDDEN
+from .api import Part
 
 
 def grouped_reference(q_BHNTD: Array, k_BHNSD: Array, v_BHNSD: Array, query_tags: Any, key_tags: Any,

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kernels import cpu, device
-from kernels.layer_norm.moments import Moments, rest_of
-from kernels.layer_norm.pallas_gpu import layer_norm_gradient, layer_norm_of_sum
-from kernels.mixed_precision import rounded, wide
+from .. import cpu, device
+from ..mixed_precision import rounded, wide
+from .moments import Moments, rest_of
+from .pallas_gpu import layer_norm_gradient, layer_norm_of_sum
 
 
 class Norm(NamedTuple):

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.cases import REFERENCE, Arrays, Case
-from kernels.layer_norm.api import Sum, layer_norm_and_input
-from kernels.layer_norm.reference import reference
+from ..cases import REFERENCE, Arrays, Case
+from .api import Sum, layer_norm_and_input
+from .reference import reference
 
 
 @dataclass(frozen=True)

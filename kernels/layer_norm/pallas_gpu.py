@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Float
 
-from kernels import device
-from kernels.layer_norm.moments import Moments, mean_of, rest_of
+from .. import device
+from .moments import Moments, mean_of, rest_of
 
 WARPS = 8
 TILE = 2048

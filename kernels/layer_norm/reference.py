@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from kernels.mixed_precision import wide
+from ..mixed_precision import wide
 
 
 def reference(x_BTE: Array, scale_E: Array, bias_E: Array, epsilon: float, dtype: Any) -> Array:

@@ -1,13 +1,13 @@
 """Linear attention: :func:`linear_attention`, in several forms that agree to rounding."""
 
-from kernels.linear_attention.api import (
+from .api import (
     EPSILON,
     IMPLEMENTATIONS,
     State,
     linear_attention,
     pick_implementation,
 )
-from kernels.linear_attention.chunk_size import pick_chunk_sizes
+from .chunk_size import pick_chunk_sizes
 
 __all__ = ["EPSILON", "IMPLEMENTATIONS", "State", "linear_attention", "pick_chunk_sizes",
            "pick_implementation"]

@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from kernels import checks, decay, device
-from kernels.context import devices_of, over_context
-from kernels.linear_attention import decode, pallas_gpu
-from kernels.linear_attention.blockwise import blockwise
-from kernels.linear_attention.chunk_size import pick_chunk_sizes
-from kernels.linear_attention.chunked import chunked
-from kernels.linear_attention.recurrent import cumsum, recurrent
-from kernels.linear_attention.reference import parallel, rowwise
-from kernels.linear_attention.state import EPSILON, Share, State, final_state, sum_dtype, zero_state
-from kernels.segments import runs_of
+from .. import checks, decay, device
+from ..context import devices_of, over_context
+from ..segments import runs_of
+from . import decode, pallas_gpu
+from .blockwise import blockwise
+from .chunk_size import pick_chunk_sizes
+from .chunked import chunked
+from .recurrent import cumsum, recurrent
+from .reference import parallel, rowwise
+from .state import EPSILON, Share, State, final_state, sum_dtype, zero_state
 
 __all__ = ["EPSILON", "IMPLEMENTATIONS", "State", "linear_attention", "pick_implementation"]
 

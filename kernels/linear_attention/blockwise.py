@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels.decay import sums_after, sums_between, sums_through
-from kernels.linear_attention.state import State, divide, final_state, from_initial
-from kernels.linear_attention.tuning import ChunkSizes
-from kernels.segments import visible
+from ..decay import sums_after, sums_between, sums_through
+from ..segments import visible
+from .state import State, divide, final_state, from_initial
+from .tuning import ChunkSizes
 
 
 def blockwise(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,

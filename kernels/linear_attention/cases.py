@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.cases import Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
-from kernels.linear_attention import tuning
-from kernels.linear_attention.api import State, linear_attention, pick_implementation
-from kernels.linear_attention.chunk_size import pick_chunk_sizes
+from ..cases import Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
+from . import tuning
+from .api import State, linear_attention, pick_implementation
+from .chunk_size import pick_chunk_sizes
 
 PUBLISHED_SHAPES = (8, 1024, 8, 64), (4, 2048, 16, 128), (2, 16384, 16, 128), (1, 8192, 96, 128)
 """B, T, H, D of published kernel timings, in order of work."""

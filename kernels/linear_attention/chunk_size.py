@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from kernels.linear_attention.pallas_gpu import block_width, operand_dtype
-from kernels.linear_attention.tuning import ChunkSizes, kernel_chunk_sizes
+from .pallas_gpu import block_width, operand_dtype
+from .tuning import ChunkSizes, kernel_chunk_sizes
 
 CHUNK = 64
 """C of ``chunked``: balances the quadratic part inside a chunk and the traffic of the states."""

@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels import mixed_precision
-from kernels.chunks import Chunks, join, only, rows, split
-from kernels.decay import Decays
-from kernels.linear_attention.state import (
+from .. import mixed_precision
+from ..chunks import Chunks, join, only, rows, split
+from ..decay import Decays
+from ..remat import kept
+from ..segments import visible
+from .state import (
     EPSILON,
     EXACT,
     State,
@@ -31,9 +33,7 @@ from kernels.linear_attention.state import (
     from_initial,
     remove_rounding_along_z,
 )
-from kernels.linear_attention.tuning import ChunkSizes
-from kernels.remat import kept
-from kernels.segments import visible
+from .tuning import ChunkSizes
 
 product = functools.partial(mixed_precision.product, exact=True)
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kernels.linear_attention.state import EPSILON, State, advance, sum_dtype
-from kernels.recurrent_step import Input, as_given, recurrent_step
-from kernels.recurrent_step.decode import MOST_FEATURES
+from ..recurrent_step import Input, as_given, recurrent_step
+from ..recurrent_step.decode import MOST_FEATURES
+from .state import EPSILON, State, advance, sum_dtype
 
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from kernels.linear_attention.gpu_parts import (
+from .gpu_parts import (
     Before,
     Chunk,
     Cut,
@@ -47,7 +47,7 @@ from kernels.linear_attention.gpu_parts import (
     sums_before,
     zero_sums,
 )
-from kernels.linear_attention.state import EPSILON
+from .state import EPSILON
 
 
 class DecayWrites(NamedTuple):

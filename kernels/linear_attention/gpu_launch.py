@@ -9,10 +9,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kernels import device
-from kernels.linear_attention.gpu_kernels import DecayWrites
-from kernels.linear_attention.gpu_parts import LEAST, STEP, Before, Cut, Decay, Links, Sums
-from kernels.linear_attention.state import State
+from .. import device
+from .gpu_kernels import DecayWrites
+from .gpu_parts import LEAST, STEP, Before, Cut, Decay, Links, Sums
+from .state import State
 
 
 class Block(NamedTuple):

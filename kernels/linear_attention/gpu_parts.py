@@ -23,8 +23,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kernels import device
-from kernels.linear_attention.tuning import Tiles
+from .. import device
+from .tuning import Tiles
 
 SLAB = 64
 """Columns of a float32 operand in one product."""

@@ -27,15 +27,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from kernels import device
-from kernels.linear_attention import gpu_kernels
-from kernels.linear_attention.gpu_kernels import DecayWrites
-from kernels.linear_attention.gpu_launch import Grid, links_of, split_chunks
-from kernels.linear_attention.gpu_parts import Cut, Links, Sums, operand_dtype
-from kernels.linear_attention.state import EPSILON, State
-from kernels.linear_attention.tuning import ChunkSizes, Plan, plan, plan_with_decay, tiles_with_decay
-from kernels.partition import by_batch_and_heads
-from kernels.remat import kept
+from .. import device
+from ..partition import by_batch_and_heads
+from ..remat import kept
+from . import gpu_kernels
+from .gpu_kernels import DecayWrites
+from .gpu_launch import Grid, links_of, split_chunks
+from .gpu_parts import Cut, Links, Sums, operand_dtype
+from .state import EPSILON, State
+from .tuning import ChunkSizes, Plan, plan, plan_with_decay, tiles_with_decay
 
 WIDTHS = (1, 256)
 """Least and greatest M and D."""

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels.decay import sums_after
-from kernels.linear_attention.state import State, divide, final_state, from_initial
-from kernels.segments import visible
+from ..decay import sums_after
+from ..segments import visible
+from .state import State, divide, final_state, from_initial
 
 
 def parallel(q_BTHM: Array, k_BTHM: Array, v_BTHD: Array, initial: State, runs_BT: Array | None, *, causal: bool,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kernels.decay import sums_after, sums_through
+from ..decay import sums_after, sums_through
 
 EPSILON = 1e-6
 """ε, added to the denominator of the normalised form."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kernels import device
+from .. import device
 
 TABLE = Path(__file__).with_name("tuning.json")
 LONG = 4096

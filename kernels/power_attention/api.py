@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels import checks, decay
-from kernels.context import devices_of, over_context
-from kernels.linear_attention.state import Share, State, sum_dtype, zero_state
-from kernels.power_attention.chunked import chunked, final_state, pick_chunk_size
-from kernels.power_attention.features import MOST_FEATURES, count_features
-from kernels.power_attention.reference import materialised, recurrent
-from kernels.segments import runs_of
+from .. import checks, decay
+from ..context import devices_of, over_context
+from ..linear_attention.state import Share, State, sum_dtype, zero_state
+from ..segments import runs_of
+from .chunked import chunked, final_state, pick_chunk_size
+from .features import MOST_FEATURES, count_features
+from .reference import materialised, recurrent
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, State]]] = {
     "reference": materialised,

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels import cpu, mixed_precision
-from kernels.decay import sums_between, sums_over_parts
-from kernels.mixed_precision import rounded
-from kernels.segments import visible
-from kernels.softmax_attention.blockwise import block_size, loop, pad_tokens, take
+from .. import cpu, mixed_precision
+from ..decay import sums_between, sums_over_parts
+from ..mixed_precision import rounded
+from ..segments import visible
+from ..softmax_attention.blockwise import block_size, loop, pad_tokens, take
 
 product = functools.partial(mixed_precision.product, exact=True)
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.cases import Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
-from kernels.linear_attention.state import State
-from kernels.power_attention.api import pick_implementation, power_attention
-from kernels.power_attention.features import count_features, feature_factors
+from ..cases import Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
+from ..linear_attention.state import State
+from .api import pick_implementation, power_attention
+from .features import count_features, feature_factors
 
 # A token that sees few keys may divide by a sum of weights that is next to nothing, whose rounding counts for more. So
 # do differences of sums of some hundred squares in the gradients. bfloat16: one rounding to 8 bits is 1.1e-3 RMS;

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels import device, mixed_precision
-from kernels.chunks import Chunks, join, only, rows, split
-from kernels.decay import sums_after, sums_through
-from kernels.linear_attention.state import State, divide, sum_dtype
-from kernels.power_attention.blockwise import weighted_sums
-from kernels.power_attention.features import expand
-from kernels.power_attention.reference import scaled
-from kernels.remat import kept
-from kernels.softmax_attention.blockwise import with_ones
+from .. import device, mixed_precision
+from ..chunks import Chunks, join, only, rows, split
+from ..decay import sums_after, sums_through
+from ..linear_attention.state import State, divide, sum_dtype
+from ..remat import kept
+from ..softmax_attention.blockwise import with_ones
+from .blockwise import weighted_sums
+from .features import expand
+from .reference import scaled
 
 CHUNK = 1024
 """C of sequences longer than ``SINGLE_CHUNK``."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kernels.mixed_precision import wide
+from ..mixed_precision import wide
 
 MOST_FEATURES = 10_000
 """What a state may have for each value of a head."""

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kernels import decay
-from kernels.decay import sums_after
-from kernels.linear_attention.state import EXACT, Share, State, divide, zero_state
-from kernels.power_attention.api import power_attention
-from kernels.power_attention.chunked import final_state, pick_chunk_size
-from kernels.power_attention.features import count_features, expand
-from kernels.power_attention.reference import scaled
-from kernels.segments import rows_at, segment_of_new
+from .. import decay
+from ..decay import sums_after
+from ..linear_attention.state import EXACT, Share, State, divide, zero_state
+from ..segments import rows_at, segment_of_new
+from .api import power_attention
+from .chunked import final_state, pick_chunk_size
+from .features import count_features, expand
+from .reference import scaled
 
 FOLD = 64
 """Tokens that enter the state at once, when there are twice as many."""

@@ -10,10 +10,10 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels.linear_attention.recurrent import recurrent as linear_recurrent
-from kernels.linear_attention.state import State, divide, final_state, from_initial
-from kernels.power_attention.features import expand
-from kernels.segments import visible
+from ..linear_attention.recurrent import recurrent as linear_recurrent
+from ..linear_attention.state import State, divide, final_state, from_initial
+from ..segments import visible
+from .features import expand
 
 
 def scaled(x_BTHD: Array) -> Array:

@@ -6,10 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels import cpu, device
-from kernels.layer_norm import Norm, Sum, has_sum_kernel, layer_norm, layer_norm_and_input, total
-from kernels.mixed_precision import product
-from kernels.projection.decode import projection_decode
+from .. import cpu, device
+from ..layer_norm import Norm, Sum, has_sum_kernel, layer_norm, layer_norm_and_input, total
+from ..mixed_precision import product
+from .decode import projection_decode
 
 
 def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Float[Array, " F"] | None, *,

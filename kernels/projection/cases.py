@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels import gelu
-from kernels.cases import REFERENCE, Arrays, Case
-from kernels.layer_norm import Norm
-from kernels.projection.api import project
-from kernels.projection.decode import projection_decode
-from kernels.projection.reference import projection_reference
+from .. import gelu
+from ..cases import REFERENCE, Arrays, Case
+from ..layer_norm import Norm
+from .api import project
+from .decode import projection_decode
+from .reference import projection_reference
 
 EPSILON = 1e-5
 FORMATS = ("float32", "bfloat16")

@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Float
 
-from kernels import device
-from kernels.layer_norm import Norm
-from kernels.layer_norm.moments import Moments, mean_of
+from .. import device
+from ..layer_norm import Norm
+from ..layer_norm.moments import Moments, mean_of
 
 WARPS = 8
 TILES = (16, 8, 4)

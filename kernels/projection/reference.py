@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 from jax import Array
 
-from kernels.layer_norm import Norm
-from kernels.layer_norm.reference import reference as layer_norm_reference
-from kernels.mixed_precision import wide
+from ..layer_norm import Norm
+from ..layer_norm.reference import reference as layer_norm_reference
+from ..mixed_precision import wide
 
 
 def projection_reference(x_BTE: Array, weights: Sequence[Array], biases: Sequence[Array] | None = None, *,

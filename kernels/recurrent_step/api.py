@@ -4,11 +4,11 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from kernels import device
-from kernels.recurrent_step import decode
-from kernels.recurrent_step.head import Computed, Input, Step
-from kernels.recurrent_step.reference import recurrent_step_reference
-from kernels.short_convolution.decode import MOST_TAPS
+from .. import device
+from ..short_convolution.decode import MOST_TAPS
+from . import decode
+from .head import Computed, Input, Step
+from .reference import recurrent_step_reference
 
 IMPLEMENTATIONS = {"reference": recurrent_step_reference, "decode": decode.decode}
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.cases import Arrays, Case
-from kernels.recurrent_step.api import recurrent_step
-from kernels.recurrent_step.head import Computed, Input
+from ..cases import Arrays, Case
+from .api import recurrent_step
+from .head import Computed, Input
 
 EPSILON = 1e-6
 # float32: sums of at most two hundred terms. bfloat16: y is rounded once, to 8 bits.

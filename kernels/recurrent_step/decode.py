@@ -12,9 +12,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kernels import device
-from kernels.recurrent_step.head import Computed, Input, Step
-from kernels.short_convolution.decode import convolve_head, load_rows, store_rows
+from .. import device
+from ..short_convolution.decode import convolve_head, load_rows, store_rows
+from .head import Computed, Input, Step
 
 THREAD_NUMBERS = 64
 """Most elements of the state per thread."""

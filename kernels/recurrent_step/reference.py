@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels.mixed_precision import wide
-from kernels.recurrent_step.head import Computed, Input, Step
+from ..mixed_precision import wide
+from .head import Computed, Input, Step
 
 
 def recurrent_step_reference(q: Input, k: Input, v: Input, s_BHMD: Array, z_BHM: Array | None = None, *,

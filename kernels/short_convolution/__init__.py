@@ -1,7 +1,7 @@
 """A causal convolution of each channel over the last few tokens."""
 
-from kernels.short_convolution.api import short_convolution
-from kernels.short_convolution.decode import convolve_token, has_token_kernel
-from kernels.short_convolution.pallas_gpu import convolve_heads, has_sequence_kernel
+from .api import short_convolution
+from .decode import convolve_token, has_token_kernel
+from .pallas_gpu import convolve_heads, has_sequence_kernel
 
 __all__ = ["convolve_heads", "convolve_token", "has_sequence_kernel", "has_token_kernel", "short_convolution"]

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as spec
 from jaxtyping import Array, Float, Int
 
-from kernels import checks
-from kernels.context import NO_RUN, devices_of, tokens_before, with_tokens_before
-from kernels.mixed_precision import rounded, wide
-from kernels.partition import CONTEXT_AXIS, on_each_device, split_of_heads
-from kernels.segments import Order, runs_of
+from .. import checks
+from ..context import NO_RUN, devices_of, tokens_before, with_tokens_before
+from ..mixed_precision import rounded, wide
+from ..partition import CONTEXT_AXIS, on_each_device, split_of_heads
+from ..segments import Order, runs_of
 
 
 def short_convolution(

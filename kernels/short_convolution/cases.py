@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.cases import REFERENCE, Arrays, Case, make_segments
-from kernels.mixed_precision import wide
-from kernels.segments import runs_of
-from kernels.short_convolution.api import short_convolution
-from kernels.short_convolution.decode import convolve_token
-from kernels.short_convolution.pallas_gpu import convolve_heads
-from kernels.short_convolution.reference import short_convolution_reference
+from ..cases import REFERENCE, Arrays, Case, make_segments
+from ..mixed_precision import wide
+from ..segments import runs_of
+from .api import short_convolution
+from .decode import convolve_token
+from .pallas_gpu import convolve_heads
+from .reference import short_convolution_reference
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Float
 
-from kernels import device
+from .. import device
 
 WARPS = 1
 """With more warps one could overwrite the previous tokens before another reads them."""

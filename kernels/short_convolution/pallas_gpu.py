@@ -16,9 +16,9 @@ from jax import Array
 from jax.experimental.pallas import triton
 from jaxtyping import Float
 
-from kernels.head_tiles import HeadTiles, Tile, has_tiles
-from kernels.short_convolution.api import gradient_of_input
-from kernels.short_convolution.decode import MOST_TAPS
+from ..head_tiles import HeadTiles, Tile, has_tiles
+from .api import gradient_of_input
+from .decode import MOST_TAPS
 
 
 def has_sequence_kernel(x_BTF: Any, taps_KF: Any) -> bool:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from kernels.mixed_precision import wide
+from ..mixed_precision import wide
 
 
 def short_convolution_reference(x_BTF: Array, taps_KF: Array, before_BPF: Array | None, runs_BT: Array | None) -> Array:

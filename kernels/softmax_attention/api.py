@@ -5,13 +5,13 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels import checks, decay, device
-from kernels.context import devices_of, over_windows
-from kernels.partition import by_batch_and_heads
-from kernels.segments import runs_of
-from kernels.softmax_attention import cached, cudnn, decode
-from kernels.softmax_attention.blockwise import blockwise
-from kernels.softmax_attention.reference import cached_reference, materialised
+from .. import checks, decay, device
+from ..context import devices_of, over_windows
+from ..partition import by_batch_and_heads
+from ..segments import runs_of
+from . import cached, cudnn, decode
+from .blockwise import blockwise
+from .reference import cached_reference, materialised
 
 IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
     "materialised": materialised,

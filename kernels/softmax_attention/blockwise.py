@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels import cpu
-from kernels.decay import sums_between, sums_over_parts
-from kernels.mixed_precision import product, rounded, wide
-from kernels.remat import kept
-from kernels.segments import HIDDEN, Order, visible
+from .. import cpu
+from ..decay import sums_between, sums_over_parts
+from ..mixed_precision import product, rounded, wide
+from ..remat import kept
+from ..segments import HIDDEN, Order, visible
 
 BLOCK = 256
 """Most queries, and keys, of a block. The fastest of 64 to 1,024, forward and backward on two CPU cores, at contexts

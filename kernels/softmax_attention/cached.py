@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels import device
-from kernels.decay import sums_after, sums_between, sums_through
-from kernels.softmax_attention.blockwise import NO_BLOCKS, Bias, attend_by_blocks, block_size, pad_tokens
+from .. import device
+from ..decay import sums_after, sums_between, sums_through
+from .blockwise import NO_BLOCKS, Bias, attend_by_blocks, block_size, pad_tokens
 
 CACHE_BLOCK = 512
 """Keys of a cache per block."""

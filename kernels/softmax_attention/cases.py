@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.cases import REFERENCE, Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
-from kernels.softmax_attention.api import cached_attention, softmax_attention
+from ..cases import REFERENCE, Arrays, Case, LogDecay, TimedAttention, TimedForm, draw_log_decay, make_segments
+from .api import cached_attention, softmax_attention
 
 # float64, float32: rounding of a few hundred sums and exponentials. bfloat16: two to three roundings to 8 bits
 # (weights, result, gradients of scores), 1.1e-3 RMS each.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kernels import device
+from .. import device
 
 
 def refuses(dtype: jnp.dtype, head_width: int, segments: bool, log_decay: bool = False) -> str | None:

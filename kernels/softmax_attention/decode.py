@@ -24,8 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Float, Int
 
-from kernels import device
-from kernels.segments import HIDDEN
+from .. import device
+from ..segments import HIDDEN
 
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTHS = (1, 256)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kernels.decay import sums_after
-from kernels.segments import HIDDEN, visible
+from ..decay import sums_after
+from ..segments import HIDDEN, visible
 
 
 def materialised(q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, runs_BT: Array | None, causal: bool,
