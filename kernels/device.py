@@ -6,13 +6,9 @@ the target, which is the abstract device of the current mesh.
 
 import functools
 import math
-import warnings
 from pathlib import Path
 
 import jax
-
-# See docs/gpu.md.
-warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 def platform() -> str:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from . import device
+from .gpu import has_kernel, triton
 
 WARPS = 8
 TILE = 4096
@@ -23,8 +23,7 @@ def has_tiles(x_BTE: Any) -> bool:
 
     They need more than one token, and one device: the compiler would gather the inputs of a kernel.
     """
-    return (device.platform() == "gpu" and device.count() == 1 and x_BTE.dtype.itemsize <= 4
-            and x_BTE.shape[1] > 1)
+    return has_kernel(x_BTE, one_device=True) and x_BTE.shape[1] > 1
 
 
 class HeadTiles(NamedTuple):

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .. import device
+from ..gpu import has_kernel
 from ..mixed_precision import product, rounded
 from .pallas_gpu import softmax_loss
 
@@ -67,7 +68,7 @@ class Blocks(NamedTuple):
     def loss(self, i: Array) -> Array:
         """A block's loss."""
         _, targets, logits = self.logits(i)
-        if _has_kernel(logits):
+        if has_kernel(logits):
             return jnp.sum(softmax_loss(logits, targets, vocabulary=self.vocabulary)[0])
         return jnp.sum(self._losses(targets, logits)[0])
 
@@ -80,7 +81,7 @@ class Blocks(NamedTuple):
     def loss_and_gradient(self, i: Array) -> tuple[Array, Array, Array]:
         """A block's loss, its x, and the gradient of its logits."""
         x, targets, logits = self.logits(i)
-        if _has_kernel(logits):
+        if has_kernel(logits):
             losses, dlogits = softmax_loss(logits, targets, vocabulary=self.vocabulary, dtype=x.dtype)
             assert dlogits is not None
             return jnp.sum(losses), x, dlogits
@@ -98,6 +99,3 @@ class Blocks(NamedTuple):
         at_target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)
         return jnp.where((targets >= 0)[:, None], logsumexp - at_target, 0)[:, 0], logsumexp
 
-
-def _has_kernel(logits: Array) -> bool:
-    return device.platform() == "gpu" and logits.dtype == jnp.float32

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Float, Int
 
 from .. import device
+from ..gpu import triton
 from ..partition import by_batch_and_heads
 
 COLUMNS = 8192

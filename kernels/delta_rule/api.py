@@ -6,8 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .. import checks, decay, device
+from .. import checks, decay
 from ..context import devices_of, over_context
+from ..gpu import has_kernel
 from ..mixed_precision import product
 from ..segments import runs_of
 from . import decode, pallas_gpu
@@ -132,7 +133,7 @@ def delta_rule(
 def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: int | None = None,
                         segments: bool = False) -> str:
     """The implementation that None stands for, given arrays, or shapes and dtypes."""
-    gpu = device.platform() == "gpu"
+    gpu = has_kernel()
     if q_BTHM.shape[1] == 1:
         return "decode" if gpu and decode.refuses(q_BTHM, k_BTHM, v_BTHD, segments=segments) is None else "recurrent"
     refusal = pallas_gpu.refuses(q_BTHM, k_BTHM, v_BTHD, chunk_size=chunk_size)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..gpu import triton
 from ..recurrent_step import Input, as_given, recurrent_step
 from ..recurrent_step.decode import MOST_FEATURES
 from .reference import recurrent
@@ -13,6 +14,8 @@ from .reference import recurrent
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, segments: bool = False) -> str | None:
     """Why :func:`decode` does not support a call; None if it does."""
+    if triton.MISSING is not None:
+        return triton.MISSING
     _, T, _, M = q_BTHM.shape
     if T != 1:
         return f"it supports one token after an initial state, not {T}"

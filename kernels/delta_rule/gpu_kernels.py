@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.pallas import triton
 
+from ..gpu import triton
 from ..linear_attention.gpu_parts import (
     Chunk,
     Cut,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from ..gpu import triton
 from ..linear_attention.gpu_launch import Block, Grid, links_of, split_chunks
 from ..linear_attention.gpu_parts import SLAB, Cut, Links
 from ..linear_attention.pallas_gpu import block_width
@@ -28,6 +29,8 @@ WIDEST = {"bfloat16": 128, "float16": 64, "float32": 64}
 
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, chunk_size: int | None = None) -> str | None:
     """Why these kernels do not support a call; None if they do."""
+    if triton.MISSING is not None:
+        return triton.MISSING
     for name, x in (("q_BTHM", q_BTHM), ("k_BTHM", k_BTHM), ("v_BTHD", v_BTHD)):
         if x.dtype.name not in WIDEST:
             return f"{name} is {x.dtype}; it supports {', '.join(WIDEST)}"

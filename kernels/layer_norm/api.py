@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from .. import cpu, device
+from .. import cpu
+from ..gpu import has_kernel
 from ..mixed_precision import rounded, wide
 from .moments import Moments, rest_of
 from .pallas_gpu import layer_norm_gradient, layer_norm_of_sum
@@ -53,8 +54,7 @@ def has_sum_kernel(x_BTE: Any) -> bool:
     One token has a kernel of its own, with the projection. On several devices the sums over tokens are the compiler's
     to split.
     """
-    return (device.platform() == "gpu" and device.count() == 1 and x_BTE.dtype == jnp.float32
-            and x_BTE.shape[1] > 1)
+    return has_kernel(x_BTE, one_device=True) and x_BTE.dtype == jnp.float32 and x_BTE.shape[1] > 1
 
 
 def layer_norm(x_BTE: Float[Array, "B T E"] | Sum, scale_E: Float[Array, " E"], bias_E: Float[Array, " E"],
@@ -108,7 +108,7 @@ def _backward(epsilon, dtype, saved, gradients):
         return (Sum(dx_BTE, dadded_BTE, dadded_E.astype(of_sum.bias_E.dtype)), dscale.astype(scale_E.dtype),
                 dbias.astype(bias_E.dtype))
     # On several devices the sums over tokens are the compiler's to split.
-    if device.platform() == "gpu" and mean.dtype == jnp.float32 and device.count() == 1:
+    if has_kernel(mean, one_device=True):
         dx_BTE, dscale, dbias = layer_norm_gradient(x_BTE, mean, rate, scale_E, dy_BTE, dx_BTE)
         return dx_BTE, dscale.astype(scale_E.dtype), dbias.astype(bias_E.dtype)
     E, x, dy = x_BTE.shape[2], x_BTE.astype(mean.dtype), dy_BTE.astype(mean.dtype)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from .. import checks, decay, device
+from .. import checks, decay
 from ..context import devices_of, over_context
+from ..gpu import has_kernel
 from ..segments import runs_of
 from . import decode, pallas_gpu
 from .blockwise import blockwise
@@ -145,7 +146,7 @@ def pick_implementation(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool =
     """The implementation that None stands for, given arrays, or shapes and dtypes, on the device that is traced for."""
     options: dict[str, Any] = {"causal": causal, "chunk_size": chunk_size, "segments": segments,
                                "log_decay": log_decay}
-    gpu = device.platform() == "gpu"
+    gpu = has_kernel()
     if q_BTHM.shape[1] == 1 and causal:
         return "decode" if gpu and decode.refuses(q_BTHM, k_BTHM, v_BTHD, **options) is None else "recurrent"
     return "pallas_gpu" if gpu and pallas_gpu.refuses(q_BTHM, k_BTHM, v_BTHD, **options) is None else "chunked"

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..gpu import triton
 from ..recurrent_step import Input, as_given, recurrent_step
 from ..recurrent_step.decode import MOST_FEATURES
 from .state import EPSILON, State, advance, sum_dtype
@@ -19,6 +20,8 @@ def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk
             segments: bool = False, log_decay: bool = False) -> str | None:
     """Why :func:`decode_step` does not support a call; None if it does."""
     del chunk_size, log_decay
+    if triton.MISSING is not None:
+        return triton.MISSING
     _, T, _, M = q_BTHM.shape
     if T != 1 or not causal:
         return f"it supports one token after an initial state, not {T}" if T != 1 else "it supports only causal=True"

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from .. import device
+from ..gpu import triton
 from .gpu_kernels import DecayWrites
 from .gpu_parts import LEAST, STEP, Before, Cut, Decay, Links, Sums
 from .state import State

@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from .. import device
+from ..gpu import triton
 from .tuning import Tiles
 
 SLAB = 64

@@ -28,6 +28,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from .. import device
+from ..gpu import triton
 from ..partition import by_batch_and_heads
 from ..remat import kept
 from . import gpu_kernels
@@ -90,6 +91,8 @@ class Planner(NamedTuple):
 def refuses(q_BTHM: Any, k_BTHM: Any, v_BTHD: Any, *, causal: bool = True, chunk_size: int | None = None,
             segments: bool = False, log_decay: bool = False) -> str | None:
     """Why these kernels do not support a call; None if they do."""
+    if triton.MISSING is not None:
+        return triton.MISSING
     if not causal:
         return "it supports only causal=True; for causal=False choose implementation='chunked'"
     for name, x in (("q_BTHM", q_BTHM), ("k_BTHM", k_BTHM), ("v_BTHD", v_BTHD)):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .. import cpu, device
+from ..gpu import has_kernel
 from ..layer_norm import Norm, Sum, has_sum_kernel, layer_norm, layer_norm_and_input, total
 from ..mixed_precision import product
 from .decode import projection_decode
@@ -87,4 +88,4 @@ def unembed(x_BTE: Float[Array, "B T E"], w_VE: Float[Array, "V E"], norm: Norm)
 
 def _alone_on_gpu(x_BTE: Any) -> bool:
     """Whether it is one token on a GPU, in a dtype whose products are summed in float32."""
-    return device.platform() == "gpu" and x_BTE.shape[:2] == (1, 1) and x_BTE.dtype.itemsize <= 4
+    return has_kernel(x_BTE) and x_BTE.shape[:2] == (1, 1)

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Float
 
 from .. import device
+from ..gpu import triton
 from ..layer_norm import Norm
 from ..layer_norm.moments import Moments, mean_of
 

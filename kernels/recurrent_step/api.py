@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from .. import device
+from .. import gpu
 from ..short_convolution.decode import MOST_TAPS
 from . import decode
 from .head import Computed, Input, Step
@@ -39,9 +39,10 @@ def recurrent_step(q: Input, k: Input, v: Input, s_BHMD: Float[Array, "B H M D"]
             kernel on a GPU, else the reference.
 
     Raises:
+        NotImplementedError: ``decode`` without the backend that lowers it.
         ValueError: the state of a head is too large for ``decode`` with these options.
     """
-    name = implementation or ("decode" if device.platform() == "gpu" else "reference")
+    name = implementation or ("decode" if gpu.has_kernel() else "reference")
     return IMPLEMENTATIONS[name](q, k, v, s_BHMD, z_BHM, log_decay=log_decay, beta=beta, epsilon=epsilon, output=output)
 
 
@@ -54,5 +55,5 @@ def has_kernel(x_BTE: Any, M: int, D: int, taps: int) -> bool:
         D: width of the values.
         taps: K of the short convolution; 0: none.
     """
-    return (device.platform() == "gpu" and x_BTE.shape[1] == 1 and x_BTE.dtype.itemsize <= 4
+    return (gpu.has_kernel(x_BTE) and x_BTE.shape[1] == 1
             and decode.holds_head(M, D) and taps != 1 and taps <= MOST_TAPS)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from .. import device
+from ..gpu import triton
 from ..short_convolution.decode import convolve_head, load_rows, store_rows
 from .head import Computed, Input, Step
 

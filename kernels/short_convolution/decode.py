@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Float
 
 from .. import device
+from ..gpu import has_kernel, triton
 
 WARPS = 1
 """With more warps one could overwrite the previous tokens before another reads them."""
@@ -22,8 +22,7 @@ MOST_TAPS = 16
 
 def has_token_kernel(x_BTF: Any, taps_KF: Any) -> bool:
     """Whether :func:`convolve_token` supports these arrays on the device that is traced for."""
-    return (device.platform() == "gpu" and x_BTF.shape[1] == 1 and x_BTF.dtype.itemsize <= 4
-            and 1 < taps_KF.shape[0] <= MOST_TAPS)
+    return has_kernel(x_BTF) and x_BTF.shape[1] == 1 and 1 < taps_KF.shape[0] <= MOST_TAPS
 
 
 def convolve_token(

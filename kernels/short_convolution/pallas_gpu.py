@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas import triton
 from jaxtyping import Float
 
+from ..gpu import triton
 from ..head_tiles import HeadTiles, Tile, has_tiles
 from .api import gradient_of_input
 from .decode import MOST_TAPS

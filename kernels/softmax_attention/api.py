@@ -5,8 +5,9 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .. import checks, decay, device
+from .. import checks, decay
 from ..context import devices_of, over_windows
+from ..gpu import has_kernel
 from ..partition import by_batch_and_heads
 from ..segments import runs_of
 from . import cached, cudnn, decode
@@ -138,7 +139,7 @@ def cached_attention(
     if S > cached.CACHE_BLOCK and S % cached.CACHE_BLOCK:
         raise ValueError(f"k_BHSD has room for {S} keys; expected a multiple of {cached.CACHE_BLOCK}")
     refusal = decode.refuses(q_BTHD, k_BHSD, v_BHSD, log_decay=log_decay_BHS is not None)
-    name = implementation or ("decode" if device.platform() == "gpu" and refusal is None else "blockwise")
+    name = implementation or ("decode" if has_kernel() and refusal is None else "blockwise")
     if name not in CACHED_IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r}: expected one of {', '.join(CACHED_IMPLEMENTATIONS)}")
     if name == "decode" and refusal is not None:

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Float, Int
 
 from .. import device
+from ..gpu import triton
 from ..segments import HIDDEN
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -104,6 +104,8 @@ def softmax_decode(
 def refuses(q_BTHD: Any, k_BHSD: Any, v_BHSD: Any, *, splits: int | None = None,
             log_decay: bool = False) -> str | None:
     """Why these kernels do not support a call; None if they do."""
+    if triton.MISSING is not None:
+        return triton.MISSING
     if log_decay:
         return "it does not support log decays"
     if q_BTHD.shape[1] != 1:
