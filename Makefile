@@ -69,10 +69,10 @@ gpu-check:  ## compile kernels and training steps for an H200, without one: 5 mi
 	@bash scripts/gpu_check.sh
 
 lock:  ## update requirements.lock after a change of the dependencies in pyproject.toml
-	bash scripts/uv.sh pip compile --quiet --universal --python-version 3.12 --extra dev \
+	bash scripts/uv.sh pip compile --quiet --universal --python-version 3.12 --extra train --extra dev \
 		--generate-hashes --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" \
 		pyproject.toml --output-file requirements.lock
 
 clean:  ## remove .venv, .venv-gpu, the uv of the project and caches, never runs/
-	rm -rf .venv .venv.new .venv-gpu .uv .pytest_cache .ruff_cache build dist lineargpt.egg-info
+	rm -rf .venv .venv.new .venv-gpu .uv .pytest_cache .ruff_cache build dist lineargpt_ops.egg-info
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

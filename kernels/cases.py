@@ -56,7 +56,7 @@ class Case(ABC):
     gpu_kernels: tuple[str, ...] = ()
     """Prefixes of our kernels that the compiled program for a GPU must contain. Tests run such a case on a GPU too."""
     constants: tuple[tuple[str, Any], ...] = field(default=(), hash=False)
-    """Values of module constants, by full name, with which small inputs take the code path of large ones."""
+    """Values of module constants, by full name in a clone, with which small inputs take the code path of large ones."""
     device_kind: str | None = None
     """The only kind of device for the case, by its name in jax."""
     slow: bool = False
@@ -132,9 +132,9 @@ class TimedAttention:
 def ops() -> dict[str, ModuleType]:
     """The module with the cases of every op, by the op's name."""
     folder = Path(__file__).parent
-    names = {path.parent.name: f"kernels.{path.parent.name}.cases" for path in folder.glob("*/cases.py")}
-    names |= {path.stem: f"kernels.{path.stem}" for path in folder.glob("[!_]*.py")}
-    modules = {name: importlib.import_module(names[name]) for name in sorted(names)}
+    names = {path.parent.name: f".{path.parent.name}.cases" for path in folder.glob("*/cases.py")}
+    names |= {path.stem: f".{path.stem}" for path in folder.glob("[!_]*.py")}
+    modules = {name: importlib.import_module(names[name], __package__) for name in sorted(names)}
     return {name: module for name, module in modules.items() if hasattr(module, "CASES")}
 
 

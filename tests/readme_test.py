@@ -7,7 +7,6 @@ import inspect
 import pkgutil
 import re
 import shlex
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -176,13 +175,6 @@ def test_the_readme_is_short():
     assert max(map(len, lines)) <= 120
 
 
-@pytest.mark.parametrize("section", [heading for heading, text in SECTIONS.items() if python_of(text)])
-def test_the_examples_of_the_ops_have_the_values_on_the_page(section):
-    with jax.numpy_rank_promotion("allow"):
-        for code in python_of(SECTIONS[section]):
-            run_example(code)
-
-
 @pytest.mark.parametrize(("code", "message"), [
     ("1 + 1  # 3", "assert '2' == '3'"), ("1 + 1", "expected its value as a comment")])
 def test_an_example_with_another_value_fails(code, message):
@@ -216,18 +208,6 @@ def test_the_page_of_the_ops_names_each_and_its_implementations():
         assert [name for table in tables for name in table if f"`{name}`" not in section] == [], op
 
 
-@pytest.mark.thorough
-def test_the_ops_need_no_other_folder(tmp_path):
-    (tmp_path / "kernels").symlink_to(ROOT / "kernels")
-    (tmp_path / "example.py").write_text(python_of(SECTIONS["linear_attention"])[0])
-    done = subprocess.run([sys.executable, "-P", "-c", "import sys; sys.path.insert(0, '.'); import example; "
-                           "print(sorted({'support', 'configs', 'models', 'data'} & sys.modules.keys()))"],
-                          cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
-
-
-
-
 def test_the_mode_of_adding_a_mode_decodes_what_it_mixes(monkeypatch):
     (code,) = python_of((ROOT / "docs" / "adding_a_mode.md").read_text())
     mean = types.ModuleType("models.attention.mean")
@@ -246,6 +226,7 @@ def test_the_mode_of_adding_a_mode_decodes_what_it_mixes(monkeypatch):
 def test_the_op_of_adding_an_op_equals_its_reference(monkeypatch):
     (code,) = python_of((ROOT / "docs" / "adding_an_op.md").read_text())
     op = types.ModuleType("kernels.running_mean")
+    op.__package__ = "kernels"
     monkeypatch.setitem(sys.modules, op.__name__, op)
     exec(code, op.__dict__)
     tested = [case for case in op.CASES if "tests" in case.used_by]
