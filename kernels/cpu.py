@@ -182,8 +182,8 @@ def rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
 
 @jax.custom_vjp
 def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"],
-            bias_F: Float[Array, " F"]) -> Float[Array, "B T F"]:
-    """x w + bias in x's dtype. The gradient is written as matrix products of arrays in memory.
+            bias_F: Float[Array, " F"] | None) -> Float[Array, "B T F"]:
+    """x w + bias in x's dtype; None: no bias. The gradient is written as matrix products of arrays in memory.
 
     XLA has fast products for operands in memory. Otherwise it recomputes an operand for each use, element by element
     where the use is transposed.
@@ -194,8 +194,8 @@ def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"],
 
 
 def _project_forward(x_BTE, w_EF, bias_F):
-    product_BTF = product("bte,ef->btf", x_BTE, w_EF.astype(x_BTE.dtype), x_BTE.dtype)
-    return rounded(product_BTF + bias_F[None, None], x_BTE.dtype), (x_BTE, w_EF, bias_F)
+    y_BTF = product("bte,ef->btf", x_BTE, w_EF.astype(x_BTE.dtype), x_BTE.dtype)
+    return y_BTF if bias_F is None else rounded(y_BTF + bias_F[None, None], x_BTE.dtype), (x_BTE, w_EF, bias_F)
 
 
 def _project_backward(saved, dy_BTF):
@@ -207,8 +207,8 @@ def _project_backward(saved, dy_BTF):
         dw_EF = product("ne,nf->ef", x_NE, dy_NF, jnp.float32)
     else:
         dw_EF = product("nf,ne->fe", dy_NF, x_NE, jnp.float32).T
-    dbias_F = dy_NF.sum(axis=0, dtype=jnp.float32)
-    return dx_BTE, dw_EF.astype(w_EF.dtype), dbias_F.astype(bias_F.dtype)
+    dbias_F = None if bias_F is None else dy_NF.sum(axis=0, dtype=jnp.float32).astype(bias_F.dtype)
+    return dx_BTE, dw_EF.astype(w_EF.dtype), dbias_F
 
 
 project.defvjp(_project_forward, _project_backward)

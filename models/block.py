@@ -11,11 +11,10 @@ from jax import Array
 from configs.schema import EncoderConfig, ModelConfig, Remat
 from kernels import device
 from kernels.gelu import gelu
-from kernels.layer_norm import Norm, Sum, layer_norm, total
-from kernels.projection import project_each
+from kernels.layer_norm import Norm, layer_norm
 from kernels.remat import policy
 from models import attention as attentions
-from models.attention.self_attention import Linear
+from models.attention.self_attention import LayerCache, Linear
 from models.parameters import declare
 from support.errors import ConfigError
 
@@ -28,7 +27,7 @@ class LayerNorm(nnx.LayerNorm):
         super().__init__(width, epsilon=1e-5, dtype=jnp.dtype(dtype), scale_metadata=declared, bias_metadata=declared,
                          rngs=rngs)
 
-    def __call__(self, x_BTE: Array | Sum) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __call__(self, x_BTE: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         return layer_norm(x_BTE, *self.parameters)
 
     @property
@@ -46,10 +45,8 @@ class MLP(nnx.Module):
         self.hidden = Linear(width, mlp_width, axes=("width", "mlp"), rngs=rngs)
         self.output = Linear(mlp_width, width, axes=("mlp", "width"), rngs=rngs)
 
-    def forward(self, x_BTE: Array | Sum, *, norm: Norm | None = None, residual: bool = False) -> Array | Sum:
-        """MLP(norm(x)), or MLP(x) without a norm; with ``residual`` added to x."""
-        x_BTE, _, (hidden_BTF,) = project_each(x_BTE, [self.hidden.parameters], norm=norm, activation=gelu)
-        return self.output(hidden_BTF, x_BTE if residual else None)
+    def __call__(self, x_BTE: Array) -> Array:
+        return self.output(gelu(self.hidden(x_BTE)))
 
 
 class Block(nnx.Module):
@@ -76,37 +73,28 @@ class Block(nnx.Module):
         self.mlp_norm = LayerNorm(width, dtype, rngs=rngs)
         self.mlp = MLP(width, mlp_width, rngs=rngs)
 
-    def forward(self, x_BTE: Array | Sum, cache: Any = None, *, positions_BT: Array | None = None,
-                segment_ids_BT: Array | None = None, packed: bool = True, lengths_B: Array | None = None,
-                causal: bool = True,
-                drop: Callable[[Array], Array] | None = None, remat: Remat = "none") -> tuple[Array | Sum, Any]:
+    def forward(self, x_BTE: Array, cache: LayerCache | None = None, *, drop: Callable[[Array], Array] | None = None,
+                remat: Remat = "none", **tokens: Any) -> tuple[Array, LayerCache | None]:
         """The residual stream after the block, and the cache with the new tokens, or None.
-
-        On a GPU the result may be a :class:`kernels.layer_norm.Sum`, which the next LayerNorm adds. Blocks that are
-        recomputed return an array.
 
         Args:
             x_BTE: the residual stream.
-            cache, positions_BT, segment_ids_BT, packed, lengths_B, causal: as for the attention layer's ``forward``.
+            cache: that of the attention layer.
             drop: dropout of the outputs of attention and MLP, in this order, if any.
             remat: ``block``: keep only ``x_BTE`` for the backward pass and recompute the rest; ``names``: also keep the
                 results of attention.
+            tokens: the other arguments of the attention layer's ``forward``.
         """
-        options = {"causal": causal, "positions_BT": positions_BT, "segment_ids_BT": segment_ids_BT,
-                   "packed": packed, "lengths_B": lengths_B}
         if remat != "none":
             graph, state = nnx.split(self)
-
-            def recomputed(state: Any, x_BTE: Array) -> tuple[Array, Any]:
-                y_BTE, after = nnx.merge(graph, state).forward(x_BTE, cache, drop=drop, **options)
-                return total(y_BTE), after
-
-            return jax.checkpoint(recomputed, policy=policy if remat == "names" else None)(state, total(x_BTE))
-        y_BTE, cache = self.attention.forward(x_BTE, cache, norm=self.attention_norm.parameters,
-                                              residual=drop is None, **options)
-        x_BTE = y_BTE if drop is None else total(x_BTE) + drop(total(y_BTE))
-        y_BTE = self.mlp.forward(x_BTE, norm=self.mlp_norm.parameters, residual=drop is None)
-        return y_BTE if drop is None else total(x_BTE) + drop(total(y_BTE)), cache
+            recomputed = jax.checkpoint(
+                lambda state, x_BTE: nnx.merge(graph, state).forward(x_BTE, cache, drop=drop, **tokens),
+                policy=policy if remat == "names" else None)
+            return recomputed(state, x_BTE)
+        drop = drop or (lambda y_BTE: y_BTE)
+        y_BTE, cache = self.attention.forward(self.attention_norm(x_BTE), cache, **tokens)
+        x_BTE += drop(y_BTE)
+        return x_BTE + drop(self.mlp(self.mlp_norm(x_BTE))), cache
 
 
 def layer_modes(config: ModelConfig | EncoderConfig) -> Sequence[str]:

@@ -240,8 +240,8 @@ def resolve_config(config: EncoderConfig) -> EncoderConfig:
         if layer.name not in attentions.encoder_modes():
             raise ConfigError(f"--attention {layer.name}: it is causal and cannot be an encoder; expected one of "
                               f"{', '.join(attentions.encoder_modes())}")
-        if layer.parts.short_conv:
-            raise ConfigError(f"model.modes.{layer.name}.short_conv is {layer.parts.short_conv}; expected 0 in an "
+        if layer.options.short_conv:
+            raise ConfigError(f"model.modes.{layer.name}.short_conv is {layer.options.short_conv}; expected 0 in an "
                               "encoder: the convolution is causal")
         if not layer.bidirectional:
             raise ConfigError(f"--attention {layer.name}: with these options it is causal and cannot be an encoder; "

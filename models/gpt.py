@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import ModelConfig, Remat
 from kernels.embedding import embed
-from kernels.layer_norm import total
 from kernels.segments import positions_of
 from models import attention as attentions
 from models.attention.self_attention import INITIAL_SCALE, Linear
@@ -115,7 +114,6 @@ class GPT(nnx.Module):
             x_BTE, layer_cache = block.forward(x_BTE, layer_cache, positions_BT=rotations_BT,
                                                segment_ids_BT=segment_ids_BT, lengths_B=lengths_B, remat=remat)
             layers.append(layer_cache)
-        x_BTE = total(x_BTE)
         if cache is None:
             return x_BTE, None
         return x_BTE, Cache(cache.position_B + (T if lengths_B is None else lengths_B), tuple(layers))
@@ -157,7 +155,7 @@ def resolve_config(config: ModelConfig) -> ModelConfig:
                                     max_length=config.context)
         if not layer.causal:
             raise ConfigError(f"--attention {mode}: it is bidirectional and cannot be a language model")
-        if (tokens := layer.parts.short_conv) > config.context:
+        if (tokens := layer.options.short_conv) > config.context:
             raise ConfigError(f"model.modes.{mode}.short_conv is {tokens}; expected at most model.context, "
                               f"{config.context}")
     return config

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,13 @@ class _About(TypedDict):
     sha256: Hexadecimal
 
 
+class _ConvolvedLayer(NamedTuple):
+    """The entries of a layer with a short convolution."""
+
+    mode: Any
+    inputs_BPF: tuple[Any, ...]
+
+
 def save(path: Path, memory: Memory, model: GPT, *, origin: str) -> None:
     """Write a state file atomically.
 
@@ -60,7 +67,7 @@ def save(path: Path, memory: Memory, model: GPT, *, origin: str) -> None:
     filled = jax.eval_shape(lambda: model.init_cache(1, position))
     memory = memory._replace(cache=jax.tree.map(
         lambda x, like: np.asarray(x)[tuple(map(slice, like.shape))], memory.cache, filled))
-    tensors = {_name(path): np.ascontiguousarray(x) for path, x in jax.tree.leaves_with_path(memory)}
+    tensors = {_name(path): np.ascontiguousarray(x) for path, x in jax.tree.leaves_with_path(_as_written(memory))}
     about: dict[str, Any] = {"format": FORMAT, "origin": origin, "model": fingerprint(model)}
     about["sha256"] = _checksum(tensors, about)
     with replacing(path) as beside:
@@ -98,9 +105,20 @@ def load(path: Path, model: GPT) -> Memory:
         raise StateError(f"{path}: the state of another model, {about['origin']}: "
                          + ("; ".join(differing) or f"the same sizes, but other {PARAMETERS}"))
     empty = jax.eval_shape(lambda: Memory(jnp.zeros(0), model.init_cache(1, 1), jnp.zeros(0)))
-    if missing := [name for path, _ in jax.tree.leaves_with_path(empty) if (name := _name(path)) not in tensors]:
+    names = [_name(path) for path, _ in jax.tree.leaves_with_path(_as_written(empty))]
+    if missing := [name for name in names if name not in tensors]:
         raise StateError(f"{path}: it has no {missing[0]}, which a state of this model has; save it again")
-    return jax.tree.map_with_path(lambda path, _: tensors[_name(path)], empty)
+    return jax.tree.unflatten(jax.tree.structure(empty), [tensors[name] for name in names])
+
+
+def _as_written(memory: Memory) -> Memory:
+    """The memory with the names of a file's entries, and its arrays in the same order.
+
+    A layer without a short convolution is its mode's state alone.
+    """
+    layers = tuple(_ConvolvedLayer(layer.mode_state, layer.history) if layer.history else layer.mode_state
+                   for layer in memory.cache.layers)
+    return memory._replace(cache=memory.cache._replace(layers=layers))
 
 
 def fingerprint(model: GPT) -> dict[str, str]:

@@ -1,16 +1,9 @@
 """The formula of norm and gate, which every form computes in float32 or better."""
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
-EPSILON = 1e-6
-"""Added to the mean of squares."""
-
-
-def rms_norm(x: Array, width: int) -> Array:
-    """x / √(Σ x² / width + ε) over the last axis, which may be filled up with zeros. Width 1: the L2 norm."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) / width + EPSILON)
+from ..head_norm import rms_norm
 
 
 def gated_norm_wide(y: Array, scale: Array | None, gate: Array | None, *, activation: str, width: int) -> Array:

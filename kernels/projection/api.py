@@ -23,17 +23,16 @@ def project(x_BTE: Float[Array, "B T E"], w_EF: Float[Array, "E F"], bias_F: Flo
     """
     if onto_BTF is not None:
         assert bias_F is not None
-        if _alone_on_gpu(x_BTE):
+        if is_one_token_on_gpu(x_BTE):
             return projection_decode(x_BTE, [w_EF.T], [bias_F], onto_BTF=onto_BTF)[0]
         if has_sum_kernel(onto_BTF):
             return Sum(onto_BTF, project(x_BTE, w_EF, None), bias_F)
         return onto_BTF + project(x_BTE, w_EF, bias_F).astype(onto_BTF.dtype)
     # It flattens rows and tokens, which several devices may have split.
-    if (bias_F is not None and cpu.applies(cpu.project) and device.count() == 1
-            and x_BTE.dtype in (jnp.bfloat16, jnp.float32)):
+    if cpu.applies(cpu.project) and device.count() == 1 and x_BTE.dtype in (jnp.bfloat16, jnp.float32):
         return cpu.project(x_BTE, w_EF, bias_F)
     B, T = x_BTE.shape[:2]
-    if _alone_on_gpu(x_BTE):
+    if is_one_token_on_gpu(x_BTE):
         # XLA treats a product of one row as a multiplication and a sum, and writes every term to memory: three times
         # the weight's traffic.
         x_BTE = jnp.pad(x_BTE, ((0, 0), (0, 1), (0, 0)))
@@ -45,7 +44,7 @@ def project_wide(x_BTE: Float[Array, "B T E"], parameters: Sequence[tuple[Array,
                  ) -> list[Float[Array, "B T F"]]:
     """x w + bias for each weight w, (E, F), and bias, (F,), multiplied in x's dtype, with results in float32 or better.
     One token on a GPU as in :func:`project_each`."""
-    if _alone_on_gpu(x_BTE):
+    if is_one_token_on_gpu(x_BTE):
         weights, biases = zip(*parameters, strict=True)
         return projection_decode(x_BTE, [w_EF.T for w_EF in weights], biases, dtypes=[jnp.float32] * len(weights))
     return [product("bte,ef->btf", x_BTE, w_EF.astype(x_BTE.dtype)) + bias_F[None, None] for w_EF, bias_F in parameters]
@@ -68,7 +67,7 @@ def project_each(x_BTE: Float[Array, "B T E"] | Sum, parameters: Sequence[tuple[
     if wide and activation is not None:
         raise ValueError("an activation is given, and wide too; expected one of them")
     normed_BTE, x_BTE = (total(x_BTE),) * 2 if norm is None else layer_norm_and_input(x_BTE, *norm)
-    if _alone_on_gpu(x_BTE):
+    if is_one_token_on_gpu(x_BTE):
         weights, biases = zip(*parameters, *wide, strict=True)
         dtypes = [*[normed_BTE.dtype] * len(parameters), *[jnp.float32] * len(wide)]
         return x_BTE, normed_BTE, projection_decode(x_BTE, [w_EF.T for w_EF in weights], biases, norm=norm,
@@ -80,12 +79,12 @@ def project_each(x_BTE: Float[Array, "B T E"] | Sum, parameters: Sequence[tuple[
 
 def unembed(x_BTE: Float[Array, "B T E"], w_VE: Float[Array, "V E"], norm: Norm) -> Float[Array, "B T V"]:
     """Logits, float32, of a head tied to the embedding: norm(x) wᵀ. One token on a GPU as in :func:`project_each`."""
-    if _alone_on_gpu(x_BTE):
+    if is_one_token_on_gpu(x_BTE):
         return projection_decode(x_BTE, [w_VE], norm=norm, dtypes=[jnp.float32])[0]
     x_BTE = layer_norm(x_BTE, *norm)
     return product("bte,ve->btv", x_BTE, w_VE.astype(x_BTE.dtype))
 
 
-def _alone_on_gpu(x_BTE: Any) -> bool:
+def is_one_token_on_gpu(x_BTE: Any) -> bool:
     """Whether it is one token on a GPU, in a dtype whose products are summed in float32."""
     return has_kernel(x_BTE) and x_BTE.shape[:2] == (1, 1)

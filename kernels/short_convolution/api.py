@@ -61,6 +61,16 @@ def short_convolution(
     return order.undone(_convolve(order.of(x_BTF), taps_KF, before_BPF, runs_BS))
 
 
+def last_inputs(before_BPF: Float[Array, "B P F"], x_BTF: Float[Array, "B T F"],
+                lengths_B: Int[Array, " B"] | None = None) -> Float[Array, "B P F"]:
+    """The last P tokens of ``before_BPF`` and the first ``lengths_B`` of x; None: of all."""
+    P = before_BPF.shape[1]
+    both_BSF = jnp.concatenate([before_BPF, x_BTF.astype(before_BPF.dtype)], axis=1)
+    if lengths_B is None:
+        return both_BSF[:, x_BTF.shape[1]:]
+    return jax.vmap(lambda x_SF, start: jax.lax.dynamic_slice_in_dim(x_SF, start, P))(both_BSF, lengths_B)
+
+
 def _over_context(x_BTF: Array, taps_KF: Array, runs_BT: Array | None) -> Array:
     """The convolution with each device computing its own tokens."""
     P = taps_KF.shape[0] - 1

@@ -2,7 +2,7 @@
 follows in each head and the update of the previous tokens. XLA would take ten launches."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from .. import device
 from ..gpu import has_kernel, triton
+from ..head_norm import HeadActivation, HeadNorm, activate_and_normalise
 
 WARPS = 1
 """With more warps one could overwrite the previous tokens before another reads them."""
@@ -31,9 +32,10 @@ def convolve_token(
     before_BPF: Sequence[Float[Array, "B P F"]],
     *,
     heads: int,
-    finish: Sequence[Callable[[Array], Array]],
+    activations: Sequence[tuple[HeadActivation, HeadNorm]],
 ) -> tuple[list[Float[Array, "B 1 F"]], tuple[Float[Array, "B P F"], ...]]:
-    """``finish(short_convolution(x))`` of one token of several projections, and the P = K − 1 tokens before the next.
+    """``activate_and_normalise(short_convolution(x))`` of one token of several projections, and the P = K − 1 tokens
+    before the next.
 
     Rounded once. Without a GPU the kernel is interpreted, for tests. Not differentiable.
 
@@ -42,8 +44,7 @@ def convolve_token(
         taps_KF: w, as in :func:`short_convolution`; K ≥ 2.
         before_BPF: the previous tokens, updated in place.
         heads: H; F is H times the width D of a head.
-        finish: for each projection, a function of a head, float32, padded with zeros to a power of two; it must map
-            zeros to zeros.
+        activations: activation and norm of each projection.
     """
     (B, _, F), K = x_BTF[0].shape, taps_KF[0].shape[0]
     D = F // heads
@@ -61,7 +62,8 @@ def convolve_token(
         for i in range(count):
             x_D = triton.load(x_refs[i].at[:], mask=of_head_D, other=0.0).astype(jnp.float32)
             tokens = [*load_rows(before_refs[i], of_head_D), x_D]
-            y_D = finish[i](convolve_head(tokens, load_rows(taps_refs[i], of_head_D)))
+            y_D = activate_and_normalise(convolve_head(tokens, load_rows(taps_refs[i], of_head_D)), *activations[i],
+                                         width=D)
             triton.store(y_refs[i].at[:], y_D.astype(y_refs[i].dtype), mask=of_head_D)
             store_rows(after_refs[i], tokens[1:], of_head_D)
 

@@ -16,6 +16,7 @@ from jax import Array
 from jaxtyping import Float
 
 from ..gpu import triton
+from ..head_norm import HeadActivation, HeadNorm, activate_and_normalise
 from ..head_tiles import HeadTiles, Tile, has_tiles
 from .api import gradient_of_input
 from .decode import MOST_TAPS
@@ -26,10 +27,10 @@ def has_sequence_kernel(x_BTF: Any, taps_KF: Any) -> bool:
     return has_tiles(x_BTF) and 1 < taps_KF.shape[0] <= MOST_TAPS
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def convolve_heads(x_BTF: Float[Array, "B T F"], bias_F: Float[Array, " F"], taps_KF: Float[Array, "K F"], heads: int,
-                   finish: Callable[[Array], Array]) -> Float[Array, "B T F"]:
-    """``finish(short_convolution(x + bias))``, rounded once.
+                   activation: HeadActivation, norm: HeadNorm) -> Float[Array, "B T F"]:
+    """``activate_and_normalise(short_convolution(x + bias))``, rounded once.
 
     Without a GPU the kernel is interpreted, for tests.
 
@@ -38,21 +39,21 @@ def convolve_heads(x_BTF: Float[Array, "B T F"], bias_F: Float[Array, " F"], tap
         bias_F: added to every token.
         taps_KF: w, as in :func:`short_convolution`; K ≥ 2.
         heads: H; F is H times the width D of a head.
-        finish: a function of tokens of a head, (R, D), float32, padded with zeros to a power of two; it must map zeros
-            to zeros.
+        activation, norm: of each head.
     """
-    found = _launch(_output_kernel, "short_convolution_forward", x_BTF, bias_F, taps_KF, heads, finish, outputs=["y"])
+    found = _launch(_output_kernel, "short_convolution_forward", x_BTF, bias_F, taps_KF, heads, activation, norm,
+                    outputs=["y"])
     return found["y"].reshape(x_BTF.shape)
 
 
-def _forward(x_BTF, bias_F, taps_KF, heads, finish):
-    return convolve_heads(x_BTF, bias_F, taps_KF, heads, finish), (x_BTF, bias_F, taps_KF)
+def _forward(x_BTF, bias_F, taps_KF, heads, activation, norm):
+    return convolve_heads(x_BTF, bias_F, taps_KF, heads, activation, norm), (x_BTF, bias_F, taps_KF)
 
 
-def _backward(heads, finish, saved, dy_BTF):
+def _backward(heads, activation, norm, saved, dy_BTF):
     x_BTF, bias_F, taps_KF = saved
-    found = _launch(_gradient_kernel, "short_convolution_gradient", x_BTF, bias_F, taps_KF, heads, finish, dy=dy_BTF,
-                    outputs=["dconvolved"], sums=["taps", "bias"])
+    found = _launch(_gradient_kernel, "short_convolution_gradient", x_BTF, bias_F, taps_KF, heads, activation, norm,
+                    dy=dy_BTF, outputs=["dconvolved"], sums=["taps", "bias"])
     return (gradient_of_input(found["dconvolved"].reshape(x_BTF.shape), taps_KF),
             found["dbias"].reshape(bias_F.shape).astype(bias_F.dtype),
             found["dtaps"].reshape(taps_KF.shape).astype(taps_KF.dtype))
@@ -62,28 +63,29 @@ convolve_heads.defvjp(_forward, _backward)
 
 
 def _launch(kernel: Callable[..., None], name: str, x_BTF: Array, bias_F: Array, taps_KF: Array, heads: int,
-            finish: Callable[[Array], Array], *, outputs: Sequence[str], sums: Sequence[str] = (),
+            activation: HeadActivation, norm: HeadNorm, *, outputs: Sequence[str], sums: Sequence[str] = (),
             **more: Array) -> dict[str, Array]:
     (B, T, F), P = x_BTF.shape, taps_KF.shape[0] - 1
     tiles = HeadTiles.of(B, T, heads, F // heads, least=P)
     last_NP = jnp.arange(tiles.number)[:, None] * tiles.rows - P + jnp.arange(P)[None]
     before_BNPF = jnp.where((last_NP >= 0)[None, :, :, None], x_BTF[:, jnp.maximum(last_NP, 0)], 0)
-    return tiles.launch(functools.partial(kernel, tiles=tiles, finish=finish), name, tokens={"x": x_BTF} | more,
+    activate = functools.partial(activate_and_normalise, activation=activation, norm=norm, width=tiles.D)
+    return tiles.launch(functools.partial(kernel, tiles=tiles, activate=activate), name, tokens={"x": x_BTF} | more,
                         vectors={"bias": bias_F, "taps": taps_KF}, before={"before": before_BNPF}, outputs=outputs,
                         sums=sums)
 
 
-def _output_kernel(refs: dict[str, Any], *, tiles: HeadTiles, finish: Callable[[Array], Array]) -> None:
+def _output_kernel(refs: dict[str, Any], *, tiles: HeadTiles, activate: Callable[[Array], Array]) -> None:
     """A program: some tokens of one head."""
     tile = Tile.of(refs["x"], tiles)
-    tile.store(refs["y"], finish(_convolved(tile, _read(tile, refs), refs)))
+    tile.store(refs["y"], activate(_convolved(tile, _read(tile, refs), refs)))
 
 
-def _gradient_kernel(refs: dict[str, Any], *, tiles: HeadTiles, finish: Callable[[Array], Array]) -> None:
+def _gradient_kernel(refs: dict[str, Any], *, tiles: HeadTiles, activate: Callable[[Array], Array]) -> None:
     """The same of the gradients."""
     tile = Tile.of(refs["x"], tiles)
     read = _read(tile, refs)
-    (dconvolved_RD,) = jax.vjp(finish, _convolved(tile, read, refs))[1](tile.load(refs["dy"]))
+    (dconvolved_RD,) = jax.vjp(activate, _convolved(tile, read, refs))[1](tile.load(refs["dy"]))
     dconvolved_RD = jnp.where(tile.among_RD, dconvolved_RD, 0)
     tile.store(refs["dconvolved"], dconvolved_RD)
     dbiased_RD = jnp.zeros_like(dconvolved_RD)

@@ -13,7 +13,8 @@ from jax import Array, lax
 from kernels.grouped_attention import blocks_of, grouped_attention, one_group, tag_blocks_of, tokens_of, with_neighbours
 from kernels.segments import runs_of, visible
 from models.attention.layer_options import LayerOptions
-from models.attention.self_attention import SelfAttention
+from models.attention.padding_last import with_padding_last
+from models.attention.self_attention import LayerCache, SelfAttention
 from models.attention.window_cache import WindowCache
 from support.ranges import Count
 
@@ -31,9 +32,11 @@ class Attention(SelfAttention):
 
     length_fields = ("block_size",)
     bidirectional = True
-    counts_places = True
     block_diagonal = True
     decode_state = "window"
+
+    def forward(self, x_BTE: Array, cache: LayerCache | None = None, **options: Any) -> tuple[Array, LayerCache | None]:
+        return with_padding_last(super().forward, x_BTE, cache, **options)
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:

@@ -40,11 +40,13 @@ from kernels.grouped_attention import (
     tokens_of,
     with_neighbours,
 )
+from kernels.project_heads import HeadWeights, project_heads
 from kernels.segments import positions_of, runs_of, visible
 from kernels.softmax_attention import softmax_attention
 from models.attention.key_value_cache import KeyValueCache
 from models.attention.layer_options import LayerOptions
-from models.attention.self_attention import Linear, SelfAttention, rotate
+from models.attention.padding_last import with_padding_last
+from models.attention.self_attention import LayerCache, Linear, SelfAttention, rotate
 from models.attention.window_cache import WindowCache
 from support.errors import ConfigError
 from support.ranges import Count, Natural
@@ -86,7 +88,6 @@ class Attention(SelfAttention):
 
     length_fields = ("window",)
     bidirectional = True
-    counts_places = True
     init_from_projection = MappingProxyType({"global_query": "query", "global_key": "key", "global_value": "value"})
     decode_state = "window"
 
@@ -102,21 +103,24 @@ class Attention(SelfAttention):
         """Not in an encoder with global tokens, which would be the first tokens of any number of segments."""
         return causal or self.config.global_tokens == 0
 
-    def attend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, cache: Cache | None, *, x_BTE: Array, causal: bool,
+    def forward(self, x_BTE: Array, cache: LayerCache | None = None, **options: Any) -> tuple[Array, LayerCache | None]:
+        return with_padding_last(super().forward, x_BTE, cache, **options)
+
+    def attend(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, state: Cache | None, *, x_BTE: Array, causal: bool,
                positions_BT: Array | None, segment_ids_BT: Array | None,
                lengths_B: Array | None) -> tuple[Array, Cache | None]:
-        y_BTHD, extended = super().attend(q_BTHD, k_BTHD, v_BTHD, cache, x_BTE=x_BTE, causal=causal,
+        y_BTHD, extended = super().attend(q_BTHD, k_BTHD, v_BTHD, state, x_BTE=x_BTE, causal=causal,
                                           positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, lengths_B=lengths_B)
         B, T = x_BTE.shape[:2]
         early = min(T, self.config.global_tokens)
         if early == 0:
             return y_BTHD, extended
-        if cache is None and causal and segment_ids_BT is not None:
+        if state is None and causal and segment_ids_BT is not None:
             document = _Documents.of(segment_ids_BT, self.config.global_tokens)
             rows = document.attend(self._global(self.global_query, x_BTE, positions_BT),
                                    *self._global_key_values(x_BTE, positions_BT))
             return jnp.where(document.is_global_BT[..., None, None], _per_token(rows.y_BHNTD, y_BTHD), y_BTHD), None
-        if cache is None:
+        if state is None:
             seen = early if causal else T
             tags = _tags(B, T, segment_ids_BT)
             k_BSHD, v_BSHD = self._global_key_values(x_BTE[:, :seen], positions_BT)
@@ -124,10 +128,10 @@ class Attention(SelfAttention):
                                    k_BSHD.swapaxes(1, 2), v_BSHD.swapaxes(1, 2), _first(tags, early),
                                    _first(tags, seen), _sees_past if causal else _sees_segment)
             return jnp.concatenate([rows_BTHD.astype(y_BTHD.dtype), y_BTHD[:, early:]], axis=1), None
-        seen_B = cache.window.seen_B
+        seen_B = state.window.seen_B
 
         def with_global_rows() -> tuple[Array, KeyValueCache]:
-            kept = self._append_global(cache.among_globals, *self._global_key_values(x_BTE[:, :early], positions_BT),
+            kept = self._append_global(state.among_globals, *self._global_key_values(x_BTE[:, :early], positions_BT),
                                        seen_B, lengths_B)
             t_BT = seen_B[:, None] + jnp.arange(early)[None]
             rows_BTHD = one_group(self._global(self.global_query, x_BTE[:, :early], positions_BT), kept.k_BHSD,
@@ -138,7 +142,7 @@ class Attention(SelfAttention):
             return jnp.concatenate([rows_BTHD, y_BTHD[:, early:]], axis=1), kept
 
         y_BTHD, kept = lax.cond(jnp.any(seen_B < self.config.global_tokens), with_global_rows,
-                                lambda: (y_BTHD, cache.among_globals))
+                                lambda: (y_BTHD, state.among_globals))
         return y_BTHD, extended._replace(among_globals=kept)
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
@@ -257,7 +261,7 @@ class Attention(SelfAttention):
 
     def _global(self, projection: Linear, x_BTE: Array, positions_BT: Array | None) -> Array:
         """A projection of the first tokens, rotated if positions are given."""
-        x_BTHD = self.split_heads(projection(x_BTE))
+        (x_BTHD,), _ = project_heads(x_BTE, [HeadWeights(*projection.parameters)], heads=self.heads)
         return x_BTHD if positions_BT is None else rotate(x_BTHD, positions_BT[:, :x_BTE.shape[1]])
 
 

@@ -32,11 +32,12 @@ from flax import nnx
 from jax import Array, lax
 
 from kernels.grouped_attention import Part, combine, grouped_attention, with_neighbours
+from kernels.project_heads import HeadWeights
 from kernels.segments import HIDDEN, runs_of
 from models.attention.key_value_cache import KeyValueCache
 from models.attention.layer_options import LayerOptions
 from models.attention.random_projection import RandomProjection
-from models.attention.self_attention import Linear, SelfAttention, rotate
+from models.attention.self_attention import SelfAttention
 from support.errors import ConfigError
 from support.ranges import Count, Natural, Range
 
@@ -110,24 +111,14 @@ class Attention(SelfAttention):
         self.rotations_DRM.resample(step, self.config.resample_every, lambda: self._draw(key))
 
     @property
-    def projections(self) -> Sequence[Linear]:
-        return (self.value,)
+    def head_weights(self) -> Sequence[HeadWeights]:
+        """Of queries, in float32 because rounding would change some buckets, and of values."""
+        return [HeadWeights(*self.query.parameters, exact=True), HeadWeights(*self.value.parameters)]
 
-    def queries_keys_values(self, projected: Sequence[Array], *, x_BTE: Array,
-                            positions_BT: Array | None) -> tuple[Array, Array, Array]:
-        """q_BTHD, rotated if positions are given, k_BTHD of length √D, and v_BTHD.
-
-        Queries and keys are computed in float32 or better, since rounding would change some buckets.
-        """
-        assert self.query.bias is not None
-        dtype = jnp.promote_types(jnp.float32, x_BTE.dtype)
-        q_BTF = jnp.einsum("bte,ef->btf", x_BTE.astype(dtype), self.query.parameters[0].astype(dtype),
-                           precision=lax.Precision.HIGHEST)
-        q_BTHD = self.split_heads(q_BTF + self.query.bias[...].astype(dtype)[None, None])
-        if positions_BT is not None:
-            q_BTHD = rotate(q_BTHD, positions_BT)
-        k_BTHD = q_BTHD * lax.rsqrt(jnp.mean(q_BTHD**2, axis=-1, keepdims=True) + 1e-6)
-        return q_BTHD, k_BTHD, self.split_heads(projected[0])
+    def queries_keys_values(self, heads: Sequence[Array]) -> tuple[Array, Array, Array]:
+        """Keys are queries of length √D."""
+        q_BTHD, v_BTHD = heads
+        return q_BTHD, q_BTHD * lax.rsqrt(jnp.mean(q_BTHD**2, axis=-1, keepdims=True) + 1e-6), v_BTHD
 
     def mix(self, q_BTHD: Array, k_BTHD: Array, v_BTHD: Array, *, x_BTE: Array, causal: bool,
             segment_ids_BT: Array | None) -> Array:

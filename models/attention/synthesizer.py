@@ -26,10 +26,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels.project_heads import HeadWeights
 from kernels.segments import HIDDEN, positions_of, runs_of, visible
 from models.attention.key_value_cache import KeyValueCache
 from models.attention.layer_options import LayerOptions
-from models.attention.self_attention import Linear, SelfAttention
+from models.attention.self_attention import SelfAttention
 from models.parameters import Axis, declare
 from support.errors import ConfigError
 from support.ranges import Count
@@ -57,6 +58,7 @@ class Attention(SelfAttention):
     bidirectional = True
     decode_state = "growing"
     fixed_length = True
+    rotary = False
 
     def __init__(self, config: Config, *, heads: int, head_width: int, width: int, max_length: int, rngs: nnx.Rngs):
         super().__init__(config, heads=heads, head_width=head_width, width=width, max_length=max_length, rngs=rngs)
@@ -81,13 +83,14 @@ class Attention(SelfAttention):
         return causal
 
     @property
-    def projections(self) -> Sequence[Linear]:
-        return (self.query, self.value) if self.config.kind == "dense" else (self.value,)
+    def head_weights(self) -> Sequence[HeadWeights]:
+        """Of the hidden layer of ``dense``, if any, and of the values."""
+        linears = (self.query, self.value) if self.config.kind == "dense" else (self.value,)
+        return [HeadWeights(*linear.parameters) for linear in linears]
 
-    def queries_keys_values(self, projected: Sequence[Array], *, x_BTE: Array,
-                            positions_BT: Array | None) -> tuple[Array, Array, Array]:
+    def queries_keys_values(self, heads: Sequence[Array]) -> tuple[Array, Array, Array]:
         """The hidden layer of ``dense``, or vectors of width 0, for queries; keys of width 0; and the values."""
-        *hidden, v_BTHD = map(self.split_heads, projected)
+        *hidden, v_BTHD = heads
         nothing_BTHD = v_BTHD[..., :0]
         return jax.nn.relu(hidden[0]) if hidden else nothing_BTHD, nothing_BTHD, v_BTHD
 

@@ -21,7 +21,7 @@ TOLERANCES = {"float32": 1e-6, "bfloat16": 2**-8}
 @pytest.fixture
 def one_launch(monkeypatch):
     """Makes one token use the kernel here too, with few columns per program and few rows at a time."""
-    monkeypatch.setattr(projection, "_alone_on_gpu", lambda x_BTE: x_BTE.shape[:2] == (1, 1))
+    monkeypatch.setattr(projection, "is_one_token_on_gpu", lambda x_BTE: x_BTE.shape[:2] == (1, 1))
     monkeypatch.setattr(projection_decode, "BLOCK_BYTES", 3 * 8 * 32 * 4)
 
 
@@ -111,10 +111,10 @@ def test_what_does_not_go_together_is_refused(one_launch):
 def test_one_token_on_a_gpu_takes_it(monkeypatch):
     x_BTE = np.zeros((1, 1, 4), np.float32)
     monkeypatch.setattr(projection.device, "platform", lambda: "cpu")
-    assert not projection._alone_on_gpu(x_BTE)
+    assert not projection.is_one_token_on_gpu(x_BTE)
     monkeypatch.setattr(projection.device, "platform", lambda: "gpu")
-    assert projection._alone_on_gpu(x_BTE)
-    assert projection._alone_on_gpu(x_BTE.astype(jnp.bfloat16))
-    assert not projection._alone_on_gpu(np.zeros((1, 2, 4), np.float32))
-    assert not projection._alone_on_gpu(np.zeros((2, 1, 4), np.float32))
-    assert not projection._alone_on_gpu(x_BTE.astype(float))
+    assert projection.is_one_token_on_gpu(x_BTE)
+    assert projection.is_one_token_on_gpu(x_BTE.astype(jnp.bfloat16))
+    assert not projection.is_one_token_on_gpu(np.zeros((1, 2, 4), np.float32))
+    assert not projection.is_one_token_on_gpu(np.zeros((2, 1, 4), np.float32))
+    assert not projection.is_one_token_on_gpu(x_BTE.astype(float))

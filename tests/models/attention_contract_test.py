@@ -17,9 +17,8 @@ import pytest
 from flax import nnx
 from jax.test_util import check_grads
 
-from kernels.layer_norm import Norm, layer_norm
 from models import attention
-from models.attention.self_attention import SelfAttention
+from models.attention.self_attention import LayerCache, SelfAttention
 from models.parameters import Axis, declarations
 from tests import several_devices
 
@@ -118,7 +117,7 @@ def assert_close(actual, expected, tolerance: float = TOLERANCE) -> None:
 
 
 def masks(module: SelfAttention) -> list[bool]:
-    sees_ahead = module.bidirectional and not module.parts.short_conv
+    sees_ahead = module.bidirectional and not module.options.short_conv
     return [causal for causal, can in ((True, module.causal), (False, sees_ahead)) if can]
 
 
@@ -194,11 +193,8 @@ def test_a_mask_that_a_mode_cannot_do_is_refused(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_extending_in_pieces_is_the_whole(mode):
-    """As in a block: after a LayerNorm, and added to the residual."""
     module = decoder(mode)
-    norm = Norm(20 + jnp.arange(E, dtype=jnp.float32), jnp.arange(E, dtype=jnp.float32), 1e-5, jnp.float32)
-    extend = jax.jit(lambda x, cache: module.forward(x, cache, norm=norm, residual=True))
-    x = make_x() / 100  # small, so that an error of attention shows in the sum
+    x, extend = make_x(), run_decode(module)
     cache, pieces = module.layer_cache(B, ROOM, jnp.float32), []
     buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache) if leaf.size]
     assert len(set(buffers)) == len(buffers)  # otherwise a sampler could not donate them
@@ -207,7 +203,7 @@ def test_extending_in_pieces_is_the_whole(mode):
         y, cache = extend(x[:, start:end], cache)
         pieces.append(y)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache) == structure  # a loop can carry it
-    assert_close(jnp.concatenate(pieces, axis=1), x + whole(module)(layer_norm(x, *norm)))
+    assert_close(jnp.concatenate(pieces, axis=1), whole(module)(x))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -326,7 +322,7 @@ def test_gradients_in_bfloat16_are_those_in_float32(mode):
 
         return jnp.concatenate([g.ravel() for g in jax.tree.leaves(jax.grad(total)(parameters))])
 
-    normed = "none" not in (module.parts.qk_norm, module.parts.output_norm)
+    normed = "none" not in (module.options.qk_norm, module.options.output_norm)
     assert_close(gradients(parameters, x_BTE), gradients(parameters, x_BTE.astype(jnp.float32)),
                  BFLOAT16_NORMED_TOLERANCE if normed else BFLOAT16_TOLERANCE)
 
@@ -394,7 +390,7 @@ def test_every_parameter_declares_its_axes_and_whether_it_decays(mode):
 def test_a_mode_without_a_cached_decode_refuses_by_name():
     module = SelfAttention(None, heads=H, head_width=D, width=E, max_length=ROOM, rngs=nnx.Rngs(0))
     x = make_x(1)
-    for call in (lambda: module.init_cache(1, 8, jnp.float32), lambda: module.forward(x, ()),
+    for call in (lambda: module.init_cache(1, 8, jnp.float32), lambda: module.forward(x, LayerCache((), ())),
                  lambda: module.state_bytes(8)):
         with pytest.raises(NotImplementedError, match="attention mode 'self_attention' has no cached decode"):
             call()

@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 from configs.schema import ModelConfig
-from kernels.layer_norm import api
 from models import attention
 from models.attention.self_attention import Linear
 from models.gpt import GPT, resolve_config
@@ -249,21 +248,3 @@ def test_what_is_left_open_is_resolved():
 def test_what_cannot_be_a_model_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         build(**changes)
-
-
-@pytest.mark.parametrize("remat", ["none", "block"])
-def test_a_norm_that_adds_up_the_residual_stream_gives_what_the_plain_forms_give(remat, monkeypatch):
-    """As on a GPU, with the kernels interpreted."""
-    graph, state = nnx.split(sharpened(build(attention=("chunked",))))
-
-    def loss(state):
-        model = nnx.merge(graph, state)
-        return jnp.mean(jnp.square(model.logits(model.forward(jnp.asarray(TOKENS), remat=remat)[0])))
-
-    expected = jax.jit(jax.value_and_grad(loss))(state)
-    sums, layer_norm_of_sum = [], api.layer_norm_of_sum
-    monkeypatch.setattr("kernels.projection.api.has_sum_kernel", lambda x_BTE: True)
-    monkeypatch.setattr(api, "layer_norm_of_sum", lambda *x: [sums.append(x[0].shape), *layer_norm_of_sum(*x)][1:])
-    found = jax.jit(jax.value_and_grad(loss))(state)
-    assert len(sums) >= {"none": 3, "block": 2}[remat]
-    jax.tree.map(lambda x, wanted: np.testing.assert_allclose(x, wanted, rtol=1e-3, atol=1e-5), found, expected)

@@ -1,7 +1,6 @@
 """The layer options, beyond the contract tests: results, caches and refusals."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -13,12 +12,8 @@ from flax import nnx
 
 from configs.schema import EncoderConfig, ModelConfig
 from kernels import device
-from kernels.gated_norm import api
-from kernels.recurrent_step import has_kernel, recurrent_step
-from kernels.recurrent_step.api import IMPLEMENTATIONS
-from kernels.short_convolution import convolve_token
+from kernels.recurrent_step import has_kernel
 from models import attention, encoder, gpt
-from models.attention import self_attention
 from models.attention.gates import InputDecay, fixed_log_decay
 from models.attention.layer_options import LayerOptions
 from models.attention.self_attention import SelfAttention, rotate
@@ -39,7 +34,7 @@ def build(mode: str = "softmax", *, head_width: int = D, **options):
 
 
 def forward(layer: SelfAttention, *inputs, **options):
-    """``layer.forward``, compiled anew at each call, because tests patch what it calls."""
+    """``layer.forward``, compiled."""
     return jax.jit(lambda *inputs, **options: layer.forward(*inputs, **options))(*inputs, **options)
 
 
@@ -198,92 +193,6 @@ def test_encoders_that_cannot_be(mode, options, message):
 
 def test_every_mode_has_the_options():
     assert all(issubclass(module.Config, LayerOptions) for module in attention.modes().values())
-
-
-def count(monkeypatch, name: str, function: Callable) -> list:
-    """What ``self_attention`` or a mode calls by this name, in the place of it, and a list that grows by each call."""
-    called = []
-
-    def noted(*arguments, **options):
-        called.append(name)
-        return function(*arguments, **options)
-
-    monkeypatch.setattr(name, noted)
-    return called
-
-
-@pytest.mark.parametrize("norm", ["l2", "rms", "none"])
-def test_the_convolution_kernel_of_one_token_does_what_the_plain_form_does(norm, monkeypatch):
-    """Interpreted, with heads that do not fill a block."""
-    layer = build("softmax", head_width=6, short_conv=4, qk_activation="silu", qk_norm=norm)
-    cache, expected = drawn(layer)
-    called = count(monkeypatch, "models.attention.self_attention.convolve_token", convolve_token)
-    monkeypatch.setattr(self_attention, "has_token_kernel", lambda x_BTF, taps_KF: x_BTF.shape[1] == 1)
-    found = forward(layer, X_BTE[:, :1], cache)
-    assert len(called) == 1
-    assert_close(found, expected)
-
-
-@pytest.mark.parametrize(("mode", "options"), [
-    ("gated", {}), ("gated", {"decay": "fixed", "qk_norm": "rms", "output_gate": "none"}),
-    ("gated_delta", {}), ("gated_delta", {"decay": False, "short_conv": 0, "output_norm": "none"}),
-    ("chunked", {}), ("linear", {"feature_map": "softplus", "short_conv": 2, "qk_norm": "l2", "normalize": True,
-                                 "output_norm": "rms"})])
-def test_the_kernel_of_one_step_does_what_the_plain_forms_do(mode, options, monkeypatch):
-    """Interpreted, with heads that do not fill a block."""
-    layer = build(mode, head_width=6, **options)
-    cache, expected = drawn(layer)
-    module = mode if mode == "gated_delta" else "linear"
-    called = count(monkeypatch, f"models.attention.{module}.recurrent_step", recurrent_step)
-    monkeypatch.setattr(self_attention, "has_kernel", lambda *_: True)
-    monkeypatch.setitem(IMPLEMENTATIONS, "reference", IMPLEMENTATIONS["decode"])
-    found = forward(layer, X_BTE[:, :1], cache)
-    assert len(called) == 1
-    assert_close(found, expected)
-
-
-@pytest.mark.parametrize(("mode", "options"), [
-    ("gated", {}), ("gated_delta", {"output_norm": "none"}), ("chunked", {"output_gate": "sigmoid"})])
-def test_the_kernels_of_a_sequence_do_what_the_plain_forms_do(mode, options, monkeypatch):
-    """Interpreted, with heads that do not fill a tile."""
-    layer = build(mode, head_width=6, **options)
-    move(layer)
-    expected = forward(layer, X_BTE)
-    called = [count(monkeypatch, f"kernels.gated_norm.api.{form}", getattr(api, form))
-              for form in ("gated_norm_tiles", "_elementwise")]
-    monkeypatch.setattr(self_attention, "has_tiles", lambda x_BTE: True)
-    monkeypatch.setattr(self_attention, "has_sequence_kernel", lambda x_BTE, taps_KF: True)
-    monkeypatch.setattr(api, "has_tiles", lambda y_BTHD: True)
-    found = forward(layer, X_BTE)
-    assert [len(calls) for calls in called] == [1, 0]
-    assert_close(found, expected)
-
-
-def move(layer: SelfAttention) -> None:
-    """Moves the parameters from where they begin, so that all of them count."""
-    for path, parameter in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
-        if path[-1] != "log_rate_H":
-            by = jax.random.normal(jax.random.key(len(str(path))), parameter[...].shape)
-            parameter[...] = jnp.asarray(np.asarray(parameter[...]) + np.asarray(by))
-
-
-def drawn(layer: SelfAttention) -> tuple:
-    """A cache with a text in it, and what the plain forms make of one more token; all parameters count."""
-    move(layer)
-
-    @jax.jit
-    def plain(x_BTE):
-        _, cache = layer.forward(x_BTE, layer.layer_cache(B, T, jnp.float32))
-        return cache, layer.forward(x_BTE[:, :1], cache)
-
-    return plain(X_BTE)
-
-
-def assert_close(found, expected) -> None:
-    """A number that is the difference of larger ones has the rounding of these: where the largest is 34, an ulp of it
-    was 1.6e-5 of a number of 0.24, with jax 0.11.1. 1e-6 is eight ulps."""
-    jax.tree.map(lambda x, wanted: np.testing.assert_allclose(
-        x, wanted, rtol=1e-5, atol=1e-6 * max(1, float(np.abs(wanted).max()))), found, expected)
 
 
 def test_a_step_is_one_launch_on_a_gpu_alone(monkeypatch):

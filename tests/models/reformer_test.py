@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kernels.projection import project_each
 from models.attention.reformer import Attention, Config
 from support.errors import ConfigError
 
@@ -135,8 +134,7 @@ def test_rotations_are_no_parameters_and_there_is_no_key_projection():
     module = build()
     assert set(nnx.to_pure_dict(nnx.state(module, nnx.Param))) == {"query", "value", "output"}
     x = 100 * jax.random.normal(jax.random.key(0), (B, T, H * D))
-    *_, projected = project_each(x, [linear.parameters for linear in module.projections])
-    q, k, _ = module.queries_keys_values(projected, x_BTE=x, positions_BT=jnp.arange(T)[None].repeat(B, axis=0))
+    (q, k, _), _ = module.heads_of(x, None, None, None)
     np.testing.assert_allclose(k, D**0.5 * q / jnp.linalg.norm(q, axis=-1, keepdims=True), atol=1e-3)
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kernels.projection import project_each
 from models.attention.synthesizer import Attention, Config
 from support.errors import ConfigError
 
@@ -79,8 +78,7 @@ def test_only_dense_weights_depend_on_the_tokens(kind):
     v_BTHD = jnp.broadcast_to(jnp.arange(float(T))[None, :, None, None], (B, T, H, D))
 
     def mixed(x_BTE: jax.Array) -> jax.Array:
-        *_, projected = project_each(x_BTE, [linear.parameters for linear in module.projections])
-        q_BTHD, k_BTHD, _ = module.queries_keys_values(projected, x_BTE=x_BTE, positions_BT=None)
+        (q_BTHD, k_BTHD, _), _ = module.heads_of(x_BTE, None, None, None)
         return module.mix(q_BTHD, k_BTHD, v_BTHD, x_BTE=x_BTE, causal=False, segment_ids_BT=None)
 
     assert np.array_equal(mixed(make_x()), mixed(make_x(1))) == (kind != "dense")

@@ -59,6 +59,17 @@ def refused(path: Path, model: GPT | None = None) -> str:
     return message
 
 
+def test_the_entries_of_a_file_keep_their_names(tmp_path):
+    """Files of earlier versions stay readable."""
+    model = make_model(layers=2, attention=("softmax", "gated_delta"))
+    state_file.save(tmp_path / "s", Sampler(model).encode(np.arange(3, dtype=np.int32)), model, origin="")
+    with safe_open(tmp_path / "s", framework="numpy") as file:
+        assert set(file.keys()) == {
+            "logits_BV", "seen_BV", "cache.position_B", *(f"cache.layers.0.{name}" for name in (
+                "k_BHSD", "v_BHSD", "filled_B")), "cache.layers.1.mode",
+            *(f"cache.layers.1.inputs_BPF.{i}" for i in range(3))}
+
+
 @pytest.mark.parametrize(("length", "modes", "dtype"), [
     (5, MODES, "float32"), pytest.param(5, MODES, "bfloat16", marks=pytest.mark.thorough),
     pytest.param(600, ALL, "float32", marks=pytest.mark.thorough)])
