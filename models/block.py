@@ -11,7 +11,7 @@ from jax import Array
 from configs.schema import EncoderConfig, ModelConfig, Remat
 from kernels import device
 from kernels.gelu import gelu
-from kernels.layer_norm import Norm, layer_norm
+from kernels.layer_norm import Norm, add_layer_norm, layer_norm
 from kernels.remat import policy
 from models import attention as attentions
 from models.attention.self_attention import LayerCache, Linear
@@ -73,28 +73,31 @@ class Block(nnx.Module):
         self.mlp_norm = LayerNorm(width, dtype, rngs=rngs)
         self.mlp = MLP(width, mlp_width, rngs=rngs)
 
-    def forward(self, x_BTE: Array, cache: LayerCache | None = None, *, drop: Callable[[Array], Array] | None = None,
-                remat: Remat = "none", **tokens: Any) -> tuple[Array, LayerCache | None]:
-        """The residual stream after the block, and the cache with the new tokens, or None.
+    def forward(self, x_BTE: Array, y_BTE: Array, cache: LayerCache | None = None, *,
+                drop: Callable[[Array], Array] = lambda y_BTE: y_BTE, remat: Remat = "none",
+                **tokens: Any) -> tuple[Array, Array, LayerCache | None]:
+        """The residual stream as two arrays, the second of them not yet added, and the cache with the new tokens.
+
+        The LayerNorm of the next block adds them up, in one kernel on a GPU.
 
         Args:
             x_BTE: the residual stream.
-            cache: that of the attention layer.
-            drop: dropout of the outputs of attention and MLP, in this order, if any.
-            remat: ``block``: keep only ``x_BTE`` for the backward pass and recompute the rest; ``names``: also keep the
-                results of attention.
+            y_BTE: to be added to it.
+            cache: that of the attention layer; None: whole sequences.
+            drop: dropout of the outputs of attention and MLP, in this order.
+            remat: ``block``: keep only the residual stream for the backward pass and recompute the rest; ``names``:
+                also keep the results of attention.
             tokens: the other arguments of the attention layer's ``forward``.
         """
         if remat != "none":
             graph, state = nnx.split(self)
-            recomputed = jax.checkpoint(
-                lambda state, x_BTE: nnx.merge(graph, state).forward(x_BTE, cache, drop=drop, **tokens),
-                policy=policy if remat == "names" else None)
-            return recomputed(state, x_BTE)
-        drop = drop or (lambda y_BTE: y_BTE)
-        y_BTE, cache = self.attention.forward(self.attention_norm(x_BTE), cache, **tokens)
-        x_BTE += drop(y_BTE)
-        return x_BTE + drop(self.mlp(self.mlp_norm(x_BTE))), cache
+            recomputed = jax.checkpoint(lambda state, x_BTE: nnx.merge(graph, state).forward(
+                x_BTE, jnp.zeros_like(y_BTE), cache, drop=drop, **tokens), policy=policy if remat == "names" else None)
+            return recomputed(state, x_BTE + y_BTE)
+        x_BTE, h_BTE = add_layer_norm(x_BTE, y_BTE, self.attention_norm.parameters)
+        y_BTE, cache = self.attention.forward(h_BTE, cache, **tokens)
+        x_BTE, h_BTE = add_layer_norm(x_BTE, drop(y_BTE), self.mlp_norm.parameters)
+        return x_BTE, drop(self.mlp(h_BTE)), cache
 
 
 def layer_modes(config: ModelConfig | EncoderConfig) -> Sequence[str]:

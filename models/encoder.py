@@ -106,12 +106,13 @@ class Encoder(nnx.Module):
             x_BTE += self.position_embedding(positions_BT)
         rotations_BT = positions_BT if self.config.positions == "rotary" else None
         drop = dropping(self.config.dropout, _fold_in(dropout, 0))
-        x_BTE = x_BTE if drop is None else drop(x_BTE)
+        x_BTE = drop(x_BTE)
+        y_BTE = jnp.zeros_like(x_BTE)
         for number, block in enumerate(self.blocks, 1):
-            x_BTE, _ = block.forward(x_BTE, positions_BT=rotations_BT, segment_ids_BT=segment_ids_BT,
-                                     packed=valid_BT is None, causal=False,
-                                     drop=dropping(self.config.dropout, _fold_in(dropout, number)), remat=remat)
-        x_BTE = self.final_norm(x_BTE)
+            x_BTE, y_BTE, _ = block.forward(
+                x_BTE, y_BTE, positions_BT=rotations_BT, segment_ids_BT=segment_ids_BT, packed=valid_BT is None,
+                causal=False, drop=dropping(self.config.dropout, _fold_in(dropout, number)), remat=remat)
+        x_BTE = self.final_norm(x_BTE + y_BTE)
         if self.config.pooling == "none":
             return x_BTE
         if self.config.pooling == "cls":
@@ -122,16 +123,16 @@ class Encoder(nnx.Module):
         return (x_BTE * counts_BT1).sum(axis=1) / jnp.maximum(counts_BT1.sum(axis=1), 1)
 
 
-def dropping(rate: float, key: Key[Array, ""] | None) -> Callable[[Array], Array] | None:
-    """A dropout function, with new random numbers from the key in each call; None without a key or at rate 0.
+def dropping(rate: float, key: Key[Array, ""] | None) -> Callable[[Array], Array]:
+    """A dropout function, with new random numbers from the key in each call; the identity without a key or at rate 0.
 
     Srivastava et al.: "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", 2014.
     """
-    if key is None or rate == 0:
-        return None
     numbers = itertools.count()
 
     def drop(x: Array) -> Array:
+        if key is None or rate == 0:
+            return x
         kept = jax.random.bernoulli(jax.random.fold_in(key, next(numbers)), 1 - rate, x.shape)
         return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 

@@ -108,12 +108,14 @@ class GPT(nnx.Module):
                 # Padding may exceed the last position; it is invisible, but NaN would spread.
                 x_BTE += embed(jnp.minimum(positions_BT, self.config.context - 1), embedding_SE)
         rotations_BT = positions_BT if self.config.positions == "rotary" else None
-        layers = []
+        y_BTE, layers = jnp.zeros_like(x_BTE, dtype=self.config.dtype), []
         for block, layer_cache in zip(self.blocks, [None] * len(self.blocks) if cache is None else cache.layers,
                                       strict=True):
-            x_BTE, layer_cache = block.forward(x_BTE, layer_cache, positions_BT=rotations_BT,
-                                               segment_ids_BT=segment_ids_BT, lengths_B=lengths_B, remat=remat)
+            x_BTE, y_BTE, layer_cache = block.forward(
+                x_BTE, y_BTE, layer_cache, positions_BT=rotations_BT, segment_ids_BT=segment_ids_BT,
+                lengths_B=lengths_B, remat=remat)
             layers.append(layer_cache)
+        x_BTE += y_BTE
         if cache is None:
             return x_BTE, None
         return x_BTE, Cache(cache.position_B + (T if lengths_B is None else lengths_B), tuple(layers))

@@ -1,5 +1,5 @@
 """LayerNorm with its gradient written out."""
 
-from .api import Norm, Sum, has_sum_kernel, layer_norm, layer_norm_and_input, total
+from .api import Norm, add_layer_norm, layer_norm
 
-__all__ = ["Norm", "Sum", "has_sum_kernel", "layer_norm", "layer_norm_and_input", "total"]
+__all__ = ["Norm", "add_layer_norm", "layer_norm"]

@@ -108,11 +108,11 @@ def layer_norm_gradient(
     rate_BT1: Float[Array, "B T 1"],
     scale_E: Float[Array, " E"],
     dy_BTE: Float[Array, "B T E"],
-    dx_BTE: Float[Array, "B T E"],
+    dx_BTE: Float[Array, "B T E"] | None = None,
     dtype: Any = None,
 ) -> list[Array]:
-    """``dx_BTE`` plus the gradient of x, (B, T, E), and those of scale and bias, (E,), float32. With a ``dtype`` also
-    the first in that dtype, (B, T, E), and its sum over all tokens, (E,), float32.
+    """The gradient of x, (B, T, E), and those of scale and bias, (E,), float32. With a ``dtype`` also the first in that
+    dtype, for an array that was added to x.
 
     Without a GPU in interpret mode, which is for tests.
 
@@ -122,96 +122,103 @@ def layer_norm_gradient(
         rate_BT1: 1 / √(variance + ε), float32.
         scale_E: the scale.
         dy_BTE: the gradient of the result.
-        dx_BTE: a gradient of x from elsewhere, in x's dtype; the result has it too.
-        dtype: that of what was added to x.
+        dx_BTE: a gradient of x from elsewhere, in x's dtype, to add; None: none.
+        dtype: that of the rounded gradient.
     """
     walk = Walk.of(x_BTE)
     (B, T, E), N, of_tokens, of_token, whole = x_BTE.shape, walk.N, walk.of_tokens, walk.of_token, walk.whole
-    sums = pl.BlockSpec((None, walk.width), lambda p: (p, 0))
-    rounded = [] if dtype is None else [jax.ShapeDtypeStruct((N, E), dtype)]
-    sums_PE = [jax.ShapeDtypeStruct((walk.programs, E), jnp.float32)] * (2 + len(rounded))
-    dx_NE, *found = pl.pallas_call(
-        functools.partial(_gradient_kernel, walk=walk),
+    sums_PE = jax.ShapeDtypeStruct((walk.programs, E), jnp.float32), pl.BlockSpec((None, walk.width), lambda p: (p, 0))
+    outputs = [(jax.ShapeDtypeStruct((N, E), x_BTE.dtype), of_tokens), sums_PE, sums_PE]
+    if dtype is not None:
+        outputs.append((jax.ShapeDtypeStruct((N, E), dtype), of_tokens))
+    inputs = [(x_BTE.reshape(N, E), of_tokens), (mean_BT1.reshape(N), of_token), (rate_BT1.reshape(N), of_token),
+              (scale_E, whole), (dy_BTE.reshape(N, E), of_tokens)]
+    if dx_BTE is not None:
+        inputs.append((dx_BTE.reshape(N, E), of_tokens))
+
+    def kernel(*refs: Any) -> None:
+        given, written = refs[:len(inputs)], refs[len(inputs):]
+        _gradient_kernel(given, written, walk=walk)
+
+    dx_NE, dscale_PE, dbias_PE, *rounded = pl.pallas_call(
+        kernel,
         grid=(walk.programs,),
-        in_specs=[of_tokens, of_token, of_token, whole, of_tokens, of_tokens],
-        out_specs=[of_tokens, *[sums] * len(sums_PE), *[of_tokens] * len(rounded)],
-        out_shape=[jax.ShapeDtypeStruct((N, E), x_BTE.dtype), *sums_PE, *rounded],
+        in_specs=[spec for _, spec in inputs],
+        out_specs=[spec for _, spec in outputs],
+        out_shape=[shape for shape, _ in outputs],
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=device.interprets_kernels(),
         name="layer_norm_gradient",
-    )(x_BTE.reshape(N, E), mean_BT1.reshape(N), rate_BT1.reshape(N), scale_E, dy_BTE.reshape(N, E),
-      dx_BTE.reshape(N, E))
-    dscale_E, dbias_E, *added_E = [sum_PE.sum(axis=0) for sum_PE in found[:len(sums_PE)]]
-    return [dx_NE.reshape(B, T, E), dscale_E, dbias_E, *(x.reshape(B, T, E) for x in found[len(sums_PE):]), *added_E]
+    )(*(x for x, _ in inputs))
+    return [dx_NE.reshape(B, T, E), dscale_PE.sum(axis=0), dbias_PE.sum(axis=0),
+            *(x_NE.reshape(B, T, E) for x_NE in rounded)]
 
 
-def _gradient_kernel(x_ref: Any, mean_ref: Any, rate_ref: Any, scale_ref: Any, dy_ref: Any, dx_ref: Any, out_ref: Any,
-                     dscale_ref: Any, dbias_ref: Any, *rest: Any, walk: Walk) -> None:
-    """A program: its span of tokens, some at a time."""
-    dadded_ref, rounded_ref = rest or (None, None)
+def _gradient_kernel(given: tuple[Any, ...], written: tuple[Any, ...], *, walk: Walk) -> None:
+    """A program: its span of tokens, some at a time. With n = (x − mean) · rate and a gradient dn = dy · scale,
+
+        dx += rate · (dn − mean(dn) − n · mean(n · dn))      dscale = Σ_tokens dy · n      dbias = Σ_tokens dy
+    """
+    x_ref, mean_ref, rate_ref, scale_ref, dy_ref, *dx_ref = given
+    out_ref, dscale_ref, dbias_ref, *rounded_ref = written
     program, scale_e = pl.program_id(0), walk.load_whole(scale_ref)
 
-    def step(i: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+    def step(i: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         tile = walk.tile(program, i)
-        x_re, dy_re, dx_re = map(tile.load, (x_ref, dy_ref, dx_ref))
+        x_re, dy_re, *dx_re = map(tile.load, (x_ref, dy_ref, *dx_ref))
         mean_r1, rate_r1 = (tile.load_numbers(ref)[:, None] for ref in (mean_ref, rate_ref))
         rest_r1 = rest_of(x_re, mean_r1, width=walk.E, mask=tile.mask_re)
         normal_re = jnp.where(tile.mask_re, Moments(mean_r1, rest_r1, rate_r1).normalise(x_re), 0)
         dnormal_re = dy_re * scale_e[None]
         along_r, mean_r = jnp.sum(dnormal_re * normal_re, axis=1) / walk.E, jnp.sum(dnormal_re, axis=1) / walk.E
-        dx_re += rate_r1 * (dnormal_re - mean_r[:, None] - normal_re * along_r[:, None])
-        tile.store(out_ref, dx_re)
-        terms = dy_re * normal_re, dy_re
-        if rounded_ref is not None:
-            tile.store(rounded_ref, dx_re)
-            terms = *terms, jnp.where(tile.mask_re, dx_re, 0)
-        return tuple(sum_e + jnp.sum(term_re, axis=0) for sum_e, term_re in zip(sums, terms, strict=True))
+        found_re = rate_r1 * (dnormal_re - mean_r[:, None] - normal_re * along_r[:, None])
+        for ref in (out_ref, *rounded_ref):
+            tile.store(ref, sum(dx_re, found_re))
+        return sums[0] + jnp.sum(dy_re * normal_re, axis=0), sums[1] + jnp.sum(dy_re, axis=0)
 
-    refs = [ref for ref in (dscale_ref, dbias_ref, dadded_ref) if ref is not None]
-    sums = lax.fori_loop(0, walk.steps, step, (jnp.zeros(walk.width, jnp.float32),) * len(refs))
-    for ref, sum_e in zip(refs, sums, strict=True):
+    sums = lax.fori_loop(0, walk.steps, step, (jnp.zeros(walk.width, jnp.float32),) * 2)
+    for ref, sum_e in zip((dscale_ref, dbias_ref), sums, strict=True):
         triton.store(ref.at[:], sum_e, mask=walk.of_width_e)
 
 
 def layer_norm_of_sum(
     x_BTE: Float[Array, "B T E"],
     y_BTE: Float[Array, "B T E"],
-    added_E: Float[Array, " E"],
     scale_E: Float[Array, " E"],
     bias_E: Float[Array, " E"],
     epsilon: float,
     dtype: Any,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"], Float[Array, "B T 1"], Float[Array, "B T 1"]]:
-    """LayerNorm of x + y + added in ``dtype``; the sum in x's dtype; its mean over E and 1 / √(variance + ε), float32.
+    """x + y in x's dtype; its LayerNorm in ``dtype``; its mean over E and 1 / √(variance + ε), float32.
 
     Without a GPU in interpret mode, which is for tests.
     """
     walk = Walk.of(x_BTE)
     (B, T, E), N, of_tokens, of_token, whole = x_BTE.shape, walk.N, walk.of_tokens, walk.of_token, walk.whole
     numbers = jax.ShapeDtypeStruct((N,), jnp.float32)
-    normed_NE, sum_NE, mean_N, rate_N = pl.pallas_call(
+    sum_NE, normed_NE, mean_N, rate_N = pl.pallas_call(
         functools.partial(_sum_kernel, walk=walk, epsilon=epsilon),
         grid=(walk.programs,),
-        in_specs=[of_tokens, of_tokens, whole, whole, whole],
+        in_specs=[of_tokens, of_tokens, whole, whole],
         out_specs=[of_tokens, of_tokens, of_token, of_token],
-        out_shape=[jax.ShapeDtypeStruct((N, E), dtype), jax.ShapeDtypeStruct((N, E), x_BTE.dtype), numbers, numbers],
+        out_shape=[jax.ShapeDtypeStruct((N, E), x_BTE.dtype), jax.ShapeDtypeStruct((N, E), dtype), numbers, numbers],
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=device.interprets_kernels(),
         name="layer_norm_of_sum",
-    )(x_BTE.reshape(N, E), y_BTE.reshape(N, E), added_E, scale_E, bias_E)
-    return (normed_NE.reshape(B, T, E), sum_NE.reshape(B, T, E), mean_N.reshape(B, T, 1), rate_N.reshape(B, T, 1))
+    )(x_BTE.reshape(N, E), y_BTE.reshape(N, E), scale_E, bias_E)
+    return sum_NE.reshape(B, T, E), normed_NE.reshape(B, T, E), mean_N.reshape(B, T, 1), rate_N.reshape(B, T, 1)
 
 
-def _sum_kernel(x_ref: Any, y_ref: Any, added_ref: Any, scale_ref: Any, bias_ref: Any, normed_ref: Any, sum_ref: Any,
-                mean_ref: Any, rate_ref: Any, *, walk: Walk, epsilon: float) -> None:
+def _sum_kernel(x_ref: Any, y_ref: Any, scale_ref: Any, bias_ref: Any, sum_ref: Any, normed_ref: Any, mean_ref: Any,
+                rate_ref: Any, *, walk: Walk, epsilon: float) -> None:
     """A program: its span of tokens, some at a time."""
     program = pl.program_id(0)
-    added_e, scale_e, bias_e = map(walk.load_whole, (added_ref, scale_ref, bias_ref))
+    scale_e, bias_e = map(walk.load_whole, (scale_ref, bias_ref))
 
     def step(i: Any, nothing: None) -> None:
         del nothing
         tile = walk.tile(program, i)
-        sum_re = tile.load(x_ref) + tile.load(y_ref) + added_e[None]
+        sum_re = tile.load(x_ref) + tile.load(y_ref)
         tile.store(sum_ref, sum_re)
         moments = Moments.of(sum_re, mean_of(sum_re, width=walk.E), epsilon, width=walk.E, mask=tile.mask_re)
         tile.store(normed_ref, moments.normalise(sum_re) * scale_e[None] + bias_e[None])
